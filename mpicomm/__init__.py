@@ -8,8 +8,10 @@ import sys
 import typing
 
 if typing.TYPE_CHECKING:
+    from mpicomm.api.window import Win
     from mpicomm.experts.arrays import Received
     from mpicomm.experts.experts import Experts
+    from mpicomm.world import install, uninstall
 
 # These commands decide themselves whether to start MPI, and when; the modules below load and start it.
 if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
@@ -25,7 +27,6 @@ if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
 
     from mpicomm import epilogues
     from mpicomm.api.communicator import Communicator
-    from mpicomm.api.window import Win
     from mpicomm.errors import (
         BackendUnavailableError,
         CollectiveTimeoutError,
@@ -35,12 +36,10 @@ if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
         MpicommError,
         PeerError,
     )
-    from mpicomm.install import install, uninstall
     from mpicomm.kernels.variant import include_dir
-    from mpicomm.mpi.ops import AVG
-    from mpicomm.mpi.own_ops import Op
+    from mpicomm.mpi.ops import AVG, Op
     from mpicomm.symmetric.array import SymmetricArray
-    from mpicomm.symmetric.events import SharedEvent
+    from mpicomm.symmetric.create import SharedEvent
 
 __all__ = [
     "AVG",
@@ -68,7 +67,13 @@ __all__ = [
 __version__ = "0.1.0"
 
 if not typing.TYPE_CHECKING:  # a type checker would take every name for a name of this module
-    _AT_FIRST_USE = {"Experts": "mpicomm.experts.experts", "Received": "mpicomm.experts.arrays"}
+    _AT_FIRST_USE = {
+        "Experts": "mpicomm.experts.experts",
+        "Received": "mpicomm.experts.arrays",
+        "Win": "mpicomm.api.window",
+        "install": "mpicomm.world",
+        "uninstall": "mpicomm.world",
+    }
     """The modules of names that few programs use. A module loads when a program first reads its name."""
 
     def __getattr__(name: str) -> object:
@@ -79,5 +84,5 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for a name 
         return value
 
     def __dir__() -> list[str]:
-        """Return all names, also the names that no program has read yet."""
-        return sorted({*globals(), *__all__})
+        """Return the public names, also those that no program has read yet."""
+        return [*__all__, *(name for name in globals() if name.startswith("__") and name not in __all__)]

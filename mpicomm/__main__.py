@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
             sys.stderr.write(f"mpicomm: {missing}\n")
         return 2
     try:
-        from mpicomm.install import install
+        from mpicomm.world import install
 
         install(stream_order=stream_order)
     except BaseException:

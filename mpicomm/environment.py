@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import math
 import os
@@ -16,8 +15,16 @@ from mpicomm.sizes import nbytes_of
 
 PREFIX = "MPICOMM_"
 NAMES = (
-    *("MPICOMM_DEVICE", "MPICOMM_HANDLE", "MPICOMM_TIMEOUT", "MPICOMM_ORDER", "MPICOMM_HOSTID", "MPICOMM_INTERNODE"),
-    *("MPICOMM_TUNING", "MPICOMM_MEMORY", "MPICOMM_BIND_CPU", "MPICOMM_TRACE", "MPICOMM_STATS"),
+    *("MPICOMM_DEVICE", "MPICOMM_HANDLE", "MPICOMM_TIMEOUT", "MPICOMM_ORDER", "MPICOMM_REDUCTIONS"),
+    *(
+        "MPICOMM_HOSTID",
+        "MPICOMM_INTERNODE",
+        "MPICOMM_TUNING",
+        "MPICOMM_MEMORY",
+        "MPICOMM_BIND_CPU",
+        "MPICOMM_TRACE",
+        "MPICOMM_STATS",
+    ),
     *("MPICOMM_DEBUG", "MPICOMM_DEBUG_FILE"),
 )
 """All variables that mpicomm reads. mpicomm/docs/variables.md has a row for each."""
@@ -34,6 +41,8 @@ INTERNODE = ("mapped", "nccl", "mpi", "pinned")
 
 def unknown() -> dict[str, str]:
     """Return the variables that begin with `PREFIX` and that mpicomm does not read, each with the nearest name."""
+    import difflib
+
     names = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in NAMES)
     return {name: difflib.get_close_matches(name.upper(), NAMES, 1, cutoff=0)[0] for name in names}
 
@@ -75,6 +84,16 @@ def handle(argument: str) -> str:
     if value in HANDLES:
         return value
     raise InvalidUsageError(f"{name}={value!r} is no handle kind: use one of {', '.join(HANDLES)}")
+
+
+def reductions(argument: str) -> str:
+    """Return ``reductions=``, or MPICOMM_REDUCTIONS if the argument is "auto": "auto" or "ordered"."""
+    name, value = "reductions", argument
+    if argument == "auto" and "MPICOMM_REDUCTIONS" in os.environ:
+        name, value = "MPICOMM_REDUCTIONS", os.environ["MPICOMM_REDUCTIONS"]
+    if value in ("auto", "ordered"):
+        return value
+    raise InvalidUsageError(f"{name}={value!r}: use auto (the fastest way) or ordered (in rank order, never by MPI)")
 
 
 def stream_order(argument: bool | None) -> bool:

@@ -16,7 +16,7 @@ from mpicomm import environment
 from mpicomm.api.communicator import Communicator
 from mpicomm.cli import arguments, machine
 from mpicomm.cli import options as command_line
-from mpicomm.cluster.cuda_aware import query_cuda_aware
+from mpicomm.cluster.process import query_cuda_aware
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.devices.base import Link, slowest_gb_s
 from mpicomm.errors import InvalidUsageError, MpicommError
@@ -119,6 +119,8 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     mpi = found["cuda_aware_mpi"]
     answer = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
     system.add_row("MPI is CUDA-aware", f"{answer} ({mpi['how']})")
+    reductions = {"auto": "by MPI or mpicomm", "ordered": "by mpicomm, in rank order"}[ranks[0]["reductions"]]
+    system.add_row("reductions of host arrays", reductions)
     if ranks[0]["internode"]:
         system.add_row("engine between peer domains", ranks[0]["internode"])
     if ranks[0]["device"] != "cpu":

@@ -13,13 +13,14 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
-from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
+from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.device_counts import has_device_counts
+from mpicomm.mpi.spec import Shape
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.record import Category, Record
 from mpicomm.symmetric.array import SymmetricArray
-from mpicomm.symmetric.events import SharedEvent
+from mpicomm.symmetric.create import SharedEvent
 
 _FLUSHED = ("Free", "Disconnect", "check")
 """Each of these calls writes all earlier calls to the trace file, so that they outlive the process."""
@@ -231,11 +232,7 @@ def _parse(call: str, name: str, buffer: Any, called: Any) -> Operand:
         shape = row.send if name == "sendbuf" else row.receive
     if shape == "vector" and has_device_counts(buffer):
         return parse(buffer[0], writable=False, name=name)  # only the GPU knows the counts
-    if shape in ("vector", "typed"):
-        size = called.size
-        if row is not None and row.of_neighbors:
-            size = len(called.inoutedges[name == "sendbuf"])
-        read = parse_typed if shape == "typed" else parse_vector
-        return read(buffer, size=size, writable=False, name=name)
-    blocks = called.size if shape == "blocks" and row is not None and not row.of_neighbors else None
-    return parse(buffer, blocks=blocks, writable=False, name=name)
+    blocks = 1
+    if row is not None and shape != "one":
+        blocks = len(called.inoutedges[name == "sendbuf"]) if row.of_neighbors else called.size
+    return parse(buffer, shape=shape, blocks=blocks, writable=False, name=name)

@@ -18,8 +18,8 @@ import numpy as np
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
+from mpicomm.cli.options import header, paths, setting
 from mpicomm.cli.pattern import Pattern
-from mpicomm.cli.report import header, paths, setting
 
 DIRECTIONS = ("put", "get")
 

@@ -1,8 +1,9 @@
-"""Sizes in bytes as people write them: "8", "4K", "64M", "1G", "2T"."""
+"""Sizes and cells of tables as text."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -20,3 +21,17 @@ def format_size(nbytes: int) -> str:
     """Write a size with the largest unit that divides it; `nbytes_of` reads it back."""
     unit = max((unit for unit in _UNITS if nbytes % _UNITS[unit] == 0), key=_UNITS.__getitem__)
     return f"{nbytes // _UNITS[unit]}{unit}"
+
+
+def format_cell(value: object) -> str:
+    """Return the text of a cell: "-" for None, floats with two digits."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def format_line(values: Iterable[object], widths: Iterable[int]) -> str:
+    """Return a line with the cells at the right of columns of these widths, and a space before each cell."""
+    return "".join(f" {format_cell(value):>{width - 1}}" for value, width in zip(values, widths, strict=True))

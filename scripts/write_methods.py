@@ -2,7 +2,8 @@
 
 `python scripts/write_methods.py [--check]` writes the end of each file in ``FILES``, below the line that names this
 script. A method that stands above the line, by hand, is not written again. The docstring of a blocking method is the
-string below its row. ``--check`` writes nothing and exits with 1 if a file differs from the text it would write.
+string below its row, with the order, the algorithms and the errors of all collectives. ``--check`` writes nothing and
+exits with 1 if a file differs from the text it would write.
 """
 
 from __future__ import annotations
@@ -127,18 +128,18 @@ def shortcut(row: Operation, name: str) -> list[str]:
 
 def blocking(row: Operation) -> str:
     """Return the blocking method."""
-    doc = docstrings().get(row.name.upper())
-    if doc is None:
-        raise SystemExit(f"{row} has no docstring below its row")
     run = fold("        return self._collectives.run(", [row_of(row), "stream", "algorithm", *kept(row)], ")")
-    return method(row, row.name, "None", doc, [*(shortcut(row, row.name) if has_shortcut(row) else []), *run])
+    return method(
+        row, row.name, "None", documentation(row), [*(shortcut(row, row.name) if has_shortcut(row) else []), *run]
+    )
 
 
 def nonblocking(row: Operation) -> str:
     """Return the nonblocking method."""
     start = fold("        return self._collectives.start(", [row_of(row), "stream", "algorithm", *kept(row)], ")")
     body = [*(shortcut(row, row.nonblocking) if has_shortcut(row) else []), *start]
-    return method(row, row.nonblocking, "MPI.Request", f"Start `{row}`; return its request.", body)
+    doc = f"Start `{row}` with its arguments; return the request. Keep its buffers until ``Wait``."
+    return method(row, row.nonblocking, "MPI.Request", doc, body)
 
 
 def persistent(row: Operation) -> str:
@@ -146,7 +147,8 @@ def persistent(row: Operation) -> str:
     items = [row_of(row), f"Arguments({', '.join(kept(row))})", "info", "stream", "algorithm"]
     body = fold("        return self._collectives.prepare(", items, ")")
     arguments = (*row.arguments, "info")
-    return method(row, row.persistent, "MPI.Prequest", f"Prepare `{row}`; return its request.", body, arguments)
+    doc = f"Prepare `{row}` with its arguments; return the request, for ``Start`` and ``Wait``."
+    return method(row, row.persistent, "MPI.Prequest", doc, body, arguments)
 
 
 FORMS = (blocking, nonblocking, persistent)
@@ -161,15 +163,42 @@ FILES = {
 
 
 @functools.cache
-def docstrings() -> dict[str, str]:
-    """Return the string below each row, by the name of the row's variable, in lines that fit a method."""
+def docstrings() -> dict[str, list[str]]:
+    """Return the paragraphs of the string below each row, by the name of the row's variable."""
     found = {}
     for row, below in itertools.pairwise(ast.parse(inspect.getsource(operations)).body):
         match row, below:
             case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
-                paragraphs = inspect.cleandoc(text).split("\n\n")
-                found[name] = "\n\n".join(textwrap.fill(each, WIDTH - 8) for each in paragraphs)
+                found[name] = inspect.cleandoc(text).split("\n\n")
     return found
+
+
+def documentation(row: Operation) -> str:
+    """Return the docstring of the blocking method: its own paragraphs, and before the example what all have."""
+    paragraphs = docstrings().get(row.name.upper(), [])
+    example = next((number for number, each in enumerate(paragraphs) if is_code(each)), None)
+    if example is None:
+        raise SystemExit(f"{row} has no docstring with an example below its row")
+    names = ["auto", "one_shot", *["two_shot"] * bool(row.two_shot), *["ring"] * bool(row.ring)]
+    names += [*["chain"] * bool(row.chain), *["copy_engine"] * bool(row.copies), *["mpi"] * row.in_mpi]
+    quoted = [f'"{name}"' for name in names]
+    common = (
+        "Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the "
+        f"current stream of their library. ``algorithm`` is {', '.join(quoted[:-1])} or {quoted[-1]}, the same on all "
+        "ranks. Raises `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and "
+        "`CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two."
+    )
+    return filled([*paragraphs[:example], common, *paragraphs[example:]])
+
+
+def is_code(paragraph: str) -> bool:
+    """Return whether a paragraph of a docstring is an example."""
+    return paragraph.startswith("    ")
+
+
+def filled(paragraphs: Iterable[str]) -> str:
+    """Return a docstring in lines that fit a method."""
+    return "\n\n".join(each if is_code(each) else textwrap.fill(each, WIDTH - 8) for each in paragraphs)
 
 
 def completed(name: str, text: str) -> str:

@@ -23,9 +23,19 @@ from typing import NamedTuple
 import numpy as np
 
 from mpicomm.activity import layout
-from mpicomm.activity.layout import CALL, CALL_BITS, CALL_TEXTS, COUNTS, KEPT, OFFSETS, POSTS, READY, SINCE
-from mpicomm.activity.ranks import ranks_as_text
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.activity.layout import (
+    CALL,
+    CALL_BITS,
+    CALL_TEXTS,
+    COUNTS,
+    KEPT,
+    OFFSETS,
+    POSTS,
+    READY,
+    SINCE,
+    ranks_as_text,
+)
+from mpicomm.devices.handle import Descriptor
 from mpicomm.devices.host import fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
 from mpicomm.errors import HandleError

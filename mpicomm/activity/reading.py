@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from mpicomm.activity import layout
-from mpicomm.activity.ranks import ranks_of_text
+from mpicomm.activity.layout import ranks_of_text
 
 _LINK = f"/memfd:{layout.MEMORY_NAME}"
 _ROWS = range(layout.ROWS)

@@ -58,16 +58,17 @@ class BlockingCollectives(MPI.Intracomm):
     place. Buffers must not overlap otherwise.
 
     **Element types.** bool, integers of 8 to 64 bits, float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2,
-    complex64 and complex128, whether or not MPI has them. MPI carries out calls with its other types, and with
-    operations that the user has created.
+    complex64 and complex128, whether or not MPI has them. MPI carries out calls with its other types, ``MAXLOC`` and
+    ``MINLOC``, and operations that the user has created, whatever the ``algorithm``.
 
     **Operations** are MPI's operations, `AVG`, and `Op`, which is an expression of the user.
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
     accumulated in float32 and rounded once. Each peer domain reduces in the order of its ranks. Then the results of the
     domains are reduced in the order of the domains. Only "ring", and calls that MPI carries out, such as calls on small
-    host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN. If MPI reduces, some ranks may lose a NaN that other
-    ranks keep.
+    host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN. If MPI reduces, ranks may have different results of
+    ``MAX``, ``MIN``, ``MAXLOC`` and ``MINLOC`` of NaNs, and different signs of a zero. ``reductions="ordered"`` of the
+    `Communicator` leaves only ``MAXLOC``, ``MINLOC`` and types that mpicomm lacks to MPI.
 
     **Movements.** Collectives that only move data move bytes. The buffers of one call, and the buffers of two ranks,
     may have different types of the same length in bytes.
@@ -108,7 +109,10 @@ class BlockingCollectives(MPI.Intracomm):
         """Block until all ranks have called it. Collective.
 
         With ``stream``, a stream of this rank's GPU, hold that stream until the streams of all ranks have come here.
-        This form does not block, except if an engine between peer domains blocks the host.
+        This form does not block, except if an engine between peer domains blocks the host. Without ``stream`` the wait
+        is MPI's and has no limit. With it `CollectiveTimeoutError` comes from the next call or from `check`.
+
+            comm.Barrier()
         """
         if stream is None:
             begin_by_mpi(self._row, _BARRIER)
@@ -130,6 +134,17 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element.
 
+        Both buffers have n elements of one type, and n is the same on all ranks.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot", "two_shot", "ring", "copy_engine" or
+        "mpi", the same on all ranks. Raises `InvalidUsageError` for wrong arguments, `PeerError` if ranks call
+        different things, and `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call
+        raises the last two.
+
+            x, y = cp.ones(8), cp.empty(8)
+            comm.Allreduce(x, y, op=MPI.MAX)
+
         ``epilogue`` is applied to each element of the result before it is stored. It is an expression, or one of
         `mpicomm.epilogues`. In the expression v is the element and i its index. ``operands`` have their names there,
         and are numbers or arrays: ``epilogue="v * scale + bias[i]", scale=0.5, bias=b``. See `Epilogue`. In "one_shot"
@@ -137,16 +152,16 @@ class BlockingCollectives(MPI.Intracomm):
         applies it, or NumPy does on host arrays.
 
         ``wire_dtype`` is "float8_e4m3fn" or "int8", the same on all ranks. Elements of float32, float16 or bfloat16
-        then travel as codes of 8 bits, with a power of two as the scale of each block of 128. ``op`` is SUM or AVG.
-        The sum travels as codes again, except with a pair such as ("int8", None). Its bits do not depend on rank, run,
+        then travel quantized, with a power of two as the scale of each block of 128. ``op`` is SUM or AVG. The sum
+        travels quantized again, except with a pair such as ("int8", None). Its bits do not depend on rank, run,
         algorithm and device. Let A be the sum over the ranks of the largest magnitude in the block, and e be 1/16 for
         "float8_e4m3fn" and 1/127 for "int8". The sum differs from the exact sum by at most e * (2 + e) * A, or with a
         pair e * A, besides roundings to float32 and to the elements' type. AVG divides all that by the number of
         ranks. A block is NaN as a whole on all ranks if it has a NaN or an infinity on any rank, or if its sum exceeds
-        float32. Codes round, so a magnitude within 1/32 of the largest number of its type may become infinite. Device
+        float32. A magnitude within 1/32 of the largest number of its type may become infinite by rounding. Device
         arrays in several peer domains, and other types, operations and algorithms than "auto", "one_shot" and
-        "two_shot", raise `InvalidUsageError`. Codes save time on GPUs from 1 MiB on. Smaller calls, and calls on the
-        host, may take longer than without codes.
+        "two_shot", raise `InvalidUsageError`. It saves time on GPUs from 1 MiB on. Smaller calls, and calls on the
+        host, may take longer than without ``wire_dtype``.
         """
         if wire_dtype is not None or epilogue is not None or operands:
             finish, wire = as_epilogue(epilogue, operands), as_wire(wire_dtype)
@@ -168,10 +183,20 @@ class BlockingCollectives(MPI.Intracomm):
     def Allgather(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto", wire_dtype: Any = None
     ) -> None:
-        """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank.
+        """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``.
 
-        With ``wire_dtype`` elements travel as codes of 8 bits: see `Allreduce`. Each rank also stores its own block as
-        its codes say, so all ranks have the same bits. An element differs from its input by at most e * A.
+        ``sendbuf`` has n elements, n is the same on all ranks, and ``recvbuf`` has n for each rank, in rank order.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot", "copy_engine" or "mpi", the same on all
+        ranks. Raises `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            x, y = cp.full(3, comm.rank), cp.empty(3 * comm.size, int)
+            comm.Allgather(x, y)
+
+        With ``wire_dtype`` elements travel as fp8 or int8: see `Allreduce`. Each rank also stores its own block as it
+        has sent it, so all ranks have the same bits. An element differs from its input by at most e * A.
         """
         if stream is None and algorithm == "auto" and wire_dtype is None and self._plain["Allgather"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLGATHER)
@@ -182,7 +207,20 @@ class BlockingCollectives(MPI.Intracomm):
         return self._collectives.run(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf, wire=as_wire(wire_dtype))
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """As Allgather, with blocks of any counts and displacements."""
+        """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``. Blocks differ in length.
+
+        ``recvbuf`` is ``[array, counts]``, ``[array, (counts, displacements)]`` or ``[array, counts, displacements,
+        type]``. Counts and displacements have an entry for each rank, in elements, and are the same on all ranks.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot" or "mpi", the same on all ranks. Raises
+        `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            counts = [rank + 1 for rank in range(comm.size)]
+            x, y = cp.full(comm.rank + 1, comm.rank), cp.empty(sum(counts), int)
+            comm.Allgatherv(x, [y, counts])
+        """
         if stream is None and algorithm == "auto" and self._plain["Allgatherv"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLGATHERV)
             try:
@@ -192,7 +230,18 @@ class BlockingCollectives(MPI.Intracomm):
         return self._collectives.run(rows.ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
+        """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s.
+
+        Both buffers have n elements for each rank, in rank order, and n is the same on all ranks.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot", "copy_engine" or "mpi", the same on all
+        ranks. Raises `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            x, y = cp.arange(2 * comm.size), cp.empty(2 * comm.size, int)
+            comm.Alltoall(x, y)
+        """
         if stream is None and algorithm == "auto" and self._plain["Alltoall"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLTOALL)
             try:
@@ -202,7 +251,19 @@ class BlockingCollectives(MPI.Intracomm):
         return self._collectives.run(rows.ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """As Alltoall, with blocks of any counts and displacements.
+        """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``. Blocks differ in length.
+
+        A buffer is ``[array, counts]`` or ``[array, (counts, displacements)]``, with an entry for each rank, in
+        elements. Rank r's count for s in ``sendbuf`` is rank s's count for r in ``recvbuf``.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot" or "mpi", the same on all ranks. Raises
+        `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            counts = [rank + 1 for rank in range(comm.size)]
+            x, y = cp.ones(sum(counts)), cp.empty(comm.size * (comm.rank + 1))
+            comm.Alltoallv([x, counts], [y, [comm.rank + 1] * comm.size])
 
         Counts may be integer arrays on the GPU, of int32 or int64: ``[sendbuf, counts]`` and ``[recvbuf, counts]``.
         Then the call reads the counts of ``sendbuf`` in stream order, and writes the counts that have come into the
@@ -220,11 +281,37 @@ class BlockingCollectives(MPI.Intracomm):
         return self._collectives.run(rows.ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Alltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """As Alltoallv, with a datatype for each rank, and displacements in bytes."""
+        """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``. Blocks differ in datatype.
+
+        A buffer is ``[array, counts, displacements, types]``, with an entry for each rank. Displacements are in bytes.
+        On GPUs a kernel packs and unpacks derived datatypes.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot" or "mpi", the same on all ranks. Raises
+        `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            x, y = cp.arange(4.0 * comm.size).reshape(4, comm.size), cp.empty((4, comm.size))
+            column = MPI.DOUBLE.Create_vector(4, 1, comm.size).Commit()
+            columns = [1] * comm.size, [8 * rank for rank in range(comm.size)], [column] * comm.size
+            comm.Alltoallw([x, *columns], [y, *columns])
+        """
         return self._collectives.run(rows.ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
 
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Bring the root's ``buf`` to every rank's ``buf``."""
+        """Bring the root's ``buf`` to every rank's ``buf``.
+
+        ``buf`` has the same number of elements on all ranks.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot", "two_shot", "chain", "copy_engine" or
+        "mpi", the same on all ranks. Raises `InvalidUsageError` for wrong arguments, `PeerError` if ranks call
+        different things, and `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call
+        raises the last two.
+
+            x = cp.arange(8) if comm.rank == 0 else cp.empty(8, int)
+            comm.Bcast(x, root=0)
+        """
         if stream is None and algorithm == "auto" and self._plain["Bcast"](None, buf):
             begin_by_mpi(self._row, _BCAST)
             try:
@@ -238,6 +325,16 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``. The ``recvbuf`` of rank 0 does not
         change.
+
+        Both buffers have n elements of one type, and n is the same on all ranks.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot" or "mpi", the same on all ranks. Raises
+        `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            x, y = cp.full(8, comm.rank), cp.zeros(8, int)
+            comm.Exscan(x, y)
         """
         if stream is None and algorithm == "auto" and self._plain["Exscan"](sendbuf, recvbuf, op):
             begin_by_mpi(self._row, _EXSCAN)
@@ -248,7 +345,19 @@ class BlockingCollectives(MPI.Intracomm):
         return self._collectives.run(rows.EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
+        """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``.
+
+        ``sendbuf`` has n elements, n is the same on all ranks, and the root's ``recvbuf`` has n for each rank, in rank
+        order. Other ranks pass None for it.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot", "copy_engine" or "mpi", the same on all
+        ranks. Raises `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            x, y = cp.full(3, comm.rank), cp.empty(3 * comm.size, int)
+            comm.Gather(x, y if comm.rank == 0 else None, root=0)
+        """
         if stream is None and algorithm == "auto" and self._plain["Gather"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _GATHER)
             try:
@@ -260,7 +369,20 @@ class BlockingCollectives(MPI.Intracomm):
     def Gatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """As Gather, with blocks of any counts and displacements."""
+        """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``. Blocks differ in length.
+
+        The root's ``recvbuf`` is ``[array, counts]`` or ``[array, (counts, displacements)]``, with an entry for each
+        rank, in elements. Other ranks pass None for it.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot" or "mpi", the same on all ranks. Raises
+        `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            counts = [rank + 1 for rank in range(comm.size)]
+            x, y = cp.full(comm.rank + 1, comm.rank), cp.empty(sum(counts), int)
+            comm.Gatherv(x, [y, counts] if comm.rank == 0 else None, root=0)
+        """
         if stream is None and algorithm == "auto" and self._plain["Gatherv"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _GATHERV)
             try:
@@ -279,7 +401,19 @@ class BlockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> None:
-        """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
+        """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element.
+
+        Both buffers have n elements of one type, and n is the same on all ranks. Other ranks pass None for ``recvbuf``.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot", "two_shot", "chain", "copy_engine" or
+        "mpi", the same on all ranks. Raises `InvalidUsageError` for wrong arguments, `PeerError` if ranks call
+        different things, and `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call
+        raises the last two.
+
+            x, y = cp.ones(8), cp.empty(8)
+            comm.Reduce(x, y if comm.rank == 0 else None, op=MPI.MAX, root=0)
+        """
         if stream is None and algorithm == "auto" and self._plain["Reduce"](sendbuf, recvbuf, op, root):
             begin_by_mpi(self._row, _REDUCE)
             try:
@@ -298,10 +432,20 @@ class BlockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> None:
-        """As Reduce_scatter_block, with ``recvcounts[r]`` elements in block r.
+        """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``. Blocks differ in length.
 
-        Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. If the other ranks are
-        in place, a rank with count 0 need not be in place, except in a persistent call on host arrays.
+        Block r has ``recvcounts[r]`` elements. Without ``recvcounts`` the ranks exchange the counts of their
+        ``recvbuf``, which blocks. If the other ranks are in place, a rank with count 0 need not be in place, except in
+        a persistent call on host arrays.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot" or "mpi", the same on all ranks. Raises
+        `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            counts = [rank + 1 for rank in range(comm.size)]
+            x, y = cp.ones(sum(counts)), cp.empty(comm.rank + 1)
+            comm.Reduce_scatter(x, y, recvcounts=counts)
         """
         if (
             stream is None
@@ -328,9 +472,18 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.
 
-        With ``wire_dtype`` elements travel as codes of 8 bits: see `Allreduce`. The blocks of 128 elements begin with
-        block r. The sum differs from the exact sum by at most e * A, besides roundings to float32 and to the elements'
-        type.
+        ``recvbuf`` has n elements, n is the same on all ranks, and ``sendbuf`` has n for each rank, in rank order.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot", "copy_engine" or "mpi", the same on all
+        ranks. Raises `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            x, y = cp.ones(3 * comm.size), cp.empty(3)
+            comm.Reduce_scatter_block(x, y)
+
+        With ``wire_dtype`` elements travel as fp8 or int8: see `Allreduce`. The blocks of 128 elements begin with block
+        r. The sum differs from the exact sum by at most e * A, besides roundings to float32 and to the elements' type.
         """
         if (
             stream is None
@@ -350,7 +503,18 @@ class BlockingCollectives(MPI.Intracomm):
     def Scan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``."""
+        """Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``.
+
+        Both buffers have n elements of one type, and n is the same on all ranks.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot" or "mpi", the same on all ranks. Raises
+        `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            x, y = cp.full(8, comm.rank), cp.empty(8, int)
+            comm.Scan(x, y)
+        """
         if stream is None and algorithm == "auto" and self._plain["Scan"](sendbuf, recvbuf, op):
             begin_by_mpi(self._row, _SCAN)
             try:
@@ -362,7 +526,19 @@ class BlockingCollectives(MPI.Intracomm):
     def Scatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
+        """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``.
+
+        ``recvbuf`` has n elements, n is the same on all ranks, and the root's ``sendbuf`` has n for each rank, in rank
+        order. Other ranks pass None for it.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot", "copy_engine" or "mpi", the same on all
+        ranks. Raises `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            x, y = cp.arange(3 * comm.size), cp.empty(3, int)
+            comm.Scatter(x if comm.rank == 0 else None, y, root=0)
+        """
         if stream is None and algorithm == "auto" and self._plain["Scatter"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _SCATTER)
             try:
@@ -374,7 +550,20 @@ class BlockingCollectives(MPI.Intracomm):
     def Scatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """As Scatter, with blocks of any counts and displacements."""
+        """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``. Blocks differ in length.
+
+        The root's ``sendbuf`` is ``[array, counts]`` or ``[array, (counts, displacements)]``, with an entry for each
+        rank, in elements. Other ranks pass None for it.
+
+        Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
+        current stream of their library. ``algorithm`` is "auto", "one_shot" or "mpi", the same on all ranks. Raises
+        `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and
+        `CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two.
+
+            counts = [rank + 1 for rank in range(comm.size)]
+            x, y = cp.arange(sum(counts)), cp.empty(comm.rank + 1, int)
+            comm.Scatterv([x, counts] if comm.rank == 0 else None, y, root=0)
+        """
         if stream is None and algorithm == "auto" and self._plain["Scatterv"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _SCATTERV)
             try:

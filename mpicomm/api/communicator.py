@@ -28,16 +28,13 @@ from mpicomm.api.probes import Probes
 from mpicomm.api.products import ProductCalls
 from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
+from mpicomm.cluster.process import close_after
 from mpicomm.cluster.roll_call import duplicate
-from mpicomm.cluster.uncaught import close_after
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.devices.base import Link
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
-from mpicomm.messages.calls import Messages
-from mpicomm.observation import record_calls
 from mpicomm.products.calls import Products
-from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.in_stream_order import InStreamOrder
@@ -46,6 +43,9 @@ _get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from mpicomm.messages.calls import Messages
+    from mpicomm.recording.statistics import Statistics
 
 
 def named(name: str) -> Any:
@@ -83,6 +83,8 @@ class RankInfo:
     """Whether the driver has the device memory of `memory`, from `Communicator.suspend` to `Communicator.resume`."""
     products: tuple[str, ...] = ()
     """From which size on matrix products overlap with their collective, after the first collective on GPUs."""
+    reductions: str = "auto"
+    """Who reduces host arrays: "auto", the fastest, or "ordered", mpicomm in rank order."""
     order: str = "stream"
     """How calls on device arrays return: "stream", in stream order, or "complete", for all streams; see `install`."""
 
@@ -111,7 +113,9 @@ class Communicator(
 
     ``handle`` is how ranks open memory: "ipc", "fd", "fabric", "staged", or "auto". "auto" takes the best kind that
     works between all ranks of the node. After ``timeout_s`` seconds (30, or MPICOMM_TIMEOUT) a missing rank is an
-    error. All ranks pass the same ``handle`` and ``timeout_s``.
+    error. With ``reductions="ordered"`` (or MPICOMM_REDUCTIONS) MPI reduces no host arrays of types and operations that
+    mpicomm has, so each result has the same bits on all ranks and in every run; small calls then take many times as
+    long. All ranks pass the same ``handle``, ``timeout_s`` and ``reductions``.
 
     The constructor raises the same error on all ranks: `InvalidUsageError` for bad arguments, `BackendUnavailableError`
     if the device cannot be used, `HandleError` if no handle kind works, `CollectiveTimeoutError` if a rank does not
@@ -122,7 +126,43 @@ class Communicator(
     have MPI's calls for it. Intercommunicators are mpi4py's, and their calls on device arrays go through pinned host
     memory. `Win` makes windows of device memory. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` check their
     buffers only after `install`: pass them host memory.
+
+        with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
+            x, y = cp.ones(8), cp.empty(8)
+            comm.Allreduce(x, y)
+            comm.check()
     """
+
+    if TYPE_CHECKING:  # what `Constructors` returns: it cannot name these classes, which are made from it
+
+        def Create(self, group: MPI.Group) -> Communicator: ...
+        def Create_group(self, group: MPI.Group, tag: int = 0) -> Communicator: ...
+        def Split(self, color: int = 0, key: int = 0) -> Communicator: ...
+        def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Communicator: ...
+        def Create_cart(
+            self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
+        ) -> CartCommunicator: ...
+        def Create_graph(
+            self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
+        ) -> GraphCommunicator: ...
+        def Create_dist_graph_adjacent(
+            self,
+            sources: Sequence[int] | None,
+            destinations: Sequence[int] | None,
+            sourceweights: Sequence[int] | None = None,
+            destweights: Sequence[int] | None = None,
+            info: MPI.Info = MPI.INFO_NULL,
+            reorder: bool = False,
+        ) -> DistGraphCommunicator: ...
+        def Create_dist_graph(
+            self,
+            sources: Sequence[int],
+            degrees: Sequence[int],
+            destinations: Sequence[int],
+            weights: Sequence[int] | None = None,
+            info: MPI.Info = MPI.INFO_NULL,
+            reorder: bool = False,
+        ) -> DistGraphCommunicator: ...
 
     _session: Session
     _unfreed = False
@@ -136,6 +176,7 @@ class Communicator(
         device: int | str = "auto",
         handle: str = "auto",
         timeout_s: float | None = None,
+        reductions: str = "auto",
     ) -> Self:
         """Duplicate ``comm`` twice, for the user's messages and for mpicomm's messages, and set up."""
         if not MPI.Is_initialized() or MPI.Is_finalized():
@@ -147,7 +188,7 @@ class Communicator(
             shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
             raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
-        session = Session.create(plain, device, handle, timeout_s)
+        session = Session.create(plain, device, handle, timeout_s, reductions=reductions)
         made: Any = cls._classes[plain.Get_topology()] if cls is Communicator else cls
         self: Self = MPI.Intracomm.__new__(
             made, duplicate(plain, "Communicator", environment.usable_timeout_s(timeout_s))
@@ -185,6 +226,8 @@ class Communicator(
         self._gpu = session.gpu
         remember(self)
         if session.channel is not None:
+            from mpicomm.observation import record_calls  # few programs record
+
             record_calls(self, session.channel)
 
     @AtFirstUse
@@ -197,6 +240,8 @@ class Communicator(
 
     @AtFirstUse
     def _messages(self) -> Messages:
+        from mpicomm.messages.calls import Messages  # few programs send messages of GPU arrays
+
         messages = Messages(self, self._session.placement, self._session.gpu)
         self._session.keep_beside(messages.memory)
         self._session.before_suspension = messages.memory.give_back
@@ -312,6 +357,7 @@ class Communicator(
             memory=session.memory_use(),
             suspended=session.is_suspended,
             products=self._products.describe(),
+            reductions=here.reductions,
             order="complete" if here.completes else "stream",
         )
 
@@ -389,10 +435,11 @@ class Communicator(
 class CartCommunicator(Communicator, NeighborCollectives, MPI.Cartcomm):
     """A Communicator of a Cartesian grid, with the calls of ``MPI.Cartcomm``."""
 
-    def Sub(self, remain_dims: Sequence[bool]) -> MPI.Cartcomm:
+    def Sub(self, remain_dims: Sequence[bool]) -> CartCommunicator:
         """Make communicators of the parts of the grid along the dimensions that remain."""
         self._when_all_are_here("Sub")
-        return self._adopt_part(MPI.Cartcomm(self).Sub(remain_dims))
+        part: Any = self._adopt_part(MPI.Cartcomm(self).Sub(remain_dims))
+        return part  # type: ignore[no-any-return]
 
 
 class GraphCommunicator(Communicator, NeighborCollectives, MPI.Graphcomm):

@@ -90,7 +90,13 @@ class Constructors(MPI.Intracomm):
         return self._adopt_part(_intracomm(made), ranks)
 
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
-        """Make one communicator per color. A rank with the color ``MPI.UNDEFINED`` gets COMM_NULL."""
+        """Make one communicator per color, with its ranks in the order of ``key``. Collective, blocking.
+
+        A rank with the color ``MPI.UNDEFINED`` gets COMM_NULL.
+
+            with comm.Split(color=comm.rank % 2, key=comm.rank) as part:
+                part.Barrier()
+        """
         return self._adopt_part(_intracomm(self._when_all_are_here("Split").Split(color, key)))
 
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
@@ -100,7 +106,13 @@ class Constructors(MPI.Intracomm):
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> MPI.Cartcomm:
-        """Make a communicator of a Cartesian grid, a `CartCommunicator`. Ranks beyond the grid get COMM_NULL."""
+        """Make a communicator of a Cartesian grid, a `CartCommunicator`. Collective, blocking.
+
+        Ranks beyond the grid get COMM_NULL.
+
+            with comm.Create_cart(MPI.Compute_dims(comm.size, 2), periods=[True, False]) as grid:
+                before, after = grid.Shift(0, 1)
+        """
         self._when_all_are_here("Create_cart")
         edges = partial(edges_of_grid, dims, periods, self.size)
         with self._linked_well("Create_cart", reorder, edges) as (plain, moves):

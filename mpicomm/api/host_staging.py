@@ -20,13 +20,13 @@ from mpicomm.collectives.operations import BCAST, OPERATIONS
 from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
-from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.holding_requests import holding
-from mpicomm.mpi.host_copies import BY_MPI, HostCopies, announce, require_no_graph
+from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.partitioned import PartitionedRequest
+from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
+from mpicomm.mpi.spec import require_host_addresses
 
 Places = tuple[tuple[int, str], ...]
 """The buffers among the arguments of a method: the position and the name of each."""

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpicomm.session import Session
 from mpicomm.symmetric import create
 from mpicomm.symmetric.array import SymmetricArray
-from mpicomm.symmetric.events import SharedEvent
+from mpicomm.symmetric.create import SharedEvent
 
 
 class MemoryCalls(MPI.Intracomm):
@@ -28,11 +28,24 @@ class MemoryCalls(MPI.Intracomm):
 
         Raises the same error on all ranks: `InvalidUsageError` for a bad shape or dtype, or if the ranks differ in
         them; `HandleError` if memory cannot be allocated or opened; `CollectiveTimeoutError` if a rank does not come.
+
+            with comm.empty((4, 8), "float32") as a:
+                a.local[...] = comm.rank
         """
         return create.empty(self._session.set_up("empty"), shape, dtype, zero=False)
 
     def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = float) -> SymmetricArray:
-        """Allocate an array as `empty` does, and fill it with zeros. Collective, blocking."""
+        """Allocate an array as `empty` does, and fill it with zeros. Collective, blocking.
+
+        Raises the errors of `empty`.
+
+            a = comm.zeros(8, "float32")
+            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            a.peer(following)[...] = comm.rank
+            a.signal(following)
+            a.wait_signal(previous)
+            a.close()
+        """
         return create.empty(self._session.set_up("zeros"), shape, dtype, zero=True)
 
     def register(self, array: Any) -> SymmetricArray:

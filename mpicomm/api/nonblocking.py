@@ -13,7 +13,7 @@ from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.collectives.wire import as_wire
 from mpicomm.epilogues import as_epilogue
-from mpicomm.mpi.holding_requests import holding
+from mpicomm.mpi.request_lists import holding
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.reader import REFUSALS
 
@@ -52,7 +52,14 @@ class NonblockingCollectives(MPI.Intracomm):
         wire_dtype: Any = None,
         **operands: Any,
     ) -> MPI.Request:
-        """Start `Allreduce`; return its request."""
+        """Start `Allreduce` with its arguments; return the request. Keep its buffers until ``Wait``.
+
+        Later work on ``stream`` finds the result without ``Wait``.
+
+            x, y = cp.ones(8), cp.empty(8)
+            request = comm.Iallreduce(x, y)
+            request.Wait()
+        """
         if epilogue is not None or operands or wire_dtype is not None:
             finish, wire = as_epilogue(epilogue, operands), as_wire(wire_dtype)
             return self._collectives.start(
@@ -73,7 +80,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Iallgather(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto", wire_dtype: Any = None
     ) -> MPI.Request:
-        """Start `Allgather`; return its request."""
+        """Start `Allgather` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if (
             stream is None
             and algorithm == "auto"
@@ -88,7 +95,7 @@ class NonblockingCollectives(MPI.Intracomm):
         return self._collectives.start(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf, wire=as_wire(wire_dtype))
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start `Allgatherv`; return its request."""
+        """Start `Allgatherv` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Iallgatherv"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLGATHERV)
             try:
@@ -98,7 +105,7 @@ class NonblockingCollectives(MPI.Intracomm):
         return self._collectives.start(rows.ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start `Alltoall`; return its request."""
+        """Start `Alltoall` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Ialltoall"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLTOALL)
             try:
@@ -108,7 +115,7 @@ class NonblockingCollectives(MPI.Intracomm):
         return self._collectives.start(rows.ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start `Alltoallv`; return its request."""
+        """Start `Alltoallv` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Ialltoallv"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLTOALLV)
             try:
@@ -118,11 +125,11 @@ class NonblockingCollectives(MPI.Intracomm):
         return self._collectives.start(rows.ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start `Alltoallw`; return its request."""
+        """Start `Alltoallw` with its arguments; return the request. Keep its buffers until ``Wait``."""
         return self._collectives.start(rows.ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
 
     def Ibcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start `Bcast`; return its request."""
+        """Start `Bcast` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Ibcast"](None, buf):
             begin_by_mpi(self._row, _BCAST)
             try:
@@ -134,7 +141,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Iexscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start `Exscan`; return its request."""
+        """Start `Exscan` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Iexscan"](sendbuf, recvbuf, op):
             begin_by_mpi(self._row, _EXSCAN)
             try:
@@ -146,7 +153,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Igather(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start `Gather`; return its request."""
+        """Start `Gather` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Igather"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _GATHER)
             try:
@@ -158,7 +165,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Igatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start `Gatherv`; return its request."""
+        """Start `Gatherv` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Igatherv"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _GATHERV)
             try:
@@ -177,7 +184,7 @@ class NonblockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Request:
-        """Start `Reduce`; return its request."""
+        """Start `Reduce` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Ireduce"](sendbuf, recvbuf, op, root):
             begin_by_mpi(self._row, _REDUCE)
             try:
@@ -196,7 +203,7 @@ class NonblockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Request:
-        """Start `Reduce_scatter`; return its request."""
+        """Start `Reduce_scatter` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if (
             stream is None
             and algorithm == "auto"
@@ -224,7 +231,7 @@ class NonblockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
         wire_dtype: Any = None,
     ) -> MPI.Request:
-        """Start `Reduce_scatter_block`; return its request."""
+        """Start `Reduce_scatter_block` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if (
             stream is None
             and algorithm == "auto"
@@ -243,7 +250,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Iscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start `Scan`; return its request."""
+        """Start `Scan` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Iscan"](sendbuf, recvbuf, op):
             begin_by_mpi(self._row, _SCAN)
             try:
@@ -255,7 +262,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Iscatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start `Scatter`; return its request."""
+        """Start `Scatter` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Iscatter"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _SCATTER)
             try:
@@ -267,7 +274,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Iscatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start `Scatterv`; return its request."""
+        """Start `Scatterv` with its arguments; return the request. Keep its buffers until ``Wait``."""
         if stream is None and algorithm == "auto" and self._plain["Iscatterv"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _SCATTERV)
             try:

@@ -38,7 +38,17 @@ class PersistentCollectives(MPI.Intracomm):
         wire_dtype: Any = None,
         **operands: Any,
     ) -> MPI.Prequest:
-        """Prepare `Allreduce`; return its request."""
+        """Prepare `Allreduce` with its arguments; return the request, for ``Start`` and ``Wait``.
+
+        ``Free`` of the request releases it.
+
+            x, y = cp.ones(8), cp.empty(8)
+            request = comm.Allreduce_init(x, y)
+            for _ in range(3):
+                request.Start()
+                request.Wait()
+            request.Free()
+        """
         finish = as_epilogue(epilogue, operands)
         arguments = Arguments(sendbuf, recvbuf, op, epilogue=finish, wire=as_wire(wire_dtype))
         return self._collectives.prepare(rows.ALLREDUCE, arguments, info, stream, algorithm)
@@ -55,7 +65,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
         wire_dtype: Any = None,
     ) -> MPI.Prequest:
-        """Prepare `Allgather`; return its request."""
+        """Prepare `Allgather` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(
             rows.ALLGATHER, Arguments(sendbuf, recvbuf, wire=as_wire(wire_dtype)), info, stream, algorithm
         )
@@ -63,31 +73,31 @@ class PersistentCollectives(MPI.Intracomm):
     def Allgatherv_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
-        """Prepare `Allgatherv`; return its request."""
+        """Prepare `Allgatherv` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.ALLGATHERV, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Alltoall_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
-        """Prepare `Alltoall`; return its request."""
+        """Prepare `Alltoall` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.ALLTOALL, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Alltoallv_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
-        """Prepare `Alltoallv`; return its request."""
+        """Prepare `Alltoallv` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.ALLTOALLV, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Alltoallw_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
-        """Prepare `Alltoallw`; return its request."""
+        """Prepare `Alltoallw` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.ALLTOALLW, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Bcast_init(
         self, buf: Any, root: int = 0, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
-        """Prepare `Bcast`; return its request."""
+        """Prepare `Bcast` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.BCAST, Arguments(None, buf, root=root), info, stream, algorithm)
 
     def Exscan_init(
@@ -100,7 +110,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare `Exscan`; return its request."""
+        """Prepare `Exscan` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.EXSCAN, Arguments(sendbuf, recvbuf, op), info, stream, algorithm)
 
     def Gather_init(
@@ -113,7 +123,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare `Gather`; return its request."""
+        """Prepare `Gather` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.GATHER, Arguments(sendbuf, recvbuf, root=root), info, stream, algorithm)
 
     def Gatherv_init(
@@ -126,7 +136,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare `Gatherv`; return its request."""
+        """Prepare `Gatherv` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.GATHERV, Arguments(sendbuf, recvbuf, root=root), info, stream, algorithm)
 
     def Reduce_init(
@@ -140,7 +150,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare `Reduce`; return its request."""
+        """Prepare `Reduce` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.REDUCE, Arguments(sendbuf, recvbuf, op, root), info, stream, algorithm)
 
     def Reduce_scatter_init(
@@ -154,7 +164,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare `Reduce_scatter`; return its request."""
+        """Prepare `Reduce_scatter` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(
             rows.REDUCE_SCATTER, Arguments(sendbuf, recvbuf, op, counts=recvcounts), info, stream, algorithm
         )
@@ -170,7 +180,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
         wire_dtype: Any = None,
     ) -> MPI.Prequest:
-        """Prepare `Reduce_scatter_block`; return its request."""
+        """Prepare `Reduce_scatter_block` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(
             rows.REDUCE_SCATTER_BLOCK,
             Arguments(sendbuf, recvbuf, op, wire=as_wire(wire_dtype)),
@@ -189,7 +199,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare `Scan`; return its request."""
+        """Prepare `Scan` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.SCAN, Arguments(sendbuf, recvbuf, op), info, stream, algorithm)
 
     def Scatter_init(
@@ -202,7 +212,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare `Scatter`; return its request."""
+        """Prepare `Scatter` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.SCATTER, Arguments(sendbuf, recvbuf, root=root), info, stream, algorithm)
 
     def Scatterv_init(
@@ -215,5 +225,5 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare `Scatterv`; return its request."""
+        """Prepare `Scatterv` with its arguments; return the request, for ``Start`` and ``Wait``."""
         return self._collectives.prepare(rows.SCATTERV, Arguments(sendbuf, recvbuf, root=root), info, stream, algorithm)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.messages.calls import Messages
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
+
+if TYPE_CHECKING:
+    from mpicomm.messages.calls import Messages
 
 _bsend_init = MPI.Intracomm.Bsend_init
 _recv_init = MPI.Intracomm.Recv_init

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.messages.calls import Messages
-from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.reader import host_end
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
 from mpicomm.ways.in_stream_order import InStreamOrder
+
+if TYPE_CHECKING:
+    from mpicomm.messages.calls import Messages
+    from mpicomm.messages.endpoint import Endpoint
 
 # These are MPI's own methods, looked up once, because `super()` takes a tenth of the time of a small call.
 _bsend = MPI.Intracomm.Bsend
@@ -77,7 +78,17 @@ class PointToPoint(MPI.Intracomm):
     _in_stream_order: InStreamOrder
 
     def Send(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Send ``buf``; see mpi4py."""
+        """Send ``buf`` to rank ``dest``. Return when MPI has taken the message, or its header for a device array.
+
+        ``buf`` is an array, or ``[array, count, type]``. A device array is copied on ``stream``, by default the current
+        stream of its library, and later work there may overwrite it. ``algorithm`` is "auto" (MPI matches) or "stream"
+        (kernels match; the receiver passes it, too). Raises `InvalidUsageError` for wrong arguments.
+
+            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            request = comm.Irecv(y := cp.empty(8), source=previous)
+            comm.Send(cp.ones(8), dest=following, tag=7)
+            request.Wait()
+        """
         if (
             type(buf) is ndarray
             # The middle condition repeats the first half of is_host_view, because a call takes longer.
@@ -124,7 +135,18 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> None:
-        """Receive into ``buf``; see mpi4py."""
+        """Receive into ``buf``, which has room for the message or more. Return when the message is matched.
+
+        A host array then holds the data. A device array holds it in the order of ``stream``, by default the current
+        stream of its library. ``algorithm`` is as in `Send`. ``status`` gets source, tag and count. Raises
+        `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a longer message, and `InvalidUsageError` for wrong arguments.
+        MPI waits for a match without a limit.
+
+            request = comm.Isend(cp.ones(8), dest=(comm.rank + 1) % comm.size)
+            y, status = cp.empty(8), MPI.Status()
+            comm.Recv(y, source=MPI.ANY_SOURCE, status=status)
+            request.Wait()
+        """
         messages = self._messages
         if (
             type(buf) is ndarray
@@ -163,7 +185,14 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> None:
-        """Send one buffer and receive into another; see mpi4py."""
+        """Send one buffer and receive into another, at once, so that ranks in a ring do not wait for each other.
+
+        Order, ``stream``, ``algorithm`` and errors are as in `Send` and `Recv`. `MPI.PROC_NULL` leaves one side out.
+
+            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            x, y = cp.full(8, comm.rank), cp.empty(8, int)
+            comm.Sendrecv(x, following, 0, y, previous, 0)
+        """
         messages = self._messages
         if (
             type(sendbuf) is type(recvbuf) is ndarray
@@ -193,8 +222,11 @@ class PointToPoint(MPI.Intracomm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
-        sent = sent or host_end("Sendrecv", sendbuf, False, "sendbuf")
-        received = received or host_end("Sendrecv", recvbuf, True, "recvbuf")
+        if sent is None or received is None:
+            from mpicomm.messages.reader import host_end
+
+            sent = sent or host_end("Sendrecv", sendbuf, False, "sendbuf")
+            received = received or host_end("Sendrecv", recvbuf, True, "recvbuf")
         return messages.exchange(sent, dest, sendtag, received, (source, recvtag), status)
 
     def Sendrecv_replace(
@@ -225,7 +257,10 @@ class PointToPoint(MPI.Intracomm):
         return messages.exchange(end, dest, sendtag, end, (source, recvtag), status, replace=True)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
-        """Start to send ``buf``; see mpi4py."""
+        """Start to send ``buf``; return the request. Keep ``buf`` as it is until ``Wait``, or ``Test`` that is true.
+
+        Arguments and ``stream`` are as in `Send`.
+        """
         return self._nonblocking_send("Isend", _isend, buf, dest, tag, stream)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
@@ -243,7 +278,10 @@ class PointToPoint(MPI.Intracomm):
     def Irecv(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
     ) -> MPI.Request:
-        """Start to receive into ``buf``; see mpi4py."""
+        """Start to receive into ``buf``; return the request. After ``Wait`` the host and all streams may use ``buf``.
+
+        Arguments, ``stream`` and errors are as in `Recv`.
+        """
         messages = self._messages
         if (
             type(buf) is ndarray
@@ -282,8 +320,11 @@ class PointToPoint(MPI.Intracomm):
             refuse_stream("Isendrecv", stream)
         if first is None:
             return host_calls.call_on_two(_isendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
-        sent = sent or host_end("Isendrecv", sendbuf, False, "sendbuf")
-        received = received or host_end("Isendrecv", recvbuf, True, "recvbuf")
+        if sent is None or received is None:
+            from mpicomm.messages.reader import host_end
+
+            sent = sent or host_end("Isendrecv", sendbuf, False, "sendbuf")
+            received = received or host_end("Isendrecv", recvbuf, True, "recvbuf")
         return messages.start_exchange(sent, dest, sendtag, received, messages.posted_beside_send(source, recvtag))
 
     def Isendrecv_replace(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpi4py import MPI
 
 from mpicomm.api.host_staging import HostStaging
-from mpicomm.messages.calls import Messages
 from mpicomm.mpi.shown import probe, receiving, recv_object, sendrecv_object
+
+if TYPE_CHECKING:
+    from mpicomm.messages.calls import Messages
 
 _iprobe = MPI.Intracomm.Iprobe  # looked up once, because `super()` takes half of the time of a probe
 _improbe = MPI.Intracomm.improbe

@@ -17,7 +17,7 @@ from mpicomm.api.host_staging import HostStaging, Wrapped, on_host_copies, wrap
 from mpicomm.api.window import Win
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of, read
-from mpicomm.mpi.host_copies import announce
+from mpicomm.mpi.host_calls import announce
 from mpicomm.mpi.location import is_on_device
 
 _attach = MPI.Attach_buffer

@@ -12,9 +12,8 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.api.window_on_device import DeviceWindowCalls
 from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
-from mpicomm.mpi.items import index_of
 from mpicomm.mpi.location import is_on_device
-from mpicomm.observation import record_calls
+from mpicomm.mpi.spec import index_of
 from mpicomm.session import Session
 from mpicomm.windows.dynamic import share_dynamic_window
 from mpicomm.windows.memory import (
@@ -53,14 +52,26 @@ class Win(_Calls):
 
     - ``"device"``: memory of the device of ``comm``, a Communicator. All ranks map it, as the memory of
       ``comm.register`` and ``comm.empty``. On a ``"cpu"`` communicator it is shared host memory.
-    - ``"mpi"``: host memory. MPI carries out all calls.
+    - ``"mpi"``: host memory. MPI carries out all calls. Accumulates of float16, bfloat16 and fp8, and by an `Op`, raise
+      `InvalidUsageError`.
     - ``"auto"``: on a GPU `Create` takes the place where ``memory`` lies, and `Allocate` device memory. Without a GPU
       the memory is MPI's.
 
     All ranks pass the same ``place``. A window of device memory needs ranks of one node. Its calls are stream-ordered,
     take ``stream=``, and can be captured in CUDA graphs. Buffers may be device arrays or host arrays. A wait that lasts
     longer than ``timeout_s`` of the communicator is an error, as in collectives.
+
+        win = mpicomm.Win.Allocate(8 * 10, 8, comm=comm, place="device")
+        win.Fence()
+        win.Put(cp.ones(3), (comm.rank + 1) % comm.size, 2)  # into elements 2 to 4
+        win.Accumulate(cp.ones(1), 0, 9)
+        win.Fence()
+        win.Free()
     """
+
+    def __repr__(self) -> str:
+        place = "device" if isinstance(self, DeviceWindowCalls) else "mpi"
+        return f"<mpicomm.Win {f'place={place!r}' if self else 'freed'}>"
 
     @classmethod
     def Create(
@@ -225,7 +236,7 @@ def _made(comm: Any, info: MPI.Info, memory: WindowMemory, array: Any, flavor: i
         # MPI's part of the window has no memory. It carries the name, the attributes and the error handler. It is of
         # this rank alone, because a rank that died before a collective call of MPI would leave the others in MPI.
         made.append(_create(DeviceWin, None, 1, info, MPI.COMM_SELF))
-        made[0]._begin(session, memory, array, flavor, comm.Get_group())
+        made[0]._open(session, memory, array, flavor, comm.Get_group())
 
     try:
         # All ranks together, because a rank whose kernels do not load would raise alone.
@@ -252,5 +263,7 @@ def _on_host(win: Win, comm: Any) -> Win:
 def _observed(win: Win, comm: Any) -> Win:
     """Let the calls of a window be recorded if the calls of its communicator are recorded. Local."""
     if isinstance(comm, Communicator) and comm._session.channel is not None:
+        from mpicomm.observation import record_calls  # few programs record
+
         record_calls(win, comm._session.channel)
     return win

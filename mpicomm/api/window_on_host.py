@@ -12,9 +12,16 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.items import index_of
+from mpicomm.kernels.reductions import is_own
+from mpicomm.kernels.window import MOVING
+from mpicomm.mpi.buffers import is_host_view
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.location import is_on_device, refuse_stream
+from mpicomm.mpi.spec import index_of
+from mpicomm.mpi.types import is_covered, is_narrow
+from mpicomm.windows.buffers import elements_of
 from mpicomm.windows.memory import Part, require_inside
+from mpicomm.windows.updates import as_pairs, name_of, update_of
 
 _shared_query, _tomemory, _attach = MPI.Win.Shared_query, MPI.Win.tomemory, MPI.Win.Attach
 _CHECKED = (
@@ -23,13 +30,15 @@ _CHECKED = (
     "Sync"
 )
 _BUFFERS = ("origin", "compare", "result")
+_LOGICALS = (MPI.LOGICAL, MPI.LOGICAL1, MPI.LOGICAL2, MPI.LOGICAL4, MPI.LOGICAL8, MPI.LOGICAL16)  # NumPy has none
 _INTEGERS = ("assertion", "rank", "lock_type", "target_rank", "target_disp")
 
 
 class HostWindowCalls(MPI.Win):
     """The calls of ``MPI.Win``. They have the results and the requests of MPI, and take no ``stream=``.
 
-    Elements outside of the part of a rank raise `InvalidUsageError`, as far as the call names them plainly.
+    Elements outside of the part of a rank raise `InvalidUsageError`, as far as the call names them plainly. So do
+    accumulates of floats of 16 bits or fewer, and operations that are not defined for the elements.
     """
 
     _parts: Mapping[int, Part] = {}
@@ -73,34 +82,87 @@ def _checked(name: str) -> Callable[..., Any]:
     heads = [f"{each.name}={each.name}_" if f"{each.name}_" in defaults else each.name for each in parameters]
     buffers = [each.name for each in parameters if each.name in _BUFFERS]
     lines = [f"def {name}({', '.join(['self', *heads, '*', 'stream=None'])}):"]
-    if buffers:
-        for each in buffers:
-            lines += [
-                f"    if type({each}) is not ndarray or {each}.base is not None or stream is not None:",
-                f"        require_on_host({name!r}, stream, {each}={each})",
-            ]
-    else:
+    if not buffers:
         lines += ["    if stream is not None:", f"        refuse_stream('Win.{name}', stream)"]
     lines.append("    try:")
     if buffers:
+        last, shown = buffers[-1], ", ".join(f"{each}={each}" for each in buffers)
         target = next(each.name for each in parameters if each.name in ("target", "target_disp"))
-        elements = target if target == "target" else "(target_disp, 1)"
         lines += [
             "        part = self._parts.get(target_rank)",
-            f"        if part is not None and not (type({target}) is int and type({buffers[-1]}) is ndarray and ",
-            f"                0 <= {target} * part[1] <= part[0] - {buffers[-1]}.nbytes):",
-            f"            _require_inside({name!r}, part, {buffers[-1]}, target_rank, {elements})",
+            "        if (stream is not None or part is None or",
+            *(
+                f"         type({x}) is not ndarray or {x}.base is not None and not is_host_view({x}) or"
+                for x in buffers
+            ),
+            f"                ({last}.nbytes > part[0] if {target} is None else",
+            f"                 type({target}) is not int or not 0 <= {target} * part[1] <= part[0] - {last}.nbytes)):",
+            f"            require_on_host({name!r}, stream, {shown})",
+            "            if part is not None:",
+            f"                _require_inside({name!r}, part, {last}, target_rank, "
+            f"{'target' if target == 'target' else '(target_disp, 1)'})",
         ]
+    if "op" in names.split(", "):
+        lines += [
+            "        if type(op) is not Op or type(origin) is not ndarray or (op.handle, origin.dtype) not in _legal:",
+            f"            _require_legal('Win.{name}', op, origin, target_rank)",
+        ]
+    lines.append(f"        return mpi({names})")
+    if buffers:
+        as_bits = ", ".join(f"_as_bits({each.name})" if each.name in buffers else each.name for each in parameters)
+        lines += ["    except BufferError:", f"        return mpi(self, {as_bits})"]
     lines += [
-        f"        return mpi({names})",
         "    except TypeError:",
         f"        _name_wrong_argument({name!r}, mpi, {names})",
         "        raise",
     ]
-    scope: dict[str, Any] = {**globals(), **defaults, "mpi": mpi}
+    scope: dict[str, Any] = {**globals(), **defaults, "mpi": mpi, "Op": MPI.Op, "is_host_view": is_host_view}
     exec("\n".join(lines), scope)
     method: Callable[..., Any] = functools.wraps(mpi)(scope[name])
     return method
+
+
+_legal: set[tuple[int, np.dtype[Any]]] = set()
+"""Operations of MPI by handle, with the element types of arrays that MPI combines by them."""
+
+
+def _require_legal(what: str, op: Any, origin: Any, rank: Any) -> None:
+    """Raise for an operation that MPI does not define for the elements of ``origin``, or gets wrong.
+
+    Before MPI, because MPICH and Open MPI end the process for some of these, and MPICH adds float16 as integers.
+    """
+    if not isinstance(op, MPI.Op) or rank == MPI.PROC_NULL:
+        return  # mpi4py refuses it, or does nothing
+    name = name_of(op, what)
+    if name in MOVING:
+        return  # any type; and MPI reads no origin of NO_OP
+    if is_own(name):
+        raise RefusedByMpiError(
+            f"{what}: op={op!r}: MPI has no operations of programs in its windows: make the window with "
+            "place='device', or pass an operation that MPI defines",
+            MPI.ERR_OP,
+        )
+    elements = as_pairs(elements_of(origin, "origin"))
+    if elements.dtype is None and elements.datatype in _LOGICALS and name in ("land", "lor", "lxor"):
+        return
+    dtype = update_of(name, elements, what).dtype
+    if is_narrow(dtype):
+        raise RefusedByMpiError(
+            f"{what}: op={name} of {dtype}: MPI gets it wrong or lacks it in windows of host memory: make the window "
+            "with place='device', or pass float32",
+            MPI.ERR_TYPE,
+        )
+    if type(origin) is ndarray:
+        _legal.add((op.handle, origin.dtype))
+
+
+def _as_bits(buffer: Any) -> Any:
+    """Return a buffer of floats that MPI lacks, such as bfloat16, as integers, which MPI moves; others as they are."""
+    if type(buffer) in (list, tuple) and buffer:
+        return [_as_bits(buffer[0]), *buffer[1:]]
+    if isinstance(buffer, ndarray) and buffer.dtype.isbuiltin == 2 and is_covered(buffer.dtype):
+        return buffer.view(f"u{buffer.dtype.itemsize}")
+    return buffer
 
 
 def _require_inside(name: str, part: Part, buffer: Any, rank: int, target: Any) -> None:

@@ -1,50 +1,65 @@
-"""Contenders: mpicomm and its peers. All ranks open a peer together, and drop it together if it fails on one rank."""
+"""Contenders: mpicomm and its peers. All ranks open a peer together, and drop it together if it fails on one rank.
+
+If calls vary, a contender has a list of variations of a case, and makes the next one in each call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.machine import Machine
-from mpicomm.bench.operations import Case, CaseBuffers, buffers
-from mpicomm.bench.own import Mpicomm
-from mpicomm.bench.peers import module_of, open_peer
-from mpicomm.bench.peers.base import Peer, UnsupportedError
+from mpicomm.bench.content import Content
+from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, PeerFailureError, Trial, UnsupportedError, together
+from mpicomm.bench.operations import BARRIER, Case, CaseBuffers, buffers
+from mpicomm.bench.peers import Mpicomm, Peer, PlainMpi, peer_class
 from mpicomm.collectives.wire import Wire
 
 OWN = "mpicomm"
 ORDINARY = "mpicomm-ordinary"
 UNCODED = "mpicomm-uncoded"
 
-T = TypeVar("T")
+_SEED = 48
+_STEP_NBYTES = 512  # PyTorch and CuPy place arrays of GPUs at multiples of it
+_PLACES = 64
+ROOM_NBYTES = _STEP_NBYTES * _PLACES
+"""The bytes that an array for all variations has in addition to the largest case."""
+_CHECKED = 8  # variations in each check, because a call may go wrong only after a call of another size
 
 
-class PeerFailureError(Exception):
-    """The error of a peer that failed on some rank. All ranks raise it."""
+@dataclass(frozen=True)
+class Variation:
+    """A call on blocks of ``block`` elements. Its buffers begin ``shift`` bytes into their arrays.
 
-
-def together(comm: Communicator, step: Callable[[], T]) -> T:
-    """Take a step on all ranks. If it fails on one rank, raise `PeerFailureError` on all ranks. Collective.
-
-    This does not help ranks that wait, within the step, for a rank on which the step fails.
+    Such calls come from a program with changing batches and an allocator that places arrays anew.
     """
-    result: Any = None
-    try:
-        result, failure = step(), None
-    except UnsupportedError as error:
-        failure = str(error)
-    except Exception as error:  # another library may raise any class
-        failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    failures = comm.allgather(failure)
-    rank = next((rank for rank, text in enumerate(failures) if text is not None), None)
-    if rank is None:
-        checked: T = result
-        return checked
-    everybody = all(text is not None for text in failures)
-    raise PeerFailureError(failures[rank] if everybody else f"rank {rank}: {failures[rank]}")
+
+    block: int
+    shift: int
+
+
+def draw(largest: int, wanted: int) -> list[Variation]:
+    """Return ``wanted`` different variations of blocks of at most ``largest`` elements, or all that exist.
+
+    Blocks have more than half of ``largest``, so that each call has the algorithm and the geometry of the largest.
+    Every rank draws the same variations.
+    """
+    smallest = largest // 2 + 1
+    possible = (largest - smallest + 1) * _PLACES
+    drawn = np.random.default_rng([_SEED, largest]).choice(possible, min(wanted, possible), replace=False)
+    return [Variation(smallest + number // _PLACES, number % _PLACES * _STEP_NBYTES) for number in drawn.tolist()]
+
+
+def mean_share(largest: int) -> float:
+    """Return the mean block of all variations, divided by ``largest``."""
+    return (largest // 2 + 1 + largest) / 2 / largest
 
 
 @dataclass
@@ -108,19 +123,25 @@ class Contenders:
         while self.present:
             contender = self.present.pop()
             contender.first = contender.second = None
-            # A peer that fails to close keeps its results.
+            # Keep the results even if closing the peer fails.
             with suppress(Exception) if not contender.own else nullcontext():
                 contender.peer.close()
 
+    def measure(
+        self, measuring: Measuring, content: Content, case: Case, checks: int, *, vary: bool = False
+    ) -> tuple[dict[str, Outcome], dict[str, str]]:
+        """Measure a case with ``checks`` checked calls, as `Measuring.run`. If calls ``vary``, it is in variations."""
+        trials: list[Trial] = []
+        silent: dict[str, str] = {}
+        for contender in self.present:
+            try:
+                trials += _trials(measuring, content, contender, case, checks, vary=vary)
+            except PeerFailureError as failure:
+                silent[contender.name] = str(failure)
+        return measuring.run(trials, silent)
+
     def _open(self, name: str) -> Contender:
-        if self._machine.stream is None and name != "mpi":
-            raise UnsupportedError("it is for arrays on GPUs")
-        # All ranks check before one of them waits for another rank.
-        reasons = self._comm.allgather(module_of(name).missing())
-        reason = next((reason for reason in reasons if reason is not None), None)
-        if reason is not None:
-            raise UnsupportedError(reason)
-        return self._with_arrays(name, open_peer(name, self._comm, self._machine))
+        return self._with_arrays(name, open_peer(peer_class(name), self._comm, self._machine))
 
     def _with_arrays(self, name: str, peer: Peer) -> Contender:
         first, second = peer.allocate(self._nbytes), peer.allocate(self._nbytes)
@@ -129,3 +150,74 @@ class Contenders:
                 array.fill(0)  # because calls that vary read bytes that no case has written, perhaps slow numbers
         self._machine.finish()
         return Contender(name, peer, first, second)
+
+
+def open_peer(made: Any, comm: Communicator, machine: Machine) -> Any:
+    """Open another library by its class. Collective. Raises `UnsupportedError` on all ranks."""
+    if machine.stream is None and made is not PlainMpi:
+        raise UnsupportedError("it is for arrays on GPUs")
+    # All ranks check before one of them waits for another rank.
+    reason = next((reason for reason in comm.allgather(made.missing()) if reason is not None), None)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    return made(comm, machine)
+
+
+def open_peers(
+    classes: Mapping[str, Any], names: Sequence[str], comm: Communicator, machine: Machine
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the libraries of ``names`` that all ranks can open, and the reasons of the others. Collective."""
+    opened: dict[str, Any] = {}
+    absent: dict[str, str] = {}
+    for name in names:
+        try:
+            opened[name] = together(comm, partial(open_peer, classes[name], comm, machine))
+        except PeerFailureError as failure:
+            absent[name] = str(failure)
+    return opened, absent
+
+
+def _trials(
+    measuring: Measuring, content: Content, contender: Contender, case: Case, checks: int, *, vary: bool
+) -> list[Trial]:
+    """Return a trial for each way of a contender. Raises `PeerFailureError`."""
+    effort, peer = measuring.effort, contender.peer
+    scenes = [(case, contender.buffers(case))]
+    if vary:
+        checks *= _CHECKED
+        calls_of_all = checks + effort.warmups + effort.iterations * effort.rounds
+        varied = [(replace(case, block=one.block), one.shift) for one in draw(case.block, calls_of_all)]
+        scenes = [(one, contender.buffers(one, shift)) for one, shift in varied]
+    if case.operation is BARRIER:
+        checks = 0
+
+    def check(scene: tuple[Case, CaseBuffers], call: Call) -> CheckedCall:
+        def write() -> None:
+            if vary:  # a call that reads at the last call's addresses must not find the same data
+                content.poison(contender.first[: scene[0].nbytes + ROOM_NBYTES])
+            content.prepare(*scene)
+
+        exact, error = peer.exact, contender.error
+        return CheckedCall(write, call, lambda: content.count_wrong(*scene, exact=exact, error=error))
+
+    prepared = measuring.step(lambda: [peer.prepare(*scene) for scene in scenes], own=contender.own)
+    trials = []
+    for way in prepared[0]:
+        calls = [ways[way] for ways in prepared]
+        trial = Trial(contender.name, _in_turn(calls, checks))
+        trial.own, trial.way, trial.capturable = contender.own, way, peer.capturable
+        trial.checks = [check(*each) for each in islice(cycle(zip(scenes, calls, strict=True)), checks)]
+        trial.check_graph = not case.in_place
+        if case.operation.reduces:
+            # The data is fresh, because sums in place grow with every call, and PyTorch's two-shot changes its input.
+            trial.refresh = lambda: content.prepare(case, contender.buffers(case))
+        trials.append(trial)
+    return trials
+
+
+def _in_turn(calls: Sequence[Call], start: int) -> Call:
+    """Return a call that makes the next call of ``calls`` each time, and begins with number ``start``."""
+    if len(calls) == 1:
+        return calls[0]
+    turns = islice(cycle(calls), start, None)
+    return lambda: next(turns)()

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mpicomm.api.communicator import Communicator
+
 Call = Callable[[], object]
 
 
@@ -21,71 +23,66 @@ class CallTimes:
     issue: float | None = None
 
 
-def time_calls(machine: Machine, call: Call, count: int) -> CallTimes:
-    """Time ``count`` calls that the host issues one by one. Return the share of one call."""
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    issued = time.perf_counter()
-    machine.finish()
-    finished = time.perf_counter()
-    return CallTimes((finished - start) / count, (issued - start) / count)
-
-
-class HostMachine:
-    """The host: calls block, and the wall clock times them."""
+class Machine:
+    """One rank's processor, here the host: calls block, the wall clock times them, and there are no graphs."""
 
     xp: Any = np
+    """The array library."""
     stream: Any = None
+    """The stream of the calls; None on the host."""
 
     def current(self) -> AbstractContextManager[object]:
-        """Return an empty context, because the host has no streams."""
+        """Return a ``with`` block in which array expressions go to the stream, too."""
         return nullcontext()
 
     def empty(self, nbytes: int) -> Any:
-        """Return a NumPy array."""
-        return np.empty(nbytes, np.uint8)
+        """Return an array of bytes."""
+        return self.xp.empty(nbytes, np.uint8)
 
     def finish(self) -> None:
-        """Do nothing, because calls on the host block."""
+        """Wait for the stream."""
 
     def capture(self, call: Call, count: int) -> Any:
-        """Return None, because the host has no graphs."""
+        """Capture ``count`` calls into a CUDA graph, for `launch` and `time_graph`. Return None without graphs."""
         return None
 
     def launch(self, graph: Any) -> None:
-        """Do nothing, because the host has no graphs."""
-
-    def time_graph(self, graph: Any) -> CallTimes:
-        """Raise NotImplementedError, because the host has no graphs."""
+        """Launch a graph on the stream."""
         raise NotImplementedError
 
+    def time_graph(self, graph: Any) -> CallTimes:
+        """Return the time of one call of a graph."""
+        raise NotImplementedError
 
-class GpuMachine:
+    def time_calls(self, call: Call, count: int) -> CallTimes:
+        """Time ``count`` calls that the host issues one by one. Return the share of one call."""
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        issued = time.perf_counter()
+        self.finish()
+        finished = time.perf_counter()
+        return CallTimes((finished - start) / count, (issued - start) / count)
+
+
+class GpuMachine(Machine):
     """A GPU: calls go to one stream, which waits for no other stream, and CUDA events time them."""
 
     def __init__(self) -> None:
         import cupy
 
-        self.xp: Any = cupy
+        self.xp = cupy
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
 
     def current(self) -> AbstractContextManager[object]:
-        """Make the stream CuPy's current stream, so that array expressions go there, too."""
         context: AbstractContextManager[object] = self.stream
         return context
 
-    def empty(self, nbytes: int) -> Any:
-        """Return a CuPy array."""
-        return self.xp.empty(nbytes, np.uint8)
-
     def finish(self) -> None:
-        """Wait for the stream."""
         self.stream.synchronize()
 
     def capture(self, call: Call, count: int) -> Any:
-        """Capture the calls into a CUDA graph. Return it with their number."""
         self.stream.begin_capture()
         try:
             for _ in range(count):
@@ -100,7 +97,6 @@ class GpuMachine:
         return graph, count
 
     def launch(self, graph: Any) -> None:
-        """Launch a graph on the stream."""
         captured, _ = graph
         captured.launch(self.stream)
 
@@ -120,5 +116,6 @@ class GpuMachine:
         return CallTimes(milliseconds / 1e3 / count)
 
 
-Machine = HostMachine | GpuMachine
-"""One rank's processor. ``xp`` is its array library, and ``stream`` the stream of the calls, or None."""
+def machine_of(comm: Communicator) -> Machine:
+    """Return the machine with the arrays of a communicator."""
+    return Machine() if comm.device == "cpu" else GpuMachine()

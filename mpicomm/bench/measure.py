@@ -1,61 +1,45 @@
-"""Measures a case on all contenders: checks the result of each, then times them in turns, round by round.
-
-If calls vary, a contender has a list of variations of the case, and makes the next one in each call.
-"""
+"""Measures calls of contenders in turns: checks the results of each, then times all of them round by round."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
 from typing import Any, TypeVar
 
-import numpy as np
-
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.contenders import Contender, Contenders, PeerFailureError, together
-from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Call, CallTimes, Machine, time_calls
-from mpicomm.bench.operations import BARRIER, Case, CaseBuffers
-
-_SEED = 48
-_STEP_NBYTES = 512  # PyTorch and CuPy place arrays of GPUs at multiples of it
-_PLACES = 64
-ROOM_NBYTES = _STEP_NBYTES * _PLACES
-"""The bytes that an array for all variations has in addition to the largest case."""
-
-
-@dataclass(frozen=True)
-class Variation:
-    """A call on blocks of ``block`` elements. Its buffers begin ``shift`` bytes into their arrays.
-
-    Such calls come from a program with changing batches and an allocator that places arrays anew.
-    """
-
-    block: int
-    shift: int
-
-
-def draw(largest: int, wanted: int) -> list[Variation]:
-    """Return ``wanted`` different variations of blocks of at most ``largest`` elements, or all that exist.
-
-    Blocks have more than half of ``largest``, so that each call has the algorithm and the geometry of the largest.
-    Every rank draws the same variations.
-    """
-    smallest = largest // 2 + 1
-    possible = (largest - smallest + 1) * _PLACES
-    drawn = np.random.default_rng([_SEED, largest]).choice(possible, min(wanted, possible), replace=False)
-    return [Variation(smallest + number // _PLACES, number % _PLACES * _STEP_NBYTES) for number in drawn.tolist()]
-
-
-def mean_share(largest: int) -> float:
-    """Return the mean block of all variations, divided by ``largest``."""
-    return (largest // 2 + 1 + largest) / 2 / largest
-
+from mpicomm.bench.machine import Call, CallTimes, Machine
 
 T = TypeVar("T")
-_CHECKED = 8  # variations in each check, because a call may go wrong only after a call of another size
+
+
+class UnsupportedError(Exception):
+    """The error of a library without such a collective, element type, operation, or support for such arrays."""
+
+
+class PeerFailureError(Exception):
+    """The error of a peer that failed on some rank. All ranks raise it."""
+
+
+def together(comm: Communicator, step: Callable[[], T]) -> T:
+    """Take a step on all ranks. If it fails on one rank, raise `PeerFailureError` on all ranks. Collective.
+
+    This does not help ranks that wait, within the step, for a rank on which the step fails.
+    """
+    result: Any = None
+    try:
+        result, failure = step(), None
+    except UnsupportedError as error:
+        failure = str(error)
+    except Exception as error:  # another library may raise any class
+        failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    failures = comm.allgather(failure)
+    rank = next((rank for rank, text in enumerate(failures) if text is not None), None)
+    if rank is None:
+        checked: T = result
+        return checked
+    everybody = all(text is not None for text in failures)
+    raise PeerFailureError(failures[rank] if everybody else f"rank {rank}: {failures[rank]}")
 
 
 @dataclass(frozen=True)
@@ -79,42 +63,38 @@ class Effort:
 
     iterations: int
     warmups: int
-    checks: int
     rounds: int
     graphs: bool
-    vary: bool = False
-    """Whether each call is another variation of the case."""
-
-    @property
-    def checked_calls(self) -> int:
-        """The number of checked calls of a contender."""
-        return self.checks * (_CHECKED if self.vary else 1)
-
-    @property
-    def calls(self) -> int:
-        """The number of all calls of a contender."""
-        return self.checked_calls + self.warmups + self.iterations * self.rounds
 
 
 @dataclass(frozen=True)
-class _Scene:
-    """A case, or a variation of it, and the buffers of a contender for it."""
+class CheckedCall:
+    """A call whose result is checked."""
 
-    case: Case
-    buffers: CaseBuffers
+    write: Call
+    """Writes the input, and makes the memory of the result wrong."""
+    call: Call
+    count_wrong: Callable[[], int]
+    """Returns the wrong elements on this rank."""
 
 
 @dataclass
-class _Runner:
-    """A way of a contender to carry the case out, ready for timing."""
+class Trial:
+    """A way of a contender to carry a case out. Failures of a contender that is not mpicomm's ``own`` are kept."""
 
-    contender: Contender
-    way: str
-    calls: list[Call]
-    """One call for each scene."""
-    scenes: list[_Scene]
+    name: str
+    """The contender."""
     call: Call
-    """The timed call. If calls vary, it makes the next call each time."""
+    """The timed call."""
+    checks: Sequence[CheckedCall] = ()
+    own: bool = True
+    way: str = ""
+    capturable: bool = True
+    """Whether CUDA graphs can capture the call."""
+    check_graph: bool = True
+    """Whether the first check holds for the last call of a graph, too."""
+    refresh: Call | None = None
+    """Writes the input before each round."""
     wrong: int | None = None
     graph: Any = None
     eager: str = ""
@@ -122,149 +102,101 @@ class _Runner:
 
 
 class Measuring:
-    """Measures cases. All methods are collective."""
+    """Measures trials. All methods are collective."""
 
-    def __init__(
-        self, comm: Communicator, machine: Machine, content: Content, contenders: Contenders, effort: Effort
-    ) -> None:
-        self._comm = comm
-        self._machine = machine
-        self._content = content
-        self._contenders = contenders
-        self._effort = effort
+    def __init__(self, comm: Communicator, machine: Machine, effort: Effort) -> None:
+        self.comm, self.machine, self.effort = comm, machine, effort
 
-    def run(self, case: Case) -> tuple[dict[str, Outcome], dict[str, str]]:
-        """Measure a case. Return the outcomes by contender, and the reasons of contenders without one."""
-        runners: list[_Runner] = []
-        silent: dict[str, str] = {}
+    def run(
+        self, trials: Sequence[Trial], failures: Mapping[str, str] | None = None
+    ) -> tuple[dict[str, Outcome], dict[str, str]]:
+        """Return the outcomes by contender, and the reasons of contenders that failed, also of earlier ``failures``."""
+        ready, silent = list(trials), dict(failures or {})
+        for step in (self._make_ready, *[self._time] * self.effort.rounds):
+            for trial in list(ready):
+                try:
+                    step(trial)
+                except PeerFailureError as failure:
+                    silent[trial.name] = f"{trial.way} {failure}".lstrip()
+                    ready.remove(trial)
+        return self._outcomes(ready), silent
 
-        def attempt(runner: _Runner, step: Callable[[_Runner, Case], None]) -> None:
-            try:
-                step(runner, case)
-            except PeerFailureError as failure:
-                silent[runner.contender.name] = f"{runner.way} {failure}".lstrip()
-                runners.remove(runner)
-
-        for contender in self._contenders.present:
-            try:
-                runners += self._runners(contender, case)
-            except PeerFailureError as failure:
-                silent[contender.name] = str(failure)
-        for runner in list(runners):
-            attempt(runner, self._make_ready)
-        for _ in range(self._effort.rounds):
-            for runner in list(runners):
-                attempt(runner, self._time)
-        return self._outcomes(runners), silent
-
-    def _runners(self, contender: Contender, case: Case) -> list[_Runner]:
-        """Return a runner for each way of a contender. Raises `PeerFailureError`."""
-        scenes = [_Scene(case, contender.buffers(case))]
-        if self._effort.vary:
-            cases = [(replace(case, block=one.block), one.shift) for one in draw(case.block, self._effort.calls)]
-            scenes = [_Scene(one, contender.buffers(one, shift)) for one, shift in cases]
-        prepared = self._step(contender, lambda: [contender.peer.prepare(one.case, one.buffers) for one in scenes])
-        runners = []
-        for way in prepared[0]:
-            calls = [ways[way] for ways in prepared]
-            runners.append(_Runner(contender, way, calls, scenes, _in_turn(calls, self._effort.checked_calls)))
-        return runners
-
-    def _step(self, contender: Contender, step: Callable[[], T]) -> T:
+    def step(self, step: Callable[[], T], *, own: bool) -> T:
         """Take a step on all ranks, and let them wait for each other. A failure of mpicomm itself ends the run."""
-        if not contender.own:
-            return together(self._comm, step)
+        if not own:
+            return together(self.comm, step)
         result = step()
-        self._comm.check(self._machine.stream)
-        self._comm.barrier()
+        self.comm.check(self.machine.stream)
+        self.comm.barrier()
         return result
 
-    def _make_ready(self, runner: _Runner, case: Case) -> None:
-        """Check the results of a runner, warm it up, and capture it."""
-        effort = self._effort
-        checks = effort.checked_calls if case.operation is not BARRIER else 0
-        for scene, call in islice(cycle(zip(runner.scenes, runner.calls, strict=True)), checks):
-            self._check(runner, scene, call)
-        self._step(runner.contender, lambda: self._repeat(runner.call, effort.warmups))
-        if effort.graphs:
-            self._capture(runner)
-        if runner.graph is not None and runner.contender.own and checks and not case.in_place:
-            self._check(runner, runner.scenes[0], lambda: self._machine.launch(runner.graph))
+    def _make_ready(self, trial: Trial) -> None:
+        """CheckedCall the results of a trial, warm it up, and capture it."""
+        for check in trial.checks:
+            self._check(trial, check)
+        self.step(lambda: self._repeat(trial.call, self.effort.warmups), own=trial.own)
+        if self.effort.graphs:
+            self._capture(trial)
+        if trial.graph is not None and trial.own and trial.checks and trial.check_graph:
+            self._check(trial, replace(trial.checks[0], call=lambda: self.machine.launch(trial.graph)))
 
-    def _check(self, runner: _Runner, scene: _Scene, call: Call) -> None:
-        def write() -> None:
-            if self._effort.vary:  # a call that reads at the last call's addresses must not find the same data
-                with self._machine.current():
-                    self._content.poison(runner.contender.first[: scene.case.nbytes + ROOM_NBYTES])
-            self._write(scene)
-
-        self._step(runner.contender, write)
+    def _check(self, trial: Trial, check: CheckedCall) -> None:
+        self.step(lambda: self._write(check.write), own=trial.own)
 
         def run_and_compare() -> int:
-            self._repeat(call, 1)
-            with self._machine.current():
-                contender = runner.contender
-                exact, error = contender.peer.exact, contender.error
-                return self._content.count_wrong(scene.case, scene.buffers, exact=exact, error=error)
+            self._repeat(check.call, 1)
+            with self.machine.current():
+                return check.count_wrong()
 
-        runner.wrong = (runner.wrong or 0) + self._step(runner.contender, run_and_compare)
+        trial.wrong = (trial.wrong or 0) + self.step(run_and_compare, own=trial.own)
 
-    def _write(self, scene: _Scene) -> None:
-        with self._machine.current():
-            self._content.prepare(scene.case, scene.buffers)
-        self._machine.finish()
+    def _write(self, write: Call) -> None:
+        with self.machine.current():
+            write()
+        self.machine.finish()
 
     def _repeat(self, call: Call, count: int) -> None:
         for _ in range(count):
             call()
-        self._machine.finish()
+        self.machine.finish()
 
-    def _capture(self, runner: _Runner) -> None:
+    def _capture(self, trial: Trial) -> None:
         """Capture the calls, on all ranks or on none."""
-        if not runner.contender.peer.capturable:
-            runner.eager = "it cannot be captured"
+        if not trial.capturable:
+            trial.eager = "it cannot be captured"
             return
         try:
-            runner.graph = together(self._comm, lambda: self._machine.capture(runner.call, self._effort.iterations))
+            trial.graph = together(self.comm, lambda: self.machine.capture(trial.call, self.effort.iterations))
         except PeerFailureError as failure:
-            runner.eager = str(failure)
+            trial.eager = str(failure)
 
-    def _time(self, runner: _Runner, case: Case) -> None:
-        if case.operation.reduces:
-            # The data is fresh, because sums in place grow with every call, and PyTorch's two-shot changes its input.
-            self._step(runner.contender, lambda: self._write(_Scene(case, runner.contender.buffers(case))))
+    def _time(self, trial: Trial) -> None:
+        if trial.refresh is not None:
+            refresh = trial.refresh
+            self.step(lambda: self._write(refresh), own=trial.own)
 
         def timed() -> CallTimes:
-            if runner.graph is not None:
-                return self._machine.time_graph(runner.graph)
-            return time_calls(self._machine, runner.call, self._effort.iterations)
+            if trial.graph is not None:
+                return self.machine.time_graph(trial.graph)
+            return self.machine.time_calls(trial.call, self.effort.iterations)
 
-        runner.rounds.append(self._step(runner.contender, timed))
+        trial.rounds.append(self.step(timed, own=trial.own))
 
-    def _outcomes(self, runners: Sequence[_Runner]) -> dict[str, Outcome]:
+    def _outcomes(self, trials: Sequence[Trial]) -> dict[str, Outcome]:
         """Return the outcome of each contender's fastest way, over all ranks."""
-        of_all = self._comm.allgather([(runner.rounds, runner.wrong) for runner in runners])
+        of_all = self.comm.allgather([(trial.rounds, trial.wrong) for trial in trials])
         outcomes: dict[str, Outcome] = {}
-        for index, runner in enumerate(runners):
+        for index, trial in enumerate(trials):
             rounds = list(zip(*(of_rank[index][0] for of_rank in of_all), strict=True))
             complete = statistics.median(max(times.complete for times in ranks) for ranks in rounds)
             issues = [[times.issue for times in ranks if times.issue is not None] for ranks in rounds]
             issue = statistics.median(map(max, issues)) * 1e6 if all(issues) else None
-            wrong = None if runner.wrong is None else sum(of_rank[index][1] for of_rank in of_all)
-            outcome = Outcome(complete * 1e6, issue, wrong, runner.eager, runner.way)
-            name = runner.contender.name
-            if name in outcomes:
-                best = min(outcomes[name], outcome, key=lambda one: one.time_us)
+            wrong = None if trial.wrong is None else sum(of_rank[index][1] for of_rank in of_all)
+            outcome = Outcome(complete * 1e6, issue, wrong, trial.eager, trial.way)
+            if trial.name in outcomes:
+                ways = (outcomes[trial.name], outcome)
                 # The wrong elements of every way count, even if the table shows another way.
-                wrongs = [one.wrong for one in (outcomes[name], outcome) if one.wrong is not None]
-                outcome = Outcome(best.time_us, best.issue_us, max(wrongs, default=None), best.eager, best.way)
-            outcomes[name] = outcome
+                wrongs = [way.wrong for way in ways if way.wrong is not None]
+                outcome = replace(min(ways, key=lambda way: way.time_us), wrong=max(wrongs, default=None))
+            outcomes[trial.name] = outcome
         return outcomes
-
-
-def _in_turn(calls: Sequence[Call], start: int) -> Call:
-    """Return a call that makes the next call of ``calls`` each time, and begins with number ``start``."""
-    if len(calls) == 1:
-        return calls[0]
-    turns = islice(cycle(calls), start, None)
-    return lambda: next(turns)()

@@ -13,6 +13,7 @@ from mpicomm.bench.operations import ALIASES, BARRIER, OPERATIONS
 from mpicomm.bench.peers import PEERS
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
+from mpicomm.collectives.gpu.algorithms.registry import NAMES
 from mpicomm.collectives.wire import CODES, as_wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import check_legal
@@ -60,17 +61,19 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="each call has another size, above half of the size in the table up to it, and other addresses; no graphs",
     )
-    result.add_argument("--algorithm", default="auto", metavar="NAME", help="of mpicomm's calls; default: auto")
+    names = ", ".join(("auto", *NAMES, "mpi"))
+    result.add_argument(
+        "--algorithm", default="auto", metavar="NAME", help=f"of mpicomm's calls: {names}; default: auto"
+    )
     result.add_argument(
         "--wire-dtype",
         choices=CODES,
-        help="elements of mpicomm's calls travel as codes of 8 bits; mpicomm-uncoded is mpicomm without it",
+        help="elements of mpicomm's calls travel as fp8 or int8; mpicomm-uncoded is mpicomm without it",
     )
     result.add_argument(
         "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
     )
-    peers = arguments.names_from(PEERS, "peer")
-    result.add_argument("--compare", type=peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
+    arguments.add_compare_argument(result, PEERS)
     result.add_argument("--beside", choices=("matmul",), help="time a matrix product during calls of the largest size")
     arguments.add_file_arguments(result)
     arguments.add_communicator_arguments(result)

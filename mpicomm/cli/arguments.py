@@ -28,6 +28,12 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-J", "--json", type=output_file, metavar="FILE", help="write the results there")
 
 
+def add_compare_argument(parser: argparse.ArgumentParser, peers: Collection[str]) -> None:
+    """Add the option of the other libraries to compare with."""
+    peer = names_from(peers, "peer")
+    parser.add_argument("--compare", type=peer, default=[], metavar="PEER,...", help=", ".join(peers))
+
+
 def add_sweep_arguments(parser: argparse.ArgumentParser, *, smallest: int, factor: int) -> None:
     """Add nccl-tests' options for the sizes to measure and the numbers of iterations."""
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""This machine, its software and the command, for reports. Imports no MPI."""
+"""This machine, its software, and the launcher and command of this process, for reports. Imports no MPI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import re
 import shlex
 import sys
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,38 @@ import numpy as np
 
 import mpicomm
 from mpicomm.devices.cuda.driver import newest_cuda
+
+
+@dataclass(frozen=True)
+class JobLaunch:
+    """The launcher of this process, as its environment variables describe it. Without a launcher ``size`` is 0."""
+
+    family: str = ""
+    """"MPICH" (Hydra, Intel MPI), "Open MPI" or "Slurm"."""
+    rank: int = 0
+    size: int = 0
+    local_size: int = 1
+
+
+def launch_of(variables: Mapping[str, str]) -> JobLaunch:
+    """Return the launcher that these environment variables describe."""
+    for family, size, rank, local_size in (
+        ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("MPICH", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
+        # These are variables of the job step. A batch script, which is one process, also has SLURM_NTASKS.
+        ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
+    ):
+        ranks = _count(variables.get(size, ""))
+        if ranks:
+            # Slurm writes "8(x2)" for two nodes with 8 tasks each.
+            local = _count(variables.get(local_size, "").partition("(")[0])
+            return JobLaunch(family, _count(variables.get(rank, "")) or 0, ranks, local or 1)
+    return JobLaunch()
+
+
+def _count(text: str) -> int | None:
+    """Return the number in a variable, which may be of another process and hold anything; None for no such number."""
+    return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
 def run_record(options: argparse.Namespace) -> dict[str, Any]:

@@ -11,15 +11,18 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
+import mpicomm
+from mpicomm import environment
 from mpicomm.api.communicator import Communicator, RankInfo
-from mpicomm.cli import arguments
+from mpicomm.cli import arguments, machine
 from mpicomm.cli.machine import format_uuid
+from mpicomm.devices.base import Link
 from mpicomm.errors import InvalidUsageError, MpicommError
 
 T = TypeVar("T")
@@ -144,12 +147,21 @@ def save_or_show(path: Path | None, document: object) -> None:
         save(path, document)
 
 
-def finish(comm: Communicator, path: Path | None, document: dict[str, Any], wrong: int, what: str = "wrong") -> int:
-    """Save the results of a measurement, free ``comm``, and say on rank 0 how it ended. Collective.
+def finish(
+    comm: Communicator,
+    path: Path | None,
+    document: dict[str, Any],
+    wrong: int,
+    what: str = "wrong",
+    *,
+    close: Callable[[], object] = lambda: None,
+) -> int:
+    """Save the results of a measurement, ``close``, free ``comm``, and say on rank 0 how it ended. Collective.
 
     Return the exit code. ``wrong`` counts the errors on all ranks.
     """
     save(path, {**document, "wrong": wrong, "ok": wrong == 0})
+    close()  # after the results are saved, because a library may end the process here
     comm.Free()
     show("# OK" if wrong == 0 else f"# FAILED: {wrong} {what}")
     return int(wrong > 0)
@@ -175,3 +187,36 @@ def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:
 def rank_record(info: RankInfo) -> dict[str, Any]:
     """Return the record of a rank and its links, for a JSON report."""
     return {**dataclasses.asdict(info), "device_uuid": format_uuid(info.device_uuid)}
+
+
+def header(title: str, ranks: Sequence[RankInfo], requested_handle: str) -> list[str]:
+    """Return the lines that name the command, the ranks with their devices, and the handle."""
+    hosts = sorted({info.host for info in ranks})
+    count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    lines = [f"mpicomm {mpicomm.__version__} {title}: {count} on {', '.join(hosts)} ({machine.processor()})"]
+    for info in ranks:
+        device = f"{info.device:>2} [{info.pci_bus_id}] {info.device_name}" if info.pci_bus_id else info.device
+        lines.append(f" Rank {info.rank:>2} Pid {info.pid:>6} on {info.host} device {device}")
+    if environment.handle(requested_handle) != "auto":
+        why = "as asked for"
+    elif ranks[0].rejected:
+        why = "; ".join(f"not {kind}: {reason}" for kind, reason in ranks[0].rejected.items())
+    else:
+        why = "the best for this device"
+    return [*lines, f"handle: {ranks[0].handle} ({why})"]
+
+
+def paths(links: Sequence[Sequence[Link]]) -> list[str]:
+    """Return the lines of a table of the paths to memory, with a row and a column for each rank."""
+    width = max(len(link.path) for row in links for link in row) + 2
+    lines = ["path (row: rank, column: peer)", " " * 4 + "".join(f"{peer:>{width}}" for peer in range(len(links)))]
+    return lines + [f"{rank:>4}" + "".join(f"{link.path:>{width}}" for link in row) for rank, row in enumerate(links)]
+
+
+def setting(ranks: Sequence[RankInfo], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the date, the command and the machine of a measurement, for the JSON file."""
+    return {
+        **machine.run_record(options),
+        "ranks": [rank_record(info) for info in ranks],
+        "handle": ranks[0].handle,
+    }

@@ -17,7 +17,7 @@ from mpicomm.activity.page import page
 from mpicomm.cluster import process
 from mpicomm.cluster.process import ranks_in_world, require_own_process
 from mpicomm.cluster.roll_call import GRACE_S, abandoned, did_not_arrive
-from mpicomm.devices.descriptor import way_out
+from mpicomm.devices.handle import way_out
 from mpicomm.errors import (
     CollectiveTimeoutError,
     HandleError,

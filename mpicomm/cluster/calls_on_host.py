@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpicomm.activity.layout import CALLS_BY_MPI, KEY
-from mpicomm.activity.reading import calls_of
 from mpicomm.cluster.placement import Placement
 
 
@@ -29,6 +28,8 @@ class CallsOnHost:
         placement = self._placement
         if rank not in placement.node_ranks or rank == placement.rank:
             return ""
+        from mpicomm.activity.reading import calls_of  # only for errors
+
         calls = calls_of(placement.places[rank].pid, self._own[KEY])
         # Ranks make the same calls in the same order, and a rank that is only late has begun no more calls by MPI.
         if calls is None or calls.since_ns is not None or calls.by_mpi <= self._own[CALLS_BY_MPI] or not calls.last:

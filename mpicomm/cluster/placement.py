@@ -17,8 +17,8 @@ from pathlib import Path
 from mpi4py import MPI
 
 from mpicomm import environment
+from mpicomm.activity.layout import ranks_of_text
 from mpicomm.activity.page import Heading, Member
-from mpicomm.activity.ranks import ranks_of_text
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import container_key, group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo, GpuBackend
@@ -68,6 +68,8 @@ class RankPlace:
     """`process_number`."""
     completes: bool = False
     """Whether blocking calls on device memory are complete on return, for every stream, as in a CUDA-aware MPI."""
+    reductions: str = "auto"
+    """`environment.reductions`."""
 
     @property
     def sends_headers(self) -> bool:
@@ -216,7 +218,11 @@ class Placement:
 
 
 def find_placement(
-    group: Group, device: int | str, handle: str, completes: Callable[[], bool] = lambda: False
+    group: Group,
+    device: int | str,
+    handle: str,
+    completes: Callable[[], bool] = lambda: False,
+    reductions: str = "auto",
 ) -> Placement:
     """Find the nodes and give every rank a device. Collective; all ranks raise the same error for bad arguments.
 
@@ -224,11 +230,13 @@ def find_placement(
     """
 
     def look_around() -> RankPlace:
-        return replace(_look_around(device, handle, group.timeout_s), completes=completes())
+        place = _look_around(device, handle, group.timeout_s)
+        return replace(place, completes=completes(), reductions=environment.reductions(reductions))
 
     places = group.exchange("Communicator: find devices", look_around)
     _require_same("handle", [place.handle for place in places])
     _require_same("timeout_s", [place.timeout_s for place in places])
+    _require_same("reductions", [place.reductions for place in places])
     _require_same("MPICOMM_MEMORY", [place.most_nbytes for place in places])
     requests = [place.device for place in places]
     kinds = ["ordinal" if isinstance(request, int) else request for request in requests]

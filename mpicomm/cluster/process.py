@@ -1,21 +1,32 @@
-"""This process among others of its job and machine, its forks, and what it releases before MPI_Finalize."""
+"""This process among others of its job: its forks, its MPI, what ends it, and what it releases before MPI_Finalize."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import os
+import re
 import socket
+import sys
+import threading
+import time
+import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from mpi4py import MPI
 
 from mpicomm import environment
+from mpicomm.activity.layout import ranks_as_text
 from mpicomm.activity.page import page
-from mpicomm.activity.ranks import ranks_as_text
-from mpicomm.errors import InvalidUsageError
+from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.log import logger
 
 
 def node_key() -> str:
@@ -139,3 +150,106 @@ def _release_all(*_: object) -> None:
     page().enter_last("MPI_Finalize")
     while _at_finalize:
         _at_finalize.pop().release()
+
+
+_SILENT_S = 2.0  # ranks that fail alike leave a block at about the same time, and none of them waits
+_FORWARD_S = 0.2  # an MPI launcher that has to abort drops output that it has not forwarded yet
+
+
+@cache  # once per process
+def end_job_if_uncaught() -> None:
+    """Let an exception that this rank does not catch end the job, as ``python -m mpi4py`` does. Local.
+
+    Otherwise this rank would wait in MPI_Finalize for ranks that wait for it, for ever.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
+        before(kind, error, place)
+        is_alone = MPI.Is_finalized() or not MPI.Is_initialized() or MPI.COMM_WORLD.size == 1
+        if not is_alone and not hasattr(sys, "ps1"):  # the interactive prompt goes on
+            from mpi4py import run
+
+            sys.stderr.flush()
+            time.sleep(_FORWARD_S)
+            run.set_abort_status(error)
+
+    sys.excepthook = hook
+
+
+def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
+    """Call ``close``, which waits for other ranks, at the end of a ``with`` block that ``error`` has left, if any.
+
+    The other ranks may never come. So the traceback is logged before a long wait, and ``error`` stays the error that
+    the caller sees if ``close`` fails.
+    """
+    if not isinstance(error, Exception):
+        close()
+        return
+
+    def say() -> None:
+        text = "".join(traceback.format_exception(error))
+        logger.error("this rank waits for the others at the end of a with block that an exception has left:\n%s", text)
+
+    timer = threading.Timer(_SILENT_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        close()
+    except MpicommError as late:
+        logger.warning("%s", late)
+    finally:
+        timer.cancel()
+
+
+_ALLOC_KINDS = "mpi_memory_alloc_kinds"
+_MPICH_GPU_SUPPORT_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA in MPICH's mpi.h
+_LIBRARY_NAME = re.compile(r"libmpi(ch)?(_\w+)?\.so[.\d]*")
+
+
+@dataclass(frozen=True)
+class CudaAwareness:
+    """The answer, or ``None`` if the library does not say, and the source of the answer."""
+
+    aware: bool | None
+    how: str
+
+
+def query_cuda_aware() -> CudaAwareness:
+    """Ask MPI whether its calls accept device pointers; local."""
+    kinds = MPI.COMM_WORLD.Get_info().Get(_ALLOC_KINDS)
+    if kinds is not None and any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):
+        return CudaAwareness(True, f"{_ALLOC_KINDS}={kinds}")
+    # Kinds without cuda decide nothing, because MPI may list only the kinds that the user asked mpiexec for.
+    for library in _loaded_libraries():
+        for name, query in (
+            ("MPIX_Query_cuda_support", _query_cuda_support),
+            ("MPIX_GPU_query_support", _gpu_query_support),
+        ):
+            if hasattr(library, name):
+                answer = query(library)
+                if answer is not None:
+                    return CudaAwareness(answer, f"{name} of {library._name}")
+    if kinds is not None:
+        return CudaAwareness(False, f"{_ALLOC_KINDS}={kinds}")
+    return CudaAwareness(None, f"this MPI has neither {_ALLOC_KINDS} nor a query function")
+
+
+def _query_cuda_support(library: ctypes.CDLL) -> bool | None:
+    return bool(library.MPIX_Query_cuda_support())
+
+
+def _gpu_query_support(library: ctypes.CDLL) -> bool | None:
+    supported = ctypes.c_int()
+    error = library.MPIX_GPU_query_support(_MPICH_GPU_SUPPORT_CUDA, ctypes.byref(supported))
+    return bool(supported.value) if error == MPI.SUCCESS else None
+
+
+def _loaded_libraries() -> list[ctypes.CDLL]:
+    """Return the MPI libraries in this process. It loads none, because mpi4py would not use that library."""
+    paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    libraries = []
+    for path in sorted(path for path in paths if _LIBRARY_NAME.fullmatch(Path(path).name)):
+        with contextlib.suppress(OSError):  # another file has replaced the library since this process loaded it
+            libraries.append(ctypes.CDLL(path, mode=os.RTLD_LAZY | os.RTLD_NOLOAD))
+    return libraries

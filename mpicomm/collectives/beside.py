@@ -19,8 +19,8 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger, tell_slow_way
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
-from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.host_copies import require_no_graph
+from mpicomm.mpi.host_calls import require_no_graph
+from mpicomm.mpi.layout import Elements
 from mpicomm.mpi.location import is_on_device
 from mpicomm.session import Session
 
@@ -114,22 +114,8 @@ class _Copy:
 
 def _extent(operand: Operand) -> tuple[int, int]:
     """Return the addresses of the first byte of the elements and after the last byte; equal if there are none."""
-    spans: Sequence[tuple[int, int]]
-    if operand.derived is not None:
-        parts = [each for each in operand.derived if each.layout.regions]
-        spans = [(each.address + each.layout.begin, each.address + each.layout.end) for each in parts]
-    else:
-        assert operand.dtype is not None
-        itemsize = operand.dtype.itemsize
-        places = [(0, operand.total)]
-        if operand.counts is not None and operand.displs is not None:
-            places = [(place, n) for place, n in zip(operand.displs, operand.counts, strict=True) if n]
-        spans = [
-            (operand.pointer + place * itemsize, operand.pointer + (place + n) * itemsize) for place, n in places if n
-        ]
-    if not spans:
-        return operand.pointer, operand.pointer
-    return min(begin for begin, _ in spans), max(end for _, end in spans)
+    extents = operand.extents or [(operand.pointer, operand.pointer)]
+    return min(begin for begin, _ in extents), max(end for _, end in extents)
 
 
 def warn_of_host_array(operation: str) -> None:

@@ -22,7 +22,7 @@ from mpicomm.collectives.checks import (
     require_root,
 )
 from mpicomm.collectives.neighborhood import Neighborhood, blocks_for_ranks
-from mpicomm.collectives.operations import ALLTOALLV, Operation, Shape
+from mpicomm.collectives.operations import ALLTOALLV, Operation
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
@@ -30,14 +30,12 @@ from mpicomm.collectives.wire import Wire, checked_wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
+from mpicomm.mpi.arguments import Operand, Span, parse, require_separate
 from mpicomm.mpi.buffers import ArrayMemory, array_of
 from mpicomm.mpi.device_counts import CountedBuffers, read_counted
 from mpicomm.mpi.host_calls import for_mpi
-from mpicomm.mpi.ops import check_legal, op_name
-from mpicomm.mpi.overlap import require_separate
-from mpicomm.mpi.own_ops import Op
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.ops import Op, check_legal, op_name
+from mpicomm.mpi.spec import Shape
 
 _BYTE = np.dtype(np.uint8)
 
@@ -359,12 +357,7 @@ class Call:
         if self.neighborhood is not None:
             neighbors = self.neighborhood.sources if writable else self.neighborhood.destinations
             size, peer = len(neighbors), "neighbour"
-        if shape == "typed":
-            return parse_typed(spec, size=size, writable=writable, name=name, peer=peer, memory=memory)
-        if shape == "vector":
-            return parse_vector(spec, size=size, writable=writable, name=name, peer=peer, memory=memory)
-        blocks = size if shape == "blocks" else None
-        return parse(spec, blocks=blocks, writable=writable, name=name, peer=peer, memory=memory)
+        return parse(spec, shape=shape, blocks=size, writable=writable, name=name, peer=peer, memory=memory)
 
     def _common_dtype(self) -> np.dtype[Any] | None:
         if self.operation.of_neighbors and not self.on_device:

@@ -13,8 +13,8 @@ from mpicomm.activity.layout import VOTE_BITS, VOTE_WORDS, VOTES
 from mpicomm.activity.page import CommunicatorRow, text_of
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_location import CallLocation
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
 from mpicomm.symmetric.owner import SharedMemory

@@ -13,9 +13,8 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.arguments import Operand, overlaps
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.overlap import overlaps
 
 
 def require_root(operation: Operation, root: Any, size: int) -> None:

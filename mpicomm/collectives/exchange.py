@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
+from mpicomm.mpi.layout import Elements
 
 
 @dataclass(frozen=True)

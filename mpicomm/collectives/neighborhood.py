@@ -21,9 +21,7 @@ from mpicomm.collectives.operations import NEIGHBOR_ALLTOALL, NEIGHBOR_ALLTOALLV
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, typed_blocks
-from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.items import items
-from mpicomm.mpi.layout import layout_of, run_of, together
+from mpicomm.mpi.layout import Elements, layout_of, run_of, together
 
 
 @dataclass(frozen=True)
@@ -124,13 +122,12 @@ def crossed_by_places(
 
 def _with_places(operand: Operand, order: Sequence[int]) -> Any:
     """Return an argument of Neighbor_alltoallv with the blocks of ``operand`` in ``order``."""
-    named = items(operand.spec, operand.name)[3] if isinstance(operand.spec, (list, tuple)) else None
     datatype, unit = operand.mpi_type, 1
     if operand.dtype is not None:
         datatype = types.mpi_datatype(operand.dtype)
         if datatype is None:
             datatype, unit = MPI.BYTE, operand.dtype.itemsize
-    elif named is None:
+    elif datatype is None:
         return operand.spec  # mpi4py refuses elements of unknown type
     counts, displs = operand.counts, operand.displs
     if counts is None or displs is None:

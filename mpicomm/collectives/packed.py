@@ -16,7 +16,7 @@ import numpy as np
 from mpicomm.collectives.pack_tables import PackJob
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
-from mpicomm.mpi.derived import Elements
+from mpicomm.mpi.layout import Elements
 
 _ALIGNED_NBYTES = 256
 

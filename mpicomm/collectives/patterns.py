@@ -15,7 +15,7 @@ import numpy as np
 
 from mpicomm.collectives.exchange import Chain, ChainHop, Exchange, Reduction, TwoShot
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 
 _ALIGNED_NBYTES = 128  # a shard begins at a whole cache line of the array, if the array has that many lines
 

@@ -11,8 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.handle import Exported, Kind
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import Exported, Kind, MemoryUse
 from mpicomm.devices.stream_threads import StreamThreads
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
 from mpicomm.kernels.packing import PackTable

@@ -1,12 +1,62 @@
-"""MemoryHandle: how another rank opens memory of this rank."""
+"""How another rank opens memory of this rank: handles, and the descriptors beside them. The use of this rank's memory.
+
+The owner of an open file has a `Descriptor`, and closes it. A plain ``int`` is a borrowed descriptor.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import struct
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.interrupts import uninterrupted
+
+
+class Descriptor(int):
+    """A file descriptor that its holder owns, and closes as soon as the work with it is done. Local; do not copy it.
+
+    If an error or a Ctrl-C comes between two steps, the last reference closes it. This does not replace `close`: an
+    error keeps its frames, and so their references, as long as a caller keeps the error.
+    """
+
+    _closed = False
+
+    @classmethod
+    def of(cls, make: Callable[..., int], *arguments: object) -> Descriptor:
+        """Call ``make``, such as ``os.open``, and return the descriptor that it makes."""
+        with uninterrupted():
+            return cls(make(*arguments))
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing, because another file may have the number then."""
+        with uninterrupted():
+            if not self._closed:
+                self._closed = True
+                os.close(self)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else modules may be gone, and the process is about to close its files
+            self.close()
+
+
+def way_out(code: int | None) -> str:
+    """Return the limit on descriptors that an error with this errno has hit, and how to raise the limit.
+
+    Return "" for any other error. Root may have any number of descriptors in flight between processes. Another user may
+    have as many as a process may open.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if code == errno.EMFILE:
+        return f"; this process may have {limit} files open: raise the limit (ulimit -n)"
+    if code == errno.ETOOMANYREFS:
+        return f"; this user may have {limit} descriptors in flight between processes: raise the limit (ulimit -n)"
+    return ""
+
 
 Kind = Literal["memfd", "ipc", "fd", "fabric", "staged", "pool"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -58,3 +108,29 @@ Exported = tuple[tuple[MemoryHandle, "Descriptor | None"], ...]
 
 A segment has more than one part if its allocator has mapped several allocations one after the other.
 """
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of this rank for one purpose, in bytes."""
+
+    purpose: str
+    device_nbytes: int = 0
+    """On this rank's GPU."""
+    host_nbytes: int = 0
+
+    @classmethod
+    def of_kind(cls, purpose: str, kind: Kind, nbytes: int) -> MemoryUse:
+        """Return the use of memory that peers open by handles of a kind: it lies on the host or on the GPU."""
+        return cls(purpose, host_nbytes=nbytes) if kind in SEALED_KINDS else cls(purpose, device_nbytes=nbytes)
+
+
+def summed(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
+    """Return one use for each purpose, without uses that have no memory."""
+    sums: dict[str, MemoryUse] = {}
+    for use in uses:
+        before = sums.get(use.purpose, MemoryUse(use.purpose))
+        sums[use.purpose] = MemoryUse(
+            use.purpose, before.device_nbytes + use.device_nbytes, before.host_nbytes + use.host_nbytes
+        )
+    return tuple(use for use in sums.values() if use.device_nbytes or use.host_nbytes)

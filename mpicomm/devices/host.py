@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.devices.base import Event, Link, Scratch
-from mpicomm.devices.handle import Exported, Kind, MemoryHandle
+from mpicomm.devices.handle import Exported, Kind, MemoryHandle, MemoryUse
 from mpicomm.devices.host_memory import HostSegment
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, equal_error
 from mpicomm.waiting import wait_until
 

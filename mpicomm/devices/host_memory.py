@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.descriptor import Descriptor, way_out
+from mpicomm.devices.handle import Descriptor, way_out
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.interrupts import uninterrupted
 

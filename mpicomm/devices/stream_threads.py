@@ -6,15 +6,15 @@ which waits for F(m). C is the kernel of a collective, which waits for the kerne
 circle:
 
 1. Thread A tells MPI of m, thread B enqueues R(n) or C, and A enqueues F(m) after that. The peer has enqueued R(m), and
-   F(n) or its C after that. So no work of another thread may come between. A *owes* F(m) to the stream when A tells
-   MPI. The first other thread that comes to the stream enqueues F(m) before its work. If several threads have already
-   come, A enqueues F(m) before it tells MPI.
+   F(n) or its C after that. So no work of another thread may come between. A *defers* F(m) when A tells MPI. The first
+   other thread that comes to the stream enqueues F(m) before its work. If several threads have already come, A enqueues
+   F(m) before it tells MPI.
 2. Rank 0 enqueues C, then F(m). On rank 1 a listener enqueues R(m) before the main thread enqueues C.
 3. Rank 0 waits for an answer before its C. On rank 1 the main thread enqueues C before the listener enqueues the
    answer.
 
 Against 2 and 3, blocking calls that wait for peers wait beside a stream that several threads use. The calling thread
-waits with them, as it does in MPI: see wait_beside.py. Then the stream itself holds no wait. Only the waits of threads
+waits with them, as it does in MPI: see side_stream.py. Then the stream itself holds no wait. Only the waits of threads
 are left, and MPI's rules keep these free of circles.
 
 4. Each thread has another stream. On rank 0 the C of thread A runs, and B loads a kernel, which waits for the whole
@@ -42,12 +42,12 @@ _NOBODY, _SEVERAL = 0, -1  # these are not identifiers of threads
 class StreamThreads:
     """The threads that use one stream, or several streams that wait for each other's work. For any thread."""
 
-    __slots__ = ("_device", "_lock", "_owed", "user")
+    __slots__ = ("_deferred", "_device", "_lock", "user")
 
     def __init__(self, device: ThreadsOfStreams | None = None) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._owed: tuple[Callable[..., object], tuple[object, ...]] | None = None
+        self._deferred: tuple[Callable[..., object], tuple[object, ...]] | None = None
         self.user = _NOBODY
         """The identifier of the only thread; `_SEVERAL` from the first call of a second thread on."""
 
@@ -56,33 +56,33 @@ class StreamThreads:
         """Whether several threads use the stream. A thread that has ended does not count."""
         return self.user == _SEVERAL
 
-    def owe(self, enqueue: Callable[..., object], *arguments: object) -> None:
-        """Let a call of ``enqueue`` come before the work of other threads. The caller calls `settle` later.
+    def defer(self, enqueue: Callable[..., object], *arguments: object) -> None:
+        """Let a call of ``enqueue`` come before the work of other threads. The caller calls `flush` later.
 
         If several threads use the stream or the device, this calls ``enqueue`` at once.
         """
         if self.user == _SEVERAL or (self._device is not None and self._device.are_several):
             enqueue(*arguments)
             return
-        self._owed = enqueue, arguments
-        # This look comes after the line above. `join` sets the user, then looks for the owed call. In whichever order
-        # these four steps come, one thread sees the other, and makes the owed call before it goes on.
+        self._deferred = enqueue, arguments
+        # This look comes after the line above. `join` sets the user, then looks for the deferred call. In whichever
+        # order these four steps come, one thread sees the other, and makes the deferred call before it goes on.
         if self.user == _SEVERAL:
-            self.settle()
+            self.flush()
 
-    def settle(self) -> None:
-        """Make the owed call, unless another thread has made it. The work is enqueued when this returns."""
+    def flush(self) -> None:
+        """Make the deferred call, unless another thread has made it. The work is enqueued when this returns."""
         with self._lock:  # so that neither thread goes on while the other thread enqueues
-            if self._owed is not None:
-                enqueue, arguments = self._owed
+            if self._deferred is not None:
+                enqueue, arguments = self._deferred
                 enqueue(*arguments)
-                self._owed = None  # after the call: if the call raises, the thread that owes it raises, too
+                self._deferred = None  # after the call: if the call raises, the thread that has deferred it raises, too
 
-    def forgive(self) -> bool:
-        """Drop the owed call, and return whether that was possible: else the work is enqueued already."""
+    def cancel(self) -> bool:
+        """Drop the deferred call, and return whether that was possible: else the work is enqueued already."""
         with self._lock:
-            owed, self._owed = self._owed, None
-            return owed is not None
+            deferred, self._deferred = self._deferred, None
+            return deferred is not None
 
     def join(self) -> None:
         """Count the calling thread among the users of the stream, before it enqueues anything there."""
@@ -94,7 +94,7 @@ class StreamThreads:
                 self.user = me
             else:
                 self.user = _SEVERAL
-        self.settle()
+        self.flush()
 
 
 class ThreadsOfStreams:

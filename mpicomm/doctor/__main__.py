@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
+import json
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import mpi4py
 
 from mpicomm import environment
 from mpicomm.cli import arguments
-from mpicomm.doctor import before_mpi
 from mpicomm.doctor.checks import CHECKS, examine, lines, record
-from mpicomm.doctor.facts import RankFacts
-from mpicomm.doctor.running import job_of, jobs_of_user
-from mpicomm.doctor.running_report import report, watch
+from mpicomm.doctor.facts import RankFacts, facts_before_mpi
+from mpicomm.doctor.running import Job, job_of, jobs_of_user
+from mpicomm.doctor.waits import Look
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 
 # Functions import the modules that load MPI, after it is clear that MPI loads.
 
 _START_S = 60.0  # MPI may wait for ever for a rank that does not start
 _RUNNING = frozenset(("--pid", "--job"))
+_GLANCE_S = 0.3  # long enough to see whether a process is busy
 _FORWARD_S = 1.0  # if a job ends badly, an MPI launcher drops output that it has not forwarded yet
 
 
@@ -31,7 +34,7 @@ def main() -> NoReturn:
     """Run the command line on this rank, and exit. Collective, except with options that look at a running job."""
     if _RUNNING.intersection(argument.partition("=")[0] for argument in sys.argv[1:]):
         _look_at_running(_parser())
-    facts = before_mpi.gather()
+    facts = facts_before_mpi()
     checks = [check for check in CHECKS if check.before_mpi]
     early = [(check, faults) for check, faults in examine([facts], checks) if faults]
     if early:
@@ -63,6 +66,59 @@ def _look_at_running(parser: argparse.ArgumentParser) -> NoReturn:
     except InvalidUsageError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     sys.exit(report(looks, options.longer_than, as_json=options.json is None))
+
+
+def watch(find: Callable[[], Sequence[Job]], longest_s: float) -> list[Look]:
+    """Look at jobs twice, ``longest_s`` seconds apart if the age of a wait is not known otherwise."""
+    before = {rank.process.pid: rank for job in find() for rank in job.ranks}
+    looks: list[Look] = []
+    for pause_s in (min(_GLANCE_S, longest_s), longest_s):
+        time.sleep(pause_s)
+        looks = [Look(job, before) for job in find()]
+        if all(wait.known or wait.seconds >= longest_s for look in looks for wait in look.waits()):
+            break
+    return looks
+
+
+def report(looks: Sequence[Look], longest_s: float, *, as_json: bool) -> int:
+    """Write the looks to standard output. Return 1 if a rank waits for longer than ``longest_s`` seconds, else 0."""
+    waits = [wait for look in looks for wait in look.waits()]
+    if as_json:
+        jobs = [
+            {
+                "waits": [dataclasses.asdict(wait) for wait in look.waits()],
+                "ranks": [dataclasses.asdict(line) for line in look.lines()],
+            }
+            for look in looks
+        ]
+        sys.stdout.write(json.dumps({"jobs": jobs}, indent=2) + "\n")
+    else:
+        for look in looks:
+            _print(look)
+    return int(any(wait.seconds >= longest_s for wait in waits))
+
+
+def _print(look: Look) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    for wait in look.waits():
+        sys.stdout.write(f"WAIT for {wait.seconds:.1f} s{'' if wait.known else ' or longer'}: {wait.text}\n")
+    if not look.waits():
+        sys.stdout.write("no rank waits for another one, as far as calls of mpicomm show\n")
+    for pid in dict.fromkeys(pid for wait in look.waits() for pid in wait.pids):
+        sys.stdout.write(f"      fix: `py-spy dump --pid {pid}` shows where that rank is\n")
+    table = Table()
+    for title in ("communicator", "rank", "pid", "last call", "number", "begun s ago", "waits for", "the process"):
+        right = title in ("rank", "pid", "number", "begun s ago")
+        table.add_column(title, justify="right" if right else "left", overflow="fold")
+    for line in look.lines():
+        since = "" if line.seconds is None else f"{line.seconds:.1f}"
+        numbers = (str(line.rank), str(line.pid), line.call, str(line.number or ""), since)
+        table.add_row(line.communicator, *numbers, line.waits_for, line.does, style="bold" if line.waits else None)
+    sys.stdout.flush()
+    # Without markup, because texts are of the processes.
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(table)
 
 
 def _start_mpi() -> None:

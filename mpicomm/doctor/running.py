@@ -1,4 +1,4 @@
-"""The jobs that run on this machine: the ranks with activity that the doctor may read, grouped by job."""
+"""The jobs that run on this machine: processes as /proc shows them, and the ranks that the doctor may read, by job."""
 
 from __future__ import annotations
 
@@ -8,11 +8,95 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from mpicomm.activity.reading import Activity, OtherVersionError, read_activity
-from mpicomm.doctor import processes
-from mpicomm.doctor.processes import Process
+from mpicomm.activity.reading import Activity, OtherVersionError, printable, read_activity
+from mpicomm.cli.machine import JobLaunch, launch_of
 from mpicomm.errors import InvalidUsageError
+
+_PROC = Path("/proc")
+_MOST = 100  # characters of a command
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process at one moment."""
+
+    pid: int
+    parent: int
+    command: str
+    state: str = "S"
+    """The kernel's letter for the main thread: R for running, S for sleeping, T for stopped, ..."""
+    cpu_s: float = 0.0
+    """The processor time that the main thread has taken so far."""
+    sleeps_in: str = ""
+    """The kernel's function in which the main thread sleeps; "" if it does not sleep, or if the kernel hides it."""
+
+
+def process_of(pid: int) -> Process | None:
+    """Return a process, or None if it does not exist, or has ended and only its exit code is left."""
+    folder = _PROC / str(pid)
+    try:
+        # The name is in brackets, and may itself have blanks and brackets.
+        facts = (folder / "task" / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        words = (folder / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    if facts[0] in "ZX":
+        return None
+    command = " ".join(" ".join(os.fsdecode(word) for word in words).split())
+    cpu_s = (int(facts[11]) + int(facts[12])) / _TICKS
+    return Process(pid, int(facts[1]), printable(command[:_MOST]), facts[0], cpu_s, _sleeps_in(folder))
+
+
+def pids() -> list[int]:
+    """Return the numbers of all processes."""
+    return [int(name) for name in os.listdir(_PROC) if name.isdecimal()]  # noqa: PTH208
+
+
+def owner_of(pid: int) -> int:
+    """Return the user of a process. Raises `FileNotFoundError` if there is no such process."""
+    return (_PROC / str(pid)).stat().st_uid
+
+
+def own_number(pid: int) -> int:
+    """Return the number of a process in its own namespace, as the process sees it."""
+    for line in (_PROC / str(pid) / "status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return pid
+
+
+def launched(pid: int) -> tuple[int, JobLaunch]:
+    """Return the process that has launched the rank of a process, 0 for none, and the rank's place.
+
+    The launcher is the first parent without a rank in its environment. It is the same for all ranks that one mpiexec
+    has started on this machine, even if other processes run between them.
+    """
+    mine = _launch(pid)
+    if not mine.size:
+        return 0, mine
+    seen = pid
+    while (process := process_of(seen)) is not None and process.parent and _launch(process.parent).size:
+        seen = process.parent
+    return (process.parent if process else 0), mine
+
+
+def _launch(pid: int) -> JobLaunch:
+    try:
+        content = (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:  # a process of another user, such as the daemons that start ranks
+        return JobLaunch()
+    pairs = (os.fsdecode(word).partition("=") for word in content.split(b"\0"))
+    return launch_of({name: value for name, _, value in pairs})
+
+
+def _sleeps_in(folder: Path) -> str:
+    with suppress(OSError):
+        said = (folder / "wchan").read_text().strip()
+        return "" if said in ("0", "") else said
+    return ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +149,7 @@ def job_of(pid: int) -> Job:
     started a rank.
     """
     try:
-        owner = processes.owner_of(pid)
+        owner = owner_of(pid)
         rank = _rank(pid)
     except PermissionError:
         raise InvalidUsageError(
@@ -84,7 +168,7 @@ def job_of(pid: int) -> Job:
     for job in _jobs(ranks, peers):
         if any(each.process.pid in wanted for each in job.ranks):
             return job
-    process = processes.process_of(pid)
+    process = process_of(pid)
     raise InvalidUsageError(
         f"--pid {pid}: {process.command if process else 'the process'} is no program of mpicomm, or has not begun to "
         "make its first Communicator"
@@ -94,19 +178,19 @@ def job_of(pid: int) -> Job:
 def _rank(pid: int) -> Rank | None:
     activity = read_activity(pid)
     # A forked child has the memory of its parent.
-    if activity is None or activity.pid != processes.own_number(pid):
+    if activity is None or activity.pid != own_number(pid):
         return None
-    process = processes.process_of(pid)
+    process = process_of(pid)
     if process is None:
         return None
-    return Rank(process, activity, processes.launched(pid)[0] or -pid, time.monotonic_ns())
+    return Rank(process, activity, launched(pid)[0] or -pid, time.monotonic_ns())
 
 
 def _pids_of_user(user: int) -> list[int]:
     found = []
-    for pid in processes.pids():
+    for pid in pids():
         with suppress(OSError):
-            if processes.owner_of(pid) == user:
+            if owner_of(pid) == user:
                 found.append(pid)
     return found
 
@@ -119,7 +203,7 @@ def _descendants(pid: int, ranks: Sequence[Rank]) -> set[int]:
             if process.parent == pid:
                 found.add(rank.process.pid)
                 break
-            process = processes.process_of(process.parent)
+            process = process_of(process.parent)
     return found
 
 
@@ -147,10 +231,10 @@ def _unseen(ranks: Sequence[Rank], numbers: Sequence[int]) -> dict[tuple[int, in
     seen = {(rank.world, rank.activity.world_rank) for rank in ranks}
     found: dict[tuple[int, int], Process] = {}
     for pid in sorted(numbers):  # a rank's first process comes first, unless numbers have started again
-        world, launch = processes.launched(pid)
+        world, launch = launched(pid)
         place = world, launch.rank
         if launch.size and world in worlds and place not in seen and place not in found:
-            process = processes.process_of(pid)
+            process = process_of(pid)
             if process is not None:
                 found[place] = process
     return found

@@ -14,10 +14,9 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.host import array_at
-from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.mpi_transfers import Direct, Transfers
 from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
-from mpicomm.domains.steps import Combine, Local, Move, NetworkStep, Pack, Step
+from mpicomm.domains.steps import Combine, DomainLayout, Local, Move, NetworkStep, Pack, Step
 from mpicomm.mpi.types import is_narrow
 
 _BYTE = np.dtype(np.uint8)

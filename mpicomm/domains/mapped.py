@@ -9,8 +9,7 @@ from mpicomm.devices.base import Backend, Segment
 from mpicomm.devices.handle import Kind
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.sharing.segments import SuspendedContent, share
-from mpicomm.symmetric.owner import SharedMemory
-from mpicomm.symmetric.signals import SignalPad, SignalPads
+from mpicomm.symmetric.owner import SharedMemory, SignalPad, SignalPads
 
 SLOT_NBYTES = 4 << 20
 _CHANNELS = 2

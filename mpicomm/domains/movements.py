@@ -10,9 +10,8 @@ import numpy as np
 
 from mpicomm.collectives.operations import ALLGATHER, ALLGATHERV, ALLTOALLV, BCAST, GATHERV, SCATTERV
 from mpicomm.collectives.patterns import Buffers, split
-from mpicomm.domains.layout import DomainLayout
-from mpicomm.domains.steps import Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Step
-from mpicomm.mpi.span import Span
+from mpicomm.domains.steps import DomainLayout, Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Step
+from mpicomm.mpi.arguments import Span
 
 
 def in_domain(layout: DomainLayout, dtype: np.dtype[Any], op: str = "", root: int = 0, **memory: Any) -> Buffers:

@@ -43,7 +43,7 @@ class NetworkWaits(SharedMemory):
         self._own = domain.rank
 
     def waits_for(self, rank: int) -> None:
-        """Say that this rank waits for ``rank``, and is alive; local and cheap. The caller repeats it."""
+        """Heartbeat: publish that this rank is waiting for ``rank``. Local; call it repeatedly while waiting."""
         # Pairs with the reads in `awaited`. The words need no order between them, because a reader only asks whether
         # the count goes on, and names the rank that it finds.
         line = self._lines[self._own]
@@ -127,7 +127,7 @@ class Transfers:
     def tell(self, error: MpicommError) -> None:
         """Tell ranks of other domains that may wait for this rank why it has given up a call. Local.
 
-        This rank may have waited for a rank of its domain. By the error the other ranks learn the missing rank. A
+        This rank may have waited for a rank of its domain. The error names the missing rank to the others. A
         second call does nothing.
         """
         if self._has_told:

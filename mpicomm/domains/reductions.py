@@ -21,7 +21,6 @@ import numpy.typing as npt
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import ALLREDUCE, GATHERV, REDUCE_SCATTER, REDUCE_SCATTER_BLOCK
 from mpicomm.collectives.patterns import Buffers, split
-from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.movements import (
     allgather,
     allgather_in_domain,
@@ -31,8 +30,19 @@ from mpicomm.domains.movements import (
     one_after_the_other,
     rail_shards,
 )
-from mpicomm.domains.steps import Combine, Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Slots, Step
-from mpicomm.mpi.span import Span
+from mpicomm.domains.steps import (
+    Combine,
+    DomainLayout,
+    Local,
+    Move,
+    NetworkMessage,
+    NetworkStep,
+    Pack,
+    ScratchAllocator,
+    Slots,
+    Step,
+)
+from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.types import is_narrow
 
 _WIDE = np.dtype(np.float32)

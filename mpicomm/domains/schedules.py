@@ -17,11 +17,10 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains import movements, reductions
-from mpicomm.domains.layout import DomainLayout
-from mpicomm.domains.steps import NetworkStep, ScratchAllocator, Step
+from mpicomm.domains.steps import DomainLayout, NetworkStep, ScratchAllocator, Step
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.own_ops import Op
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
+from mpicomm.mpi.ops import Op
 
 PIECE_NBYTES = 16 << 20
 """The bytes of each rank in one piece of a long call, which bound the scratch memory of the call."""

@@ -5,15 +5,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from mpicomm.epilogues.base import Epilogue
 
-from mpicomm.epilogues.base import BoundEpilogue, Epilogue
-from mpicomm.epilogues.elementwise import Elementwise, number_of
-from mpicomm.epilogues.norm import CodeArguments, Norm, ScaleLayout
-from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Operand
+if TYPE_CHECKING:
+    from mpicomm.epilogues.elementwise import Elementwise
+    from mpicomm.epilogues.norm import ScaleLayout
+else:  # few programs have epilogues, so their modules load at first use
+
+    def __getattr__(name: str) -> object:
+        if name != "Elementwise":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from mpicomm.epilogues.elementwise import Elementwise
+
+        return Elementwise
+
 
 __all__ = ["Elementwise", "Epilogue", "fp8", "layer_norm", "rms_norm"]
 
@@ -25,28 +32,9 @@ def fp8(scale: Any, dtype: str = "float8_e4m3fn") -> Epilogue:
     between replays of a CUDA graph. ``recvbuf`` has elements of ``dtype``: "float8_e4m3fn" or "float8_e5m2". A call
     with another ``recvbuf`` raises `InvalidUsageError`.
     """
-    return _ToEightBits(scale, dtype)
+    from mpicomm.epilogues.elementwise import ToEightBits
 
-
-class _ToEightBits(Elementwise):
-    """See `fp8`."""
-
-    def __init__(self, scale: Any, dtype: str) -> None:
-        largest = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype)
-        if largest is None:
-            raise InvalidUsageError(f"dtype={dtype!r} is no float of 8 bits: use float8_e4m3fn or float8_e5m2")
-        factor = "scale[0]" if number_of(scale) is None else "scale"
-        super().__init__(f"max(min(v * {factor}, {largest}), -{largest})", scale=scale)
-        self._dtype = dtype
-
-    def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
-        assert result.dtype is not None
-        if result.dtype.name != self._dtype:
-            raise InvalidUsageError(
-                f"{operation}: epilogue=fp8(..., dtype={self._dtype!r}): {result.name} has {result.dtype}: pass one of "
-                f"{self._dtype}, or another dtype to fp8"
-            )
-        return super().bind(operation, dtype, result)
+    return ToEightBits(scale, dtype)
 
 
 def rms_norm(
@@ -86,6 +74,8 @@ def rms_norm(
     needs rows of up to 32 KiB, or a row for each block of the kernel. "two_shot" needs a row of each rank for each
     block of the kernel. In other calls on GPUs one more kernel follows and computes it, with the same bits.
     """
+    from mpicomm.epilogues.norm import CodeArguments, Norm
+
     return Norm("rms_norm", residual, weight, None, eps, linear_bias, CodeArguments(scales, scale, scale_layout))
 
 
@@ -105,6 +95,8 @@ def layer_norm(
     As `rms_norm`, but recvbuf becomes (h - mean) / sqrt(mean of (h - mean)^2 + eps) * weight + bias. ``bias`` is a row
     of the type of weight, or None.
     """
+    from mpicomm.epilogues.norm import CodeArguments, Norm
+
     return Norm("layer_norm", residual, weight, bias, eps, linear_bias, CodeArguments(scales, scale, scale_layout))
 
 
@@ -115,6 +107,8 @@ def as_epilogue(given: Any, operands: dict[str, Any]) -> Epilogue | None:
     if given is None:
         raise TypeError(f"{', '.join(operands)}: no argument of the call has this name, and there is no epilogue=")
     if isinstance(given, str):
+        from mpicomm.epilogues.elementwise import Elementwise
+
         return Elementwise(given, **operands)
     if not isinstance(given, Epilogue):
         raise TypeError(f"epilogue={given!r} is no epilogue: pass an expression, or one of mpicomm.epilogues")

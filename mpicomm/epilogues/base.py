@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +16,7 @@ from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import KINDS, kind_of
 from mpicomm.kernels.variant import Variant
-from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.overlap import overlaps
+from mpicomm.mpi.arguments import Operand, overlaps, parse
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.types import is_covered
 
@@ -122,18 +121,16 @@ class Epilogue(ABC):
     arrays: dict[str, Any]
     """The arrays that it uses, by name."""
 
-    def key(self, identity_of: Callable[[Any], Hashable]) -> tuple[Hashable, tuple[Any, ...]]:
+    def key(self) -> tuple[Hashable, tuple[Any, ...]]:
         """Return a key that calls of one form share, and the `Memory` of each of `arrays`.
 
-        If an array is not plain, only equal epilogues have an equal key, and no memory follows. The key is None if an
-        array cannot be recognised.
+        The key is None if an array is not plain.
         """
         kinds, memory = [self.facts], []
         for name, array in self.arrays.items():
             plain = plain_array(array)
             if plain is None or len(plain) > 3:
-                identities = [identity_of(each) for each in self.arrays.values()]
-                return None if None in identities else (self.facts, *identities), ()
+                return None, ()
             kinds.append(plain[2] if name in self.grows else plain[1:])
             memory.append(plain[:2])
         return tuple(kinds), tuple(memory)

@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, Memory, host_array
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.bounds import bounds, indices
 from mpicomm.expressions.expression import Expression, parse, shown
 from mpicomm.expressions.functions import FUNCTIONS
-from mpicomm.expressions.tree import Array, Variable
+from mpicomm.expressions.tree import Array, Variable, bounds, indices
 from mpicomm.kernels.epilogue import (
     EPILOGUE_THREADS,
     MOST_OPERANDS,
@@ -111,6 +110,27 @@ class Elementwise(Epilogue):
             named.append(Array(name, code, array.dtype.name))
         whole_numbers = [number for number in numbers if number.kind == "integer"]
         return parse(self.expression, (_VALUE, _INDEX, *numbers), "epilogue", tuple(named), (_INDEX, *whole_numbers))
+
+
+class ToEightBits(Elementwise):
+    """Multiplies by ``scale`` and converts to 8 bits, with saturation, as `mpicomm.epilogues.fp8` says."""
+
+    def __init__(self, scale: Any, dtype: str) -> None:
+        largest = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype)
+        if largest is None:
+            raise InvalidUsageError(f"dtype={dtype!r} is no float of 8 bits: use float8_e4m3fn or float8_e5m2")
+        factor = "scale[0]" if number_of(scale) is None else "scale"
+        super().__init__(f"max(min(v * {factor}, {largest}), -{largest})", scale=scale)
+        self._dtype = dtype
+
+    def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
+        assert result.dtype is not None
+        if result.dtype.name != self._dtype:
+            raise InvalidUsageError(
+                f"{operation}: epilogue=fp8(..., dtype={self._dtype!r}): {result.name} has {result.dtype}: pass one of "
+                f"{self._dtype}, or another dtype to fp8"
+            )
+        return super().bind(operation, dtype, result)
 
 
 class BoundElementwise(BoundEpilogue):

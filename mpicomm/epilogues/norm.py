@@ -17,8 +17,7 @@ from mpicomm.epilogues.scaled_codes import GROUPS, LARGEST, SCALES, TILED_GROUPS
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import kind_of
 from mpicomm.kernels.epilogue import NORM_THREADS, NormArguments, NormKernelArguments, norm_kernel, norm_options
-from mpicomm.mpi.arguments import Operand
-from mpicomm.mpi.overlap import overlaps
+from mpicomm.mpi.arguments import Operand, overlaps
 from mpicomm.mpi.types import is_narrow
 
 ScaleLayout = Literal["linear", "128x4"]
@@ -74,7 +73,6 @@ class Norm(Epilogue):
         return result.total * (2 if self._has_four_bits(result) else 1)
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
-        """See `Epilogue`."""
         assert result.dtype is not None
         said, count = f"{operation}: epilogue={self!r}", self.elements_in(result)
         read = {
@@ -217,7 +215,6 @@ class BoundNorm(BoundEpilogue):
         self.place(result.pointer, arrays["residual"].total, memory)
 
     def place(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
-        """See `BoundEpilogue`."""
         placed = dict(zip(self._arrays, arrays, strict=True))
         self.output, self._pointers = output, [placed.get(name, _NOWHERE)[0] for name in _ARRAYS]
         self._rows, rest = divmod(count, self._hidden)
@@ -229,14 +226,12 @@ class BoundNorm(BoundEpilogue):
         return NormArguments(self.output, *self._pointers, *shape, self._eps, self._scale)
 
     def fused(self, reduced: int, shards: int = 1) -> Fused:
-        """See `BoundEpilogue`."""
         # Other ranks may have arrays at other addresses, because ranks need not run the same code for them.
         places = self.output, self.row_nbytes, *self._pointers[: len(_ROWS)]
         aligned = reduce(or_, places) % _PACKET_NBYTES == 0
         return Fused(self._options[aligned], self._arguments(-(-self._rows // shards)))
 
     def following_kernel(self, source: int, failed: int, multiprocessors: int) -> KernelCall:
-        """See `BoundEpilogue`."""
         arguments = NormKernelArguments(source, failed, self._arguments(self._rows))
         blocks = min(self._rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors)
         return KernelCall(norm_kernel(self.dtype.name, self._options[False]), arguments, blocks, NORM_THREADS)

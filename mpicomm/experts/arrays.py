@@ -47,6 +47,8 @@ def read_array(
 
     None as the first length of ``shape`` stands for any length.
     """
+    if not _is_c_contiguous(array):
+        raise InvalidUsageError(f"{name} of shape {tuple(array.shape)} is not C-contiguous: copy it first")
     memory = read(array, writable, name)
     found = tuple(array.shape)
     if found != shape and (shape[0] is not None or found[1:] != shape[1:] or not found):
@@ -54,8 +56,6 @@ def read_array(
         raise InvalidUsageError(f"{name} has shape {found}: pass one of shape ({wanted}{',' * (len(shape) == 1)})")
     if memory.dtype is None or name_of(memory.dtype) not in dtypes:
         raise InvalidUsageError(f"{name} has dtype {memory.dtype or array.dtype}: pass one of {', '.join(dtypes)}")
-    if not _is_c_contiguous(array):
-        raise InvalidUsageError(f"{name} of shape {found} is not C-contiguous: copy it first")
     return GivenArray(array, memory.pointer, found, memory.dtype, memory.on_device, memory.device)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.cluster.uncaught import close_after
+from mpicomm.cluster.process import close_after
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import HostBackend
@@ -19,7 +20,7 @@ from mpicomm.kernels.experts import PACKET_NBYTES
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.symmetric.owner import SharedMemory
-from mpicomm.windows.stream_use import StreamUse
+from mpicomm.windows.order import StreamUse
 
 _ID_TYPES = ("int64", "int32")
 
@@ -55,6 +56,12 @@ class Experts:
 
     The constructor raises the same error on all ranks: `InvalidUsageError` for bad arguments, or if the ranks differ in
     them; `HandleError` if memory cannot be allocated or opened; `CollectiveTimeoutError` if a rank does not come.
+
+        x, ids = cp.ones((4, 8), "float32"), cp.zeros((4, 2), "int64")
+        weights = cp.full((4, 2), 0.5, "float32")
+        with mpicomm.Experts(comm, 2 * comm.size, hidden=8, max_tokens=4, top_k=2, dtype="float32") as experts:
+            received = experts.dispatch(x, ids, weights)
+            y = experts.combine(received.x, received)
     """
 
     def __init__(
@@ -82,7 +89,12 @@ class Experts:
 
         shapes = session.group.exchange("Experts", describe)
         if len(set(shapes)) > 1:
-            raise InvalidUsageError(f"Experts: the ranks differ: {shapes}: pass the same arguments on all ranks")
+            names = (each.name for each in fields(Shape))
+            name = next(name for name in names if len({getattr(shape, name) for shape in shapes}) > 1)
+            values = ", ".join(f"{getattr(shape, name)} on rank {rank}" for rank, shape in enumerate(shapes))
+            raise InvalidUsageError(
+                f"Experts: the ranks differ in {name}: {values}: pass the same arguments on all ranks"
+            )
         self._shape = shapes[0]
         self._rank = comm.rank
         self._gpu: GpuBackend | None = None
@@ -138,7 +150,7 @@ class Experts:
     def blocks(self) -> dict[str, int]:
         """The blocks of each kind of launch on a GPU: of "dispatch" and "combine", and of both with few tokens.
 
-        Up to 256 tokens of a rank are few.
+        Ranks with at most 256 tokens use the low-latency kernels.
         """
         return {} if self._launches is None else {name: each.total for name, each in self._launches.blocks.items()}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.device_facts import device_facts
+from mpicomm.collectives.gpu.device import device_facts
 from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.shape import DTYPES, RowShape, Shape, round_up
@@ -28,8 +28,7 @@ from mpicomm.kernels.experts import (
     quantize_blocks,
     quantize_experts_kernel,
 )
-from mpicomm.kernels.sentinels import ABSENT
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.session import Session
 from mpicomm.sharing.segments import SuspendedContent, share

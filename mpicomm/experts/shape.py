@@ -56,7 +56,7 @@ class Shape:
     wire: np.dtype[Any] | None = None
     """The type in which rows travel, with scales; None for `dtype`, without scales."""
     most_few: int = FEW_TOKENS
-    """Up to so many tokens of a rank are few."""
+    """Ranks with at most so many tokens use the low-latency kernels."""
 
     @property
     def in_packets(self) -> bool:
@@ -105,12 +105,12 @@ class Shape:
 
     @property
     def few_tokens(self) -> int:
-        """Up to so many tokens of a rank are few. At most ``max_tokens``."""
+        """Ranks with at most so many tokens use the low-latency kernels; at most ``max_tokens``."""
         return min(self.most_few, self.max_tokens)
 
     @property
     def seats(self) -> int:
-        """The seats of a source, see experts.cuh."""
+        """The receive slots reserved for each source rank: *seats* in experts.cuh."""
         return 2 * self.few_tokens + (self.max_tokens if self.max_tokens > self.few_tokens else 0)
 
     @property

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.bounds import is_index
 from mpicomm.expressions.functions import (
     AND,
     DIVIDE,
@@ -40,6 +39,7 @@ from mpicomm.expressions.tree import (
     Truth,
     Values,
     Variable,
+    is_index,
 )
 
 LONGEST = 300

@@ -13,27 +13,27 @@ from typing import Any, Literal
 
 import numpy as np
 
-Kind = Literal["bool", "integer", "float", "complex"]
+NumberKind = Literal["bool", "integer", "float", "complex"]
 Sort = Literal["number", "truth"]
 
-KINDS: tuple[Kind, ...] = ("bool", "integer", "float", "complex")
+KINDS: tuple[NumberKind, ...] = ("bool", "integer", "float", "complex")
 """All kinds of elements. Numbers of a kind become numbers of a later kind if an expression needs them."""
-_LETTERS: dict[str, Kind] = {"uint": "integer", "int": "integer", "bfloat": "float"}
+_LETTERS: dict[str, NumberKind] = {"uint": "integer", "int": "integer", "bfloat": "float"}
 
 
-def kind_of(dtype: str) -> Kind | None:
+def kind_of(dtype: str) -> NumberKind | None:
     """Return the kind of a dtype by its name, such as "float8_e5m2", or None for a dtype without numbers."""
     letters = dtype[: next((place for place, letter in enumerate(dtype) if not letter.islower()), len(dtype))]
     found = _LETTERS.get(letters, letters)
     return next((kind for kind in KINDS if kind == found), None)
 
 
-_INTEGER: tuple[Kind, ...] = ("integer",)
-_FLOAT: tuple[Kind, ...] = ("float",)
-_BITS: tuple[Kind, ...] = ("bool", "integer")
-_REAL: tuple[Kind, ...] = ("integer", "float")
-_ORDERED: tuple[Kind, ...] = ("bool", "integer", "float")
-_NUMBER: tuple[Kind, ...] = ("integer", "float", "complex")
+_INTEGER: tuple[NumberKind, ...] = ("integer",)
+_FLOAT: tuple[NumberKind, ...] = ("float",)
+_BITS: tuple[NumberKind, ...] = ("bool", "integer")
+_REAL: tuple[NumberKind, ...] = ("integer", "float")
+_ORDERED: tuple[NumberKind, ...] = ("bool", "integer", "float")
+_NUMBER: tuple[NumberKind, ...] = ("integer", "float", "complex")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Function:
     """Its name in namespace ``fn`` of expressions.cuh."""
     numpy: Callable[..., Any]
     takes: tuple[Sort, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[NumberKind, ...]
     """The kinds of elements for which it is defined."""
     gives: Sort = "number"
     instead: str = ""
@@ -72,15 +72,19 @@ def _smaller(a: Any, b: Any) -> Any:
     return np.where((a < b) | (a != a), a, b)
 
 
-def _unary(label: str, cpp: str, numpy: Callable[..., Any], kinds: tuple[Kind, ...], instead: str = "") -> Function:
+def _unary(
+    label: str, cpp: str, numpy: Callable[..., Any], kinds: tuple[NumberKind, ...], instead: str = ""
+) -> Function:
     return Function(label, cpp, numpy, ("number",), kinds, instead=instead)
 
 
-def _binary(label: str, cpp: str, numpy: Callable[..., Any], kinds: tuple[Kind, ...], instead: str = "") -> Function:
+def _binary(
+    label: str, cpp: str, numpy: Callable[..., Any], kinds: tuple[NumberKind, ...], instead: str = ""
+) -> Function:
     return Function(label, cpp, numpy, ("number", "number"), kinds, instead=instead)
 
 
-def _comparison(label: str, cpp: str, numpy: Callable[..., Any], kinds: tuple[Kind, ...]) -> Function:
+def _comparison(label: str, cpp: str, numpy: Callable[..., Any], kinds: tuple[NumberKind, ...]) -> Function:
     return Function(label, cpp, numpy, ("number", "number"), kinds, "truth")
 
 

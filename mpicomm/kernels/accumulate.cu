@@ -67,7 +67,7 @@ struct no_op : Numeric<T> {
 
 namespace mpicomm {
 
-// The host's copies of this constant and these structures are in accumulate.py; a test compares them.
+// The host's copies of this constant and these structures are in window.py; a test compares them.
 constexpr u32 kAccumulateThreads = 256;
 
 struct Accumulation {

@@ -13,7 +13,7 @@
 
 namespace mpicomm {
 
-// The host's copies of this constant and of Combination are in combine.py; a test compares them.
+// The host's copies of this constant and of Combination are in reductions.py; a test compares them.
 constexpr u32 kCombineThreads = 512;
 
 struct Combination {

@@ -14,7 +14,7 @@ constexpr u32 kFlagMask = (1u << kFlagBits) - 1;
 // The number of a launch as a flag. It is never 0, because inboxes hold zeros at first.
 MPICOMM_DEVICE u32 flag_of(u32 launch) { return (launch & kFlagMask) + 1; }
 
-// The host's copy is in ll_flags.py; a test compares them.
+// The host's copy is in team.py; a test compares them.
 struct FlaggedInboxes {
   u8* sets;    // this rank's two sets of inboxes, one after the other, by the parity of the launch
   u64 nbytes;  // of one set

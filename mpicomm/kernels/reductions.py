@@ -1,18 +1,18 @@
-"""The reductions that kernels can do, and the compiler options that choose one. Imports no CUDA package.
-
-An operation is a word, such as "sum", or the text of an expression of the user in a and b.
-"""
+"""The reductions that kernels can do, and the compiler options that choose one. Imports no CUDA package."""
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.expression import Expression, parse
-from mpicomm.expressions.tree import Variable
+from mpicomm.kernels.variant import SHARED, Variant, u32, u64
+
+if TYPE_CHECKING:
+    from mpicomm.expressions.expression import Expression
 
 Reduction = tuple[str, str]
 """A reduction by the names of its element type and its operation."""
@@ -37,9 +37,6 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
 """The operations for each dtype, by the names of NumPy and ml_dtypes."""
 
 
-_OPERANDS = (Variable("a", "a"), Variable("b", "b"))
-
-
 def is_own(op: str) -> bool:
     """Return whether an operation is an expression of the user, not a word."""
     return op in ("a", "b") or not op.isidentifier()
@@ -50,7 +47,10 @@ def own_op(text: str) -> Expression:
 
     Raises `InvalidUsageError` if the text is not an operation.
     """
-    return parse(text, _OPERANDS, "op")
+    from mpicomm.expressions.expression import parse  # few programs have operations of their own
+    from mpicomm.expressions.tree import Variable
+
+    return parse(text, (Variable("a", "a"), Variable("b", "b")), "op")
 
 
 def cpp_name(dtype: str) -> str:
@@ -85,3 +85,30 @@ def reduction_of(dtype: np.dtype[Any], op: str) -> Reduction:
     reduction = ("uint8" if dtype == np.dtype("V1") else dtype.name, op)  # V1 is MPI.BYTE
     options_for(reduction)
     return reduction
+
+
+_SOURCE = SHARED / "combine.cu"
+COMBINE_THREADS = 512  # kCombineThreads in combine.cu; a test compares them
+_BLOCKS_OF_A_MULTIPROCESSOR = 4
+_NBYTES_OF_A_THREAD = 16
+
+
+class CombineArguments(ctypes.Structure):
+    """The host's copy of ``Combination`` in combine.cu."""
+
+    _fields_ = [*u64("source", "stride", "output", "count"), *u32("sources", "divisor")]
+
+
+def combine_kernel(reduction: Reduction, result: str) -> Variant:
+    """Return the kernel that reduces by ``(dtype, op)`` to elements of the dtype ``result``; raises as `options_for`.
+
+    The two types differ only in width, and the kernel reduces in the wider type.
+    """
+    options = (*options_for(reduction), f"-DMPICOMM_RESULT={cpp_name(result)}")
+    return Variant(_SOURCE, "mpicomm_combine", options)
+
+
+def blocks_for(nbytes: int, multiprocessors: int) -> int:
+    """Return the number of blocks of a launch that makes a result of ``nbytes`` bytes."""
+    most = _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors
+    return max(1, min(most, -(-nbytes // (COMBINE_THREADS * _NBYTES_OF_A_THREAD))))

@@ -49,7 +49,7 @@ struct Sentinels {
     store_volatile(slot, {absent, absent});
   }
 
-  // The host's copy is in sentinels.py; a test compares them.
+  // The host's copy is in team.py; a test compares them.
   static constexpr u32 kAbsent = 0xFFF5A3C6;
   static constexpr u32 kEscaped = kAbsent ^ 1u << 31;
   static constexpr u64 kSign = 1ull << 63;  // the bit of a half in which kAbsent and kEscaped differ

@@ -1,4 +1,4 @@
-"""Team, an argument of every kernel of a communicator: the host's copies of team.cuh. Imports no CUDA package."""
+"""Team, an argument of every kernel of a communicator, and inboxes: copies of CUDA headers. Imports no CUDA package."""
 
 from __future__ import annotations
 
@@ -39,3 +39,13 @@ class Team(ctypes.Structure):
         *u32("size", "rank"),
         ("tags", ctypes.c_uint32 * MAX_RANKS),
     ]
+
+
+class FlaggedInboxes(ctypes.Structure):
+    """The host's copy of ``FlaggedInboxes`` in ll_flags.cuh; a test compares them."""
+
+    _fields_ = [*u64("sets", "nbytes")]
+
+
+ABSENT = 0xFFF5A3C6
+"""It is ``kAbsent`` of sentinels.cuh; a test compares them."""

@@ -1,10 +1,11 @@
-"""The kernels of window.cu: their argument and the board of a window. Imports no CUDA package."""
+"""The kernels of window.cu and accumulate.cu: their arguments, and the board of a window. Imports no CUDA package."""
 
 from __future__ import annotations
 
 import ctypes
 
-from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.packing import PackArguments
+from mpicomm.kernels.reductions import OPTIONS, Reduction, options_for
 from mpicomm.kernels.variant import SHARED, Variant, u32, u64
 
 # Constants and a structure of window.cu, window_lock.cuh and faults.cuh; a test compares them.
@@ -56,3 +57,59 @@ MEET_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_meet", options_for(N
 """Signals ranks, then waits for ranks."""
 LOCK_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_lock", options_for(None))
 """Gives up locks, then takes locks."""
+
+
+ACCUMULATE_THREADS = 256  # kAccumulateThreads in accumulate.cu; a test compares them
+
+MOVING = ("replace", "no_op")
+"""The operations that move the bits of any type."""
+LOCATING = ("minloc", "maxloc")
+"""The operations on pairs of a value and an index."""
+_TYPE_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
+"""For each size of an element a type that `MOVING` operations take."""
+UPDATED_SIZES = tuple(_TYPE_OF_SIZE)
+"""The sizes of elements that `accumulate_kernel` has."""
+SWAPPED_SIZES = (1, 2, 4, 8)
+"""The sizes of elements that `swap_kernel` has."""
+WIDE_NBYTES = 16
+"""The size of elements that only GPUs of compute capability 9.0 or newer update atomically."""
+
+
+class AccumulateArguments(ctypes.Structure):
+    """The host's copy of ``Accumulation`` in accumulate.cu."""
+
+    _fields_ = [("walk", PackArguments), *u64("result")]
+
+
+class SwapArguments(ctypes.Structure):
+    """The host's copy of ``Swap`` in accumulate.cu."""
+
+    _fields_ = [*u64("target", "value", "compare", "result", "failed")]
+
+
+def accumulate_kernel(reduction: Reduction, itemsize: int) -> Variant:
+    """Return the kernel that updates elements of ``itemsize`` bytes by ``(dtype, op)``; raises as `options_for`.
+
+    ``op`` may be one of `MOVING`, for any dtype, or one of `LOCATING`, for a type of pairs in accumulate.cu.
+    """
+    dtype, op = reduction
+    if op in MOVING:
+        options = _moving(op, itemsize)
+    elif op in LOCATING:
+        options = _options(dtype, op)
+    else:
+        options = options_for(reduction)
+    return Variant(SHARED / "accumulate.cu", "mpicomm_accumulate", options)
+
+
+def swap_kernel(itemsize: int) -> Variant:
+    """Return the kernel that compares and swaps an element of ``itemsize`` bytes, one of `SWAPPED_SIZES`."""
+    return Variant(SHARED / "accumulate.cu", "mpicomm_compare_and_swap", _moving("replace", itemsize))
+
+
+def _moving(op: str, itemsize: int) -> tuple[str, ...]:
+    return _options(_TYPE_OF_SIZE[itemsize], op)
+
+
+def _options(dtype: str, op: str) -> tuple[str, ...]:
+    return (*OPTIONS, f"-DMPICOMM_DTYPE={dtype}", f"-DMPICOMM_OP={op}")

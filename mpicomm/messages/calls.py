@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend
-from mpicomm.devices.wait_beside import SideStream, beside
+from mpicomm.devices.side_stream import SideStream, beside
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.matched import Incoming, Posted, UnexpectedQueue

@@ -8,7 +8,7 @@ from typing import Any
 from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand
-from mpicomm.mpi.derived import Elements
+from mpicomm.mpi.layout import Elements
 
 
 # It is not frozen, and callers pass its arguments by position, because each call on device arrays makes one.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mpi4py import MPI
 
 from mpicomm.devices.base import GpuBackend, Segment
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import HandleError
 from mpicomm.messages.in_flight import DONE, LINE_NBYTES, MOST_IN_FLIGHT, InFlight, OutboxSlot
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, MOST_EXTENTS, Extent, RendezvousHeader, is_for_kernels

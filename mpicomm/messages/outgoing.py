@@ -18,7 +18,7 @@ from mpicomm.messages.in_flight import OutboxSlot
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from mpicomm.mpi.host_copies import HostCopies, announce
+from mpicomm.mpi.host_calls import HostCopies, announce
 
 Send = Callable[..., Any]
 """One of MPI's methods for sends, with a communicator, a buffer, a destination and a tag."""
@@ -70,22 +70,21 @@ class Outgoing:
         assert device is not None and stream is not None
         rendezvous = self._memory.made or self._memory.rendezvous(device)
         # The copy is enqueued after MPI's call, so that the receiver works at the same time: its kernel waits for this
-        # copy. Until then this thread owes the copy to the stream, because no work of another thread may come before
-        # it.
+        # copy. Until then this thread defers the copy, because no work of another thread may come before it.
         threads = device.threads(stream)
-        threads.owe(rendezvous.fill, place, sent, stream)
+        threads.defer(rendezvous.fill, place, sent, stream)
         try:
             send(self._comm, place.message, dest, tag)
         except Exception:  # MPI has refused the message
-            if threads.forgive():
+            if threads.cancel():
                 rendezvous.put_back(place)
             else:
                 rendezvous.withdraw(place, stream)
             raise
         except BaseException:
-            threads.settle()  # a Ctrl-C may come after MPI has sent the message
+            threads.flush()  # a Ctrl-C may come after MPI has sent the message
             raise
-        threads.settle()
+        threads.flush()
         if sent.blocks:
             wait_for_copies(sent)
 

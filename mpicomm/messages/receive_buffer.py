@@ -24,8 +24,8 @@ from mpicomm.messages.rendezvous import PeerSlot, Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import read
-from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.host_copies import through_host
+from mpicomm.mpi.host_calls import through_host
+from mpicomm.mpi.layout import Elements
 
 _byte = MPI.BYTE
 _BYTES = np.dtype(np.uint8)

@@ -12,8 +12,7 @@ from mpi4py import MPI
 from mpicomm.cluster.process import release_before_finalize
 from mpicomm.collectives.pack_tables import table_for
 from mpicomm.devices.base import GpuBackend, MessageCopy, Segment
-from mpicomm.devices.handle import MemoryHandle
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import MemoryHandle, MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.messages import rendezvous_header
@@ -31,7 +30,7 @@ from mpicomm.messages.rendezvous_header import (
     pieces,
     require_room,
 )
-from mpicomm.mpi.derived import Elements
+from mpicomm.mpi.layout import Elements
 from mpicomm.waiting import wait_until
 
 _MOST_KNOWN = 4096

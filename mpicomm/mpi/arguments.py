@@ -1,15 +1,15 @@
-"""Buffer arguments of MPI calls, in all the forms that mpi4py takes. The functions read them into an `Operand`.
+"""Operands: buffer arguments of MPI calls, read and checked, in all the forms that mpi4py takes (see `spec`).
 
-The forms are ``buf``, ``[buf, count]``, ``[buf, type]``, ``[buf, count, type]`` and ``[buf, (count, displ), type]``.
-Vector calls also take ``[buf, counts]``, ``[buf, (counts, displs)]`` and ``[buf, counts, displs, type]``. Counts and
-displacements are in elements of the type. Two things differ from mpi4py. A count that goes beyond the end of the buffer
-is an error here. If mpi4py raises KeyError, BufferError or MPI.Exception, the error is also `InvalidUsageError`; in
-place of OverflowError it is only `InvalidUsageError`.
+Two things differ from mpi4py. A count that goes beyond the end of the buffer is an error here. If mpi4py raises
+KeyError, BufferError or MPI.Exception, the error is also `InvalidUsageError`; in place of OverflowError it is only
+`InvalidUsageError`.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,29 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.bottom import device_addressed
-from mpicomm.mpi.buffers import ArrayMemory, array_of, no_buffer, read
-from mpicomm.mpi.derived import Capacity, Elements, elements_at, require_types
+from mpicomm.mpi.buffers import ArrayMemory, read
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.items import datatype_of, index_of, indices_of, is_sequence, items, no_type, pair, uneven
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.layout import Capacity, Elements, elements_at, require_types
+from mpicomm.mpi.spec import (
+    Shape,
+    datatype_of,
+    device_addressed,
+    index_of,
+    indices_of,
+    is_sequence,
+    items,
+    no_type,
+    uneven,
+    with_buffer,
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """``count`` consecutive elements at address ``pointer``."""
+
+    pointer: int
+    count: int
 
 
 # The class is not frozen, because every call makes some, and a frozen object takes a microsecond more to make.
@@ -69,19 +86,19 @@ class Operand:
         """The bytes of all elements, also of derived datatypes that kernels pack; 0 if only MPI knows them."""
         return self.nbytes if self.derived is None else sum(block.layout.nbytes for block in self.derived)
 
-    def reach(self, start: int) -> int:
-        """Return the bytes from the address ``start`` of its buffer to the end of its last element."""
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """The addresses of the first byte and after the last byte of each block that has elements."""
         if self.derived is not None:
-            return max(
-                (each.address + each.layout.end - start for each in self.derived if each.layout.nbytes), default=0
-            )
-        if self.dtype is None:
-            return 0
+            blocks = [(each.address, each.layout) for each in self.derived if each.layout.nbytes]
+            return [(address + layout.begin, address + layout.end) for address, layout in blocks]
+        if self.dtype is None or self.total == 0:
+            return []
+        pointer, itemsize = self.pointer, self.dtype.itemsize
         if self.counts is None or self.displs is None:
-            end = self.total
-        else:
-            end = max((displ + n for displ, n in zip(self.displs, self.counts, strict=True) if n), default=0)
-        return self.pointer - start + end * self.dtype.itemsize
+            return [(pointer, pointer + self.total * itemsize)]
+        places = zip(self.displs, self.counts, strict=True)
+        return [(pointer + place * itemsize, pointer + (place + n) * itemsize) for place, n in places if n]
 
     def block(self, rank: int) -> Span:
         """Return the block for or from ``rank``. ``dtype`` must not be None."""
@@ -99,137 +116,76 @@ class Operand:
 def parse(
     spec: Any,
     *,
-    blocks: int | None = None,
     writable: bool,
     name: str,
+    shape: Shape = "blocks",
+    blocks: int = 1,
     memory: ArrayMemory | None = None,
     peer: str = "rank",
 ) -> Operand:
     """Read the argument ``name``. Local.
 
-    ``blocks`` is the number of blocks for arguments with one block per rank, such as the receive buffer of an
-    allgather. Errors say ``peer`` for the owner of a block. A count is the count of one block. Without a count the
-    blocks share the elements evenly. ``writable`` is for receive buffers. ``memory`` is the memory of the array, if the
-    caller has read it already. The caller handles ``MPI.IN_PLACE`` and None.
+    ``blocks`` is the number of blocks in all shapes but "one" and "counted", which are one block here. Errors say
+    ``peer`` for the owner of a block. ``writable`` is for receive buffers. ``memory`` is the memory of the array, if
+    the caller has read it already. The caller handles ``MPI.IN_PLACE``.
+
+    In the shape "blocks" a count is the count of one block. Without a count the blocks share the elements evenly. In a
+    "vector" the first blocks get one more of the elements that remain. There one integer as counts is the count of
+    every block, and one integer as displacements is the distance between two blocks. Without displacements the blocks
+    follow each other. In the shape "typed" displacements are in bytes, and MPI reads host memory itself.
 
     Raises `TypeError` for objects that are no buffers and for counts that are no integers, `InvalidUsageError` for all
     other faults.
     """
-    number = 1 if blocks is None else blocks
-    parts = max(number, 1)  # a rank without neighbours has no blocks, even if its buffer has elements
-    if not isinstance(spec, (list, tuple)):
-        memory = memory or read(spec, writable, name)
-        dtype = memory.dtype
-        if dtype is None and not memory.on_device:  # MPI may know the type
-            return Operand(
-                name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec,
-                nowhere=memory.nowhere,
-            )  # fmt: skip
-        if not types.is_plain(dtype):
-            raise no_type(memory, name)
-        assert dtype is not None
-        count, rest = divmod(memory.nbytes // dtype.itemsize, parts)
-        if rest:
-            raise uneven(memory.nbytes // dtype.itemsize, parts, name, peer)
-        return Operand(
-            name, memory.pointer, dtype, count, count * number, None, None, memory.on_device, memory.device,
-            memory.owner, None, _for_mpi(spec, memory), memory.by_address, nowhere=memory.nowhere,
-        )  # fmt: skip
-    buffer, count, displ, datatype = items(spec, name)
-    if isinstance(count, (list, tuple)) and len(spec) < 4:
-        count, displ = pair(count, name)
-    if buffer is MPI.BOTTOM:
-        memory = _memory_of_bottom(spec)
-    element = _Element(buffer, datatype, writable, name, memory)
-    start = 0 if displ is None else index_of(displ, "displacement", name)
-    entries = (element.entries if count is None else element.room) - start
-    if start > 0:
-        element.require_extent(name)
-    if start < 0 or entries < 0:
-        raise InvalidUsageError(
-            f"{name}: displacement {start} lies outside the buffer, which holds {element.entries} elements"
-        )
-    if count is None:
-        element.require_whole_elements(name)
-        count, rest = divmod(entries, parts)
-        if rest:
-            raise uneven(entries, parts, name, peer)
-    else:
-        count = index_of(count, "count", name)
-        element.require_room(count, 0, number * count, entries, name)
-    return element.operand(spec, name, start, count, number * count, None, None)
-
-
-def parse_vector(
-    spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: ArrayMemory | None = None
-) -> Operand:
-    """Read the argument ``name`` of a vector call, with one block for each of ``size`` ranks or other peers. Local.
-
-    A single integer as counts is the count of every block. Without counts the blocks share the elements evenly, and the
-    first ranks get one more of the elements that remain. A single integer as displacements is the distance between two
-    blocks. Without displacements the blocks follow each other. Raises the errors of `parse`.
-    """
-    if spec is None:
-        raise no_buffer(spec, name)  # in a list with a type, None is an empty buffer
-    is_list = isinstance(spec, (list, tuple))
-    buffer, counts, displs, datatype = items(spec, name) if is_list else (spec, None, None, None)
-    if isinstance(counts, tuple) and len(spec) < 4:  # a list means counts, as in mpi4py
-        counts, displs = pair(counts, name)
-    if buffer is MPI.BOTTOM:
-        memory = _memory_of_bottom(spec)
-    element = _Element(buffer, datatype, writable, name, memory)
-    if counts is None:
-        element.require_whole_elements(name)
-        share, more = divmod(element.entries, max(size, 1))
-        each = tuple(share + (rank < more) for rank in range(size))
-    elif is_sequence(counts):
-        each = indices_of(counts, size, "counts", name, peer)
-    else:
-        each = (index_of(counts, "count", name),) * size
-    if displs is None:
-        ends = [0]
-        for n in each:
-            ends.append(ends[-1] + n)
-        places = tuple(ends[:-1])
-    elif is_sequence(displs):
-        places = indices_of(displs, size, "displacements", name, peer)
-    else:
-        distance = index_of(displs, "displacement", name)
-        places = tuple(distance * rank for rank in range(size))
-    for n, place in zip(each, places, strict=True):
-        element.require_room(n, place, place + n, element.room, name)
-    total = sum(each)
-    return element.operand(spec, name, 0, total, total, each, places)
-
-
-def parse_typed(
-    spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: ArrayMemory | None = None
-) -> Operand:
-    """Read the argument ``name`` of Alltoallw, with a datatype for each of ``size`` ranks or other peers. Local.
-
-    Displacements are in bytes. MPI reads arguments in host memory itself. Raises the errors of `parse`.
-    """
-    if not isinstance(spec, (list, tuple)):
-        raise TypeError(f"{name}: {spec!r}: pass a list, [buffer, counts, displacements, datatypes]")
-    buffer, *_ = items(spec, name)
-    if buffer is MPI.BOTTOM:
-        memory = _memory_of_bottom(spec)
-    elif buffer is None:
-        memory = memory or ArrayMemory(0, 0, None, False, None, None, nowhere=True)
-    else:
+    buffer, counts, displs, datatype = items(spec, name, shape)
+    if spec is buffer or not (buffer is None or buffer is MPI.BOTTOM):
         memory = memory or read(buffer, writable, name)
-    if not memory.on_device:
+    elif datatype is None:
+        raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
+    elif buffer is MPI.BOTTOM:  # its addresses are addresses of a GPU or of the host
+        device = device_addressed(spec)
+        memory = ArrayMemory(0, 0, None, device is not None, device, None, by_address=device is not None)
+    else:
+        memory = memory or ArrayMemory(0, 0, None, False, None, None, nowhere=True)
+    on_device = memory.on_device
+    if not on_device and (shape == "typed" or (datatype is None and memory.dtype is None)):  # MPI may know the type
         return Operand(
             name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec, nowhere=memory.nowhere
         )
-    each, places, datatypes = typed_blocks(spec, size=size, name=name, peer=peer)
-    room = _room_of(memory, name, bottom=buffer is MPI.BOTTOM)
-    found: list[Elements] = []
-    for datatype, count, place in zip(datatypes, each, places, strict=True):
-        found += elements_at(datatype, room, [(place, count)])
+    number = 1 if shape in ("one", "counted") else blocks
+    if shape == "typed":
+        each, places, datatypes = typed_blocks(spec, size=number, name=name, peer=peer)
+        room = _room_of(memory, name, buffer)
+        found: list[Elements] = []
+        for one, n, place in zip(datatypes, each, places, strict=True):
+            found += elements_at(one, room, [(place, n)])
+        return Operand(
+            name, memory.pointer, None, sum(each), sum(each), each, places, True, memory.device, memory.owner, None,
+            spec, memory.by_address, tuple(found),
+        )  # fmt: skip
+    elements = _elements_of(memory, buffer, datatype, name)
+    dtype, mpi_type, extent = elements.dtype, elements.mpi_type, elements.extent
+    pointer, sizes, starts = memory.pointer, None, None
+    if shape == "vector":
+        sizes, starts = elements.vector(counts, displs, number, peer)
+        count = total = sum(sizes)
+        extents = [*zip(starts, sizes, strict=True)]
+    else:
+        start, count = elements.even(counts, displs, number, peer)
+        total, extents = count * number, [(start, count * number)]
+        pointer += start * extent
+    derived = None
+    if (dtype is None or buffer is MPI.BOTTOM) and on_device and mpi_type is not None:
+        derived = elements_at(mpi_type, _room_of(memory, name, buffer), [(place * extent, n) for place, n in extents])
+    if buffer is MPI.BOTTOM:
+        dtype = None
+    for_mpi = spec
+    if memory.exported is not None and not on_device:  # a second export would take as long again
+        with suppress(InvalidUsageError):  # the engines may know a type that MPI lacks
+            for_mpi = with_buffer(spec, memory.exported, memory.dtype)
     return Operand(
-        name, memory.pointer, None, sum(each), sum(each), each, places, True, memory.device, memory.owner, None, spec,
-        memory.by_address, tuple(found),
+        name, pointer, dtype, count, total, sizes, starts, on_device, memory.device, memory.owner, mpi_type, for_mpi,
+        memory.by_address, derived, memory.nowhere,
     )  # fmt: skip
 
 
@@ -240,139 +196,161 @@ def typed_blocks(
 
     Raises the errors of `parse`.
     """
-    _, counts, displs, datatypes = items(spec, name)
-    if len(spec) == 2:
-        counts, displs, datatypes = None, None, spec[1]
-    elif len(spec) == 3:
-        counts, displs = pair(counts, name)
-    each = (1,) * size if counts is None else indices_of(counts, size, "counts", name, peer)
-    places = (0,) * size if displs is None else indices_of(displs, size, "displacements", name, peer)
+    _, counts, displs, datatypes = items(spec, name, "typed")
+    if counts is None and displs is None:
+        each, places = (1,) * size, (0,) * size
+    else:
+        each = indices_of(counts, size, "counts", name, peer)
+        places = indices_of(displs, size, "displacements", name, peer)
     return each, places, require_types(datatypes, each, name, peer)
 
 
-def _memory_of_bottom(spec: Any) -> ArrayMemory:
-    """Return the memory of an argument with MPI.BOTTOM. Its addresses are addresses of a GPU or of the host."""
-    device = device_addressed(spec)
-    return ArrayMemory(0, 0, None, device is not None, device, None, by_address=device is not None)
-
-
-def _room_of(memory: ArrayMemory, name: str, *, bottom: bool) -> Capacity:
+def _room_of(memory: ArrayMemory, name: str, buffer: Any) -> Capacity:
     nbytes = memory.nbytes if memory.room is None else memory.room
-    return Capacity(name, memory.pointer, nbytes, memory.device if bottom else None)
+    return Capacity(name, memory.pointer, nbytes, memory.device if buffer is MPI.BOTTOM else None)
 
 
-def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
-    """Return a buffer argument with another buffer, and with the type of its elements if it names none.
-
-    Raises `InvalidUsageError` if MPI has no type for the elements.
-    """
-    is_list = isinstance(spec, (list, tuple))
-    # The last of three or four items is the type. The types of Alltoallw are a sequence, which may be empty.
-    if is_list and (spec[-1] is not None if len(spec) > 2 else isinstance(array_of(spec[-1]), (MPI.Datatype, str))):
-        return [buffer, *spec[1:]]
-    datatype = None if dtype is None else types.mpi_datatype(dtype)
-    if datatype is None:
-        raise InvalidUsageError(f"elements of type {dtype} have no type in MPI")
-    more = list(spec[1:]) if is_list else []
-    if more and more[-1] is None:  # it is the missing type, as in [array, (counts, displacements), None]
-        more.pop()
-    return [buffer, *more, datatype]
-
-
-def _for_mpi(spec: Any, memory: ArrayMemory) -> Any:
-    """Return the argument that MPI gets. It names exported memory, because a second export takes as long again."""
-    if memory.exported is None or memory.on_device:
-        return spec
-    try:
-        return with_buffer(spec, memory.exported, memory.dtype)
-    except InvalidUsageError:
-        return spec  # the engines may know the type
+def _elements_of(memory: ArrayMemory, buffer: Any, datatype: Any, name: str) -> _Elements:
+    """Return the elements that a buffer holds. Raises `InvalidUsageError` if they have no type."""
+    if datatype is not None:
+        dtype, mpi_type = datatype_of(datatype, name)
+    elif types.is_plain(memory.dtype):
+        dtype, mpi_type = memory.dtype, None
+    else:
+        raise no_type(memory, name)
+    if dtype is not None:
+        extent = dtype.itemsize
+    else:
+        assert mpi_type is not None
+        extent = mpi_type.extent
+    number, rest = divmod(memory.nbytes, extent) if extent > 0 else (0, 0)
+    room = number if memory.room is None or extent <= 0 else memory.room // extent
+    # Only MPI knows how far elements of a derived datatype reach, and MPI.BOTTOM has no end.
+    bounded = buffer is None or (buffer is not MPI.BOTTOM and dtype is not None)
+    return _Elements(name, dtype, mpi_type, extent, memory.nbytes, number, rest, room, bounded, buffer is None)
 
 
-class _Element:
-    """The buffer of a specification, and the elements that it holds."""
+@dataclass(slots=True, eq=False)
+class _Elements:
+    """The elements that a buffer holds, out of which counts and displacements cut blocks."""
 
-    def __init__(
-        self, buffer: Any, datatype: Any, writable: bool, name: str, memory: ArrayMemory | None = None
-    ) -> None:
-        self.bottom = buffer is MPI.BOTTOM
-        self.absent = buffer is None
-        if self.bottom or self.absent:
-            if datatype is None:
-                raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
-            self.memory = memory or ArrayMemory(0, 0, None, False, None, None, nowhere=self.absent)
+    name: str
+    dtype: np.dtype[Any] | None
+    mpi_type: MPI.Datatype | None
+    extent: int
+    nbytes: int
+    number: int
+    rest: int
+    """The bytes after the last whole element."""
+    room: int
+    """The elements that counts may reach."""
+    bounded: bool
+    absent: bool
+
+    def even(self, count: Any, displ: Any, blocks: int, peer: str) -> tuple[int, int]:
+        """Return the first element, and the elements of each of ``blocks``."""
+        name = self.name
+        start = 0 if displ is None else index_of(displ, "displacement", name)
+        number = (self.number if count is None else self.room) - start
+        if start > 0:
+            self._require_extent()
+        if start < 0 or number < 0:
+            raise InvalidUsageError(
+                f"{name}: displacement {start} lies outside the buffer, which holds {self.number} elements"
+            )
+        if count is None:
+            self._require_whole()
+            each, rest = divmod(number, max(blocks, 1))  # a rank without neighbours has no blocks
+            if rest:
+                raise uneven(number, blocks, name, peer)
+            return start, each
+        count = index_of(count, "count", name)
+        self._require_room(count, 0, blocks * count, number)
+        return start, count
+
+    def vector(self, counts: Any, displs: Any, blocks: int, peer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the elements and the first element of each of ``blocks``."""
+        name = self.name
+        if counts is None:
+            self._require_whole()
+            share, more = divmod(self.number, max(blocks, 1))
+            each = tuple(share + (rank < more) for rank in range(blocks))
+        elif is_sequence(counts):
+            each = indices_of(counts, blocks, "counts", name, peer)
         else:
-            self.memory = memory or read(buffer, writable, name)
-        self.mpi_type: MPI.Datatype | None = None
-        if datatype is None:
-            self.dtype = self.memory.dtype
-            if self.dtype is None and not self.memory.on_device:
-                self.mpi_type = MPI.BYTE  # a stand-in: MPI may know the type, and reads the argument itself
-            elif not types.is_plain(self.dtype):
-                raise no_type(self.memory, name)
+            each = (index_of(counts, "count", name),) * blocks
+        if displs is None:
+            places = (0, *accumulate(each))[:blocks]
+        elif is_sequence(displs):
+            places = indices_of(displs, blocks, "displacements", name, peer)
         else:
-            self.dtype, self.mpi_type = datatype_of(datatype, name)
-        self.extent = self.dtype.itemsize if self.dtype is not None else self._mpi_extent()
-        self.entries, self.rest = divmod(self.memory.nbytes, self.extent) if self.extent > 0 else (0, 0)
-        self.room = self.entries
-        """The elements that counts may reach."""
-        if self.memory.room is not None and self.extent > 0:
-            self.room = self.memory.room // self.extent
+            distance = index_of(displs, "displacement", name)
+            places = tuple(distance * rank for rank in range(blocks))
+        for n, place in zip(each, places, strict=True):
+            self._require_room(n, place, place + n, self.room)
+        return each, places
 
-    def _mpi_extent(self) -> int:
-        assert self.mpi_type is not None
-        return self.mpi_type.Get_extent()[1]
-
-    def require_extent(self, name: str) -> None:
+    def _require_extent(self) -> None:
         """Raise for a derived datatype with elements that do not follow each other."""
         if self.extent <= 0:
             raise InvalidUsageError(
-                f"{name}: elements of a datatype with the extent {self.extent} cannot be counted: pass a count and no "
-                "displacement"
+                f"{self.name}: elements of a datatype with the extent {self.extent} cannot be counted: pass a count "
+                "and no displacement"
             )
 
-    def require_whole_elements(self, name: str) -> None:
+    def _require_whole(self) -> None:
         """Raise unless the buffer holds a whole number of elements."""
-        if self.memory.nbytes:
-            self.require_extent(name)
+        if self.nbytes:
+            self._require_extent()
         if self.rest:
             raise InvalidUsageError(
-                f"{name}: {self.memory.nbytes} bytes are no multiple of the {self.extent} bytes of an element: pass a "
+                f"{self.name}: {self.nbytes} bytes are no multiple of the {self.extent} bytes of an element: pass a "
                 "count"
             )
 
-    def require_room(self, count: int, start: int, end: int, entries: int, name: str) -> None:
-        """Raise unless the elements from ``start`` to ``end`` are in the buffer. MPI checks derived types itself."""
+    def _require_room(self, count: int, start: int, end: int, number: int) -> None:
+        """Raise unless the elements from ``start`` to ``end`` are among the first ``number``."""
+        name = self.name
         if count < 0:
             raise RefusedByMpiError(f"{name}: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
-        if count == 0 or self.bottom or (self.dtype is None and not self.absent):
+        if count == 0 or not self.bounded:
             return
         if self.absent:
             raise InvalidUsageError(f"{name}: the buffer is None, but its count is {count}: pass a buffer or count 0")
-        if start < 0 or end > entries:
+        if start < 0 or end > number:
             raise InvalidUsageError(
-                f"{name}: elements {start} to {end} are asked for, but the buffer holds {max(entries, 0)}"
-                f"{' from its displacement on' if entries < self.entries else ''}: pass a larger buffer or other counts"
+                f"{name}: elements {start} to {end} are asked for, but the buffer holds {max(number, 0)}"
+                f"{' from its displacement on' if number < self.number else ''}: pass a larger buffer or other counts"
             )
 
-    def operand(
-        self,
-        spec: Any,
-        name: str,
-        start: int,
-        count: int,
-        total: int,
-        counts: tuple[int, ...] | None,
-        displs: tuple[int, ...] | None,
-    ) -> Operand:
-        memory = self.memory
-        pointer = memory.pointer + start * self.extent
-        dtype, derived = None if self.bottom else self.dtype, None
-        if dtype is None and memory.on_device and self.mpi_type is not None:
-            blocks = [(start, total)] if counts is None or displs is None else list(zip(displs, counts, strict=True))
-            places = [(place * self.extent, n) for place, n in blocks]
-            derived = elements_at(self.mpi_type, _room_of(memory, name, bottom=self.bottom), places)
-        return Operand(
-            name, pointer, dtype, count, total, counts, displs, memory.on_device, memory.device,
-            memory.owner, self.mpi_type, _for_mpi(spec, memory), memory.by_address, derived, memory.nowhere,
-        )  # fmt: skip
+
+def overlaps(a: Operand, b: Operand) -> bool:
+    """Return whether two operands share memory.
+
+    It is False if only MPI can handle one of them, because MPI checks it.
+    """
+    if a.dtype is None or b.dtype is None:
+        return False
+    first, second = sorted(a.extents), sorted(b.extents)
+    i = j = 0
+    while i < len(first) and j < len(second):
+        if first[i][1] <= second[j][0]:
+            i += 1
+        elif second[j][1] <= first[i][0]:
+            j += 1
+        else:
+            return True
+    return False
+
+
+def require_separate(send: Operand, receive: Operand, *, reduction: bool = False) -> None:
+    """Raise `RefusedByMpiError` if the two share memory. In a reduction both may be exactly the same memory."""
+    if not overlaps(send, receive):
+        return
+    if reduction and send.pointer == receive.pointer and send.total == receive.total and send.dtype == receive.dtype:
+        return
+    raise RefusedByMpiError(
+        f"{send.name} and {receive.name} overlap: pass MPI.IN_PLACE if the receive buffer already holds the data, or "
+        "copy one of them",
+        MPI.ERR_BUFFER,
+    )

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import ArrayMemory, read
-from mpicomm.mpi.items import index_of, indices_of, is_sequence, items, pair
+from mpicomm.mpi.spec import index_of, indices_of, is_sequence, items, parts_of
 
 _TYPES = ("int32", "int64")
 
@@ -110,15 +110,8 @@ def read_counted(send: Any, receive: Any, *, size: int, algorithm: str) -> Count
 
 def has_device_counts(spec: Any) -> bool:
     """Return whether counts or displacements of a buffer argument are an array on a GPU. Local."""
-    return any(_is_on_device(each) for each in _said(spec))
-
-
-def _said(spec: Any) -> tuple[Any, ...]:
-    """Return the counts and displacements of a buffer argument."""
-    if not isinstance(spec, (list, tuple)) or len(spec) not in (2, 3, 4):
-        return ()
-    _, counts, displs, _ = items(spec, "buf")
-    return (*counts, displs) if isinstance(counts, tuple) and len(spec) < 4 else (counts, displs)
+    parts = parts_of(spec) if isinstance(spec, (list, tuple)) else None
+    return parts is not None and any(_is_on_device(each) for each in parts[1:3])
 
 
 def _is_on_device(said: Any) -> bool:
@@ -134,9 +127,7 @@ def _is_on_device(said: Any) -> bool:
 def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> CountedBuffer:
     if spec is MPI.IN_PLACE or spec is None:
         raise InvalidUsageError(f"Alltoallv: {name}=MPI.IN_PLACE beside counts on the GPU: pass a separate buffer")
-    buffer, counts, displs, datatype = items(spec, name) if isinstance(spec, (list, tuple)) else (spec, *[None] * 3)
-    if isinstance(counts, tuple) and len(spec) < 4:
-        counts, displs = pair(counts, name)
+    buffer, counts, displs, datatype = items(spec, name, "vector")
     if not _is_on_device(counts):
         also = "" if beside == name else f", and {beside} has counts on the GPU"
         raise InvalidUsageError(

@@ -40,3 +40,11 @@ class UnknownTypeError(InvalidUsageError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError shows the text in quotes
+
+
+class BufferRefusedError(InvalidUsageError, BufferError):
+    """The error for an object with unusable memory. mpi4py raises BufferError for most such objects."""
+
+
+class UnknownElementsError(UnknownTypeError, BufferRefusedError):
+    """The error for elements of a type that neither MPI nor mpicomm has."""

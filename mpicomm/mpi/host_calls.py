@@ -1,48 +1,51 @@
-"""MPI's calls on host memory with elements that mpi4py may not know: bfloat16 and the floats of 8 bits go as bytes.
-
-The functions ask MPI first, because mpi4py refuses such elements before it sends, and a look at every type would take
-longer.
-"""
+"""Calls that MPI carries out on host memory: device arrays as pinned copies, and elements that MPI lacks as bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
+from mpicomm.devices.base import Backend, GpuBackend
 from mpicomm.devices.host import array_at
+from mpicomm.errors import InvalidUsageError
+from mpicomm.log import logger, tell_slow_way
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.buffers import ArrayMemory, array_of, read
+from mpicomm.mpi.location import require_here
+from mpicomm.mpi.spec import require_host_addresses, with_buffer
 
 Result = TypeVar("Result")
 
-_BYTES = np.dtype(np.uint8)
 REFUSALS = (BufferError, KeyError)
 """mpi4py's errors for elements and formats that it does not know."""
 
 
 def for_mpi(operand: Operand) -> Any:
-    """Return an operand as the argument for a movement by MPI: as bytes if MPI has no type for its elements.
+    """Return an operand as the argument for a movement by MPI: as bytes if mpi4py has no type for its elements.
 
     Device memory becomes a buffer that names its address, which `HostCopies` takes.
     """
     dtype = operand.dtype
-    if dtype is None or types.mpi_datatype(dtype) is not None:
+    if dtype is None:
         return operand.spec
-    counts, displs, size = operand.counts, operand.displs, dtype.itemsize
-    if counts is None or displs is None:
-        return [_bytes_of(operand, operand.nbytes), MPI.BYTE]
-    reach = max((place + n for n, place in zip(counts, displs, strict=True) if n), default=0)
-    memory = _bytes_of(operand, reach * size)
-    return [memory, [n * size for n in counts], [place * size for place in displs], MPI.BYTE]
-
-
-def _bytes_of(operand: Operand, nbytes: int) -> Any:
+    by_name = operand.mpi_type is None and isinstance(operand.spec, (list, tuple)) and type(operand.spec[-1]) is str
+    if types.mpi_datatype(dtype) is not None and not by_name:  # mpi4py does not know names such as "float64"
+        return operand.spec
+    nbytes = max((end for _, end in operand.extents), default=operand.pointer) - operand.pointer
     if operand.on_device:
-        return MPI.memory.fromaddress(operand.pointer, nbytes)
-    return array_at(operand.pointer, nbytes, _BYTES, operand.owner)
+        memory: Any = MPI.memory.fromaddress(operand.pointer, nbytes)
+    else:
+        memory = array_at(operand.pointer, nbytes, np.dtype(np.uint8), operand.owner)
+    if operand.counts is None or operand.displs is None:
+        return [memory, MPI.BYTE]
+    counts, displs = ([n * dtype.itemsize for n in numbers] for numbers in (operand.counts, operand.displs))
+    return [memory, counts, displs, MPI.BYTE]
 
 
 def as_bytes(spec: Any, writable: bool, name: str) -> Any:
@@ -92,3 +95,134 @@ def call_on_two(
     except REFUSALS:
         sent, received = both_as_bytes(sendbuf, dest, recvbuf, source)
     return method(comm, sent, dest, sendtag, received, source, *rest)
+
+
+_named: set[str] = set()
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A device buffer, its copy in pinned host memory, and the buffer argument that MPI gets."""
+
+    memory: ArrayMemory
+    host: npt.NDArray[np.uint8]
+    spec: Any
+    written: bool
+
+
+def host_copy(backend: Backend, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> HostCopy:
+    """Return pinned memory for the device array of the argument ``name``. It has no content yet. Local.
+
+    ``operand`` is the argument after `parse`. With it the memory holds all elements, which may reach beyond the bytes
+    of an address. Raises `InvalidUsageError` if MPI has no type for the elements, and for an array of another GPU.
+    """
+    memory = read(array_of(spec), writable, name)
+    require_here(name, memory.device, backend.device)
+    if operand is not None and memory.room is not None:
+        memory.nbytes = max([memory.nbytes, *(end - memory.pointer for _, end in operand.extents)])
+    host = backend.pinned(memory.nbytes)
+    try:
+        copied = with_buffer(spec, host, memory.dtype)
+    except InvalidUsageError as error:
+        raise InvalidUsageError(
+            f"{name}: {error}, and only MPI can carry out this call: convert it, or move it as bytes with "
+            "[buffer, MPI.BYTE]"
+        ) from None
+    return HostCopy(memory, host, copied, writable)
+
+
+class HostCopies:
+    """The host copies of one call's buffers, made in the order of one stream."""
+
+    def __init__(self, backend: Backend, stream: int) -> None:
+        self._backend = backend
+        self._stream = stream
+        self._copies: list[HostCopy] = []
+
+    def spec(self, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> Any:
+        """Return the argument ``name`` for MPI: ``spec`` itself, or an argument with a pinned copy of its device array.
+
+        The copy is stream-ordered: it holds the data after `ready`. See `host_copy` for ``operand``.
+        """
+        array = array_of(spec)
+        if array is None or array is MPI.IN_PLACE:
+            return spec
+        if array is MPI.BOTTOM:
+            require_host_addresses(spec, name)
+            return spec
+        if not read(array, writable, name).on_device:
+            return spec
+        copy = host_copy(self._backend, spec, writable=writable, name=name, operand=operand)
+        self._fill(copy)
+        self._copies.append(copy)
+        return copy.spec
+
+    def again(self, stream: int) -> None:
+        """Make the copies once more, in the order of ``stream``. They hold the data after `ready`."""
+        self._stream = stream
+        for copy in self._copies:
+            self._fill(copy)
+
+    def _fill(self, copy: HostCopy) -> None:
+        # The copy includes receive buffers, because elements that MPI does not write, such as the gaps of a Gatherv,
+        # must come back unchanged.
+        self._backend.copy(copy.host.ctypes.data, copy.memory.pointer, copy.memory.nbytes, self._stream)
+
+    def ready(self) -> None:
+        """Wait until the copies hold the data. Blocking."""
+        self._backend.synchronize(self._stream)
+
+    def back(self) -> None:
+        """Copy the receive buffers to the device. Blocking, because the pinned memory is released afterwards."""
+        for copy in self._copies:
+            if copy.written:
+                self._backend.copy(copy.memory.pointer, copy.host.ctypes.data, copy.memory.nbytes, self._stream)
+        self._backend.synchronize(self._stream)
+
+
+BY_MPI = "MPI carries it out on the host: call it outside the capture"
+"""The reason of `require_no_graph` for calls by MPI, and the way out."""
+
+
+def require_no_graph(operation: str, backend: GpuBackend, stream: int, reason: str) -> None:
+    """Raise `InvalidUsageError` if ``stream`` captures a graph. Local.
+
+    ``reason`` says why the call needs the host, and the way out.
+    """
+    if backend.is_capturing(stream):
+        raise InvalidUsageError(f"{operation} cannot be part of a CUDA graph, because {reason}")
+
+
+def announce(operation: str, reason: str) -> None:
+    """Log once per operation and reason, at INFO, that a call on device arrays goes through host memory."""
+    tell_slow_way(f"through pinned host memory and MPI: {reason}")
+    if f"{operation} {reason}" not in _named:
+        _named.add(f"{operation} {reason}")
+        logger.info("%s on device arrays goes through pinned host memory and MPI: %s", operation, reason)
+
+
+def through_host(
+    backend: Backend, stream: int, call: Callable[..., Any], arguments: Sequence[tuple[Any, bool, str, Operand | None]]
+) -> Any:
+    """Call ``call`` with host copies of ``arguments``: (argument, whether it is written, name, operand). Blocking."""
+    copies = HostCopies(backend, stream)
+    specs = [
+        copies.spec(spec, writable=writable, name=name, operand=operand) for spec, writable, name, operand in arguments
+    ]
+    copies.ready()
+    result = call(*specs)
+    copies.back()
+    return result
+
+
+def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, Any]:
+    """Return send and receive arguments for a Reduce_scatter in place in host memory: a copy, and the memory.
+
+    A buffer of a derived datatype stays in place.
+    """
+    operand = parse(receive, writable=True, name="recvbuf")
+    datatype = None if operand.dtype is None else types.mpi_datatype(operand.dtype)
+    if operand.dtype is None or datatype is None:
+        return MPI.IN_PLACE, receive
+    memory = array_at(operand.pointer, operand.total, operand.dtype)
+    return [memory.copy(), datatype], [memory[: counts[rank]], datatype]

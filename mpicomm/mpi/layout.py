@@ -1,8 +1,8 @@
-"""The memory layout of MPI's derived datatypes, as few regions as possible."""
+"""The memory layout of derived datatypes, as few regions as possible, and their elements in device memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -11,8 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from mpicomm.devices import memory_location
+from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.regions import Region, Regions, at_blocks, joined, packed_nbytes, repeated
+from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.regions import Region, Regions, at_blocks, joined, packed_nbytes, repeated, rounds_of
 
 _MOST_REPEATS = 64
 
@@ -89,6 +92,8 @@ class Known:
     """False also if no call has asked MPI yet."""
     whole_pairs: DatatypeLayout | None = None
     """The layout in which pairs of MPI have their gaps; None if no call has needed it."""
+    key: Hashable = None
+    """By which known calls recognise the datatype, see `plain_arrays`; None before the first such call."""
 
 
 def known_of(datatype: MPI.Datatype) -> Known:
@@ -247,3 +252,138 @@ def _packed(datatype: MPI.Datatype, begin: int, memory: npt.NDArray[np.uint8]) -
     end = datatype.Pack(element, packed, 0, MPI.COMM_SELF)
     assert end == datatype.size, "MPI packs more than the elements"
     return packed[:end]
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of a derived datatype: ``layout`` is the layout of all of them, from ``address`` on."""
+
+    address: int
+    layout: DatatypeLayout
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The memory of the argument ``name`` in which elements must lie."""
+
+    name: str
+    pointer: int
+    nbytes: int
+    device: int | None = None
+    """The GPU for MPI.BOTTOM, because its elements lie at any addresses of that GPU; else None."""
+
+    def require(self, address: int, count: int, block: DatatypeLayout) -> None:
+        """Raise `InvalidUsageError` if ``count`` elements at ``address``, laid out as ``block``, exceed the memory."""
+        if self.device is not None:
+            for region in block.regions:
+                self._require_on_device(address, region, self.device)
+            return
+        begin, end = (address - self.pointer + each for each in (block.begin, block.end))
+        if block.regions and (begin < 0 or end > self.nbytes):
+            raise InvalidUsageError(
+                f"{self.name}: {count} elements of the datatype reach from byte {begin} to byte {end} of a buffer of "
+                f"{self.nbytes} bytes: pass a larger buffer or another count"
+            )
+
+    def _require_on_device(self, address: int, region: Region, device: int) -> None:
+        begin, end = region.ends
+        if region.loops and not _lies_together(address + begin, end - begin):
+            for number in range(region.loops[0].rounds):  # each round may lie in another allocation
+                self._require_on_device(address, rounds_of(region, number, number + 1), device)
+            return
+        _require_device_addresses(address + begin, end - begin, device, self.name)
+
+
+def elements_at(datatype: MPI.Datatype, room: Capacity, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...]:
+    """Return the elements of each block. A block is a displacement in bytes and a count. Local.
+
+    Raises `InvalidUsageError` for a datatype that is not committed, and for elements that exceed the memory.
+    """
+    name = room.name
+    known = known_of(datatype)
+    known.committed = known.committed or is_committed(datatype)
+    if not known.committed:
+        which = datatype.name or f"of {datatype.size} bytes and extent {datatype.extent}"
+        raise RefusedByMpiError(f"{name}: the datatype {which} is not committed: call its Commit() first", MPI.ERR_TYPE)
+    layout = known.layout
+    assert layout is not None, "DATATYPE_NULL"
+    found = []
+    for displ, count in blocks:
+        block = layout.repeated(count)
+        room.require(room.pointer + displ, count, block)
+        found.append(Elements(room.pointer + displ, block))
+    return tuple(found)
+
+
+def require_types(types: Any, counts: Sequence[int], name: str, peer: str) -> list[MPI.Datatype]:
+    """Return the datatypes of an argument of Alltoallw, with MPI.BYTE for each DATATYPE_NULL without elements.
+
+    Raises `InvalidUsageError` unless each ``peer`` has a datatype and a count of 0 or more, and `TypeError` for what is
+    no datatype.
+    """
+    if not isinstance(types, Sequence):
+        raise TypeError(f"{name}: {types!r} are no datatypes: pass a sequence with an MPI.Datatype for each {peer}")
+    datatypes = list(types)
+    if len(datatypes) != len(counts):
+        raise InvalidUsageError(
+            f"{name}: {len(datatypes)} datatypes for {len(counts)} {peer}s: pass one for each {peer}"
+        )
+    for datatype in datatypes:
+        if not isinstance(datatype, MPI.Datatype):
+            raise TypeError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype for each {peer}")
+    for number, (datatype, count) in enumerate(zip(datatypes, counts, strict=True)):
+        if count < 0:
+            raise RefusedByMpiError(f"{name}: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
+        if datatype == MPI.DATATYPE_NULL:
+            if count > 0:
+                raise RefusedByMpiError(
+                    f"{name}: the datatype for {peer} {number} is MPI.DATATYPE_NULL, but its count is {count}: pass "
+                    "another datatype or count 0",
+                    MPI.ERR_TYPE,
+                )
+            datatypes[number] = MPI.BYTE
+    return datatypes
+
+
+def is_committed(datatype: MPI.Datatype) -> bool:
+    """Return whether MPI takes a datatype for communication. Local.
+
+    MPI has no inquiry for it, but refuses other datatypes in messages. This function makes a request that it
+    never starts. MPI need not check the datatype of a message without elements or without a receiver. So this message
+    has an element and goes to this process.
+    """
+    own = MPI.Intracomm(MPI.COMM_SELF)
+    handler = own.Get_errhandler()
+    own.Set_errhandler(MPI.ERRORS_RETURN)  # the program may have chosen that errors end it
+    try:
+        own.Send_init([bytearray(1), 1, datatype], 0).Free()
+    except MPI.Exception as error:
+        if error.Get_error_class() != MPI.ERR_TYPE:
+            raise
+        return False
+    finally:
+        own.Set_errhandler(handler)
+        handler.Free()
+    return True
+
+
+def _require_device_addresses(address: int, nbytes: int, device: int, name: str) -> None:
+    """Raise `InvalidUsageError` unless the ``nbytes`` bytes at ``address`` are memory of that GPU. Local."""
+    place = memory_location.place_of(address)
+    if place is None or place.managed or place.device != device:
+        lies = "in host memory" if place is None or place.managed else f"on GPU {place.device}"
+        raise InvalidUsageError(
+            f"{name}: MPI.BOTTOM with address {address:#x}, which lies {lies}, and another address on GPU {device}: "
+            "let all addresses lie in memory of one kind"
+        )
+    if nbytes > place.nbytes:
+        raise InvalidUsageError(
+            f"{name}: MPI.BOTTOM: {nbytes} bytes at address {address:#x} on GPU {device} go beyond their allocation, "
+            f"which ends {place.nbytes} bytes after the address: pass other counts or datatypes"
+        )
+
+
+def _lies_together(address: int, nbytes: int) -> bool:
+    """Return whether the ``nbytes`` bytes at ``address`` lie in one allocation of a GPU. Local."""
+    place = memory_location.place_of(address)
+    return place is not None and nbytes <= place.nbytes

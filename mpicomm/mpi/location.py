@@ -12,8 +12,8 @@ from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.bottom import device_addressed
 from mpicomm.mpi.buffers import array_of, is_host_export, is_host_view, read
+from mpicomm.mpi.spec import device_addressed
 
 _bottom = MPI.BOTTOM
 _in_place = MPI.IN_PLACE

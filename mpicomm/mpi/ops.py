@@ -1,16 +1,141 @@
-"""Reduction operations: their names, the element types for which they are defined, and the average, which MPI lacks."""
+"""Operations of reductions: those of MPI that the engines know, `AVG`, and `Op` for expressions of the user."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
+from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import is_own, own_op
 from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.own_ops import Op
+from mpicomm.mpi.types import is_narrow, numpy_dtype
+
+if TYPE_CHECKING:
+    from mpicomm.expressions.expression import Expression
+
+_WIDE = np.dtype(np.float32)
+_made: dict[tuple[str, str, bool], Op] = {}
+
+
+class Op(MPI.Op):
+    """A reduction operation that an expression defines: ``Op("max(abs(a), abs(b))", name="absmax", commute=True)``.
+
+    In the expression ``a`` is the reduction of the ranks before, and ``b`` the contribution of the next rank. NVRTC
+    compiles it into the kernels for arrays of GPUs. NumPy computes it on host arrays. It is an MPI.Op, so all
+    reductions take it: Allreduce, Reduce, Reduce_scatter, Reduce_scatter_block, Scan and Exscan, blocking, nonblocking
+    and persistent. Plain mpi4py can call it, too, also in reductions of numbers and arrays as objects (``allreduce``).
+
+    **Order.** A Communicator reduces in rank order, ``f(f(x0, x1), x2)``, with the same bits on all ranks. The
+    operation has to be associative, as in MPI, in three cases: if MPI carries the call out, with ``algorithm="ring"``,
+    and over several peer domains, because each domain reduces first. ``commute=True`` says that the order does not
+    matter either, and MPI and the ring use that. Without it the ranks of each peer domain must follow each other,
+    except in Scan and Exscan.
+
+    **Expressions** are Python's, with the names a and b and with numbers, computed in the element type:
+
+    - ``+ - *``, and ``** n`` with a constant n from 1 to 64, which multiplies: on integers, floats and complex numbers;
+    - ``/``, ``** x`` for other exponents, ``ceil exp floor log sqrt tanh``: on floats;
+    - ``// %``, which round down as in Python and give 0 if b is 0, ``<< >> ~``: on integers;
+    - ``& | ^``: on integers and bool; ``conj``: on complex numbers; ``abs``: on integers and floats;
+    - ``min max`` (NaN wins) and ``< <= > >=``: on bool, integers and floats; ``== !=``: on all;
+    - ``and or not``, ``x if c else y`` and ``where(c, x, y)``: on all. A number is true unless it is 0. Comparisons,
+      ``and``, ``or`` and ``not`` give the numbers 1 and 0.
+
+    Integers wrap. Floats of 16 bits or fewer are computed in float32 and rounded once. The host gets the same bits as a
+    GPU, except for exp, log, tanh, ``** x`` and products of complex numbers. Their last bits may differ.
+
+    Equal arguments give the same object. MPI holds few operations (mpi4py: 32), and `Free` gives one back. The
+    constructor is *local*. It raises `InvalidUsageError` for anything else in the expression, and TypeError for
+    arguments of other types. A call raises `InvalidUsageError` for element types on which the expression is not
+    defined. If ranks pass different expressions, the call raises `PeerError` on all ranks.
+    """
+
+    _expression: Expression
+    _name: str
+    _commute: bool
+
+    def __new__(cls, expression: str, *, name: str = "", commute: bool = False) -> Op:
+        """Return the operation of these arguments; see the class."""
+        parsed = own_op(expression)
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r} is no text: pass a name such as 'absmax'")
+        if not isinstance(commute, (bool, np.bool_)):
+            raise TypeError(f"commute={commute!r} is no bool: pass True if the order of operands does not matter")
+        key = parsed.text, name, bool(commute)
+        if key not in _made:
+            try:
+                made = super().__new__(cls, MPI.Op.Create(partial(_reduce, parsed), bool(commute)))
+            except RuntimeError as error:
+                from mpicomm.expressions.expression import shown
+
+                raise InvalidUsageError(
+                    f"op={shown(expression)}: {error}: call Free of operations that are not used"
+                ) from error
+            made._expression, made._name, made._commute = parsed, name, bool(commute)
+            _made[key] = made
+        return _made[key]
+
+    @property
+    def expression(self) -> str:
+        """The expression in its normal form, the same for all ways to write it."""
+        return self._expression.text
+
+    @property
+    def commute(self) -> bool:
+        """Whether the order of operands does not matter."""
+        return self._commute
+
+    def __call__(self, x: Any, y: Any) -> Any:
+        """Return the reduction of two numbers, or of two arrays element by element. Reductions of objects need it."""
+        # NumPy would take a text for the name of a type. Numbers of Python stay, because their types give way.
+        dtype = np.result_type(*(np.asarray(each) if isinstance(each, (str, bytes)) else each for each in (x, y)))
+        self._expression.require_defined(dtype.name)
+        a, b = np.broadcast_arrays(np.asarray(x, dtype), np.asarray(y, dtype))
+        with np.errstate(all="ignore"):
+            reduced = _reduced(self._expression, np.atleast_1d(a), np.atleast_1d(b)).astype(dtype).reshape(a.shape)
+        return reduced[()] if any(isinstance(each, (np.ndarray, np.generic)) for each in (x, y)) else reduced.tolist()
+
+    def Free(self) -> None:
+        """Give the operation back to MPI. Local. The program must not use it afterwards."""
+        _made.pop((self._expression.text, self._name, self._commute), None)
+        super().Free()
+
+    def __repr__(self) -> str:
+        return f"mpicomm.Op({self._expression.text!r}, name={self._name!r}, commute={self._commute})"
+
+    def __reduce__(self) -> Any:
+        return _remake, (self._expression.text, self._name, self._commute)
+
+
+def _remake(expression: str, name: str, commute: bool) -> Op:
+    return Op(expression, name=name, commute=commute)
+
+
+def _reduce(expression: Expression, a: Any, b: Any, datatype: MPI.Datatype) -> None:
+    """Reduce ``a`` and ``b`` into ``b``, as MPI's callback. An error here ends the program, as mpi4py says."""
+    dtype = numpy_dtype(datatype)
+    if dtype is None:
+        from mpicomm.expressions.expression import shown
+
+        raise InvalidUsageError(f"op={shown(expression.text)}: it is for plain element types, not for {datatype.name}")
+    expression.require_defined(dtype.name)
+    result = np.frombuffer(b, dtype)
+    np.copyto(result, _reduced(expression, np.frombuffer(a, dtype), result), casting="unsafe")
+
+
+def _reduced(expression: Expression, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the values of the expression; those of narrow floats are of `_WIDE`."""
+    wide = _WIDE if is_narrow(a.dtype) else a.dtype
+    with np.errstate(all="ignore"):
+        values: npt.NDArray[Any] = expression.evaluate(
+            wide, {"a": a.astype(wide, copy=False), "b": b.astype(wide, copy=False)}
+        )
+        return values
 
 
 class Average(MPI.Op):

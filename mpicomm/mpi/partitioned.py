@@ -12,7 +12,7 @@ from mpicomm.devices.base import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.host_copies import HostCopy, host_copy
+from mpicomm.mpi.host_calls import HostCopy, host_copy
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 
 if TYPE_CHECKING:

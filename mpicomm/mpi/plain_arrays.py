@@ -1,17 +1,19 @@
-"""PlainArray: contiguous memory on a GPU, of CuPy, of PyTorch or at an address, read in about a microsecond."""
+"""Buffer arguments on a GPU as numbers and a hashable kind, and as keys, by which known calls are looked up."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from operator import mul
 from typing import Any
 
 from mpi4py import MPI
-from numpy import ndarray
+from numpy import integer, ndarray
 
 from mpicomm.devices.memory_location import place_of
-from mpicomm.mpi.layout import known_of
+from mpicomm.mpi.layout import known_of, layout_of
+from mpicomm.mpi.spec import parts_of
 
 PlainArray = tuple[int, int, Any]
 """The address of a contiguous array on a GPU, the number of its elements, and their type and device.
@@ -23,7 +25,8 @@ PlainBlocks = tuple[int, int, Any, "tuple[int, ...] | int", "tuple[int, ...] | i
 """A `PlainArray` with the counts and displacements of blocks, in elements. Its type item also holds the datatype.
 
 The displacements are None if each block follows the block before. If each block has a datatype, all numbers are bytes.
-In place of numbers on a GPU there is their address, and the type item also holds their number and their type.
+In place of numbers on a GPU there is their address, and the type item also holds their number and their type. The type
+item ends with "gaps" if it holds the layouts of datatypes with gaps; the numbers are as in the list then.
 """
 
 
@@ -31,18 +34,56 @@ def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     """Read a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None. Return None for all others. Local.
 
     A list of a plain array, counts, displacements and perhaps a predefined datatype has its blocks. So has a list with
-    a datatype for each block, if no datatype has gaps. The function does not check the values of counts and
-    displacements. A list with one count, or with only a datatype, is a plain array of so many elements. In lists with a
-    datatype, an address of a GPU's memory may take the place of the array.
+    a datatype for each block. The function does not check the values of counts and displacements. A list with one
+    count, or with only a datatype, is a plain array of so many elements. In lists with a datatype, an address of a
+    GPU's memory may take the place of the array.
     """
     read = _readers.get(type(argument)) or _find(type(argument))
     return read(argument) if read else None
 
 
-def plain_or_counted(argument: Any) -> PlainArray | PlainBlocks | None:
-    """As `plain_array`. Also reads a list whose counts are a plain array on a GPU, and perhaps the displacements."""
+def known_buffer(argument: Any, *, counts_on_device: bool = False) -> PlainArray | PlainBlocks | None:
+    """As `plain_array`, for the look-up of repeated calls: lists of other forms are recognised by all their items.
+
+    If ``counts_on_device``, counts and displacements may be plain arrays on a GPU. The result is None if an item cannot
+    be recognised. `has_template_kind` is false for lists that only a call with equal items shares.
+    """
     cls = type(argument)
-    return _blocks(argument, on_device=True) if cls is list or cls is tuple else plain_array(argument)
+    if cls is not list and cls is not tuple:
+        read = _readers.get(cls) or _find(cls)  # as `plain_array`, without one more call
+        return read(argument) if read else None
+    plain = _blocks(argument, on_device=counts_on_device)
+    if plain is not None or not argument:
+        return plain
+    array: Any = plain_array(argument[0])
+    said = None if array is None else key_of_numbers(tuple(argument[1:]), counts_on_device=counts_on_device)
+    return None if said is None else (*array[:2], (array[2:], "items"), said, None)
+
+
+def has_template_kind(plain: PlainArray | PlainBlocks) -> bool:
+    """Return whether the kind of a `known_buffer` tells how its numbers give the blocks."""
+    return type(plain[2]) is not tuple or plain[2][-1] not in ("items", "gaps")
+
+
+def key_of_numbers(said: Any, *, counts_on_device: bool = False) -> Hashable:
+    """Return a key of counts, displacements and types as they are now; None if they cannot be recognised.
+
+    Predefined types of MPI are recognised by name, and others by their layout, because MPI may reuse the handle of a
+    derived datatype for another one.
+    """
+    kind = type(said)
+    if kind is list or kind is tuple:  # a list and a tuple mean different things
+        if _PLAIN.issuperset(map(type, said)):
+            return kind, *said
+        parts = tuple(key_of_numbers(part, counts_on_device=counts_on_device) for part in said)
+        return None if None in parts else (kind, parts)
+    if kind is ndarray:
+        return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
+    if kind is _Datatype:
+        return (kind, said.handle) if said.is_predefined else layout_of(said)
+    if kind in _PLAIN or isinstance(said, integer):
+        return kind, said
+    return plain_array(said) if counts_on_device else None
 
 
 def is_counted(plain: PlainArray | PlainBlocks) -> bool:
@@ -61,11 +102,20 @@ IN_PLACE, NOTHING = _nothing(MPI.IN_PLACE), _nothing(None)
 def _cupy(array: Any) -> PlainArray | None:
     data = array.data
     # The public `array.flags` takes eight times as long.
-    return (data.ptr, array.size, (array.dtype, data.device_id)) if array._c_contiguous else None
+    is_contiguous = array._c_contiguous or array._f_contiguous
+    return (data.ptr, array.size, (array.dtype, data.device_id)) if is_contiguous else None
+
+
+def _torch(tensor: Any) -> PlainArray | None:
+    plain = plain_tensor(tensor)
+    if plain is None and tensor.is_cuda and tensor.dim() > 1:  # Fortran's order is contiguous, too
+        with suppress(RuntimeError):  # a sparse tensor has no order
+            plain = plain_tensor(tensor.permute(*reversed(range(tensor.dim()))))
+    return plain
 
 
 def plain_tensor(tensor: Any) -> PlainArray | None:
-    """As `plain_array`, for a ``torch.Tensor``."""
+    """As `plain_array`, for a ``torch.Tensor`` in C's order."""
     if not tensor.is_cuda or not tensor.is_contiguous():
         return None
     dtype = tensor.dtype
@@ -101,26 +151,8 @@ def tensor_in_blocks(tensor: Any, splits: Sequence[int], blocks: int) -> PlainBl
     return pointer, total, (kind, None, "blocks"), counts, None
 
 
-def parts_of(spec: Any) -> Sequence[Any] | None:
-    """Return the array, counts, displacements and datatype of a list, None for what it lacks; None for other lists."""
-    length, datatype = len(spec), None
-    if length == 4:
-        return spec  # type: ignore[no-any-return]
-    if length == 3:
-        array, counts, datatype = spec
-    elif length == 2:
-        array, counts = spec
-        if type(counts) is _Datatype:
-            return array, None, None, counts
-    else:
-        return None
-    if type(counts) is not tuple:
-        return array, counts, None, datatype
-    return (array, *counts, datatype) if len(counts) == 2 else None
-
-
 def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks | None:
-    """Return the blocks of a list as `parse_vector` reads it, or None if the call may read the form in another way.
+    """Return the blocks of a list as a vector call does, or None if the call may read the form in another way.
 
     ``on_device`` is whether counts may lie on a GPU, as `read_counted` reads them.
     """
@@ -139,7 +171,7 @@ def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks |
     pointer, size, kind = read[:3]
     handle = None
     if datatype is not None:
-        if cls is not _buffer and not _is_of_size(datatype, array):
+        if cls is not _buffer and _predefined_nbytes(datatype) != array.itemsize:
             return _in_types(read, array.itemsize, counts, displs, datatype)
         handle = datatype.handle
     if counts is None and displs is None:
@@ -182,51 +214,65 @@ def _numbers(numbers: Any) -> tuple[Any, Any] | None:
 
 
 def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: Any) -> PlainBlocks | None:
-    """Return blocks in bytes; None unless each block has a count, a displacement and a datatype without gaps."""
+    """Return blocks in bytes; None unless each block has a count, a displacement and a datatype.
+
+    If a datatype has gaps, the numbers are as in the list, and the kind has the layouts of the datatypes.
+    """
     if type(datatypes) is not list and type(datatypes) is not tuple:
         return None
-    counts, displs, sizes = plain_integers(counts), plain_integers(displs), [*map(_run_nbytes, datatypes)]
-    if counts is None or displs is None or None in sizes or not len(counts) == len(displs) == len(sizes):
+    counts, displs, sizes = plain_integers(counts), plain_integers(displs), [*map(_type_key, datatypes)]
+    if counts is None or displs is None or not len(counts) == len(displs) == len(sizes):
         return None
-    return array[0], array[1] * itemsize, (array[2], None, "types"), tuple(map(mul, counts, sizes)), displs
+    nbytes = array[1] * itemsize
+    if _INT.issuperset(map(type, sizes)):
+        return array[0], nbytes, (array[2], None, "types"), tuple(map(mul, counts, sizes)), displs
+    return None if None in sizes else (array[0], nbytes, (array[2], tuple(sizes), "gaps"), counts, displs)
 
 
-def _run_nbytes(datatype: Any) -> int | None:
-    """Return the bytes of a datatype if any number of its elements is one run of bytes; else None."""
+def _type_key(datatype: Any) -> Hashable:
+    """Return the bytes of a datatype if any number of its elements is one run of bytes; else its layout or handle.
+
+    The result is None for what is no datatype that MPI takes.
+    """
     if type(datatype) is not _Datatype:
         return None
     nbytes = _predefined.get(datatype.handle)
     if nbytes is not None:
         return nbytes
     known = known_of(datatype)
+    if known.key is not None:
+        return known.key
     layout = known.layout
     # Only a call that is read in full asks MPI whether a datatype is committed.
-    if layout is None or not known.committed or not layout.is_run or layout.begin or layout.nbytes != layout.extent:
+    if layout is None or not known.committed:
         return None
+    has_gaps = not layout.is_run or layout.begin or layout.nbytes != layout.extent
     if datatype.is_predefined:
+        if has_gaps:
+            return (datatype.handle,)  # its layout is made anew each time
         _predefined[datatype.handle] = layout.nbytes
-    return layout.nbytes
+    known.key = layout if has_gaps else layout.nbytes
+    return known.key
 
 
 _predefined: dict[int, int] = {}
-"""Results of `_run_nbytes` by handle; only predefined types, because MPI reuses other handles."""
+"""Bytes of datatypes without gaps by handle; only predefined types, because MPI reuses other handles."""
+
+
+def _predefined_nbytes(datatype: Any) -> int | None:
+    """Return the bytes of a predefined datatype without gaps; None for all others."""
+    return _predefined.get(datatype.handle) if type(_type_key(datatype)) is int else None
 
 
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:
     """Return the elements at an address: as many as the buffer has, or as its allocation has from there."""
-    if type(datatype) is not MPI.Datatype or not datatype.is_predefined or datatype.extent != datatype.size:
-        return None
-    place = place_of(buffer.address)
-    if place is None or place.managed:
+    itemsize = _predefined_nbytes(datatype)
+    place = place_of(buffer.address) if itemsize else None
+    if not itemsize or place is None or place.managed:
         return None
     nbytes = buffer.nbytes if all_of_it or buffer.obj is not None else place.nbytes
-    count, rest = divmod(nbytes, datatype.size)
+    count, rest = divmod(nbytes, itemsize)
     return None if all_of_it and rest else (buffer.address, count, place.device)
-
-
-def _is_of_size(datatype: Any, array: Any) -> bool:
-    """Return whether a datatype is predefined and has the size of an array's elements."""
-    return type(datatype) is MPI.Datatype and datatype.is_predefined and datatype.size == array.itemsize
 
 
 def plain_integers(numbers: Any) -> tuple[int, ...] | None:
@@ -239,6 +285,7 @@ def plain_integers(numbers: Any) -> tuple[int, ...] | None:
     return None
 
 
+_PLAIN = frozenset((int, str, type(None)))  # types with values as keys; no subclasses, because bool is one of int
 _INT, _HOST_NUMBERS = frozenset((int,)), frozenset((list, tuple, ndarray))
 _TOO_LARGE = 1 << 63  # for 64 bits
 _Datatype, _buffer = MPI.Datatype, MPI.buffer
@@ -251,10 +298,15 @@ _readers: dict[type, _Reader] = {
 }
 
 
+def of_library(library: str, name: str) -> Any:
+    """Return a class of a library; None if the library is not imported, because then no object of it exists."""
+    return getattr(sys.modules.get(library), name, None)
+
+
 def _find(cls: type) -> _Reader | None:
     """Return the reader of a class, or None if its objects are no plain arrays. Objects of subclasses may be none."""
-    readers = ("cupy", "ndarray", _cupy), ("torch", "Tensor", plain_tensor), ("torch.nn", "Parameter", plain_tensor)
+    readers = ("cupy", "ndarray", _cupy), ("torch", "Tensor", _torch), ("torch.nn", "Parameter", _torch)
     for library, name, read in readers:
-        if cls is getattr(sys.modules.get(library), name, None):
+        if cls is of_library(library, name):
             return _readers.setdefault(cls, read)
     return None

@@ -7,17 +7,17 @@ requests one by one. They keep their meaning for all other lists. The first requ
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import memmove
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from mpi4py import MPI
-
-from mpicomm.mpi.replace import replace
 
 PAUSE_S = 50e-6
 SPIN_S = 200e-6
@@ -31,6 +31,9 @@ class Driven:
     """A request that advances only in a thread that asks for it. The classes of requests inherit from it."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<mpicomm.{type(self).__name__} {'active' if self.is_active() else 'inactive'}>"
 
     def is_active(self) -> bool:
         """Return whether there is something to wait for. Otherwise the request counts as null."""
@@ -261,3 +264,69 @@ def _start_all(original: Callable[..., None], requests: Sequence[MPI.Prequest]) 
         if is_mine:
             request.Start()
     original([request for request, is_mine in zip(requests, mine, strict=True) if not is_mine])
+
+
+# Looked up once, because `super()` and attributes add their time to each request.
+_wait = MPI.Request.Wait
+_test = MPI.Request.Test
+_new_holding = MPI.Request.__new__
+
+_MpiRequest = TypeVar("_MpiRequest", bound=MPI.Request)
+
+
+def holding(request: _MpiRequest, held: object) -> _MpiRequest:
+    """Return ``request``, which keeps ``held`` until its Wait or Test has completed it, or until it dies. Local.
+
+    mpi4py keeps the buffers of only some calls, and a caller may drop them, as in ``Iallreduce(x + 1, y)``.
+    """
+    # `__new__` by itself is quicker than the class.
+    prequest = isinstance(request, MPI.Prequest)
+    held_by: Any = _HoldingPrequest(request) if prequest else _new_holding(_HoldingRequest, request)
+    held_by._held = held
+    return held_by  # type: ignore[no-any-return]
+
+
+class _HoldingRequest(MPI.Request):
+    """A request of MPI that keeps the memory which MPI uses."""
+
+    __slots__ = ("_held",)  # a dictionary takes as long as the look-up of a plain call
+
+    _held: object
+
+    def __repr__(self) -> str:
+        return f"<mpicomm.Request {'active' if self else 'inactive'}>"
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
+        _wait(self, status)
+        self._held = None
+        return True
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        done = _test(self, status)
+        if done:
+            self._held = None
+        return done
+
+
+class _HoldingPrequest(MPI.Prequest):
+    """A persistent request of MPI that keeps the memory which each start uses."""
+
+    __slots__ = ("_held",)
+
+    _held: object
+
+
+def replace(owner: Any, name: str, value: Any) -> Any:
+    """Set an attribute of the module or of a class of mpi4py. Return its old value."""
+    if not isinstance(owner, type):
+        original = getattr(owner, name)
+        setattr(owner, name, value)
+        return original
+    # Classes of extension modules refuse changes. A subclass in the place of a class would differ from the class of
+    # mpi4py's objects, and programs compare classes. So this changes the dictionary under the read-only view of the
+    # class.
+    (attributes,) = gc.get_referents(owner.__dict__)
+    original = attributes[name]
+    attributes[name] = value
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))  # it clears the interpreter's cache of attributes
+    return original

@@ -11,13 +11,11 @@ from typing import NoReturn
 
 import mpicomm
 from mpicomm.cli import arguments, machine
-from mpicomm.cli.launch import launch_of
+from mpicomm.cli.machine import launch_of
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.driver import NoGpuError, visible_devices
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.p2p.matrix import link_matrices
-from mpicomm.p2p.options import NBYTES_ON_GPUS, forbid_rank_arguments, parser
-from mpicomm.p2p.report import NOTES, Report
+from mpicomm.p2p.report import NBYTES_ON_GPUS, NOTES, Report, forbid_rank_arguments, link_matrices, parser
 
 # Functions import the modules that load MPI or CuPy, if they need them.
 

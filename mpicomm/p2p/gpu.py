@@ -13,9 +13,19 @@ from mpicomm.cli.pattern import Pattern
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.load import kernels_of
-from mpicomm.p2p.kernels import CHASE, COPY, COPY_THREADS, HOLD, RALLY, Chase, Copying, Holding, Rally
+from mpicomm.p2p.kernels import (
+    COPY,
+    COPY_THREADS,
+    GATE,
+    PING_PONG,
+    POINTER_CHASE,
+    Copying,
+    Gate,
+    PingPong,
+    PointerChase,
+)
 
-_HOLD_NS = 500_000_000  # far longer than the host takes to enqueue the work
+_GATE_NS = 500_000_000  # far longer than the host takes to enqueue the work
 _BLOCKS = 4  # on each multiprocessor, so that it has as many threads as it holds
 _ROUNDS = 1000
 _LOADS = 1000
@@ -33,7 +43,9 @@ class Gpu:
             self.stream = self.new_stream()
             # All kernels are loaded before one can spin, because a load may wait for the whole device.
             kernels = kernels_of(info)
-            self._hold, self._copy, self._rally, self._chase = map(kernels.load, (HOLD, COPY, RALLY, CHASE))
+            self._gate, self._copy, self._ping_pong, self._pointer_chase = map(
+                kernels.load, (GATE, COPY, PING_PONG, POINTER_CHASE)
+            )
             self.start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
             self.pattern = Pattern(cupy)
             self._blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
@@ -61,8 +73,8 @@ class Gpu:
         """
         with self.current():
             self._released[0] = 0
-            self._hold.launch_structure(
-                self.stream.ptr, Holding(self._released.ctypes.data, _HOLD_NS), blocks=1, threads=1
+            self._gate.launch_structure(
+                self.stream.ptr, Gate(self._released.ctypes.data, _GATE_NS), blocks=1, threads=1
             )
             try:
                 self.start.record(self.stream)
@@ -83,15 +95,15 @@ class Gpu:
             )
 
     def serve(self, stream: Any, mine: int, theirs: int) -> None:
-        """Start the rally of words with a kernel that `answer` launches, before or after; see `rally_us`."""
+        """Start the ping-pong of words with a kernel that `answer` launches, before or after; see `ping_pong_us`."""
         self._result[:] = 0
-        self._play(stream, Rally(mine, theirs, self._result.ctypes.data, _BUDGET_NS, _LIMIT_NS, _ROUNDS, 1))
+        self._play(stream, PingPong(mine, theirs, self._result.ctypes.data, _BUDGET_NS, _LIMIT_NS, _ROUNDS, 1))
 
     def answer(self, stream: Any, mine: int, theirs: int) -> None:
-        """Answer the rally of a kernel that `serve` launches."""
-        self._play(stream, Rally(mine, theirs, 0, _BUDGET_NS, _LIMIT_NS, _ROUNDS, 0))
+        """Answer the ping-pong of a kernel that `serve` launches."""
+        self._play(stream, PingPong(mine, theirs, 0, _BUDGET_NS, _LIMIT_NS, _ROUNDS, 0))
 
-    def rally_us(self) -> float | None:
+    def ping_pong_us(self) -> float | None:
         """Return the time from a store of a word until the other side sees it. The stream of `serve` must be done.
 
         Return None if the two kernels did not run at the same time.
@@ -102,16 +114,16 @@ class Gpu:
     def load_us(self, word: int) -> float:
         """Return the time in which this GPU loads a word. The word is 0."""
         with self.current():
-            self._chase.launch_structure(
-                self.stream.ptr, Chase(word, self._result.ctypes.data, _LOADS), blocks=1, threads=1
+            self._pointer_chase.launch_structure(
+                self.stream.ptr, PointerChase(word, self._result.ctypes.data, _LOADS), blocks=1, threads=1
             )
             self.stream.synchronize()
         elapsed_ns, loads = map(int, self._result)
         return elapsed_ns / loads / 1e3
 
-    def _play(self, stream: Any, rally: Rally) -> None:
+    def _play(self, stream: Any, ping_pong: PingPong) -> None:
         with self.current():
-            self._rally.launch_structure(stream.ptr, rally, blocks=1, threads=1)
+            self._ping_pong.launch_structure(stream.ptr, ping_pong, blocks=1, threads=1)
 
 
 def pinned(count: int, dtype: Any) -> Any:

@@ -11,8 +11,8 @@ from mpicomm.kernels.variant import Variant, u32, u64
 COPY_THREADS = 512
 
 
-class Holding(ctypes.Structure):
-    """The host's copy of ``Holding`` in p2p.cu."""
+class Gate(ctypes.Structure):
+    """The host's copy of ``Gate`` in p2p.cu."""
 
     _fields_ = [*u64("released", "limit_ns")]
 
@@ -23,19 +23,19 @@ class Copying(ctypes.Structure):
     _fields_ = [*u64("target", "source", "nbytes")]
 
 
-class Rally(ctypes.Structure):
-    """The host's copy of ``Rally`` in p2p.cu."""
+class PingPong(ctypes.Structure):
+    """The host's copy of ``PingPong`` in p2p.cu."""
 
     _fields_ = [*u64("mine", "theirs", "result", "budget_ns", "limit_ns"), *u32("rounds", "serves")]
 
 
-class Chase(ctypes.Structure):
-    """The host's copy of ``Chase`` in p2p.cu."""
+class PointerChase(ctypes.Structure):
+    """The host's copy of ``PointerChase`` in p2p.cu."""
 
     _fields_ = [*u64("word", "result"), *u32("loads")]
 
 
-HOLD, COPY, RALLY, CHASE = (
+GATE, COPY, PING_PONG, POINTER_CHASE = (
     Variant(Path(__file__).with_name("p2p.cu"), f"mpicomm_p2p_{name}", options_for(None))
-    for name in ("hold", "copy", "rally", "chase")
+    for name in ("gate", "copy", "ping_pong", "pointer_chase")
 )

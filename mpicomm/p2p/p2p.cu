@@ -11,7 +11,7 @@ namespace mpicomm {
 constexpr u32 kCopyThreads = 512;
 constexpr u32 kOver = ~0u;  // in place of the number of a round: there is no further round
 
-struct Holding {
+struct Gate {
   const u32* released;
   u64 limit_ns;
 };
@@ -23,7 +23,7 @@ struct Copying {
 };
 
 // A word goes to and fro between two kernels, of two GPUs or of one. Both words are 0 at first.
-struct Rally {
+struct PingPong {
   const u32* mine;  // the other kernel stores here
   u32* theirs;      // this kernel stores here
   u64* result;      // nanoseconds and rounds, stored by the kernel that serves; two zeros if no answer comes
@@ -34,7 +34,7 @@ struct Rally {
 };
 
 // Loads in a chain: each load waits for the one before.
-struct Chase {
+struct PointerChase {
   const u64* word;  // 0
   u64* result;      // nanoseconds and loads
   u32 loads;
@@ -52,7 +52,7 @@ MPICOMM_DEVICE u32 next_value(const u32* word, u32 before, u64 limit_ns) {
   }
 }
 
-MPICOMM_DEVICE void serve(const Rally& x) {
+MPICOMM_DEVICE void serve(const PingPong& x) {
   u64 begin = 0, now = 0;
   u32 round = 0;  // round 0 is not timed, because the kernels meet in it
   for (;; ++round) {
@@ -73,7 +73,7 @@ MPICOMM_DEVICE void serve(const Rally& x) {
   x.result[1] = round;
 }
 
-MPICOMM_DEVICE void answer(const Rally& x) {
+MPICOMM_DEVICE void answer(const PingPong& x) {
   for (u32 last = 0;;) {
     const u32 value = next_value(x.mine, last, x.limit_ns);
     if (value == last || value == kOver) return;
@@ -86,7 +86,7 @@ MPICOMM_DEVICE void answer(const Rally& x) {
 
 // Holds its stream until the host has enqueued all later work. So the timed work contains
 // no time of the host.
-MPICOMM_KERNEL void mpicomm_p2p_hold(const __grid_constant__ mpicomm::Holding x) {
+MPICOMM_KERNEL void mpicomm_p2p_gate(const __grid_constant__ mpicomm::Gate x) {
   const mpicomm::u64 begin = mpicomm::clock_ns();
   while (mpicomm::load_volatile(x.released) == 0 && mpicomm::clock_ns() - begin < x.limit_ns) mpicomm::pause();
 }
@@ -99,7 +99,7 @@ MPICOMM_KERNEL void mpicomm_p2p_copy(const __grid_constant__ mpicomm::Copying x)
   mpicomm::copy_bytes(x.target, x.source, x.nbytes, thread, gridDim.x * blockDim.x);
 }
 
-MPICOMM_KERNEL void mpicomm_p2p_rally(const __grid_constant__ mpicomm::Rally x) {
+MPICOMM_KERNEL void mpicomm_p2p_ping_pong(const __grid_constant__ mpicomm::PingPong x) {
   if (x.serves) {
     mpicomm::serve(x);
   } else {
@@ -107,7 +107,7 @@ MPICOMM_KERNEL void mpicomm_p2p_rally(const __grid_constant__ mpicomm::Rally x) 
   }
 }
 
-MPICOMM_KERNEL void mpicomm_p2p_chase(const __grid_constant__ mpicomm::Chase x) {
+MPICOMM_KERNEL void mpicomm_p2p_pointer_chase(const __grid_constant__ mpicomm::PointerChase x) {
   const mpicomm::u64* at = x.word + mpicomm::load_volatile(x.word);  // the first load may have to fetch a translation
   const mpicomm::u64 begin = mpicomm::clock_ns();
   // Each load gives the address of the next load: the same address, which the compiler cannot know.

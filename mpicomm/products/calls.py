@@ -22,7 +22,7 @@ from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
-    from mpicomm.products.choose import Kind, ProductWay
+    from mpicomm.products.choose import ProductKind, ProductWay
     from mpicomm.products.libraries import Multiply
     from mpicomm.products.operands import Operands, Scaling
     from mpicomm.products.overlapped import Overlapped
@@ -46,7 +46,7 @@ class Products:
 
     def run(
         self,
-        kind: Kind,
+        kind: ProductKind,
         a: Any,
         b: Any,
         out: Any,
@@ -80,7 +80,7 @@ class Products:
         domain = gpu.engine.domain  # type: ignore[attr-defined]
         return choose.describe(self._size, domain.multiprocessors, domain.link_speed)
 
-    def _on_host(self, kind: Kind, reading: Callable[[], Operands], stream: Any) -> Any:
+    def _on_host(self, kind: ProductKind, reading: Callable[[], Operands], stream: Any) -> Any:
         calls: list[Operands] = []
         sums: list[Any] = []
 

@@ -41,8 +41,8 @@ _PULL_US = 2.0  # the first loads over a link
 _SAVING = 0.98  # overlap has to pay by more than the model errs
 _MOST_PARTS = 4
 
-Kind = Literal["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"]
-_KINDS: tuple[Kind, ...] = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
+ProductKind = Literal["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"]
+_KINDS: tuple[ProductKind, ...] = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Facts:
     """The facts of a call in which all ranks agree. ``rows``, ``inner`` and ``columns`` are the sizes of a product on
     one rank: all rows, also of the shards of other ranks."""
 
-    kind: Kind
+    kind: ProductKind
     dtype: str
     itemsize: int
     result_itemsize: int

@@ -10,7 +10,7 @@ from typing import Any
 from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import REDUCTIONS
-from mpicomm.products.choose import Kind
+from mpicomm.products.choose import ProductKind
 from mpicomm.products.libraries import Library, Multiply, library_of
 
 _NARROW = ("float8_e4m3fn", "float8_e5m2")
@@ -46,7 +46,7 @@ class Scales:
 class Operands:
     """The matrices of a call, and how the library multiplies them."""
 
-    kind: Kind
+    kind: ProductKind
     library: Library
     a: Any
     b: Any
@@ -87,7 +87,7 @@ class Operands:
 
 
 def read(
-    kind: Kind,
+    kind: ProductKind,
     size: int,
     gpu: Callable[[], GpuBackend] | None,
     a: Any,
@@ -161,7 +161,7 @@ def read(
 _OF_CUPY = frozenset(REDUCTIONS) - {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 
-def _matrix(kind: Kind, array: Any, name: str) -> Any:
+def _matrix(kind: ProductKind, array: Any, name: str) -> Any:
     if array.ndim != 2:
         raise InvalidUsageError(
             f"{kind}: {name} has {array.ndim} dimensions, shape {_shape(array)}: pass a matrix, such as "

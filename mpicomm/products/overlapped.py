@@ -15,7 +15,7 @@ from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
 from mpicomm.collectives.gpu.decision import AlgorithmChoice
-from mpicomm.devices.cuda.beside_stream import ForkedStream
+from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
 from mpicomm.products.operands import Operands
 from mpicomm.products.schedule import (

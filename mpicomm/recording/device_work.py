@@ -16,7 +16,7 @@ from mpicomm.errors import HandleError
 from mpicomm.log import logger
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.clocks import now_ns
-from mpicomm.recording.record import current, hear_of_slow_way
+from mpicomm.recording.record import current, note_slow_way
 
 if TYPE_CHECKING:
     from mpicomm.devices.cuda.timeline import Timeline
@@ -68,7 +68,7 @@ class DeviceWork:
             def recorded(plan: Any, stream: int, *arguments: Any, **keywords: Any) -> bool:
                 algorithm, why, slow = plan.choice
                 if slow:
-                    hear_of_slow_way(slow)
+                    note_slow_way(slow)
                 with self.enqueued(stream, algorithm, why):
                     return enqueue(plan, stream, *arguments, **keywords)
 

@@ -1,10 +1,16 @@
-"""Record: a call of this rank; and the record of the call in which this thread is."""
+"""Record: a call of this rank; and the record of the call in which this thread is. The reader of traces has no MPI."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+CLOCK = "mpicomm_clock"
+"""The event with a reading of the rank's clock."""
+DEVICE = "device"
+"""The category of the work of calls on a device."""
+
 
 Category = Literal["collective", "message", "memory", "set-up", "wait"]
 
@@ -73,7 +79,7 @@ def current() -> Record | None:
     return _calls.open[-1] if _calls.open else None
 
 
-def hear_of_slow_way(reason: str) -> None:
+def note_slow_way(reason: str) -> None:
     """Note why the current call takes a slow way."""
     record = current()
     if record is not None and reason not in record.slow_ways:

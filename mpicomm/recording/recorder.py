@@ -1,18 +1,63 @@
-"""Recorder: it writes the records of this process to its trace file, and counts them."""
+"""Recorder: it writes the records of this process to its trace file and as NVTX ranges, and counts them."""
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
 from collections import deque
+from typing import Any
 
 from mpicomm import environment, log
-from mpicomm.errors import MpicommError
-from mpicomm.recording.ranges import Ranges
-from mpicomm.recording.record import Interval, Record, hear_of_slow_way
+from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.recording.record import Interval, Record, note_slow_way
 from mpicomm.recording.statistics import Counts
 from mpicomm.recording.trace_file import TraceFile
+
+_DOMAIN = "mpicomm"
+
+
+class Ranges:
+    """Opens a range for each call, with operation, bytes and type, and an inner range with the algorithm."""
+
+    def __init__(self, nvtx: Any) -> None:
+        self._nvtx = nvtx
+
+    @classmethod
+    def find(cls, *, required: bool) -> Ranges | None:
+        """Return ranges of the package nvtx, or None without the package.
+
+        Raises `InvalidUsageError` if the package is missing and ``required``.
+        """
+        try:
+            return cls(importlib.import_module("nvtx"))
+        except ImportError as error:
+            if not required:
+                return None
+            raise InvalidUsageError(
+                f'MPICOMM_TRACE="nvtx" needs the package nvtx: pip install -e ".[nvtx]", or name a file ({error})'
+            ) from error
+
+    def begin(self, record: Record) -> None:
+        """Open the range of a call."""
+        size = "" if record.nbytes is None else f" {record.nbytes} B {record.dtype}".rstrip()
+        self._nvtx.push_range(message=f"{record.operation}{size}", domain=_DOMAIN)
+        record.ranges += 1
+
+    def choose(self, record: Record) -> None:
+        """Open the range of the algorithm of a call."""
+        self._nvtx.push_range(message=f"{record.operation} by {record.algorithm}", domain=_DOMAIN)
+        record.ranges += 1
+
+    def end(self, record: Record) -> None:
+        """Close the ranges of a call. A call by MPI gets a mark, because MPI names its algorithm only at the end."""
+        if record.ranges == 1 and record.algorithm:
+            self._nvtx.mark(message=f"{record.operation} by {record.algorithm}", domain=_DOMAIN)
+        while record.ranges:
+            self._nvtx.pop_range(domain=_DOMAIN)
+            record.ranges -= 1
+
 
 NVTX = "nvtx"
 """The value of MPICOMM_TRACE that asks for only NVTX ranges."""
@@ -36,8 +81,8 @@ class Recorder:
         self.file: TraceFile | None = None
         if settings.trace is not None and settings.trace != NVTX:
             self.file = TraceFile(log.file_name(settings.trace, number), number)
-        if hear_of_slow_way not in log.slow_way_listeners:
-            log.slow_way_listeners.append(hear_of_slow_way)
+        if note_slow_way not in log.slow_way_listeners:
+            log.slow_way_listeners.append(note_slow_way)
         atexit.register(self._finish)
 
     def add(self, record: Record, ordinal: int, counts: Counts) -> None:

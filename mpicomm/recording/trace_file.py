@@ -17,8 +17,7 @@ from typing import Any
 
 from mpicomm.log import logger, open_file
 from mpicomm.recording.clocks import Reading, now_ns
-from mpicomm.recording.event_names import CLOCK, DEVICE
-from mpicomm.recording.record import Record
+from mpicomm.recording.record import CLOCK, DEVICE, Record
 
 _FIRST_DEVICE_TRACK = 1000
 _MOST_KEPT = 2048

@@ -12,25 +12,23 @@ from mpicomm.cluster import process
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
-from mpicomm.cluster.process import release_before_finalize, world_rank, world_size
+from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.roll_call import private_copy
-from mpicomm.cluster.uncaught import end_job_if_uncaught
 from mpicomm.devices.base import GpuBackend, Link
-from mpicomm.devices.handle import Kind
+from mpicomm.devices.handle import Kind, MemoryUse, summed
 from mpicomm.devices.host import HostBackend
-from mpicomm.devices.memory_use import MemoryUse, summed
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
-from mpicomm.recording.channel import Channel
-from mpicomm.recording.device_work import DeviceWork
 from mpicomm.sharing.choose_handle import choose_handles, node_of
 from mpicomm.sharing.suspension import Suspension
-from mpicomm.symmetric.owner import AnyShared, Shared
+from mpicomm.symmetric.owner import AnyShared, Shared, SignalPads
 from mpicomm.symmetric.registry import Mappings
-from mpicomm.symmetric.signals import SignalPads
 
 if TYPE_CHECKING:
     from mpi4py import MPI
     from typing_extensions import Self
+
+    from mpicomm.recording.channel import Channel
+    from mpicomm.recording.device_work import DeviceWork
 
 _DOMAIN_TAG, _PART_TAG = 2, 4  # they keep the messages of parts apart from the messages of the whole communicator
 
@@ -106,6 +104,7 @@ class SetUp:
         handle: str,
         timeout_s: float | None,
         completes: Callable[[], bool] = lambda: False,
+        reductions: str = "auto",
     ) -> Self:
         """Return a session that is set up, after it has found nodes, devices and the best handle kind.
 
@@ -124,8 +123,13 @@ class SetUp:
                 log.configure(world_rank())
                 return environment.recording()
 
-            channel = Channel.open(group, private, group.exchange("Communicator: log", configure))
-            session = cls(comm, find_placement(group, device, handle, completes), channel=channel)
+            wanted = group.exchange("Communicator: log", configure)
+            channel = None
+            if any(wanted):
+                from mpicomm.recording.channel import Channel  # few programs record
+
+                channel = Channel.open(group, private, wanted)
+            session = cls(comm, find_placement(group, device, handle, completes, reductions), channel=channel)
             with session._opened_on_all_ranks(group):
                 session.backend.make_current()
                 session.placement = choose_handles(group, session.placement, session.backend)
@@ -288,6 +292,8 @@ class SetUp:
         self.backend = backend
         self._has_device = True
         if self.channel is not None and not isinstance(backend, HostBackend):
+            from mpicomm.recording.device_work import DeviceWork
+
             self.work = DeviceWork(self.channel, backend)
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mpicomm.devices.descriptor import Descriptor, way_out
+from mpicomm.devices.handle import Descriptor, way_out
 from mpicomm.errors import HandleError
 from mpicomm.interrupts import uninterrupted
 from mpicomm.log import logger

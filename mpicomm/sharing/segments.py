@@ -9,8 +9,7 @@ from typing import cast
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend, Segment, VirtualMemory
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import SEALED_KINDS, Exported, MemoryHandle
+from mpicomm.devices.handle import SEALED_KINDS, Descriptor, Exported, MemoryHandle
 from mpicomm.devices.host_memory import require_sealed
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
 from mpicomm.sharing.fd_exchange import Address, FdExchange

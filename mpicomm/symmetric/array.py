@@ -9,12 +9,11 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.cluster.uncaught import close_after
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.cluster.process import close_after
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.sharing.segments import SharedSegments
-from mpicomm.symmetric.owner import Owner
-from mpicomm.symmetric.signals import SignalPad
+from mpicomm.symmetric.owner import Owner, SignalPad
 
 _MOST_NBYTES = 2**63 - 1
 
@@ -38,6 +37,12 @@ class SymmetricArray:
     The memory lives until `close` or the communicator's ``Free``, whichever comes first. It outlives the last reference
     to this object, because freeing is collective, and garbage collection is not. Afterwards the views on a GPU are
     invalid; the views on the host stay readable.
+
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        with comm.zeros(8) as a:
+            a.put(cp.ones(4), following, offset=4)
+            a.signal(following)
+            a.wait_signal(previous)
     """
 
     def __init__(

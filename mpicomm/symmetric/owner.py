@@ -1,18 +1,107 @@
-"""Owner: the parts of a communicator's session that its symmetric arrays and shared events use."""
+"""Owner: the parts of a communicator's session that symmetric arrays and shared events use; the pads of signals."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import Backend
-from mpicomm.devices.handle import Kind
-from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.sharing.segments import SharedSegments
+from mpicomm.devices.handle import Kind, MemoryUse
+from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.registry import Mappings
-from mpicomm.symmetric.signals import SignalPads
+
+_WORD_NBYTES = 8
+_LINE_NBYTES = 128  # pads share neither cache lines nor the sectors that a GPU polls
+_CHUNK_NBYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class SignalPad:
+    """The counters of an array: for each rank of the node an inbox, the signals sent to it, and the waits for it.
+
+    Only rank i writes inbox i of a peer's pad. Only the owner writes the other two. So no counter has two writers.
+    """
+
+    number: int
+    bases: tuple[int, ...]
+    """The address of every rank's pad on this rank, by index in the node."""
+    own: int
+
+    def inbox(self, owner: int, sender: int) -> int:
+        """Address at which ``sender`` counts its signals to ``owner``."""
+        return self.bases[owner] + sender * _WORD_NBYTES
+
+    def sent(self, peer: int) -> int:
+        """Address at which this rank counts its signals to ``peer``."""
+        return self.bases[self.own] + (len(self.bases) + peer) * _WORD_NBYTES
+
+    def expected(self, peer: int) -> int:
+        """Address at which this rank counts its waits for ``peer``."""
+        return self.bases[self.own] + (2 * len(self.bases) + peer) * _WORD_NBYTES
+
+
+class SignalPads:
+    """The `Suspendable` pads of a communicator, cut from chunks. All ranks take and return them in the same order."""
+
+    def __init__(self, node: Group, backend: Backend, kind: Kind) -> None:
+        self._node = node
+        self._backend = backend
+        self._kind = kind
+        self._chunks: list[SharedSegments] = []
+        self._free: list[int] = []
+        pad_nbytes = 3 * _WORD_NBYTES * node.size
+        self._stride = -(-pad_nbytes // _LINE_NBYTES) * _LINE_NBYTES
+        self._per_chunk = max(1, _CHUNK_NBYTES // self._stride)
+
+    def take(self, what: str) -> SignalPad:
+        """Return a pad, which the caller clears. Collective if it needs a new chunk, else local.
+
+        ``what`` names the call in errors.
+        """
+        if not self._free:
+            nbytes = self._per_chunk * self._stride
+            chunk = share(
+                self._node,
+                self._backend,
+                f"{what}: signal pads",
+                lambda: self._backend.allocate(self._kind, nbytes),
+                lambda: nbytes,
+            )
+            chunk.content = SuspendedContent(nbytes)
+            first = len(self._chunks) * self._per_chunk
+            self._chunks.append(chunk)
+            self._free.extend(range(first, first + self._per_chunk))
+        number = heapq.heappop(self._free)
+        index, slot = divmod(number, self._per_chunk)
+        chunk = self._chunks[index]
+        bases = tuple(chunk[rank].pointer + slot * self._stride for rank in range(self._node.size))
+        return SignalPad(number, bases, self._node.rank)
+
+    def clear(self, pad: SignalPad) -> None:
+        """Set this rank's counters to zero; local. Peers may signal only after the next exchange with them."""
+        self._backend.zero(pad.bases[pad.own], self._stride)
+
+    def give_back(self, pad: SignalPad) -> None:
+        """Let `take` return the pad again; local. Every peer must have stopped using it."""
+        heapq.heappush(self._free, pad.number)
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        return [MemoryUse.of_kind("signal pads", self._kind, chunk.own.nbytes) for chunk in self._chunks]
+
+    def memories(self) -> Iterable[SharedSegments]:
+        return self._chunks
+
+    def close_peers(self) -> None:
+        for chunk in self._chunks:
+            chunk.close_peers()
+
+    def close_own(self) -> None:
+        for chunk in self._chunks:
+            chunk.close_own()
 
 
 class Shared(Protocol):

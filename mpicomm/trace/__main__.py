@@ -10,10 +10,8 @@ from pathlib import Path
 
 from mpicomm.activity.reading import printable
 from mpicomm.errors import InvalidUsageError, name_ranks
-from mpicomm.recording.event_names import DEVICE
-from mpicomm.trace.alignment import Clock, clocks_of
-from mpicomm.trace.files import Event, Trace, read_traces
-from mpicomm.trace.waits import Sum, find_waits, flows, sums
+from mpicomm.recording.record import DEVICE
+from mpicomm.trace.merge import Clock, Event, Sum, Trace, clocks_of, find_waits, flows, read_traces, sums
 
 
 def main(arguments: list[str] | None = None) -> int:

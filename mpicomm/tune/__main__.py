@@ -8,20 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpicomm.api.communicator import Communicator, RankInfo
-from mpicomm.bench.machine import GpuMachine
-from mpicomm.bench.measure import Effort
+from mpicomm.bench.machine import machine_of
+from mpicomm.bench.measure import Effort, Measuring
 from mpicomm.bench.options import DTYPES
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.cli.report import header
+from mpicomm.cli.options import header
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.devices.base import slowest_gb_s
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import covered_dtype
-from mpicomm.tune.subjects import NAMES, subjects_of
-from mpicomm.tune.sweep import GAIN, sweep
-from mpicomm.tune.timing import Timing
+from mpicomm.tune.sweep import GAIN, NAMES, Timing, subjects_of, sweep
 
 _LAUNCHES = 7
 
@@ -78,49 +76,8 @@ def require_possible(comm: Communicator, ranks: Sequence[RankInfo]) -> None:
         raise InvalidUsageError(f"a table is for one kind of GPU, the ranks are on {' and '.join(names)}: tune each")
 
 
-def open_table(comm: Communicator, output: Path | None, device: str) -> tuple[Path, Tuning]:
-    """Return the file to write and the table in it. Collective. Raises `InvalidUsageError` on all ranks."""
-    return command_line.on_first_rank(comm, lambda: _open_table(output, device))
-
-
-def main() -> int:
-    """Run the command line on this rank. Collective."""
-    options = command_line.parse_args(parser())
-    # All calls name their algorithm, so a broken file must not stop the run. `find` returns the built-in table.
-    os.environ["MPICOMM_TUNING"] = "off"
-    comm = command_line.open_communicator(options.device, options.handle)
-    ranks = comm.allgather(comm.describe())
-    require_possible(comm, ranks)
-    subjects = subjects_of(options.operations, covered_dtype(options.datatype))
-    swept = command_line.swept_sizes(options, comm)
-    path, table = open_table(comm, options.output, ranks[0].device_name)
-    before = table.completed(tuning_file.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
-
-    about = [
-        *header("tune", ranks, options.handle),
-        f"timed: {_LAUNCHES} launches of a graph of {options.iters} calls, slowest rank, median; a change of algorithm "
-        f"has to gain {GAIN:.0%}",
-    ]
-    command_line.show(*(f"# {line}" for line in about), "#")
-    longest = max(swept[-1], 8 * comm.size)  # at least one element for each rank
-    effort = Effort(options.iters, max(1, options.warmup_iters), 1, _LAUNCHES, graphs=True)
-    timing = Timing(comm, GpuMachine(), longest, effort)
-    results = [
-        sweep(subject, subject.cases(swept, comm.rank, comm.size), timing.of(subject), before) for subject in subjects
-    ]
-    comm.Free()
-
-    wrong = sum(count for _, count in results)
-    if wrong:
-        command_line.show(f"# FAILED: {wrong} wrong; nothing was written")
-        return 1
-    table = table.updated(row for row, _ in results)
-    command_line.save(path, tuning_file.to_json(table))
-    command_line.show("# wrote", *(f"# {line}" for line in table.describe()), "# OK")
-    return 0
-
-
-def _open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
+def open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
+    """Return the file to write and the table in it. Raises `InvalidUsageError`."""
     path = output or tuning_file.default_file(device)
     if path is None:
         raise InvalidUsageError("this user has no cache directory to keep the table in: name a file with --output")
@@ -135,6 +92,43 @@ def _open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
     if table.device != device:
         raise InvalidUsageError(f"{path} is for {table.device}, this is {device}: name another file with --output")
     return path, table
+
+
+def main() -> int:
+    """Run the command line on this rank. Collective."""
+    options = command_line.parse_args(parser())
+    # All calls name their algorithm, so a broken file must not stop the run. `find` returns the built-in table.
+    os.environ["MPICOMM_TUNING"] = "off"
+    comm = command_line.open_communicator(options.device, options.handle)
+    ranks = comm.allgather(comm.describe())
+    require_possible(comm, ranks)
+    subjects = subjects_of(options.operations, covered_dtype(options.datatype))
+    swept = command_line.swept_sizes(options, comm)
+    path, table = command_line.on_first_rank(comm, lambda: open_table(options.output, ranks[0].device_name))
+    before = table.completed(tuning_file.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
+
+    about = [
+        *header("tune", ranks, options.handle),
+        f"timed: {_LAUNCHES} launches of a graph of {options.iters} calls, slowest rank, median; a change of algorithm "
+        f"has to gain {GAIN:.0%}",
+    ]
+    command_line.show(*(f"# {line}" for line in about), "#")
+    longest = max(swept[-1], 8 * comm.size)  # at least one element for each rank
+    effort = Effort(options.iters, max(1, options.warmup_iters), _LAUNCHES, graphs=True)
+    timing = Timing(Measuring(comm, machine_of(comm), effort), longest)
+    results = [
+        sweep(subject, subject.cases(swept, comm.rank, comm.size), timing.of(subject), before) for subject in subjects
+    ]
+    comm.Free()
+
+    wrong = sum(count for _, count in results)
+    if wrong:
+        command_line.show(f"# FAILED: {wrong} wrong; nothing was written")
+        return 1
+    table = table.updated(row for row, _ in results)
+    command_line.save(path, tuning_file.to_json(table))
+    command_line.show("# wrote", *(f"# {line}" for line in table.describe()), "# OK")
+    return 0
 
 
 if __name__ == "__main__":

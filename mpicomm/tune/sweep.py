@@ -1,24 +1,130 @@
-"""Measures a subject size by size, and makes a row of the table from the times."""
+"""Times the algorithms of the collectives with a choice of them, and makes rows of the table from the times."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import product
+from typing import Any
+
+import numpy as np
 
 import mpicomm
-from mpicomm.bench.measure import Outcome
-from mpicomm.bench.operations import Case
+from mpicomm.bench.contenders import Contender, Contenders
+from mpicomm.bench.content import Content
+from mpicomm.bench.measure import Measuring, Outcome
+from mpicomm.bench.operations import OPERATIONS, BenchOperation, Case, blocks_of
+from mpicomm.bench.peers import Mpicomm
+from mpicomm.bench.report import format_time
 from mpicomm.cli import options as command_line
-from mpicomm.collectives.gpu.tuning import Measured, Row, Tuning
-from mpicomm.errors import MpicommError
-from mpicomm.tune.subjects import Subject
+from mpicomm.collectives.gpu.tuning import TUNED, Kind, Measured, Row, Tuning, algorithms_of, kind_of
+from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.mpi.types import is_narrow
+from mpicomm.sizes import format_line
 
 GAIN = 0.03
 """The least gain for which the algorithm changes, because two runs on the same machine differ by as much."""
 
 Measure = Callable[[Case], tuple[Mapping[str, Outcome], Mapping[str, str]]]
 """Measures a case: returns the outcome of each algorithm, or the reason why it has none, as `Measuring.run` does."""
+
+_OP = "sum"
+"""The operation for the measurement of reductions."""
+
+_TUNED = {
+    name: operation.collective.name
+    for name, operation in OPERATIONS.items()
+    if operation.collective is not None and operation.collective.name in TUNED
+}
+NAMES = tuple(_TUNED)
+"""The collectives with a choice of algorithms, by the bench's names."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The kind of calls that a row of the table is for, and the operation and type for its measurement."""
+
+    kind: Kind
+    operation: BenchOperation
+    dtype: np.dtype[Any]
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The algorithms from which the table chooses."""
+        return algorithms_of(self.kind.operation)
+
+    def __str__(self) -> str:
+        arrays = "symmetric" if self.kind.registered else "ordinary"
+        return f"{self.kind.operation} of {self.dtype.name}, {arrays} arrays"
+
+    def cases(self, sizes: Sequence[int], rank: int, size: int) -> list[Case]:
+        """Return the cases nearest to these sizes, out of place if the operation allows it."""
+        blocks = blocks_of(self.operation, sizes, self.dtype, size)
+        place = self.operation.places[0]
+        return [Case(self.operation, self.dtype, _OP, block, False, rank, size).at(place) for block in blocks]
+
+
+def subjects_of(names: Sequence[str], dtype: np.dtype[Any]) -> list[Subject]:
+    """Return the subjects of the collectives ``names``, by the bench's names.
+
+    Raises `InvalidUsageError` for a type that some algorithm cannot carry. The table is for all types, and a row
+    without an algorithm would keep it from the types that it can carry.
+    """
+    found: dict[Kind, Subject] = {}
+    for name, registered in product(names, (False, True)):
+        kind = kind_of(_TUNED[name], registered=registered)
+        found.setdefault(kind, Subject(kind, OPERATIONS[name], dtype))
+    for subject in found.values():
+        if "chain" in subject.algorithms and subject.operation.reduces and is_narrow(dtype):
+            raise InvalidUsageError(
+                f"-d {dtype.name}: chain cannot carry a {subject.kind.operation} of {dtype.name}, and would be missing "
+                "from the table, which is for all types: measure with -d float32, or leave "
+                f"{subject.operation.name} out of --operations"
+            )
+    return list(found.values())
+
+
+class Timing:
+    """Times the algorithms side by side, in arrays of ``nbytes`` that all share. Methods are collective.
+
+    The bench checks and times each algorithm as if it were another library.
+    """
+
+    def __init__(self, measuring: Measuring, nbytes: int) -> None:
+        self._measuring = measuring
+        self._nbytes = nbytes
+        self._arrays = {
+            registered: [self._peer("auto", registered).allocate(nbytes) for _ in range(2)]
+            for registered in (False, True)
+        }
+
+    def of(self, subject: Subject) -> Measure:
+        """Return the function that measures cases of a subject.
+
+        An algorithm that fails on some rank has a reason in place of an outcome. The function raises an error that
+        makes the communicator unusable.
+        """
+        comm, machine = self._measuring.comm, self._measuring.machine
+        contenders = Contenders(comm, machine, self._nbytes)
+        for algorithm in subject.algorithms:
+            peer = self._peer(algorithm, subject.kind.registered)
+            contenders.present.append(Contender(algorithm, peer, *self._arrays[subject.kind.registered]))
+        longest = self._nbytes // subject.dtype.itemsize
+        with machine.current():
+            content = Content(machine.xp, subject.dtype, _OP, comm.size, longest, reduces=True)
+
+        def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
+            found = contenders.measure(self._measuring, content, case, checks=1)
+            comm.check(machine.stream)
+            return found
+
+        return measure
+
+    def _peer(self, algorithm: str, registered: bool) -> Mpicomm:
+        comm, machine = self._measuring.comm, self._measuring.machine
+        return Mpicomm(comm, machine, symmetric=registered, algorithm=algorithm)
 
 
 def choose(current: str | None, times_us: Mapping[str, float]) -> str:
@@ -35,7 +141,11 @@ def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tun
     Larger sizes keep the algorithms of the table ``before``. Collective, as ``measure`` is. Raises `MpicommError` if no
     algorithm works.
     """
-    command_line.show(*_head(subject))
+    names = subject.algorithms
+    widths = (13, *[13] * len(names), 13)
+    units = format_line(("(B)", *["(us)"] * len(names), ""), widths)
+    head = (f" {subject}", format_line(("size", *names, "chosen"), widths)[1:], units[1:].rstrip())
+    command_line.show(*(f"#{line}" for line in head))
     choices: list[tuple[int, str]] = []
     times_us: dict[int, dict[str, float]] = {}
     notes: dict[str, None] = {}
@@ -56,7 +166,8 @@ def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tun
         chosen = choose(current, times_us[case.nbytes])
         if chosen != current:
             choices.append((case.nbytes if choices else 0, chosen))
-        command_line.show(_line(subject, case, outcomes, chosen))
+        cells = [format_time(outcomes[name]) if name in outcomes else None for name in names]
+        command_line.show(format_line((case.nbytes, *cells, chosen), widths))
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     measured = Measured(date, mpicomm.__version__, subject.dtype.name, times_us)
     row = before.continued(Row(subject.kind, cases[0].size, tuple(choices), measured))
@@ -65,18 +176,3 @@ def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tun
         command_line.show(f"# not measured, as before: {', '.join(kept)}")
     command_line.show(*(f"# {note}" for note in notes), "#")
     return row, wrong
-
-
-def _head(subject: Subject) -> list[str]:
-    columns = "".join(f"{name:>13}" for name in (*subject.algorithms, "chosen"))
-    units = f"{'(us)':>13}" * len(subject.algorithms)
-    return [f"# {subject}", f"#{'size':>12}{columns}", f"#{'(B)':>12}{units}"]
-
-
-def _line(subject: Subject, case: Case, outcomes: Mapping[str, Outcome], chosen: str) -> str:
-    """Return a line. A star marks a time of calls that were issued one by one although the user asked for graphs."""
-    cells = [
-        f"{outcomes[name].time_us:.2f}{'*' if outcomes[name].eager else ''}" if name in outcomes else "-"
-        for name in subject.algorithms
-    ]
-    return f"{case.nbytes:>13}" + "".join(f"{cell:>13}" for cell in (*cells, chosen))

@@ -8,7 +8,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.own_ops import Op
+from mpicomm.mpi.ops import Op
 
 
 def require_known(operation: Operation, algorithm: str) -> None:
@@ -49,9 +49,7 @@ def require_possible(call: Call) -> None:
             "leave algorithm= out"
         )
     elif call.dtype is None:
-        raise InvalidUsageError(
-            f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
-        )
+        return  # only MPI can carry it out, as with algorithm="auto"
     elif algorithm == "ring" and isinstance(op := call.arguments.op, Op) and not op.commute:
         raise InvalidUsageError(
             f'algorithm="ring" of {operation}: the ring does not reduce in rank order, and {op!r} does not commute: '

@@ -13,8 +13,8 @@ from mpicomm.collectives import eight_bits
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL, Operation
 from mpicomm.devices.host import array_at
+from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.requests import DeferredRequest
-from mpicomm.mpi.span import Span
 from mpicomm.session import Session
 from mpicomm.ways.on_host import Deferred, InMappedMemory
 from mpicomm.ways.reader import Reader

@@ -14,9 +14,9 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.checks import is_in_place
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.holding_requests import holding
-from mpicomm.mpi.host_copies import out_of_place
+from mpicomm.mpi.host_calls import out_of_place
 from mpicomm.mpi.ops import AVG
+from mpicomm.mpi.request_lists import holding
 from mpicomm.session import Session
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.reader import REFUSALS, Reader

@@ -25,8 +25,8 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.holding_requests import holding
 from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.as_codes import AsCodes
@@ -73,9 +73,11 @@ class Dispatcher:
         self._epilogue = WithEpilogue(reader, self._carry, self._deferred)
         self._codes = AsCodes(session, reader, self._mapped, self._deferred)
         self._copies = OnCopies(session, reader, self._carry, self._prepare, self._deferred)
-        self._facts = facts = self._size, self._rank, self._nodes
-        self._plain = plain_calls(*facts)
-        self.at_once = after_votes(*facts, self._is_on_host) if votes.are_needed else at_once(*facts)
+        facts = self._size, self._rank, self._nodes
+        self._ordered = ordered = placement.here.reductions == "ordered"
+        self._plain = plain_calls(*facts, ordered=ordered)
+        self._alike = checks = at_once(*facts, ordered=ordered)
+        self.at_once = after_votes(checks, self._is_on_host) if votes.are_needed else checks
         """The checks of the calls that methods hand to MPI without this class."""
         self._joins = False
 
@@ -118,7 +120,7 @@ class Dispatcher:
 
     def expect_alike(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
-        self._votes.are_needed, self._vote, self.at_once = False, None, at_once(*self._facts)
+        self._votes.are_needed, self._vote, self.at_once = False, None, self._alike
 
     def _is_on_host(self, operation: Operation) -> bool:
         """Vote in a call on host arrays; return whether it is on the host. If not, `run` is called for it next."""
@@ -339,9 +341,9 @@ class Dispatcher:
         if call.wire is not None:
             return self._codes
         if blocking:
-            by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes)
+            by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, ordered=self._ordered)
         else:
-            by_mpi = selection.becomes_mpi_request(call, call.algorithm)
+            by_mpi = selection.becomes_mpi_request(call, call.algorithm, ordered=self._ordered)
         if by_mpi:
             return self._mpi
         return self._mapped if blocking else self._deferred

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.selection import OneNode
-from mpicomm.domains.host import HostDomains
-from mpicomm.domains.layout import DomainLayout
-from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.mpi_transfers import NetworkWaits, Transfers
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.session import Session
 
@@ -22,6 +17,10 @@ if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
     from mpicomm.collectives.gpu.plan_cache import PlanCache
     from mpicomm.domains.gpu.engine import DomainsEngine
+    from mpicomm.domains.host import HostDomains
+    from mpicomm.domains.mapped import MappedChannels
+    from mpicomm.domains.mpi_transfers import NetworkWaits, Transfers
+    from mpicomm.domains.steps import DomainLayout
 
 
 class InternodeEngine(NamedTuple):
@@ -55,16 +54,12 @@ class Engines:
         """Whether all ranks are on one node."""
         return len(self._session.placement.nodes) == 1
 
-    @cached_property
-    def _layout(self) -> DomainLayout:
-        return DomainLayout(self._session.placement.domains, self._session.placement.rank)
-
     def internode(self, operation: str) -> InternodeEngine | None:
         """Return the engine that moves memory of the device between peer domains, None in one peer domain.
 
         Collective if it sets up the engine, else local.
         """
-        if len(self._layout.domains) == 1:
+        if len(self._session.placement.domains) == 1:
             return None
         if isinstance(self._session.placement.here.device, str):
             return InternodeEngine("mpi", {})
@@ -106,6 +101,10 @@ class Engines:
         if self.on_one_node:
             return OneNode(self.on_host(operation), len(self._session.placement.places))
         if self._host_domains is None:
+            from mpicomm.domains.host import HostDomains
+            from mpicomm.domains.mpi_transfers import NetworkWaits
+            from mpicomm.domains.steps import DomainLayout
+
             session = self._session.set_up(operation)
             layout = DomainLayout(session.placement.nodes, session.placement.rank)
             # On all nodes together: if one node fails, the others would wait for its messages.
@@ -140,7 +139,7 @@ class Engines:
                     engine = DeviceEngine(session.domain, backend, session.kind, call_log, on_a_device, most_nbytes)
                 return session.keep(engine)
 
-            engine = make() if len(self._layout.domains) == 1 else self._of_domains(session, make)
+            engine = make() if len(session.placement.domains) == 1 else self._of_domains(session, make)
             if session.work is not None:
                 session.work.watch(engine)
             self.gpu = PlanCache(session, engine)
@@ -150,14 +149,18 @@ class Engines:
         """Return an engine for all peer domains, on top of the engine of one domain that ``make`` makes. Collective."""
         from mpicomm.domains.gpu.choose_transport import choose_transport
         from mpicomm.domains.gpu.engine import DomainsEngine
+        from mpicomm.domains.mapped import MappedChannels
+        from mpicomm.domains.mpi_transfers import NetworkWaits
+        from mpicomm.domains.steps import DomainLayout
 
+        layout = DomainLayout(session.placement.domains, session.placement.rank)
         made: list[tuple[DeviceEngine, NetworkWaits]] = []
         # On all peer domains together: if one domain fails, the others would wait for its network messages.
         session.group.agree(
             "collectives: set-up", lambda: made.append((make(), session.keep(NetworkWaits(session.domain))))
         )
         engine, waits = made[0]
-        transfers = self._transfers_of(session, self._layout, waits)
+        transfers = self._transfers_of(session, layout, waits)
         backend = session.gpu("collectives")
         uuids = tuple(place.device_uuid for place in session.placement.places)
 
@@ -168,9 +171,11 @@ class Engines:
         on_one_node = channels if len(session.placement.nodes) == 1 else None
         choice = choose_transport(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
         self._internode = InternodeEngine(choice.transport.name, choice.rejected)
-        return session.keep(DomainsEngine(self._layout, engine, backend, choice.transport))
+        return session.keep(DomainsEngine(layout, engine, backend, choice.transport))
 
     def _transfers_of(self, session: Session, layout: DomainLayout, waits: NetworkWaits) -> Transfers:
+        from mpicomm.domains.mpi_transfers import Transfers
+
         transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, waits)
         self._transfers.append(transfers)
         return transfers

@@ -8,10 +8,8 @@ from mpi4py import MPI
 
 from mpicomm.collectives.exchange import Message
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.arguments import Operand, Span, parse, require_separate
 from mpicomm.mpi.location import require_here
-from mpicomm.mpi.overlap import require_separate
-from mpicomm.mpi.span import Span
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher, MessageCall
 

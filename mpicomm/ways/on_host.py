@@ -21,12 +21,11 @@ from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import EXSCAN, SCAN, Operation
 from mpicomm.devices.host import array_at
-from mpicomm.domains.reductions import reduce_on_host
 from mpicomm.errors import PeerError
-from mpicomm.mpi.host_copies import BY_MPI, HostCopies, announce, require_no_graph
+from mpicomm.mpi.arguments import Span
+from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
-from mpicomm.mpi.span import Span
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
@@ -141,6 +140,8 @@ def _take(exchange: Exchange, rank: int, came: Sequence[int], domains: Sequence[
         if len(parts) == 1:
             Reducer(reduction.op, dtype).reduce(parts[0], output)
         else:
+            from mpicomm.domains.reductions import reduce_on_host  # few programs need it
+
             reduce_on_host(reduction.op, parts, output)
     if exchange.move is not None:
         ctypes.memmove(exchange.move[1].pointer, exchange.move[0].pointer, exchange.move[1].count * itemsize)

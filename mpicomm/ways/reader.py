@@ -15,10 +15,9 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import parse, typed_blocks
-from mpicomm.mpi.buffers import BufferRefusedError
-from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.host_copies import require_no_graph
+from mpicomm.mpi.arguments import Operand, parse, typed_blocks
+from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError
+from mpicomm.mpi.host_calls import require_no_graph
 from mpicomm.session import Session
 from mpicomm.ways.algorithm_argument import require_known, require_possible
 
@@ -100,16 +99,20 @@ class Reader:
         In a reduction MPI wants one name for one type, and a program may name it ``LONG`` here and ``INT64_T`` there.
         """
         call = self._call(operation, arguments, "auto")
-        send, receive, given = call.send, call.receive, call.arguments
-        if not operation.reduces or send is None or receive is None or send is receive or send.dtype is None:
+        given = call.arguments
+        if not operation.reduces:
             return given
-        datatype = types.mpi_datatype(send.dtype)
-        if datatype is None or send.dtype != receive.dtype:
+        send = given.send if call.in_place else self._named(call.send, call, given.send)
+        return replace(given, send=send, receive=self._named(call.receive, call, given.receive))
+
+    @staticmethod
+    def _named(operand: Operand | None, call: Call, given: Any) -> Any:
+        """Return a buffer of a reduction with MPI's datatype; ``given`` if MPI has none."""
+        if operand is None or operand.dtype is None:
             return given
-        sent, received = (
-            [array_at(each.pointer, each.total, send.dtype, each.owner), datatype] for each in (send, receive)
-        )
-        return replace(given, send=sent, receive=received)
+        dtype = operand.dtype if call.dtype is None else call.dtype  # an empty buffer may have another type
+        datatype = types.mpi_datatype(dtype)
+        return given if datatype is None else [array_at(operand.pointer, operand.total, dtype, operand.owner), datatype]
 
     def refused(
         self, error: BufferError | KeyError | ValueError | MPI.Exception, operation: Operation, arguments: Arguments

@@ -13,11 +13,10 @@ from mpicomm.devices.base import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of, read
-from mpicomm.mpi.derived import Capacity, elements_at
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.items import datatype_of, index_of, no_type
-from mpicomm.mpi.layout import DatatypeLayout
+from mpicomm.mpi.layout import Capacity, DatatypeLayout, elements_at
 from mpicomm.mpi.location import require_here
+from mpicomm.mpi.spec import datatype_of, index_of, no_type
 from mpicomm.windows.memory import WindowMemory
 
 
@@ -86,6 +85,13 @@ def read_buffer(spec: Any, backend: Backend, *, writable: bool, name: str) -> Lo
     return LocalBuffer(name, operand.pointer, _elements_of(operand, array, writable), operand.on_device, array)
 
 
+def elements_of(spec: Any, name: str) -> TypedElements:
+    """Return elements of the type of the argument ``name``, which is in host memory. Local."""
+    if isinstance(spec, (list, tuple)) and spec and isinstance(spec[-1], (MPI.Datatype, str)):
+        return _of_type(spec[-1], 1, name)  # also of MPI.BOTTOM, which has addresses in its datatype
+    return _elements_of(parse(spec, writable=False, name=name), array_of(spec), False)
+
+
 def _elements_of(operand: Operand, array: Any, writable: bool) -> TypedElements:
     if operand.dtype is not None:
         return TypedElements(operand.total, operand.dtype.itemsize, operand.dtype, None)
@@ -151,7 +157,11 @@ def _retyped(like: TypedElements, count: int, datatype: Any) -> TypedElements:
             return like
         assert like.datatype is not None
         datatype = like.datatype
-    dtype, mpi_type = datatype_of(datatype, "target")
+    return _of_type(datatype, count, "target")
+
+
+def _of_type(datatype: Any, count: int, name: str) -> TypedElements:
+    dtype, mpi_type = datatype_of(datatype, name)
     if dtype is not None:
         return TypedElements(count, dtype.itemsize, dtype, None)
     assert mpi_type is not None
@@ -160,4 +170,4 @@ def _retyped(like: TypedElements, count: int, datatype: Any) -> TypedElements:
 
 
 _ANYWHERE = Capacity("target", 0, 1 << 62)
-"""Room for all elements of a target. `read_target` compares the bounds with the part of the rank."""
+"""Room for all elements of a target, whose bounds `read_target` compares with the part of the rank."""

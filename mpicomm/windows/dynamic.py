@@ -14,8 +14,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Segment
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import PACKET_NBYTES, MemoryHandle
+from mpicomm.devices.handle import PACKET_NBYTES, Descriptor, MemoryHandle
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,49 @@ from mpicomm.devices.base import Scratch
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.interrupts import uninterrupted
-from mpicomm.kernels.accumulate import LOCATING
-from mpicomm.kernels.window import FENCE, LOCK_ROW, ROW_WORDS, ROWS_OF_COUNTS, START, WAIT, late_lock
+from mpicomm.kernels.window import FENCE, LOCATING, LOCK_ROW, ROW_WORDS, ROWS_OF_COUNTS, START, WAIT, late_lock
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.waiting import wait_until
-from mpicomm.windows import host_layouts
 from mpicomm.windows.buffers import Target
 from mpicomm.windows.host_locks import HostLocks, LateError, holding_mutex
 from mpicomm.windows.steps import Count, ranks_in
 from mpicomm.windows.updates import Update, combine_pairs
 
-_NAMES = {FENCE: "Win.Fence", START: "Win.Start: the Post", WAIT: "Win.Wait: the Complete"}
 _WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
+
+
+def gather(layout: DatatypeLayout, memory: int, packed: int) -> None:
+    """Pack elements, which lie from ``memory`` on, to ``packed``."""
+    array_at(packed, layout.nbytes, _BYTE)[:] = _reached(layout, memory)[_places_of(layout)]
+
+
+def scatter(layout: DatatypeLayout, memory: int, packed: int) -> None:
+    """Unpack elements from ``packed`` to their places from ``memory`` on."""
+    _reached(layout, memory)[_places_of(layout)] = array_at(packed, layout.nbytes, _BYTE)
+
+
+def _reached(layout: DatatypeLayout, memory: int) -> npt.NDArray[np.uint8]:
+    return array_at(memory + layout.begin, layout.end - layout.begin, _BYTE)
+
+
+@lru_cache(maxsize=16)  # a place takes eight bytes
+def _places_of(layout: DatatypeLayout) -> npt.NDArray[np.int64]:
+    """Return the place of each packed byte, in bytes from the first byte that the elements touch."""
+    places = np.empty(layout.nbytes, np.int64)
+    for region in layout.regions:
+        begins: Any = np.array([region.offset - layout.begin])
+        packed: Any = np.array([region.packed])
+        for loop in region.loops:
+            rounds = np.arange(loop.rounds)
+            steps = loop.listed() if loop.places else rounds * loop.stride
+            begins = (begins[:, None] + steps).ravel()
+            packed = (packed[:, None] + rounds * loop.packed).ravel()
+        run = np.arange(region.run_nbytes)
+        places[(packed[:, None] + run).ravel()] = (begins[:, None] + run).ravel()
+    return places
+
+
+_NAMES = {FENCE: "Win.Fence", START: "Win.Start: the Post", WAIT: "Win.Wait: the Complete"}
 
 
 class HostSteps:
@@ -47,10 +79,10 @@ class HostSteps:
         self._backend.copy(target, source, nbytes, stream)
 
     def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        host_layouts.gather(layout, memory, packed)
+        gather(layout, memory, packed)
 
     def scatter(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        host_layouts.scatter(layout, memory, packed)
+        scatter(layout, memory, packed)
 
     def scratch(self, nbytes: int, stream: int) -> int:
         """Return memory that the next call uses again."""
@@ -109,7 +141,7 @@ class HostSteps:
                 now = array_at(address, count, dtype)
             else:
                 now = np.empty(count, dtype)
-                host_layouts.gather(layout, address, now.ctypes.data)
+                gather(layout, address, now.ctypes.data)
             if result:
                 np.copyto(array_at(result, count, dtype), now)
             if update.reads_only:
@@ -123,7 +155,7 @@ class HostSteps:
                 with np.errstate(all="ignore"):
                     Reducer(update.op, dtype).reduce([now, contribution], now)
             if layout is not None:
-                host_layouts.scatter(layout, address, now.ctypes.data)
+                scatter(layout, address, now.ctypes.data)
 
     def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
         nbytes = target.elements.nbytes

@@ -11,8 +11,8 @@ from mpi4py import MPI
 
 from mpicomm.activity.page import WindowRow
 from mpicomm.devices.base import Segment
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
 from mpicomm.mpi.faults import RefusedByMpiError

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.windows import host_layouts
+from mpicomm.windows import host_steps
 from mpicomm.windows.buffers import LocalBuffer
 from mpicomm.windows.steps import Steps
 
@@ -78,7 +78,7 @@ def _copy_to_device(backend: GpuBackend, local: LocalBuffer, place: int, stream:
     _require_no_capture(backend, local, stream)
     # Not pinned memory: CUDA reads pageable memory before the call returns, so the staging memory may go afterwards.
     staging = np.empty(local.nbytes, np.uint8)
-    host_layouts.gather(layout, local.pointer, staging.ctypes.data)
+    host_steps.gather(layout, local.pointer, staging.ctypes.data)
     backend.copy(place, staging.ctypes.data, local.nbytes, stream)
 
 
@@ -90,7 +90,7 @@ def _copy_from_device(backend: GpuBackend, local: LocalBuffer, source: int, stre
     backend.copy(local.pointer if staging is None else staging.ctypes.data, source, local.nbytes, stream)
     backend.synchronize(stream)
     if layout is not None and staging is not None:
-        host_layouts.scatter(layout, local.pointer, staging.ctypes.data)
+        host_steps.scatter(layout, local.pointer, staging.ctypes.data)
 
 
 def _require_no_capture(backend: GpuBackend, local: LocalBuffer, stream: int) -> None:

@@ -13,35 +13,33 @@ from typing import Protocol
 
 import numpy as np
 
-from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.pack_tables import table_for
 from mpicomm.devices.base import GpuBackend, Scratch
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.accumulate import (
-    ACCUMULATE_THREADS,
-    LOCATING,
-    MOVING,
-    UPDATED_SIZES,
-    WIDE_NBYTES,
-    AccumulateArguments,
-    SwapArguments,
-    accumulate_kernel,
-    swap_kernel,
-)
 from mpicomm.kernels.packing import blocks_for
 from mpicomm.kernels.variant import Variant
 from mpicomm.kernels.window import (
+    ACCUMULATE_THREADS,
     FENCE,
+    LOCATING,
     LOCK,
     LOCK_KERNEL,
     MEET_KERNEL,
+    MOVING,
     ROW_WORDS,
     ROWS_OF_COUNTS,
     START,
+    UPDATED_SIZES,
     WAIT,
+    WIDE_NBYTES,
     WINDOW_THREADS,
     WORD_NBYTES,
+    AccumulateArguments,
+    SwapArguments,
     SynchronisationArguments,
+    accumulate_kernel,
+    swap_kernel,
 )
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.types import is_covered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from mpi4py import MPI
 
@@ -14,13 +14,12 @@ from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.items import index_of
+from mpicomm.mpi.spec import index_of
 from mpicomm.symmetric.owner import Owner
-from mpicomm.windows.epochs import Epochs
 from mpicomm.windows.host_steps import HostSteps
 from mpicomm.windows.memory import WindowMemory
+from mpicomm.windows.order import Epochs, StreamUse
 from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, GpuSteps, Steps, ranks_in, set_of
-from mpicomm.windows.stream_use import StreamUse
 
 _ASSERTIONS = {
     "Win.Fence": MPI.MODE_NOSTORE | MPI.MODE_NOPUT | MPI.MODE_NOPRECEDE | MPI.MODE_NOSUCCEED,
@@ -32,105 +31,105 @@ _ASSERTIONS = {
 
 
 class Synchronisation:
-    """The epochs of this rank. All methods are local, except `fence`, and stream-ordered on a GPU; the host blocks."""
+    """The epochs of this rank. All calls are local, except `Fence`, and stream-ordered on a GPU; the host blocks."""
 
-    def __init__(
-        self, memory: WindowMemory, array: Any, group: Callable[[], MPI.Group], links: Callable[[], Sequence[Link]]
-    ) -> None:
+    def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group, links: Callable[[], Sequence[Link]]) -> None:
+        """Begin without an epoch. Local. ``array`` of this rank's part has the library whose stream is current."""
         owner = memory.owner
-        self.memory = memory
-        self.array = array
-        """The array of this rank's part, whose library says which stream is current."""
-        self.epochs = Epochs()
-        self._backend = backend = owner.backend
-        self._owner: Owner = owner
-        self.rank = owner.node.rank
-        self._size = owner.node.size
-        self._everyone = (1 << self._size) - 1
-        self._others = self._everyone & ~(1 << self.rank)
-        self._is_waited: Callable[[], bool] = lambda: True
-        self._nocheck: set[int] = set()
+        self._memory = memory
+        self._array = array
         self._group = group
         self._links = links
+        self._epochs = Epochs()
+        self._backend = backend = owner.backend
+        self._owner: Owner = owner
+        self._rank = owner.node.rank
+        self._size = owner.node.size
+        self._everyone = (1 << self._size) - 1
+        self._is_waited: Callable[[], bool] = lambda: True
+        self._nocheck: set[int] = set()
         self._without_atomics: dict[int, str] | None = None
         self._gpu: GpuBackend | None = None
         if isinstance(backend, HostBackend):
-            self.steps: Steps = HostSteps(backend, memory.boards, self.rank, owner.node.progress)
+            self._steps: Steps = HostSteps(backend, memory.boards, self._rank, owner.node.progress)
         else:
             self._gpu = cast(GpuBackend, backend)
-            self.steps = GpuSteps(self._gpu, memory.boards, self.rank)
-        self.streams = StreamUse(self._gpu)
+            self._steps = GpuSteps(self._gpu, memory.boards, self._rank)
+        self._streams = StreamUse(self._gpu)
         self._row = memory.row
 
-    def require_usable(self, what: str) -> None:
+    def _require_usable(self, what: str) -> None:
         """Raise if the window or its communicator was freed, or if an earlier error broke the communicator."""
-        if self.memory.closed:
+        if self._memory.closed:
             raise RefusedByMpiError(f"{what}: the window was freed: create another", MPI.ERR_WIN)
         self._owner.require_usable(what)
 
-    def fence(self, assertion: int, stream: Any) -> None:
-        """End an epoch of all ranks, and begin the next one. Collective; it holds the stream, not the host."""
-        self._begin("Win.Fence", assertion)
+    def Fence(self, assertion: int = 0, *, stream: Any = None) -> None:
+        """End an epoch of all ranks, and begin the next. Collective. It holds the stream, not the host."""
+        self._check("Win.Fence", assertion)
         with self._waiting(stream) as where:
-            self.epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
+            self._epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
             self._row.log(0).post("Win.Fence")
-            self.steps.meet(FENCES, self._others, self._others, where)
+            others = self._everyone & ~(1 << self._rank)
+            self._steps.meet(FENCES, others, others, where)
 
-    def post(self, group: MPI.Group, assertion: int, stream: Any) -> None:
-        """Expose this rank's part to the ranks of ``group``."""
-        self._begin("Win.Post", assertion)
+    def Post(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
+        """Let the ranks of ``group`` access this rank's part, after all earlier work of the stream."""
+        self._check("Win.Post", assertion)
         origins = self._ranks_of(group, "Win.Post")
         if assertion & MPI.MODE_NOCHECK:
-            self.epochs.post(origins)
+            self._epochs.post(origins)
             return
         with self._synchronising(stream) as where:
-            self.epochs.post(origins)
+            self._epochs.post(origins)
             self._row.count(layout.POSTED, set_of(origins))
-            self.steps.meet(POSTS, set_of(origins), 0, where)
+            self._steps.meet(POSTS, set_of(origins), 0, where)
 
-    def start(self, group: MPI.Group, assertion: int, stream: Any) -> None:
-        """Wait for the `post` of the ranks of ``group``, which this rank then may access."""
-        self._begin("Win.Start", assertion)
+    def Start(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
+        """Begin to access the parts of the ranks of ``group``. The stream waits for their `Post`."""
+        self._check("Win.Start", assertion)
         targets = self._ranks_of(group, "Win.Start")
         if assertion & MPI.MODE_NOCHECK:
-            self.epochs.start(targets)
+            self._epochs.start(targets)
             return
         with self._waiting(stream) as where:
-            self.epochs.start(targets)
-            self.steps.meet(POSTS, 0, set_of(targets), where)
+            self._epochs.start(targets)
+            self._steps.meet(POSTS, 0, set_of(targets), where)
 
-    def complete(self, stream: Any) -> None:
-        """Tell the targets of `start` that all accesses of this rank are done."""
-        self._begin("Win.Complete")
+    def Complete(self, *, stream: Any = None) -> None:
+        """End the epoch of `Start`."""
+        self._check("Win.Complete")
         with self._synchronising(stream) as where:
-            targets = self.epochs.complete()
+            targets = self._epochs.complete()
             self._row.count(layout.COMPLETED, set_of(targets))
-            self.steps.meet(COMPLETES, set_of(targets), 0, where)
+            self._steps.meet(COMPLETES, set_of(targets), 0, where)
 
-    def wait(self, stream: Any) -> None:
-        """Wait for the `complete` of the ranks of `post`; it holds the stream, not the host."""
-        self._begin("Win.Wait")
-        origins = self.epochs.exposed_to("Win.Wait")
+    def Wait(self, *, stream: Any = None) -> Literal[True]:
+        """End the epoch of `Post`. The stream waits for the `Complete` of all ranks of its group."""
+        self._check("Win.Wait")
+        origins = self._epochs.exposed_to("Win.Wait")
         with self._synchronising(stream) as where:
-            self.steps.meet(COMPLETES, 0, set_of(origins), where)
+            self._steps.meet(COMPLETES, 0, set_of(origins), where)
         self._is_waited = self._backend.completion(where)
-        self.epochs.end_exposure()
+        self._epochs.end_exposure()
+        return True
 
-    def test(self, stream: Any) -> bool:
-        """Return whether the ranks of `post` have called `complete`; if so, do as `wait`. It blocks for a moment."""
-        self._begin("Win.Test")
-        origins = self.epochs.exposed_to("Win.Test")
+    def Test(self, *, stream: Any = None) -> bool:
+        """Return whether all ranks of `Post` have called `Complete`; if so, do as `Wait`. Not capturable.
+
+        It blocks for some microseconds.
+        """
+        self._check("Win.Test")
+        origins = self._epochs.exposed_to("Win.Test")
         # The last Wait may still be in flight. It advances the counts with which this call compares.
-        if (self._is_waited() and self.steps.arrived(COMPLETES, set_of(origins))) or self._have_completed(origins):
-            self.wait(stream)
-            return True
-        return False
+        arrived = self._is_waited() and self._steps.arrived(COMPLETES, set_of(origins))
+        return (arrived or self._have_completed(origins)) and self.Wait(stream=stream)
 
     def _have_completed(self, origins: Iterable[int]) -> bool:
-        """Return whether the hosts of the ranks have called `complete`. Their GPUs may do so later.
+        """Return whether the hosts of the ranks have called `Complete`. Their GPUs may do so later.
 
         A program may know of these calls, for example from a barrier, and may expect that they are seen here. This
-        reads the count that `complete` has written on the peer's page. It orders no data: the wait that follows pairs
+        reads the count that `Complete` has written on the peer's page. It orders no data: the wait that follows pairs
         with the signal of the peer's GPU.
         """
         if self._gpu is None:
@@ -138,78 +137,93 @@ class Synchronisation:
         places, key = self._owner.placement.places, self._row.words[layout.KEY]
         for origin in origins:
             calls = calls_of(places[origin].pid, key)
-            if calls is None or calls.completed[self.rank] != self._row.posted(origin):
+            if calls is None or calls.completed[self._rank] != self._row.posted(origin):
                 return False
         return True
 
-    def lock(self, rank: int, lock_type: int, assertion: int, stream: Any) -> None:
-        """Wait for the lock of the part of ``rank``. Its rank takes no part."""
-        self._begin("Win.Lock", assertion)
+    def Lock(self, rank: int, lock_type: int = MPI.LOCK_EXCLUSIVE, assertion: int = 0, *, stream: Any = None) -> None:
+        """Begin to access the part of ``rank``, which takes no part. The stream waits for the lock."""
+        self._check("Win.Lock", assertion)
         if rank == MPI.PROC_NULL:
             return
-        self.require_rank("Win.Lock", "rank", rank)
-        self.require_atomics("Win.Lock", 1 << rank)
+        self._require_rank("Win.Lock", "rank", rank)
+        self._require_atomics("Win.Lock", 1 << rank)
         if assertion & MPI.MODE_NOCHECK:
-            self.epochs.lock(rank, lock_type)
+            self._epochs.lock(rank, lock_type)
             self._nocheck.add(rank)
             return
         # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
-        exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self.epochs.locks
+        exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self._epochs.locks
         with self._waiting(stream) as where:
-            self.epochs.lock(rank, lock_type)
-            self.steps.lock(1 << rank, where, exclusive=exclusive, yields=yields and not exclusive)
+            self._epochs.lock(rank, lock_type)
+            self._steps.lock(1 << rank, where, exclusive=exclusive, yields=yields and not exclusive)
 
-    def unlock(self, rank: int, stream: Any) -> None:
-        """Give up the lock of the part of ``rank``, after all accesses of this rank."""
-        self._begin("Win.Unlock")
+    def Unlock(self, rank: int, *, stream: Any = None) -> None:
+        """End the epoch of `Lock`, after all accesses of this rank."""
+        self._check("Win.Unlock")
         if rank == MPI.PROC_NULL:
             return
-        self.require_rank("Win.Unlock", "rank", rank)
+        self._require_rank("Win.Unlock", "rank", rank)
         with self._synchronising(stream) as where:
-            lock_type = self.epochs.unlock(rank)
+            lock_type = self._epochs.unlock(rank)
             if rank not in self._nocheck:
-                self.steps.unlock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
+                self._steps.unlock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
         self._nocheck.discard(rank)
 
-    def lock_all(self, assertion: int, stream: Any) -> None:
-        """Wait for shared locks of all parts."""
-        self._begin("Win.Lock_all", assertion)
-        self.require_atomics("Win.Lock_all", self._everyone)
+    def Lock_all(self, assertion: int = 0, *, stream: Any = None) -> None:
+        """Begin to access the parts of all ranks with shared locks."""
+        self._check("Win.Lock_all", assertion)
+        self._require_atomics("Win.Lock_all", self._everyone)
         if assertion & MPI.MODE_NOCHECK:
-            self.epochs.lock_all()
+            self._epochs.lock_all()
             self._nocheck.update(range(self._size))
             return
         with self._waiting(stream) as where:
-            self.epochs.lock_all()
-            self.steps.lock(self._everyone, where, exclusive=False, yields=True)
+            self._epochs.lock_all()
+            self._steps.lock(self._everyone, where, exclusive=False, yields=True)
 
-    def unlock_all(self, stream: Any) -> None:
-        """Give up the locks of `lock_all`."""
-        self._begin("Win.Unlock_all")
+    def Unlock_all(self, *, stream: Any = None) -> None:
+        """End the epoch of `Lock_all`."""
+        self._check("Win.Unlock_all")
         with self._synchronising(stream) as where:
-            self.epochs.unlock_all()
+            self._epochs.unlock_all()
             if not self._nocheck:
-                self.steps.unlock(self._everyone, where, exclusive=False)
+                self._steps.unlock(self._everyone, where, exclusive=False)
         self._nocheck.clear()
 
-    def flush(self, what: str, rank: int | None, stream: Any) -> None:
-        """Let later work of the stream follow all accesses of this rank. None stands for all targets."""
-        self._begin(what)
+    def Flush(self, rank: int, *, stream: Any = None) -> None:
+        """Let later work of the stream follow all accesses of this rank to the part of ``rank``."""
+        self._flush("Win.Flush", rank, stream)
+
+    def Flush_all(self, *, stream: Any = None) -> None:
+        """Let later work of the stream follow all accesses of this rank."""
+        self._flush("Win.Flush_all", None, stream)
+
+    def Flush_local(self, rank: int, *, stream: Any = None) -> None:
+        """Do as `Flush`."""
+        self._flush("Win.Flush_local", rank, stream)
+
+    def Flush_local_all(self, *, stream: Any = None) -> None:
+        """Do as `Flush_all`."""
+        self._flush("Win.Flush_local_all", None, stream)
+
+    def _flush(self, what: str, rank: int | None, stream: Any) -> None:
+        self._check(what)
         if rank == MPI.PROC_NULL:
             return
         if not what.endswith("_all"):
-            self.require_rank(what, "rank", rank)
-        self.epochs.require_passive(what, rank)
+            self._require_rank(what, "rank", rank)
+        self._epochs.require_passive(what, rank)
         with self._synchronising(stream) as where:
             self._order_host_memory(where)
 
-    def sync(self, stream: Any) -> None:
+    def Sync(self, *, stream: Any = None) -> None:
         """Let later work of the stream see all that other ranks have published to this rank."""
-        self._begin("Win.Sync")
+        self._check("Win.Sync")
         with self._synchronising(stream) as where:
             self._order_host_memory(where)
 
-    def require_atomics(self, what: str, ranks: int) -> None:
+    def _require_atomics(self, what: str, ranks: int) -> None:
         """Raise unless the links to ``ranks`` carry atomics. Local."""
         if self._gpu is None:
             return
@@ -227,13 +241,13 @@ class Synchronisation:
                     "accumulates need: use Put and Get between Fence, or GPUs with NVLink"
                 )
 
-    def require_rank(self, what: str, name: str, rank: Any) -> None:
+    def _require_rank(self, what: str, name: str, rank: Any) -> None:
         """Raise unless ``rank`` is a rank of the window."""
         if not 0 <= index_of(rank, name, what) < self._size:
             raise RefusedByMpiError(f"{what}: {name}={rank}: use 0 to {self._size - 1}", MPI.ERR_RANK)
 
-    def _begin(self, what: str, assertion: int = 0) -> None:
-        self.require_usable(what)
+    def _check(self, what: str, assertion: int = 0) -> None:
+        self._require_usable(what)
         if index_of(assertion, "assertion", what) & ~_ASSERTIONS.get(what, 0):
             raise RefusedByMpiError(
                 f"{what}: assertion={assertion} has other modes than the MPI.MODE_* of {what}", MPI.ERR_ASSERT
@@ -242,10 +256,10 @@ class Synchronisation:
     @contextlib.contextmanager
     def _synchronising(self, stream: Any) -> Iterator[int]:
         """Give the stream of a synchronisation in a ``with`` block, after all accesses of this rank."""
-        where, captures = self._resolve(stream, self.array)
-        self.streams.before_synchronisation(where, captures=captures)
+        where, captures = self._resolve(stream, self._array)
+        self._streams.before_synchronisation(where, captures=captures)
         yield where
-        self.streams.after_synchronisation(where, captures=captures)
+        self._streams.after_synchronisation(where, captures=captures)
         if self._gpu is not None and self._gpu.completes:
             self._gpu.complete(where)
 
@@ -257,11 +271,11 @@ class Synchronisation:
         """
         with self._synchronising(stream) as where:
             log = self._row.log(0)
-            epochs, calls = vars(self.epochs).copy(), log.calls
+            epochs, calls = vars(self._epochs).copy(), log.calls
             try:
                 yield where
             except BaseException:
-                vars(self.epochs).update(epochs)
+                vars(self._epochs).update(epochs)
                 log.calls = calls
                 raise
 
@@ -269,7 +283,7 @@ class Synchronisation:
         """Return the address of a ``stream=`` argument, and whether the stream captures a graph."""
         if self._gpu is None:
             return self._backend.stream(stream, array), False
-        return self.streams.resolve(stream, array)
+        return self._streams.resolve(stream, array)
 
     def _order_host_memory(self, stream: int) -> None:
         """Order this rank's accesses before and after the call, in the view of other ranks. A stream does so itself."""
@@ -281,9 +295,7 @@ class Synchronisation:
             raise RefusedByMpiError(
                 f"{what}: group={group!r} is no group: pass win.Get_group().Incl(...)", MPI.ERR_GROUP
             )
-        mine = self._group()
-        ranks = group.Translate_ranks(range(group.size), mine)
-        mine.Free()
+        ranks = group.Translate_ranks(range(group.size), self._group)
         if MPI.UNDEFINED in ranks:
             raise RefusedByMpiError(f"{what}: group has ranks that the window does not have", MPI.ERR_GROUP)
         return frozenset(ranks)

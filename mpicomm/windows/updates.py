@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.kernels.accumulate import LOCATING, MOVING
+from mpicomm.kernels.window import LOCATING, MOVING
 from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import DatatypeLayout, known_of, layout_of, made_of
@@ -94,7 +94,7 @@ class Update:
     """Replaces each element by ``op`` of the element and a contribution."""
 
     op: str
-    """A word of kernels.reductions or kernels.accumulate, or an expression of the user."""
+    """A word of kernels.reductions or kernels.window, or an expression of the user."""
     dtype: np.dtype[Any]
 
     @property
@@ -120,7 +120,7 @@ def name_of(op: MPI.Op, what: str) -> str:
     name = op_name(op)
     if name is None or name == "avg":
         raise RefusedByMpiError(
-            f"{what}: op={op!r} cannot update single elements of device memory: pass an operation that MPI defines, or "
+            f"{what}: op={op!r} cannot update single elements of a window: pass an operation that MPI defines, or "
             "an mpicomm.Op",
             MPI.ERR_OP,
         )

@@ -22,7 +22,7 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
         "programs that use the package",
         [["tune"], ["__main__", "ring", "info", "doctor", "bench", "p2p", "trace"], ["cli"]],
     ),
-    ("Interface", "methods as in mpi4py, PyTorch", [["torch", "install"], ["experts"], ["api"]]),
+    ("Interface", "methods as in mpi4py, PyTorch", [["torch", "world"], ["experts"], ["api"]]),
     ("Calls", "read a call, choose its way", [["products"], ["ways", "messages", "windows", "observation"]]),
     (
         "Engines",
@@ -47,7 +47,7 @@ USES_MPI = {
     "__main__",
     "cli",
     "torch",
-    "install",
+    "world",
     "experts",
     "api",
     "observation",

@@ -24,9 +24,16 @@ from pdoc.render_helpers import to_html as docstring_html
 from tests.helpers.jobs.mpiexec import ROOT
 
 DOCS = "mpicomm/docs"
-FOR_USERS = ("guide", "torch", "several_nodes", "seeing_time", "troubles", "variables", "coming_from")
+TASKS = ("memory", "collectives", "reductions", "messages", "windows", "kernels", "streams", "experts", "products")
+FOR_USERS = (
+    *("guide", "installation", *TASKS, "torch", "several_nodes"),
+    *("seeing_time", "troubles", "variables", "coming_from"),
+)
 """Documents of ``DOCS`` in the order of the navigation. Documents that are not named here follow."""
-FOR_CONTRIBUTORS = (f"{DOCS}/architecture.md", "mpicomm/kernels/device_protocol.md", ".github/CONTRIBUTING.md")
+FOR_CONTRIBUTORS = (
+    *(f"{DOCS}/architecture.md", "mpicomm/kernels/device_protocol.md"),
+    *(".github/CONTRIBUTING.md", ".github/testing.md", ".github/adding.md"),
+)
 EXAMPLES = "examples/README.md"
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -11,6 +11,8 @@ from pdoc.render_helpers import markdown_extensions
 
 EXTRAS = {name: value for name, value in markdown_extensions.items() if name != "link-patterns"}
 """The Markdown of pdoc's docstrings, in which only links are links."""
+ROW = re.compile(r"<tr>\s*<td>(?=<code>([A-Z]+_[A-Z_]+)</code></td>)")
+"""The beginning of a row of a table that explains a variable; it gets the name of the variable as its anchor."""
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
@@ -30,5 +32,5 @@ class _Markdown(markdown2.Markdown):  # type: ignore[misc]
 
 def to_html(text: str) -> str:
     """Return the HTML of a document. A table that is wider than the page scrolls by itself."""
-    html = str(_Markdown().convert(text))
+    html = ROW.sub(r'<tr id="\1">\n  <td>', str(_Markdown().convert(text)))
     return html.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")

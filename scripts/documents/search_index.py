@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from html import unescape
 
 _HEADING = re.compile(r'<h([1-3]) id="([^"]*)">(.*?)</h\1>', re.DOTALL)
+_ROW = re.compile(r'<tr id="([^"]*)">(.*?)</tr>', re.DOTALL)
 _LEFT_OUT = re.compile(r"<details>.*?</details>|<style>.*?</style>", re.DOTALL)
 _WITHIN_WORDS = re.compile(r"</?(?:a|code|em|span|strong)\b[^>]*>")
 
@@ -30,9 +31,11 @@ def headings(html: str, level: int) -> list[tuple[str, str]]:
 
 
 def sections(html: str, page: str, title: str) -> Iterator[Entry]:
-    """Return an entry for each heading of a document."""
+    """Return an entry for each heading of a document, and for each row of a table with an anchor."""
     html = _LEFT_OUT.sub("", html)
     found = list(_HEADING.finditer(html))
     for heading, following in zip(found, [*found[1:], None], strict=True):
         text = html[heading.end() : following.start() if following else len(html)]
         yield entry(plain(heading[3]), title, f"{page}#{heading[2]}", plain(text))
+    for row in _ROW.finditer(html):
+        yield entry(row[1], title, f"{page}#{row[1]}", plain(row[2]))

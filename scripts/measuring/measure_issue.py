@@ -38,12 +38,12 @@ from varied_arrays import FLOAT, Pools
 
 import mpicomm
 import mpicomm.torch
-from mpicomm.bench.contenders import PeerFailureError, together
-from mpicomm.bench.machine import Call, GpuMachine, HostMachine, Machine
-from mpicomm.bench.mpi_calls import mpi_call
+from mpicomm.bench.contenders import open_peer
+from mpicomm.bench.machine import Call, machine_of
+from mpicomm.bench.measure import PeerFailureError, together
+from mpicomm.bench.nccl import Nccl
 from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
-from mpicomm.bench.own import Mpicomm
-from mpicomm.bench.peers import open_peer
+from mpicomm.bench.peers import Mpicomm, mpi_call
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.options import rank_record
 
@@ -87,12 +87,12 @@ class Session:
             torch.cuda.set_device(device)
         self.device = torch.device("cpu" if device == "cpu" else f"cuda:{device}")
         self.comm = stack.enter_context(mpicomm.Communicator(WORLD, device=device))
-        self.machine: Machine = HostMachine() if device == "cpu" else GpuMachine()
+        self.machine = machine_of(self.comm)
         self.peer = "gloo" if device == "cpu" else "NCCL"
         self.peer_group = dist.new_group(backend=self.peer.lower())
         self.stack = stack
         self.own_arrays = Mpicomm(self.comm, self.machine, symmetric=False, algorithm="auto")
-        self.nccl = open_peer("nccl", self.comm, self.machine) if device != "cpu" else None
+        self.nccl = open_peer(Nccl, self.comm, self.machine) if device != "cpu" else None
         if self.nccl is not None:
             stack.callback(self.nccl.close)
 

@@ -25,7 +25,7 @@ import mpicomm
 from mpicomm.bench.machine import GpuMachine
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.options import rank_record
-from mpicomm.collectives.gpu.launches_around import pack_launches
+from mpicomm.collectives.gpu.device import pack_launches
 from mpicomm.collectives.gpu.step_loader import launching
 from mpicomm.collectives.pack_tables import PackJob
 from mpicomm.devices.cuda.backend import CudaBackend

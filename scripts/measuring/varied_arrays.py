@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mpicomm.bench.contenders import draw
 from mpicomm.bench.content import REDUCED, expected
-from mpicomm.bench.measure import draw
 from mpicomm.bench.operations import BenchOperation, Case, CaseBuffers, blocks_of, buffers
 
 FLOAT = np.dtype(np.float32)

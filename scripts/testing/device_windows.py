@@ -27,7 +27,7 @@ def on_device(cls: Any, memory: Any, disp_unit: int, info: MPI.Info, comm: MPI.I
 
 
 if "mpicomm" in sys.modules:  # the runner is `python -m mpicomm`
-    from mpicomm.mpi.replace import replace
+    from mpicomm.mpi.request_lists import replace
 
     replace(MPI.Win, "Create", classmethod(on_device))
 sys.argv = sys.argv[1:]

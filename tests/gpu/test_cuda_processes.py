@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
+from mpicomm.devices.handle import FD_KINDS, Descriptor, Kind, MemoryHandle
 from mpicomm.errors import BackendUnavailableError, HandleError
 
 try:

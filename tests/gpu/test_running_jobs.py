@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mpicomm.devices.cuda.driver import visible_devices
+from mpicomm.doctor.__main__ import watch
 from mpicomm.doctor.running import job_of
-from mpicomm.doctor.running_report import watch
 from mpicomm.doctor.waits import Line, RankWait
 from mpicomm.errors import BackendUnavailableError
 from mpicomm.waiting import wait_until

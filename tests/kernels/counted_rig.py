@@ -16,7 +16,7 @@ from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets, p
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.call_templates import CountedTemplate
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.sentinels import ABSENT
+from mpicomm.kernels.team import ABSENT
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
 from tests.kernels.launches import enqueue
@@ -131,9 +131,6 @@ class FilledCountedRig(CountedRig):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._plans: dict[Hashable, CountedTemplate] = {}
-        for node in self._domains:
-            arena: Any = node.arena
-            arena.any_length = arena.sentinels
 
     def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
         plain = [_plain(side) for side in (buffers.send, buffers.receive)]

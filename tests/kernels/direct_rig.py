@@ -14,7 +14,7 @@ from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.launch_numbers import begin_after
 from tests.kernels.build import Change
 from tests.kernels.launches import enqueue
-from tests.kernels.machine import Machine, Place
+from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout
 
 _PARITIES = 2
@@ -60,7 +60,7 @@ class DirectRig:
 
     def run(self, rank: int, exchanges: Sequence[Exchange], *, tag: int = 1, nbytes: int, nap_us: int = 0) -> None:
         """Enqueue a rank's part of an exchange, of at most ``nbytes`` between two ranks."""
-        memory = Mapped(1, 0, tuple(self._addresses(self.outputs, rank)))
+        memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank)))
         (exchange,) = exchanges
         sends, targets, going, coming = ([0] * self.size for _ in range(4))
         for peer, (send, receive) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
@@ -86,6 +86,3 @@ class DirectRig:
         # Each thread more takes ThreadSanitizer a while.
         threads = min(launch.threads, 96) if self.machine.builds.sanitize else launch.threads
         enqueue(self.machine, rank, launch, changes=self._changes, threads=threads, nap_us=nap_us)
-
-    def _addresses(self, places: Sequence[Place], viewer: int) -> list[int]:
-        return [self.machine.address(owner, place, viewer) for owner, place in enumerate(places)]

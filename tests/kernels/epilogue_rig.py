@@ -13,14 +13,12 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues import Epilogue
 from mpicomm.epilogues.base import BoundEpilogue
-from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Operand, Span, parse
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import Array, dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Machine, Place
 from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import INBOX_NBYTES, SMALL
 
 
 def bound(epilogue: Epilogue, dtype: str, result: str, count: int, output: int = 0) -> BoundEpilogue:
@@ -126,7 +124,7 @@ def run_fused(
     changes: Sequence[Change] = (),
 ) -> None:
     """All-reduces in one hop and in two; their last elements fill no whole packet."""
-    rig = PacketRig(Machine(builds, size), protocol, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=2)
+    rig = PacketRig(Machine(builds, size), protocol, changes=changes, timeout_s=2)
     calls = FusedCalls(rig, np.random.default_rng(size))
     for count in (1, 5, 2003) if protocol == "sentinel" else (1, 5, 301):
         for two_shot in (False, True):

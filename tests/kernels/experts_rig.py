@@ -11,8 +11,7 @@ import numpy as np
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.experts.on_gpu import Blocks, ExpertsLaunches, ExpertsMemory
 from mpicomm.experts.shape import Shape
-from mpicomm.kernels.sentinels import ABSENT
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
+from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from tests.kernels.build import Builds, Change
 from tests.kernels.launches import kernel_of
 from tests.kernels.machine import Array, Machine, Place

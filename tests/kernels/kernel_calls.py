@@ -13,7 +13,7 @@ import numpy as np
 from mpicomm.collectives import operations
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.signature import Signature
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples, with_sentinels

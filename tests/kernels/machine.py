@@ -11,12 +11,13 @@ import selectors
 import signal
 import subprocess
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from mpicomm.devices.cuda.faults import FaultRecord
 from mpicomm.kernels.team import Faults, Team
@@ -55,6 +56,13 @@ SEEDS = range(20)
 
 A single run may pass, because a mistake in an order shows only where threads happen to meet in a bad order.
 """
+
+
+def require_seen(run: Callable[[int], object], match: str = CAUGHT) -> None:
+    """Require that a run with one of the seeds sees a mistake."""
+    with pytest.raises(AssertionError, match=match):
+        for seed in SEEDS:
+            run(seed)
 
 
 class RunFailedError(AssertionError):
@@ -160,10 +168,13 @@ class Machine:
             places.append(place.address)
         self._launches[rank].append(_Launch(kernel, tuple(places), blocks, threads, nap_us))
 
-    def run(self, *, seed: int = 0, jitter_us: int = 0, limit_s: float = 60) -> None:
-        """Run all that was enqueued. Raises `RunFailedError` for a crash, a hang, a race, a fault record and stray
-        writes. ``limit_s`` and all timeouts of kernels are in the time of kernels, which waits for ranks without a
-        processor.
+    def run(
+        self, checks: Iterable[Callable[[], None]] = (), *, seed: int = 0, jitter_us: int = 0, limit_s: float = 60
+    ) -> None:
+        """Run all that was enqueued, and then the ``checks`` of its results.
+
+        Raises `RunFailedError` for a crash, a hang, a race, a fault record and stray writes. ``limit_s`` and all
+        timeouts of kernels are in the time of kernels, which waits for ranks without a processor.
         """
         self._clock = clock = self._new_clock(limit_s)
         jobs = [self._job(rank, clock, seed, jitter_us) for rank in range(self.size) if self._launches[rank]]
@@ -183,6 +194,8 @@ class Machine:
             raise RunFailedError("\n".join(faults))
         if self.wrote_beside():
             raise RunFailedError("a kernel wrote beside what it was to write")
+        for check in checks:
+            check()
 
     @property
     def elapsed_s(self) -> float:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from mpicomm.collectives.exchange import TwoShot
 from mpicomm.collectives.gpu.algorithms.base import Domain
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
-from mpicomm.collectives.gpu.algorithms.packets.configs import Geometry, PacketConfig, coding_of, row_geometry
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import STAGES, Protocol
+from mpicomm.collectives.gpu.algorithms.packets.configs import (
+    Geometry,
+    PacketConfig,
+    coding_of,
+    large_inboxes,
+    row_geometry,
+)
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
-from mpicomm.kernels.sentinels import ABSENT
+from mpicomm.kernels.team import ABSENT
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.rigs.filled_calls import packet_launch
@@ -26,6 +31,8 @@ from tests.kernels.build import Change
 from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine
 
+SMALL = Geometry(blocks=2, workers=32)
+INBOX_NBYTES = 6 * SMALL.threads * 16  # so that a message of more than six steps uses inboxes again
 _ANY_NBYTES = 1 << 30  # assumed for a longest message that not all ranks know
 
 
@@ -37,16 +44,37 @@ class SmallLayout(ArenaLayout):
     sentinel_inbox_nbytes: int = 0
 
 
+class SimulatedArena:
+    """An arena as one rank sees it, with ``regions`` beyond it."""
+
+    def __init__(self, layout: SmallLayout, arenas: Sequence[int], regions: Mapping[str, ArenaRegion]) -> None:
+        self.layout = layout
+        self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
+        self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
+        self.any_length = self.sentinels
+        self._regions = regions
+
+    def has(self, request: Request) -> bool:
+        return True
+
+    def region(self, request: Request) -> ArenaRegion:
+        if request.what == large_inboxes(self.layout, 1).what:  # the ordinary inboxes, which are used again more often
+            return ArenaRegion(self.sentinels.pointers, PARITIES * STAGES * self.layout.size * self.sentinels.nbytes)
+        region = self._regions[request.what]
+        assert request.slots_nbytes <= region.slots_nbytes
+        return region
+
+
 class PacketRig:
     """An arena of one protocol for each rank; each rank can send ``inbox_nbytes`` to another."""
 
     def __init__(
         self,
         machine: Machine,
-        protocol: Protocol,
-        geometry: Geometry,
+        protocol: Protocol = "sentinel",
+        geometry: Geometry = SMALL,
         *,
-        inbox_nbytes: int = 64 << 10,
+        inbox_nbytes: int = INBOX_NBYTES,
         changes: Sequence[Change] = (),
         timeout_s: float = 20,
     ) -> None:
@@ -60,7 +88,14 @@ class PacketRig:
         machine.keep()
         for arena in self.arenas:
             arena.bytes[layout.sentinels : layout.escapes].view(np.uint32)[:] = ABSENT
-        self._domains = [self._domain(rank, timeout_s) for rank in range(self.size)]
+        self._domains = [
+            Domain(
+                machine.team(self.arenas, rank, timeout_s),
+                SimulatedArena(layout, machine.addresses(self.arenas, rank), {}),
+                geometry.blocks,
+            )
+            for rank in range(self.size)
+        ]
 
     def start_at(self, launch: int) -> None:
         """Let all ranks have begun and ended this launch."""
@@ -112,17 +147,3 @@ class PacketRig:
                 way = replace(PacketConfig.of(self._protocol, inboxes, geometry), row_nbytes=rows.nbytes if rows else 0)
             launch = packet_launch(template, signature.hash32, way, nbytes, exchange.dtype.itemsize)
             enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
-
-    def _domain(self, rank: int, timeout_s: float) -> Domain:
-        pointers = tuple(self.machine.address(owner, arena, rank) for owner, arena in enumerate(self.arenas))
-        team, layout = self.machine.team(self.arenas, rank, timeout_s), self._layout
-
-        def inboxes(offset: int, nbytes: int) -> Inboxes:
-            return Inboxes(tuple(pointer + offset for pointer in pointers), nbytes)
-
-        arena = SimpleNamespace(
-            layout=layout,
-            flagged=inboxes(layout.flagged, layout.flagged_inbox_nbytes),
-            sentinels=inboxes(layout.sentinels, layout.sentinel_inbox_nbytes),
-        )
-        return Domain(team, cast(Any, arena), self._geometry.blocks)

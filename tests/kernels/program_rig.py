@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,20 +11,17 @@ from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.chain.plan import layout_of
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
-from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaRegion, Inboxes, Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import STAGES
-from mpicomm.collectives.gpu.algorithms.packets.configs import large_inboxes
+from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, Request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.sentinels import ABSENT
-from mpicomm.kernels.team import Team
+from mpicomm.kernels.team import ABSENT, Team
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine, Place
-from tests.kernels.packet_rig import SmallLayout
+from tests.kernels.packet_rig import SimulatedArena, SmallLayout
 
 BLOCKS, CHANNELS = 2, 2
 INBOX_NBYTES = 144 << 10  # six steps of packets in as many blocks, and a little
@@ -38,27 +35,6 @@ class Layout(SmallLayout):
     @property
     def most_inbox_nbytes(self) -> int:
         return INBOX_NBYTES
-
-
-class SimulatedArena:
-    """The rig's arena as one rank sees it, with the rig's ``regions``."""
-
-    def __init__(self, layout: SmallLayout, arenas: Sequence[int], regions: Mapping[str, ArenaRegion]) -> None:
-        self.layout = layout
-        self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
-        self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
-        self.any_length = self.sentinels
-        self._regions = regions
-
-    def has(self, request: Request) -> bool:
-        return True
-
-    def region(self, request: Request) -> ArenaRegion:
-        if request.what == large_inboxes(self.layout, 1).what:  # the ordinary inboxes, which are used again more often
-            return ArenaRegion(self.sentinels.pointers, PARITIES * STAGES * self.layout.size * self.sentinels.nbytes)
-        region = self._regions[request.what]
-        assert request.slots_nbytes <= region.slots_nbytes
-        return region
 
 
 class ProgramRig:

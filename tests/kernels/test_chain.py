@@ -9,13 +9,13 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives.exchange import ChainHop
-from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS
-from mpicomm.mpi.span import Span
+from mpicomm.collectives.gpu.algorithms.chain.plan import BATCH_NBYTES, CHAIN_SLOTS
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds, Change
-from tests.kernels.chain_rig import ChainRig
+from tests.kernels.channel_rigs import ChainRig
 from tests.kernels.kernel_calls import Calls, sizes_around
-from tests.kernels.machine import CAUGHT, SEEDS
+from tests.kernels.machine import Machine, require_seen
 
 UNIT_NBYTES = 512  # of a batch
 CHANNELS = 8  # one block has as many warps
@@ -24,11 +24,8 @@ SLOTS_NBYTES = CHANNELS * 32 * 1024  # one of each channel, the largest there ar
 LARGE = SLOTS_NBYTES * (CHAIN_SLOTS + 1) + 12  # every slot is used again
 TYPES = (
     ("int8", "sum"),
-    ("bool", "lor"),
     ("uint16", "max"),
-    ("float32", "max"),
     ("float64", "sum"),
-    ("complex64", "sum"),
     ("complex128", "prod"),
     ("float32", "a * 2 - b"),
 )
@@ -46,7 +43,7 @@ def play(
 ) -> None:
     rng = np.random.default_rng([size, seed])
     # ThreadSanitizer makes everything slow. Without it a wait of two seconds is a wait for ever.
-    rig = ChainRig(builds, size, blocks, nbytes=room, changes=changes, timeout_s=20 if builds.sanitize else 2)
+    rig = ChainRig(Machine(builds, size), blocks, nbytes=room, changes=changes, timeout_s=20 if builds.sanitize else 2)
     rig.start_at(2**32 - 3)
     calls = Calls(rig, rng, nap_us=1000)
     # ThreadSanitizer does not know that a store which depends on a load comes after it: see chain.cu.
@@ -57,13 +54,10 @@ def play(
             calls.bcast(nbytes, "chain"),
             calls.reduce("int32", "sum", -(-nbytes // 4), "chain", in_place=in_place),
         ]
-    rig.machine.run(seed=seed, jitter_us=200, limit_s=60)
-    for check in checks:
-        check()
+    rig.machine.run(checks, seed=seed, jitter_us=200, limit_s=60)
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("size", "blocks"), [(2, 2), (3, 1), (4, 2)])
 def test_every_size_at_which_something_changes_past_the_end_of_32_bits(builds: Builds, size: int, blocks: int) -> None:
     limits = (*LIMITS, blocks * LIMITS[-1])
     play(builds, size, [nbytes for nbytes in sizes_around(*limits) if nbytes], blocks=blocks)
@@ -79,7 +73,7 @@ def test_slots_of_few_batches(builds: Builds, batches: int) -> None:
 
 def test_flags_of_all_slots_are_written(builds: Builds) -> None:
     """Slots that no launch begins with need flags, too: flags that are 2**31 slots old are ahead of awaited ones."""
-    rig = ChainRig(builds, 3, 1)
+    rig = ChainRig(Machine(builds, 3), 1)
     check = Calls(rig, np.random.default_rng(0)).bcast((CHAIN_SLOTS + 2) * SLOTS_NBYTES, "chain")
     rig.machine.run(seed=1)
     check()
@@ -95,12 +89,10 @@ def test_flags_of_all_slots_are_written(builds: Builds) -> None:
 
 @pytest.mark.parametrize("reduction", TYPES, ids="-".join)
 def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
-    rig = ChainRig(builds, 3, 1)
+    rig = ChainRig(Machine(builds, 3), 1)
     calls = Calls(rig, np.random.default_rng(len(reduction[0])))
     checks = [calls.reduce(*reduction, count, "chain") for count in (1, 15, 1021, 9001) for _ in range(3)]
-    rig.machine.run(seed=1, jitter_us=100)
-    for check in checks:
-        check()
+    rig.machine.run(checks, seed=1, jitter_us=100)
 
 
 def test_no_race(watched_builds: Builds) -> None:
@@ -152,6 +144,4 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_failure_is_seen(builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in SEEDS:
-            play(builds, 3, [700, LARGE, 5, 5, 5, 5], seed=seed, changes=(MISTAKES[name],))
+    require_seen(lambda seed: play(builds, 3, [700, LARGE, 5, 5, 5, 5], seed=seed, changes=(MISTAKES[name],)))

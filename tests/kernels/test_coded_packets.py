@@ -16,15 +16,14 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs.patterns import Pattern, blocks
 from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import Array, dtype_named
 from tests.kernels.build import Builds, Change
 from tests.kernels.late_resets import LATE, LOST
-from tests.kernels.machine import CAUGHT, SEEDS, Machine, Place, RunFailedError
-from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import SMALL
+from tests.kernels.machine import Machine, Place, RunFailedError, require_seen
+from tests.kernels.packet_rig import SMALL, PacketRig
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -157,7 +156,7 @@ def run_all(
     """Calls with codes of these ``kinds``, with inboxes of ``laps`` steps. The compiler takes most of the time."""
     machine = Machine(builds, size)
     step = elements_of_step(size)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=laps * step, changes=changes, timeout_s=2)
+    rig = PacketRig(machine, inbox_nbytes=laps * step, changes=changes, timeout_s=2)
     rng = np.random.default_rng([size, seed])
     calls = CodedCalls(rig, rng, Wire(codes), dtype)
     plain = CodedCalls(rig, rng, Wire(codes, again=False), dtype)
@@ -198,7 +197,7 @@ def test_no_race(watched_builds: Builds) -> None:
 def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
     machine = Machine(builds, 3)
     step = elements_of_step(3)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=FEWEST_LAPS * step, timeout_s=0.3)
+    rig = PacketRig(machine, inbox_nbytes=FEWEST_LAPS * step, timeout_s=0.3)
     dtype, count = np.dtype(np.float32), 9 * step
     for rank in range(2):
         source = machine.allocate(rank, 4 * count)
@@ -212,7 +211,7 @@ def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
 
 def test_ranks_with_other_codes_notice_it(builds: Builds) -> None:
     machine = Machine(builds, 2)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=FEWEST_LAPS * STEP, timeout_s=5)
+    rig = PacketRig(machine, inbox_nbytes=FEWEST_LAPS * STEP, timeout_s=5)
     dtype, count = np.dtype(np.float32), 700
     for rank, codes in enumerate(("int8", "float8_e4m3fn")):
         span = Span(machine.allocate(rank, 4 * count).address, count)
@@ -254,34 +253,35 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_with_scales_is_seen(builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in SEEDS:
-            run_all(
-                builds,
-                2,
-                "int8",
-                "bfloat16",
-                counts=(300, *LAPS),
-                seed=seed,
-                changes=[MISTAKES[name]],
-                limit_s=20,
-                kinds=("two_shot",),
-            )
+    require_seen(
+        lambda seed: run_all(
+            builds,
+            2,
+            "int8",
+            "bfloat16",
+            counts=(300, *LAPS),
+            seed=seed,
+            changes=[MISTAKES[name]],
+            limit_s=20,
+            kinds=("two_shot",),
+        )
+    )
 
 
 def test_fence_that_is_not_waited_for_is_seen(builds: Builds) -> None:
     mistake = Change(SOURCE, "fences.await(thread, turn - slack_of(x));", "")
-    with pytest.raises(AssertionError, match=LOST):
-        for seed in SEEDS:
-            run_all(
-                builds,
-                2,
-                "int8",
-                "bfloat16",
-                counts=LAPS[2:],
-                laps=7,
-                kinds=("two_shot",),
-                seed=seed,
-                changes=[*LATER, mistake],
-                limit_s=20,
-            )
+    require_seen(
+        lambda seed: run_all(
+            builds,
+            2,
+            "int8",
+            "bfloat16",
+            counts=LAPS[2:],
+            laps=7,
+            kinds=("two_shot",),
+            seed=seed,
+            changes=[*LATER, mistake],
+            limit_s=20,
+        ),
+        match=LOST,
+    )

@@ -20,7 +20,7 @@ from tests.kernels.device_functions_rig import (
     hand_over,
     reduce_all,
 )
-from tests.kernels.machine import CAUGHT, SEEDS
+from tests.kernels.machine import require_seen
 
 # Lengths around a unit, a packet and a line, and longer than the bytes that all threads move at once.
 SHAPES = [
@@ -32,12 +32,9 @@ SHAPES = [
 ]
 REDUCTIONS = [
     ("float32", "sum", Messages(500, 0, 0)),
-    ("float32", "sum", Messages(400, 4, 4)),
     ("float32", "max", Messages(404, 8, 4)),
     ("float16", "sum", Messages(1250, 6, 6)),
-    ("bfloat16", "sum", Messages(2002, 2, 2)),
     ("bfloat16", "min", Messages(34, 0, 14)),
-    ("float64", "min", Messages(800, 8, 8)),
     ("int32", "sum", Messages(4, 12, 0)),
 ]
 
@@ -132,6 +129,4 @@ CONTROLS: list[tuple[str, str, Change]] = [
 
 @pytest.mark.parametrize(("name", "group", "change"), CONTROLS, ids=lambda part: getattr(part, "old", part))
 def test_mistake_is_seen(watched_builds: Builds, name: str, group: str, change: Change) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in SEEDS:
-            run(watched_builds, name, group, [change], timeout_s=1)
+    require_seen(lambda _: run(watched_builds, name, group, [change], timeout_s=1))

@@ -10,13 +10,13 @@ import pytest
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.direct_rig import DirectRig
 from tests.kernels.launches import kernel_of
-from tests.kernels.machine import CAUGHT, SEEDS, Machine, RunFailedError
+from tests.kernels.machine import Machine, RunFailedError, require_seen
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -173,9 +173,7 @@ def test_the_first_launches_of_a_round_wipe_old_flags_of_packets(builds: Builds,
         checks = [calls.allgather(1000)] if moves else []
         for rank in range(0 if moves else rig.size):
             rig.barrier(rank)
-        rig.machine.run(seed=len(wiped), jitter_us=100)
-        for check in checks:
-            check()
+        rig.machine.run(checks, seed=len(wiped), jitter_us=100)
         for rank in range(rig.size):
             assert [parity for parity in range(2) if not rig.flags(rank)[parity].any()] == wiped
             assert all((rig.flags(rank)[parity] == 7).all() for parity in range(2) if parity not in wiped)
@@ -265,19 +263,13 @@ RACES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_seen(builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for start in SEEDS:
-            run_long(builds, start=start, changes=[MISTAKES[name]], timeout_s=2)
+    require_seen(lambda start: run_long(builds, start=start, changes=[MISTAKES[name]], timeout_s=2))
 
 
 @pytest.mark.parametrize("name", RACES)
 def test_race_is_seen(watched_builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for start in SEEDS:
-            run_long(watched_builds, start=start, rounds=15, changes=[RACES[name]], timeout_s=2)
+    require_seen(lambda start: run_long(watched_builds, start=start, rounds=15, changes=[RACES[name]], timeout_s=2))
 
 
 def test_barrier_without_a_wait_is_seen(builds: Builds) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in SEEDS:
-            run_with_barriers(builds, [MISTAKES["no wait for the peers"]], timeout_s=2)
+    require_seen(lambda _: run_with_barriers(builds, [MISTAKES["no wait for the peers"]], timeout_s=2))

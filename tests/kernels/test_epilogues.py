@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
-from mpicomm.collectives.gpu.launches_around import finish_launches
+from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
-from mpicomm.kernels.sentinels import ABSENT
-from mpicomm.mpi.span import Span
+from mpicomm.kernels.team import ABSENT
+from mpicomm.mpi.arguments import Span
 from tests.helpers.references.reductions import NARROW, dtype_named, require_same, rounded_once, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import bound, finished, on_rank, run_fused
 from tests.kernels.launches import kernel_of
-from tests.kernels.machine import CAUGHT, SEEDS, Machine
+from tests.kernels.machine import Machine, require_seen
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -147,15 +147,11 @@ def test_the_threads_of_a_row_leave_together_if_some_see_a_failure(builds: Build
 
 CONVERSIONS: list[tuple[Protocol, Epilogue, tuple[str, str], str, int]] = [
     ("flagged", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 2),
-    ("sentinel", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 4),
-    ("flagged", fp8(np.array([3], np.float32), "float8_e5m2"), ("bfloat16", "avg"), "float8_e5m2", 3),
     ("sentinel", fp8(np.array([3], np.float32), "float8_e5m2"), ("bfloat16", "avg"), "float8_e5m2", 3),
-    ("sentinel", AFFINE, ("float16", "sum"), "float32", 3),
     ("sentinel", AFFINE, ("float64", "a * 2 - b"), "bfloat16", 2),
     ("flagged", AFFINE, ("float8_e4m3fn", "max"), "float64", 3),
     ("sentinel", Elementwise("conj(v) - i"), ("complex64", "sum"), "complex128", 3),
     ("sentinel", Elementwise("v * 3 + i % k", k=5), ("int32", "sum"), "int64", 4),
-    ("flagged", Elementwise("v and not m[i]", m=RNG.random(5000) < 0.5), ("bool", "lor"), "int16", 3),
 ]
 
 
@@ -181,9 +177,7 @@ def test_results_that_say_that_no_packet_has_come(builds: Builds) -> None:
 
 def test_results_that_lose_such_a_word_are_found(builds: Builds) -> None:
     change = Change("packet_protocols.cuh", "(defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))", "1")
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in SEEDS:
-            run_fused(builds, "sentinel", WORDS, ("float32", "sum"), exact=True, changes=[change])
+    require_seen(lambda _: run_fused(builds, "sentinel", WORDS, ("float32", "sum"), exact=True, changes=[change]))
 
 
 PLACES = {
@@ -206,6 +200,6 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_an_epilogue_that_forgets_where_its_shard_begins_is_found(builds: Builds, name: str) -> None:
     change, result = PLACES[name]
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in SEEDS:
-            run_fused(builds, "flagged", Elementwise("v + i"), ("float32", "sum"), result, changes=[change])
+    require_seen(
+        lambda _: run_fused(builds, "flagged", Elementwise("v + i"), ("float32", "sum"), result, changes=[change])
+    )

@@ -28,11 +28,11 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Decision
-from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import Scratch
+from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.plain_arrays import plain_array
-from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.inputs import patterns
@@ -159,9 +159,7 @@ def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatc
         for operation in (operations.ALLTOALLV, operations.ALLTOALLW):
             checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count)), operation))
         checks.append(calls.allreduce(name, "sum", count))
-        rig.machine.run(seed=count, jitter_us=200)
-        for check in checks:
-            check()
+        rig.machine.run(checks, seed=count, jitter_us=200)
         rig.machine.clear()
     assert {*rig.launched} == {"one_shot", "two_shot", "chain"}
     assert rig.kernels == {"mpicomm_packets", "mpicomm_chain", "mpicomm_exchange"}
@@ -179,9 +177,7 @@ def test_filled_calls_with_recvcounts(builds: Builds, monkeypatch: pytest.Monkey
             for counts in ([count, 1, 2][:size], [2, count + 1, 0][:size])
             for in_place in (True, False, True)
         ]
-        rig.machine.run(seed=count, jitter_us=200)
-        for check in checks:
-            check()
+        rig.machine.run(checks, seed=count, jitter_us=200)
     assert {*rig.launched} == {"one_shot"}
     assert rig.kernels == {"mpicomm_packets"}
 

@@ -98,7 +98,7 @@ class FinishedCalls:
             given: Any = MPI.IN_PLACE if in_place else source[1], target[1]
             arguments = Arguments(given[0], given[1], MPI.SUM, epilogue=epilogue)
             call = Call(ALLREDUCE, arguments, rank, rig.size, algorithm)
-            kinds, memory = epilogue.key(lambda array: None)
+            kinds, memory = epilogue.key()
             rig.launch(rank, call, algorithm, (in_place, kinds), *memory)
             self._checks.append((target[0], expected))
             self._checks += [(placed[rank][name][0], array) for name, array in arrays.items()]

@@ -15,9 +15,8 @@ from tests.helpers.references.reductions import Array, dtype_named
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import FusedCalls
 from tests.kernels.late_resets import LATE, LOST
-from tests.kernels.machine import CAUGHT, SEEDS, Machine, RunFailedError
-from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import SMALL
+from tests.kernels.machine import Machine, RunFailedError, require_seen
+from tests.kernels.packet_rig import SMALL, PacketRig
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -34,9 +33,9 @@ def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array
 
 def run_norms(
     builds: Builds,
-    dtype: str,
-    result: str,
-    weight: str,
+    dtype: str = "float32",
+    result: str = "float32",
+    weight: str = "float32",
     *,
     size: int = 3,
     two_shot: bool = False,
@@ -48,9 +47,7 @@ def run_norms(
 ) -> None:
     """Sums whose rows are normalised by two blocks; the inboxes hold ``laps`` steps."""
     threads = SMALL.blocks * 256 * most_groups(size, fan_out=two_shot)
-    rig = PacketRig(
-        Machine(builds, size), "sentinel", SMALL, inbox_nbytes=laps * threads * 16, changes=changes, timeout_s=2
-    )
+    rig = PacketRig(Machine(builds, size), inbox_nbytes=laps * threads * 16, changes=changes, timeout_s=2)
     rng = np.random.default_rng([size, seed])
     calls = FusedCalls(rig, rng)
     for rows, nbytes in shapes:
@@ -68,9 +65,7 @@ def run_norms(
 @pytest.mark.parametrize(
     ("dtype", "result", "weight", "size", "two_shot"),
     [
-        ("float32", "float32", "float32", 2, True),
         ("bfloat16", "bfloat16", "bfloat16", 3, False),
-        ("float16", "float8_e4m3fn", "float32", 2, False),
         ("bfloat16", "float8_e5m2", "float16", 4, True),
         ("float64", "float32", "float64", 3, True),
     ],
@@ -85,13 +80,13 @@ LONG = ((13, 3 * STEP_NBYTES - 16), (40, STEP_NBYTES), (9, 5 * STEP_NBYTES))
 @pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 9)])
 def test_slots_are_used_again(builds: Builds, size: int, laps: int, two_shot: bool) -> None:
-    run_norms(builds, "float32", "float32", "float32", size=size, shapes=LONG, laps=laps, two_shot=two_shot)
+    run_norms(builds, size=size, shapes=LONG, laps=laps, two_shot=two_shot)
 
 
 @pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 def test_no_race(watched_builds: Builds, two_shot: bool) -> None:
     shapes = [*SHAPES, LONG[0]]
-    run_norms(watched_builds, "float32", "float32", "float32", shapes=shapes, laps=8, two_shot=two_shot)
+    run_norms(watched_builds, shapes=shapes, laps=8, two_shot=two_shot)
 
 
 # In every third step only the first thread has a unit. With 8 laps some fences fall on such a step. On every second
@@ -105,26 +100,15 @@ LATER = [*LATE, Change("fences.cuh", "turn < 20;", f"turn < {SLOW};")]
 def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds, two_shot: bool) -> None:
     for shapes, laps in ((GAPS, LAPS), (LONG, 7)):
         changes = LATER
-        run_norms(builds, "float32", "float32", "float32", shapes=shapes, laps=laps, changes=changes, two_shot=two_shot)
+        run_norms(builds, shapes=shapes, laps=laps, changes=changes, two_shot=two_shot)
 
 
 @pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 def test_fences_that_come_too_late_for_rows_are_found(builds: Builds, two_shot: bool) -> None:
     shapes = [(GAPS[0][0] * (3 if two_shot else 1), GAPS[0][1])]  # as many rows in each shard
     changes = [*LATER, Change("packets.cu", "x.laps - (kRows ? 4 : 3)", "x.laps - 2")]
-    with pytest.raises(AssertionError, match=LOST):
-        for seed in SEEDS:
-            run_norms(
-                builds,
-                "float32",
-                "float32",
-                "float32",
-                shapes=shapes,
-                laps=LAPS,
-                seed=seed,
-                changes=changes,
-                two_shot=two_shot,
-            )
+    more: dict[str, Any] = {"changes": changes, "two_shot": two_shot}
+    require_seen(lambda seed: run_norms(builds, shapes=shapes, laps=LAPS, seed=seed, **more), LOST)
 
 
 SUMS = {
@@ -136,37 +120,15 @@ SUMS = {
 
 @pytest.mark.parametrize("name", ["read before they are there", "of another group"])
 def test_mistake_with_sums_is_seen(builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in SEEDS:
-            shapes = [(40, 272), (7, STEP_NBYTES + 16)]
-            run_norms(
-                builds,
-                "float32",
-                "float32",
-                "float32",
-                size=2,
-                shapes=shapes,
-                seed=seed,
-                changes=[SUMS[name]],
-                limit_s=10,
-            )
+    shapes, changes = [(40, 272), (7, STEP_NBYTES + 16)], [SUMS[name]]
+    require_seen(lambda seed: run_norms(builds, size=2, shapes=shapes, seed=seed, changes=changes, limit_s=10))
 
 
 @pytest.mark.parametrize(
     ("name", "two_shot"), [("read before they are there", False), ("in one place instead of two", True)]
 )
 def test_race_with_sums_is_seen(watched_builds: Builds, name: str, two_shot: bool) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in SEEDS:
-            run_norms(
-                watched_builds,
-                "float32",
-                "float32",
-                "float32",
-                shapes=[(40, 272)],
-                changes=[SUMS[name]],
-                two_shot=two_shot,
-            )
+    require_seen(lambda _: run_norms(watched_builds, shapes=[(40, 272)], changes=[SUMS[name]], two_shot=two_shot))
 
 
 # One thread of a rank sends nothing from its third packet on. One thread of each other rank gives up, while the others
@@ -194,9 +156,6 @@ def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, n
     with pytest.raises(RunFailedError, match=said):
         run_norms(
             builds,
-            "float32",
-            "float32",
-            "float32",
             shapes=[(6 if two_shot else 2, 8 * STEP_NBYTES)],
             laps=laps,
             changes=changes,
@@ -228,9 +187,6 @@ def test_a_thread_that_gets_no_more_of_a_row_leaves_with_its_group(builds: Build
         with pytest.raises(RunFailedError, match=said):
             run_norms(
                 builds,
-                "float32",
-                "float32",
-                "float32",
                 shapes=[(6, ROW)],
                 laps=laps,
                 changes=[NO_MORE[name], Change("packets.cu", MEETS, leaves)],

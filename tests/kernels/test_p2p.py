@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mpicomm.p2p.kernels import CHASE, COPY, HOLD, RALLY, Chase, Copying, Holding, Rally
+from mpicomm.p2p.kernels import COPY, GATE, PING_PONG, POINTER_CHASE, Copying, Gate, PingPong, PointerChase
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Machine
 
@@ -34,13 +34,13 @@ def test_bytes_are_copied_into_memory_of_another_rank(builds: Builds) -> None:
 def test_a_held_stream_goes_on_when_it_is_released_or_time_is_up(builds: Builds, released: bool) -> None:
     machine = Machine(builds, 1)
     word = machine.place(0, np.array([released], np.uint32))
-    kernel = builds.kernel(HOLD.source, HOLD.entry)
-    machine.launch(0, kernel, [Holding(word.address, 300_000_000)], blocks=1, threads=1)
+    kernel = builds.kernel(GATE.source, GATE.entry)
+    machine.launch(0, kernel, [Gate(word.address, 300_000_000)], blocks=1, threads=1)
     machine.run()
     assert machine.elapsed_s < 0.01 if released else 0.3 <= machine.elapsed_s < 0.4
 
 
-def rally(
+def ping_pong(
     builds: Builds,
     changes: Sequence[Change] = (),
     *,
@@ -50,12 +50,12 @@ def rally(
 ) -> tuple[int, int, int]:
     """Return the nanoseconds, the rounds, and the word of the rank that answers."""
     machine = Machine(builds, 2)
-    kernel = builds.kernel(RALLY.source, RALLY.entry, changes=changes)
+    kernel = builds.kernel(PING_PONG.source, PING_PONG.entry, changes=changes)
     words, result = [machine.allocate(rank, 4) for rank in range(2)], machine.allocate(0, 16)
     limits = int(budget_s * 1e9), int(limit_s * 1e9), ROUNDS
     for rank in range(2 if answers else 1):
         theirs = machine.address(1 - rank, words[1 - rank], rank)
-        own = Rally(words[rank].address, theirs, 0 if rank else result.address, *limits, rank == 0)
+        own = PingPong(words[rank].address, theirs, 0 if rank else result.address, *limits, rank == 0)
         machine.launch(rank, kernel, [own], blocks=1, threads=1, nap_us=2000 * rank)
     machine.run(limit_s=30)
     elapsed_ns, rounds = map(int, result.view(np.uint64))
@@ -63,28 +63,28 @@ def rally(
 
 
 def test_a_word_goes_to_and_fro(builds: Builds) -> None:
-    elapsed_ns, rounds, word = rally(builds)
+    elapsed_ns, rounds, word = ping_pong(builds)
     assert elapsed_ns > 0
     assert (rounds, word) == (ROUNDS, OVER)
 
 
-def test_a_rally_ends_when_it_has_taken_long_enough(builds: Builds) -> None:
-    elapsed_ns, rounds, word = rally(builds, budget_s=1e-9)
+def test_a_ping_pong_ends_when_it_has_taken_long_enough(builds: Builds) -> None:
+    elapsed_ns, rounds, word = ping_pong(builds, budget_s=1e-9)
     assert elapsed_ns > 0
     assert (rounds, word) == (31, OVER)
 
 
-def test_a_rally_without_an_answer_ends_without_a_time(builds: Builds) -> None:
-    assert rally(builds, answers=False, limit_s=0.1) == (0, 0, OVER)
+def test_a_ping_pong_without_an_answer_ends_without_a_time(builds: Builds) -> None:
+    assert ping_pong(builds, answers=False, limit_s=0.1) == (0, 0, OVER)
     no_answer = Change("p2p.cu", "    store_relaxed(x.theirs, value);\n", "")
-    assert rally(builds, [no_answer], limit_s=0.1) == (0, 0, OVER)
+    assert ping_pong(builds, [no_answer], limit_s=0.1) == (0, 0, OVER)
 
 
 def test_loads_that_follow_each_other(builds: Builds) -> None:
     machine = Machine(builds, 2)
     word, result = machine.allocate(1, 8), machine.allocate(0, 16)
-    kernel = builds.kernel(CHASE.source, CHASE.entry)
-    machine.launch(0, kernel, [Chase(machine.address(1, word, 0), result.address, 500)], blocks=1, threads=1)
+    kernel = builds.kernel(POINTER_CHASE.source, POINTER_CHASE.entry)
+    machine.launch(0, kernel, [PointerChase(machine.address(1, word, 0), result.address, 500)], blocks=1, threads=1)
     machine.run()
     elapsed_ns, loads = result.view(np.uint64)
     assert elapsed_ns > 0 and loads == 500

@@ -11,15 +11,15 @@ import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.signature import Signature
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import SENTINELS
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE, LOST
-from tests.kernels.machine import CAUGHT, SEEDS, Array, Machine, RunFailedError
+from tests.kernels.machine import Array, Machine, RunFailedError, require_seen
 from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long, run_movements, run_uneven
+from tests.kernels.packet_runs import STARTS, run_every_size, run_long, run_movements, run_uneven
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -35,48 +35,39 @@ class SentinelCalls(Calls):
 
 
 # Each number of ranks is another kernel; the next test has the others of them.
-@pytest.mark.parametrize(("protocol", "size"), [("flagged", 2), ("flagged", 4), ("sentinel", 3), ("sentinel", 4)])
+@pytest.mark.parametrize(("protocol", "size"), [("flagged", 4), ("sentinel", 3)])
 def test_every_size_at_which_something_changes(builds: Builds, protocol: Protocol, size: int) -> None:
     run_every_size(builds, protocol, size)
 
 
 @pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 6), (4, 10)])
 def test_one_rank_sends_more_than_the_other(builds: Builds, size: int, laps: int) -> None:
-    for seed in range(2):
-        run_uneven(builds, size, laps=laps, seed=seed)
+    run_uneven(builds, size, laps=laps)
 
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, protocol: Protocol, start: str) -> None:
-    run_long(builds, protocol, start=STARTS[start], batches=4)
+    run_long(builds, protocol, start=STARTS[start])
 
 
 def run_reductions(
     builds: Builds, reduction: tuple[str, str], *, changes: Sequence[Change] = (), timeout_s: float = 20
 ) -> None:
     """All-reduces in one hop and in two."""
-    rig = PacketRig(
-        Machine(builds, 3), "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s
-    )
+    rig = PacketRig(Machine(builds, 3), changes=changes, timeout_s=timeout_s)
     calls = Calls(rig, np.random.default_rng(1))
     checks = [calls.allreduce(*reduction, count, two_shot=two_shot) for count, two_shot in ((5, False), (3001, True))]
-    rig.machine.run(jitter_us=100)
-    for check in checks:
-        check()
+    rig.machine.run(checks, jitter_us=100)
 
 
 TYPES = (
     ("float8_e4m3fn", "max"),
-    ("float8_e5m2", "sum"),
-    ("float16", "sum"),
     ("bfloat16", "avg"),
     ("float32", "min"),
-    ("float64", "max"),
     ("complex64", "sum"),
     ("complex128", "sum"),
     ("int16", "sum"),
-    ("uint64", "sum"),
     ("float16", "a * 2 - b"),
     ("int64", "a * 2 - b"),
 )
@@ -95,18 +86,14 @@ def test_bytes_are_moved(builds: Builds, protocol: Protocol, nbytes: int) -> Non
 
 def run_escapes(builds: Builds, *, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
     """Movements of only words that need escapes."""
-    rig = PacketRig(
-        Machine(builds, 3), "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s
-    )
+    rig = PacketRig(Machine(builds, 3), changes=changes, timeout_s=timeout_s)
     calls = SentinelCalls(rig, np.random.default_rng(3), nap_us=1000)
     checks = [
         call(nbytes)
         for nbytes in (64, 20_000) * 3
         for call in (partial(calls.bcast, algorithm="two_shot"), calls.allgather)
     ]
-    rig.machine.run(jitter_us=100)
-    for check in checks:
-        check()
+    rig.machine.run(checks, jitter_us=100)
 
 
 def test_all_words_of_the_data_need_escapes(builds: Builds) -> None:
@@ -114,19 +101,17 @@ def test_all_words_of_the_data_need_escapes(builds: Builds) -> None:
 
 
 def test_five_ranks_with_no_more_than_six_steps_of_room(builds: Builds) -> None:
-    rig = PacketRig(Machine(builds, 5), "sentinel", SMALL, inbox_nbytes=6 * SMALL.threads * 16)
+    rig = PacketRig(Machine(builds, 5))
     calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
     checks = [calls.allreduce("int32", "sum", 3001, two_shot=two_shot) for two_shot in (False, True)]
     checks.append(calls.reduce_scatter("int32", "sum", [3001] * rig.size, in_place=True))
     checks += [calls.allgather(9001), calls.bcast(30001, "two_shot"), calls.allgather(9001)]
-    rig.machine.run(seed=5, jitter_us=300)
-    for check in checks:
-        check()
+    rig.machine.run(checks, seed=5, jitter_us=300)
 
 
 def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, timeout_s=0.3)
+    rig = PacketRig(machine, timeout_s=0.3)
     dtype, count = np.dtype(np.int32), 700
     for rank in range(2):
         source, target = machine.allocate(rank, 4 * count), machine.allocate(rank, 4 * count)
@@ -138,7 +123,7 @@ def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
 
 def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_in_another_call(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "flagged", SMALL)
+    rig = PacketRig(machine, "flagged")
     dtype, size = np.dtype(np.uint8), 3
     for rank in range(size):
         root = min(rank, 1)  # rank 2 takes from rank 1, which agrees with it; no rank takes from rank 0
@@ -154,7 +139,7 @@ def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_
 @pytest.mark.parametrize("expected", [0, 99, 101])
 def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expected: int) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "sentinel", SMALL, timeout_s=5)
+    rig = PacketRig(machine, timeout_s=5)
     dtype, nothing = np.dtype(np.uint8), [Span(0, 0)] * 3
     sent, taken = (Span(machine.allocate(rank, nbytes).address, nbytes) for rank, nbytes in ((0, 100), (1, expected)))
     sends = [[nothing[0], sent, Span(sent.pointer, 5)], nothing, nothing]
@@ -171,7 +156,7 @@ def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expect
 
 def test_two_ranks_that_cut_the_same_bytes_differently_notice(builds: Builds) -> None:
     machine = Machine(builds, 2)
-    rig = PacketRig(machine, "sentinel", SMALL, timeout_s=5)
+    rig = PacketRig(machine, timeout_s=5)
     for rank, cut in ((0, (0, 7)), (1, (8, 0))):
         own, other = ([Span(machine.allocate(rank, 100).address, 100), Span(0, 0)][:: 1 - 2 * rank] for _ in range(2))
         exchanges = patterns.alltoall(rank, 2, np.dtype(np.uint8), own[::-1], other[::-1], cuts=[cut, cut])
@@ -182,7 +167,7 @@ def test_two_ranks_that_cut_the_same_bytes_differently_notice(builds: Builds) ->
 
 def test_a_rank_that_gives_up_keeps_the_earlier_report_of_another(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "flagged", SMALL)
+    rig = PacketRig(machine, "flagged")
     told = [arena.bytes[:8].view(np.uint64) for arena in rig.arenas]
     told[2][0] = mismatch = 3 << 56 | 11 << 32 | 1
     machine.failed[0].view(np.uint32)[0] = 1  # a wait of an earlier kernel of rank 0 has failed
@@ -225,9 +210,7 @@ MISTAKES: dict[str, tuple[Protocol, Change]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_seen(builds: Builds, name: str) -> None:
     protocol, change = MISTAKES[name]
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in SEEDS:
-            run_long(builds, protocol, start=2**30 - 1, batches=4, changes=[change], timeout_s=2)
+    require_seen(lambda _: run_long(builds, protocol, start=2**30 - 1, batches=4, changes=[change], timeout_s=2))
 
 
 ESCAPES = {
@@ -239,9 +222,7 @@ ESCAPES = {
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_mistake_with_escapes_is_seen(builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in SEEDS:
-            run_escapes(builds, changes=[ESCAPES[name]], timeout_s=2)
+    require_seen(lambda _: run_escapes(builds, changes=[ESCAPES[name]], timeout_s=2))
 
 
 NANS = {
@@ -252,9 +233,7 @@ NANS = {
 
 @pytest.mark.parametrize("name", NANS)
 def test_mistake_with_nan_is_seen(builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in SEEDS:
-            run_reductions(builds, ("float16", "prod"), changes=[NANS[name]], timeout_s=2)
+    require_seen(lambda _: run_reductions(builds, ("float16", "prod"), changes=[NANS[name]], timeout_s=2))
 
 
 PACES = {
@@ -266,14 +245,12 @@ PACES = {
 
 @pytest.mark.parametrize("name", PACES)
 def test_mistake_with_ranks_that_send_unevenly_is_seen(builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in SEEDS:
-            run_uneven(builds, 3, seed=seed, changes=[PACES[name]], timeout_s=2)
+    require_seen(lambda seed: run_uneven(builds, 3, seed=seed, changes=[PACES[name]], timeout_s=2))
 
 
 def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
     run_long(builds, "sentinel", start=0, changes=LATE)
-    for laps in (6, 7, 10):
+    for laps in (6, 7):
         run_uneven(builds, 3, laps=laps, changes=LATE)
 
 
@@ -292,19 +269,17 @@ FENCES = {
 
 @pytest.mark.parametrize("name", FENCES)
 def test_mistake_with_fences_is_seen(builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=LOST):
-        for seed in SEEDS:
-            run_uneven(builds, 3, laps=7, seed=seed, changes=[*LATE, FENCES[name]], timeout_s=2)
+    require_seen(
+        lambda seed: run_uneven(builds, 3, laps=7, seed=seed, changes=[*LATE, FENCES[name]], timeout_s=2), match=LOST
+    )
 
 
 @pytest.mark.parametrize("name", ["not waited for", "a turn too seldom"])
 def test_mistake_with_fences_in_two_hops_is_seen(builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=LOST):
-        for start in SEEDS:
-            run_long(builds, "sentinel", start=start, changes=[*LATE, FENCES[name]], timeout_s=2)
+    require_seen(
+        lambda start: run_long(builds, "sentinel", start=start, changes=[*LATE, FENCES[name]], timeout_s=2), match=LOST
+    )
 
 
 def test_race_is_seen(watched_builds: Builds) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in SEEDS:
-            run_long(watched_builds, "flagged", start=0, batches=1, changes=[NO_BARRIER])
+    require_seen(lambda _: run_long(watched_builds, "flagged", start=0, batches=1, changes=[NO_BARRIER]))

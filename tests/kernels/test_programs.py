@@ -11,7 +11,7 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives.signature import Signature
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import reduced, require_same, samples
 from tests.kernels.build import Builds
@@ -32,10 +32,8 @@ def test_messages_of_nothing_need_neither_kernels_nor_memory(builds: Builds) -> 
     assert not rig.requests
 
 
-@pytest.mark.parametrize(
-    ("size", "name"),
-    [(2, "float32"), (3, "float32"), (3, "int32"), (4, "int32")],
-)
+# test_filled_calls.py has the same calls between two and three ranks.
+@pytest.mark.parametrize(("size", "name"), [(3, "float32"), (4, "int32")])
 def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
     rig = ProgramRig(Machine(builds, size), 16)
     rng = np.random.default_rng(size)
@@ -47,9 +45,7 @@ def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
         checks.append(calls.allgather(4 * count))
         checks.append(calls.reduce_scatter(name, "sum", [count] * size, in_place=True))
         checks.append(calls.reduce(name, "sum", count, "two_shot", in_place=False))
-        rig.machine.run(seed=count, jitter_us=200)
-        for check in checks:
-            check()
+        rig.machine.run(checks, seed=count, jitter_us=200)
         rig.machine.clear()
 
 
@@ -66,9 +62,7 @@ def run_with_new_memory(builds: Builds, ranks: list[int], timeout_s: float) -> N
             calls.bcast(2 * INBOX_NBYTES, "chain"),
             calls.alltoallv(random_counts(rng, 2, (0, 1, INBOX_NBYTES))),
         ]
-        rig.machine.run(seed=turn, jitter_us=100)
-        for check in checks:
-            check()
+        rig.machine.run(checks, seed=turn, jitter_us=100)
         rig.machine.clear()
         rig.renew(ranks)
 
@@ -93,23 +87,18 @@ def test_collectives_without_memory_beyond_the_arena(builds: Builds, size: int, 
         checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
         checks.append(calls.reduce(name, "sum", count, "one_shot", in_place=False))
         checks.append(calls.reduce_scatter(name, "sum", [count, 0, 5][:size]))
-        rig.machine.run(seed=count, jitter_us=200, limit_s=30)
-        for check in checks:
-            check()
+        rig.machine.run(checks, seed=count, jitter_us=200, limit_s=30)
         rig.machine.clear()
         assert not rig.requests
 
 
-@pytest.mark.parametrize("name", ["float32", "int32"])
-def test_reduce_scatter_of_parts_of_any_size(builds: Builds, name: str) -> None:
+def test_reduce_scatter_of_parts_of_any_size(builds: Builds) -> None:
     rig = ProgramRig(Machine(builds, 3), 16)
     calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
     large = 2 * INBOX_NBYTES // 4
     for counts in ([1, 1, large], [large, 0, 5], [large, large, large - 3], [large, large // 2, 7], [3, 4, 5]):
-        checks = [calls.reduce_scatter(name, "sum", counts) for _ in range(3)]
-        rig.machine.run(seed=counts[0], jitter_us=300, limit_s=30)
-        for check in checks:
-            check()
+        checks = [calls.reduce_scatter("float32", "sum", counts) for _ in range(3)]
+        rig.machine.run(checks, seed=counts[0], jitter_us=300, limit_s=30)
         rig.machine.clear()
 
 
@@ -149,9 +138,7 @@ def test_uneven_messages_of_any_length_go_in_packets(builds: Builds) -> None:
     calls = Calls(rig, rng, nap_us=1000)
     lengths = (0, 1, INBOX_NBYTES, INBOX_NBYTES + 1, 5 * INBOX_NBYTES)
     checks = [calls.alltoallv(random_counts(rng, 3, lengths)) for _ in range(12)]
-    rig.machine.run(jitter_us=300)
-    for check in checks:
-        check()
+    rig.machine.run(checks, jitter_us=300)
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(0, 200_000), (100, 200_000), (200_000, 0), (200_000, 100)])
@@ -168,7 +155,7 @@ def test_two_ranks_that_disagree_on_a_long_message_notice(builds: Builds, sent: 
         rig.machine.run(limit_s=20)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("algorithm", "symmetric"),
     [("one_shot", True), ("two_shot", True), ("copy_engine", True), ("copy_engine", False), ("ring", True)],

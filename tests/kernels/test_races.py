@@ -7,7 +7,7 @@ import pytest
 
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from tests.kernels.build import Builds
-from tests.kernels.exchange_rig import ExchangeRig
+from tests.kernels.channel_rigs import ExchangeRig
 from tests.kernels.kernel_calls import Calls, random_counts, sizes_around
 from tests.kernels.machine import Machine
 
@@ -15,7 +15,7 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 
-@pytest.mark.parametrize(("size", "channels"), [(2, 2), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "channels"), [(2, 2), (4, 2)])
 def test_no_race(watched_builds: Builds, size: int, channels: int) -> None:
     rng = np.random.default_rng(size)
     # ThreadSanitizer knows 8000 threads at most.
@@ -29,6 +29,4 @@ def test_no_race(watched_builds: Builds, size: int, channels: int) -> None:
         checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
         checks.append(calls.reduce_scatter("float32", "sum", [count] * size, in_place=True))
     checks += [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 2000, 40)]
-    rig.machine.run(seed=size, jitter_us=200)
-    for check in checks:
-        check()
+    rig.machine.run(checks, seed=size, jitter_us=200)

@@ -7,12 +7,12 @@ import pytest
 
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.signature import Signature
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import dtype_named, require_same, samples
 from tests.helpers.references.ring_order import ring_reduced
 from tests.kernels.build import Builds
-from tests.kernels.exchange_rig import ExchangeRig
+from tests.kernels.channel_rigs import ExchangeRig
 from tests.kernels.kernel_calls import Check, sizes_around
 from tests.kernels.machine import Machine
 
@@ -48,8 +48,7 @@ def ring_allreduce(
     return check
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("size", "in_place"), [(2, False), (3, True), (4, False)])
 def test_every_size_at_which_something_changes(builds: Builds, size: int, in_place: bool) -> None:
     rng = np.random.default_rng([size, in_place])
     rig = ExchangeRig(Machine(builds, size), CHANNELS)
@@ -57,14 +56,12 @@ def test_every_size_at_which_something_changes(builds: Builds, size: int, in_pla
     limits = [128, CHANNEL_NBYTES, CHANNELS * CHANNEL_NBYTES, CHANNELS * rig.layout.slot_nbytes]
     counts = sizes_around(4 * size, *limits, *(size * limit for limit in limits), itemsize=4)
     checks = [ring_allreduce(rig, rng, "float32", "sum", count, in_place=in_place) for count in counts]
-    rig.machine.run(seed=size, jitter_us=300)
-    for check in checks:
-        check()
+    rig.machine.run(checks, seed=size, jitter_us=300)
 
 
 @pytest.mark.parametrize(
     "reduction",
-    [("bool", "land"), ("bfloat16", "sum"), ("float16", "prod"), ("int64", "bxor"), ("complex128", "prod")],
+    [("bool", "land"), ("bfloat16", "sum"), ("complex128", "prod")],
     ids="-".join,
 )
 def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
@@ -75,6 +72,4 @@ def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> Non
         for count in (1, 2, 15, 1021, 9001)
         for in_place in (False, True)
     ]
-    rig.machine.run(seed=1, jitter_us=100)
-    for check in checks:
-        check()
+    rig.machine.run(checks, seed=1, jitter_us=100)

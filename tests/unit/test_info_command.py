@@ -17,7 +17,7 @@ from mpi4py import MPI
 from rich.console import Console
 
 import mpicomm
-from mpicomm.cluster import cuda_aware
+from mpicomm.cluster import process as cuda_aware
 from mpicomm.info import algorithms, tables
 from tests.helpers.jobs.mpiexec import run_job
 

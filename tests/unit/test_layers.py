@@ -41,7 +41,7 @@ ROOMS = [
     {"products"},
     {"api"},
     {"experts"},
-    {"install", "torch"},
+    {"world", "torch"},
     {"cli"},
     {"ring", "info", "doctor", "bench", "p2p", "trace", "__main__"},
     {"tune"},
@@ -60,7 +60,7 @@ MPI_USERS = {
     "observation",
     "api",
     "experts",
-    "install",
+    "world",
     "torch",
     "__main__",
     "cli",
@@ -136,7 +136,7 @@ def test_module_imports_from_rooms_below_its_own(module: str) -> None:
         ("symmetric/array.py", "if TYPE_CHECKING:\n    from mpicomm.session import Session"),
         ("collectives/gpu/algorithms/chain/plan.py", "from mpicomm.collectives.gpu.engine import DeviceEngine"),
         ("session/session.py", "import mpicomm"),
-        ("symmetric/signals.py", "from mpi4py import MPI"),
+        ("symmetric/owner.py", "from mpi4py import MPI"),
         ("devices/host.py", "import cupy"),
         ("ring.py", "try:\n    from cuda.bindings import driver\nexcept ImportError:\n    pass"),
         ("devices/handle.py", "from .errors import HandleError"),
@@ -179,13 +179,22 @@ def test_import_loads_nothing_heavy() -> None:
     assert "mpicomm" in loaded
     assert not loaded & {"cupy", "cuda", "torch", "rich", "matplotlib", "multiprocessing", "asyncio"}
     # Few programs use them, so they load at their first use.
-    assert not modules & {"mpicomm.experts", "mpicomm.products.choose", "mpicomm.products.operands"}
+    rooms = ("experts", "windows", "messages", "domains", "recording", "observation", "world")
+    few = {*rooms, "products.choose", "products.operands", "expressions.tree", "epilogues.norm"}
+    assert not modules & {f"mpicomm.{name}" for name in few}
 
 
 def test_all_has_every_public_name() -> None:
-    values = {name: getattr(mpicomm, name) for name in dir(mpicomm)}
+    values = {name: getattr(mpicomm, name) for name in {*vars(mpicomm), *dir(mpicomm)}}
     own = {name for name, value in values.items() if name[0] != "_" and not isinstance(value, ModuleType)}
     assert {*mpicomm.__all__} == own | {"epilogues", "__version__"}
+    assert {name for name in dir(mpicomm) if name[0] != "_"} == {*mpicomm.__all__} - {"__version__"}
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    # The import of a module binds its name in the package, over the function.
+    modules = {module.partition("/")[0].removesuffix(".py") for module in MODULES}
+    assert modules & {*mpicomm.__all__} == {"epilogues"}
 
 
 def test_documents_and_examples_use_public_names() -> None:

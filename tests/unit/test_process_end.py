@@ -115,12 +115,13 @@ array.wait_signal({rank})
     ("rank", "block", "runner"),
     [
         (0, "comm", ()),
-        (1, "mpicomm.Communicator(timeout_s=0.5), array", ()),
+        (1, "mpicomm.Communicator(timeout_s=LIMIT_S), array", ()),
         (1, "child, comm.zeros(4)", ("-m", "mpi4py")),
     ],
 )
 def test_exception_of_one_rank_in_a_with_block_ends_the_job(rank: int, block: str, runner: tuple[str, ...]) -> None:
     code = f"""
+LIMIT_S = {stretched(0.5)}
 comm._session.hasten(0.5)
 child._session.hasten(0.5)
 with {block}:

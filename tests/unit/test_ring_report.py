@@ -6,7 +6,7 @@ import pytest
 
 from mpicomm import ring
 from mpicomm.api.communicator import RankInfo
-from mpicomm.cli import report
+from mpicomm.cli import options as report
 from mpicomm.devices.base import Link
 
 CPU = RankInfo(

@@ -9,11 +9,9 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, round_up
-from mpicomm.devices.handle import Kind
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
-from mpicomm.kernels.sentinels import ABSENT
-from mpicomm.kernels.team import ABORT_OPERATION, MISMATCH
+from mpicomm.kernels.team import ABORT_OPERATION, ABSENT, MISMATCH
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 
 _PURPOSE = "collectives: arena"

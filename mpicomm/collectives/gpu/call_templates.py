@@ -17,14 +17,13 @@ from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets, p
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.decision import NO_END, AlgorithmChoice, ByLength, Decision, choice_at, enqueuers_of
-from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
-from mpicomm.collectives.gpu.launches_around import finish_launches
-from mpicomm.collectives.operations import Shape
+from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches
 from mpicomm.collectives.signature import Signature, counted_hash
+from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.device_counts import CountedBuffers
 from mpicomm.mpi.plain_arrays import is_counted
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.spec import Shape
 from mpicomm.symmetric.registry import Mapped, Mappings
 
 if TYPE_CHECKING:

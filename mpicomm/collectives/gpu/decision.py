@@ -17,7 +17,7 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
-from mpicomm.collectives.gpu.launches_around import finish_launches
+from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers

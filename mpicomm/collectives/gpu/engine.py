@@ -21,8 +21,7 @@ from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SENDRECV_BLOCKS, SendrecvPlanner, sendrecv_memory
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.call_memory import CallMemory
@@ -35,9 +34,7 @@ from mpicomm.collectives.gpu.call_templates import (
     template_of,
 )
 from mpicomm.collectives.gpu.decision import NO_CHOICE, AlgorithmChoice, Decision, require_algorithm
-from mpicomm.collectives.gpu.device_facts import device_facts
-from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
-from mpicomm.collectives.gpu.launches_around import pack_launches
+from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, pack_launches
 from mpicomm.collectives.gpu.longest_message import LongestMessage
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.collectives.gpu.plan import Plan
@@ -52,12 +49,11 @@ from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import StreamOrder
-from mpicomm.devices.handle import Kind
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.registry import Mapped, Mappings
 

@@ -8,17 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.gpu.argument_keys import ArgumentKeys, identity_of_said, of_library
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
-from mpicomm.devices.wait_beside import beside
+from mpicomm.devices.side_stream import beside
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array, plain_integers, plain_or_counted
+from mpicomm.mpi.plain_arrays import (
+    PlainArray,
+    PlainBlocks,
+    has_template_kind,
+    key_of_numbers,
+    known_buffer,
+    of_library,
+    plain_integers,
+)
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.any_engine import AnyPlan, Engine
     from mpicomm.collectives.gpu.call_templates import CallTemplate
+    from mpicomm.collectives.gpu.plan import AnyPlan, Engine
     from mpicomm.collectives.wire import Wire
     from mpicomm.devices.cuda.events import LocalEvent
     from mpicomm.epilogues.base import Epilogue
@@ -76,7 +83,6 @@ class PlanCache:
         """The calls without a form, by all of their arguments."""
         self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
-        self.identity_of = ArgumentKeys().identity_of
 
     def find(
         self,
@@ -93,7 +99,7 @@ class PlanCache:
         """Return a call that was made before, or that has a known form; None for all other calls."""
         sent: Any
         received: Any
-        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key(self.identity_of)
+        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
         try:
             # The same as `_plain`, inlined, because nearly every call comes here and this takes half the time.
             cupy = self._cupy
@@ -106,7 +112,7 @@ class PlanCache:
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
-                return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, (finish, arrays)))
+                return None
             return self.find_plain(operation, algorithm, sent, received, op, root, finish, arrays)
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
@@ -154,9 +160,9 @@ class PlanCache:
         ``route`` is its destination, the tag there, its source, and the tag from there.
         """
         try:
-            sent, received = plain_array(send), plain_array(receive)
+            sent, received = known_buffer(send), known_buffer(receive)
             if sent is None or received is None:
-                return self._of_key(self._key_of_message(operation, send, receive, route))
+                return None
             return self.find_plain(operation, "stream", sent, received, None, 0, route)
         except TypeError:  # a rank that is a list, for example; who reads the message refuses it
             return None
@@ -230,19 +236,19 @@ class PlanCache:
         ``read`` is the same call, as read. With it, `find` also finds other calls of its form from now on.
         """
         operation, algorithm, send, receive, op, root, counts, epilogue, wire = call
-        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key(self.identity_of)
+        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
         if finish is None:
             return
         by_address = read is not None and any(operand.by_address for operand in read.operands)
         known = KnownCall(plan, op, by_output, by_address)
         sent, received = _plain(operation, send, receive, counts)
         if received is None:
-            self._keep(self._key(operation, algorithm, send, receive, op, root, counts, (finish, arrays)), known)
             return
         kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
         # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
         # kinds have another form.
-        if kinds not in self._forms and read is not None and (send is MPI.IN_PLACE or not read.in_place):
+        has_form = kinds in self._forms or not (has_template_kind(sent) and has_template_kind(received))
+        if not has_form and read is not None and (send is MPI.IN_PLACE or not read.in_place):
             filled = self.engine.template(read, self._mappings, algorithm)
             if filled is not None and filled.takes(sent, received, *arrays):
                 self._add_form(kinds, filled, known)
@@ -266,9 +272,8 @@ class PlanCache:
         kind.
         """
         known = KnownCall(plan, None, by_output)
-        sent, received = plain_array(send), plain_array(receive)
+        sent, received = known_buffer(send), known_buffer(receive)
         if sent is None or received is None:
-            self._keep(self._key_of_message(operation, send, receive, route), known)
             return
         kinds = operation, sent[2], received[2], id(None), 0, route, "stream"
         ends = (sent, to_peer), (received, from_peer)
@@ -312,34 +317,6 @@ class PlanCache:
         known = self._others.get(key)
         return None if known is None or known.plan.is_old else known
 
-    def _key(
-        self,
-        operation: Operation,
-        algorithm: str,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None,
-        root: int,
-        counts: Sequence[int] | None,
-        finish: Hashable,
-    ) -> Hashable:
-        """Return the key of a call; None if the cache cannot recognise its arguments."""
-        if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
-            return None  # the ranks exchange their counts in every call, and the counts may have changed
-        # Kernels read counts of an Alltoallv that lie on the device, so the plan does not depend on their values.
-        on_device = operation is ALLTOALLV
-        sent = self.identity_of(send, counts_on_device=on_device)
-        received = self.identity_of(receive, counts_on_device=on_device)
-        shares = None if counts is None else identity_of_said(counts)
-        if sent is None or received is None or (shares is None and counts is not None):
-            return None
-        return operation, sent, received, shares, id(op), root, finish, algorithm
-
-    def _key_of_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> Hashable:
-        """Return the key of a message, None where its buffers cannot be recognised."""
-        sent, received = self.identity_of(send), self.identity_of(receive)
-        return None if sent is None or received is None else (operation, sent, received, route)
-
 
 def _make_room(calls: dict[Hashable, KnownCall | int]) -> None:
     """Drop the calls that were only filled in, and if many are left, all calls."""
@@ -352,15 +329,21 @@ def _make_room(calls: dict[Hashable, KnownCall | int]) -> None:
 def _plain(
     operation: Operation, send: Any, receive: Any, counts: Sequence[int] | None
 ) -> tuple[Any, PlainArray | PlainBlocks | None]:
-    """Return both buffers as `plain_array` reads them; None for the second if the call has no form."""
+    """Return both buffers as `known_buffer` reads them; None for the second if they cannot be recognised."""
     if operation is ALLTOALLV:
-        given = plain_or_counted(send)
-        return given, None if given is None else plain_or_counted(receive)
+        # Kernels read counts of an Alltoallv that lie on the device, so the plan does not depend on their values.
+        given = known_buffer(send, counts_on_device=True)
+        return given, None if given is None else known_buffer(receive, counts_on_device=True)
     in_place = operation is REDUCE_SCATTER and send is MPI.IN_PLACE
-    sent: Any = plain_array(receive if in_place else send)
+    sent: Any = known_buffer(receive if in_place else send)
     if operation is REDUCE_SCATTER:  # recvcounts cut the input
-        cut = None if counts is None else plain_integers(counts)
-        if cut is None or sent is None or len(sent) > 3 or receive is MPI.IN_PLACE:
+        # Without counts the ranks exchange their counts in every call, and the counts may have changed.
+        if counts is None or sent is None or receive is MPI.IN_PLACE:
             return None, None
-        sent = *sent, cut, None
-    return sent, None if sent is None else plain_array(send if in_place else receive)
+        cut = plain_integers(counts)
+        if cut is not None and len(sent) == 3:
+            sent = (*sent, cut, None)
+        else:
+            shares = key_of_numbers(counts)
+            sent = None if shares is None else (*sent[:2], (sent[2:], "items"), shares, None)
+    return sent, None if sent is None else known_buffer(send if in_place else receive)

@@ -33,8 +33,8 @@ import numpy as np
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.host.agreed_error import AgreedError
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend, fence
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.sharing.segments import share
 from mpicomm.waiting import wait_until
 

@@ -17,10 +17,10 @@ from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.channels import Channels, DifferentCall, DifferentSize, GivenUp, LateRank
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.signature import Signature
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import array_at
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error, name_ranks
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.waiting import wait_until
 
 # Measured. With smaller slots, waits take longer than copies. With fewer bytes in all slots, the sender overwrites a

@@ -17,10 +17,10 @@ from mpi4py import MPI
 from numpy import may_share_memory, ndarray
 
 from mpicomm.collectives.host.selection import NEVER, mapped_from
-from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
+from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.devices.memory_location import has_driver
 from mpicomm.mpi.buffers import is_host_view
-from mpicomm.mpi.plain_arrays import parts_of
+from mpicomm.mpi.spec import Shape, parts_of
 from mpicomm.mpi.types import numpy_dtype
 
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
@@ -49,7 +49,7 @@ def _learn_types() -> None:
 
 
 @lru_cache(maxsize=64)
-def plain_calls(size: int, rank: int, nodes: int) -> dict[str, PlainCheck]:
+def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, PlainCheck]:
     """Return the checks of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
 
     The answers agree with `selection.goes_to_mpi`, which decides on ranks that pass their buffers in other forms.
@@ -57,28 +57,28 @@ def plain_calls(size: int, rank: int, nodes: int) -> dict[str, PlainCheck]:
     _learn_types()
     checks: dict[str, PlainCheck] = {}
     for name, row in OPERATIONS.items():
-        checks[name] = _check(row, size, rank, mapped_from(row, size, nodes))
-        checks[row.nonblocking] = _check(row, size, rank, NEVER)
+        never = ordered and row.reduces
+        checks[name] = _never if never else _check(row, size, rank, mapped_from(row, size, nodes))
+        checks[row.nonblocking] = _never if never else _check(row, size, rank, NEVER)
     return checks
 
 
 @lru_cache(maxsize=64)
-def at_once(size: int, rank: int, nodes: int) -> dict[str, PlainCheck]:
+def at_once(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, PlainCheck]:
     """Return the checks of `plain_calls` for calls that go to MPI at once. Local.
 
     Collectives of neighbours never do, because their first call checks the topology.
     """
     of_neighbors = {name for row in OPERATIONS.values() if row.of_neighbors for name in row.methods}
-    checks = plain_calls(size, rank, nodes)
+    checks = plain_calls(size, rank, nodes, ordered=ordered)
     return {name: _never if name in of_neighbors else check for name, check in checks.items()}
 
 
-def after_votes(size: int, rank: int, nodes: int, is_on_host: Callable[[Operation], bool]) -> dict[str, PlainCheck]:
-    """Return the checks of `at_once` on GPUs, where a call goes to MPI if all ranks pass host arrays.
+def after_votes(checks: dict[str, PlainCheck], is_on_host: Callable[[Operation], bool]) -> dict[str, PlainCheck]:
+    """Return the checks of `at_once` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
 
     ``is_on_host`` finds that out for a blocking call. Starts never go to MPI at once: see `location_votes`.
     """
-    checks = at_once(size, rank, nodes)
 
     def of(row: Operation) -> PlainCheck:
         check = checks[row.name]
@@ -129,38 +129,54 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
     ragged = "vector" in (row.send, row.receive)
     sent_blocks, received_blocks = (size if shape == "blocks" else 1 for shape in (row.send, row.receive))
 
-    def is_plain(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+    # Each of these conditions begins with the first half of `are_apart`, because that nearly always answers.
+
+    def reduces_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
         if type(send) is type(receive) is ndarray:
-            # This condition begins with the first half of are_apart, because that nearly always answers.
             if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
                 return False
-            if compares and not (only_root and rank != root):
-                if ragged:
-                    if _own_nbytes(send, row.send, size, rank) != _own_nbytes(receive, row.receive, size, rank):
-                        return False
-                elif send.nbytes * received_blocks != receive.nbytes * sent_blocks:
-                    return False
-            array = send  # the input decides, because only the root has a meaningful output
-        elif type(receive) is ndarray and (send is None or send is _in_place):
+            # The input decides, because only the root has a meaningful output.
+            return send.nbytes < least and type(op) is _Op and send.dtype in MPI_TYPES
+        return is_plain(send, receive, op, root)
+
+    def moves_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+        if type(send) is type(receive) is ndarray:
+            if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
+                return False
+            if (only_root and rank != root) or send.nbytes * received_blocks == receive.nbytes * sent_blocks:
+                return send.dtype in MPI_TYPES
+            return False
+        return is_plain(send, receive, op, root)
+
+    def moves_uneven_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+        if type(send) is type(receive) is ndarray:
+            if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
+                return False
+            sent = _own_nbytes(send, row.send, size, rank) if compares and not (only_root and rank != root) else None
+            if sent is not None and sent != _own_nbytes(receive, row.receive, size, rank):
+                return False
+            return send.dtype in MPI_TYPES
+        return is_plain(send, receive, op, root)
+
+    def is_plain(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+        """Return the answer for a call with other buffers than two arrays."""
+        if type(receive) is ndarray and (send is None or send is _in_place):
             if only_arrays or not (receive.base is None or is_host_view(receive)):
                 return False
             array = receive
-        elif receive is None and gathers and rank != root and type(send) is ndarray:
-            if not (send.base is None or is_host_view(send)):
-                return False
-            array = send
         elif type(send) in _LISTS or type(receive) in _LISTS:
             sent = _bare(send, sends) if type(send) in _LISTS else send
             received = _bare(receive, receives) if type(receive) in _LISTS else receive
             if type(sent) in _LISTS or type(received) in _LISTS:
                 return is_plain_in_lists(sent, received, op)
-            return (sent is not send or received is not receive) and is_plain(sent, received, op, root)
+            return check(sent, received, op, root)
+        elif receive is None and gathers and rank != root and type(send) is ndarray:
+            if not (send.base is None or is_host_view(send)):
+                return False
+            array = send
         else:
             return False
-        if not reduces:
-            return array.dtype in MPI_TYPES
-        nbytes = array.nbytes
-        return array.dtype in MPI_TYPES and type(op) is _Op and nbytes < least
+        return array.dtype in MPI_TYPES and (not reduces or (type(op) is _Op and array.nbytes < least))
 
     def is_plain_in_lists(send: Any, receive: Any, op: Any) -> bool:
         if only_arrays or (reduces and type(op) is not _Op):
@@ -184,7 +200,14 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
             apart = block == one[2] and ((a.base is b.base is None and a is not b) or are_apart(a, b))
         return apart and (not reduces or nbytes < least)
 
-    return is_plain
+    check = is_plain
+    if reduces:
+        check = reduces_arrays
+    elif ragged or row.of_neighbors:
+        check = moves_uneven_arrays
+    elif row.rooted != "bcast":
+        check = moves_arrays
+    return check
 
 
 def _own_nbytes(array: Any, shape: Shape, size: int, rank: int) -> int:
@@ -272,15 +295,18 @@ def _reach(counts: Any, displs: Any, size: int, rank: int) -> tuple[int, int]:
     """Return the elements up to the end of the last block, and the elements of this rank's block; -1 if unsure."""
     if type(counts) is ndarray:
         counts = counts.tolist()
-    if type(counts) is not list or len(counts) != size:
-        return -1, 0
-    total = sum(counts)
-    if type(total) is not int or min(counts) < 0:
-        return -1, 0
-    if displs is None:
-        return total, counts[rank]
     if type(displs) is ndarray:
         displs = displs.tolist()
-    if type(displs) not in _LISTS or len(displs) != size or type(sum(displs)) is not int or min(displs) < 0:
+    if type(counts) is not list or len(counts) != size:
+        return -1, 0
+    try:
+        total = sum(counts)  # an integer only of integers
+        if type(total) is not int or min(counts) < 0:
+            return -1, 0
+        if displs is None:
+            return total, counts[rank]
+        if type(displs) not in _LISTS or len(displs) != size or type(sum(displs)) is not int or min(displs) < 0:
+            return -1, 0
+    except (TypeError, OverflowError):  # `Call` names the items that are no integers of 64 bits
         return -1, 0
     return max(map(add, displs, counts)), counts[rank]

@@ -18,7 +18,7 @@ from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import is_own
 from mpicomm.mpi import types
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 
 _KIB = 1024
 _MIB = 1024 * _KIB
@@ -67,18 +67,27 @@ def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -
     return types.mpi_datatype(dtype) is not None
 
 
-def goes_to_mpi(call: Call, algorithm: str, size: int, nodes: int) -> bool:
-    """Return whether MPI carries out a blocking call on host arrays; local, with the same answer on all ranks."""
+def goes_to_mpi(call: Call, algorithm: str, size: int, nodes: int, *, ordered: bool = False) -> bool:
+    """Return whether MPI carries out a blocking call on host arrays; local, with the same answer on all ranks.
+
+    With ``ordered`` MPI carries out no reduction that mpicomm has.
+    """
     if call.dtype is None or algorithm == "mpi":
         return True
     if algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op):
+        if ordered and call.op is not None:
+            return False
         return call.nbytes is None or call.nbytes < mapped_from(call.operation, size, nodes)
     return False
 
 
-def becomes_mpi_request(call: Call, algorithm: str) -> bool:
-    """Return whether a nonblocking or persistent call on host arrays becomes a request of MPI; local."""
-    return algorithm == "mpi" or (algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op))
+def becomes_mpi_request(call: Call, algorithm: str, *, ordered: bool = False) -> bool:
+    """As `goes_to_mpi`, for a nonblocking or persistent call, which becomes a request of MPI."""
+    if call.dtype is None or algorithm == "mpi":
+        return True
+    if ordered and call.op is not None:
+        return False
+    return algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op)
 
 
 def algorithms_for(operation: Operation) -> tuple[str, ...]:

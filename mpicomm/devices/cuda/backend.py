@@ -18,22 +18,19 @@ from cupy.cuda import runtime
 
 from mpicomm.devices.base import DifferingCalls, Launch, Link, Scratch
 from mpicomm.devices.cuda.arrays import as_cupy
-from mpicomm.devices.cuda.capture import relax, relaxed
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.events import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
-from mpicomm.devices.cuda.launch_graph import LaunchGraph
+from mpicomm.devices.cuda.launches import CudaMessageSteps, LaunchGraph
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
-from mpicomm.devices.cuda.message_steps import CudaMessageSteps
 from mpicomm.devices.cuda.pack_tables import PackTables
-from mpicomm.devices.cuda.scratch_memory import LEAST_SUSPENDED_NBYTES, ScratchMemory
-from mpicomm.devices.cuda.segments import SegmentsOfGpu
+from mpicomm.devices.cuda.segments import LEAST_SUSPENDED_NBYTES, ScratchMemory, SegmentsOfGpu
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
+from mpicomm.devices.cuda.stream_order import relax, relaxed
 from mpicomm.devices.cuda.streams import StreamsOfGpu
-from mpicomm.devices.handle import Kind
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults

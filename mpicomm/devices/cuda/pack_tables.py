@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from mpicomm.devices.base import GpuBackend
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.kernels.packing import PackTable
 
 

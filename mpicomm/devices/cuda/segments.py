@@ -1,17 +1,158 @@
-"""Segments of one GPU by the kind of their handle: new memory, memory of the user, and memory of peers."""
+"""Segments of one GPU by the kind of their handle, also memory of pools; and the private memory of a GPU."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import threading
+from collections import Counter
 from typing import Any
+
+from cuda.bindings import driver
 
 from mpicomm.devices.cuda.arrays import allocations_of
 from mpicomm.devices.cuda.context import PrimaryContext
-from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment
-from mpicomm.devices.cuda.pool_memory import AdoptedPoolSegment, OpenedPoolSegment
-from mpicomm.devices.cuda.virtual_memory import AdoptedVirtualSegment, VirtualSegment
-from mpicomm.devices.handle import FD_KINDS, Exported, Kind
+from mpicomm.devices.cuda.driver import call
+from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, bytes_of
+from mpicomm.devices.cuda.virtual_memory import (
+    NO_ACCESS,
+    AdoptedVirtualSegment,
+    VirtualSegment,
+    access_for,
+    handle_type,
+)
+from mpicomm.devices.handle import FD_KINDS, KEY_NBYTES, VIRTUAL_KINDS, Descriptor, Exported, Kind, MemoryHandle
 from mpicomm.errors import HandleError
 from mpicomm.interrupts import uninterrupted
+
+
+class AdoptedPoolSegment(CudaSegment):
+    """Memory of ``array`` in a pool. ``base`` and ``size`` are its allocation in the pool."""
+
+    def __init__(self, context: PrimaryContext, base: int, size: int, array: Any) -> None:
+        self._base = base
+        self._size = size
+        # While the array lives, the pool gives this memory to no other array.
+        self._array = array
+        with context.current():
+            # Streams order an allocation. A peer knows none of them, so the allocation has to be over before it.
+            call(driver.cuCtxSynchronize)
+        super().__init__(context, array.data.ptr, array.nbytes)
+
+    def export(self) -> Exported:
+        """Return the handle of the allocation, and a descriptor of the pool, which the caller closes."""
+        with self._context.current():
+            fd = _exported(_pool_of(self._base))
+            try:
+                key = bytes_of(call(driver.cuMemPoolExportPointer, self._base))
+            except HandleError:
+                fd.close()
+                raise
+        uuid, offset = self._context.device.uuid, self.pointer - self._base
+        return ((MemoryHandle("pool", uuid, key, self._size, offset, self.nbytes), fd),)
+
+    def _release(self) -> None:
+        self._array = None
+
+
+class OpenedPoolSegment(CudaSegment):
+    """Memory of a peer's pool, mapped into this process. The owner may free it only after the `close` of all peers."""
+
+    def __init__(self, context: PrimaryContext, handle: MemoryHandle, fd: int) -> None:
+        with _lock, context.current():
+            self._pool = call(driver.cuMemPoolImportFromShareableHandle, fd, handle_type("fd"), 0)
+            try:
+                # At first only the GPU of the pool has access.
+                call(driver.cuMemPoolSetAccess, self._pool, [access_for(context.device.ordinal)], 1, hint=NO_ACCESS)
+                data = driver.CUmemPoolPtrExportData()
+                ctypes.memmove(data.getPtr(), handle.key, KEY_NBYTES)
+                self._base = int(call(driver.cuMemPoolImportPointer, self._pool, data))
+            except HandleError:
+                _destroy(self._pool)
+                raise
+            _users[self._base] += 1
+        super().__init__(context, self._base + handle.offset, handle.nbytes)
+
+    def _release(self) -> None:
+        with _lock:
+            _users[self._base] -= 1
+            try:
+                if not _users[self._base]:
+                    del _users[self._base]
+                    call(driver.cuMemFree, self._base)
+            finally:
+                _destroy(self._pool)
+
+
+# A process that imports an allocation again gets the same address. The driver does not count these imports, so the
+# first free would unmap the memory of all. A thread holds the lock while the driver works, so that no thread imports an
+# allocation that another one is about to free.
+_users: Counter[int] = Counter()
+_unused_pools: list[Any] = []
+_lock = threading.Lock()
+
+
+def _destroy(pool: Any) -> None:
+    """Destroy an imported pool as soon as the driver permits it: it may wait for allocations of other imports."""
+    _unused_pools.append(pool)
+    _unused_pools[:] = [each for each in _unused_pools if int(driver.cuMemPoolDestroy(each)[0]) != 0]
+
+
+def _pool_of(address: int) -> Any:
+    return call(driver.cuPointerGetAttribute, driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, address)
+
+
+def _exported(pool: Any) -> Descriptor:
+    """Return a new descriptor of a pool, which the caller closes."""
+    with uninterrupted():  # the driver returns a descriptor as a plain number
+        fd = Descriptor(call(driver.cuMemPoolExportToShareableHandle, pool, handle_type("fd"), 0))
+    os.set_inheritable(fd, False)  # a child process must not keep the memory alive
+    return fd
+
+
+LEAST_SUSPENDED_NBYTES = BLOCK_NBYTES
+"""Smaller memory stays in a suspension, because virtual memory has whole blocks."""
+
+
+class ScratchMemory:
+    """All scratch memory of one backend. It stays until `close`, because a captured graph may use it.
+
+    A pool could give memory to other users meanwhile. All methods are local. The device's context must be current.
+    """
+
+    def __init__(self, context: PrimaryContext) -> None:
+        self._context = context
+        self._small: list[int] = []
+        self._large: list[VirtualSegment] = []
+
+    def allocate(self, nbytes: int, kind: Kind | None) -> int:
+        """Return the address of new memory. ``kind`` is the handle kind of the communicator.
+
+        Memory of `LEAST_SUSPENDED_NBYTES` or more can be suspended if the communicator's memory can.
+        """
+        with uninterrupted():
+            if kind is not None and kind in VIRTUAL_KINDS and nbytes >= LEAST_SUSPENDED_NBYTES:
+                self._large.append(VirtualSegment.allocate(self._context, kind, nbytes))
+                return self._large[-1].pointer
+            self._small.append(int(call(driver.cuMemAlloc, max(nbytes, 1))))
+            return self._small[-1]
+
+    def suspend(self) -> None:
+        """Give large memory back, and keep its addresses."""
+        for segment in self._large:
+            segment.suspend()
+
+    def resume(self) -> None:
+        """Take large memory again, with undefined contents."""
+        for segment in self._large:
+            segment.resume()
+
+    def close(self) -> None:
+        """Free all memory. A second call does nothing."""
+        while self._large:
+            self._large.pop().close()
+        while self._small:
+            call(driver.cuMemFree, self._small.pop())
 
 
 class SegmentsOfGpu:

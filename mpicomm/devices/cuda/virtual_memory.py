@@ -14,8 +14,7 @@ from cuda.bindings import driver
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call, check
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment, bytes_of, cannot_allocate, round_up
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import KEY_NBYTES, Exported, Kind, MemoryHandle
+from mpicomm.devices.handle import KEY_NBYTES, Descriptor, Exported, Kind, MemoryHandle
 from mpicomm.errors import HandleError
 from mpicomm.interrupts import uninterrupted
 

@@ -16,9 +16,8 @@ from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.call_templates import MessageTemplate
 from mpicomm.collectives.gpu.decision import AlgorithmChoice
+from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.engine import DeviceEngine
-from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
-from mpicomm.collectives.gpu.launches_around import finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
 from mpicomm.collectives.pack_tables import table_of_blocks
@@ -28,14 +27,12 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
-from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.domains.layout import DomainLayout
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
-from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step, Transport
+from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack, Step, Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
-from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
-from mpicomm.kernels.reductions import reduction_of
-from mpicomm.mpi.span import Span
+from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel, reduction_of
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
 
 Item = Plan | NetworkStep

@@ -14,8 +14,8 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda import nccl
-from mpicomm.devices.cuda.beside_stream import BesideStream
 from mpicomm.devices.cuda.events import LocalEvent
+from mpicomm.devices.cuda.side_streams import CaptureStreams
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, TransportName
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 
@@ -68,7 +68,7 @@ class NcclTransport:
         self._closed = threading.Event()
         self._watched: deque[_Watched] = deque()
         with backend.current():
-            self._beside = BesideStream()
+            self._beside = CaptureStreams()
         self._thread = threading.Thread(target=self._watch, name="mpicomm-nccl", daemon=True)
         self._thread.start()
 

@@ -18,7 +18,7 @@ import pytest
 from cuda.bindings import driver
 
 from mpicomm.devices.base import DeviceInfo
-from mpicomm.p2p.kernels import Chase, Copying, Holding, Rally
+from mpicomm.p2p.kernels import Copying, Gate, PingPong, PointerChase
 
 # GB/s of copies within a GPU, from GPU 0 to GPU 1, between others, and through the host; kernels have one more.
 OWN, LINK, BACK, HOST = 1000.0, 200.0, 100.0, 20.0
@@ -184,18 +184,18 @@ class FakeGpus:
             for address in (arguments.target, arguments.source):
                 self._require_access(here, address)
             self._move(arguments.target, arguments.source, arguments.nbytes, stream, "kernel")
-        elif isinstance(arguments, Rally):
+        elif isinstance(arguments, PingPong):
             for address in (arguments.mine, arguments.theirs):
                 self._require_access(here, address)
                 assert ctypes.c_uint32.from_address(address).value == 0
             if arguments.serves:
                 self._say(arguments.result, int(2e3 * STORE_US * arguments.rounds), arguments.rounds)
-        elif isinstance(arguments, Chase):
+        elif isinstance(arguments, PointerChase):
             self._require_access(here, arguments.word)
             assert ctypes.c_uint64.from_address(arguments.word).value == 0
             self._say(arguments.result, int(1e3 * LOAD_US * arguments.loads), arguments.loads)
         else:
-            assert isinstance(arguments, Holding)
+            assert isinstance(arguments, Gate)
 
     def _require_access(self, here: int, address: int) -> None:
         owner = self.owner(address)  # None: the host

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.handle import Exported, Kind
+from mpicomm.devices.handle import Exported, Kind, MemoryUse
 from mpicomm.devices.host import array_at
-from mpicomm.devices.memory_use import MemoryUse
 from tests.helpers.fakes.virtual_memory import VirtualCuda
 from tests.helpers.fakes.window_devices import WindowDevice
 

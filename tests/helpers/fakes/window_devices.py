@@ -20,7 +20,6 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.base import Launch, Scratch
 from mpicomm.devices.host import array_at, fence
 from mpicomm.devices.host_memory import HostSegment
-from mpicomm.kernels.accumulate import AccumulateArguments, SwapArguments
 from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
@@ -30,6 +29,8 @@ from mpicomm.kernels.window import (
     LOCK_ROW,
     ROW_WORDS,
     ROWS_OF_COUNTS,
+    AccumulateArguments,
+    SwapArguments,
     SynchronisationArguments,
     lock_of,
 )

@@ -14,7 +14,7 @@ from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers, blocks, split
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 
 __all__ = ["Pattern", "blocks", "split"]
 

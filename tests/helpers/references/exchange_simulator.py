@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 
 DTYPE = np.dtype(np.float32)
 ITEMSIZE = DTYPE.itemsize

@@ -8,7 +8,7 @@ from functools import reduce
 import numpy as np
 
 from mpicomm.collectives.patterns import split
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.references.reductions import Array, reduced
 
 

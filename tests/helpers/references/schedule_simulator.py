@@ -13,10 +13,9 @@ import numpy.typing as npt
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.schedules import DEPTH, Schedule, carry_out, steps_of
-from mpicomm.domains.steps import Combine, Local, Move, NetworkStep, Pack, Step
-from mpicomm.mpi.span import Span
+from mpicomm.domains.steps import Combine, DomainLayout, Local, Move, NetworkStep, Pack, Step
+from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.types import is_narrow
 
 POISON = 0xDB

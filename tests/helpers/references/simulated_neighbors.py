@@ -18,7 +18,7 @@ from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.pack_tables import PackJob
 from mpicomm.devices.host import array_at
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.fakes import fake_driver
 from tests.helpers.references.reference_packing import pack, unpack
 

@@ -13,7 +13,7 @@ def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]
     """Let each rank compile some of the kernels for these ``(dtype, op)``, for all. Collective."""
     from mpicomm.collectives.gpu.algorithms.chunks.arguments import exchange_kernel
     from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, Steps, flags_can_carry, packet_kernel
-    from mpicomm.devices.cuda.compile import compile_kernel
+    from mpicomm.devices.cuda.load import compile_kernel
 
     variants = [exchange_kernel(pair) for pair in pairs]
     kinds: list[tuple[Protocol, Steps]] = [("sentinel", "one"), ("sentinel", "few"), ("sentinel", "laps")]

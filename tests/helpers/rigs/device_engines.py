@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.signature import Signature
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.reductions import samples

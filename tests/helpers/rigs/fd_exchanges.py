@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import Descriptor
 from mpicomm.sharing import fd_exchange
 from mpicomm.sharing.fd_exchange import Address, FdExchange
 from tests.helpers.jobs.pace import HANG_S

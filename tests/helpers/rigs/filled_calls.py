@@ -19,7 +19,7 @@ from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.call_templates import CallTemplate, CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Chosen, Decision
-from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.devices.base import Scratch

@@ -27,7 +27,7 @@ class Array:
         self.data = SimpleNamespace(ptr=pointer, device_id=0)
         self.shape, self.strides, self.size, self.dtype = like.shape, like.strides, like.size, like.dtype
         self.itemsize = like.itemsize
-        self._c_contiguous = like.flags.c_contiguous
+        self._c_contiguous, self._f_contiguous = like.flags.c_contiguous, like.flags.f_contiguous
 
 
 class Dtype(str):
@@ -67,6 +67,9 @@ class Tensor:
 
     def is_contiguous(self) -> bool:
         return self._step == 1
+
+    def dim(self) -> int:
+        return 1
 
     def is_conj(self) -> bool:
         return self._says.get("conj", False)

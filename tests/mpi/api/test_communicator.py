@@ -199,10 +199,10 @@ def test_ranks_of_two_hosts_raise_the_same(two_hosts: mpicomm.Communicator, comm
 @pytest.mark.mpi(min_size=2)
 def test_children_know_their_hosts(two_hosts: mpicomm.Communicator) -> None:
     comm = two_hosts
-    with comm.Split(0, -comm.rank) as backwards:  # type: ignore[attr-defined]
+    with comm.Split(0, -comm.rank) as backwards:
         assert backwards.num_nodes == 2
         require_memory_works(backwards)
-    with comm.Split(comm.rank % 2) as node:  # type: ignore[attr-defined]
+    with comm.Split(comm.rank % 2) as node:
         assert (node.num_nodes, node.local_size) == (1, comm.local_size)
         require_memory_works(node)
 

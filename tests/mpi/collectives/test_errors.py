@@ -15,7 +15,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.collectives.operations import OPERATIONS
-from mpicomm.mpi.buffers import BufferRefusedError
+from mpicomm.mpi.faults import BufferRefusedError
 from mpicomm.mpi.types import COVERED
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.inputs.communicator_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works

@@ -19,7 +19,7 @@ from mpicomm import Experts, InvalidUsageError
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import array_at
-from mpicomm.kernels.sentinels import ABSENT
+from mpicomm.kernels.team import ABSENT
 from mpicomm.kernels.variant import Variant
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray

@@ -10,6 +10,7 @@ import pytest
 
 import mpicomm
 from tests.helpers.faults.setup_failures import FIRST_AND_LAST, WORLD
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator
 
 TIMEOUT_S = 0.5
@@ -28,7 +29,7 @@ def reduce_in_shared_memory(comm: mpicomm.Communicator) -> None:
 
 
 CALLS: dict[str, Callable[[mpicomm.Communicator], Any]] = {
-    "Communicator": lambda comm: mpicomm.Communicator(comm, device="cpu", timeout_s=TIMEOUT_S),
+    "Communicator": lambda comm: mpicomm.Communicator(comm, device="cpu", timeout_s=stretched(TIMEOUT_S)),
     "Split": lambda comm: comm.Split(),
     "Create_group": create_group,
     "zeros": lambda comm: comm.zeros(3),
@@ -46,7 +47,7 @@ CALLS: dict[str, Callable[[mpicomm.Communicator], Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("late", FIRST_AND_LAST)
 def test_a_rank_that_comes_after_the_others_have_given_up_raises_as_they_did(device: str, name: str, late: int) -> None:
-    comm = communicator(device, timeout_s=TIMEOUT_S)
+    comm = communicator(device, timeout_s=stretched(TIMEOUT_S))
     reduce_in_shared_memory(comm)  # sets up the memory of later calls
     if WORLD.rank == late:
         WORLD.Barrier()

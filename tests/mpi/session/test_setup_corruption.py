@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.devices import host_memory
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import Descriptor
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.setup_failures import EVERY_RANK, Break, fails_everywhere
 from tests.helpers.rigs.communicators import communicator, require_memory_works

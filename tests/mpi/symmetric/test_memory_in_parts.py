@@ -11,8 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import Exported, MemoryHandle
+from mpicomm.devices.handle import Descriptor, Exported, MemoryHandle
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.host_memory import HostSegment, map_shared
 from mpicomm.errors import HandleError

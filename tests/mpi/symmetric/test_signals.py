@@ -9,7 +9,7 @@ import pytest
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError
-from mpicomm.symmetric import signals
+from mpicomm.symmetric import owner
 from tests.helpers.rigs.communicators import (
     array_module,
     communicator,
@@ -124,7 +124,7 @@ def test_communicator_is_unusable_after_a_signal_that_did_not_come(device: str) 
 
 
 def test_signals_work_in_every_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "_CHUNK_NBYTES", 2 * signals._LINE_NBYTES)  # two arrays in each
+    monkeypatch.setattr(owner, "_CHUNK_NBYTES", 2 * owner._LINE_NBYTES)  # two arrays in each
     with communicator(device) as comm, array_module(comm) as xp:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 

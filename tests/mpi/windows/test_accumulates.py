@@ -47,13 +47,11 @@ def test_all_ranks_accumulate_into_the_same_elements(
     assert np.array_equal(to_host(before), expected)
 
 
-PAIRS = {
-    "FLOAT_INT": (MPI.FLOAT_INT, np.float32, 4, 8),
-    "DOUBLE_INT": (MPI.DOUBLE_INT, np.float64, 8, 16),
-    "LONG_INT": (MPI.LONG_INT, np.int64, 8, 16),
-    "TWOINT": (MPI.TWOINT, np.int32, 4, 8),
-    "SHORT_INT": (MPI.SHORT_INT, np.int16, 4, 8),
-}
+PAIRS = {"FLOAT_INT": "f4", "DOUBLE_INT": "f8", "LONG_INT": "i8", "TWOINT": "i4", "SHORT_INT": "i2"}
+
+
+def pair(name: str) -> tuple[MPI.Datatype, np.dtype[Any]]:
+    return getattr(MPI, name), np.dtype([("value", PAIRS[name]), ("index", "i4")], align=True)
 
 
 @pytest.mark.parametrize("op", ["MINLOC", "MAXLOC"])
@@ -61,10 +59,8 @@ PAIRS = {
 def test_pairs_of_a_value_and_an_index_are_compared(
     comm: mpicomm.Communicator, xp: Any, window: MakeWindow, name: str, op: str
 ) -> None:
-    datatype, value, index_at, extent = PAIRS[name]
-    dtype = np.dtype(
-        {"names": ["value", "index"], "formats": [value, np.int32], "offsets": [0, index_at], "itemsize": extent}
-    )
+    datatype, dtype = pair(name)
+    extent = dtype.itemsize
     parts = np.zeros((comm.size, 6), dtype)
     parts["value"] = np.random.default_rng(1).integers(0, 4, parts.shape)
     parts["index"] = 10 * np.arange(comm.size)[:, None] + np.arange(6)
@@ -92,11 +88,9 @@ def test_pairs_of_a_value_and_an_index_are_compared(
 def test_derived_datatypes_of_pairs_are_updated(
     comm: mpicomm.Communicator, xp: Any, window: MakeWindow, name: str, op: str
 ) -> None:
-    datatype, value, index_at, extent = PAIRS[name]
+    datatype, dtype = pair(name)
+    extent = dtype.itemsize
     row, column = datatype.Create_contiguous(2).Commit(), datatype.Create_vector(2, 1, 2).Commit()
-    dtype = np.dtype(
-        {"names": ["value", "index"], "formats": [value, np.int32], "offsets": [0, index_at], "itemsize": extent}
-    )
     mine = np.zeros(4, dtype)
     mine["value"], mine["index"] = [1, 2, 3, 4], comm.rank
     win, right, left = window(4 * extent, np.uint8, disp_unit=extent), *neighbours(comm)

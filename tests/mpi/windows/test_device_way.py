@@ -15,8 +15,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, KernelCompileError
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import KEY_NBYTES, MemoryHandle
+from mpicomm.devices.handle import KEY_NBYTES, Descriptor, MemoryHandle
 from mpicomm.devices.host_memory import HostSegment
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.window_rigs import COUNT, placed, window_rig

@@ -12,8 +12,8 @@ import pytest
 
 from mpicomm.activity import layout
 from mpicomm.activity import page as activity_page
+from mpicomm.activity.layout import ranks_as_text, ranks_of_text
 from mpicomm.activity.page import CommunicatorRow, Heading, Member, WindowRow, begin_by_mpi, by_mpi, page, text_of
-from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
 from mpicomm.activity.reading import (
     Activity,
     BlockedMessage,

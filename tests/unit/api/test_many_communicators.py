@@ -35,7 +35,7 @@ def little_room() -> Iterator[None]:
 @pytest.mark.usefixtures("little_room")
 def test_communicators_of_mpi_are_given_back() -> None:
     for _ in range(ROUNDS):
-        with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm, comm.Split() as child:  # type: ignore[attr-defined]
+        with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm, comm.Split() as child:
             child.zeros(1)
 
 

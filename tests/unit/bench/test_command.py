@@ -231,14 +231,14 @@ mpicomm.Communicator.Allreduce = stale
     assert all(int(row[8]) > 0 and row[12] == "0" for row in rows(job.stdout))
 
 
-@pytest.mark.parametrize("step", ["PlainMpi", "PlainMpi.prepare", "PlainMpi.close"])
+@pytest.mark.parametrize("step", ["PlainMpi.__init__", "PlainMpi.prepare", "PlainMpi.close"])
 def test_a_peer_that_fails_is_a_line_and_no_more(step: str, tmp_path: Path) -> None:
     code = f"""
-from mpicomm.bench.peers import plain_mpi
+from mpicomm.bench import peers
 def fail(*args):
     raise RuntimeError("planted")
 if RANK == 1:
-    plain_mpi.{step} = fail
+    peers.{step} = fail
 """
     job = run_changed(tmp_path, code, "--compare", "mpi")
     assert (job.returncode, job.stderr) == (0, "")

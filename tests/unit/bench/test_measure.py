@@ -1,4 +1,4 @@
-"""How the bench measures graphs and libraries with several ways, on a machine that imitates both."""
+"""How the bench measures graphs, libraries with several ways and calls that vary, on a machine that imitates them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.contenders import Contender, Contenders
+from mpicomm.bench.contenders import ROOM_NBYTES, Contender, Contenders, Variation, draw, mean_share
 from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Call, CallTimes, HostMachine
+from mpicomm.bench.machine import Call, CallTimes, Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers
-from mpicomm.bench.own import Mpicomm
+from mpicomm.bench.peers import Mpicomm
 
 FLOAT = np.dtype(np.float32)
 CASE = Case(OPERATIONS["allreduce"], FLOAT, "sum", 100, False, 0, 1)
 
 
-class Replaying(HostMachine):
+class Replaying(Machine):
     """A host that can capture calls; each launch makes the first byte of ``corrupt`` wrong."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def measure(
     contenders = Contenders(comm, machine, CASE.nbytes)
     contenders.present.append(Contender(name, library, library.allocate(CASE.nbytes), library.allocate(CASE.nbytes)))
     content = Content(np, FLOAT, "sum", 1, CASE.count, reduces=True)
-    return Measuring(comm, machine, content, contenders, Effort(3, 1, 1, 2, graphs)).run(CASE)
+    return contenders.measure(Measuring(comm, machine, Effort(3, 1, 2, graphs)), content, CASE, checks=1)
 
 
 def test_a_graph_is_timed(comm: mpicomm.Communicator) -> None:
@@ -153,7 +153,7 @@ def test_all_bits_are_compared_if_a_call_reduces_in_rank_order(
     algorithm: str, on_host: bool, on_gpus: bool, comm: mpicomm.Communicator
 ) -> None:
     gpu: Any = SimpleNamespace(stream="a stream")
-    for machine, exact in ((HostMachine(), on_host), (gpu, on_gpus)):
+    for machine, exact in ((Machine(), on_host), (gpu, on_gpus)):
         assert Mpicomm(comm, machine, symmetric=False, algorithm=algorithm).exact == exact
 
 
@@ -168,3 +168,29 @@ def test_what_a_graph_of_mpicomm_leaves_is_checked(comm: mpicomm.Communicator) -
 
     library.prepare = remember  # type: ignore[method-assign]
     assert measure(comm, library, name="mpicomm", machine=machine)[0]["mpicomm"].wrong == 1
+
+
+@pytest.mark.parametrize("largest", [1, 2, 7, 256, 1 << 28])
+def test_every_call_is_another_one_within_a_factor_of_two(largest: int) -> None:
+    found = draw(largest, 30)
+    assert len(found) == len(set(found)) == 30
+    assert all(largest < 2 * one.block <= 2 * largest for one in found)
+    assert all(0 <= one.shift < ROOM_NBYTES and one.shift % 512 == 0 for one in found)
+    assert len({one.shift for one in found}) > 10
+    assert len({one.block for one in found}) >= min(largest - largest // 2, 10)
+
+
+def test_ranks_draw_the_same_calls() -> None:
+    assert draw(1000, 50) == draw(1000, 50)
+    assert draw(1000, 50) != draw(1001, 50)
+
+
+def test_a_class_of_few_sizes_gives_all_variations_once() -> None:
+    found = draw(2, 1000)
+    assert sorted(found, key=lambda one: one.shift) == [Variation(2, shift) for shift in range(0, ROOM_NBYTES, 512)]
+
+
+@pytest.mark.parametrize("largest", [1, 2, 7, 8])
+def test_the_share_counts_all_sizes(largest: int) -> None:
+    blocks = {one.block for one in draw(largest, 10_000)}
+    assert mean_share(largest) == pytest.approx(sum(blocks) / len(blocks) / largest)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from mpicomm.bench.peers import nccl_symmetric, nvshmem_host, torch_symmetric
+from mpicomm.bench.nccl import SymmetricNccl
+from mpicomm.bench.nvshmem_host import Nvshmem
+from mpicomm.bench.torch_peers import TorchSymmetric
 from mpicomm.devices.cuda import nccl
 
 
@@ -25,9 +27,9 @@ def major(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 def test_packages_fit_the_cuda_in_use(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_path", lambda: "libnccl-of-nowhere.so")
     nccl.load.cache_clear()
-    assert str(nccl_symmetric.missing()).endswith(f": pip install nvidia-nccl-cu{major}")
+    assert str(SymmetricNccl.missing()).endswith(f": pip install nvidia-nccl-cu{major}")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert nvshmem_host.missing() == f"not installed: pip install nvshmem4py-cu{major}"
+    assert Nvshmem.missing() == f"not installed: pip install nvshmem4py-cu{major}"
 
 
 def test_a_nccl_without_windows_is_too_old(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +37,7 @@ def test_a_nccl_without_windows_is_too_old(major: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(nccl, "has", lambda name: False)
     monkeypatch.setattr(nccl, "version", lambda: "2.26.5")
     reason = f"NCCL 2.26.5 has no symmetric windows: pip install 'nvidia-nccl-cu{major}>=2.27'"
-    assert nccl_symmetric.missing() == reason
+    assert SymmetricNccl.missing() == reason
 
 
 @pytest.mark.parametrize("cuda", [None, "12.9"])
@@ -44,4 +46,4 @@ def test_a_torch_without_cuda_will_not_do(cuda: str | None, major: int, monkeypa
     torch.__spec__ = ModuleSpec("torch", None)
     monkeypatch.setitem(sys.modules, "torch", torch)
     reason = f"torch 2.11.0 is without CUDA: install one that is built for CUDA {major}"
-    assert torch_symmetric.missing() == (reason if cuda is None else None)
+    assert TorchSymmetric.missing() == (reason if cuda is None else None)

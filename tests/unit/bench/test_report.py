@@ -10,8 +10,7 @@ import pytest
 
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import OPERATIONS, Case
-from mpicomm.bench.results import ResultRow, Results
-from mpicomm.bench.table import Table
+from mpicomm.bench.report import ResultRow, Results, Table
 
 PLACES = ("out-of-place", "in-place")
 CASE = Case(OPERATIONS["allreduce"], np.dtype(np.float32), "sum", 1 << 28, False, 0, 4)

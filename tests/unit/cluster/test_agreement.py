@@ -16,8 +16,7 @@ from mpicomm.cluster.agreement import Group, _Outcome
 from mpicomm.cluster.process import node_key
 from mpicomm.cluster.roll_call import duplicate
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
-from mpicomm.mpi.buffers import BufferRefusedError
-from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
+from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError, UnknownTypeError
 from mpicomm.waiting import wait_until
 
 CLASSES = [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.patterns import ring_refusal
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.exchange_simulator import (
     COUNTS,

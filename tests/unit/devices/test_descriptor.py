@@ -1,4 +1,4 @@
-"""File descriptors that close with their last reference, once, although a Ctrl-C comes in between."""
+"""Descriptors that close with their last reference, once, although a Ctrl-C comes in between; handles of memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpicomm.devices import descriptor
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices import handle as descriptor
+from mpicomm.devices.handle import KEY_NBYTES, KINDS, PACKET_NBYTES, Descriptor, Kind, MemoryHandle
 from tests.helpers.faults.interrupts import interrupt_everywhere
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -82,7 +82,7 @@ def test_the_next_file_of_that_number_stays_open() -> None:
 def test_one_that_is_left_at_the_end_of_a_process_is_quiet() -> None:
     code = """
 import os, sys
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import Descriptor
 sys.left = [Descriptor.of(os.memfd_create, "test")]
 sys.left.append(sys.left)
 left = Descriptor.of(os.memfd_create, "test")
@@ -111,3 +111,11 @@ def test_an_interrupt_leaves_none_open_when_it_is_closed_nor_closes_it_twice(clo
 def test_what_cannot_be_made_is_an_error() -> None:
     with pytest.raises(FileNotFoundError):
         Descriptor.of(os.open, "/nowhere/at/all", os.O_RDONLY)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_handle_survives_the_round_trip(kind: Kind) -> None:
+    handle = MemoryHandle(kind, bytes(range(16)), bytes(range(KEY_NBYTES)), 2**64 - 1, 2**63, 4096)
+    packet = handle.pack()
+    assert len(packet) == PACKET_NBYTES
+    assert MemoryHandle.unpack(packet) == handle

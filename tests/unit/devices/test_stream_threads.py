@@ -98,7 +98,7 @@ def test_a_message_beside_another_thread_is_enqueued_before_mpi_is_told(streams:
     streams.note(OTHER)
     with Lasting() as thread:
         thread(lambda: streams.note(OTHER + 1))
-        streams.of(OTHER).owe(enqueued.append, "copy")
+        streams.of(OTHER).defer(enqueued.append, "copy")
         assert enqueued == ["copy"]
 
 
@@ -120,11 +120,11 @@ def test_a_stream_that_captures_is_known_after_the_capture() -> None:
             captures = False
 
 
-def test_another_thread_enqueues_owed_work_before_its_own(streams: ThreadsOfStreams) -> None:
+def test_another_thread_enqueues_deferred_work_before_its_own(streams: ThreadsOfStreams) -> None:
     enqueued: list[Any] = []
     streams.note(OTHER)
     threads = streams.of(OTHER)
-    threads.owe(enqueued.append, "copy")
+    threads.defer(enqueued.append, "copy")
     assert enqueued == []
 
     def come() -> None:
@@ -133,31 +133,31 @@ def test_another_thread_enqueues_owed_work_before_its_own(streams: ThreadsOfStre
 
     in_thread(come)
     assert enqueued == ["copy", "wait"]
-    threads.settle()
+    threads.flush()
     assert enqueued == ["copy", "wait"]
-    assert not threads.forgive()
+    assert not threads.cancel()
 
 
-def test_a_single_thread_enqueues_owed_work_late_or_not_at_all(streams: ThreadsOfStreams) -> None:
+def test_a_single_thread_enqueues_deferred_work_late_or_not_at_all(streams: ThreadsOfStreams) -> None:
     enqueued: list[Any] = []
     streams.note(OTHER)
     threads = streams.of(OTHER)
-    threads.owe(enqueued.append, "first")
-    threads.settle()
-    threads.owe(enqueued.append, "second")
-    assert threads.forgive()
-    threads.settle()
+    threads.defer(enqueued.append, "first")
+    threads.flush()
+    threads.defer(enqueued.append, "second")
+    assert threads.cancel()
+    threads.flush()
     assert enqueued == ["first"]
 
 
-def test_several_threads_owe_nothing(streams: ThreadsOfStreams) -> None:
+def test_several_threads_defer_nothing(streams: ThreadsOfStreams) -> None:
     enqueued: list[Any] = []
     streams.note(OTHER)
     in_thread(lambda: streams.note(OTHER))
     threads = streams.of(OTHER)
-    threads.owe(enqueued.append, "copy")
+    threads.defer(enqueued.append, "copy")
     assert enqueued == ["copy"]
-    threads.settle()
+    threads.flush()
     assert enqueued == ["copy"]
 
 
@@ -178,8 +178,8 @@ def test_neither_thread_goes_on_while_the_other_one_enqueues() -> None:
         other.join(0.2)  # it would have passed
         enqueued.append("copy")
 
-    threads.owe(enqueue)
-    threads.settle()
+    threads.defer(enqueue)
+    threads.flush()
     other.join(20)
     assert enqueued == ["copy", "wait"]
 
@@ -202,11 +202,11 @@ def test_a_thread_that_comes_between_the_look_and_the_debt_is_seen() -> None:
 
     late = Late()
     late.looks = 0
-    late.owe(enqueued.append, "copy")
+    late.defer(enqueued.append, "copy")
     assert enqueued == ["copy"]
 
 
-def test_what_cannot_be_enqueued_is_raised_by_the_thread_that_owes_it(streams: ThreadsOfStreams) -> None:
+def test_what_cannot_be_enqueued_is_raised_by_the_thread_that_defers_it(streams: ThreadsOfStreams) -> None:
     def refuse() -> None:
         raise ValueError("no device")
 
@@ -215,7 +215,7 @@ def test_what_cannot_be_enqueued_is_raised_by_the_thread_that_owes_it(streams: T
             streams.note(OTHER)
 
     streams.note(OTHER)
-    streams.of(OTHER).owe(refuse)
+    streams.of(OTHER).defer(refuse)
     in_thread(come)
     with pytest.raises(ValueError, match="no device"):
-        streams.of(OTHER).settle()
+        streams.of(OTHER).flush()

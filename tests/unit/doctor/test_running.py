@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from mpicomm.activity import layout
 from mpicomm.activity.page import CommunicatorRow, Heading, Member
+from mpicomm.doctor.__main__ import report, watch
 from mpicomm.doctor.running import job_of
-from mpicomm.doctor.running_report import report, watch
 from mpicomm.doctor.waits import RankWait
 from mpicomm.errors import InvalidUsageError
 from mpicomm.waiting import wait_until

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mpicomm.activity.reading import Activity, BlockedMessage, RankCalls, Step
-from mpicomm.doctor.processes import Process
-from mpicomm.doctor.running import Job, Rank
+from mpicomm.doctor.running import Job, Process, Rank
 from mpicomm.doctor.waits import Look
 
 NOW_NS = 100_000_000_000

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs.mpiexec import ROOT
-from tests.helpers.programs.document_programs import DOCUMENTS, programs, require_programs_run
+from tests.helpers.jobs.mpiexec import ROOT, run_job
+from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.programs.document_programs import DOCUMENTS, Program, programs, require_programs_run
 
 UNFREED = "always:<mpicomm.:ResourceWarning"  # Python hides these warnings by default
 LANGUAGES = {"python", "yaml", ""}
@@ -24,6 +27,36 @@ def test_programs_that_need_gpus_compile() -> None:
     assert {need for program in chosen for need in program.needs} == {"cupy", "torch"}
     for program in chosen:
         program.compiled()
+
+
+def test_a_type_checker_accepts_all_programs(tmp_path: Path) -> None:
+    for program in programs():
+        name = re.sub(r"\W", "_", program.name)
+        (tmp_path / f"{name}.py").write_text((program.start.source + "\n\n" if program.start else "") + program.source)
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--cache-dir", str(tmp_path / "cache")]
+    job = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert job.returncode == 0, job.stdout + job.stderr
+
+
+def only(word: str) -> Program:
+    (found,) = (program for program in programs() if word in program.source)
+    return found
+
+
+def test_the_first_program_of_the_readme_runs_on_numpy_as_it_says(tmp_path: Path) -> None:
+    sentence = re.search(r"On a machine without GPUs, write `(import numpy as cp)`", (ROOT / "README.md").read_text())
+    assert sentence
+    path = tmp_path / "program.py"
+    path.write_text(next(programs()).source.replace("import cupy as cp", sentence[1]))
+    job = run_job(2, "-m", "mpi4py", str(path), MPICOMM_DEVICE="cpu")
+    assert job.returncode == 0 and job.stdout.count("on cpu: [3. 3. 3.") == 2, job.stdout + job.stderr
+
+
+def test_the_test_of_the_guide_runs_on_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "test_sum.py"
+    path.write_text(only("import pytest").source)
+    job = run_job(2, "-m", "mpi4py", "-m", "pytest", "--with-mpi", f"--rootdir={tmp_path}", str(path))
+    assert job.returncode == 0 and job.stdout.count("1 passed") == 2, job.stdout + job.stderr
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)

@@ -18,10 +18,10 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains import schedules
-from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.schedules import schedule_of, steps_of
+from mpicomm.domains.steps import DomainLayout
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.references.schedule_simulator import Cluster
 
 Array = npt.NDArray[Any]

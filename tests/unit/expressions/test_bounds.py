@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm import InvalidUsageError
-from mpicomm.expressions.bounds import bounds, indices
 from mpicomm.expressions.expression import parse
-from mpicomm.expressions.tree import Array, Element, Variable
+from mpicomm.expressions.tree import Array, Element, Variable, bounds, indices
 
 INDEX, K = Variable("i", "i", "integer"), Variable("k", "k", "integer")
 

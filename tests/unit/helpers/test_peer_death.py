@@ -13,9 +13,9 @@ from tests.helpers.programs.peer_death import FOR_GOOD
 RANKS, TRIALS, KILLS = 3, 48, 2
 
 
-@pytest.mark.parametrize(("first_seed", "jobs"), [(0, 3), (3, 1)])
-def test_survivors_of_any_death_learn_it_in_time_and_go_on(tmp_path: Path, first_seed: int, jobs: int) -> None:
-    seen = run_jobs(tmp_path, jobs, RANKS, TRIALS, KILLS, timeout_s=stretched(0.5), first_seed=first_seed)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_survivors_of_any_death_learn_it_in_time_and_go_on(tmp_path: Path, seed: int) -> None:
+    seen = run_jobs(tmp_path, 1, RANKS, TRIALS, KILLS, timeout_s=stretched(0.5), first_seed=seed)
     wrong = [(rank, outcome) for job in seen for rank, each in enumerate(job) for outcome in each if outcome.wrong]
     assert not wrong, "\n".join(f"rank {rank}: {outcome}" for rank, outcome in wrong)
     for job in seen:

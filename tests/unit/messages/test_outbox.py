@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import array_at
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import outbox
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, OutboxSlot

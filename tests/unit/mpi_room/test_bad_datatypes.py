@@ -9,8 +9,8 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.mpi import derived
-from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
+from mpicomm.mpi import layout
+from mpicomm.mpi.arguments import Operand, parse
 from tests.helpers.fakes.fake_driver import content
 from tests.helpers.jobs.mpiexec import run_job
 
@@ -32,11 +32,13 @@ def _plain(array: Any, count: int, datatype: MPI.Datatype) -> Operand:
 
 
 def _vector(array: Any, count: int, datatype: MPI.Datatype) -> Operand:
-    return parse_vector([array, [0, count], [0, 0], datatype], size=2, writable=True, name="recvbuf")
+    return parse([array, [0, count], [0, 0], datatype], shape="vector", blocks=2, writable=True, name="recvbuf")
 
 
 def _typed(array: Any, count: int, datatype: MPI.Datatype) -> Operand:
-    return parse_typed([array, [0, count], [0, 0], [MPI.BYTE, datatype]], size=2, writable=True, name="recvbuf")
+    return parse(
+        [array, [0, count], [0, 0], [MPI.BYTE, datatype]], shape="typed", blocks=2, writable=True, name="recvbuf"
+    )
 
 
 IN_ALL_FORMS = pytest.mark.parametrize("read", [_plain, _vector, _typed])
@@ -75,7 +77,7 @@ def test_mpi_is_asked_once_whether_a_datatype_is_committed(
         asked.append(datatype)
         return True
 
-    monkeypatch.setattr(derived, "is_committed", ask)
+    monkeypatch.setattr(layout, "is_committed", ask)
     for _ in range(3):
         _typed(DeviceBytes(96), 1, column)
         _plain(DeviceBytes(96), 1, MPI.DOUBLE_INT)
@@ -91,7 +93,7 @@ def test_parts_of_a_datatype_need_not_be_committed(column: MPI.Datatype) -> None
 def test_a_program_that_errors_of_mpi_end_learns_of_it_and_goes_on() -> None:
     program = """
 from mpi4py import MPI
-from mpicomm.mpi.derived import is_committed
+from mpicomm.mpi.layout import is_committed
 datatypes = [
     MPI.INT.Create_vector(3, 1, 2), MPI.INT.Create_contiguous(0), MPI.INT.Create_hvector(2, 1, -8),
     MPI.Datatype.Create_struct([1, 1], [0, 1 << 40], [MPI.INT, MPI.DOUBLE]),
@@ -134,10 +136,10 @@ def test_displacements_keep_elements_in_the_array(column: MPI.Datatype) -> None:
     array = DeviceBytes(96)
     for displ, begin in ((-16, -8), (17, 25)):
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: 1 elements .* from byte {begin} to byte {begin + 72}"):
-            parse_typed([array, [1], [displ], [column]], size=1, writable=True, name="recvbuf")
+            parse([array, [1], [displ], [column]], shape="typed", blocks=1, writable=True, name="recvbuf")
     for displ in (-1, 1):  # in extents
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: 1 elements .* from byte {8 + 96 * displ} "):
-            parse_vector([array, [1], [displ], column], size=1, writable=True, name="recvbuf")
+            parse([array, [1], [displ], column], shape="vector", blocks=1, writable=True, name="recvbuf")
     with pytest.raises(InvalidUsageError, match=r"^recvbuf: 1 elements .* from byte 104 to byte 176"):
         parse([array, (1, 1), column], writable=True, name="recvbuf")
 
@@ -157,8 +159,12 @@ def test_the_null_datatype(read: Parse) -> None:
 
 def test_the_null_datatype_of_a_rank_that_gets_nothing(column: MPI.Datatype) -> None:
     column.Commit()
-    found = parse_typed(
-        [DeviceBytes(96), [0, 1], [0, 0], [MPI.DATATYPE_NULL, column]], size=2, writable=True, name="recvbuf"
+    found = parse(
+        [DeviceBytes(96), [0, 1], [0, 0], [MPI.DATATYPE_NULL, column]],
+        shape="typed",
+        blocks=2,
+        writable=True,
+        name="recvbuf",
     ).derived
     assert found is not None and [block.layout.nbytes for block in found] == [0, 24]
 
@@ -168,10 +174,10 @@ def test_each_rank_has_a_datatype(number: int, column: MPI.Datatype) -> None:
     column.Commit()
     for spec in ([DeviceBytes(96), [column] * number], [DeviceBytes(96), [1, 1], [0, 0], [column] * number]):
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: {number} datatypes for 2 ranks: pass one for each"):
-            parse_typed(spec, size=2, writable=True, name="recvbuf")
+            parse(spec, shape="typed", blocks=2, writable=True, name="recvbuf")
 
 
 @pytest.mark.parametrize("wrong", [None, 3, ["d", "d"]])
 def test_what_is_no_datatype(wrong: Any) -> None:
-    with pytest.raises(InvalidUsageError, match=r"^recvbuf: .* is no datatype: pass an MPI.Datatype for each rank"):
-        parse_typed([DeviceBytes(96), [1, 1], [0, 0], wrong], size=2, writable=True, name="recvbuf")
+    with pytest.raises(TypeError, match=r"^recvbuf: .* no datatypes?: pass .*MPI.Datatype for each rank"):
+        parse([DeviceBytes(96), [1, 1], [0, 0], wrong], shape="typed", blocks=2, writable=True, name="recvbuf")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.mpi.arguments import parse, parse_vector
+from mpicomm.mpi.arguments import parse
 from tests.helpers.fakes import fake_driver
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -46,7 +47,7 @@ def test_forms_with_cuda_arrays() -> None:
     a = CudaArray((10,), "<f8")
     assert parse([a, (2, 3), MPI.DOUBLE], writable=False, name="x").pointer == 0x7000_0000 + 24
     assert parse([a, "i4"], writable=False, name="x").total == 20
-    assert parse_vector([a, [1, 2]], size=2, writable=False, name="x").displs == (0, 1)
+    assert parse([a, [1, 2]], shape="vector", blocks=2, writable=False, name="x").displs == (0, 1)
     assert parse([a, 1, MPI.FLOAT_INT], writable=False, name="x").dtype is None
     with pytest.raises(InvalidUsageError, match="elements 0 to 11 are asked for"):
         parse([a, 11], writable=False, name="x")
@@ -162,6 +163,20 @@ def test_dlpack_array_without_a_type_exports_it(device: tuple[int, int], typecod
     del array.dtype
     operand = parse(array, writable=True, name="x")
     assert (operand.dtype, operand.total) == (np.dtype(typecode), 6)
+
+
+@pytest.mark.parametrize(
+    ("element", "typecode"), [(ctypes.c_float, "f4"), (ctypes.c_int, "i4"), (ctypes.c_ushort, "f2")]
+)
+def test_vectors_as_elements_are_elements_of_their_exported_type(element: Any, typecode: str) -> None:
+    """Warp names vectors by arrays of ctypes, which has no float16."""
+    array = DlpackArray(np.arange(12, dtype=typecode).reshape(4, 3), (1, 0), element * 3)
+    operand = parse(array, blocks=4, writable=True, name="x")
+    assert (operand.dtype, operand.count, operand.total) == (np.dtype(typecode), 3, 12)
+    comm, received = mpicomm.Communicator(MPI.COMM_SELF, device="cpu"), np.zeros(12, typecode)
+    comm.Allreduce(array, received)
+    assert received.tolist() == list(range(12))
+    comm.Free()
 
 
 def test_host_memory_is_the_hosts_although_its_dlpack_object_names_a_gpu() -> None:

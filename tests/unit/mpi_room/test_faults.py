@@ -8,8 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.buffers import BufferRefusedError, UnknownElementsError
-from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
+from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError, UnknownElementsError, UnknownTypeError
 
 
 @pytest.mark.parametrize("error_class", [MPI.ERR_OP, MPI.ERR_TYPE, MPI.ERR_ROOT])

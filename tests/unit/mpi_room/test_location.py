@@ -16,9 +16,9 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.mpi.arguments import parse, parse_vector
+from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import is_host_view, read
-from mpicomm.mpi.host_copies import HostCopies
+from mpicomm.mpi.host_calls import HostCopies
 from mpicomm.mpi.location import is_on_device, parse_on_device
 from tests.helpers.fakes import fake_driver
 
@@ -90,7 +90,9 @@ def test_counts_beside_an_address_reach_to_the_end_of_its_allocation(
     assert parse([bare, 64, MPI.FLOAT], writable=True, name="buf").nbytes == 256
     assert parse([bare, MPI.FLOAT], writable=True, name="buf").nbytes == nbytes
     assert parse([bare, (60, 4), MPI.FLOAT], writable=True, name="buf").pointer == memory.ctypes.data + 16
-    assert parse_vector([bare, ([32, 32], [0, 32]), MPI.FLOAT], size=2, writable=True, name="buf").total == 64
+    assert (
+        parse([bare, ([32, 32], [0, 32]), MPI.FLOAT], shape="vector", blocks=2, writable=True, name="buf").total == 64
+    )
     with pytest.raises(InvalidUsageError, match="elements 0 to 65 are asked for, but the buffer holds 64"):
         parse([bare, 65, MPI.FLOAT], writable=True, name="buf")
     host = np.zeros(64, np.float32)
@@ -124,7 +126,7 @@ def test_mpi_gets_a_copy_of_all_elements_that_an_address_has(memory: npt.NDArray
         (parse([bare, 6, MPI.FLOAT], writable=True, name="buf"), 24),
         (parse([bare, (6, 2), MPI.FLOAT], writable=True, name="buf"), 32),
         (parse([bare, 3, MPI.FLOAT], writable=True, name="buf", blocks=4), 48),
-        (parse_vector([bare, ([2, 0, 3], [9, 60, 0]), MPI.FLOAT], size=3, writable=True, name="buf"), 44),
+        (parse([bare, ([2, 0, 3], [9, 60, 0]), MPI.FLOAT], shape="vector", blocks=3, writable=True, name="buf"), 44),
         (parse([short, 2, gaps], writable=True, name="buf"), 2 * 4 * 4),
         (parse([short, MPI.FLOAT], writable=True, name="buf"), 8),
     ]

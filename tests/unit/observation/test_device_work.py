@@ -12,7 +12,7 @@ import pytest
 
 from mpicomm import log
 from mpicomm.environment import Recording
-from mpicomm.mpi.host_copies import announce
+from mpicomm.mpi.host_calls import announce
 from mpicomm.recording import device_work
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.device_work import DeviceWork

@@ -51,7 +51,7 @@ def run_changed(tmp_path: Path, nprocs: int, code: str) -> subprocess.CompletedP
     program = tmp_path / "program.py"
     program.write_text(
         "from mpi4py import MPI\nfrom mpicomm.cli import options as command_line\n"
-        f"from mpicomm.p2p import between_ranks, movers\nRANK = MPI.COMM_WORLD.rank\n{code}\n"
+        f"from mpicomm.p2p import between_ranks\nRANK = MPI.COMM_WORLD.rank\n{code}\n"
         "command_line.run(between_ranks.main)\n"
     )
     return run_job(nprocs, str(program), *SHORT)
@@ -59,13 +59,13 @@ def run_changed(tmp_path: Path, nprocs: int, code: str) -> subprocess.CompletedP
 
 def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
     code = """
-time_us = movers.HostMover.time_us
+time_us = between_ranks.HostMover.time_us
 def corrupt(self, way, peer, nbytes, *options):
     result = time_us(self, way, peer, nbytes, *options)
-    if RANK == 1 and self.ways[way] == movers.PUT:
+    if RANK == 1 and self.ways[way] == between_ranks.PUT:
         self._memory.window.peer(peer)[nbytes - 1] ^= 1
     return result
-movers.HostMover.time_us = corrupt
+between_ranks.HostMover.time_us = corrupt
 """
     job = run_changed(tmp_path, 2, code)
     assert (job.returncode, job.stderr) == (1, "")
@@ -75,10 +75,10 @@ movers.HostMover.time_us = corrupt
 
 def test_copies_that_move_nothing_are_found(tmp_path: Path) -> None:
     code = """
-time_us = movers.HostMover.time_us
+time_us = between_ranks.HostMover.time_us
 def lose(self, way, *options):
-    return 1.0 if self.ways[way] == movers.GET else time_us(self, way, *options)
-movers.HostMover.time_us = lose
+    return 1.0 if self.ways[way] == between_ranks.GET else time_us(self, way, *options)
+between_ranks.HostMover.time_us = lose
 """
     job = run_changed(tmp_path, 2, code)
     assert (job.returncode, job.stderr) == (1, "")
@@ -132,7 +132,7 @@ def gpus() -> Iterator[Any]:
 
 
 def test_a_rank_moves_bytes_and_words_of_gpus(gpus: Any) -> None:
-    from mpicomm.p2p.movers import GET, GpuMover
+    from mpicomm.p2p.between_ranks import GET, GpuMover
     from tests.helpers.fakes.fake_gpus import BACK, KERNEL, LINK, LOAD_US, STORE_US
 
     nbytes, count, met = 1 << 20, 3, []

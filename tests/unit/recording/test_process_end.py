@@ -71,4 +71,4 @@ def test_traces_are_merged_without_mpi(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "mpicomm.trace", "merge", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert "traces of the ranks" in done.stdout
-    assert "mpicomm.trace.files" in done.stderr and "mpi4py" not in done.stderr
+    assert "mpicomm.trace.merge" in done.stderr and "mpi4py" not in done.stderr

@@ -16,6 +16,7 @@ SCRIPTS, DOCS = ROOT / "scripts/documents", ROOT / "mpicomm/docs"
 @pytest.mark.parametrize(
     ("script", "target", "names"),
     [
+        ("chart.py", "allreduce.svg", ["allreduce.svg"]),
         ("how_it_works.py", "how_it_works.svg", ["how_it_works.svg"]),
         ("architecture.py", ".", ["rooms.svg", "way_of_a_call.svg"]),
     ],

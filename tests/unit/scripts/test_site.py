@@ -83,6 +83,12 @@ def test_the_search_finds_documents_and_names(site: Path) -> None:
     assert "element" in found["Communicator.Allreduce"]["text"]
     assert found["The program hangs"]["where"] == "Troubles"
     assert "mpicomm.doctor --pid" in found["The program hangs"]["text"]
+    assert found["MPICOMM_TIMEOUT"]["url"] == "variables.html#MPICOMM_TIMEOUT", (
+        "a title that equals the term comes first"
+    )
+    assert "30" in found["MPICOMM_TIMEOUT"]["text"]
+    for term in ("wire_dtype", "Fence", "timeout_s"):
+        assert any(term in entry["title"] + entry["text"] for entry in entries(site)), term
     assert "jacobi.py" in found and "mpicomm.Communicator" not in found["jacobi.py"]["text"], "code is left out"
     for entry in found.values():
         path, _, anchor = entry["url"].partition("#")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import Descriptor
 from mpicomm.errors import HandleError
 from mpicomm.sharing import fd_exchange
 from mpicomm.sharing.fd_exchange import Address, FdExchange

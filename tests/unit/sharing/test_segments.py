@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.devices import host, host_memory
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import MemoryHandle
+from mpicomm.devices.handle import Descriptor, MemoryHandle
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.host_memory import map_shared, memfd_create
 from mpicomm.errors import HandleError

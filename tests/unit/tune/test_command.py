@@ -15,17 +15,15 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.machine import HostMachine
-from mpicomm.bench.measure import Effort, Outcome
+from mpicomm.bench.machine import Machine
+from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning
 from mpicomm.collectives.gpu.tuning_file import load, to_json
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.tune import __main__ as tune
-from mpicomm.tune.subjects import Subject, subjects_of
-from mpicomm.tune.sweep import Measure, choose, sweep
-from mpicomm.tune.timing import Timing
+from mpicomm.tune.sweep import Measure, Subject, Timing, choose, subjects_of, sweep
 from tests.helpers.inputs.tuning import row as tuning_row
 from tests.helpers.inputs.tuning import table
 from tests.helpers.jobs.mpiexec import run_job
@@ -211,46 +209,42 @@ def test_no_algorithm_may_round_in_another_order(comm: mpicomm.Communicator, mon
 
     monkeypatch.setattr(mpicomm.Communicator, "Allreduce", rounded)
     subject = subjects_of(["allreduce"], FLOAT)[0]
-    measure = Timing(comm, HostMachine(), KIB, Effort(1, 1, 1, 1, graphs=True)).of(subject)
+    measure = Timing(Measuring(comm, Machine(), Effort(1, 1, 1, graphs=True)), KIB).of(subject)
     outcomes, silent = measure(subject.cases([KIB], 0, 1)[0])
     wrong = {name: outcome.wrong for name, outcome in outcomes.items()}
     assert wrong == dict.fromkeys(("one_shot", "two_shot", "copy_engine"), 256)
     assert silent == {}
 
 
-def test_a_new_table_is_empty_and_its_directory_is_made(
-    comm: mpicomm.Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_table_is_empty_and_its_directory_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings", reason="the directory is that of the kernels, which need cuda-bindings")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path, table = tune.open_table(comm, None, "NVIDIA H200")
+    path, table = tune.open_table(None, "NVIDIA H200")
     assert path == tmp_path / "cache/mpicomm/tuning-nvidia-h200.json"
     assert path.parent.is_dir()
     assert table == Tuning(f"{path} (NVIDIA H200)", (), "NVIDIA H200")
 
 
-def test_a_table_that_is_there_is_kept(comm: mpicomm.Communicator, tmp_path: Path) -> None:
+def test_a_table_that_is_there_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     old = Tuning("", (Row(Kind("Bcast", False), 8, ((0, "two_shot"),)),), "NVIDIA H200")
     path.write_text(json.dumps(to_json(old)))
-    assert tune.open_table(comm, path, "NVIDIA H200")[1].rows == old.rows
+    assert tune.open_table(path, "NVIDIA H200")[1].rows == old.rows
     with pytest.raises(InvalidUsageError, match=r"table\.json is for NVIDIA H200, this is NVIDIA L4: name another"):
-        tune.open_table(comm, path, "NVIDIA L4")
+        tune.open_table(path, "NVIDIA L4")
     path.write_text("{")
     with pytest.raises(InvalidUsageError, match=r"table\.json: JSONDecodeError"):
-        tune.open_table(comm, path, "NVIDIA H200")
+        tune.open_table(path, "NVIDIA H200")
 
 
-def test_a_table_that_cannot_be_kept_is_refused_before_the_run(
-    comm: mpicomm.Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_cannot_be_kept_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file/table.json", tmp_path):
         with pytest.raises(InvalidUsageError, match=r"the table cannot be kept: .*; name another file with --output"):
-            tune.open_table(comm, path, "NVIDIA H200")
+            tune.open_table(path, "NVIDIA H200")
     monkeypatch.setattr(tuning_file, "default_file", lambda device: None)
     with pytest.raises(InvalidUsageError, match="no cache directory"):
-        tune.open_table(comm, None, "NVIDIA H200")
+        tune.open_table(None, "NVIDIA H200")
 
 
 @pytest.mark.parametrize(
@@ -291,12 +285,10 @@ DRIVER = """
 import time
 import mpicomm
 from mpicomm.cli import options as command_line
-from mpicomm.bench.machine import HostMachine
 from mpicomm.collectives.gpu.tuning_file import find
-from mpicomm.tune import __main__ as tune, subjects
-tune.GpuMachine = HostMachine
+from mpicomm.tune import __main__ as tune, sweep
 tune.require_possible = lambda comm, ranks: None
-subjects.algorithms_of = lambda operation: ("one_shot", "two_shot", "magic")
+sweep.algorithms_of = lambda operation: ("one_shot", "two_shot", "magic")
 RANK = command_line.MPI.COMM_WORLD.rank
 allreduce = mpicomm.Communicator.Allreduce
 def changed(self, send, receive, *args, **options):

@@ -21,7 +21,7 @@ from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 
 # A unit of 128 bytes is a whole cache line. So patterns that begin shards at whole lines never cut a unit.
 _UNIT = np.dtype("V128")

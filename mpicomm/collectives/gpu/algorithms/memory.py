@@ -13,8 +13,7 @@ from mpicomm.collectives.gpu.algorithms.chunks.arguments import SLOTS
 from mpicomm.collectives.gpu.algorithms.direct.arguments import ARRIVALS_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FENCES_NBYTES, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES as PACKET_SLOT_NBYTES
-from mpicomm.kernels.ll_flags import FlaggedInboxes
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, FlaggedInboxes
 
 Range = tuple[int, int]
 """The begin and the end of a range of bytes."""

@@ -10,7 +10,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.reductions import REDUCTIONS
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs import launch_numbers, patterns
 from tests.helpers.references.reductions import dtype_named, reduced, require_same

@@ -16,7 +16,7 @@ from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.reduction import OPERATIONS
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs import patterns

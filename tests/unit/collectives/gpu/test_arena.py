@@ -14,7 +14,7 @@ from mpicomm.collectives.gpu import arena as device_arena
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError, OverBoundError
 from mpicomm.errors import HandleError, InvalidUsageError
-from mpicomm.kernels.sentinels import ABSENT
+from mpicomm.kernels.team import ABSENT
 
 MIB = 1 << 20
 

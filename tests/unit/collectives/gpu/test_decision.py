@@ -17,8 +17,15 @@ pytest.importorskip("ml_dtypes")
 from mpicomm.collectives import operations
 from mpicomm.collectives.gpu.algorithms import registry
 from mpicomm.collectives.gpu.algorithms.base import Domain
-from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
-from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainLauncher, cut, layout_of
+from mpicomm.collectives.gpu.algorithms.chain.plan import (
+    BATCH_NBYTES,
+    CHAIN_SLOTS,
+    CHAIN_THREADS,
+    AlongRanks,
+    ChainLauncher,
+    cut,
+    layout_of,
+)
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
@@ -47,7 +54,7 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.tuning import row, table

@@ -30,7 +30,7 @@ from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.collectives.gpu.longest_message import LongestMessage
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.waiting import wait_until
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern

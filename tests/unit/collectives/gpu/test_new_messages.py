@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.collectives.exchange import Message
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.rigs.fake_engines import STREAM, Rig

@@ -27,8 +27,7 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues import Elementwise, rms_norm
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import Team
-from mpicomm.mpi.arguments import parse
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span, parse
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.inputs.tuning import row, table

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import KEY_NBYTES, MemoryHandle
+from mpicomm.devices.handle import KEY_NBYTES, Descriptor, MemoryHandle
 from mpicomm.errors import HandleError
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.faults.leaks import nothing_leaks

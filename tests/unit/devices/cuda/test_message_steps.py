@@ -39,7 +39,7 @@ def kernel() -> Launches:
 
 @pytest.fixture
 def steps(cuda: FakeCuda, kernel: Launches) -> Any:
-    module = importlib.import_module("mpicomm.devices.cuda.message_steps")
+    module = importlib.import_module("mpicomm.devices.cuda.launches")
     context = SimpleNamespace(device=SimpleNamespace(ordinal=0), current=contextlib.nullcontext)
     faults = SimpleNamespace(record=11, failed=12)
     return module.CudaMessageSteps(context, SimpleNamespace(load=lambda variant: kernel), faults, 10**9)

@@ -20,7 +20,7 @@ UUID, KEY = bytes(range(16)), bytes(range(KEY_NBYTES))
 
 @pytest.fixture
 def pools(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = importlib.import_module("mpicomm.devices.cuda.pool_memory")
+    module = importlib.import_module("mpicomm.devices.cuda.segments")
     monkeypatch.setattr(module, "bytes_of", lambda data: KEY)
     return module
 

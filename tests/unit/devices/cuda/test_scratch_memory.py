@@ -26,7 +26,7 @@ def cuda() -> Iterator[VirtualCuda]:
 
 @pytest.fixture
 def scratch(cuda: VirtualCuda) -> Iterator[Any]:
-    module = importlib.import_module("mpicomm.devices.cuda.scratch_memory")
+    module = importlib.import_module("mpicomm.devices.cuda.segments")
     with nothing_leaks():
         scratch = module.ScratchMemory(module.PrimaryContext(SimpleNamespace(ordinal=0, uuid=bytes(16))))
         yield scratch

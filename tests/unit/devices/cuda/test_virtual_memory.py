@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import MemoryHandle
+from mpicomm.devices.handle import Descriptor, MemoryHandle
 from mpicomm.errors import HandleError
 from tests.helpers.fakes.fake_cuda import ADDRESS, FakeCuda
 from tests.helpers.faults.leaks import nothing_leaks

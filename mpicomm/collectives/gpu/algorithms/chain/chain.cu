@@ -65,7 +65,7 @@
 
 namespace mpicomm {
 
-// The host's copies of these constants and structures are in arguments.py; a test compares them.
+// The host's copies of these constants and structures are in plan.py; a test compares them.
 constexpr u32 kChainThreads = 256;
 constexpr u32 kChainBlocks = 2;  // that a multiprocessor holds
 constexpr u32 kChainSlots = 2;

@@ -25,7 +25,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers, ring_refusal
 from mpicomm.kernels.reductions import reduction_of
 from mpicomm.kernels.team import MAX_RANKS, Team
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 
 CHANNEL_NBYTES = 8 * 1024

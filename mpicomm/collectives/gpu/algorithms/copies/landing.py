@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Protocol
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 
 REGIONS = 3

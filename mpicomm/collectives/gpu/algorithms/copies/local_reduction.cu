@@ -7,7 +7,7 @@
 
 namespace mpicomm {
 
-// The host's copies of this constant and of LocalReduction are in arguments.py; a test compares
+// The host's copies of this constant and of LocalReduction are in plan.py; a test compares
 // them.
 constexpr u32 kReductionThreads = 512;
 

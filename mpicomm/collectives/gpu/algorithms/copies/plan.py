@@ -17,25 +17,15 @@ that for an IPC handle.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from math import isqrt
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import (
-    NO_CODES,
-    Algorithm,
-    Domain,
-    FormLauncher,
-    StepLauncher,
-    launch_tag,
-)
+from mpicomm.collectives.gpu.algorithms.base import NO_CODES, Algorithm, Domain, FormLauncher, StepLauncher, launch_tag
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
-from mpicomm.collectives.gpu.algorithms.copies.arguments import (
-    REDUCTION_THREADS,
-    LocalReductionArguments,
-    local_reduction_kernel,
-)
 from mpicomm.collectives.gpu.algorithms.copies.landing import (
     ALIGNED_NBYTES,
     REGIONS,
@@ -52,8 +42,26 @@ from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.kernels.reductions import Reduction
+from mpicomm.kernels.reductions import Reduction, options_for
+from mpicomm.kernels.team import MAX_RANKS
+from mpicomm.kernels.variant import Variant, u32, u64
 from mpicomm.symmetric.registry import Mapped
+
+_SOURCE = Path(__file__).with_name("local_reduction.cu")
+
+REDUCTION_THREADS = 512  # kReductionThreads in local_reduction.cu; a test compares them
+
+
+class LocalReductionArguments(ctypes.Structure):
+    """The host's copy of ``LocalReduction`` in local_reduction.cu."""
+
+    _fields_ = [("sources", ctypes.c_uint64 * MAX_RANKS), *u64("output", "nbytes"), *u32("num_sources", "unused")]
+
+
+def local_reduction_kernel(reduction: tuple[str, str]) -> Variant:
+    """Return the kernel for ``(dtype, op)``; raises as `options_for`."""
+    return Variant(_SOURCE, "mpicomm_local_reduction", options_for(reduction))
+
 
 _RELAYED_NBYTES = 4 << 20
 """The bytes that a link carries in the time of one more part, which is the time of a barrier between copies."""

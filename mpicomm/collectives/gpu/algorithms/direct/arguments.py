@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS
-from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, FlaggedInboxes, Team
 from mpicomm.kernels.variant import Variant, u64
 
 # Constants and structures of direct.cu; a test compares them.

@@ -7,9 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
-from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.team import MAX_RANKS, FlaggedInboxes, Team
 from mpicomm.kernels.variant import Variant, u32, u64
 
 _SOURCE = Path(__file__).with_name("packets.cu")

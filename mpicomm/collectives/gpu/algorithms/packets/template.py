@@ -38,7 +38,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 
 # A call fills in two ranges of `PacketArguments`: the tags with the messages and the steps after them; the inboxes.

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.base import Filled, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES, stride_of, threads_for
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
-    SENDRECV_KERNEL,
-    SENDRECV_SLOT_NBYTES,
-    SENDRECV_SLOTS,
-    SENDRECV_THREADS,
-    SendrecvArguments,
-)
-from mpicomm.kernels.team import Team
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.reductions import OPTIONS
+from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.variant import Variant, u32, u64
+
+# Constants and structures of sendrecv.cu; a test compares them.
+SENDRECV_THREADS = 256
+SENDRECV_BLOCKS = 2
+"""The fewest blocks that a multiprocessor holds."""
+SENDRECV_SLOTS = 2
+SENDRECV_SLOT_NBYTES = 64 * 1024
+
+
+class SendrecvSide(ctypes.Structure):
+    """The host's copy of ``Side`` in sendrecv.cu: a message that this rank sends or receives."""
+
+    _fields_ = [*u64("pointer", "nbytes", "stride"), *u32("peer", "blocks", "tag", "mask")]
+
+
+class SendrecvArguments(ctypes.Structure):
+    """The host's copy of ``Sendrecv`` in sendrecv.cu."""
+
+    _fields_ = [
+        ("team", Team),
+        ("sent", SendrecvSide),
+        ("received", SendrecvSide),
+        ("memory", ctypes.c_uint64 * MAX_RANKS),
+        *u64("credits", "flags", "slots"),
+        *u32("channels", "unused"),
+    ]
+
+
+SENDRECV_KERNEL = Variant(Path(__file__).with_name("sendrecv.cu"), "mpicomm_sendrecv", OPTIONS)
+
 
 _AT_SIDES: int = SendrecvArguments.sent.offset
 _SIDES = struct.Struct("=3Q4I3Q4I")  # two of `SendrecvSide`, which lie one after the other

@@ -22,7 +22,7 @@
 
 namespace mpicomm {
 
-// The host's copies of these constants and structures are in arguments.py; a test compares them.
+// The host's copies of these constants and structures are in plan.py; a test compares them.
 constexpr u32 kSendrecvThreads = 256;
 constexpr u32 kSendrecvBlocks = 2;  // on a multiprocessor
 constexpr u32 kSendrecvSlots = 2;

@@ -19,7 +19,7 @@ from mpicomm.collectives.gpu.algorithms.copies.landing import InOutput, InStagin
 from mpicomm.collectives.gpu.algorithms.copies.plan import Then, parts_of
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, Reduce, allreduce, movement
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns

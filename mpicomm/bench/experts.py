@@ -1,0 +1,251 @@
+"""``python -m mpicomm.bench experts``: times and checks dispatch and combine of a mixture of experts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.bench.contenders import open_peers
+from mpicomm.bench.machine import Machine, machine_of
+from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Trial
+from mpicomm.bench.torch_peers import TorchNccl
+from mpicomm.cli import arguments
+from mpicomm.cli import options as command_line
+from mpicomm.cli.options import header, setting
+from mpicomm.experts.arrays import Received
+from mpicomm.experts.experts import Experts
+from mpicomm.experts.shape import BY_EXPERT, DTYPES, LAYOUTS
+from mpicomm.mpi.types import covered_dtype
+from mpicomm.sizes import format_line
+
+NAME = "experts"
+_PEERS = {"nccl": TorchNccl}  # through PyTorch
+_ROOM = 2
+"""A rank has room for so many times the rows that come if all experts get the same."""
+_ROUNDS = 7
+_CALLS = ("dispatch", "combine", "even", "copy")
+_NCCL_CALLS = ("nccl_dispatch", "nccl_combine", "nccl_even")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m mpicomm.bench experts",
+        description="Time dispatch and combine of a mixture of experts, and check every row. On GPUs -n calls make a "
+        "CUDA graph. Each token has --top-k different experts, which are drawn at random.",
+    )
+    count = arguments.count_from
+    result.add_argument("experts", choices=[NAME], help=argparse.SUPPRESS)
+    result.add_argument(
+        "--tokens",
+        type=arguments.counts_from(1),
+        metavar="N,...",
+        help="of a rank; also the max_tokens of the Experts object; default: 128,4096, on the cpu 16,128",
+    )
+    hidden = "elements of a token; default: 7168, on the cpu 1024"
+    result.add_argument("--hidden", type=count(1), metavar="N", help=hidden)
+    result.add_argument("--experts", dest="num_experts", type=count(1), default=64, metavar="N", help="default: 64")
+    result.add_argument("--top-k", type=count(1), default=8, metavar="N", help="experts of a token; default: 8")
+    result.add_argument("-d", "--datatype", choices=DTYPES, help="default: bfloat16, on the cpu float32")
+    layouts = arguments.names_from(LAYOUTS, "layout")
+    result.add_argument("--layouts", type=layouts, default=LAYOUTS, metavar="NAME,...", help="experts, tokens")
+    result.add_argument("--blocks", type=count(2), metavar="N", help="the most blocks of a launch")
+    result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="timed iterations; default: 10")
+    arguments.add_compare_argument(result, _PEERS)
+    arguments.add_file_arguments(result)
+    arguments.add_communicator_arguments(result)
+    return result
+
+
+def main() -> int:
+    """Run the command line on this rank. Collective."""
+    options = command_line.parse_args(parser())
+    comm = command_line.open_communicator(options.device, options.handle)
+    machine = machine_of(comm)
+    on_host = machine.stream is None
+    tokens, hidden, dtype = ([16, 128], 1024, "float32") if on_host else ([128, 4096], 7168, "bfloat16")
+    options.tokens, options.hidden = options.tokens or tokens, options.hidden or hidden
+    options.datatype = options.datatype or dtype
+    ranks = comm.allgather(comm.describe())
+    about = [
+        *header("bench experts", ranks, options.handle),
+        f"hidden {options.hidden} of {options.datatype}, top {options.top_k} of {options.num_experts} experts",
+        "times in us; GB/s: the bytes that cross the links of a GPU, each way; even: an even Alltoall of as many rows "
+        "to each rank",
+    ]
+    command_line.show(*(f"# {line}" for line in about))
+    names = ["tokens", "layout", "dispatch", "GB/s", "combine", "GB/s", "even", "copy GB/s", "wrong"]
+    measuring = Measuring(comm, machine, Effort(options.iters, 2, _ROUNDS, not on_host))
+    rows = []
+    with machine.current():
+        opened, absent = open_peers(_PEERS, options.compare, comm, machine)
+        command_line.show(*(f"# {name}: {reason}" for name, reason in absent.items()))
+        peer: TorchNccl | None = opened.get("nccl")
+        if peer is not None:
+            command_line.show(f"# {peer.version}")
+            names += ["nccl disp.", "nccl comb.", "nccl even"]
+        widths = [11] * len(names)
+        command_line.show("#" + format_line(names, widths)[1:])
+        for count in options.tokens:
+            for layout in options.layouts:
+                rows.append(_measure(options, measuring, count, layout, peer))
+                command_line.show(format_line(_cells(rows[-1])[: len(names)], widths))
+        if peer is not None:
+            peer.close()
+    wrong = sum(row["wrong"] for row in rows)
+    document = {**setting(ranks, options), "absent": absent, "experts": rows}
+    return command_line.finish(comm, options.json, document, wrong, "wrong rows")
+
+
+def _cells(row: dict[str, Any]) -> list[object]:
+    us, crossing = {name: row[f"{name}_us"] for name in (*_CALLS, *_NCCL_CALLS)}, row["crossing_nbytes"] / 1e3
+    copy = None if us["copy"] is None else crossing / us["copy"]
+    rates = (us["dispatch"], crossing / us["dispatch"], us["combine"], crossing / us["combine"], us["even"], copy)
+    return [row["tokens"], row["layout"], *rates, row["wrong"], *(us[name] for name in _NCCL_CALLS)]
+
+
+def _measure(
+    options: argparse.Namespace, measuring: Measuring, tokens: int, layout: str, peer: TorchNccl | None
+) -> dict[str, Any]:
+    """Return the row of one number of tokens for the JSON file."""
+    comm, machine = measuring.comm, measuring.machine
+    dtype, top_k, experts = covered_dtype(options.datatype), options.top_k, options.num_experts
+    routes = Routes(machine, comm.rank, comm.size, (tokens, options.hidden), top_k, experts, dtype)
+    room = min(comm.size * tokens * top_k, _ROOM * tokens * top_k + 64) if layout == BY_EXPERT else None
+    numbers = experts, options.hidden, tokens, top_k, dtype
+    crossing = max(comm.allgather(routes.crossing)) * options.hidden * dtype.itemsize
+    shape = (comm.size * tokens, options.hidden * dtype.itemsize)
+    with (
+        Experts(comm, *numbers, capacity=room, blocks=options.blocks, layout=layout) as made,
+        comm.zeros(shape, "u1") as sent,
+        comm.zeros(shape, "u1") as taken,
+    ):
+        received = made.dispatch(routes.x, routes.ids, routes.weights)
+        sums = made.combine(received.x, received)
+
+        def dispatch() -> None:
+            made.dispatch(routes.x, routes.ids, routes.weights, out=received)
+
+        def combine() -> None:
+            made.combine(received.x, received, out=sums)
+
+        def trial(name: str, call: Callable[[], object], count_wrong: Callable[[], int]) -> Trial:
+            return Trial(name, call, [CheckedCall(lambda: None, call, count_wrong)])
+
+        trials = [
+            trial("dispatch", dispatch, lambda: routes.count_wrong_rows(received)),
+            trial("combine", combine, lambda: routes.count_wrong_sums(sums, weighted=layout == BY_EXPERT)),
+            Trial("even", lambda: comm.Alltoall(sent.local, taken.local)),
+        ]
+        if machine.stream is not None and comm.size > 1:
+            # The same bytes by a copy engine, both ways at once.
+            nbytes, following = crossing // (comm.size - 1), (comm.rank + 1) % comm.size
+            source = sent.local.reshape(-1)[:nbytes]
+            trials.append(Trial("copy", lambda: taken.put(source, following)))
+        if peer is not None:
+            counts = [int(routes.goes_to(rank).sum()) for rank in range(comm.size)]
+            for name, call in peer.calls(counts, tokens, options.hidden).items():
+                # The host waits within the other calls, so no graph can have them.
+                trials.append(Trial(f"nccl_{name}", call, own=False, capturable=name == "even"))
+        outcomes, silent = measuring.run(trials)
+    command_line.show(*(f"# {name}: {reason}" for name, reason in silent.items()))
+    times: dict[str, float | None] = {f"{name}_us": None for name in (*_CALLS, *_NCCL_CALLS)}
+    times.update({f"{name}_us": outcome.time_us for name, outcome in outcomes.items()})
+    if times["copy_us"] is not None:
+        times["copy_us"] *= comm.size - 1
+    wrong = sum(outcome.wrong or 0 for outcome in outcomes.values())
+    return {"tokens": tokens, "layout": layout, "crossing_nbytes": crossing, **times, "wrong": wrong}
+
+
+class Routes:
+    """Tokens with ``top_k`` different experts each, drawn alike on all ranks."""
+
+    def __init__(
+        self, machine: Machine, rank: int, size: int, shape: tuple[int, int], top_k: int, experts: int, dtype: Any
+    ) -> None:
+        self._xp = machine.xp
+        self._rank, self._size, self._experts = rank, size, experts
+        self.tokens, self.hidden = shape
+        rng = np.random.default_rng(shape)
+        self.ids_of_all = [
+            np.argsort(rng.random((self.tokens, experts)), axis=1)[:, :top_k].astype(np.int64) for _ in range(size)
+        ]
+        self.ids = self._xp.asarray(self.ids_of_all[rank])
+        self.weights = self._xp.asarray(np.random.default_rng(rank).random((self.tokens, top_k), np.float32))
+        self._dtype = dtype
+        self.x = self.tokens_of(rank)
+
+    @property
+    def crossing(self) -> int:
+        """The number of tokens that this rank sends to other ranks; a token counts once for each rank."""
+        return int(sum(np.count_nonzero(self.goes_to(rank)) for rank in range(self._size) if rank != self._rank))
+
+    def goes_to(self, rank: int) -> npt.NDArray[np.bool_]:
+        """Return for each token of this rank whether it goes to ``rank``."""
+        first, end = self._range_of(rank)
+        ids = self.ids_of_all[self._rank]
+        there: npt.NDArray[np.bool_] = np.any((ids >= first) & (ids < end), axis=1)
+        return there
+
+    def tokens_of(self, rank: int) -> Any:
+        """Return the tokens of a rank: small whole numbers, which all types have."""
+        xp = self._xp
+        rows = xp.arange(self.tokens, dtype=xp.int32)[:, None] * 31 + rank * 17
+        return ((rows + xp.arange(self.hidden, dtype=xp.int32) * 7) % 127 - 63).astype(self._dtype)
+
+    def count_wrong_rows(self, received: Received) -> int:
+        """Return the number of wrong rows of a dispatch on this rank, with rows that are missing."""
+        xp = self._xp
+        first, end = self._range_of(self._rank)
+        expected = sum(int(np.count_nonzero((ids >= first) & (ids < end))) for ids in self.ids_of_all)
+        used = int(received.offsets[-1])
+        sources = received.sources[:used]
+        wrong = abs(expected - used)
+        ids = xp.asarray(np.stack(self.ids_of_all))
+        experts = ids[sources[:, 0], sources[:, 1], sources[:, 2]]
+        counts = received.counts.get() if hasattr(received.counts, "get") else received.counts
+        if counts.sum() != used:
+            return max(wrong, 1)
+        wrong += int(xp.count_nonzero(experts != xp.asarray(np.repeat(np.arange(first, end), counts))))
+        if received.rows is not None:
+            # Each row has a place, so the places check all rows.
+            wrong += abs(int(received.row_count[0]) - len(xp.unique(received.rows[:used])))
+        for rank in range(self._size):
+            mine = xp.flatnonzero(sources[:, 0] == rank)
+            tokens = self.tokens_of(rank)
+            for begin in range(0, len(mine), 4096):
+                places = mine[begin : begin + 4096]
+                rows = places if received.rows is None else received.rows[places]
+                wrong += int(xp.count_nonzero((received.x[rows] != tokens[sources[places, 1]]).any(axis=1)))
+        return wrong
+
+    def count_wrong_sums(self, sums: Any, *, weighted: bool) -> int:
+        """Return the number of wrong sums of a combine of the dispatched rows themselves.
+
+        With ``weighted`` each slot counts by its weight. Otherwise each rank with experts of a token counts once.
+        """
+        xp = self._xp
+        total = xp.zeros((self.tokens, self.hidden), xp.float32)
+        x = self.x.astype(xp.float32)
+        for rank in range(self._size):
+            first, end = self._range_of(rank)
+            if not weighted:
+                present = ((self.ids >= first) & (self.ids < end)).any(axis=1)
+                total += xp.where(present[:, None], x, xp.float32(0))
+                continue
+            partial = xp.zeros_like(total)
+            for slot in range(self.ids.shape[1]):
+                there = (self.ids[:, slot] >= first) & (self.ids[:, slot] < end)
+                factors = xp.where(there, self.weights[:, slot], xp.float32(0))
+                partial += factors[:, None] * x
+            total += partial.astype(self._dtype).astype(xp.float32)
+        return int(xp.count_nonzero((total.astype(self._dtype) != sums).any(axis=1)))
+
+    def _range_of(self, rank: int) -> tuple[int, int]:
+        each, rest = divmod(self._experts, self._size)
+        first = rank * each + min(rank, rest)
+        return first, first + each + (rank < rest)

@@ -1,0 +1,175 @@
+"""NCCL, on ordinary CuPy arrays and on its own memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpicomm.api.communicator import Communicator
+from mpicomm.bench.content import expected
+from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.measure import UnsupportedError
+from mpicomm.bench.operations import BARRIER, ROOT, Case, CaseBuffers
+from mpicomm.bench.peers import view_bytes
+from mpicomm.cli import options as command_line
+from mpicomm.devices.cuda import nccl
+from mpicomm.devices.cuda.driver import cuda_major
+
+_TYPES = (
+    *("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
+_COLLECTIVES = {
+    "allreduce": "ncclAllReduce",
+    "reduce_scatter": "ncclReduceScatter",
+    "allgather": "ncclAllGather",
+    "bcast": "ncclBroadcast",
+    "reduce": "ncclReduce",
+    "gather": "ncclGather",
+    "scatter": "ncclScatter",
+    "alltoall": "ncclAlltoAll",
+}
+"""The functions by the bench's names of the operations. An older library lacks the last three functions."""
+_GRANULARITY = 2 << 20
+_COLLECTIVE_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
+_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+
+
+class Nccl:
+    """A `Peer`: an NCCL communicator. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
+
+    exact = False
+    capturable = True
+    result_at_front = False
+
+    def __init__(self, comm: Communicator, machine: Machine) -> None:
+        self.version = nccl.version()
+        self._machine = machine
+        self._comm = nccl.NcclCommunicator(comm.size, command_line.on_first_rank(comm, nccl.unique_id), comm.rank)
+
+    @staticmethod
+    def missing() -> str | None:
+        """Return the package to install, or None. Local."""
+        return nccl.missing()
+
+    def allocate(self, nbytes: int) -> Any:
+        return self._machine.empty(nbytes)
+
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
+        return {"": self._call(case, _address(buffers.send), _address(buffers.receive), _type_of(case.dtype))}
+
+    def on_memory(
+        self, function: str, send: int, receive: int, count: int, dtype: np.dtype[Any], *, reduces: bool
+    ) -> Call:
+        """Return a call of an NCCL function on memory at two addresses, with a sum if it reduces."""
+        arguments = [_type_of(dtype), *([_OPS["sum"]] if reduces else [])]
+        return _bind(function, send, receive, count, *arguments, self._comm.handle, self._machine.stream.ptr)
+
+    def close(self) -> None:
+        self._comm.destroy()
+
+    def _call(self, case: Case, send: int, receive: int, dtype: int) -> Call:
+        operation, end = case.operation, (self._comm.handle, self._machine.stream.ptr)
+        reduction = [_OPS[case.op]]
+        if operation is BARRIER:  # as in programs that use NCCL
+            return _bind("ncclAllReduce", send, send, 1, dtype, *reduction, *end)
+        function = _COLLECTIVES.get(case.name)
+        if function is not None and nccl.has(function):
+            arguments = [*(reduction if operation.reduces else []), *([ROOT] if operation.rooted else [])]
+            return _bind(function, send, receive, case.block, dtype, *arguments, *end)
+        return _group(
+            [
+                _bind(name, address + start * case.dtype.itemsize, count, dtype, peer, *end)
+                for name, address, messages in (
+                    ("ncclSend", send, _sent(case)),
+                    ("ncclRecv", receive, _received(case)),
+                )
+                for peer, start, count in messages
+            ]
+        )
+
+
+class SymmetricNccl(Nccl):
+    """NCCL on its own memory, registered as a symmetric window, because NCCL has faster kernels for such memory."""
+
+    def __init__(self, comm: Communicator, machine: Machine) -> None:
+        super().__init__(comm, machine)
+        self._windows: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
+
+    @staticmethod
+    def missing() -> str | None:
+        reason = nccl.missing()
+        if reason is None and not nccl.has("ncclCommWindowRegister"):
+            package = f"nvidia-nccl-cu{cuda_major()}>=2.27"
+            return f"NCCL {nccl.version()} has no symmetric windows: pip install '{package}'"
+        return reason
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return registered memory of ncclMemAlloc."""
+        memory, window = ctypes.c_void_p(), ctypes.c_void_p()
+        whole = -(-nbytes // _GRANULARITY) * _GRANULARITY
+        nccl.call("ncclMemAlloc", ctypes.byref(memory), whole)
+        given = (memory, whole, ctypes.byref(window), _COLLECTIVE_SYMMETRIC)
+        nccl.call("ncclCommWindowRegister", self._comm.handle, *given)
+        self._windows.append((memory, window))
+        assert memory.value is not None
+        return view_bytes(memory.value, nbytes, self)
+
+    def close(self) -> None:
+        for memory, window in self._windows:
+            nccl.call("ncclCommWindowDeregister", self._comm.handle, window)
+            nccl.call("ncclMemFree", memory)
+        super().close()
+
+
+def _bind(name: str, *arguments: Any) -> Call:
+    """Return a call with arguments that are converted once, because a C program converts none."""
+    function: Callable[..., int] = getattr(nccl.load(), name)
+    converted = tuple(
+        kind(argument) if isinstance(argument, int) else argument
+        for kind, argument in zip(function.argtypes, arguments, strict=True)  # type: ignore[attr-defined]
+    )
+
+    def run() -> None:
+        status = function(*converted)
+        if status != 0:
+            nccl.check(name, status)
+
+    return run
+
+
+def _group(calls: list[Call]) -> Call:
+    def run() -> None:
+        nccl.call("ncclGroupStart")
+        try:
+            for call in calls:
+                call()
+        finally:
+            nccl.call("ncclGroupEnd")
+
+    return run
+
+
+def _sent(case: Case) -> list[tuple[int, int, int]]:
+    """Return (peer, first element, elements) of each message that a rank sends."""
+    counts, displs = case.sent()
+    receivers = [peer for peer in range(case.size) if case.rank in case.seen_from(peer).sources]
+    return [(peer, displs[peer], counts[peer]) for peer in receivers]
+
+
+def _received(case: Case) -> list[tuple[int, int, int]]:
+    return [(piece.period, piece.start, piece.count) for piece in expected(case)]
+
+
+def _address(array: Any) -> int:
+    return 0 if array is None else int(array.data.ptr)
+
+
+def _type_of(dtype: np.dtype[Any]) -> int:
+    """Return NCCL's number of an element type."""
+    if dtype.name not in _TYPES:
+        raise UnsupportedError(f"NCCL has no {dtype}")
+    return _TYPES.index(dtype.name)

@@ -1,0 +1,201 @@
+"""The libraries that the bench compares, behind one Protocol: mpicomm, MPI, and others in modules of their own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.api.communicator import Communicator
+from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.measure import UnsupportedError
+from mpicomm.bench.operations import IN_PLACE, ROOT, SENDRECV, Case, CaseBuffers
+from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
+from mpicomm.collectives.operations import Operation as Collective
+from mpicomm.collectives.wire import Wire
+from mpicomm.mpi import types
+from mpicomm.mpi.spec import Shape
+
+PEERS = {
+    "nccl": "nccl.Nccl",
+    "nccl-symmetric": "nccl.SymmetricNccl",
+    "torch": "torch_peers.TorchSymmetric",
+    "nvshmem": "nvshmem_host.Nvshmem",
+    "mpi": "peers.PlainMpi",
+}
+"""Their names on the command line, and their classes, which take a communicator and a `Machine`.
+
+The function ``missing`` of a class names the package to install, or returns None. It is local.
+"""
+
+_LARGEST_STAGED = 64 << 20  # larger sizes take minutes and show nothing new
+_IN_RANK_ORDER = {algorithm.name for algorithm in ALGORITHMS if algorithm.in_rank_order}
+_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "avg": mpicomm.AVG}
+
+
+class Peer(Protocol):
+    """A library in use. All methods are collective."""
+
+    version: str
+    exact: bool
+    """Whether its reductions are in rank order, so that the bench can compare every bit."""
+    capturable: bool
+    """Whether CUDA graphs can capture its calls."""
+    result_at_front: bool
+    """Whether an in-place reduce-scatter leaves its block at the front of the buffer."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return memory of the kind that is fastest for this library, as a NumPy or CuPy array of bytes."""
+
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
+        """Return the ways to carry out a case, by name. The fastest way counts. Raises `UnsupportedError`."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+def peer_class(name: str) -> Any:
+    """Return the class of a peer, without an import of the library itself."""
+    module, _, cls = PEERS[name].partition(".")
+    return getattr(importlib.import_module(f"mpicomm.bench.{module}"), cls)
+
+
+def view_bytes(pointer: int, nbytes: int, owner: object) -> Any:
+    """Return device memory of another library as a CuPy array of bytes."""
+    import cupy
+
+    memory = cupy.cuda.UnownedMemory(pointer, nbytes, owner)
+    return cupy.ndarray((nbytes,), cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+
+class Mpicomm:
+    """mpicomm's public calls, as a `Peer`. ``symmetric`` says whether its arrays come from ``comm.empty``."""
+
+    version = mpicomm.__version__
+    capturable = True
+    result_at_front = True
+
+    def __init__(
+        self, comm: Communicator, machine: Machine, *, symmetric: bool, algorithm: str, wire: Wire | None = None
+    ) -> None:
+        self._comm = comm
+        self._machine = machine
+        self._symmetric = symmetric
+        # On the host "auto" may leave a call to MPI, which reduces in any order.
+        self.exact = machine.stream is not None if algorithm == "auto" else algorithm in _IN_RANK_ORDER
+        self._options: dict[str, Any] = {}
+        if machine.stream is not None:
+            self._options["stream"] = machine.stream
+        if algorithm != "auto":
+            self._options["algorithm"] = algorithm
+        if wire is not None:
+            self._options["wire_dtype"] = wire.codes
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return an array. A symmetric array lives until the communicator is freed."""
+        return self._comm.empty(nbytes, np.uint8).local if self._symmetric else self._machine.empty(nbytes)
+
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
+        return {"": mpi_call(self._comm, case, buffers, self._options)}
+
+    def close(self) -> None:
+        """Do nothing, because the communicator frees its memory."""
+
+
+class PlainMpi:
+    """A `Peer`: mpi4py's own methods, on host arrays directly, on device arrays through pinned host copies."""
+
+    exact = False
+    capturable = False
+    result_at_front = True
+
+    def __init__(self, comm: Communicator, machine: Machine) -> None:
+        self.version = " ".join(MPI.Get_library_version().splitlines()[0].split())
+        self._comm = MPI.Intracomm(comm)
+        self._machine = machine
+
+    @staticmethod
+    def missing() -> str | None:
+        """Return None, because MPI is always there."""
+        return None
+
+    def allocate(self, nbytes: int) -> Any:
+        return self._machine.empty(nbytes)
+
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
+        if case.operation.reduces and (types.mpi_datatype(case.dtype) is None or case.op == "avg"):
+            raise UnsupportedError(f"MPI has no {case.op} of {case.dtype}")
+        if case.dtype.isbuiltin != 1:
+            raise UnsupportedError(f"MPI has no {case.dtype}")
+        stream = self._machine.stream
+        if stream is None:
+            return {"": mpi_call(self._comm, case, buffers, {})}
+        if case.nbytes > _LARGEST_STAGED:
+            raise UnsupportedError("measured up to 64 MiB")
+        if case.in_place and case.operation.places != (IN_PLACE,):
+            raise UnsupportedError("copies through the host are never in place")
+        send = _pinned(buffers.send)
+        receive = send if buffers.receive is buffers.send else _pinned(buffers.receive)
+        call = mpi_call(self._comm, case, CaseBuffers(send, receive), {})
+
+        def run() -> None:
+            if send is not None:
+                buffers.send.get(out=send, stream=stream, blocking=False)
+            stream.synchronize()
+            call()
+            if receive is not None:
+                buffers.receive.set(receive, stream=stream)
+
+        return {"": run}
+
+    def close(self) -> None:
+        """Do nothing, because the peer holds nothing."""
+
+
+def _pinned(array: Any) -> Any:
+    if array is None:
+        return None
+    import cupyx
+
+    return cupyx.empty_pinned(array.shape, np.uint8)
+
+
+def mpi_call(comm: MPI.Intracomm, case: Case, buffers: CaseBuffers, options: dict[str, Any]) -> Call:
+    """Return a case as a call of ``comm``'s method, of mpi4py or mpicomm, with these keyword arguments."""
+    collective = case.operation.collective
+    if collective is not None:
+        return partial(getattr(comm, collective.name), *_arguments(collective, case, buffers), **options)
+    if case.operation is SENDRECV:
+        # The buffers go as bytes, because MPI carries messages of host arrays and does not know all types.
+        to, source = case.following, case.previous
+        return partial(comm.Sendrecv, buffers.send, to, recvbuf=buffers.receive, source=source, **options)
+    return partial(comm.Barrier, **options)
+
+
+def _arguments(collective: Collective, case: Case, buffers: CaseBuffers) -> list[Any]:
+    send = _buffer(buffers.send, case, collective.send, case.sent)
+    receive = _buffer(buffers.receive, case, collective.receive, case.received)
+    given = {"buf": receive, "sendbuf": send, "recvbuf": receive, "op": _OPS[case.op], "root": ROOT}
+    if case.shares_buffer:
+        given["recvbuf" if collective.rooted == "send" else "sendbuf"] = MPI.IN_PLACE
+        if collective.reduces:
+            given["recvbuf"] = send  # one buffer holds the input of all blocks, and the result goes to its front
+    return [given[name] for name in collective.arguments]
+
+
+def _buffer(array: Any, case: Case, shape: Shape, layout: Callable[[], tuple[list[int], list[int]]]) -> Any:
+    """Return bytes as a buffer of elements. A type that is not NumPy's own gives a buffer with the name of the type.
+
+    This buffer has no count, because in a buffer with a block for each rank a count is the count of one block.
+    """
+    if array is None:
+        return None
+    native = case.dtype.isbuiltin == 1
+    places = [layout()] if shape == "vector" else []
+    parts = [array.view(case.dtype) if native else array, *places, *([] if native else [case.dtype.name])]
+    return parts if len(parts) > 1 else parts[0]

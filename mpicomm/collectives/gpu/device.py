@@ -1,0 +1,84 @@
+"""The device of an engine: its facts, scratch memory that grows, and the launches around the steps of an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpicomm import environment
+from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.pack_tables import PackJob, table_of
+from mpicomm.devices.base import GpuBackend, Scratch
+from mpicomm.epilogues.base import BoundEpilogue
+from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
+from mpicomm.kernels.team import Faults
+from mpicomm.mpi.arguments import Span
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """The facts about a rank's device that the ranks exchange."""
+
+    multiprocessors: int
+    total_nbytes: int
+    uuid: bytes
+    takes_turns: bool
+    """Whether the device runs only one process at a time, so that a kernel has all multiprocessors."""
+
+
+def device_facts(backend: GpuBackend) -> DeviceFacts:
+    """Return the facts about this rank's device. Local."""
+    takes_turns = not environment.multi_process_service()
+    return DeviceFacts(backend.multiprocessors, backend.total_nbytes, backend.info.uuid, takes_turns)
+
+
+class GrowingScratch:
+    """Memory that grows by powers of two. All of it lives as long as this object."""
+
+    def __init__(self, backend: GpuBackend) -> None:
+        self._backend = backend
+        self._parts = [Scratch(0, 0, None)]
+
+    @property
+    def largest(self) -> Scratch:
+        """The part that the next calls use; a part without bytes before the first `of`."""
+        return self._parts[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all memory."""
+        return sum(part.nbytes for part in self._parts)
+
+    def of(self, nbytes: int) -> Span | None:
+        """Return memory of at least ``nbytes`` bytes; None for 0 bytes. Local."""
+        if nbytes == 0:
+            return None
+        if self.largest.nbytes < nbytes:
+            # Smaller parts stay, because a captured graph may use them. Sizes are powers of two, so all parts together
+            # have at most twice the bytes of the largest part.
+            self._parts.append(self._backend.scratch(1 << (nbytes - 1).bit_length()))
+        return Span(self.largest.pointer, 0)
+
+
+def pack_launches(backend: GpuBackend, jobs: Sequence[PackJob], packed: int, *, unpacks: bool) -> list[Launch]:
+    """Return the launch for all ``jobs``; their packed memory begins at ``packed``. No launch for no bytes. Local."""
+    table = table_of(jobs)
+    return [pack_launch(backend, table, 0, packed, unpacks=unpacks)] if table.units else []
+
+
+def pack_launch(backend: GpuBackend, table: PackTable, memory: int, packed: int, *, unpacks: bool) -> Launch:
+    """Return the launch for a table. Its regions begin at ``memory``, its packed memory begins at ``packed``. Local."""
+    arguments = table.arguments(backend.pack_table(table), memory, packed, backend.faults.failed, unpacks=unpacks)
+    blocks = blocks_for(table.units, backend.multiprocessors)
+    return Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)
+
+
+def finish_launches(finish: BoundEpilogue, reduced: Span, faults: Faults, multiprocessors: int) -> list[Launch]:
+    """Return the launch that applies the epilogue to the ``reduced`` elements; none for no elements. Local.
+
+    The kernel does nothing if an earlier kernel of the device has failed.
+    """
+    if reduced.count == 0:
+        return []
+    call = finish.following_kernel(reduced.pointer, faults.failed, multiprocessors)
+    return [Launch(call.variant, call.arguments, blocks=call.blocks, threads=call.threads)]

@@ -1,0 +1,185 @@
+"""Launches of the backend: graphs of one kernel, and the kernel of message.cu."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+from cuda.bindings import driver
+from cupy.cuda import runtime
+
+from mpicomm.devices.cuda.context import PrimaryContext
+from mpicomm.devices.cuda.driver import call
+from mpicomm.devices.cuda.load import Kernel, KernelCache
+from mpicomm.devices.cuda.stream_order import relaxed
+from mpicomm.errors import HandleError
+from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_STEP, MESSAGE_THREADS, blocks_of_message
+from mpicomm.kernels.team import LANES, Faults
+
+Launch = tuple[int, int, bytes]
+"""Blocks, threads and the argument of a launch. The one parameter of the kernel is a structure of these bytes."""
+
+
+class LaunchGraph:
+    """Makes the same launches of a kernel, one after the other, again and again.
+
+    The driver launches a graph in about half the time of a kernel launch. It runs a graph once at a time. The last
+    reference destroys the graph, after its launches are over.
+    """
+
+    def __init__(self, kernel: Kernel, launches: Iterable[Launch]) -> None:
+        self._executable = 0
+        graph = int(call(driver.cuGraphCreate, 0))
+        try:
+            before: list[Any] = []
+            for launch in launches:
+                before = [_add(graph, before, kernel, *launch)]
+            self._executable = int(call(driver.cuGraphInstantiate, graph, 0))
+        finally:
+            driver.cuGraphDestroy(graph)
+
+    def launch(self, stream: int) -> None:
+        """Enqueue the launches. Local; raises `HandleError`."""
+        try:
+            runtime.graphLaunch(self._executable, stream)
+        except runtime.CUDARuntimeError as error:
+            raise HandleError(f"cudaGraphLaunch failed: {error}") from None
+
+    def __del__(self) -> None:
+        if self._executable:
+            driver.cuGraphExecDestroy(self._executable)  # its status may say that the driver shut down with the process
+
+
+def _add(graph: int, before: list[Any], kernel: Kernel, blocks: int, threads: int, argument: bytes) -> Any:
+    """Add a launch to a graph, after the launches ``before``; return its handle. The driver copies the argument."""
+    memory = ctypes.create_string_buffer(argument, len(argument))
+    pointer = ctypes.c_void_p(ctypes.addressof(memory))
+    parameters: Any = driver.CUDA_KERNEL_NODE_PARAMS()
+    parameters.func = driver.CUfunction(kernel.address)
+    parameters.gridDimX, parameters.blockDimX = blocks, threads
+    parameters.gridDimY = parameters.gridDimZ = parameters.blockDimY = parameters.blockDimZ = 1
+    parameters.kernelParams = ctypes.addressof(pointer)
+    return call(driver.cuGraphAddKernelNode, graph, before, len(before), parameters)
+
+
+_MOST_WAITING_BLOCKS = 4
+"""The most blocks of a kernel that waits. Receives on several streams wait at once, and a device full of waiting blocks
+could not begin the send for which another rank waits. So a larger kernel follows a kernel of one block that waits."""
+_TIMES = 4
+"""A copy that repeats so often gets a graph. Making the graph takes about as long as it saves in ten copies."""
+
+
+class CudaMessageSteps:
+    """The `MessageSteps` of one device. Construction loads their kernel, which may wait for the device."""
+
+    def __init__(self, context: PrimaryContext, kernels: KernelCache, faults: Faults, timeout_ns: int) -> None:
+        self._context = context
+        self.ordinal = context.device.ordinal
+        with context.current():
+            self._kernel = kernels.load(MESSAGE_KERNEL)
+        self._launch_at = self._kernel.launch_at
+        self._limits = timeout_ns, faults.record, faults.failed
+
+    def copy_in(self, place: int, *, ready: int) -> PlaceCopy:
+        return PlaceCopy(self, place, self.argument(ready=ready, sent=1), None)
+
+    def copy_out(self, place: int, *, ready: int, done: int, peer: int) -> PlaceCopy:
+        copy = self.argument(ready=ready, done=done, awaits=1, taken=1, peer=peer)
+        return PlaceCopy(self, place, copy, self.argument(ready=ready, done=done, awaits=1, peer=peer))
+
+    def wait(self, stream: int, *, ready: int, done: int, count: int, blocks: int, peer: int) -> None:
+        argument = self.argument(ready=ready, done=done, awaits=count, peer=peer)
+        if blocks > _MOST_WAITING_BLOCKS:
+            self.enqueue(stream, [(1, LANES, argument)])
+        self.enqueue(stream, [(blocks, LANES, argument)])
+
+    def announce(self, stream: int, *, ready: int, count: int) -> None:
+        self.enqueue(stream, [(1, LANES, self.argument(ready=ready, sent=count))])
+
+    def release(self, stream: int, *, done: int, count: int) -> None:
+        self.enqueue(stream, [(1, LANES, self.argument(done=done, taken=count))])
+
+    def argument(
+        self, *, ready: int = 0, done: int = 0, awaits: int = 0, sent: int = 0, taken: int = 0, peer: int = 0
+    ) -> Argument:
+        """Return the argument of a step without a copy."""
+        return Argument(0, 0, 0, ready, done, *self._limits, awaits, sent, taken, peer)
+
+    def enqueue(self, stream: int, launches: Iterable[MessageLaunch]) -> None:
+        """Enqueue launches. For any thread."""
+        # Cheaper than a change of context, and nearly always false: a new Communicator makes its GPU current.
+        if runtime.getDevice() != self.ordinal:
+            with self._context.current():
+                for blocks, threads, argument in launches:
+                    self._launch_at(stream, argument.address, blocks, threads)
+            return
+        for blocks, threads, argument in launches:
+            self._launch_at(stream, argument.address, blocks, threads)
+
+    def graph(self, launches: Iterable[MessageLaunch]) -> LaunchGraph:
+        """Return a graph of launches."""
+        # Relaxed, because another stream of this thread may capture a graph.
+        with self._context.current(), relaxed():
+            return LaunchGraph(self._kernel, [(blocks, threads, each.memory.raw) for blocks, threads, each in launches])
+
+
+class Argument:
+    """The memory of a launch's argument, a ``MessageStep`` of message.cu. The driver copies it at each launch."""
+
+    __slots__ = ("_pointer", "address", "memory")
+
+    def __init__(self, *fields: int) -> None:
+        self.memory = ctypes.create_string_buffer(MESSAGE_STEP.pack(*fields), MESSAGE_STEP.size)
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self.memory))
+        self.address = ctypes.addressof(self._pointer)
+        """The address of the launch's parameters: of one pointer to the argument."""
+
+
+MessageLaunch = tuple[int, int, Argument]
+"""Blocks, threads and the argument of a launch."""
+
+
+class PlaceCopy:
+    """The `MessageCopy` into the slot of a message, or out of it if ``wait`` is given.
+
+    ``copy`` is the argument of all its copies. Each call writes both addresses and the bytes into it. ``wait`` is the
+    argument of a kernel that only waits.
+    """
+
+    __slots__ = ("_copy", "_graph", "_graphed", "_last", "_place", "_steps", "_times", "_wait")
+
+    def __init__(self, steps: CudaMessageSteps, place: int, copy: Argument, wait: Argument | None) -> None:
+        self._steps = steps
+        self._place = place
+        self._copy = copy
+        self._wait = wait
+        self._last = 0, 0  # the address and the bytes of the last copy
+        self._times = 0  # the number of such copies, one after the other
+        self._graph: LaunchGraph | None = None
+        self._graphed = 0, 0  # the address and the bytes of the copy that has the graph
+
+    def __call__(self, stream: int, pointer: int, nbytes: int, /) -> None:
+        steps, copied = self._steps, (pointer, nbytes)
+        if copied == self._graphed and self._graph is not None and runtime.getDevice() == steps.ordinal:
+            self._graph.launch(stream)
+            return
+        blocks, copy, wait = blocks_of_message(nbytes), self._copy, self._wait
+        launches: tuple[MessageLaunch, ...] = ((blocks, MESSAGE_THREADS, copy),)
+        if wait is None:
+            _FILL(copy.memory, 0, self._place, pointer, nbytes)
+        else:
+            _FILL(copy.memory, 0, pointer, self._place, nbytes)
+            if blocks > _MOST_WAITING_BLOCKS:
+                launches = (1, LANES, wait), *launches
+        if copied != self._last:
+            self._last, self._times = copied, 0
+        self._times += 1
+        if self._times == _TIMES:
+            self._graph, self._graphed = steps.graph(launches), copied
+        steps.enqueue(stream, launches)
+
+
+_FILL = struct.Struct("=QQQ").pack_into
+"""Writes the first fields of a ``MessageStep``: both addresses and the bytes."""

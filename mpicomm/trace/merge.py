@@ -1,0 +1,250 @@
+"""The traces of ranks from files, their times by one clock, and the waits for the last rank that came to a call."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.recording.record import CLOCK, DEVICE
+
+Event = dict[str, Any]
+_LARGEST = 1e30  # of a number: some way below the largest float
+_LEAST_US = 1.0  # shorter waits do not count, because ranks never come to a call at exactly the same time
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The trace of one rank."""
+
+    path: Path
+    rank: int
+    clocks: tuple[Event, ...]
+    """The readings of the rank's clock, in order: the arguments of the events."""
+    events: tuple[Event, ...]
+    """All other events."""
+
+
+def read_trace(path: Path) -> Trace:
+    """Return the trace in a file. The last event may be cut off, because the process may have been killed.
+
+    Raises `InvalidUsageError` for a file that cannot be read or has no trace of mpicomm.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidUsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    events: list[Event] = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip().strip(",")
+        if text in ("", "[", "]"):
+            continue
+        try:
+            event = json.loads(text)
+        except (ValueError, RecursionError):
+            if number == len(lines) and events:
+                break
+            raise _no_trace(path, number) from None
+        if not _is_event(event):
+            raise _no_trace(path, number)
+        events.append(event)
+    clocks = tuple(event["args"] for event in events if event["name"] == CLOCK)
+    if len({facts["rank"] for facts in clocks} | {event["pid"] for event in events}) != 1 or not clocks:
+        raise _no_trace(path, len(lines))
+    return Trace(path, clocks[0]["rank"], clocks, tuple(event for event in events if event["name"] != CLOCK))
+
+
+def _is_event(event: Any) -> bool:
+    """Return whether an event has all facts that the merge reads. The file may be damaged, or of another program."""
+    if not isinstance(event, dict):
+        return False
+    args = event.get("args", {})
+    if not isinstance(args, dict) or not isinstance(event.get("name"), str):
+        return False
+    texts, numbers = [event.get("ph")], [event.get("pid"), *(event[name] for name in ("ts", "dur") if name in event)]
+    if event["name"] == CLOCK:
+        numbers += map(args.get, ("rank", "reference", "time_ns", "offset_ns", "uncertainty_ns", "wall_ns"))
+    if event.get("ph") == "X":
+        numbers += map(event.get, ("ts", "dur", "tid"))
+        texts += [event.get("cat"), *([args["number"], args.get("comm")] if "number" in args else [])]
+    if not all(isinstance(text, str) for text in texts):
+        return False
+    return all(isinstance(number, int | float) and abs(number) < _LARGEST for number in numbers)  # no NaN either
+
+
+def read_traces(paths: list[Path]) -> list[Trace]:
+    """Return the traces of several ranks, by rank. Raises `InvalidUsageError`, also for two traces of one rank."""
+    traces: dict[int, Trace] = {}
+    for path in paths:
+        trace = read_trace(path)
+        if trace.rank in traces:
+            raise InvalidUsageError(
+                f"{traces[trace.rank].path} and {path} are both of rank {trace.rank}: name the files of one run"
+            )
+        traces[trace.rank] = trace
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def _no_trace(path: Path, line: int) -> InvalidUsageError:
+    return InvalidUsageError(
+        f"{path} is no trace of one rank, or is damaged (line {line}): name the files that a program has written with "
+        "MPICOMM_TRACE=trace-%r.json, without the damaged ones"
+    )
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A clock that turns times of one rank into times of the common clock, all in nanoseconds."""
+
+    points: tuple[tuple[float, float], ...]
+    """Times of this rank, and the nanoseconds to add to them. Between two points the clock has drifted evenly."""
+    uncertainty_ns: float = 0.0
+    by_wall_clock: bool = False
+    """Whether the rank has compared its clock with no other rank, so that its wall clock must serve."""
+
+    def common_ns(self, time_ns: float) -> float:
+        """Return the time of the common clock."""
+        before, offset = self.points[0]
+        if time_ns <= before:
+            return time_ns + offset
+        for (before, low), (after, high) in pairwise(self.points):
+            if time_ns <= after:
+                return time_ns + low + (high - low) * (time_ns - before) / (after - before)
+        return time_ns + self.points[-1][1]
+
+
+def clocks_of(traces: Sequence[Trace]) -> dict[int, Clock]:
+    """Return the clock of each rank. The common clock is the clock that most ranks have compared their own with.
+
+    A rank may have compared its clock only with another rank, and then follows that rank. If no chain of such readings
+    leads to the common clock, the wall clocks of the two ranks serve.
+    """
+    references = Counter(reading["reference"] for trace in traces for reading in trace.clocks)
+    common = min(references, key=lambda rank: (-references[rank], rank))
+    by_rank = {trace.rank: trace for trace in traces}
+    clocks: dict[int, Clock] = {common: Clock(((0.0, 0.0),))}
+    known = -1
+    while known != len(clocks):  # a rank may follow a rank that this round has found
+        known = len(clocks)
+        for trace in traces:
+            if trace.rank not in clocks:
+                readings = [each for each in trace.clocks if each["reference"] in clocks]
+                if readings:
+                    clocks[trace.rank] = _by_readings(readings, clocks)
+    base = by_rank[common] if common in by_rank else traces[0]
+    for trace in traces:
+        if trace.rank not in clocks:
+            offset = _wall_offset(trace.clocks[0]) - _wall_offset(base.clocks[0])
+            clocks[trace.rank] = Clock(((0.0, offset),), by_wall_clock=True)
+    return clocks
+
+
+def _by_readings(readings: Sequence[dict[str, Any]], clocks: dict[int, Clock]) -> Clock:
+    points = {}
+    for reading in readings:
+        then = reading["time_ns"]
+        points[float(then)] = clocks[reading["reference"]].common_ns(then + reading["offset_ns"]) - then
+    uncertainty = max(each["uncertainty_ns"] + clocks[each["reference"]].uncertainty_ns for each in readings)
+    return Clock(tuple(sorted(points.items())), uncertainty)
+
+
+def _wall_offset(reading: dict[str, Any]) -> float:
+    return float(reading["wall_ns"] - reading["time_ns"])
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The time that ``rank`` waited in a collective call for ``late``, the last rank to come to it."""
+
+    operation: str
+    rank: int
+    late: int
+    waited_us: float
+    event: Event
+    """The part of the call in which the waiting rank waited longest."""
+    late_event: Event
+    """The part of the call with which the last rank came."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """All waits of one rank for another rank."""
+
+    rank: int
+    late: int
+    calls: int
+    total_us: float
+    longest: Wait
+
+
+def find_waits(events: Iterable[Event], clocks: Mapping[int, Clock]) -> Iterator[Wait]:
+    """Yield the waits in events of all ranks, with times of the common clock.
+
+    A call has several events on a rank: the call, the waits for its request, and its work on a device. A rank comes to
+    the call when the first of these events begins. It waits while one of them goes on before the last rank comes. If
+    the work of all ranks was measured on devices, the events on the host do not count, because the host only enqueued
+    the work. The waits leave out times below the uncertainty of the clocks.
+    """
+    for parts in _calls(events).values():
+        if len(parts) < 2:
+            continue
+        arrivals = {rank: min(events, key=_begin) for rank, events in parts.items()}
+        late = max(arrivals, key=lambda rank: (_begin(arrivals[rank]), rank))
+        last_us = _begin(arrivals[late])
+        for rank, events_of_rank in parts.items():
+            waits = [(max(0.0, min(_end(event), last_us) - _begin(event)), event) for event in events_of_rank]
+            waited_us = sum(us for us, _ in waits)
+            uncertain_us = (clocks[rank].uncertainty_ns + clocks[late].uncertainty_ns) / 1000
+            if rank != late and waited_us > max(_LEAST_US, uncertain_us):
+                _, longest = max(waits, key=lambda wait: wait[0])
+                operation = arrivals[rank]["name"]
+                yield Wait(operation, rank, late, waited_us, longest, arrivals[late])
+
+
+def sums(waits: Iterable[Wait]) -> list[Sum]:
+    """Return the waits by pairs of ranks, the longest total first."""
+    pairs: dict[tuple[int, int], list[Wait]] = defaultdict(list)
+    for wait in waits:
+        pairs[wait.rank, wait.late].append(wait)
+    found = [
+        Sum(rank, late, len(each), sum(wait.waited_us for wait in each), max(each, key=lambda wait: wait.waited_us))
+        for (rank, late), each in pairs.items()
+    ]
+    return sorted(found, key=lambda pair: -pair.total_us)
+
+
+def flows(waits: Sequence[Wait]) -> Iterator[Event]:
+    """Yield the events that draw an arrow from the call of the last rank to each call that waited for it."""
+    for number, wait in enumerate(waits):
+        arrow = {"name": f"waited for rank {wait.late}", "cat": "waits", "id": number}
+        begin = _begin(wait.late_event)
+        yield {**arrow, "ph": "s", "ts": begin, "pid": wait.late, "tid": wait.late_event["tid"]}
+        end = min(max(begin, _begin(wait.event)), _end(wait.event))
+        yield {**arrow, "ph": "f", "bp": "e", "ts": end, "pid": wait.rank, "tid": wait.event["tid"]}
+
+
+def _calls(events: Iterable[Event]) -> dict[tuple[str, str], dict[int, list[Event]]]:
+    """Return the events of each collective call by rank."""
+    calls: dict[tuple[str, str], dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for event in events:
+        facts = event.get("args", {})
+        if event["ph"] == "X" and "number" in facts:
+            calls[facts["comm"], facts["number"]][event["pid"]].append(event)
+    for parts in calls.values():
+        on_device = {rank: [each for each in events if each["cat"] == DEVICE] for rank, events in parts.items()}
+        if all(on_device.values()):
+            parts.update(on_device)
+    return calls
+
+
+def _begin(event: Event) -> float:
+    return float(event["ts"])
+
+
+def _end(event: Event) -> float:
+    return float(event["ts"] + event["dur"])
