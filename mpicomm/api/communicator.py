@@ -44,6 +44,7 @@ _get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from mpicomm.api.door import Door
     from mpicomm.messages.calls import Messages
     from mpicomm.recording.statistics import Statistics
 
@@ -252,6 +253,12 @@ class Communicator(
         return InStreamOrder(self._collectives, self._session)
 
     @AtFirstUse
+    def _door(self) -> Door:
+        from mpicomm.api.door import Door  # few programs use it
+
+        return Door(self, self._session, self._collectives.engines)
+
+    @AtFirstUse
     def _products(self) -> Products:
         return Products(self._collectives, self._session)
 
@@ -393,24 +400,6 @@ class Communicator(
         if self._name_in_mpi or self._close():
             super().Free()
             mark_freed(self)
-
-    def _free_within(self, limit_s: float) -> None:
-        """Free as `Free` does, but wait at most ``limit_s`` seconds for a rank. Collective, blocking."""
-        if self != MPI.COMM_NULL:
-            self._session.hasten(limit_s)
-            self.Free()
-
-    def _check_at_once(self) -> None:
-        """Raise as `check` does, but wait for no stream. Do nothing on a freed communicator. Local."""
-        if self != MPI.COMM_NULL:
-            self._session.require_whole("check")
-
-    def _prepare_thread(self) -> None:
-        """Prepare the calling thread, which mpicomm has started, for work on this device beside the user's threads.
-
-        Local.
-        """
-        self._session.backend.prepare_thread()
 
     def free(self) -> None:
         """Free as `Free` does, for mpi4py's clean-up. Do nothing if the communicator is freed or MPI frees it."""

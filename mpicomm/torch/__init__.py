@@ -5,11 +5,16 @@ of the host and of GPUs over memory that the ranks have opened for each other. O
 PyTorch.
 """
 
-from mpicomm.torch.experts import experts
-from mpicomm.torch.gradients import AllreduceState, allreduce_hook
-from mpicomm.torch.groups import communicator
-from mpicomm.torch.products import allgather_matmul, matmul_allreduce, matmul_reduce_scatter
+from mpicomm.torch.process_group import communicator
 from mpicomm.torch.registration import register
+from mpicomm.torch.training import (
+    AllreduceState,
+    allgather_matmul,
+    allreduce_hook,
+    experts,
+    matmul_allreduce,
+    matmul_reduce_scatter,
+)
 
 register()
 

@@ -15,8 +15,7 @@ from weakref import WeakSet
 
 import torch
 
-from mpicomm.torch.failures import WAITS, translated
-from mpicomm.torch.works import FOREVER, PendingWork, Tensors, Work, ended, too_late
+from mpicomm.torch.works import FOREVER, WAITS, PendingWork, Tensors, Work, ended, too_late, translated
 from mpicomm.waiting import start_thread
 
 T = TypeVar("T")

@@ -1,52 +1,48 @@
-"""CollectiveCalls: the methods by which PyTorch calls the collectives of a group."""
+"""CollectiveCalls: the methods by which PyTorch calls the collectives of a group, and the ways of their calls."""
 
 from __future__ import annotations
 
 import sys
-from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from threading import get_ident
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from mpicomm.torch.collectives import TensorCalls
-from mpicomm.torch.known_calls import Given, TensorCall
-from mpicomm.torch.works import Tensors, Work
+from mpicomm.api.communicator import Communicator
+from mpicomm.errors import InvalidUsageError
+from mpicomm.torch.call_queue import CallQueue
+from mpicomm.torch.collectives import Given, TensorCall, collectives_of
+from mpicomm.torch.streams import Streams
+from mpicomm.torch.tensors import TensorError
+from mpicomm.torch.works import FOREVER, WAITS, Tensors, Work, ended, translated
+
+T = TypeVar("T")
 
 
 class CollectiveCalls(c10d.ProcessGroup):
-    """The collectives of a group, under the names and with the arguments of PyTorch. All methods are *collective*."""
+    """The collectives of the group of ``comm``, under the names and with the arguments of PyTorch.
 
-    collectives: TensorCalls
+    The methods are *collective*. A blocking call on host tensors returns when it is done, and a thread carries out an
+    asynchronous call. A call on tensors of a GPU is enqueued on the current stream. An asynchronous call is enqueued on
+    a stream of the group, after the work of the current stream. If the options of a call name a timeout, the host waits
+    for the call, but no longer than this timeout. The call itself ends with the timeout of the group. A call that is
+    not asynchronous returns None, because functions of PyTorch would only wait for its work.
+    """
 
-    @abstractmethod
-    def enqueue(self, call: TensorCall, given: Given) -> None:
-        """Carry out a call, or enqueue it on the current stream. The caller has the turn of the call."""
-
-    @abstractmethod
-    def _run(
-        self, name: str, opts: Any, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors = ()
-    ) -> Work | None:
-        """Carry out or begin a call, as ``opts`` say. It writes ``outputs`` and reads ``inputs``.
-
-        It returns no work if the options say that the call is not asynchronous, which functions of PyTorch say.
-        """
-
-    @abstractmethod
-    def _bucket(self, tensor: torch.Tensor, opts: Any) -> torch.futures.Future[Any] | None:
-        """Begin an all-reduce that code in C++ calls, if its form is known: see `Streams.bucket`; else return None."""
-
-    def _run_each(
-        self, name: str, opts: Any, call: TensorCall, each: Iterable[Given], outputs: Tensors, inputs: Tensors = ()
-    ) -> Work | None:
-        """As `_run`, for several calls as one."""
-
-        def calls() -> None:
-            for given in each:
-                self.enqueue(call, given)
-
-        return self._run(name, opts, TensorCall(calls), (), outputs, inputs)
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm.rank, comm.size)
+        self.communicator = comm
+        self.collectives = collectives_of(comm)
+        self._streams = None if comm.device == "cpu" else Streams(comm)
+        self._queue = CallQueue(f"mpicomm rank {comm.rank} of {comm.size}")
+        self._coalesced: dict[int, list[Work]] = {}
+        """By thread, the works of its calls between `_start_coalescing` and `_end_coalescing`."""
+        self._sequence = 0
+        self._open = True
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_reduce`. ``DistributedDataParallel.join`` passes a tensor in place of a list."""
@@ -60,87 +56,76 @@ class CollectiveCalls(c10d.ProcessGroup):
             if future is not None:
                 of_cpp: Any = c10d._create_work_from_future(future)
                 return of_cpp  # type: ignore[no-any-return]
-        given = tensor, opts.reduceOp, "tensor", None
-        return self._run("all_reduce", opts, self.collectives.all_reduce, given, tensors)
+        return self._run("all_reduce", opts, (tensor, opts.reduceOp, "tensor", None), tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_reduce_coalesced`."""
         opts = opts or c10d.AllreduceCoalescedOptions()
         each = [(tensor, opts.reduceOp, f"tensors[{index}]", None) for index, tensor in enumerate(tensors)]
-        return self._run_each("all_reduce_coalesced", opts, self.collectives.all_reduce, each, tensors)
+        return self._run_each("all_reduce", opts, each, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work | None:
         """See `torch.distributed.reduce`."""
         (tensor,) = tensors
-        return self._run("reduce", opts, self.collectives.reduce, (tensor, opts.reduceOp, opts.rootRank), tensors)
+        return self._run("reduce", opts, (tensor, opts.reduceOp, opts.rootRank), tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work | None:
         """See `torch.distributed.broadcast`."""
         (tensor,) = tensors
-        return self._run("broadcast", opts, self.collectives.broadcast, (tensor, opts.rootRank), tensors)
+        return self._run("broadcast", opts, (tensor, opts.rootRank), tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_gather`."""
         (given,), (received,) = inputs, outputs
-        return self._run("all_gather", opts, self.collectives.all_gather_list, (received, given), received, inputs)
+        return self._run("all_gather", opts, (received, given), received, inputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_gather_coalesced`: ``outputs[r][i]`` receives ``inputs[i]`` of rank r."""
         each = ((received, given) for given, *received in zip(inputs, *outputs, strict=True))
-        flattened = [tensor for received in outputs for tensor in received]
-        call = self.collectives.all_gather_list
-        work = self._run_each("all_gather_coalesced", opts, call, each, flattened, inputs)
+        work = self._run_each("all_gather", opts, each, [tensor for received in outputs for tensor in received], inputs)
         if work is not None:
             work.value = [list(received) for received in outputs]
         return work
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work | None:
-        """See `torch.distributed.all_gather_into_tensor`."""
-        call = self.collectives.all_gather
-        return self._run("all_gather_into_tensor", opts, call, (output, given), [output], [given])
+        return self._run("all_gather_into_tensor", opts, (output, given), [output], [given])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """Do the same as `torch.distributed.all_gather_into_tensor`, for several tensors."""
-        call, each = self.collectives.all_gather, zip(outputs, inputs, strict=True)
-        return self._run_each("all_gather_into_tensor_coalesced", opts, call, each, outputs, inputs)
+        return self._run_each("all_gather_into_tensor", opts, zip(outputs, inputs, strict=True), outputs, inputs)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work | None:
         """See `torch.distributed.gather`."""
         (given,), received = inputs, outputs[0] if outputs else None
-        call = self.collectives.gather
-        return self._run("gather", opts, call, (received, given, opts.rootRank), received or (), inputs)
+        return self._run("gather", opts, (received, given, opts.rootRank), received or (), inputs)
 
     def gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work | None:
         """See `torch.distributed.gather_single`."""
         root = opts.rootRank
-        outputs = [output] if self.rank() == root else ()
-        return self._run("gather_single", opts, self.collectives.gather_into, (output, given, root), outputs, [given])
+        if self.rank() == root:
+            return self._run("gather_single", opts, (output, given, root), [output], [given])
+        return self._run("gather_single", opts, (None, given, root), (), [given])
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work | None:
         """See `torch.distributed.scatter`."""
         (output,), given = outputs, inputs[0] if inputs else None
-        call = self.collectives.scatter
-        return self._run("scatter", opts, call, (output, given, opts.rootRank), outputs, given or ())
+        return self._run("scatter", opts, (output, given, opts.rootRank), outputs, given or ())
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work | None:
         """See `torch.distributed.reduce_scatter`."""
         opts = opts or c10d.ReduceScatterOptions()
         (output,), (given,) = outputs, inputs
-        call = self.collectives.reduce_scatter_list
-        return self._run("reduce_scatter", opts, call, (output, given, opts.reduceOp), outputs, given)
+        return self._run("reduce_scatter", opts, (output, given, opts.reduceOp), outputs, given)
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work | None:
-        """See `torch.distributed.reduce_scatter_tensor`."""
         opts = opts or c10d.ReduceScatterOptions()
-        call = self.collectives.reduce_scatter
-        return self._run("reduce_scatter_tensor", opts, call, (output, given, opts.reduceOp), [output], [given])
+        return self._run("reduce_scatter_tensor", opts, (output, given, opts.reduceOp), [output], [given])
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """Do the same as `torch.distributed.reduce_scatter_tensor`, for several tensors."""
         opts = opts or c10d.ReduceScatterOptions()
-        call = self.collectives.reduce_scatter
         each = ((output, given, opts.reduceOp) for output, given in zip(outputs, inputs, strict=True))
-        return self._run_each("reduce_scatter_tensor_coalesced", opts, call, each, outputs, inputs)
+        return self._run_each("reduce_scatter_tensor", opts, each, outputs, inputs)
 
     def alltoall_base(
         self,
@@ -152,11 +137,11 @@ class CollectiveCalls(c10d.ProcessGroup):
     ) -> Work | None:
         """See `torch.distributed.all_to_all_single`."""
         arguments = output, given, output_splits, input_splits
-        return self._run("all_to_all_single", opts, self.collectives.all_to_all, arguments, [output], [given])
+        return self._run("all_to_all_single", opts, arguments, [output], [given])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_to_all`."""
-        return self._run("all_to_all", opts, self.collectives.all_to_all_list, (outputs, inputs), outputs, inputs)
+        return self._run("all_to_all", opts, (outputs, inputs, (), ()), outputs, inputs)
 
     # Later versions of PyTorch call these names.
     all_gather_single = _allgather_base
@@ -164,3 +149,143 @@ class CollectiveCalls(c10d.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
+
+    def barrier(self, opts: Any = None) -> Work:
+        """See `torch.distributed.barrier`. On a GPU a rank also waits until its current stream has done its work."""
+        self._require_open("barrier")
+        begin, limit = getattr(opts, "asyncOp", False), getattr(opts, "timeout", FOREVER)
+        if self._streams is None:
+            given = torch.zeros(1, dtype=torch.uint8, device="cpu"), dist.ReduceOp.SUM, "tensor", None
+            meet = partial(self.collectives["all_reduce"].carry_out, *given)
+            return self._queue.run(meet, (), "barrier", begin=begin, limit=limit if limit > FOREVER else None)
+        work = self._queue.call("barrier", self._streams.barrier, max(limit, FOREVER))
+        if not begin:
+            work.wait()
+        return work
+
+    def in_turn(self, name: str, call: Callable[[], T]) -> T:
+        """Carry out a call of the group's Communicator in its turn among the calls of the group."""
+        self._require_open(name)
+        return self._queue.call(name, call)
+
+    def enqueue(self, call: TensorCall, given: Given) -> None:
+        """Carry out a call, or enqueue it on the current stream. The caller has the turn of the call."""
+        if self._streams is None:
+            call.carry_out(*given)
+        else:
+            self._streams.enqueue(call, given)
+
+    def future(
+        self, name: str, call: TensorCall, given: Given, output: torch.Tensor, inputs: Tensors = (), *, beside: bool
+    ) -> torch.futures.Future[Any]:
+        """Begin ``call`` with the arguments ``given``. Return a future of ``output``. Collective.
+
+        On a GPU the future is complete, and a stream that takes its value waits for the call. With ``beside`` the call
+        is enqueued on the stream of the group, after the work of the current stream. Without it the call is enqueued on
+        the current stream.
+        """
+        self._require_open(name)
+        self._sequence += 1
+        if not output.is_cuda:
+            work = self._queue.run(partial(call.carry_out, *given), [output], name, begin=True)
+            work.value = output
+            return work.get_future()
+        streams = self._gpu_streams(name, output)
+        return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)
+
+    def _bucket(self, tensor: torch.Tensor, opts: Any) -> torch.futures.Future[Any] | None:
+        """Begin an all-reduce that code in C++ calls, if its form is known: see `Streams.bucket`; else return None."""
+        streams, queue = self._streams, self._queue
+        if streams is None or not self._open or opts.timeout > FOREVER:
+            return None
+        queue.take_turn()
+        try:
+            future = streams.bucket(self.collectives["all_reduce"], tensor, opts.reduceOp)
+        except WAITS as error:
+            raise translated(error, "all_reduce") from error
+        finally:
+            queue.end_turn()
+        if future is not None:
+            self._sequence += 1
+        return future
+
+    def _run(
+        self,
+        name: str,
+        opts: Any,
+        given: Given,
+        outputs: Tensors,
+        inputs: Tensors = (),
+        call: TensorCall | None = None,
+    ) -> Work | None:
+        """Carry out or begin the collective ``name``, or ``call``. It writes ``outputs`` and reads ``inputs``."""
+        if not self._open:
+            self._require_open(name)
+        self._sequence += 1
+        begin, limit = getattr(opts, "asyncOp", True), getattr(opts, "timeout", FOREVER)
+        if limit <= FOREVER:
+            limit = None
+        if not (outputs or inputs):
+            raise InvalidUsageError(f"{name}: the list of tensors is empty: pass one or more")
+        if call is None:
+            call = self.collectives[name]
+        first = outputs[0] if outputs else inputs[0]
+        work: Work | None = None
+        queue = self._queue
+        if first.is_cuda:
+            streams = self._streams or self._gpu_streams(name, first)
+            queue.take_turn()
+            try:
+                if begin and limit is None and sys._getframe(1).f_back is None:
+                    # Code in C++ without Python below it calls, such as DDP in the thread of autograd. It takes only
+                    # the future of a work, or waits for it. PyTorch's own work does both without Python. Code in C++
+                    # reads a tensor and a list of tensors alike.
+                    value = outputs[0] if len(outputs) == 1 else list(outputs)
+                    future = streams.future(call, given, value, (*outputs, *inputs), beside=True)
+                    of_cpp: Any = c10d._create_work_from_future(future)
+                    return of_cpp  # type: ignore[no-any-return]
+                if begin:
+                    work = streams.begin(call, given, outputs, inputs, name, limit)
+                else:
+                    streams.enqueue(call, given)
+                    if limit is not None:
+                        work = streams.here(outputs, name, limit)
+            except WAITS as error:
+                raise translated(error, name) from error
+            finally:
+                queue.end_turn()
+        elif begin or limit is not None:
+            work = queue.run(partial(call.carry_out, *given), outputs, name, begin=True, limit=limit)
+        else:
+            queue.call(name, call.carry_out, *given)
+        if not begin and work is not None:
+            work.wait()
+        if self._coalesced and get_ident() in self._coalesced:
+            return self._joined(work or ended(outputs))
+        return work
+
+    def _run_each(
+        self, name: str, opts: Any, each: Iterable[Given], outputs: Tensors, inputs: Tensors = ()
+    ) -> Work | None:
+        """As `_run`, for several calls of the collective ``name`` as one."""
+
+        def calls() -> None:
+            for given in each:
+                self.enqueue(self.collectives[name], given)
+
+        return self._run(f"{name}_coalesced", opts, (), outputs, inputs, TensorCall(calls))
+
+    def _gpu_streams(self, name: str, tensor: torch.Tensor) -> Streams:
+        if self._streams is None:
+            raise TensorError(f"{name}: a tensor is on {tensor.device}, but this group has no GPU: pass tensor.cpu()")
+        return self._streams
+
+    def _joined(self, work: Work) -> Work:
+        works = self._coalesced.get(get_ident())
+        if works is not None:
+            works.append(work)
+        return work
+
+    def _require_open(self, name: str) -> None:
+        if not self._open:
+            raise InvalidUsageError(f"{name}: the process group was destroyed or aborted; make another")

@@ -1,256 +1,237 @@
-"""The collectives of ``torch.distributed`` as collectives of a Communicator."""
+"""The collectives of ``torch.distributed`` as collectives of a Communicator: one row of `ROWS` for each function."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.collectives.host.selection import best_mapped
+from mpicomm.api.door import KnownCall, PlanCache, mapped_algorithm
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
-from mpicomm.errors import InvalidUsageError
-from mpicomm.torch.failures import ElementTypeError, TensorError
-from mpicomm.torch.known_calls import KnownCalls, TensorCall, unknown
-from mpicomm.torch.reductions import reduction_of
-from mpicomm.torch.tensors import (
-    Pieces,
-    apart,
-    flat,
-    movable,
-    put_back,
-    split_counts,
-)
+from mpicomm.mpi.plain_arrays import IN_PLACE, NOTHING, plain_tensor, tensor_in_blocks
+from mpicomm.torch.tensors import Pieces, apart, flat, movable, op_of_one_call, reduction_of
+
+Given = tuple[Any, ...]
+"""The arguments of `TensorCall.carry_out`."""
+PiecesOf: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
+"""A tensor with a block for each rank, or a tensor for each rank."""
 
 
-class TensorCollectives:
-    """The collectives of one group on tensors. All of them are *collective*.
+class TensorCall:
+    """A call on tensors."""
 
-    A call on tensors of the host blocks until its output is there. A call on tensors of a GPU is enqueued on PyTorch's
-    current stream. Calls on host tensors go through mapped memory at every size, because MPI's waits have no limit.
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def carry_out(self, *given: Any, **_: Any) -> None:
+        """Carry out the call. On tensors of a GPU, enqueue it on PyTorch's current stream."""
+        self._function(*given)
+
+    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+        """Return the call with these arguments if the cache knows it; else None, also for wrong arguments. Local.
+
+        It reads each tensor once, because a read takes as long as the rest of a known call. A call that it has found is
+        enqueued before it looks for the next one. The template of a known call refuses calls with wrong or negative
+        counts, and with buffers that overlap.
+        """
+        return None
+
+
+class Collective(TensorCall):
+    """A collective of one group, as a `TensorCall`. ``carry_out`` is *collective*, and blocks for tensors of the host.
+
+    ``operation`` is the name of MPI's collective; ``output`` and ``given`` are PyTorch's names of the arguments.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._rank, self._size = comm.rank, comm.size
+    def __init__(self, comm: Communicator, operation: str, output: str, given: str) -> None:
+        self._comm, self._rank, self._size = comm, comm.rank, comm.size
+        self._operation = OPERATIONS[operation]
+        self._output, self._given = output, given
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any, name: str, wire: Wire | None) -> None:
-        """Reduce ``tensor`` over all ranks, in place. Elements travel as codes of ``wire``, if it is not None."""
+    def _call(self, memory: torch.Tensor, *arguments: Any, **more: Any) -> None:
+        """Call the Communicator. Host tensors go through mapped memory at every size: MPI's waits have no limit."""
+        way = "auto" if memory.is_cuda else mapped_algorithm(self._operation, memory.nbytes)
+        getattr(self._comm, self._operation.name)(*arguments, algorithm=way, **more)
+
+    def _pieces(self, output: PiecesOf, given: PiecesOf) -> tuple[Pieces, Pieces]:
+        return Pieces(output, self._output, self._size), Pieces(given, self._given, self._size)
+
+
+class AllReduce(Collective):
+    """Reduces ``tensor`` over all ranks, in place. Elements travel as codes of ``wire``, if it is not None."""
+
+    def carry_out(self, tensor: torch.Tensor, op: Any, name: str, wire: Wire | None) -> None:
         memory = flat(tensor, name)
         reduction = reduction_of(op, memory, name)
         send = MPI.IN_PLACE if reduction.factor is None else reduction.given(memory)
-        way, codes = self._way("Allreduce", memory), None if wire is None else wire.codes
-        self._comm.Allreduce(send, memory, reduction.op, algorithm=way, wire_dtype=codes)
-        if reduction.averages_whole:
-            reduction.finish(memory, self._size)
+        self._call(memory, send, memory, reduction.op, wire_dtype=None if wire is None else wire.codes)
+        reduction.finish(memory, self._size)
 
-    def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> None:
-        """Reduce ``tensor`` over all ranks into the root's ``tensor``."""
-        memory = flat(tensor, "tensor")
-        reduction = reduction_of(op, memory, "tensor")
+    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+        tensor, op, name, wire = given
+        plain = plain_tensor(tensor) if type(tensor) is Tensor else None
+        if plain is None:
+            return None
+        op = op_of_one_call(op, tensor, name)
+        return None if op is None else gpu.find_plain(self._operation, "auto", IN_PLACE, plain, op, 0, wire or ())
+
+
+class Reduce(Collective):
+    """Reduces ``tensor`` over all ranks into the root's ``tensor``."""
+
+    def carry_out(self, tensor: torch.Tensor, op: Any, root: int) -> None:
+        memory = flat(tensor, self._output)
+        reduction = reduction_of(op, memory, self._output)
         given = reduction.given(memory)
-        send = MPI.IN_PLACE if given is memory and self._rank == root else given
         receive = memory if self._rank == root else None
-        self._comm.Reduce(send, receive, reduction.op, root, algorithm=self._way("Reduce", memory))
+        self._call(memory, MPI.IN_PLACE if given is receive else given, receive, reduction.op, root)
         if receive is not None:
             reduction.finish(receive, self._size)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Give the root's ``tensor`` to all ranks."""
-        memory = movable(flat(tensor, "tensor"))
-        self._comm.Bcast(memory, root, algorithm=self._way("Bcast", memory))
+    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+        tensor, op, root = given
+        plain = plain_tensor(tensor) if type(tensor) is Tensor else None
+        if plain is None:
+            return None
+        op = op_of_one_call(op, tensor, self._output)
+        sent, received = (IN_PLACE, plain) if self._rank == root else (plain, NOTHING)
+        return None if op is None else gpu.find_plain(self._operation, "auto", sent, received, op, root)
 
-    def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> None:
-        """Put the ``given`` tensors of all ranks one after the other into ``output``."""
-        receive, send = flat(output, "output_tensor", ordered=True), flat(given, "input_tensor", ordered=True)
-        self._require_blocks(receive, send, "output_tensor", "input_tensor")
-        sent = apart(send, receive, self._rank * send.numel())
-        sent = sent if sent is MPI.IN_PLACE else movable(sent)
-        self._comm.Allgather(sent, movable(receive), algorithm=self._way("Allgather", receive))
-        put_back(receive, output)
 
-    def all_gather_list(self, outputs: Sequence[torch.Tensor], given: torch.Tensor) -> None:
-        """Put each rank's ``given`` tensor into the output with the rank's number. Sizes may differ."""
-        pieces = self._pieces(outputs, "tensor_list")
-        send = flat(given, "tensor", ordered=True)
-        self._require_size(send, pieces.counts[self._rank], f"tensor_list[{self._rank}]", "tensor")
-        self._require_type(send, pieces.memory, "tensor", "tensor_list")
-        receive = _of_counts(pieces.memory, pieces.counts)
-        sent = apart(send, pieces.memory, sum(pieces.counts[: self._rank]))
-        sent = sent if sent is MPI.IN_PLACE else movable(sent)
-        self._comm.Allgatherv(sent, receive, algorithm=self._way("Allgatherv", pieces.memory))
-        pieces.scatter()
+class Broadcast(Collective):
+    """Gives the root's ``tensor`` to all ranks."""
 
-    def gather(self, outputs: Sequence[torch.Tensor] | None, given: torch.Tensor, root: int) -> None:
-        """Put each rank's ``given`` tensor into the root's output with the rank's number. Sizes may differ."""
-        send = flat(given, "tensor", ordered=True)
-        if outputs is None:
-            self._comm.Gatherv(movable(send), None, root, algorithm=self._way("Gatherv", send))
+    def carry_out(self, tensor: torch.Tensor, root: int) -> None:
+        memory = movable(flat(tensor, self._output))
+        self._call(memory, memory, root)
+
+    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+        tensor, root = given
+        plain = plain_tensor(tensor) if type(tensor) is Tensor else None
+        return None if plain is None else gpu.find_plain(self._operation, "auto", NOTHING, plain, None, root)
+
+
+class AllGather(Collective):
+    """Puts the ``given`` tensor of each rank into this rank's piece of ``output``. Sizes may differ in a list."""
+
+    def carry_out(self, output: PiecesOf, given: torch.Tensor) -> None:
+        whole, own = self._pieces(output, given)
+        whole.require_piece(own, self._rank)
+        sent = apart(own.filled(), whole.memory, whole.place(self._rank))
+        self._call(whole.memory, own.buffer(sent), whole.buffer())
+        whole.put_back()
+
+    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+        output, own = given
+        if not type(output) is type(own) is Tensor:
+            return None
+        received, block = plain_tensor(output), plain_tensor(own)
+        if received is None or block is None or received[2] != block[2] or received[1] != self._size * block[1]:
+            return None
+        place = received[0] + self._rank * block[1] * block[2][0].itemsize
+        sent = IN_PLACE if block[0] == place else block
+        return gpu.find_plain(self._operation, "auto", sent, received, None, 0)
+
+
+class Gather(Collective):
+    """As `AllGather`, into the root's ``output``. On other ranks it is None."""
+
+    def carry_out(self, output: PiecesOf | None, given: torch.Tensor, root: int) -> None:
+        own = Pieces(given, self._given, self._size)
+        if output is None:
+            self._call(own.memory, own.buffer(own.filled()), None, root)
             return
-        pieces = self._pieces(outputs, "gather_list")
-        self._require_type(send, pieces.memory, "tensor", "gather_list")
-        receive = _of_counts(pieces.memory, pieces.counts)
-        self._comm.Gatherv(movable(apart(send, pieces.memory)), receive, root, algorithm=self._way("Gatherv", send))
-        pieces.scatter()
+        whole = Pieces(output, self._output, self._size)
+        whole.require_type_of(own)
+        self._call(own.memory, own.buffer(apart(own.filled(), whole.memory)), whole.buffer(), root)
+        whole.put_back()
 
-    def gather_into(self, output: torch.Tensor, given: torch.Tensor, root: int) -> None:
-        """Put the ``given`` tensors of all ranks one after the other into the root's ``output``."""
-        send, receive = flat(given, "tensor", ordered=True), None
-        if self._rank == root:
-            receive = flat(output, "gather_tensor", ordered=True)
-            self._require_blocks(receive, send, "gather_tensor", "tensor")
-            send = apart(send, receive)
-        sent, received = movable(send), None if receive is None else movable(receive)
-        self._comm.Gather(sent, received, root, algorithm=self._way("Gather", sent))
-        if receive is not None:
-            put_back(receive, output)
 
-    def scatter(self, output: torch.Tensor, given: Sequence[torch.Tensor] | None, root: int) -> None:
-        """Put the root's given tensor with this rank's number into ``output``. Sizes may differ."""
-        receive, send = flat(output, "tensor", ordered=True), None
+class Scatter(Collective):
+    """Puts the root's ``given`` tensor for this rank into ``output``. On other ranks it is None. Sizes may differ."""
+
+    def carry_out(self, output: torch.Tensor, given: PiecesOf | None, root: int) -> None:
+        own, send = Pieces(output, self._output, self._size), None
         if given is not None:
-            pieces = self._pieces(given, "scatter_list")
-            self._require_type(receive, pieces.memory, "tensor", "scatter_list")
-            send = _of_counts(apart(pieces.gather(), receive), pieces.counts)
-        self._comm.Scatterv(send, movable(receive), root, algorithm=self._way("Scatterv", receive))
-        put_back(receive, output)
+            whole = Pieces(given, self._given, self._size)
+            whole.require_type_of(own)
+            send = whole.buffer(apart(whole.filled(), own.memory))
+        self._call(own.memory, send, own.buffer(), root)
+        own.put_back()
 
-    def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, op: Any) -> None:
-        """Reduce ``given`` over all ranks, and put this rank's block of the result into ``output``."""
-        receive, send = flat(output, "output", ordered=True), flat(given, "input", ordered=True)
-        self._require_blocks(send, receive, "input", "output")
-        reduction = reduction_of(op, receive, "output")
-        if reduction.factor is not None:
-            send = reduction.given(send)
-        send = apart(send, receive)
-        way = self._way("Reduce_scatter_block", send)
-        self._comm.Reduce_scatter_block(send, receive, reduction.op, algorithm=way)
-        if reduction.averages_whole:
-            reduction.finish(receive, self._size)
-        put_back(receive, output)
 
-    def reduce_scatter_list(self, output: torch.Tensor, given: Sequence[torch.Tensor], op: Any) -> None:
-        """Reduce the given tensors over all ranks, and put the tensor with this rank's number into ``output``."""
-        pieces = self._pieces(given, "input_list")
-        receive = flat(output, "output", ordered=True)
-        reduction = reduction_of(op, receive, "output")
-        self._require_size(receive, pieces.counts[self._rank], f"input_list[{self._rank}]", "output")
-        self._require_type(receive, pieces.memory, "output", "input_list")
-        send = apart(reduction.given(pieces.gather()), receive)
-        way = self._way("Reduce_scatter", send)
-        self._comm.Reduce_scatter(send, receive, pieces.counts, reduction.op, algorithm=way)
+class ReduceScatter(Collective):
+    """Reduces ``given`` over all ranks, and puts this rank's piece of the result into ``output``."""
+
+    def carry_out(self, output: torch.Tensor, given: PiecesOf, op: Any) -> None:
+        own, whole = self._pieces(output, given)
+        whole.require_piece(own, self._rank)
+        receive = own.memory
+        reduction = reduction_of(op, receive, self._output)
+        send = apart(reduction.given(whole.filled()), receive)
+        counts = () if whole.counts is None else (whole.counts,)
+        self._call(send, send, receive, *counts, reduction.op)
         reduction.finish(receive, self._size)
-        put_back(receive, output)
+        own.put_back()
 
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
+    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+        output, whole, op = given
+        if not type(output) is type(whole) is Tensor:
+            return None
+        received, sent = plain_tensor(output), plain_tensor(whole)
+        if received is None or sent is None or received[2] != sent[2]:
+            return None
+        op = op_of_one_call(op, output, self._output)
+        return None if op is None else gpu.find_plain(self._operation, "auto", sent, received, op, 0)
+
+
+class AllToAll(Collective):
+    """Sends the pieces of ``given`` to the ranks, and puts their pieces into ``output``. Sizes may differ."""
+
+    def carry_out(
+        self, output: PiecesOf, given: PiecesOf, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> None:
-        """Send the parts of ``given`` to the ranks, and put their parts one after the other into ``output``.
+        received = Pieces(output, self._output, self._size, output_splits)
+        sent = Pieces(given, self._given, self._size, input_splits)
+        received.require_type_of(sent)
+        received.require_same_of(self._rank, sent)
+        memory = received.memory
+        self._call(memory, sent.buffer(apart(sent.filled(), memory)), received.buffer())
+        received.put_back()
 
-        Splits count rows, which are the elements along the first dimension. Without them all parts are equal.
-        """
-        receive, send = flat(output, "output", ordered=True), flat(given, "input", ordered=True)
-        self._require_type(receive, send, "output", "input")
-        receive_counts = split_counts(output, output_splits, self._size, "output")
-        send_counts = split_counts(given, input_splits, self._size, "input")
-        self._alltoallv(receive, receive_counts, send, send_counts, "{}_split_sizes")
-        put_back(receive, output)
-
-    def all_to_all_list(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-        """Send each given tensor to the rank with its number, and receive the outputs in the same way."""
-        received, sent = self._pieces(outputs, "output_tensor_list"), self._pieces(given, "input_tensor_list")
-        self._require_type(received.memory, sent.memory, "output_tensor_list", "input_tensor_list")
-        self._alltoallv(received.memory, received.counts, sent.gather(), sent.counts, "{}_tensor_list")
-        received.scatter()
-
-    def barrier(self) -> None:
-        """Wait until all ranks have come here. It serves groups on the host."""
-        self.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), torch.distributed.ReduceOp.SUM, "tensor", None)
-
-    def _alltoallv(
-        self,
-        receive: torch.Tensor,
-        receive_counts: list[int],
-        send: torch.Tensor,
-        send_counts: list[int],
-        argument: str,
-    ) -> None:
-        """Exchange parts. ``argument`` names the two arguments with the counts; {} stands for input and output."""
-        rank = self._rank
-        if receive_counts[rank] != send_counts[rank]:
-            raise TensorError(
-                f"{argument.format('output')}[{rank}] stands for {receive_counts[rank]} elements, but "
-                f"{argument.format('input')}[{rank}] for {send_counts[rank]}: rank {rank} sends itself as many as it "
-                "receives from itself, so both must agree"
-            )
-        sent, received = _of_counts(apart(send, receive), send_counts), _of_counts(receive, receive_counts)
-        self._comm.Alltoallv(sent, received, algorithm=self._way("Alltoallv", receive))
-
-    def _way(self, name: str, memory: torch.Tensor) -> str:
-        return "auto" if memory.is_cuda else best_mapped(OPERATIONS[name], memory.nbytes)
-
-    def _pieces(self, tensors: Sequence[torch.Tensor], name: str) -> Pieces:
-        if len(tensors) != self._size:
-            raise InvalidUsageError(f"{name} has {len(tensors)} tensors for {self._size} ranks: pass one for each")
-        return Pieces(tensors, name)
-
-    def _require_blocks(self, whole: torch.Tensor, block: torch.Tensor, name: str, block_name: str) -> None:
-        if whole.dtype is not block.dtype or whole.get_device() != block.get_device():
-            self._require_type(whole, block, name, block_name)
-        if whole.numel() != block.numel() * self._size:
-            raise InvalidUsageError(
-                f"{name} has {whole.numel()} elements and {block_name} {block.numel()}: for {self._size} ranks "
-                f"{name} needs {block.numel() * self._size}"
-            )
-
-    def _require_size(self, memory: torch.Tensor, count: int, other: str, name: str) -> None:
-        if memory.numel() != count:
-            raise InvalidUsageError(f"{name} has {memory.numel()} elements, but {other} has {count}: they must agree")
-
-    def _require_type(self, one: torch.Tensor, other: torch.Tensor, name: str, other_name: str) -> None:
-        if one.dtype != other.dtype or one.device != other.device:
-            raise ElementTypeError(
-                f"{name} has {one.dtype} on {one.device}, but {other_name} has {other.dtype} on {other.device}: they "
-                "must agree"
-            )
+    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+        output, whole, output_splits, input_splits = given
+        if not type(output) is type(whole) is Tensor:
+            return None
+        received = tensor_in_blocks(output, output_splits, self._size)
+        sent = tensor_in_blocks(whole, input_splits, self._size)
+        if received is None or sent is None or received[2] != sent[2]:
+            return None
+        return gpu.find_plain(self._operation, "auto", sent, received, None, 0)
 
 
-class TensorCalls:
-    """The collectives of one group as calls: see `TensorCollectives`."""
-
-    def __init__(self, comm: Communicator) -> None:
-        any_call = TensorCollectives(comm)
-        # A communicator that records calls makes all of them by its methods.
-        known = None if comm._session.channel else KnownCalls(comm.rank, comm.size)
-
-        def call(name: str) -> TensorCall:
-            return TensorCall(getattr(any_call, name), getattr(known, name, unknown))
-
-        self.all_reduce = call("all_reduce")
-        self.reduce = call("reduce")
-        self.broadcast = call("broadcast")
-        self.all_gather = call("all_gather")
-        self.all_gather_list = call("all_gather_list")
-        self.gather = call("gather")
-        self.gather_into = call("gather_into")
-        self.scatter = call("scatter")
-        self.reduce_scatter = call("reduce_scatter")
-        self.reduce_scatter_list = call("reduce_scatter_list")
-        self.all_to_all = call("all_to_all")
-        self.all_to_all_list = call("all_to_all_list")
-        self.barrier = call("barrier")
+ROWS: dict[str, tuple[type[Collective], str, str, str]] = {
+    "all_reduce": (AllReduce, "Allreduce", "tensor", ""),
+    "reduce": (Reduce, "Reduce", "tensor", ""),
+    "broadcast": (Broadcast, "Bcast", "tensor", ""),
+    "all_gather": (AllGather, "Allgatherv", "tensor_list", "tensor"),
+    "all_gather_into_tensor": (AllGather, "Allgather", "output_tensor", "input_tensor"),
+    "gather": (Gather, "Gatherv", "gather_list", "tensor"),
+    "gather_single": (Gather, "Gather", "gather_tensor", "tensor"),
+    "scatter": (Scatter, "Scatterv", "tensor", "scatter_list"),
+    "reduce_scatter": (ReduceScatter, "Reduce_scatter", "output", "input_list"),
+    "reduce_scatter_tensor": (ReduceScatter, "Reduce_scatter_block", "output", "input"),
+    "all_to_all": (AllToAll, "Alltoallv", "output_tensor_list", "input_tensor_list"),
+    "all_to_all_single": (AllToAll, "Alltoallv", "output", "input"),
+}
+"""The collective of each function of ``torch.distributed``, and the arguments of `Collective`."""
 
 
-def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:
-    """Return ``memory`` in mpi4py's form for blocks of these numbers of elements, one after the other."""
-    moved = movable(memory)
-    if moved.dtype != memory.dtype:
-        counts = [count * memory.element_size() for count in counts]
-    return [moved, counts]
+def collectives_of(comm: Communicator) -> dict[str, Collective]:
+    """Return the collectives of a group, by PyTorch's names. Local."""
+    return {name: collective(comm, *names) for name, (collective, *names) in ROWS.items()}

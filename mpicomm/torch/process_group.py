@@ -1,13 +1,11 @@
-"""ProcessGroup: a Communicator with the methods that PyTorch calls."""
+"""ProcessGroup: a Communicator with the methods that PyTorch calls, and how groups are made."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,17 +16,11 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.mpi.requests import Completer, DeferredRequest
-from mpicomm.torch.call_queue import CallQueue, JoinedWork
+from mpicomm.torch.call_queue import JoinedWork
 from mpicomm.torch.collective_calls import CollectiveCalls
-from mpicomm.torch.collectives import TensorCalls
-from mpicomm.torch.failures import WAITS, TensorError, translated
-from mpicomm.torch.known_calls import Given, TensorCall
-from mpicomm.torch.streams import Streams
-from mpicomm.torch.subgroups import forget, part_of, wait_for_all
+from mpicomm.torch.groups import communicator_of, forget, part_of, wait_for_all
 from mpicomm.torch.tensors import flat, movable
-from mpicomm.torch.works import FOREVER, MessageWork, Tensors, Work, ended
-
-T = TypeVar("T")
+from mpicomm.torch.works import WAITS, MessageWork, Tensors, Work, ended, translated
 
 _FREE_S = 30.0
 """A destroyed group waits this long for its other ranks, because they may have ended without destroying it."""
@@ -36,11 +28,6 @@ _FREE_S = 30.0
 
 class ProcessGroup(CollectiveCalls):
     """The group of ``comm`` for ``torch.distributed``, which calls these methods. Programs call PyTorch.
-
-    The methods of collectives are *collective*. A blocking call on host tensors returns when it is done, and a thread
-    carries out an asynchronous call. A call on tensors of a GPU is enqueued on the current stream. An asynchronous call
-    is enqueued on a stream of the group, after the work of the current stream. If the options of a call name a timeout,
-    the host waits for the call, but no longer than this timeout. The call itself ends with the timeout of the group.
 
     It is a subclass of PyTorch's process group, not of its `Backend`. PyTorch would hide the works of a `Backend` in
     Python in works that never complete.
@@ -53,33 +40,12 @@ class ProcessGroup(CollectiveCalls):
     options = None
 
     def __init__(self, store: c10d.Store, comm: Communicator, timeout_s: float) -> None:
-        super().__init__(comm.rank, comm.size)
+        super().__init__(comm)
         self._group_name = self._group_desc = ""
-        self.communicator = comm
         self._store = store
-        self.collectives = TensorCalls(comm)
-        self._streams = None if comm.device == "cpu" else Streams(comm)
         self._timeout_s = timeout_s
-        self._queue = CallQueue(f"mpicomm rank {comm.rank} of {comm.size}")
         self._messages = Completer(by_itself=True)
-        self._coalesced: dict[int, list[Work]] = {}
-        """By thread, the works of its calls between `_start_coalescing` and `_end_coalescing`."""
-        self._sequence = 0
         self._monitored = 0
-        self._open = True
-
-    # Barriers
-
-    def barrier(self, opts: Any = None) -> Work:
-        """See `torch.distributed.barrier`. On a GPU a rank also waits until its current stream has done its work."""
-        self._require_open("barrier")
-        begin, limit = getattr(opts, "asyncOp", False), _limit(opts)
-        if self._streams is None:
-            return self._queue.run(self.collectives.barrier.carry_out, (), "barrier", begin=begin, limit=limit)
-        work = self._queue.call("barrier", self._streams.barrier, limit or FOREVER)
-        if not begin:
-            work.wait()
-        return work
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `torch.distributed.monitored_barrier`. It leaves the group usable."""
@@ -91,11 +57,6 @@ class ProcessGroup(CollectiveCalls):
         wait_for_all(store, comm.rank, comm.size, timeout_s, name_all=wait_all_ranks)
         if comm.rank == 0:  # all ranks have left the barrier before this one
             forget(_store_of_barrier(self._store, self._monitored - 1), comm.size)
-
-    def in_turn(self, name: str, call: Callable[[], T]) -> T:
-        """Carry out a call of the group's Communicator in its turn among the calls of the group."""
-        self._require_open(name)
-        return self._queue.call(name, call)
 
     # Messages
 
@@ -232,7 +193,7 @@ class ProcessGroup(CollectiveCalls):
                 logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
                 return
             try:
-                self.communicator._free_within(limit_s)
+                self.communicator._door.free_within(limit_s)
             except MpicommError as error:
                 logger.warning("a process group is not freed on all ranks: %s", error)
 
@@ -243,98 +204,7 @@ class ProcessGroup(CollectiveCalls):
         """
         self._open = False
         self._queue.close(0)
-        self.communicator._unfreed = False  # else Python warns that the program has not freed it
-
-    def enqueue(self, call: TensorCall, given: Given) -> None:
-        """See `CollectiveCalls.enqueue`."""
-        if self._streams is None:
-            call.carry_out(*given)
-        else:
-            self._streams.enqueue(call, given)
-
-    def future(
-        self, name: str, call: TensorCall, given: Given, output: torch.Tensor, inputs: Tensors = (), *, beside: bool
-    ) -> torch.futures.Future[Any]:
-        """Begin ``call`` with the arguments ``given``. Return a future of ``output``. Collective.
-
-        On a GPU the future is complete, and a stream that takes its value waits for the call. With ``beside`` the call
-        is enqueued on the stream of the group, after the work of the current stream. Without it the call is enqueued on
-        the current stream.
-        """
-        self._require_open(name)
-        self._sequence += 1
-        if not output.is_cuda:
-            work = self._queue.run(partial(call.carry_out, *given), [output], name, begin=True)
-            work.value = output
-            return work.get_future()
-        streams = self._gpu_streams(name, output)
-        return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)
-
-    def _bucket(self, tensor: torch.Tensor, opts: Any) -> torch.futures.Future[Any] | None:
-        streams, queue = self._streams, self._queue
-        if streams is None or not self._open or opts.timeout > FOREVER:
-            return None
-        queue.take_turn()
-        try:
-            future = streams.bucket(self.collectives.all_reduce, tensor, opts.reduceOp)
-        except WAITS as error:
-            raise translated(error, "all_reduce") from error
-        finally:
-            queue.end_turn()
-        if future is not None:
-            self._sequence += 1
-        return future
-
-    def _run(
-        self, name: str, opts: Any, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors = ()
-    ) -> Work | None:
-        if not self._open:
-            self._require_open(name)
-        self._sequence += 1
-        begin, limit = getattr(opts, "asyncOp", True), getattr(opts, "timeout", FOREVER)
-        if limit <= FOREVER:
-            limit = None
-        if not (outputs or inputs):
-            raise InvalidUsageError(f"{name}: the list of tensors is empty: pass one or more")
-        first = outputs[0] if outputs else inputs[0]
-        work: Work | None = None
-        queue = self._queue
-        if first.is_cuda:
-            streams = self._streams or self._gpu_streams(name, first)
-            queue.take_turn()
-            try:
-                if begin and limit is None and sys._getframe(1).f_back is None:
-                    # Code in C++ without Python below it calls, such as DDP in the thread of autograd. It takes only
-                    # the future of a work, or waits for it. PyTorch's own work does both without Python. Code in C++
-                    # reads a tensor and a list of tensors alike.
-                    value = outputs[0] if len(outputs) == 1 else list(outputs)
-                    future = streams.future(call, given, value, (*outputs, *inputs), beside=True)
-                    of_cpp: Any = c10d._create_work_from_future(future)
-                    return of_cpp  # type: ignore[no-any-return]
-                if begin:
-                    work = streams.begin(call, given, outputs, inputs, name, limit)
-                else:
-                    streams.enqueue(call, given)
-                    if limit is not None:
-                        work = streams.here(outputs, name, limit)
-            except WAITS as error:
-                raise translated(error, name) from error
-            finally:
-                queue.end_turn()
-        elif begin or limit is not None:
-            work = queue.run(partial(call.carry_out, *given), outputs, name, begin=True, limit=limit)
-        else:
-            queue.call(name, call.carry_out, *given)
-        if not begin and work is not None:
-            work.wait()
-        if self._coalesced and get_ident() in self._coalesced:
-            return self._joined(work or ended(outputs))
-        return work  # None for a function of PyTorch that would only wait for a work
-
-    def _gpu_streams(self, name: str, tensor: torch.Tensor) -> Streams:
-        if self._streams is None:
-            raise TensorError(f"{name}: a tensor is on {tensor.device}, but this group has no GPU: pass tensor.cpu()")
-        return self._streams
+        self.communicator._door.abandon()
 
     def _require_rank(self, name: str, argument: str, rank: int) -> None:
         self._require_open(name)
@@ -366,28 +236,45 @@ class ProcessGroup(CollectiveCalls):
             request = begin(memory, rank, tag)
         except WAITS as error:
             raise translated(error, name) from error
-        receives, prepare_thread = name == "recv", self.communicator._prepare_thread
+        receives, prepare_thread = name == "recv", self.communicator._door.prepare_thread
         work = MessageWork(request, tensor, f"{name} {other}", self._timeout_s, prepare_thread, receives=receives)
         if not isinstance(request, DeferredRequest):
             self._messages.add(work, prepare_thread)
         return self._joined(work)
-
-    def _joined(self, work: Work) -> Work:
-        works = self._coalesced.get(get_ident())
-        if works is not None:
-            works.append(work)
-        return work
-
-    def _require_open(self, name: str) -> None:
-        if not self._open:
-            raise InvalidUsageError(f"{name}: the process group was destroyed or aborted; make another")
 
 
 def _store_of_barrier(store: c10d.Store, number: int) -> c10d.Store:
     return dist.PrefixStore(f"monitored_barrier/{number}/", store)
 
 
-def _limit(opts: Any) -> timedelta | None:
-    """Return the timeout of a single call, or None if it has none."""
-    timeout = getattr(opts, "timeout", FOREVER)
-    return timeout if timeout > FOREVER else None
+def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+    """Return the Communicator of a group of the backend ``mpicomm``, by default of all ranks. Local.
+
+    The group keeps it, and `torch.distributed.destroy_process_group` frees it. Its collectives take no turn among the
+    calls of the group. So wait for the group's works first, and call the collectives in one thread. Raises
+    `InvalidUsageError` for a group of another backend.
+    """
+    return group_of(group).communicator
+
+
+def group_of(group: dist.ProcessGroup | None) -> ProcessGroup:
+    """Return ``group``, by default the group of all ranks. Raise `InvalidUsageError` for other backends. Local."""
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, ProcessGroup):
+        raise InvalidUsageError(
+            f'group={group!r} is no group of mpicomm: pass one that init_process_group("mpicomm") or new_group has made'
+        )
+    return group
+
+
+def create(given: Any, options: Any) -> ProcessGroup:
+    """Return a group for ``torch.distributed``, which describes the group in ``given``. Collective over its ranks.
+
+    Raises the same error on all ranks: `InvalidUsageError` if PyTorch has other ranks than ``MPI.COMM_WORLD``,
+    `GroupTimeoutError` if a rank does not come, and the errors of `Communicator`.
+    """
+    if options is not None:
+        raise InvalidUsageError(f"pg_options={options!r}: the backend mpicomm has no options")
+    whole = dist.group.WORLD
+    comm = communicator_of(given, whole.communicator if isinstance(whole, ProcessGroup) else None)
+    return ProcessGroup(given.store, comm, given.timeout.total_seconds())

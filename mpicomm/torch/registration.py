@@ -12,8 +12,9 @@ from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicomm.torch.call_queue import QUEUES
-from mpicomm.torch.gradients import with_fp16_hook
-from mpicomm.torch.groups import create, install_handler
+from mpicomm.torch.groups import install_handler
+from mpicomm.torch.process_group import ProcessGroup, create
+from mpicomm.torch.training import AllreduceState, allreduce_hook
 from mpicomm.torch.works import Work
 
 NAME = "mpicomm"
@@ -41,7 +42,7 @@ def register() -> None:
         (torch._jit_internal, "_extract_tensors", _with_quick_look),
         (torch._C.Future, "then", _with_place),
         (torch._C.Future, "add_done_callback", _with_place),
-        (DistributedDataParallel, "_register_builtin_comm_hook", with_fp16_hook),
+        (DistributedDataParallel, "_register_builtin_comm_hook", _with_fp16_hook),
     ):
         function = getattr(owner, name, None)
         if function is not None:  # most of these are internal, so a version of PyTorch may lack them
@@ -109,3 +110,20 @@ def _at_place(future: Any, callback: _Callback) -> _Callback:
         return callback(done)
 
     return call
+
+
+def _with_fp16_hook(register_builtin: Callable[..., None]) -> Callable[..., None]:
+    """Return ``register_builtin`` of DDP, with `allreduce_hook` as the hook ``FP16_COMPRESS`` of groups of mpicomm.
+
+    PyTorch's own hook, in C++, refuses the value of a future that Python has made.
+    """
+
+    @wraps(register_builtin)
+    def register(model: DistributedDataParallel, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        group = model.process_group
+        if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(group, ProcessGroup):
+            model.register_comm_hook(AllreduceState(group, wire_dtype=torch.float16), allreduce_hook)
+        else:
+            register_builtin(model, comm_hook_type)
+
+    return register

@@ -1,24 +1,125 @@
-"""Streams: the calls of one group on tensors of its GPU, in stream order."""
+"""Streams: the calls of one group on tensors of its GPU, their works, and tensors in symmetric memory."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.collectives.gpu.plan_cache import KnownCall
-from mpicomm.torch.current_stream import call_on, current_stream
-from mpicomm.torch.known_calls import Given, TensorCall
-from mpicomm.torch.symmetric_pool import SymmetricPool
-from mpicomm.torch.works import StreamWork, Tensors
+from mpicomm.api.door import KnownCall, PlanCache
+from mpicomm.symmetric.array import SymmetricArray
+from mpicomm.torch.collectives import Given, TensorCall
+from mpicomm.torch.works import FOREVER, Tensors, Work, too_late, translated, when_over
+from mpicomm.waiting import wait_until
 
 if TYPE_CHECKING:
     from mpicomm.devices.cuda.events import LocalEvent
 
+T = TypeVar("T")
 _MOST_BUCKETS = 256
+
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 0)
+"""Returns the address of the current stream of a GPU. Local. PyTorch without CUDA has no such function."""
+
+
+def call_on(stream: torch.cuda.Stream, call: Callable[..., T], *arguments: Any) -> T:
+    """Return ``call(*arguments)``, with ``stream`` as the current stream of its GPU, and its GPU as current device."""
+    gpu = stream.device_index
+    device, before = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(gpu)
+    torch._C._cuda_setStream(stream.stream_id, gpu, stream.device_type)
+    try:
+        return call(*arguments)
+    finally:
+        torch._C._cuda_setStream(*before)
+        if device != gpu:  # the line above has made the GPU of the streams the current device
+            torch._C._cuda_setDevice(device)
+
+
+class StreamWork(Work):
+    """A call that is enqueued on a stream, which may capture a graph. `Streams` makes it.
+
+    It is also the mark of the end of the call. It keeps the tensors of the call until a wait by the stream that has
+    begun it: the later work of that stream follows the call, as if it were a call on that stream. PyTorch's
+    `record_stream` protects the memory of tensors without such a wait, and takes longer.
+    """
+
+    __slots__ = ("kept", "name", "ptr", "side")
+    ptr: int
+    """The event after the call. It goes back to ``side.idle``, except if it is the event of `mark`."""
+    side: Streams
+    kept: tuple[int, Tensors] | None
+    """The address of the current stream when the call began, and the tensors of the call."""
+    name: str
+    mark: Any = None
+    stream: torch.cuda.Stream | None = None
+    """The stream of the call; None for the stream of the group."""
+    limit: timedelta | None = None
+    """The time that the host waits in `wait`. `FOREVER` is no limit. If it is None, the host does not wait."""
+
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
+        """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
+        side = self.side
+        current = current_stream(side.gpu)
+        side.marks.follow(current, self)
+        kept = self.kept
+        if kept is not None and kept[0] == current:
+            self.kept = None
+        limit = timeout or self.limit
+        if limit is not None:
+            self._wait_on_host(limit)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def __del__(self) -> None:
+        if self.kept is not None:
+            for tensor in self.kept[1]:
+                tensor.record_stream(self.side.stream)
+        if self.ptr and self.mark is None:
+            # A stream that waits for the event waits for the record at that time, whatever comes later. This is no
+            # object with a finalizer, because the garbage collector may call the finalizers of both in any order.
+            self.side.idle.append(self.ptr)
+
+    def _wait_on_host(self, limit: timedelta) -> None:
+        if torch.cuda.is_current_stream_capturing():  # a capture executes nothing
+            return
+        if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
+            raise too_late(self.name, limit)
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        if not self.side.marks.passed(self):
+            return False
+        self.kept = None
+        if self._error is None:
+            try:
+                self.side.door.check_at_once()
+            except Exception as error:
+                self._error = translated(error, self.name)
+        return True
+
+    def _complete(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=self.side.devices if self._outputs else None)
+        call_on(self.stream or self.side.stream, future.set_result, self.value)
+        return future
+
+    def get_future_result(self) -> torch.futures.Future[Any]:
+        """See `Work.get_future_result`."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def settle(failure: BaseException | None) -> None:
+            self._error = self._error or failure  # of a device that has failed
+            future.set_result(self._result(None))
+
+        when_over(self, self.name, math.inf, self.side.door.prepare_thread, settle)
+        return future
 
 
 class Streams:
@@ -31,23 +132,20 @@ class Streams:
 
     def __init__(self, comm: Communicator) -> None:
         assert isinstance(comm.device, int)
-        self.comm = comm
         self.gpu = comm.device
-        # Marks order streams by their addresses. PyTorch's own methods take several times as long.
-        backend = comm._session.gpu("init_process_group")
-        self.marks = backend.side_streams
-        self._session: Any = comm._session
-        self._engines: Any = comm._collectives.engines
-        comm._collectives.expect_alike()  # PyTorch requires it, and `enqueue` calls the engine without a vote
-        self._mappings = comm._session.mappings
-        self._version = self._mappings.version
+        self._comm, self.door = comm, comm._door
+        comm._collectives.expect_alike()  # PyTorch requires it, and calls of the door make no votes
+        self._known: PlanCache | None = None  # `Door.known`, after the first call
+        self._version = -1
         self._buckets: dict[tuple[int, int, torch.dtype, int], KnownCall] = {}
         """The calls of `bucket` that have a graph, by their memory and operation."""
         self._pool = SymmetricPool(comm)
         # The constructor makes the stream, because the first call may be in a capture.
         self.stream = torch.cuda.Stream(comm.device)
         self._address = int(self.stream.cuda_stream)
-        backend.lasting_streams.add(self._address)  # PyTorch never destroys the streams of its pool
+        # PyTorch never destroys the streams of its pool. Marks order streams by their addresses, because PyTorch's own
+        # methods take several times as long.
+        self.marks = self.door.use_stream("init_process_group", self._address)
         self._begin = self.marks.mark(self._address)
         """The mark by which an asynchronous call follows earlier work of the caller's stream.
 
@@ -64,15 +162,13 @@ class Streams:
 
         Return whether ``event`` is recorded after it.
         """
-        gpu = self._engines.gpu
-        known = gpu and call.find(gpu, given)
+        gpu = self._known
+        if gpu is None:
+            gpu = self._known = self.door.known
+        known = None if gpu is None else call.find(gpu, given)
         if known:
-            session, plan = self._session, known.plan
-            address = self._address if beside else current_stream(self.gpu)
-            session.require_usable(plan)
-            session.backend.note(address)
-            is_recorded: bool = gpu.engine.enqueue(plan, address, event)
-            return is_recorded
+            assert gpu is not None
+            return gpu.enqueue_on(known, self._address if beside else current_stream(self.gpu), event)
         if beside:
             call_on(self.stream, call.carry_out, *given)
         else:
@@ -143,8 +239,8 @@ class Streams:
             if known is None:
                 self.enqueue(call, given, beside=True)
             else:
-                self._session.require_usable(known.plan)
-                self._engines.gpu.engine.enqueue(known.plan, self._address)
+                assert self._known is not None
+                self._known.enqueue_on(known, self._address, noted=True)
             for tensor in tensors:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.is_in_use:
@@ -163,31 +259,28 @@ class Streams:
         waits for memory. So this function reads little. It does not count the thread among the users of the stream,
         because the first call of a form has done that.
         """
-        gpu = self._engines.gpu
+        gpu = self._known
+        if gpu is None:
+            gpu = self._known = self.door.known
         if gpu is None or not tensor.is_cuda or not tensor.is_contiguous() or tensor.requires_grad or tensor.is_neg():
             return None
-        memory = tensor.data_ptr(), tensor.numel(), tensor.dtype, hash(op)
+        memory, version = (tensor.data_ptr(), tensor.numel(), tensor.dtype, hash(op)), gpu.version
         known = self._buckets.get(memory)
-        if known is None or known.plan.is_old or self._mappings.version != self._version:
+        if known is None or known.plan.is_old or version != self._version:
             known = call.find(gpu, (tensor, op, "tensor", None))
             if known is None:
                 return None
-            self._keep(memory, known)
+            if version != self._version or len(self._buckets) >= _MOST_BUCKETS:
+                self._version = version
+                self._buckets.clear()
+            # Views of complex memory may be conjugated.
+            if not tensor.dtype.is_complex and gpu.lasts(known):
+                self._buckets[memory] = known
         return self.future(call, (), tensor, (tensor,), beside=True, known=known)
-
-    def _keep(self, memory: tuple[int, int, torch.dtype, int], known: KnownCall) -> None:
-        """Let `bucket` repeat a call. Views of complex memory may be conjugated, and templates have other calls."""
-        from mpicomm.collectives.gpu.call_templates import CallTemplate  # it imports CUDA, which a host may lack
-
-        if self._mappings.version != self._version or len(self._buckets) >= _MOST_BUCKETS:
-            self._version = self._mappings.version
-            self._buckets.clear()
-        if not (memory[2].is_complex or isinstance(known.plan, CallTemplate)):
-            self._buckets[memory] = known
 
     def barrier(self, limit: timedelta) -> StreamWork:
         """Enqueue a barrier on the current stream. A wait for its work waits on the host. Collective."""
-        self.comm.Barrier(stream=torch.cuda.current_stream(self.gpu))
+        self._comm.Barrier(stream=torch.cuda.current_stream(self.gpu))
         return self.here((), "barrier", limit)
 
     def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -219,3 +312,62 @@ class Streams:
         if not torch.cuda.is_current_stream_capturing():  # both streams capture, or none
             # This is no method of a work, because a work keeps the tensors.
             self._pool.used(tensors, partial(self.marks.follow, mark=self.marks.mark(self._address)))
+
+
+@dataclass
+class _Block:
+    array: SymmetricArray
+    user: StorageWeakRef
+    """The storage of the last tensor in this block."""
+    follow: Callable[[int], object] | None = None
+    """Lets a stream wait for the last call that uses the block on another stream; None without such a call."""
+
+
+class SymmetricPool:
+    """Memory for tensors of the same size on all ranks. The pool reuses it when PyTorch frees the tensor.
+
+    As in PyTorch's own allocator, freed memory goes only to a tensor of the same stream, because its work follows the
+    work on the old tensor. ``comm.Free`` frees the memory.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._blocks: dict[tuple[int, int], list[_Block]] = {}
+        self._by_address: dict[int, _Block] = {}
+        self.is_in_use = False
+        """Whether there may be tensors in memory of the pool."""
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, stream: int | None = None) -> torch.Tensor:
+        """Return a tensor of undefined contents for work on ``stream``, an address. On the host ``stream`` is None.
+
+        Collective if no memory of the size is free, else local. All ranks ask for the same sizes and drop their tensors
+        at the same places in the program. Otherwise one rank needs new memory, waits for the other ranks in vain, and
+        raises `CollectiveTimeoutError`.
+        """
+        nbytes = max(math.prod(shape), 1) * dtype.itemsize
+        blocks = self._blocks.setdefault((nbytes, stream or 0), [])
+        block = next((each for each in blocks if each.user.expired()), None)
+        array = self._comm.empty(nbytes, "uint8") if block is None else block.array
+        # With -1 no stream waits for another stream, because there is no work on the memory of the array yet.
+        memory = torch.from_dlpack(array if stream is None else array.__dlpack__(stream=-1))
+        user = StorageWeakRef(memory.untyped_storage())
+        if block is None:
+            block = self._by_address[memory.data_ptr()] = _Block(array, user)
+            self.is_in_use = True
+            blocks.append(block)
+        block.user = user
+        if stream is not None and block.follow is not None:
+            block.follow(stream)
+            block.follow = None
+        return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+    def used(self, tensors: Sequence[torch.Tensor], follow: Callable[[int], object]) -> None:
+        """Remember that a call uses ``tensors`` on another stream than the stream of their memory. Local.
+
+        ``follow`` lets a stream wait for the call, because the program may drop the tensors before its end. PyTorch's
+        `record_stream` keeps only PyTorch's own memory.
+        """
+        for tensor in tensors:
+            block = self._by_address.get(tensor.untyped_storage().data_ptr())
+            if block is not None:
+                block.follow = follow

@@ -1,25 +1,34 @@
-"""Tensors as one-dimensional memory, the form that collectives take."""
+"""Tensors as the flat memory that collectives take, and PyTorch's reductions as operations of mpicomm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.torch.failures import ElementTypeError, TensorError
+from mpicomm.mpi.ops import AVG
 
 
-def flat(tensor: torch.Tensor, name: str, *, ordered: bool = False) -> torch.Tensor:
+class TensorError(InvalidUsageError, RuntimeError):
+    """The error for a tensor on a device that groups do not serve, and for split sizes that do not fit a tensor."""
+
+
+class ElementTypeError(InvalidUsageError, TypeError, RuntimeError):
+    """The error for elements that cannot be reduced, and for tensors of one call that differ in type or device.
+
+    PyTorch's backends raise TypeError or RuntimeError for it.
+    """
+
+
+def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return a view of ``tensor`` without gradient, with elements that follow each other in memory. Local.
-
-    With ``ordered`` the elements have the order of their indices, because the other tensors of the call may have other
-    orders in memory. If the memory has another order, the result is a copy, on a GPU in stream order. `put_back` copies
-    it back.
 
     Raises `InvalidUsageError` for a tensor that has gaps, more than one piece of memory, or another device.
     """
@@ -34,7 +43,7 @@ def flat(tensor: torch.Tensor, name: str, *, ordered: bool = False) -> torch.Ten
     if tensor.is_contiguous():
         return tensor
     if _is_dense(tensor):
-        return tensor.contiguous() if ordered else tensor.as_strided((tensor.numel(),), (1,))
+        return tensor.as_strided((tensor.numel(),), (1,))
     raise InvalidUsageError(
         f"{name} of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous: pass "
         "tensor.contiguous(), and copy the result back if it receives"
@@ -50,12 +59,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
                 return False
             following *= length
     return True
-
-
-def put_back(memory: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy ``memory``, a result of `flat` with ``ordered``, back to ``tensor``. Local; on a GPU stream-ordered."""
-    if memory is not tensor and not tensor.is_contiguous():
-        tensor.detach().copy_(memory)
 
 
 def apart(send: torch.Tensor, receive: torch.Tensor, place: int | None = None) -> Any:
@@ -78,15 +81,141 @@ def is_known(dtype: torch.dtype) -> bool:
 
 
 def movable(memory: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of `flat` with elements that collectives move: bytes if mpicomm lacks the type. Local."""
+    """Return a flat tensor with elements that collectives move: bytes if mpicomm lacks the type. Local."""
     return memory if is_known(memory.dtype) else memory.view(-1).view(torch.uint8)
 
 
-def split_counts(tensor: torch.Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
-    """Return the elements of the part of ``tensor`` for each of ``size`` ranks. Local; raises `TensorError`.
+class Pieces:
+    """An argument of a collective with pieces for the ranks, as the flat tensor ``memory``. The constructor is local.
 
-    ``splits`` are numbers of rows, which are the elements along the first dimension. Without them all parts are equal.
+    The argument is a tensor, or a list of tensors. The memory has the elements in the order of their indices, because
+    the ranks' tensors may have different orders in memory. It is a view if the elements have this order, else new
+    memory: `filled` copies the tensors into it, and `put_back` copies it back.
+
+    ``counts`` are the elements of each rank's piece in a list, or in a tensor with ``splits``. Splits are numbers of
+    rows, which are the elements along the first dimension; if they are empty, all pieces are equal. A tensor without
+    splits has no counts: MPI cuts it into equal blocks.
+
+    Raises `InvalidUsageError` as `flat` does, and for splits and lists that do not fit ``size`` ranks.
     """
+
+    def __init__(
+        self, given: torch.Tensor | Sequence[torch.Tensor], name: str, size: int, splits: Sequence[int] | None = None
+    ) -> None:
+        self._name, self._size = name, size
+        self._is_list = not isinstance(given, torch.Tensor)
+        self.counts: list[int] | None = None
+        if isinstance(given, torch.Tensor):
+            memory = flat(given, name)
+            self._tensors = [given.detach()]
+            self._lengths = [memory.numel()]
+            self._is_copy = not given.is_contiguous()
+            self.memory = memory.new_empty(memory.numel()) if self._is_copy else memory
+            if splits is not None:
+                self.counts = _split_counts(given, splits, size, name)
+            return
+        if len(given) != size:
+            raise InvalidUsageError(f"{name} has {len(given)} tensors for {size} ranks: pass one for each")
+        self._tensors = [tensor.detach() for tensor in given]
+        first = self._tensors[0]
+        for index, tensor in enumerate(self._tensors):
+            if tensor.dtype != first.dtype or tensor.device != first.device:
+                raise ElementTypeError(
+                    f"{name}[{index}] has {tensor.dtype} on {tensor.device}, but {name}[0] has {first.dtype} on "
+                    f"{first.device}: all tensors of a call have one type and one device"
+                )
+            if tensor.layout is not torch.strided:
+                flat(tensor, f"{name}[{index}]")
+        self._lengths = self.counts = [tensor.numel() for tensor in self._tensors]
+        self._is_copy = not self._are_adjacent()
+        total = sum(self.counts)
+        self.memory = first.new_empty(total) if self._is_copy else first.as_strided((total,), (1,))
+
+    def filled(self) -> torch.Tensor:
+        """Return the memory with the elements of the tensors. Local; on a GPU stream-ordered."""
+        if self._is_copy:
+            for tensor, piece in zip(self._tensors, self.memory.split(self._lengths), strict=True):
+                piece.view(tensor.shape).copy_(tensor)
+        return self.memory
+
+    def put_back(self) -> None:
+        """Copy the memory to the tensors. Local; on a GPU stream-ordered."""
+        if self._is_copy:
+            for tensor, piece in zip(self._tensors, self.memory.split(self._lengths), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+    def buffer(self, memory: Any = None) -> Any:
+        """Return ``memory``, by default that of the pieces, as mpi4py takes it: with the counts, if there are counts.
+
+        Local.
+        """
+        if memory is MPI.IN_PLACE:
+            return memory
+        memory = self.memory if memory is None else memory
+        moved = movable(memory)
+        if self.counts is None:
+            return moved
+        width = 1 if moved.dtype == memory.dtype else memory.element_size()
+        return [moved, [count * width for count in self.counts]]
+
+    def place(self, rank: int) -> int:
+        """Return the element at which the piece of ``rank`` begins. Local."""
+        if self.counts is None:
+            return rank * int(self.memory.numel() // self._size)
+        return sum(self.counts[:rank])
+
+    def require_piece(self, own: Pieces, rank: int) -> None:
+        """Raise unless the tensor ``own`` can be the piece of ``rank``. Local."""
+        self.require_type_of(own)
+        count = own.memory.numel()
+        if self.counts is None:
+            if self.memory.numel() != count * self._size:
+                raise InvalidUsageError(
+                    f"{self._name} has {self.memory.numel()} elements and {own._name} {count}: for {self._size} ranks "
+                    f"{self._name} needs {count * self._size}"
+                )
+        elif count != self.counts[rank]:
+            raise InvalidUsageError(
+                f"{own._name} has {count} elements, but {self._name}[{rank}] has {self.counts[rank]}: they must agree"
+            )
+
+    def require_same_of(self, rank: int, sent: Pieces) -> None:
+        """Raise unless ``rank`` receives here as many elements from itself as it sends itself of ``sent``. Local."""
+        assert self.counts is not None and sent.counts is not None
+        received, given = self.counts[rank], sent.counts[rank]
+        if received != given:
+            what = "" if self._is_list else "_split_sizes"
+            raise TensorError(
+                f"{self._name}{what}[{rank}] stands for {received} elements, but {sent._name}{what}[{rank}] for "
+                f"{given}: rank {rank} sends itself as many as it receives from itself, so both must agree"
+            )
+
+    def require_type_of(self, other: Pieces) -> None:
+        """Raise unless both have one type and one device. Local."""
+        mine, theirs = self.memory, other.memory
+        if mine.dtype is not theirs.dtype or mine.device != theirs.device:
+            raise ElementTypeError(
+                f"{self._name} has {mine.dtype} on {mine.device}, but {other._name} has {theirs.dtype} on "
+                f"{theirs.device}: they must agree"
+            )
+
+    def _are_adjacent(self) -> bool:
+        following = self._tensors[0].data_ptr()
+        storage = self._tensors[0].untyped_storage().data_ptr()
+        for tensor in self._tensors:
+            if (
+                not tensor.is_contiguous()
+                or tensor.is_neg()  # a view with numbers that have the other sign in memory
+                or tensor.is_conj()
+                or tensor.data_ptr() != following
+                or tensor.untyped_storage().data_ptr() != storage
+            ):
+                return False
+            following += tensor.numel() * tensor.element_size()
+        return True
+
+
+def _split_counts(tensor: torch.Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
     rows, total = tensor.size(0) if tensor.dim() else 1, tensor.numel()
     if not splits:
         if rows % size:
@@ -103,49 +232,108 @@ def split_counts(tensor: torch.Tensor, splits: Sequence[int], size: int, name: s
     return list(splits) if of_row == 1 else [split * of_row for split in splits]
 
 
-class Pieces:
-    """The tensors of a list as one flat tensor: a view if they follow each other in memory, else a copy."""
+_Kind = dist.ReduceOp.RedOpType
+_PREMUL_SUM = int(_Kind.PREMUL_SUM)
+_OPS = {
+    _Kind.SUM: MPI.SUM,
+    _Kind.AVG: AVG,
+    _Kind.PREMUL_SUM: MPI.SUM,
+    _Kind.PRODUCT: MPI.PROD,
+    _Kind.MIN: MPI.MIN,
+    _Kind.MAX: MPI.MAX,
+    _Kind.BAND: MPI.BAND,
+    _Kind.BOR: MPI.BOR,
+    _Kind.BXOR: MPI.BXOR,
+}
+# A sum of truth values is true if one of them is true, as in PyTorch's backend for NCCL.
+_LOGICAL_OPS = {
+    _Kind.SUM: MPI.LOR,
+    _Kind.MAX: MPI.LOR,
+    _Kind.BOR: MPI.LOR,
+    _Kind.PRODUCT: MPI.LAND,
+    _Kind.MIN: MPI.LAND,
+    _Kind.BAND: MPI.LAND,
+    _Kind.BXOR: MPI.LXOR,
+}
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # in PyTorch
 
-    def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
-        self._tensors = [tensor.detach() for tensor in tensors]
-        first = self._tensors[0]
-        for index, tensor in enumerate(self._tensors):
-            if tensor.dtype != first.dtype or tensor.device != first.device:
-                raise ElementTypeError(
-                    f"{name}[{index}] has {tensor.dtype} on {tensor.device}, but {name}[0] has {first.dtype} on "
-                    f"{first.device}: all tensors of a call have one type and one device"
-                )
-            if tensor.layout is not torch.strided:
-                flat(tensor, f"{name}[{index}]")
-        self.counts = [tensor.numel() for tensor in self._tensors]
-        self._is_copy = not self._are_adjacent()
-        total = sum(self.counts)
-        self.memory = first.new_empty(total) if self._is_copy else first.as_strided((total,), (1,))
 
-    def gather(self) -> torch.Tensor:
-        """Return the flat tensor with the elements of all tensors. Local; on a GPU stream-ordered."""
-        if self._is_copy:
-            for tensor, piece in zip(self._tensors, self.memory.split(self.counts), strict=True):
-                piece.view(tensor.shape).copy_(tensor)
-        return self.memory
+@dataclass(frozen=True)
+class TorchReduction:
+    """The way in which a Communicator carries out a ``ReduceOp`` on elements of one type."""
 
-    def scatter(self) -> None:
-        """Copy the elements of the flat tensor to the tensors. Local; on a GPU stream-ordered."""
-        if self._is_copy:
-            for tensor, piece in zip(self._tensors, self.memory.split(self.counts), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+    op: MPI.Op
+    averages_whole: bool
+    """Whether each rank divides the sum of whole numbers, toward zero, as PyTorch's backend for NCCL does."""
+    factor: Any = None
+    """The factor of each rank's elements before the sum; None for 1."""
 
-    def _are_adjacent(self) -> bool:
-        following = self._tensors[0].data_ptr()
-        storage = self._tensors[0].untyped_storage().data_ptr()
-        for tensor in self._tensors:
-            if (
-                not tensor.is_contiguous()
-                or tensor.is_neg()  # a view with numbers that have the other sign in memory
-                or tensor.is_conj()
-                or tensor.data_ptr() != following
-                or tensor.untyped_storage().data_ptr() != storage
-            ):
-                return False
-            following += tensor.numel() * tensor.element_size()
-        return True
+    def given(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the contribution of this rank: ``memory``, or new memory. Local; on a GPU stream-ordered."""
+        return memory if self.factor is None else (memory * self.factor).to(memory.dtype)
+
+    def finish(self, memory: torch.Tensor, size: int) -> None:
+        """Divide a sum of whole numbers by ``size``, if the reduction is their average.
+
+        Local; on a GPU stream-ordered.
+        """
+        if self.averages_whole:
+            memory.div_(size, rounding_mode="trunc")
+
+
+_reductions: dict[tuple[int, torch.dtype], TorchReduction] = {}
+
+
+def reduction_of(op: Any, memory: torch.Tensor, name: str) -> TorchReduction:
+    """Return the reduction by a ``ReduceOp`` of ``memory``, a result of `flat` for the tensor ``name``. Local.
+
+    Raises `ElementTypeError` for elements that mpicomm cannot reduce, and `InvalidUsageError` for unknown operations.
+    """
+    key = hash(op), memory.dtype  # the hash is the number of the kind, and takes less time than to read the kind
+    reduction = _reductions.get(key)
+    if reduction is None:
+        kind = op if isinstance(op, _Kind) else op.op
+        if not is_known(memory.dtype):
+            raise ElementTypeError(
+                f"{name} has elements of {memory.dtype}, which mpicomm cannot reduce: convert it, for example to "
+                "torch.bfloat16"
+            )
+        whole = kind == _Kind.AVG and memory.dtype in _WHOLE
+        if whole and memory.dtype in _WITHOUT_DIVISION:
+            raise ElementTypeError(
+                f"op=AVG is not defined for {memory.dtype} of {name}: use SUM and divide, or convert it to torch.int64"
+            )
+        if kind == _Kind.PREMUL_SUM and not (memory.dtype.is_floating_point or memory.dtype.is_complex):
+            raise ElementTypeError(
+                f"op=PREMUL_SUM multiplies with a factor, and {name} has elements of {memory.dtype}: convert it to a "
+                "type of floats"
+            )
+        reduction = _reductions[key] = TorchReduction(MPI.SUM if whole else _mpi_op(kind, memory.dtype), whole)
+    if key[0] == _PREMUL_SUM and not isinstance(op, _Kind):
+        _, factor = op.__getstate__()  # the only way to the factor from Python
+        return replace(reduction, factor=factor)
+    return reduction
+
+
+_ops_of_one_call: dict[tuple[int, torch.dtype], MPI.Op] = {}
+
+
+def op_of_one_call(op: Any, memory: torch.Tensor, name: str) -> MPI.Op | None:
+    """As `reduction_of`, but return only the operation of mpicomm, or None if this rank also works on its elements."""
+    key = hash(op), memory.dtype
+    found = _ops_of_one_call.get(key)
+    if found is None and key[0] != _PREMUL_SUM:
+        reduction = reduction_of(op, memory, name)
+        if not reduction.averages_whole:
+            found = _ops_of_one_call[key] = reduction.op
+    return found
+
+
+def _mpi_op(kind: Any, dtype: torch.dtype) -> MPI.Op:
+    found = (_LOGICAL_OPS if dtype is torch.bool else _OPS).get(kind)
+    if found is None:
+        if dtype is torch.bool:
+            raise ElementTypeError(f"op={kind.name} is not defined for torch.bool: convert the tensor, or use SUM")
+        raise InvalidUsageError(f"op={kind.name} is unknown: use one of {', '.join(each.name for each in _OPS)}")
+    return found

@@ -1,28 +1,46 @@
-"""Works: the objects that ``torch.distributed`` returns for asynchronous calls."""
+"""Works: the objects that ``torch.distributed`` returns for asynchronous calls, and the errors of their waits."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch._C import _distributed_c10d as c10d
 
-from mpicomm.api.communicator import Communicator
-from mpicomm.devices.base import SideStreams
-from mpicomm.errors import CollectiveTimeoutError
-from mpicomm.torch.current_stream import call_on, current_stream
-from mpicomm.torch.failures import GroupTimeoutError, translated
+from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.waiting import ENDING, start_thread, wait_until
 
 Tensors = Sequence[torch.Tensor]
 FOREVER = timedelta(0)
 """PyTorch's value for a wait without a limit."""
 _then = torch._C.Future.then  # before `register` replaces it, because the callback of `PendingWork` makes no calls
+WAITS = CollectiveTimeoutError, PeerError
+"""The errors of waits for other ranks."""
+
+
+class GroupTimeoutError(CollectiveTimeoutError, RuntimeError):
+    """The error if ranks of the group did not come in time."""
+
+
+class GroupPeerError(PeerError, RuntimeError):
+    """The error if a rank of the group failed or called something else."""
+
+
+def translated(error: BaseException, name: str) -> BaseException:
+    """Return an error of the call ``name``. The error of a wait for other ranks becomes a class above. Local."""
+    expected: BaseException
+    if isinstance(error, CollectiveTimeoutError):
+        expected = GroupTimeoutError(f"{name}: the timeout is over: {error}", ranks=error.ranks)
+    elif isinstance(error, PeerError):
+        expected = GroupPeerError(f"{name}: {error}", ranks=error.ranks)
+    else:
+        return error
+    expected.__cause__ = error
+    return expected
 
 
 class Work(c10d.Work):
@@ -175,99 +193,6 @@ class PendingWork(Work):
         if self._failure is not None:
             raise self._failure
         return self.value
-
-
-class StreamSource(Protocol):
-    """The streams of a group: see `Streams`."""
-
-    comm: Communicator
-    devices: list[torch.device]
-    """A list with only its GPU."""
-    gpu: int
-    marks: SideStreams
-    stream: torch.cuda.Stream
-    """The stream of its asynchronous calls."""
-    idle: list[int]
-
-
-class StreamWork(Work):
-    """A call that is enqueued on a stream, which may capture a graph. `Streams` makes it.
-
-    It is also the mark of the end of the call. It keeps the tensors of the call until a wait by the stream that has
-    begun it: the later work of that stream follows the call, as if it were a call on that stream. PyTorch's
-    `record_stream` protects the memory of tensors without such a wait, and takes longer.
-    """
-
-    __slots__ = ("kept", "name", "ptr", "side")
-    ptr: int
-    """The event after the call. It goes back to ``side.idle``, except if it is the event of `mark`."""
-    side: StreamSource
-    kept: tuple[int, Tensors] | None
-    """The address of the current stream when the call began, and the tensors of the call."""
-    name: str
-    mark: Any = None
-    stream: torch.cuda.Stream | None = None
-    """The stream of the call; None for the stream of the group."""
-    limit: timedelta | None = None
-    """The time that the host waits in `wait`. `FOREVER` is no limit. If it is None, the host does not wait."""
-
-    def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        side = self.side
-        current = current_stream(side.gpu)
-        side.marks.follow(current, self)
-        kept = self.kept
-        if kept is not None and kept[0] == current:
-            self.kept = None
-        limit = timeout or self.limit
-        if limit is not None:
-            self._wait_on_host(limit)
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def __del__(self) -> None:
-        if self.kept is not None:
-            for tensor in self.kept[1]:
-                tensor.record_stream(self.side.stream)
-        if self.ptr and self.mark is None:
-            # A stream that waits for the event waits for the record at that time, whatever comes later. This is no
-            # object with a finalizer, because the garbage collector may call the finalizers of both in any order.
-            self.side.idle.append(self.ptr)
-
-    def _wait_on_host(self, limit: timedelta) -> None:
-        if torch.cuda.is_current_stream_capturing():  # a capture executes nothing
-            return
-        if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
-            raise too_late(self.name, limit)
-
-    def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
-        if not self.side.marks.passed(self):
-            return False
-        self.kept = None
-        if self._error is None:
-            try:
-                self.side.comm._check_at_once()
-            except Exception as error:
-                self._error = translated(error, self.name)
-        return True
-
-    def _complete(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=self.side.devices if self._outputs else None)
-        call_on(self.stream or self.side.stream, future.set_result, self.value)
-        return future
-
-    def get_future_result(self) -> torch.futures.Future[Any]:
-        """See `Work.get_future_result`."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def settle(failure: BaseException | None) -> None:
-            self._error = self._error or failure  # of a device that has failed
-            future.set_result(self._result(None))
-
-        when_over(self, self.name, math.inf, self.side.comm._prepare_thread, settle)
-        return future
 
 
 class MessageWork(PendingWork):

@@ -27,7 +27,7 @@ DOCS = "mpicomm/docs"
 TASKS = ("memory", "collectives", "reductions", "messages", "windows", "kernels", "streams", "experts", "products")
 FOR_USERS = (
     *("guide", "installation", *TASKS, "torch", "several_nodes"),
-    *("seeing_time", "troubles", "variables", "coming_from"),
+    *("seeing_time", "troubles", "variables", "coming_from", "numbers"),
 )
 """Documents of ``DOCS`` in the order of the navigation. Documents that are not named here follow."""
 FOR_CONTRIBUTORS = (

@@ -27,6 +27,16 @@ ONE_TYPE = (np.float32,)
 """Each type of the results is one more build of the kernel."""
 
 
+def require_fault_everywhere(said: str, size: int, operation: int, sequence: int, peer: int) -> None:
+    """Require that ranks found this fault, and that all others were told of it: a late rank learns it from another."""
+    found = [
+        f"fault on rank {rank}: state=2, operation={operation}, sequence={sequence}," in said for rank in range(size)
+    ]
+    told = [f"fault on rank {rank}: state=2, operation=2, sequence=0," in said for rank in range(size)]
+    assert any(found) and all(map(max, found, told)), said
+    assert said.count(f"peer={10 + peer}, elapsed_ns=0") >= sum(found), said
+
+
 class Round:
     """One dispatch of random tokens, and its combines."""
 

@@ -15,7 +15,7 @@ from mpicomm.kernels.team import ABSENT
 from tests.helpers.inputs.routings import require_same
 from tests.kernels.build import Builds, Change
 from tests.kernels.experts_rig import ExpertsRig
-from tests.kernels.experts_runs import IN_PACKETS, ONE_TYPE, TYPES, Round, play, rig_of
+from tests.kernels.experts_runs import IN_PACKETS, ONE_TYPE, TYPES, Round, play, require_fault_everywhere, rig_of
 from tests.kernels.machine import RunFailedError, require_seen
 from tests.kernels.test_experts import FAILURES, RACES
 
@@ -87,9 +87,9 @@ def test_rows_beyond_the_room_are_not_copied(builds: Builds) -> None:
             rig.dispatch(rank, np.ones((3, rig.shape.hidden), np.float32), ids, None)
         with pytest.raises(RunFailedError) as error:
             rig.machine.run(seed=seed, jitter_us=500, limit_s=20)
-        for rank in range(3):
-            assert f"fault on rank {rank}: state=2, operation=12, sequence=9" in str(error.value)
-        assert str(error.value).count("peer=10") == 3
+        if changes and "-11" in str(error.value):  # a row went over the arguments of a kernel
+            return True
+        require_fault_everywhere(str(error.value), 3, operation=12, sequence=9, peer=0)
         return rig.machine.wrote_beside()
 
     # Rows may come before or after the fault.

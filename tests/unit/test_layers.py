@@ -72,8 +72,14 @@ CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/", "p2p/")
 # They are used as any user of the package would be.
 COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "trace", "tune"}
 
-NEVER = [("mpi/", "mpicomm.kernels.packing")]
+NEVER = [
+    ("mpi/", "mpicomm.kernels.packing"),
+    *(("torch/", f"mpicomm.{name}") for name in ("collectives.gpu", "collectives.host", "session", "ways")),
+]
 """Rooms that import nothing of a module below them."""
+DOORS = {"torch/": "_door"}
+"""The only private attribute of Communicators that a room uses."""
+PRIVATE = {name for name in (*dir(mpicomm.Communicator), "_session") if re.match("_[a-z]", name)}
 
 MODULES = sorted(
     path.relative_to(ROOT / "mpicomm").as_posix()
@@ -114,6 +120,10 @@ def check(module: str, source: str) -> None:
             assert own in MPI_USERS, f"{module} imports {name}"
         elif top in {"cupy", "cuda"}:
             assert module.startswith(CUDA_USERS), f"{module} imports {name}"
+    doors = [door for room, door in DOORS.items() if module.startswith(room)]
+    for node in ast.walk(ast.parse(source)) if doors else ():
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE and ast.unparse(node.value) != "self":
+            assert node.attr in doors, f"{module} uses {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -132,6 +142,9 @@ def test_module_imports_from_rooms_below_its_own(module: str) -> None:
         ("mpi/regions.py", "from mpicomm.kernels.packing import ENTRY_NBYTES"),
         ("messages/calls.py", "from mpicomm.ways.dispatch import Dispatcher"),
         ("observation.py", "from mpicomm.ways import engines"),
+        ("torch/streams.py", "from mpicomm.collectives.gpu.plan_cache import PlanCache"),
+        ("torch/streams.py", "self.comm._session.backend"),
+        ("torch/collectives.py", "engines = comm._collectives.engines"),
         ("symmetric/array.py", "def f():\n    from mpicomm.api.communicator import Communicator"),
         ("symmetric/array.py", "if TYPE_CHECKING:\n    from mpicomm.session import Session"),
         ("collectives/gpu/algorithms/chain/plan.py", "from mpicomm.collectives.gpu.engine import DeviceEngine"),

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import mpicomm.torch.streams as module
-from mpicomm.torch.collectives import TensorCalls
+from mpicomm.api.door import Door
+from mpicomm.torch.collectives import collectives_of
 from mpicomm.torch.streams import Streams
 from tests.helpers.fakes.planning_comm import PlanningComm
 
@@ -26,23 +27,23 @@ class Rank:
         self.enqueued: list[Any] = []
         comm: Any = PlanningComm(0)
         comm.device = 0
-        comm.cache.engine.enqueue = lambda plan, stream: self.enqueued.append((plan, stream))
+        comm.cache.engine.enqueue = lambda plan, stream, event: self.enqueued.append((plan, stream))
         marks = SimpleNamespace(
             mark=lambda stream: None, wait_stream_again=lambda *_: None, wait_stream=lambda *_: None
         )
         backend = SimpleNamespace(side_streams=marks, lasting_streams=set())
         comm._session.gpu, comm._session.require_usable = lambda what: backend, lambda what: None
-        comm._collectives = SimpleNamespace(engines=SimpleNamespace(gpu=comm.cache))
-        self.comm, self.calls, self.streams = comm, TensorCalls(comm), Streams(comm)
+        comm._door = Door(comm, comm._session, SimpleNamespace(gpu=comm.cache))  # type: ignore[arg-type]
+        self.comm, self.all_reduce, self.streams = comm, collectives_of(comm)["all_reduce"], Streams(comm)
         self.streams.devices = []  # futures of this PyTorch may have no GPU
 
     def make(self, tensor: torch.Tensor, op: Any = SUM) -> None:
-        self.calls.all_reduce.carry_out(tensor, op, "tensor", None)
+        self.all_reduce.carry_out(tensor, op, "tensor", None)
 
     def bucket(self, tensor: torch.Tensor, op: Any = SUM) -> str | None:
         """Return the text of the plan that a bucket enqueues, None if it enqueues none."""
         before = len(self.enqueued)
-        future = self.streams.bucket(self.calls.all_reduce, tensor, op)
+        future = self.streams.bucket(self.all_reduce, tensor, op)
         assert len(self.enqueued) - before == (future is not None)
         if future is None:
             return None

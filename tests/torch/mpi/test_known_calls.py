@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.torch.collectives import TensorCalls
-from mpicomm.torch.known_calls import TensorCall
+from mpicomm.torch.collectives import Collective, collectives_of
 from tests.helpers.fakes.planning_comm import PlanningComm
 
 pytestmark = pytest.mark.host_alone
@@ -25,30 +23,30 @@ def comm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pla
     return PlanningComm(request.param)
 
 
-def calls(comm: Any) -> dict[str, tuple[TensorCall, tuple[Any, ...]]]:
-    """Return a call of each collective that may be known, and its arguments."""
-    every = TensorCalls(comm)
+def calls(rank: int) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Return calls of each collective that may be known, as PyTorch's name and the arguments."""
     some, twice = torch.zeros(4, 3), torch.zeros(8, 3)
     splits = [3, 1], [1, 3]
-    own = comm.rank
     return {
-        "Allreduce": (every.all_reduce, (some, AVG, "tensor", None)),
-        "Reduce": (every.reduce, (some, SUM, 0)),
-        "Bcast": (every.broadcast, (some, 1)),
-        "Allgather": (every.all_gather, (twice, some)),
-        "Allgather in place": (every.all_gather, (twice, twice[4 * own : 4 * own + 4])),
-        "Reduce_scatter_block": (every.reduce_scatter, (some, twice, SUM)),
-        "Alltoallv": (every.all_to_all, (some, torch.ones(4, 3), [], [])),
-        "Alltoallv with splits": (every.all_to_all, (some, torch.ones(4, 3), splits[own], splits[own])),
+        "Allreduce": ("all_reduce", (some, AVG, "tensor", None)),
+        "Reduce": ("reduce", (some, SUM, 0)),
+        "Bcast": ("broadcast", (some, 1)),
+        "Allgather": ("all_gather_into_tensor", (twice, some)),
+        "Allgather in place": ("all_gather_into_tensor", (twice, twice[4 * rank : 4 * rank + 4])),
+        "Reduce_scatter_block": ("reduce_scatter_tensor", (some, twice, SUM)),
+        "Alltoallv": ("all_to_all_single", (some, torch.ones(4, 3), [], [])),
+        "Alltoallv with splits": ("all_to_all_single", (some, torch.ones(4, 3), splits[rank], splits[rank])),
     }
 
 
-NAMES = list(calls(SimpleNamespace(rank=0, size=2, _session=SimpleNamespace(channel=None))))
+def call_of(comm: Any, name: str) -> tuple[Collective, tuple[Any, ...]]:
+    collective, given = calls(comm.rank)[name]
+    return collectives_of(comm)[collective], given
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", calls(0))
 def test_a_call_is_known_after_it_was_made(comm: PlanningComm, name: str) -> None:
-    call, given = calls(comm)[name]
+    call, given = call_of(comm, name)
     assert call.find(comm.cache, given) is None
     call.carry_out(*given)
     known = call.find(comm.cache, given)
@@ -66,15 +64,15 @@ def test_a_call_is_known_after_it_was_made(comm: PlanningComm, name: str) -> Non
     ],
 )
 def test_another_view_of_the_same_memory_is_not_known(comm: PlanningComm, changed: Callable[[Any], Any]) -> None:
-    call, (tensor, *others) = calls(comm)["Bcast"]
+    call, (tensor, *others) = call_of(comm, "Bcast")
     call.carry_out(tensor, *others)
     assert not call.find(comm.cache, (changed(tensor), *others))
 
 
 @pytest.mark.parametrize("rows", [(4,), (4, 3)], ids=["of numbers", "of rows"])
-def test_only_splits_that_share_all_rows_are_known(comm: PlanningComm, rows: tuple[int, ...]) -> None:
+def test_only_splits_that_share_all_rows_are_known(comm: Any, rows: tuple[int, ...]) -> None:
     comm.knows_forms = True
-    call = TensorCalls(comm).all_to_all  # type: ignore[arg-type]
+    call = collectives_of(comm)["all_to_all_single"]
     received, sent = torch.zeros(rows), torch.zeros(rows)
     call.carry_out(received, sent, [], [])
     assert call.find(comm.cache, (received, sent, [1, 3], [3, 1]))
@@ -86,9 +84,9 @@ def test_only_splits_that_share_all_rows_are_known(comm: PlanningComm, rows: tup
     assert not call.find(comm.cache, (odd, sent, [], []))
 
 
-def test_a_sum_with_factors_is_not_known(comm: PlanningComm) -> None:
-    every, tensor = TensorCalls(comm), torch.zeros(4)  # type: ignore[arg-type]
+def test_a_sum_with_factors_is_not_known(comm: Any) -> None:
+    all_reduce, tensor = collectives_of(comm)["all_reduce"], torch.zeros(4)
     for op in (SUM, dist._make_nccl_premul_sum(2.0)):
-        every.all_reduce.carry_out(tensor, op, "tensor", None)
-    assert every.all_reduce.find(comm.cache, (tensor, SUM, "tensor", None))
-    assert not every.all_reduce.find(comm.cache, (tensor, dist._make_nccl_premul_sum(2.0), "tensor", None))
+        all_reduce.carry_out(tensor, op, "tensor", None)
+    assert all_reduce.find(comm.cache, (tensor, SUM, "tensor", None))
+    assert not all_reduce.find(comm.cache, (tensor, dist._make_nccl_premul_sum(2.0), "tensor", None))

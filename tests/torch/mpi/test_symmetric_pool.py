@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm.torch
-from mpicomm.torch.symmetric_pool import SymmetricPool
+from mpicomm.torch.streams import SymmetricPool
 from tests.helpers.inputs.torch_cases import while_the_last_rank_is_late
 
 COUNT = 1 << 18

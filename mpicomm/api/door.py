@@ -1,0 +1,61 @@
+"""Door: what a client with streams of its own, such as `mpicomm.torch`, uses of a Communicator beside its methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.collectives.gpu.plan_cache import KnownCall, PlanCache
+from mpicomm.collectives.host.selection import best_mapped as mapped_algorithm
+from mpicomm.devices.base import SideStreams
+from mpicomm.session import Session
+from mpicomm.ways.engines import Engines
+
+__all__ = ["Door", "KnownCall", "PlanCache", "mapped_algorithm"]
+
+
+class Door:
+    """The known calls, the device and the end of the communicator ``comm``. All methods but `free_within` are local."""
+
+    def __init__(self, comm: MPI.Intracomm, session: Session, engines: Engines) -> None:
+        self._comm: Any = comm
+        self._session: Any = session
+        self._engines = engines
+
+    @property
+    def known(self) -> PlanCache | None:
+        """The calls on device arrays that were made before; None before the first of them. The cache never changes.
+
+        It is also None if the communicator records its calls, because it records only calls of its methods.
+        """
+        return None if self._session.channel is not None else self._engines.gpu
+
+    def use_stream(self, what: str, stream: int) -> SideStreams:
+        """Return the marks of this rank's GPU, for a stream that lasts as long as the process.
+
+        Raises as `SetUp.gpu`; ``what`` names the call in errors.
+        """
+        backend = self._session.gpu(what)
+        backend.lasting_streams.add(stream)
+        marks: SideStreams = backend.side_streams
+        return marks
+
+    def check_at_once(self) -> None:
+        """Raise as `Communicator.check` does, but wait for no stream. Do nothing on a freed communicator."""
+        if self._comm != MPI.COMM_NULL:
+            self._session.require_whole("check")
+
+    def prepare_thread(self) -> None:
+        """Prepare the calling thread, which a client has started, for work on this device beside the user's threads."""
+        self._session.backend.prepare_thread()
+
+    def free_within(self, limit_s: float) -> None:
+        """Free the communicator, but wait at most ``limit_s`` seconds for a rank. Collective, blocking."""
+        if self._comm != MPI.COMM_NULL:
+            self._session.hasten(limit_s)
+            self._comm.Free()
+
+    def abandon(self) -> None:
+        """Leave the memory of the communicator to the end of the process, without the warning that nobody freed it."""
+        self._comm._unfreed = False

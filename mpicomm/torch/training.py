@@ -1,0 +1,342 @@
+"""What training needs beside collectives: the hook of DistributedDataParallel, and calls of layers with gradients.
+
+The layers are a mixture of experts, and matrix products that overlap with a collective. PyTorch reads the annotations
+of the hook, so they must be objects.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpicomm.collectives.wire import Wire
+from mpicomm.errors import InvalidUsageError
+from mpicomm.experts.arrays import Received
+from mpicomm.experts.experts import Experts
+from mpicomm.experts.shape import BY_TOKEN
+from mpicomm.torch.collectives import TensorCall
+from mpicomm.torch.process_group import ProcessGroup, group_of
+
+_AVG = dist.ReduceOp.AVG
+_CODES = {torch.float8_e4m3fn: Wire("float8_e4m3fn"), torch.int8: Wire("int8")}
+_ROWS_AT_ONCE = 4096  # of a product in float32, which is larger than its factors
+
+
+class AllreduceState:
+    """The state of `allreduce_hook`: the group that averages, and the type of the elements that travel.
+
+    ``group`` is a group of the backend ``mpicomm``, by default the group of all ranks. Without ``wire_dtype`` gradients
+    travel in their type. With ``torch.bfloat16`` or ``torch.float16`` gradients of float32 travel in half of the bytes.
+    Kernels add in float32 and round once. With ``torch.float8_e4m3fn`` or ``torch.int8`` gradients travel as codes of 8
+    bits: see ``wire_dtype`` of `mpicomm.Communicator.Allreduce`, which also states the error. A NaN or an infinity
+    makes its block of 128 elements NaN on all ranks, so ``torch.amp.GradScaler`` notices it. The constructor is local,
+    and raises `InvalidUsageError` for other types and groups.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, wire_dtype: torch.dtype | None = None) -> None:
+        if wire_dtype not in (None, torch.bfloat16, torch.float16, *_CODES):
+            raise InvalidUsageError(
+                f"wire_dtype={wire_dtype}: pass torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, or "
+                "leave it out"
+            )
+        self.group = group_of(group)
+        self.wire_dtype = wire_dtype
+        self._wire = None if wire_dtype is None else _CODES.get(wire_dtype)
+        self._converted: dict[int, torch.Tensor] = {}
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
+        gradients = bucket.buffer()
+        if self.wire_dtype in (None, gradients.dtype) or self._wire is not None:
+            return _average(self.group, bucket, gradients, self._wire)
+        converted, all_reduce = self._copy_of(bucket.index(), gradients), self.group.collectives["all_reduce"]
+
+        def average_wire() -> None:
+            converted.copy_(gradients)
+            self.group.enqueue(all_reduce, (converted, _AVG, "bucket", None))
+            gradients.copy_(converted)
+
+        beside, call = _is_beside(bucket), TensorCall(average_wire)
+        return self.group.future("average", call, (), gradients, [converted], beside=beside)
+
+    def _copy_of(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        """Return the memory in which the gradients of a bucket travel. On GPUs it is collective for a new size."""
+        converted = self._converted.get(index)
+        if converted is None or converted.numel() != gradients.numel():  # the first backward pass has other buckets
+            converted = self._converted[index] = self.group.allocate_tensor(
+                gradients.numel(), dtype=self.wire_dtype, device=gradients.device
+            )
+        return converted
+
+
+def _is_beside(bucket: dist.GradBucket) -> bool:
+    """Return whether the call goes on a side stream. After the last bucket it would overlap with no other work."""
+    return not bucket.is_last()
+
+
+def _average(
+    group: ProcessGroup, bucket: dist.GradBucket, gradients: torch.Tensor, wire: Wire | None = None
+) -> torch.futures.Future[torch.Tensor]:
+    given = gradients, _AVG, "bucket", wire
+    call = group.collectives["all_reduce"]
+    return group.future("average", call, given, gradients, beside=_is_beside(bucket))
+
+
+def allreduce_hook(
+    state: AllreduceState | dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the gradients of a bucket over all ranks: ``model.register_comm_hook(state, allreduce_hook)``.
+
+    *Collective*. It returns a future. The kernels divide after the sum, so no earlier pass over the gradients is
+    needed, and float16 does not overflow within the sum. ``state`` is an `AllreduceState`, or a group for
+    ``AllreduceState(group)``.
+    """
+    if not isinstance(state, AllreduceState):
+        if not isinstance(state, dist.ProcessGroup | None):
+            raise InvalidUsageError(
+                f"state={state!r} is no state of allreduce_hook: pass None, a group, or AllreduceState(wire_dtype=...)"
+            )
+        return _average(group_of(state), bucket, bucket.buffer())
+    return state.average(bucket)
+
+
+def experts(
+    mixture: Experts,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    layer: Callable[[torch.Tensor, Received], torch.Tensor],
+) -> torch.Tensor:
+    """Return the weighted sum of the experts of each token, with gradients for ``x``, ``topk_weights`` and ``layer``.
+
+    Collective, and so is the backward pass: all ranks make the same calls in the same order, with tensors that require
+    gradients alike. ``mixture`` is an `mpicomm.Experts`. ``layer`` gets the rows of this rank, ``[capacity, hidden]``,
+    and the `mpicomm.Received` with their offsets. It returns as many rows of the same length and dtype. Rows without a
+    token are zero. In the layout by token ``layer`` adds the experts of a row with the weights in
+    ``received.topk_weights``, which have gradients. The other arguments are as in ``mixture.dispatch``, and the result
+    is as of ``mixture.combine``. Stream-ordered on a GPU.
+
+    The gradient of ``x`` is the sum of the gradients of its rows, which each rank rounds to the dtype of ``mixture``.
+    The gradient of a weight is the product of two rows in float32.
+    """
+    if mixture.wire_dtype is not None:
+        raise InvalidUsageError(
+            f"experts: mixture has wire_dtype={mixture.wire_dtype}, which has no gradients: leave wire_dtype out"
+        )
+    if mixture.layout == BY_TOKEN:
+        rows, weights, received = _DispatchByToken.apply(mixture, x, topk_ids, topk_weights)
+        z = layer(rows, replace(received, topk_weights=weights))
+        return _summed(_CombineByToken.apply(mixture, z, rows, topk_ids, received))
+    of_rows: list[torch.Tensor] = []
+    rows, received = _Dispatch.apply(mixture, x, topk_ids, topk_weights, of_rows)
+    return _summed(_Combine.apply(mixture, layer(rows, received), rows, topk_ids, received, of_rows))
+
+
+def _summed(sums: torch.Tensor) -> torch.Tensor:
+    """Give the untyped result of ``apply`` its type."""
+    return sums
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixture: Experts,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        of_rows: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, Received]:
+        received = mixture.dispatch(x.detach(), topk_ids, topk_weights.detach())
+        ctx.mixture, ctx.received, ctx.of_rows = mixture, received, of_rows
+        return _cleared(received), received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+        # The gradients of the weights go back to their tokens beside the gradients of the rows.
+        of_x, of_weights = ctx.mixture.combine(
+            gradient.contiguous(), ctx.received, weighted=False, values=ctx.of_rows.pop()
+        )
+        return None, of_x, None, of_weights, None
+
+
+class _Combine(torch.autograd.Function):
+    """It takes the rows of `_Dispatch`, and gives them no gradient.
+
+    So the backward pass of `_Dispatch` always follows, also on a rank with a layer that does not use its rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixture: Experts,
+        z: torch.Tensor,
+        rows: torch.Tensor,
+        topk_ids: torch.Tensor,
+        received: Received,
+        of_rows: list[torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(z, topk_ids)
+        ctx.mixture, ctx.received, ctx.of_rows = mixture, received, of_rows
+        sums: torch.Tensor = mixture.combine(z.detach().contiguous(), received)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        z, topk_ids = ctx.saved_tensors
+        arrived = _cleared(ctx.mixture.dispatch(gradient.contiguous(), topk_ids))
+        pairs = zip(z.split(_ROWS_AT_ONCE), arrived.split(_ROWS_AT_ONCE), strict=True)
+        ctx.of_rows[:] = [torch.cat([(one.float() * other.float()).sum(dim=1) for one, other in pairs])]
+        of_z = torch.mul(arrived, ctx.received.weights[:, None], out=torch.empty_like(arrived))
+        return None, of_z, None, None, None, None
+
+
+class _DispatchByToken(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixture: Experts, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Received]:
+        received = mixture.dispatch(x.detach(), topk_ids, topk_weights.detach())
+        ctx.mixture, ctx.received = mixture, received
+        # An output must not be an array of the result, because `_CombineByToken` keeps the result.
+        return _cleared(received), received.topk_weights.clone(), received
+
+    @staticmethod
+    def backward(ctx: Any, of_rows: torch.Tensor, of_slots: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+        of_x, of_weights = ctx.mixture.combine(of_rows.contiguous(), ctx.received, values=of_slots.contiguous())
+        return None, of_x, None, of_weights
+
+
+class _CombineByToken(torch.autograd.Function):
+    """It takes the rows of `_DispatchByToken`, and gives them no gradient, as `_Combine`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mixture: Experts, z: torch.Tensor, rows: torch.Tensor, topk_ids: torch.Tensor, received: Received
+    ) -> torch.Tensor:
+        ctx.save_for_backward(topk_ids)
+        ctx.mixture = mixture
+        return _summed(mixture.combine(z.detach().contiguous(), received))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (topk_ids,) = ctx.saved_tensors
+        return None, _cleared(ctx.mixture.dispatch(gradient.contiguous(), topk_ids)), None, None, None
+
+
+def _cleared(received: Received) -> torch.Tensor:
+    """Return the rows, with zeros in rows without a token: they may hold NaNs, which would spread through products."""
+    first = received.sources[:, :1] if received.rows is None else received.topk_ids.amax(dim=1, keepdim=True)
+    rows: torch.Tensor = received.x.masked_fill_(first < 0, 0)
+    return rows
+
+
+def allgather_matmul(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return the product of the rows ``a`` of all ranks with this rank's ``b``, as ``Communicator.allgather_matmul``.
+
+    It is the first layer of a tensor-parallel network: ``b`` has this rank's columns. Collective over ``group``, also
+    in the backward pass, which computes the gradient of ``a`` by `matmul_reduce_scatter`. If ``b`` needs a gradient,
+    the gathered rows are kept for it. Raises the errors of ``Communicator.allgather_matmul``.
+    """
+    return _apply(_AllgatherMatmul, a, b, bias, group)
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return this rank's rows of the sum of all ranks' ``a @ b``, as ``Communicator.matmul_reduce_scatter``.
+
+    It is the second layer of a tensor-parallel network: ``b`` has this rank's rows, and ``bias`` is the same on all
+    ranks. Collective over ``group``, also in the backward pass, which computes the gradient of ``a`` by
+    `allgather_matmul`. The gradients of ``b`` and ``bias`` are sums over the rows of all ranks. Raises the errors of
+    ``Communicator.matmul_reduce_scatter``.
+    """
+    return _apply(_MatmulReduceScatter, a, b, bias, group)
+
+
+def matmul_allreduce(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return the sum of all ranks' ``a @ b``, as ``Communicator.matmul_allreduce``.
+
+    Collective over ``group``. The backward pass is local. It expects the same gradient on all ranks, because all ranks
+    go on with the same result. Raises the errors of ``Communicator.matmul_allreduce``.
+    """
+    return _apply(_MatmulAllreduce, a, b, bias, group)
+
+
+def _apply(function: Any, a: Any, b: Any, bias: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
+    result: torch.Tensor = function.apply(a, b, bias, group_of(group))
+    return result
+
+
+def _call(group: ProcessGroup, name: str, a: torch.Tensor, b: torch.Tensor, **more: Any) -> torch.Tensor:
+    """Make a call of the group's Communicator in its turn among the calls of the group."""
+    call = getattr(group.communicator, name)
+    result: torch.Tensor = group.in_turn(name, lambda: call(a.detach(), b.detach(), **more))
+    return result
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+class _AllgatherMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, group: ProcessGroup) -> Any:
+        gathered = None
+        if context.needs_input_grad[1]:
+            gathered = a.new_empty((a.shape[0] * group.size(), *a.shape[1:]))
+        context.save_for_backward(gathered, b)
+        context.group = group
+        return _call(group, "allgather_matmul", a, b, bias=_detached(bias), gathered=gathered)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,), (gathered, b) = gradients, context.saved_tensors
+        of_a, of_b, of_bias, _ = context.needs_input_grad
+        return (
+            _call(context.group, "matmul_reduce_scatter", gradient, b.t()) if of_a else None,
+            gathered.t() @ gradient if of_b else None,
+            gradient.sum(0) if of_bias else None,
+            None,
+        )
+
+
+class _MatmulReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, group: ProcessGroup) -> Any:
+        context.save_for_backward(a, b)
+        context.group = group
+        return _call(group, "matmul_reduce_scatter", a, b, bias=_detached(bias))
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,), (a, b), group = gradients, context.saved_tensors, context.group
+        of_a, of_b, of_bias, _ = context.needs_input_grad
+        # All ranks make this call, also a rank that needs no gradient of `a`, because the other ranks need its rows.
+        whole = gradient.new_empty((gradient.shape[0] * group.size(), gradient.shape[1]))
+        found = _call(group, "allgather_matmul", gradient, b.t(), gathered=whole)
+        return found if of_a else None, a.t() @ whole if of_b else None, whole.sum(0) if of_bias else None, None
+
+
+class _MatmulAllreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, group: ProcessGroup) -> Any:
+        context.save_for_backward(a, b)
+        return _call(group, "matmul_allreduce", a, b, bias=_detached(bias))
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,), (a, b) = gradients, context.saved_tensors
+        of_a, of_b, of_bias, _ = context.needs_input_grad
+        return (
+            gradient @ b.t() if of_a else None,
+            a.t() @ gradient if of_b else None,
+            gradient.sum(0) if of_bias else None,
+            None,
+        )
