@@ -12,7 +12,7 @@ from itertools import chain, islice
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x35796C706D6F6368
+MAGIC = 0x36796C706D6F6368
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -67,20 +67,20 @@ COMPLETED = slice(POSTED.stop, POSTED.stop + MOST_RANKS)
 # Words of a log: kernels or mapped memory carry out its calls.
 POSTS = 0  # how many calls this rank has begun
 SINCE = 1  # when the last call began, in nanoseconds of the monotonic clock
-ASKED = 2  # the call of `CallLog.ask`
-READY = 3  # the call of `CallLog.ready`
-LONGEST = 4  # two longest messages, see `CallLog.write_longest`
+READY = 2  # the call of `CallLog.ready`
+LONGEST = 3  # two longest messages, see `CallLog.write_longest`
 KEPT = 16  # calls of a rank; ranks that do not wait for each other notice different calls only some calls later
-CALL_TEXTS = 6  # the numbers of the texts of the kept calls
+CALL_TEXTS = 5  # the numbers of the texts of the kept calls
 COUNTS = CALL_TEXTS + KEPT  # the numbers that replace `COUNT_IN_TEXT` in these texts
 OFFSETS = COUNTS + KEPT  # the numbers that replace `OFFSET_IN_TEXT`
-HOST_CALLS = OFFSETS + KEPT  # which calls are on the host, see `HOST_WORDS`
-LOG_WORDS = HOST_CALLS
-HOST_WORDS = 256
-CALLS_OF_HOST_WORD = 16
-"""A word has a bit for each of 16 successive calls, set if the call is on the host. Above them it has the number of the
-first call, divided by 16. The words are of up to 4096 calls, because no rank gets so many calls ahead of a rank that
-takes part in them."""
+VOTES = OFFSETS + KEPT  # where the buffers of this rank's calls lie, see `VOTE_WORDS`
+LOG_WORDS = VOTES
+VOTE_WORDS = 256
+VOTE_BITS = 4
+"""A word has 16 successive votes, as two bits each: 0 is no vote yet, 1 is for GPUs, and 3 is for the host. The upper
+half of the word is the number of its first vote, divided by 16. So one store publishes a vote, and readers notice that
+a later vote has overwritten it. The words are of up to 4096 votes, because no rank gets so many calls ahead of a rank
+that takes part in them."""
 CALL_BITS = 8
 """The lowest bits of a word of a kept call are those of its number, so that readers notice that the word is not there
 yet, or that a later call has overwritten it."""

@@ -44,13 +44,13 @@ class BlockingCollectives(MPI.Intracomm):
     other ranks. MPI does not check the addresses of derived datatypes and of ``MPI.BOTTOM`` in host memory, as in
     mpi4py.
 
-    **Memory.** A call with an array on the GPU is a call on device arrays, on all ranks. A host array beside the device
-    array goes through pinned memory, with a warning. Then the call blocks (the nonblocking form blocks in its request),
-    and raises `InvalidUsageError` in a capture. In Gather, Gatherv, Reduce, Scatter and Scatterv the buffers that every
-    rank passes decide, and the root's other buffer lies anywhere. A buffer without elements at address 0, such as
-    ``MPI.memory.fromaddress(0, 0)``, lies nowhere and fits every other buffer. None in a list does so, too. A rank may
-    have only such buffers for a call with counts that may differ. Then the call, also a nonblocking one, waits until
-    another rank of the node has come with memory. The rank raises `CollectiveTimeoutError` if no such rank comes.
+    **Memory.** A call in which any rank passes an array on the GPU is a call on device arrays, on all ranks. A host
+    array in it goes through pinned memory, with a warning. Then the call blocks (the nonblocking form blocks in its
+    request), and raises `InvalidUsageError` in a capture. In Gather, Gatherv, Reduce, Scatter and Scatterv the buffers
+    that every rank passes decide, and the root's other buffer lies anywhere. A buffer without elements at address 0,
+    such as ``MPI.memory.fromaddress(0, 0)``, lies nowhere and fits every other buffer. None in a list does so, too. On
+    a communicator of GPUs a call without a device array waits until the ranks of the node have made it, as long as MPI
+    would. The ranks of a node whose arrays all lie on the host cannot join a call on GPUs of another node.
 
     **In place.** ``sendbuf=MPI.IN_PLACE`` means that ``recvbuf`` holds the input, at the place that MPI prescribes. In
     Gather, Gatherv and Reduce only the root may pass it. In Scatter and Scatterv the root passes

@@ -31,6 +31,13 @@ class Door:
         """
         return None if self._session.channel is not None else self._engines.gpu
 
+    def expect_alike(self) -> None:
+        """Make no votes, because all ranks pass the same kind of memory in each call, as PyTorch requires.
+
+        A client that enqueues known calls itself calls this before its first collective, because it makes no votes.
+        """
+        self._comm._collectives.expect_alike()
+
     def use_stream(self, what: str, stream: int) -> SideStreams:
         """Return the marks of this rank's GPU, for a stream that lasts as long as the process.
 

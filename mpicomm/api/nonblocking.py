@@ -27,9 +27,10 @@ class NonblockingCollectives(MPI.Intracomm):
 
     They have the arguments, algorithms and errors of the blocking calls. They return a request:
 
-    - On host arrays it is MPI's. If MPI lacks the type or the operation, or with ``algorithm=`` other than "auto" and
-      "mpi", MPI moves the data of all ranks, and the request reduces it in rank order. A rank that has a result needs
-      memory for the data of all ranks for this.
+    - On host arrays it is MPI's, or on a communicator of GPUs one that first waits for the ranks to say where their
+      arrays lie. The start waits for no rank after the first collective of a communicator. If MPI lacks the type or
+      the operation, or with ``algorithm=`` other than "auto" and "mpi", MPI moves the data of all ranks, and the
+      request reduces it in rank order. A rank that has a result needs memory for the data of all ranks for this.
     - On device arrays the call enqueues the collective. ``Wait`` blocks until the device has finished it. The request
       also works in ``MPI.Request.Waitall`` and the other calls on lists. Later work on the same stream needs no wait,
       except if MPI carries out the call: then the result is there after ``Wait``.

@@ -7,23 +7,10 @@ have not come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from mpicomm.activity.layout import CALLS_BY_MPI, KEY
 from mpicomm.cluster.placement import Placement
-
-_ON_HOST = " on the host"
-_WAY_OUT = 'pass a device array on every rank, or on no rank, or algorithm="mpi" on every rank'
-
-
-def on_host(call: str) -> str:
-    """Return the text of a call on the host of a communicator of GPUs."""
-    return call + _ON_HOST
-
-
-def way_out(texts: Iterable[str]) -> list[str]:
-    """Return the way out if one of these calls is on the host and this rank's call is on GPUs; else nothing."""
-    return [_WAY_OUT] if any(_ON_HOST in text for text in texts) else []
 
 
 class CallsOnHost:
@@ -47,9 +34,8 @@ class CallsOnHost:
         # Ranks make the same calls in the same order, and a rank that is only late has begun no more calls by MPI.
         if calls is None or calls.since_ns is not None or calls.by_mpi <= self._own[CALLS_BY_MPI] or not calls.last:
             return ""
-        return f"{calls.last} by MPI" if isinstance(placement.here.device, str) else on_host(calls.last)
+        return f"{calls.last} by MPI"
 
     def absence_reason(self, ranks: Sequence[int]) -> str:
         """Return a text that names the calls by MPI of ``ranks``, which have not come; "" if they are only late."""
-        calls = [f"rank {rank} is in {call}, or has left it" for rank in ranks if (call := self.of(rank))]
-        return "; ".join([*calls, *way_out(calls)])
+        return "; ".join(f"rank {rank} is in {call}, or has left it" for rank in ranks if (call := self.of(rank)))

@@ -99,13 +99,16 @@ class Call:
         self.counted: CountedBuffers | None = None
         """The buffers if counts lie on the device; else None. `send` and `receive` are the whole buffers then."""
         self.send, self.receive = self._read_buffers()
-        self.place = place or location_of(operation, self.send, self.receive)
+        own = location_of(operation, self.send, self.receive)
+        self.place = place or own
         self.on_device = self.place == "gpu"
+        self.joins = self.on_device and own != "gpu"
+        """Whether this rank takes part with host memory in a call on GPUs of other ranks."""
+        self.has_voted = False
+        """Whether this rank has told the others where the call is: see `mpicomm.ways.location_votes`."""
         given = [operand for operand in (self.send, self.receive) if operand is not None and operand.on_device]
         self.device_array = array_of(given[0].spec) if given else None
         """The first array on the GPU. A call without a stream uses the current stream of this array's library."""
-        self.was_undecided = False
-        """Whether this rank has learnt from other ranks where the call is."""
         self.copies = copies
         if self.on_device:
             in_place = self.in_place
@@ -131,6 +134,11 @@ class Call:
         """The codes as which elements travel; None if they travel as they are."""
         self.of_call: Signature | None = None
         """The facts of the whole call if this call is a part of it. All ranks must agree in them."""
+
+    @property
+    def is_mpis(self) -> bool:
+        """Whether MPI carries the call out wherever the arrays of the ranks lie, as all ranks know."""
+        return self.algorithm == "mpi" or (self.operation.reduces and self.dtype is None)
 
     @property
     def in_place(self) -> bool:

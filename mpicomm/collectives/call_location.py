@@ -10,24 +10,14 @@ be the same on all ranks, or that all ranks learn:
   do not count. MPI carries out a call on GPUs only for its reduction, or because ``algorithm=`` says so.
 * Counts, addresses, contiguity, alignment, derived datatypes and known plans may differ between ranks. They change how
   a rank packs and launches, and never where the call is.
-* The memory may differ, too. Ranks must agree only on the kind of memory in the deciding buffers. These are both
-  buffers, or in a rooted call the buffer that every rank passes, because other ranks do not see the root's second
-  buffer. One array on a GPU makes it a call on GPUs. A host array beside it goes through pinned memory: see `beside`.
-* A buffer without elements at address 0 belongs to no kind of memory. If no other buffer decides, this rank is
-  undecided: see `witness`.
+* The memory may differ, too, between the buffers of a rank and between ranks. A rank decides by both buffers, or in a
+  rooted call by the buffer that every rank passes, because other ranks do not see the root's second buffer. One array
+  on a GPU of any rank makes it a call on GPUs, in which host arrays go through pinned memory: see `beside`. Ranks tell
+  each other by votes: see `mpicomm.ways.location_votes`.
+* A buffer without elements at address 0 belongs to no kind of memory.
 
-If MPI carries out a call wherever its arrays are, ranks with only host arrays may take part. Each rank copies its own
-device arrays, and makes the same call of MPI as the others: see `mpicomm.ways.on_host.OnCopies`. In all other calls on
-GPUs, a rank with only host arrays breaks the rule. It waits in MPI, and the other ranks raise an error. They read its
-call from its page: see `mpicomm.cluster.calls_on_host`.
-
-No better rule is both safe and free of costs:
-
-* Ranks could agree on the location at each call. Then every call, also on the host, reads words of all ranks, and waits
-  if two ranks write at once. That takes as long as a small call of MPI. Ranks of other nodes have no such words.
-* Ranks could repeat the call on the host after kernels have waited in vain. A call on GPUs returns when it is enqueued.
-  So its rank may be in a later call by MPI, and MPI would match that call with the call of the rank that waits. The
-  stream may have used the wrong result. In a graph no host takes part.
+If MPI carries out a call wherever its arrays are, each rank copies its own device arrays, and makes the same call of
+MPI as the others: see `mpicomm.ways.on_host.OnCopies`.
 """
 
 from __future__ import annotations

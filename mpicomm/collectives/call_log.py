@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 
 from mpicomm.activity import layout
-from mpicomm.activity.layout import CALLS_OF_HOST_WORD, HOST_CALLS, HOST_WORDS
+from mpicomm.activity.layout import VOTE_BITS, VOTE_WORDS, VOTES
 from mpicomm.activity.page import CommunicatorRow, text_of
 from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.call_location import CallLocation
 from mpicomm.devices.handle import MemoryUse
-from mpicomm.devices.host import HostBackend, fence
+from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
 from mpicomm.symmetric.owner import SharedMemory
 
 _CHECKPOINT = (1 << 16) - 1  # the lowest bits of a longest message say at which checkpoint it was written
+FOR_GPUS, FOR_HOST = 1, 3
+_VOTES_OF_WORD = (1 << VOTE_BITS) - 1
 _NEVER_CALLED = "nothing yet"
 _LOST = "a call whose text is gone"
 
@@ -55,55 +58,52 @@ class CallLog(SharedMemory):
         self._words = [each[: layout.LOG_NBYTES].cast("q") for each in memory]
         self._texts = [each[-layout.TEXTS * layout.TEXT_NBYTES :] for each in memory]
         self.post = log.post
+        self._votes = self._vote_word = 0
 
     def memory_use(self) -> Iterable[MemoryUse]:
         return (MemoryUse("call log", host_nbytes=layout.LOG_NBYTES),)
-
-    def post_on_host(self, text: str) -> None:
-        """As `post`, for a call on the host, which gets a mark: see `layout.HOST_WORDS`."""
-        words, call = self._log.words, self._log.calls + 1
-        group = call // CALLS_OF_HOST_WORD
-        at = HOST_CALLS + group % HOST_WORDS
-        word = words[at]
-        if word >> CALLS_OF_HOST_WORD != group:
-            word = group << CALLS_OF_HOST_WORD
-        words[at] = word | 1 << call % CALLS_OF_HOST_WORD
-        # Pairs with the fence of `is_on_host`: a reader that sees the counter of the call also sees its mark.
-        fence()
-        self.post(text)
 
     def ready(self) -> None:
         """Tell the other ranks that this rank launches its latest call next and waits for nothing before; local."""
         # Pairs with `not_ready` of the peers. It needs no fence, because a peer that sees the word reads nothing else.
         self._log.words[layout.READY] = self._log.calls
 
-    def ask(self) -> int:
-        """Tell the other ranks that this rank does not know where its next call is; return the number of that call."""
-        if self.closed:
-            _refuse("a call without elements")
-        self._log.words[layout.ASKED] = call = self._log.calls + 1
-        return call
+    def vote(self, bits: int) -> int:
+        """Tell the other ranks where this rank's buffers of its next collective lie; return the number of the vote.
 
-    def is_on_host(self, call: int) -> bool | None:
-        """Return whether the call of that number is on the host; None while no rank has said where it is. Local.
-
-        The call is also on the host if all ranks ask, because then no rank has data.
+        ``bits`` are `FOR_GPUS` or `FOR_HOST`.
         """
-        group, flag = divmod(call, CALLS_OF_HOST_WORD)
-        for words in self._words:
-            if words[layout.POSTS] < call:
-                continue
-            # Pairs with the fence of `post_on_host`: this rank reads the mark after the counter.
-            fence()
-            word = words[HOST_CALLS + group % HOST_WORDS]
-            marked = word >> CALLS_OF_HOST_WORD
-            if marked <= group:  # else later calls have overwritten the mark, and that rank gives no answer
-                return marked == group and bool(word >> flag & 1)
-        return True if self.all_ask(call) else None
+        self._votes = number = self._votes + 1
+        group, vote = number >> VOTE_BITS, number & _VOTES_OF_WORD
+        self._vote_word = word = (self._vote_word if vote else group << 32) | bits << 2 * vote
+        self._log.words[VOTES + group % VOTE_WORDS] = word
+        return number
 
-    def all_ask(self, call: int) -> bool:
-        """Return whether every rank has asked where the call of that number is. Local."""
-        return all(words[layout.ASKED] >= call for words in self._words)
+    def withdraw_vote(self) -> None:
+        """Take back the last vote, because the call has failed before it communicated; local.
+
+        Other ranks may have read it. So it only helps a program that makes the call again, with better arguments.
+        """
+        group, vote = self._votes >> VOTE_BITS, self._votes & _VOTES_OF_WORD
+        self._votes -= 1
+        self._vote_word &= ~(FOR_HOST << 2 * vote)
+        self._log.words[VOTES + group % VOTE_WORDS] = self._vote_word
+
+    def location(self, number: int) -> CallLocation | None:
+        """Return where the collective of that vote is: on GPUs if any rank says so; None if votes are missing. Local.
+
+        A rank that is further ahead than there are votes in the log says nothing.
+        """
+        group, shift = number >> VOTE_BITS, 2 * (number & _VOTES_OF_WORD)
+        at, of_host, everybody = VOTES + group % VOTE_WORDS, group << 32 - shift | FOR_HOST, True
+        for words in self._words:
+            word = words[at]
+            if word >> shift != of_host and word >> 32 <= group:
+                bits = word >> shift & FOR_HOST if word >> 32 == group else 0
+                if bits == FOR_GPUS:
+                    return "gpu"
+                everybody = everybody and bits != 0
+        return "host" if everybody else None
 
     def write_longest(self, checkpoint: int, nbytes: int) -> None:
         """Write this rank's longest message at a checkpoint for the other ranks; local. See `LongestMessage`."""

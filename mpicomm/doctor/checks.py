@@ -167,16 +167,22 @@ def _cuda_of(cupy: str) -> int:
 
 
 def visible(job: Job) -> list[str]:
-    """A rank does not see the GPU of another rank of its machine."""
+    """A rank cannot open the memory of a GPU that it does not see.
+
+    CUDA opens the memory of a GPU that CUDA_VISIBLE_DEVICES hides, but not of a GPU that a cgroup keeps from the
+    process. So a hidden GPU is a fault only if a Communicator was refused.
+    """
     found = []
     for machine in by_machine(job):
         for one in machine:
             seen = {gpu.uuid for gpu in one.gpus}
             hidden = [peer.rank for peer in machine if peer.memory.uuid and peer.memory.uuid not in seen]
-            if seen and hidden:
+            refused = one.memory.error or one.memory.rejected.get("ipc")
+            if seen and hidden and refused:
                 mask = one.variables.get("CUDA_VISIBLE_DEVICES")
-                how = "the launcher hides it" if mask is None else f"CUDA_VISIBLE_DEVICES={mask} hides it"
-                found.append(f"rank {one.rank} does not see the GPU of {name_ranks(hidden)}, because {how}")
+                how = "a cgroup may hide it" if mask is None else f"not only CUDA_VISIBLE_DEVICES={mask} may hide it"
+                gpu = f"the GPU of {name_ranks(hidden)}"
+                found.append(f"rank {one.rank} does not see {gpu} ({how}), and cannot open its memory: {refused}")
     return found
 
 
@@ -316,8 +322,8 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "visible",
-        "each rank sees the GPUs of its peers",
-        "`unset CUDA_VISIBLE_DEVICES`; in Slurm `--gpus-per-node` in place of `--gpus-per-task` and `--gpu-bind`",
+        "no cgroup keeps ranks from the GPUs of their peers",
+        "in Slurm `--gpus-per-node` in place of `--gpus-per-task` and `--gpu-bind`; `docker run --gpus all ...`",
         visible,
     ),
     Check(

@@ -134,6 +134,7 @@ class Streams:
         assert isinstance(comm.device, int)
         self.gpu = comm.device
         self._comm, self.door = comm, comm._door
+        self.door.expect_alike()
         self._known: PlanCache | None = None  # `Door.known`, after the first call
         self._version = -1
         self._buckets: dict[tuple[int, int, torch.dtype, int], KnownCall] = {}

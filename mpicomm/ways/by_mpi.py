@@ -18,18 +18,18 @@ from mpicomm.mpi.host_calls import out_of_place
 from mpicomm.mpi.ops import AVG
 from mpicomm.mpi.request_lists import holding
 from mpicomm.session import Session
+from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.reader import REFUSALS, Reader
-from mpicomm.ways.witness import Witness
 
 
 class MpiWay:
     """MPI itself, for host arrays: its calls, its requests, and its persistent requests."""
 
-    def __init__(self, comm: MPI.Intracomm, session: Session, reader: Reader, witness: Witness) -> None:
+    def __init__(self, comm: MPI.Intracomm, session: Session, reader: Reader, votes: LocationVotes) -> None:
         self._comm = comm
         self._session = session
         self._reader = reader
-        self._witness = witness
+        self._votes = votes
 
     def enqueue(self, call: Call, *, blocking: bool) -> MPI.Request | None:
         """See `Way.enqueue`."""
@@ -37,23 +37,28 @@ class MpiWay:
 
     def carry_out(self, operation: Operation, arguments: Arguments, *, blocking: bool) -> MPI.Request | None:
         """Like `enqueue`, for a call that is certainly MPI's, so that only MPI reads its arguments."""
-        if self._witness.is_needed:
-            self._witness.tell(operation, on_host=True)
         if operation.send == "counted":
             arguments = self._out_of_place(arguments)
         if blocking:
             self.call(operation, arguments, operation.name)
             return None
-        request: MPI.Request = self.call(operation, arguments, operation.nonblocking)
+        comm = self._votes.comm(operation)
+        request: MPI.Request = self.call(operation, arguments, operation.nonblocking, comm=comm)
         return holding(request, arguments)  # MPI uses the buffers until the request is complete
 
     def prepare(self, operation: Operation, arguments: Arguments, info: MPI.Info) -> MPI.Prequest:
         """Return MPI's persistent request. The input must not be in place if MPI needs a copy of such an input."""
-        self._witness.tell(operation, on_host=True)
         prepared: MPI.Prequest = self.call(operation, arguments, operation.persistent, info)
         return holding(prepared, arguments)
 
-    def call(self, operation: Operation, arguments: Arguments, method: str, *more: MPI.Info) -> Any:
+    def call(
+        self,
+        operation: Operation,
+        arguments: Arguments,
+        method: str,
+        *more: MPI.Info,
+        comm: MPI.Intracomm | None = None,
+    ) -> Any:
         """Call mpi4py's ``method``. The method of the Communicator has called this method."""
         if arguments.op is AVG:
             raise RefusedByMpiError(
@@ -66,9 +71,9 @@ class MpiWay:
             method = operation.methods[form]
         begin_by_mpi(self._session.row.words, operation.number)
         try:
-            return getattr(operation.mpi_class, method)(self._comm, *operation.passed(arguments), *more)
+            return getattr(operation.mpi_class, method)(comm or self._comm, *operation.passed(arguments), *more)
         except REFUSALS as error:
-            return self.again(error, operation, arguments, method, *more)
+            return self.again(error, operation, arguments, method, *more, comm=comm)
 
     def again(
         self,
@@ -77,6 +82,7 @@ class MpiWay:
         arguments: Arguments,
         method: str,
         *more: MPI.Info,
+        comm: MPI.Intracomm | None = None,
     ) -> Any:
         """Call mpi4py's ``method`` once more after ``error``, or raise the error of `Reader.refused`.
 
@@ -87,9 +93,10 @@ class MpiWay:
         if not isinstance(error, MPI.Exception):
             with contextlib.suppress(BufferError, KeyError, ValueError):  # `refused` finds the words for them
                 named = self._reader.for_mpi(operation, arguments)
-                return getattr(operation.mpi_class, method)(self._comm, *operation.passed(named), *more)
+                return getattr(operation.mpi_class, method)(comm or self._comm, *operation.passed(named), *more)
         refused = self._reader.refused(error, operation, arguments)  # raises errors that MPI has while it communicates
         self._session.row.words[CALLS_BY_MPI] -= 1  # the other ranks' counts do not have this call before it is made
+        self._votes.withdraw()
         raise refused from error
 
     def _out_of_place(self, arguments: Arguments) -> Arguments:

@@ -10,14 +10,16 @@ says why all ranks choose alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call, in_order
+from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import selection
-from mpicomm.collectives.host.fast_path import at_once, plain_calls
+from mpicomm.collectives.host.fast_path import after_votes, at_once, plain_calls
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
@@ -30,11 +32,11 @@ from mpicomm.session import Session
 from mpicomm.ways.as_codes import AsCodes
 from mpicomm.ways.by_mpi import MpiWay
 from mpicomm.ways.engines import Engines
+from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.on_gpus import OnGpus
 from mpicomm.ways.on_host import Deferred, InMappedMemory, OnCopies, WithEpilogue
 from mpicomm.ways.reader import Reader
 from mpicomm.ways.way import Begun, Way
-from mpicomm.ways.witness import Witness
 
 
 class MessageCall(NamedTuple):
@@ -61,20 +63,23 @@ class Dispatcher:
         self._size = len(placement.places)
         self._nodes = len(placement.nodes)
         self.engines = engines = Engines(session)
-        self._witness = witness = Witness(session, engines)
-        self._reader = reader = Reader(comm, session, witness)
-        self._mpi = MpiWay(comm, session, reader, witness)
-        self._gpus = OnGpus(session, engines, witness)
-        self._mapped = InMappedMemory(engines, witness)
-        self._deferred = Deferred(comm, session)
+        self._votes = votes = LocationVotes(comm, session, engines)
+        self._vote = votes.vote_for_gpus if votes.are_needed else None
+        self._reader = reader = Reader(comm, session)
+        self._mpi = MpiWay(comm, session, reader, votes)
+        self._gpus = OnGpus(session, engines, votes)
+        self._mapped = InMappedMemory(engines)
+        self._deferred = Deferred(votes, session)
         self._epilogue = WithEpilogue(reader, self._carry, self._deferred)
         self._codes = AsCodes(session, reader, self._mapped, self._deferred)
-        self._copies = OnCopies(session, reader, self._carry, self.prepare, self._deferred)
+        self._copies = OnCopies(session, reader, self._carry, self._prepare, self._deferred)
         facts = self._size, self._rank, self._nodes
         self._ordered = ordered = placement.here.reductions == "ordered"
         self._plain = plain_calls(*facts, ordered=ordered)
-        self.at_once = at_once(*facts, ordered=ordered, on_gpus=witness.is_needed)
-        """The checks of the calls that methods hand to MPI without this class: see `fast_path.at_once`."""
+        self._alike = checks = at_once(*facts, ordered=ordered)
+        self.at_once = after_votes(checks, self._is_on_host) if votes.are_needed else checks
+        """The checks of the calls that methods hand to MPI without this class."""
+        self._joins = False
 
     def run(
         self,
@@ -93,17 +98,43 @@ class Dispatcher:
 
         It takes the fields of `Arguments` one by one, because making an `Arguments` takes a tenth of a known call.
         """
+        votes, joins = self._votes, self._joins
+        if votes.queue:
+            votes.settle()
         gpu = self.engines.gpu
-        if gpu:
+        if gpu and not joins:
             known = gpu.find(operation, algorithm, send, receive, op, root, counts, epilogue, wire)
             if known:
-                gpu.enqueue(known, stream, send, receive, blocking=True)
+                gpu.enqueue(known, stream, send, receive, blocking=True, vote=self._vote)
                 return
         arguments = Arguments(send, receive, op, root, counts, epilogue, wire)
-        if self._is_plain(operation, operation.name, arguments, stream, algorithm):
-            self._mpi.carry_out(operation, arguments, blocking=True)
+        if joins or self._is_plain(operation, operation.name, arguments, stream, algorithm):
+            self._joins = False
+            if not joins and votes.agree(operation) == "host":
+                self._mpi.carry_out(operation, arguments, blocking=True)
+                return
+            call = self._reader.placed(self._reader.look(operation, arguments, algorithm, stream), "gpu")
         else:
-            self._carry(self._reader.read(operation, arguments, algorithm, stream), blocking=True)
+            call = self._located(self._reader.look(operation, arguments, algorithm, stream))
+        self._carry(call, blocking=True)
+
+    def expect_alike(self) -> None:
+        """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
+        self._votes.are_needed, self._vote, self.at_once = False, None, self._alike
+
+    def _is_on_host(self, operation: Operation) -> bool:
+        """Vote in a call on host arrays; return whether it is on the host. If not, `run` is called for it next."""
+        self._joins = self._votes.agree(operation) == "gpu"
+        return not self._joins
+
+    def _located(self, call: Call) -> Call:
+        """Vote in a call that waits for the votes of all ranks; return it at its location. Collective, blocking."""
+        place: CallLocation = "gpu" if call.on_device else "host"
+        if not call.is_mpis:
+            place = place if call.on_device else self._votes.agree(call.operation)
+        elif self._votes.are_needed:
+            self._votes.vote(call.operation, on_host=True)
+        return self._reader.placed(call, place)
 
     def start(
         self,
@@ -120,14 +151,22 @@ class Dispatcher:
     ) -> MPI.Request:
         """Start a nonblocking collective, with the arguments of `run`."""
         given = send, receive, op, root, counts, epilogue, wire
-        request = self._gpus.start_known(operation, stream, algorithm, given)
+        votes = self._votes
+        request = None if votes.queue else self._gpus.start_known(operation, stream, algorithm, given)
         if request is None:
             arguments = Arguments(*given)
             begun: Begun
-            if self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
-                begun = self._mpi.carry_out(operation, arguments, blocking=False)
+            plain = self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm)
+            if not votes.are_needed:
+                if plain:
+                    begun = self._mpi.carry_out(operation, arguments, blocking=False)
+                else:
+                    begun = self._carry(self._reader.read(operation, arguments, algorithm, stream), blocking=False)
+            elif plain:
+                number = votes.vote(operation, on_host=True)
+                begun = votes.start(number, partial(self._begin_plain, operation, arguments))
             else:
-                begun = self._carry(self._reader.read(operation, arguments, algorithm, stream), blocking=False)
+                begun = self._start_by_vote(self._reader.look(operation, arguments, algorithm, stream))
             assert begun is not None
             if not isinstance(begun, DeferredRequest):
                 return begun
@@ -136,34 +175,91 @@ class Dispatcher:
             request.kept = given
         return request
 
+    def _start_by_vote(self, call: Call) -> MPI.Request:
+        """Start a nonblocking call that was read, after a vote."""
+        votes = self._votes
+        if call.is_mpis:
+            votes.vote(call.operation, on_host=True)
+            here: CallLocation = "gpu" if call.on_device else "host"
+            call = self._reader.placed(call, here)
+            return votes.start(0, lambda place: self._begin(call, here))
+        if not call.on_device:
+            return votes.start(votes.vote(call.operation, on_host=True), partial(self._begin, call))
+        if votes.queue:
+            device = self._session.gpu(call.operation.name)
+            # The thread in which its turn comes may have another current stream.
+            call.stream = device.stream(call.stream, call.device_array)
+            if device.is_capturing(call.stream):
+                votes.settle()
+            else:
+                votes.vote(call.operation, on_host=False)
+                call.has_voted = True
+        return votes.start(0, partial(self._begin, call))
+
+    def _begin(self, call: Call, place: CallLocation) -> MPI.Request:
+        begun = self._carry(self._reader.placed(call, place), blocking=False)
+        assert begun is not None
+        return begun
+
+    def _begin_plain(self, operation: Operation, arguments: Arguments, place: CallLocation) -> MPI.Request:
+        if place == "gpu":
+            return self._begin(self._reader.look(operation, arguments, "auto", None), place)
+        begun = self._mpi.carry_out(operation, arguments, blocking=False)
+        assert begun is not None
+        return begun
+
     def prepare(
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
     ) -> MPI.Prequest:
         """Return a persistent collective."""
+        votes = self._votes
         # A reduction is read, because MPI may refuse two empty buffers at one address: see `Call`.
-        if not operation.reduces and self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
+        plain = not operation.reduces and self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm)
+        if plain and votes.agree(operation) == "host":
             return self._mpi.prepare(operation, arguments, info)
-        call = self._reader.read(operation, arguments, algorithm, stream, only_to_check=True)
+        call = self._reader.look(operation, arguments, algorithm, stream, only_to_check=True)
+        if plain:
+            call = self._reader.placed(call, "gpu")
+        else:
+            if votes.are_needed and call.on_device and not call.is_mpis:
+                votes.vote(operation, on_host=False)
+            call = self._located(call)
+        return self._prepare(operation, arguments, info, stream, algorithm, call)
+
+    def _prepare(
+        self,
+        operation: Operation,
+        arguments: Arguments,
+        info: MPI.Info,
+        stream: Any,
+        algorithm: str,
+        call: Call | None = None,
+    ) -> MPI.Prequest:
+        """Return a persistent collective at its location, where ``call`` is, or else its arrays."""
+        if call is None:
+            call = self._reader.read(operation, arguments, algorithm, stream)
         way = self._way_of(call, blocking=False)
         if way is self._copies:
             return self._copies.prepare(call, info)
         # For an input in place that recvcounts cut, MPI would get a copy with the content of this moment.
         if way is self._mpi and not (operation.send == "counted" and call.in_place):
             return self._mpi.prepare(operation, call.arguments, info)
-        self._witness.tell(operation, on_host=not call.on_device)
         if call.on_device:
             self._session.require_gpu(operation.name)
-
+        place: CallLocation = "gpu" if call.on_device else "host"
         given = in_order(arguments)
 
         def begin() -> DeferredRequest:
-            known = self._gpus.start_known(operation, stream, algorithm, given)
+            votes = self._votes
+            known = None
+            if not votes.queue:
+                known = self._gpus.start_known(operation, stream, algorithm, given, votes=False)
             if known is not None:
                 return known
             # This reads the arguments again, because symmetric memory among them may have been closed.
-            again = self._reader.read(operation, arguments, algorithm, stream, place=call.place)
-            begun = self._carry(again, blocking=False)
-            assert begun is not None
+            again = self._reader.look(operation, arguments, algorithm, stream, place=place)
+            again.has_voted = True
+            begun = votes.start(0, lambda _: self._begin(again, place))
             return begun if isinstance(begun, DeferredRequest) else self._deferred.add(begun.Test, lambda: None)
 
         return PersistentRequest.of(begin)

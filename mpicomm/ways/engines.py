@@ -67,17 +67,14 @@ class Engines:
             self.on_gpu(operation)
         return self._internode
 
-    def call_log(self, operation: str, *, patient: bool) -> CallLog:
-        """Return the call log of this rank's peer domain. Collective over all ranks the first time, else local.
+    def node_log(self, operation: str, *, patient: bool) -> CallLog:
+        """Return the call log of this rank's node. Collective over all ranks the first time, else local.
 
         ``patient`` is as in `Session.set_up`.
         """
-        call_log = self._call_logs.get(self._session.domain) if self._session.is_set_up else None
-        if call_log is not None:
-            return call_log
         session = self._session.set_up(operation, patient=patient)
         with session.patience() if patient else nullcontext():
-            return self._shared_call_log(session, session.domain)
+            return self._shared_call_log(session, session.node)
 
     def on_host(self, operation: str) -> HostEngine:
         """Return the engine for host arrays of this rank's node. Collective over the node the first time, else local.
@@ -89,8 +86,7 @@ class Engines:
                 session = self._session.set_up(operation)
                 session.require_usable(operation)
                 call_log = self._shared_call_log(session, session.node)
-                beside_gpus = isinstance(session.backend.device, int)
-                self._host = session.keep(HostEngine(session.node, call_log, beside_gpus=beside_gpus))
+                self._host = session.keep(HostEngine(session.node, call_log))
                 session.timeout_on_host = self._timeout_on_host
             except CollectiveTimeoutError as error:
                 text = str(error).removeprefix(f"{operation}: ")

@@ -11,27 +11,26 @@ from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
-from mpicomm.ways.witness import Witness
+from mpicomm.ways.location_votes import LocationVotes
 
 
 class OnGpus:
     """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps the plan for equal calls."""
 
-    def __init__(self, session: Session, engines: Engines, witness: Witness) -> None:
+    def __init__(self, session: Session, engines: Engines, votes: LocationVotes) -> None:
         self._session = session
         self._engines = engines
         self._completer = Completer(by_itself=True)
-        self._witness = witness
+        self._votes = votes
 
     def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
         """See `Way.enqueue`."""
         operation, given, session = call.operation, call.given, self._ready(call)
-        if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it must first know the location
-            self._witness.tell(operation, on_host=False)
+        if self._votes.are_needed and not (call.has_voted or call.joins):
+            self._votes.vote(operation, on_host=False)  # first, because ranks with host arrays take part in the set-up
         gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
-        # Other ranks may pass other memory the next time, and this rank would not ask.
-        if not call.was_undecided:
+        if not call.joins:  # other ranks may pass other memory the next time
             key = (operation, call.algorithm, *in_order(given))
             gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
         stream = backend.stream(call.stream, call.device_array)
@@ -67,7 +66,7 @@ class OnGpus:
         return session
 
     def start_known(
-        self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...]
+        self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...], *, votes: bool = True
     ) -> DeferredRequest | None:
         """Start a call that was made before, with the fields of `Arguments` in order; None if it was not."""
         gpu = self._engines.gpu
@@ -80,7 +79,8 @@ class OnGpus:
         backend, events = self._session.backend, gpu.engine.completions
         event = events.take()  # if the call raises, the event goes with its last reference
         done = event.passed
-        if not gpu.enqueue(known, stream, send, receive, event):
+        vote = self._votes.vote_for_gpus if votes else None
+        if not gpu.enqueue(known, stream, send, receive, event, vote=vote):
             events.give_back(event)
             done = _at_once
         return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)

@@ -28,9 +28,9 @@ from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
+from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.reader import Reader
 from mpicomm.ways.way import Carry
-from mpicomm.ways.witness import Witness
 
 _BYTE = np.dtype(np.uint8)
 _TEXT_NBYTES = 512  # longer calls differ by their hash
@@ -42,13 +42,11 @@ Prepare = Callable[[Operation, Arguments, MPI.Info, Any, str], MPI.Prequest]
 class InMappedMemory:
     """The engine of the ranks' mapped memory, on one node or several. It blocks, because it has no thread."""
 
-    def __init__(self, engines: Engines, witness: Witness) -> None:
+    def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self._witness = witness
 
     def enqueue(self, call: Call, *, blocking: bool) -> None:
         """See `Way.enqueue`."""
-        self._witness.tell(call.operation, on_host=True)
         engines = self._engines
         if engines.channel is not None:
             name, why = call.algorithm, f'algorithm="{call.algorithm}"'
@@ -66,15 +64,16 @@ class Deferred:
     rank also tells the others its call, so `PeerError` names different calls. A wait has no limit, as in MPI.
     """
 
-    def __init__(self, comm: MPI.Intracomm, session: Session) -> None:
-        self._comm = comm
+    def __init__(self, votes: LocationVotes, session: Session) -> None:
+        self._votes = votes
         self._session = session
         self._completer = Completer()
 
     def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest:
         """See `Way.enqueue`. Every ``call`` is nonblocking."""
         begin_by_mpi(self._session.row.words, call.operation.number)
-        rank, size = self._comm.rank, self._comm.size
+        comm = self._votes.comm(call.operation)
+        rank, size = comm.rank, comm.size
         scratch = np.empty(call.scratch_nbytes, _BYTE)
         exchange = call.operation.one_shot(call.buffers(Span(scratch.ctypes.data, 0) if scratch.size else None))
         lengths = [exchange.nbytes_with(peer) if peer != rank else (0, 0) for peer in range(size)]
@@ -92,8 +91,8 @@ class Deferred:
         base = min((address for address in addresses if address), default=0)
         displs = [address - base if address else 0 for address in addresses]
         blocks = [MPI.memory.fromaddress(base, max(map(add, displs, sent))), sent, displs, MPI.BYTE]
-        telling = MPI.Intracomm.Iallgather(self._comm, said, all_said)
-        moving = MPI.Intracomm.Ialltoallv(self._comm, blocks, [came, received, starts, MPI.BYTE])
+        telling = MPI.Intracomm.Iallgather(comm, said, all_said)
+        moving = MPI.Intracomm.Ialltoallv(comm, blocks, [came, received, starts, MPI.BYTE])
 
         def has_come() -> bool:
             if not telling.Test():

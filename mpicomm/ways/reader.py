@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.beside import PinnedCopies
+from mpicomm.collectives.beside import BESIDE, PinnedCopies
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.neighborhood import Neighborhood, crossed_by_places, mpi_crosses, neighborhood_of
@@ -17,9 +17,9 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, typed_blocks
 from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError
+from mpicomm.mpi.host_calls import require_no_graph
 from mpicomm.session import Session
 from mpicomm.ways.algorithm_argument import require_known, require_possible
-from mpicomm.ways.witness import Witness
 
 REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
 """The errors with which mpi4py and MPI refuse the arguments of a call. `Reader.refused` puts them in words."""
@@ -29,13 +29,19 @@ _FAULTS_OF_ARGUMENTS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_OP, 
 class Reader:
     """Reads the calls of the communicator ``comm``."""
 
-    def __init__(self, comm: MPI.Intracomm, session: Session, witness: Witness) -> None:
+    def __init__(self, comm: MPI.Intracomm, session: Session) -> None:
         self._comm = comm
         self._session = session
-        self._witness = witness
+        placement = session.placement
+        self._on_gpus = isinstance(placement.here.device, int) and len(placement.places) > 1
         self._neighborhood: Neighborhood | None = None
 
-    def read(
+    def read(self, operation: Operation, arguments: Arguments, algorithm: str, stream: Any) -> Call:
+        """Return a call of which all ranks know that it lies where this rank's arrays lie. See `look` and `placed`."""
+        call = self.look(operation, arguments, algorithm, stream)
+        return self.placed(call, "gpu" if call.on_device else "host")
+
+    def look(
         self,
         operation: Operation,
         arguments: Arguments,
@@ -45,7 +51,7 @@ class Reader:
         place: CallLocation | None = None,
         only_to_check: bool = False,
     ) -> Call:
-        """Return a call that was read and checked, with pinned copies of host arrays beside device arrays.
+        """Return a call that was read, with pinned copies of host arrays beside device arrays.
 
         ``place`` is the location of the call, if it is known. With ``only_to_check`` this copies nothing.
         """
@@ -56,17 +62,28 @@ class Reader:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
         copies = None
-        if self._witness.is_needed and algorithm != "mpi" and not only_to_check:
+        if self._on_gpus and algorithm != "mpi" and not only_to_check:
             copies = PinnedCopies(self._session, operation.name, (arguments.send, arguments.receive), stream)
         try:
             call = self._call(operation, arguments, algorithm, place, copies)
         except RefusedByMpiError as error:
             self._comm.Call_errhandler(error.Get_error_class())  # as MPI does, which may end the program
             raise
-        if call.place == "anywhere":
-            where = self._witness.learn(call)
-            call = self._call(operation, arguments, algorithm, where, copies)
-            call.was_undecided = True
+        if self._on_gpus and call.device_array is not None and not call.on_device:
+            # The root's other buffer: a capture is refused here, because the vote after it waits for other ranks.
+            device = self._session.gpu(operation.name)
+            require_no_graph(operation.name, device, device.stream(stream, call.device_array), BESIDE)
+        call.given, call.stream = given, stream
+        return call
+
+    def placed(self, call: Call, place: CallLocation) -> Call:
+        """Return a call at its location, on which all ranks agree, after the checks that depend on the location."""
+        if place == "gpu" and not call.on_device:
+            given, stream = call.given, call.stream
+            arguments = replace(given, counts=call.arguments.counts)
+            call = self._call(call.operation, arguments, call.algorithm, place, call.copies)
+            call.given, call.stream = given, stream
+        operation, algorithm = call.operation, call.algorithm
         if algorithm != "auto":
             require_possible(call)
         if not operation.in_mpi and (call.dtype is None or algorithm == "mpi"):
@@ -74,7 +91,6 @@ class Reader:
                 f"{operation} is not MPI's: it takes plain element types and predefined operations, and no "
                 'algorithm="mpi"'
             )
-        call.given, call.stream = given, stream
         return call
 
     def for_mpi(self, operation: Operation, arguments: Arguments) -> Arguments:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.calls_on_host import way_out
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.devices.base import GpuBackend
@@ -37,7 +36,7 @@ class LoggedCalls:
         if not (self._call_log.differ() or self._call_log.by_mpi()):
             return []
         said = self._call_log.read()
-        return [*(f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, said, strict=True)), *way_out(said)]
+        return [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, said, strict=True)]
 
     def require_same(self) -> None:
         """Wait until all ranks are in this rank's call, before they set up memory together.

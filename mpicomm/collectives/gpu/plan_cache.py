@@ -175,11 +175,13 @@ class PlanCache:
         receive: Any,
         event: LocalEvent | None = None,
         blocking: bool = False,
+        vote: Callable[[], None] | None = None,
     ) -> bool:
         """Enqueue the plan of a call with these buffers again, as `DeviceEngine.enqueue` does. Local.
 
-        A ``blocking`` collective may wait as `carry_out` does, and has no ``event``. Raises the error of an earlier
-        call, and `InvalidUsageError` if the communicator was freed.
+        A ``blocking`` collective may wait as `carry_out` does, and has no ``event``. ``vote`` says that the call is on
+        GPUs, when it certainly is made. Raises the error of an earlier call, and `InvalidUsageError` if the
+        communicator was freed.
         """
         session, plan = self._session, call.plan
         session.require_usable(plan)
@@ -188,6 +190,8 @@ class PlanCache:
             array = array_of(array)
         backend: Any = session.backend
         resolved = backend.stream(stream, array)
+        if vote is not None:
+            vote()
         # As `carry_out`, without its call, because each known call comes here.
         if blocking and backend.meets(resolved, array):
             pending = self._meet(plan, resolved, array)

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.calls_on_host import on_host, way_out
 from mpicomm.cluster.process import require_own_process
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Exchange, Reduction
@@ -56,8 +55,6 @@ class HostEngine:
     per peer it copies while they read.
 
     A rank sends a chunk before it writes the output of that chunk, because in place the output overwrites the input.
-
-    ``beside_gpus`` says that the communicator is on GPUs, so that a call on GPUs may have the same signature.
     """
 
     def __init__(
@@ -65,13 +62,11 @@ class HostEngine:
         node: Group,
         call_log: CallLog,
         *,
-        beside_gpus: bool = False,
         slot_nbytes: int = SLOT_NBYTES,
         slots: int = SLOTS,
         first: int = 0,
     ) -> None:
         self._node = node
-        self._beside_gpus = beside_gpus
         self._call_log = call_log
         self._slot_nbytes = slot_nbytes
         self._channels = Channels(node, slot_nbytes, max(slots, 2 * (node.size - 1)), first, call_log.differ)
@@ -143,7 +138,7 @@ class HostEngine:
                 "another",
                 ranks=self._broken.ranks,
             )
-        text, self._channels.hash32 = _described(signature, self._beside_gpus)
+        text, self._channels.hash32 = _described(signature)
         self._call_log.post(text)
         try:
             self.require_not_given_up()
@@ -263,8 +258,8 @@ class HostEngine:
         # This rank may be the first that notices, so it gives ranks that are a little late time to post their call.
         wait_until(lambda: not self._call_log.behind(), _LATE_S)
         calls = self._call_log.read()
-        said = [*(f"rank {rank}: {call}" for rank, call in zip(ranks, calls, strict=True)), *way_out(calls)]
-        return PeerError(f"ranks called different things: {'; '.join(said)}", ranks=ranks)
+        said = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, calls, strict=True))
+        return PeerError(f"ranks called different things: {said}", ranks=ranks)
 
 
 def _kept(exchange: Exchange, rank: int) -> tuple[int, int, int] | None:
@@ -276,5 +271,5 @@ def _kept(exchange: Exchange, rank: int) -> tuple[int, int, int] | None:
 
 
 @lru_cache(maxsize=1024)
-def _described(signature: Signature, beside_gpus: bool) -> tuple[str, int]:
-    return on_host(str(signature)) if beside_gpus else str(signature), signature.hash32
+def _described(signature: Signature) -> tuple[str, int]:
+    return str(signature), signature.hash32

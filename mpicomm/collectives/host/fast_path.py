@@ -64,20 +64,27 @@ def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> d
 
 
 @lru_cache(maxsize=64)
-def at_once(size: int, rank: int, nodes: int, *, ordered: bool = False, on_gpus: bool = False) -> dict[str, PlainCheck]:
+def at_once(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, PlainCheck]:
     """Return the checks of `plain_calls` for calls that go to MPI at once. Local.
 
-    Two kinds of call never do. On GPUs, if ranks may have no data, a rank first tells such ranks where the call is: see
-    `witness`. In a collective of neighbours, the first call checks the topology.
+    Collectives of neighbours never do, because their first call checks the topology.
     """
-    not_at_once = {
-        name
-        for row in OPERATIONS.values()
-        if row.of_neighbors or (on_gpus and row.counts != "same")
-        for name in row.methods
-    }
+    of_neighbors = {name for row in OPERATIONS.values() if row.of_neighbors for name in row.methods}
     checks = plain_calls(size, rank, nodes, ordered=ordered)
-    return {name: _never if name in not_at_once else check for name, check in checks.items()}
+    return {name: _never if name in of_neighbors else check for name, check in checks.items()}
+
+
+def after_votes(checks: dict[str, PlainCheck], is_on_host: Callable[[Operation], bool]) -> dict[str, PlainCheck]:
+    """Return the checks of `at_once` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
+
+    ``is_on_host`` finds that out for a blocking call. Starts never go to MPI at once: see `location_votes`.
+    """
+
+    def of(row: Operation) -> PlainCheck:
+        check = checks[row.name]
+        return lambda send, receive, op=None, root=0: check(send, receive, op, root) and is_on_host(row)
+
+    return dict.fromkeys(checks, _never) | {row.name: of(row) for row in OPERATIONS.values()}
 
 
 def are_apart(a: Any, b: Any) -> bool:

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.activity.layout import COUNT_IN_TEXT, OFFSET_IN_TEXT
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.call_log import FOR_GPUS, FOR_HOST, CallLog
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from tests.helpers.faults.raising import raises_everywhere
@@ -99,34 +99,31 @@ def test_tells_the_late_ranks(comm_world: MPI.Intracomm, call_log: CallLog) -> N
     assert not call_log.differ()
 
 
-def test_tells_which_calls_are_on_the_host(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+def test_one_vote_for_gpus_decides(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
     rank, size = comm_world.rank, comm_world.size
-    last, calls = size - 1, 5000  # more than the call log has marks for
+    calls = 5000  # more than the call log has marks for
     for call in range(1, calls + 1):
-        if rank != last or size == 1:
-            (call_log.post_on_host if call % 3 == 0 else call_log.post)("call")
+        assert call_log.vote(FOR_HOST if call % 3 or rank != call % size else FOR_GPUS) == call
     comm_world.Barrier()
-    if size > 1:
-        for call in (calls - 1000, calls - 1, calls):
-            assert call_log.is_on_host(call) == (call % 3 == 0)
-        assert call_log.is_on_host(calls + 1) is None
-        # The mark of call 8 belongs to a later call. Ranks that are so far ahead say nothing of it.
-        assert call_log.is_on_host(8) is None
+    for call in (calls - 1000, *range(calls - 7, calls + 1)):
+        assert call_log.location(call) == ("host" if call % 3 else "gpu")
+    assert call_log.location(calls + 1) is None
     comm_world.Barrier()
 
 
-def test_a_call_that_all_ask_for_is_on_the_host(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
-    call_log.post("first")
-    comm_world.Barrier()
+@pytest.mark.mpi(min_size=2)
+def test_a_call_is_on_the_host_after_the_votes_of_all(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
     if comm_world.rank:
-        assert call_log.ask() == 2
-        assert call_log.is_on_host(2) is None and not call_log.all_ask(2)
+        call_log.vote(FOR_HOST)
+    comm_world.Barrier()
+    assert call_log.location(1) is None
     comm_world.Barrier()
     if not comm_world.rank:
-        assert call_log.ask() == 2
+        call_log.vote(FOR_HOST)
+        call_log.withdraw_vote()
+        call_log.vote(FOR_HOST)
     comm_world.Barrier()
-    assert call_log.is_on_host(2) and call_log.all_ask(2)
-    comm_world.Barrier()
+    assert call_log.location(1) == "host"
 
 
 def test_tells_the_longest_message_of_all_ranks_at_a_checkpoint(comm_world: MPI.Intracomm, call_log: CallLog) -> None:

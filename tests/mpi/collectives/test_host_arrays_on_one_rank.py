@@ -1,8 +1,7 @@
-"""One rank passes arrays of the host, and the others arrays on GPUs: MPI carries out such calls, and kernels cannot.
+"""Some ranks pass arrays of the host, and others arrays on GPUs, in one call. One call on GPUs has all of them.
 
-The errors of the others tell of the call of the rank with host arrays.
-
-On the host the engine of the host stands for the engine of GPUs.
+On the host the engine of the host stands for the engine of GPUs. Its calls on device arrays wait for all ranks, so a
+rank with host arrays that does not join keeps the others.
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm import CollectiveTimeoutError, PeerError
+from mpicomm import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.collectives import beside
 from mpicomm.log import logger
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s
-from tests.helpers.rigs.device_calls import on_host_engine
+from tests.helpers.rigs.device_calls import on_host_engine, values_of
 from tests.helpers.rigs.message_rigs import on_threads
 
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1
-WAY_OUT = 'pass a device array on every rank, or on no rank, or algorithm="mpi" on every rank'
-
 if WORLD.size == 1:
     pytest.skip("one rank has no others that pass other arrays", allow_module_level=True)
 
@@ -45,18 +43,6 @@ def on_gpus(device: str) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
             child = comm.Dup()
             yield child, xp.asarray
             child.Free()
-
-
-def arguments(name: str, make: Callable[[Any], Any]) -> list[Any]:
-    size = WORLD.size
-    block, whole = make(np.ones(3)), make(np.zeros(3 * size))
-    return {
-        "Bcast": [block],
-        "Allreduce": [block, make(np.zeros(3))],
-        "Allgather": [block, whole],
-        "Gather": [block, whole if WORLD.rank == 0 else None],
-        "Alltoallv": [[make(np.ones(3 * size)), [3] * size], [whole, [3] * size]],
-    }[name]
 
 
 @pytest.mark.parametrize("host", [0, LAST])
@@ -98,43 +84,123 @@ def test_mpi_takes_host_arrays_on_one_rank(device: str, form: str, host: int) ->
     own.Free()
 
 
-@pytest.mark.parametrize(
-    ("name", "host"), [("Bcast", 0), ("Bcast", LAST), ("Allreduce", 0), ("Allgather", LAST), ("Gather", 0)]
-)
-def test_a_rank_in_a_call_on_the_host_is_named(device: str, name: str, host: int) -> None:
+@pytest.mark.parametrize("on_gpu", [{0}, {LAST}, set(range(WORLD.size)) - {LAST}])
+@pytest.mark.parametrize("form", FORMS)
+def test_host_arrays_join_a_call_on_gpus(device: str, form: str, on_gpu: set[int]) -> None:
+    rank, size, root = WORLD.rank, WORLD.size, LAST
+    everybody = (10 * np.arange(size)[:, None] + np.arange(3)).astype(np.int32)
+    block, blocks, counts = everybody[rank], np.tile(everybody[rank], size), [3] * size
     with on_gpus(device) as (comm, make):
-        total = make(np.zeros(3))
-        comm.Allreduce(make(np.ones(3)), total)
+        here = make if rank in on_gpu else np.array
+        for name, sent, result, options in (
+            ("Bcast", None, everybody[root], {"root": root}),  # the first call of the communicator
+            ("Allreduce", block, everybody.sum(0, np.int32), {}),
+            ("Allgather", block, everybody, {}),
+            ("Gather", block, everybody if rank == root else None, {"root": root}),
+            ("Scatter", everybody if rank == root else None, block, {"root": root}),
+            ("Alltoallv", blocks, everybody, {}),
+            ("Reduce_scatter", np.concatenate(everybody), size * block, {}),
+            ("Scan", block, everybody[: rank + 1].sum(0, np.int32), {"algorithm": "one_shot"}),
+        ):
+            received: Any = None if result is None else here(np.full(result.size, -1, np.int32))
+            given = [None if sent is None else here(sent.copy()), received]
+            if name == "Bcast":
+                received = here(block.copy())
+                given = [received]
+            elif name == "Alltoallv":
+                given = [[array, counts] for array in given]
+            complete(getattr(comm, method_name(form, name))(*given, **options), starts=2)
+            if result is not None:
+                assert np.array_equal(values_of(received).ravel(), result.ravel()), (name, options)
         comm.check()
-        WORLD.Barrier()
-        if comm.rank == host:  # it would wait for ever in the blocking form
-            request = getattr(comm, f"I{name.lower()}")(*arguments(name, np.asarray))
-            WORLD.Barrier()
-        else:
-            text = rf"ranks called different things: .*rank {host}: {name} on the host; .*{WAY_OUT}"
-            with pytest.raises(PeerError, match=text):
-                getattr(comm, name)(*arguments(name, make))
-                comm.check()
-                comm.Allreduce(make(np.ones(3)), total)  # a rank that had nothing to wait for is told here
-                comm.check()
-            WORLD.Barrier()
-            request = getattr(MPI.Intracomm(comm), f"I{name.lower()}")(*arguments(name, np.asarray))
-        request.Wait()
 
 
-def test_a_rank_in_a_call_on_the_host_is_named_in_the_set_up(device: str) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_random_mixtures_of_forms_and_memory(device: str, seed: int) -> None:
+    """Each rank draws the memory of each call by itself, and when it completes its requests."""
+    common, own = np.random.default_rng(seed), np.random.default_rng((seed, WORLD.rank))
+    rank, size = WORLD.rank, WORLD.size
     with on_gpus(device) as (comm, make):
+        makes = (make, np.array, np.array)  # of two and three ranks often all are on the host
+        pending: list[tuple[MPI.Request, Any, Any]] = []
+        for call in range(60):
+            sent, got = (makes[own.integers(3)](np.full(5, value)) for value in (1.0 * rank + call, -1.0))
+            expected: Any = size * call + size * (size - 1) / 2
+            kind = common.integers(5)
+            if kind == 0:
+                comm.Allreduce(sent, got)
+                pending.append((MPI.REQUEST_NULL, got, expected))
+            elif kind == 1:  # MPI matches it with nothing that waits in this rank
+                comm.Barrier()
+            elif kind == 2:
+                expected = (rank - 1) % size + call
+                comm.Sendrecv(sent, (rank + 1) % size, 7, got, (rank - 1) % size, 7)
+                pending.append((MPI.REQUEST_NULL, got, expected))
+            else:
+                pending.append((comm.Iallreduce(sent, got), got, expected))
+            if own.integers(4) == 0 or call == 59:
+                own.shuffle(pending)
+                for request, result, value in pending:
+                    request.Wait()
+                    assert (values_of(result) == value).all(), call
+                pending = []
+        comm.check()
+
+
+def test_a_rank_joins_while_it_waits_in_mpi(device: str) -> None:
+    """Rank 0 starts a call on the host array. It gets the message after the call of the others is complete."""
+    with on_gpus(device) as (comm, make):
+        here = np.array if comm.rank == 0 else make
+        comm.Allreduce(make(np.ones(3)), make(np.zeros(3)))
+        total, note = here(np.zeros(3)), np.zeros(1)
+        request = comm.Iallreduce(here(np.ones(3)), total)
         if comm.rank == 0:
-            comm.Bcast(np.ones(3))  # MPI's root does not wait for the others
-            WORLD.Barrier()
-            with pytest.raises(CollectiveTimeoutError, match="rank 0 did not arrive"):
-                comm.Bcast(make(np.ones(3)))
-        else:
-            text = f"rank 0 did not arrive .*: rank 0 is in Bcast on the host, or has left it; {WAY_OUT}"
-            with pytest.raises(CollectiveTimeoutError, match=text):
-                comm.Bcast(make(np.ones(3)))
-            WORLD.Barrier()
-            MPI.Intracomm(comm).Bcast(np.ones(3))
+            MPI.Intracomm(comm).Recv(note, LAST, 5)
+        request.Wait()
+        if comm.rank == LAST:
+            MPI.Intracomm(comm).Send(note, 0, 5)
+        assert (values_of(total) == comm.size).all()
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+def test_a_start_waits_for_no_rank(device: str, where: str) -> None:
+    """The last rank starts its call after it has got a message that rank 0 sends after its start."""
+    with on_gpus(device) as (comm, make):
+        here = make if where == "gpu" and comm.rank == LAST else np.array
+        comm.Allreduce(make(np.ones(3)), make(np.zeros(3)))
+        total, note = here(np.zeros(3)), np.zeros(1)
+        if comm.rank == LAST:
+            comm.Recv(note, 0, 5)
+        requests = [comm.Iallreduce(here(np.ones(3)), total)]
+        requests.append(comm.Iallreduce(make(np.ones(3)), make(np.zeros(3)))) if device != "cpu" else None
+        if comm.rank == 0:
+            comm.Send(note, LAST, 5)
+        MPI.Request.Waitall(requests)
+        assert (values_of(total) == comm.size).all()
+
+
+@pytest.mark.parametrize("forms", [("Allreduce",), ("Iallreduce",)])
+def test_one_warning_tells_of_the_rank_with_host_arrays(
+    device: str, forms: tuple[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    beside._warn.cache_clear()
+    with on_gpus(device) as (comm, make):
+        here = np.array if comm.rank == 0 else make
+        for _ in range(3):
+            complete(getattr(comm, forms[0])(here(np.ones(3)), here(np.zeros(3))))
+    assert len(said) == (WORLD.rank == 0) and all("goes through pinned memory" in each for each in said)
+
+
+def test_a_refused_call_can_be_made_again(device: str) -> None:
+    with on_gpus(device) as (comm, _make):
+        total = np.zeros(3)
+        if comm.rank == 0:
+            with pytest.raises(InvalidUsageError):
+                comm.Allreduce(np.ones(3), np.zeros(2))
+        comm.Allreduce(np.ones(3), total)
+        assert (total == comm.size).all()
 
 
 def test_a_late_rank_is_in_no_other_call(device: str) -> None:
@@ -150,27 +216,3 @@ def test_a_late_rank_is_in_no_other_call(device: str) -> None:
                 comm.check()
             assert info.value.ranks == (0,) and "on the host" not in str(info.value)
         WORLD.Barrier()
-
-
-def test_free_tells_of_a_call_on_the_host(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device == "cpu":
-        pytest.skip("calls of the host's engine raise at once")
-    said: list[str] = []
-    monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
-    with on_gpus(device) as (comm, make):
-        total = make(np.zeros(3))
-        comm.Allreduce(make(np.ones(3)), total)
-        comm.check()
-        WORLD.Barrier()
-        if comm.rank == 0:
-            request = comm.Iallreduce(np.ones(3), np.zeros(3))
-            WORLD.Barrier()
-        else:
-            comm.Allreduce(make(np.ones(3)), total)
-            total.get()  # waits for the kernel, and gets a wrong result
-            WORLD.Barrier()
-            request = MPI.Intracomm(comm).Iallreduce(np.ones(3), np.zeros(3))
-        request.Wait()
-    assert len(said) == (WORLD.rank != 0)
-    assert all("Free: earlier calls on GPUs have failed" in each for each in said)
-    assert all("rank 0: Allreduce on the host" in each for each in said)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend
@@ -234,15 +233,14 @@ def test_neighbours_without_memory(rig: Rig, where: str) -> None:
     made.Free()
 
 
-def test_domains_without_memory_cannot_know(rig: Rig) -> None:
+def test_ranks_of_several_nodes_without_memory(rig: Rig) -> None:
     comm = rig.comm.Dup()
     device = take_for_gpu(comm)
     places = [replace(place, node_key=str(rank % 2)) for rank, place in enumerate(comm._session.placement.places)]
     session = Session(MPI.Intracomm(comm), Placement(places, rig.rank), cast(GpuBackend, device))
     comm._begin(session)
-    with pytest.raises(InvalidUsageError, match=r"no rank of \[.*\] passes memory, so they cannot know"):
-        comm.Alltoallv(*[[NULL, [0] * rig.size, MPI.DOUBLE]] * 2)
-    comm.Alltoallv(*[[np.zeros(0), [0] * rig.size]] * 2)
+    for nothing in (NULL, np.zeros(0)):
+        comm.Alltoallv(*[[nothing, [0] * rig.size, MPI.DOUBLE]] * 2)
     comm.Free()
 
 
@@ -262,16 +260,3 @@ def test_an_empty_buffer_fits_every_other_one(rig: Rig, engine: Engine) -> None:
     require_one_way(engine)
     with pytest.raises(InvalidUsageError, match="the buffer holds 0: pass a larger buffer"):
         rig.comm.Allreduce([NULL, 3, MPI.DOUBLE], np.zeros(3))
-
-
-def test_no_rank_says_where_the_call_is(rig: Rig, engine: Engine) -> None:
-    rig.comm.Alltoallv(*[[np.zeros(0), [0] * rig.size]] * 2)  # sets up
-    rig.comm._session.hasten(0.3)
-    if rig.rank == 0:
-        with pytest.raises(mpicomm.CollectiveTimeoutError, match=r"no other rank .* within 0\.3 s .* address 0"):
-            rig.comm.Alltoallv(*[[NULL, [0] * rig.size]] * 2)
-    MPI.COMM_WORLD.Barrier()
-    if rig.rank:
-        rig.comm.Alltoallv(*[[NULL, [0] * rig.size]] * 2)
-    else:
-        rig.comm.Alltoallv(*[[np.zeros(0), [0] * rig.size]] * 2)

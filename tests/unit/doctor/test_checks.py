@@ -108,11 +108,16 @@ BROKEN = [MemoryFacts(error="no handle kind works")] * 2
         (with_last(gpus=(), no_gpu_reason="no GPU is visible"), "driver", "rank 1: no GPU is visible"),
         (healthy(cupy=("cupy-cuda12x", "cupy-cuda13x")), "driver", "overwrite each other: cupy-cuda12x, cupy-cuda13x"),
         (healthy(driver_cuda=12), "driver", "cupy-cuda13x needs a newer driver than this one, which is for CUDA 12"),
-        (HIDDEN, "visible", "rank 0 does not see the GPU of rank 1, because CUDA_VISIBLE_DEVICES=0 hides it"),
         (
-            [replace(one, variables={}) for one in HIDDEN],
+            [replace(one, memory=REFUSED[one.rank]) for one in HIDDEN],
             "visible",
-            "rank 1 does not see the GPU of rank 0, because the launcher hides it",
+            "rank 0 does not see the GPU of rank 1 (not only CUDA_VISIBLE_DEVICES=0 may hide it), and cannot open its "
+            "memory: cuIpcOpenMemHandle failed",
+        ),
+        (
+            [replace(one, variables={}, memory=MemoryFacts("0", one.memory.uuid, error="no handle")) for one in HIDDEN],
+            "visible",
+            "rank 1 does not see the GPU of rank 0 (a cgroup may hide it), and cannot open its memory: no handle",
         ),
         (using(*(MemoryFacts("0", "aa", "ipc"),) * 2), "shared", "ranks 0, 1 share a GPU"),
         (healthy(gpus=MIG), "mig", "ranks 0, 1 use different MIG instances"),
@@ -162,6 +167,8 @@ def test_a_fault_is_found(job: list[RankFacts], name: str, said: str) -> None:
         # MPI does not try to read the memory of others
         healthy(unreadable=(0,), variables={"MPIR_CVAR_CH4_CMA_ENABLE": "0"}),
         healthy(unreadable=(0,), mpi=OPEN_MPI, variables={"OMPI_MCA_smsc": "^cma"}),
+        HIDDEN,  # a mask, beyond which CUDA opens memory
+        [replace(one, variables={}) for one in HIDDEN],
         # two nodes: neither their GPUs nor their networks are common
         [replace(one, boot_id=f"boot{one.rank}", host=f"host{one.rank}") for one in HIDDEN],
         [replace(one, namespaces={"net": f"net{one.rank}"}, boot_id=f"boot{one.rank}") for one in healthy()],
