@@ -81,7 +81,7 @@ class AllReduce(Collective):
         return None if op is None else gpu.find_plain(self._operation, "auto", IN_PLACE, plain, op, 0, wire or ())
 
 
-class Reduce(Collective):
+class ReduceToRoot(Collective):
     """Reduces ``tensor`` over all ranks into the root's ``tensor``."""
 
     def carry_out(self, tensor: torch.Tensor, op: Any, root: int) -> None:
@@ -217,7 +217,7 @@ class AllToAll(Collective):
 
 ROWS: dict[str, tuple[type[Collective], str, str, str]] = {
     "all_reduce": (AllReduce, "Allreduce", "tensor", ""),
-    "reduce": (Reduce, "Reduce", "tensor", ""),
+    "reduce": (ReduceToRoot, "Reduce", "tensor", ""),
     "broadcast": (Broadcast, "Bcast", "tensor", ""),
     "all_gather": (AllGather, "Allgatherv", "tensor_list", "tensor"),
     "all_gather_into_tensor": (AllGather, "Allgather", "output_tensor", "input_tensor"),

@@ -134,7 +134,8 @@ class Known:
         session: Any = self._calls._session
         session.backend.check, session.backend.prepare_thread = (lambda: None), lambda: None
         engines: Any = SimpleNamespace(gpu=self._calls)
-        way = OnGpus(session, engines, SimpleNamespace())  # type: ignore[arg-type]
+        votes: Any = SimpleNamespace(vote_for_gpus=lambda: None)
+        way = OnGpus(session, engines, votes)
         fields = [getattr(given, name) for name in Arguments.__slots__]
         request = way.start_known(OPERATIONS[operation], 7, "auto", tuple(fields))
         assert request is not None

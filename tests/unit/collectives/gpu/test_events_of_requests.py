@@ -27,13 +27,14 @@ def test_a_collective_does_not_wait_for_a_message_that_comes_only_after_it(
     backend: Any = importlib.import_module("mpicomm.devices.cuda.streams").StreamsOfGpu(0, context)
     backend.check = backend.prepare_thread = lambda: None
 
-    def enqueue(known: Any, stream: int, send: Any, receive: Any, event: Any) -> bool:
+    def enqueue(known: Any, stream: int, send: Any, receive: Any, event: Any, vote: Any) -> bool:
         return rig.engine.enqueue(plan, stream, event)  # type: ignore[no-any-return]
 
     gpu = SimpleNamespace(engine=rig.engine, find=lambda *call: plan, enqueue=enqueue)
     session: Any = SimpleNamespace(backend=backend)
     engines: Any = SimpleNamespace(gpu=gpu)
-    way = OnGpus(session, engines, SimpleNamespace())  # type: ignore[arg-type]
+    votes: Any = SimpleNamespace(vote_for_gpus=lambda: None)
+    way = OnGpus(session, engines, votes)
     request = way.start_known(ALLTOALLV, FIRST, "auto", (None, None, None, 0, None, None, None))
     assert request is not None
     cuda.finish()

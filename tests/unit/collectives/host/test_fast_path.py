@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.host.fast_path import at_once, plain_calls
+from mpicomm.collectives.host.fast_path import after_votes, at_once, plain_calls
 from mpicomm.collectives.host.selection import mapped_from
 from mpicomm.collectives.operations import OPERATIONS, Operation
 
@@ -154,7 +154,18 @@ def test_mpi_has_no_average_and_no_expression(op: Any) -> None:
 
 
 @EVERY
-def test_ranks_without_data_are_told_where_a_call_is(operation: Operation) -> None:
-    check = at_once(2, RANK, 1, on_gpus=True)[operation.name]
-    all_have_data = operation.counts == "same" and not operation.of_neighbors
-    assert check(*buffers(operation, 16), MPI.SUM) == all_have_data
+@pytest.mark.parametrize("agreed", [True, False])
+def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation: Operation, agreed: bool) -> None:
+    votes: list[Operation] = []
+
+    def is_on_host(row: Operation) -> bool:
+        votes.append(row)
+        return agreed
+
+    on_host, given = at_once(2, RANK, 1), buffers(operation, 16)
+    plain, checks = on_host[operation.name](*given, MPI.SUM), after_votes(on_host, is_on_host)
+    assert plain or operation.of_neighbors or operation.send == "typed"
+    assert checks[operation.name](*given, MPI.SUM) == (plain and agreed)
+    assert not checks[operation.name](object(), object(), MPI.SUM)  # it is read before this rank votes
+    assert not checks[operation.nonblocking](*given, MPI.SUM)
+    assert votes == [operation] * plain
