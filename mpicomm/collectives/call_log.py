@@ -76,6 +76,8 @@ class CallLog(SharedMemory):
         self._votes = number = self._votes + 1
         group, vote = number >> VOTE_BITS, number & _VOTES_OF_WORD
         self._vote_word = word = (self._vote_word if vote else group << 32) | bits << 2 * vote
+        # Pairs with the load in `location` of the peers. One aligned store, so no peer sees half a vote. It needs no
+        # fence, because a peer that sees the vote reads nothing else that this rank has written before.
         self._log.words[VOTES + group % VOTE_WORDS] = word
         return number
 
