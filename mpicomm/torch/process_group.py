@@ -182,9 +182,6 @@ class ProcessGroup(CollectiveCalls):
         """
         if not self._open:
             return
-        if self._queue.is_here():
-            with self._queue:  # callbacks that the program has added before this one make their calls
-                pass
         self._open = False
         limit_s = min(self._timeout_s, _FREE_S)
         # A free during a call would take away the memory that the call uses, and both would wait for the same messages.

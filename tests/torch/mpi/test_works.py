@@ -184,7 +184,6 @@ def test_threads_get_the_same_future(world: dist.ProcessGroup) -> None:
             for thread in threads:
                 thread.join()
             work.carry_out()
-            work.end()
             assert all(future.done() for future in futures)
     finally:
         sys.setswitchinterval(interval)
