@@ -51,11 +51,6 @@ class CollectiveCalls(c10d.ProcessGroup):
         if type(tensors) is not list and isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         (tensor,) = tensors
-        if sys._getframe().f_back is None:  # code in C++ without Python below it calls, such as DDP
-            future = self._bucket(tensor, opts)
-            if future is not None:
-                of_cpp: Any = c10d._create_work_from_future(future)
-                return of_cpp  # type: ignore[no-any-return]
         return self._run("all_reduce", opts, (tensor, opts.reduceOp, "tensor", None), tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:
@@ -192,22 +187,6 @@ class CollectiveCalls(c10d.ProcessGroup):
             return work.get_future()
         streams = self._gpu_streams(name, output)
         return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)
-
-    def _bucket(self, tensor: torch.Tensor, opts: Any) -> torch.futures.Future[Any] | None:
-        """Begin an all-reduce that code in C++ calls, if its form is known: see `Streams.bucket`; else return None."""
-        streams, queue = self._streams, self._queue
-        if streams is None or not self._open or opts.timeout > FOREVER:
-            return None
-        queue.take_turn()
-        try:
-            future = streams.bucket(self.collectives["all_reduce"], tensor, opts.reduceOp)
-        except WAITS as error:
-            raise translated(error, "all_reduce") from error
-        finally:
-            queue.end_turn()
-        if future is not None:
-            self._sequence += 1
-        return future
 
     def _run(
         self,
