@@ -79,7 +79,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         each = ((received, given) for given, *received in zip(inputs, *outputs, strict=True))
         work = self._run_each("all_gather", opts, each, [tensor for received in outputs for tensor in received], inputs)
         if work is not None:
-            work.value = [list(received) for received in outputs]
+            work.other_value = [list(received) for received in outputs]
         return work
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work | None:
@@ -183,7 +183,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         self._sequence += 1
         if not output.is_cuda:
             work = self._queue.run(partial(call.carry_out, *given), [output], name, begin=True)
-            work.value = output
+            work.other_value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
         return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)

@@ -71,8 +71,12 @@ class StreamWork(Work):
         if kept is not None and kept[0] == current:
             self.kept = None
         limit = timeout or self.limit
-        if limit is not None:
-            self._wait_on_host(limit)
+        if (
+            limit is not None
+            and not torch.cuda.is_current_stream_capturing()  # a capture executes nothing
+            and not wait_until(self.is_completed, limit.total_seconds() or math.inf)
+        ):
+            raise too_late(self.name, limit)
         if self._error is not None:
             raise self._error
         return True
@@ -86,14 +90,7 @@ class StreamWork(Work):
             # object with a finalizer, because the garbage collector may call the finalizers of both in any order.
             self.side.idle.append(self.ptr)
 
-    def _wait_on_host(self, limit: timedelta) -> None:
-        if torch.cuda.is_current_stream_capturing():  # a capture executes nothing
-            return
-        if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
-            raise too_late(self.name, limit)
-
     def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
         if not self.side.marks.passed(self):
             return False
         self.kept = None
@@ -110,7 +107,6 @@ class StreamWork(Work):
         return future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
-        """See `Work.get_future_result`."""
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def settle(failure: BaseException | None) -> None:
@@ -179,7 +175,8 @@ class Streams:
         try:
             event = self._events[self.idle.pop()]
         except IndexError:  # a test beforehand is not enough: a work of another thread may take the last event
-            event = self._new_event()
+            event = self.marks.event()
+            self._events[event.ptr] = event
         # This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
         work = StreamWork()
         work.side, work.name, work.ptr, work.kept, work._outputs = self, name, event.ptr, None, list(outputs)
@@ -260,11 +257,6 @@ class Streams:
         """Return whether the current stream captures a graph."""
         with torch.cuda.device(self.gpu):
             return bool(torch.cuda.is_current_stream_capturing())
-
-    def _new_event(self) -> LocalEvent:
-        event: LocalEvent = self.marks.event()
-        self._events[event.ptr] = event
-        return event
 
     def _mark(self, work: StreamWork, address: int) -> None:
         """Let ``work`` end at the work that the stream with this address has so far."""
