@@ -63,7 +63,14 @@ class HostWay:
 
         def routes() -> tuple[Array, Array]:
             made.append(given := prepare())
-            ids = self._checked_ids(given.ids)
+            ids = given.ids.on_host().astype(np.int64)
+            wrong = np.argwhere((ids < -1) | (ids >= self._shape.num_experts))
+            if len(wrong):
+                token, slot = wrong[0]
+                raise InvalidUsageError(
+                    f"Experts.dispatch: topk_ids of rank {self._rank} has the id {ids[token, slot]} at token {token}: "
+                    f"pass 0 to {self._shape.num_experts - 1}, or -1 for none"
+                )
             return ids, np.ones(ids.shape, np.float32) if given.weights is None else given.weights.on_host()
 
         all_ids, all_weights = zip(*self._session.group.exchange("Experts.dispatch", routes), strict=True)
@@ -71,7 +78,10 @@ class HostWay:
         # Every rank computes the rows of all ranks, so all ranks raise the same error.
         together = self._together(all_ids, -1)
         for rank in range(self._shape.size):
-            rows = self._rows_of(together, rank)
+            if self._shape.by_token:
+                rows = int(np.count_nonzero(self._are_of(together, rank).any(axis=2)))
+            else:
+                rows = int(self._layout(together, rank)[2][-1])
             if rows > self._shape.capacity:
                 raise InvalidUsageError(
                     f"Experts.dispatch: rank {rank} gets {rows} rows, more than capacity="
@@ -82,7 +92,12 @@ class HostWay:
         there = [(targets >> rank & 1) != 0 for rank in range(self._shape.size)]
         taken = [(self._targets(each) >> self._rank & 1) != 0 for each in all_ids]
         places = self._describe(received, together, all_weights)
-        for array, target in zip(_arrays_of(given), (received.x, received.scales), strict=False):
+        x = given.x.on_host()
+        if given.scales is not None:
+            leaving: tuple[Array, ...] = x.view(covered_dtype(WIRE)), given.scales.on_host()
+        else:
+            leaving = quantized(x) if given.quantizes else (x,)
+        for array, target in zip(leaving, (received.x, received.scales), strict=False):
             self._fill(host_view(target), self._exchanged([array[each] for each in there], taken), taken, places)
         slots = np.bitwise_or.reduce(np.where(ids >= 0, 1 << np.arange(self._shape.top_k), 0), axis=1)
         sets = host_view(received.targets)[: len(targets)]
@@ -133,17 +148,6 @@ class HostWay:
             sums[here] += terms if weights is None else weights[taken, None] * terms
         return sums.astype(self._shape.dtype)
 
-    def _checked_ids(self, ids: GivenArray) -> Array:
-        found = ids.on_host().astype(np.int64)
-        wrong = np.argwhere((found < -1) | (found >= self._shape.num_experts))
-        if len(wrong):
-            token, slot = wrong[0]
-            raise InvalidUsageError(
-                f"Experts.dispatch: topk_ids of rank {self._rank} has the id {found[token, slot]} at token {token}: "
-                f"pass 0 to {self._shape.num_experts - 1}, or -1 for none"
-            )
-        return found
-
     def _targets(self, ids: Array) -> npt.NDArray[np.int32]:
         """Return the set of ranks of each token."""
         owners = np.searchsorted(self._firsts[1:], ids, side="right")
@@ -168,12 +172,6 @@ class HostWay:
         counts = np.bincount(experts[pairs] - first, minlength=end - first)
         aligned = -(-counts // self._shape.alignment) * self._shape.alignment
         return pairs, counts, np.concatenate([[0], np.cumsum(aligned)])
-
-    def _rows_of(self, ids: Array, rank: int) -> int:
-        """Return the number of rows of a rank."""
-        if not self._shape.by_token:
-            return int(self._layout(ids, rank)[2][-1])
-        return int(np.count_nonzero(self._are_of(ids, rank).any(axis=2)))
 
     def _are_of(self, ids: Array, rank: int) -> npt.NDArray[np.bool_]:
         """Return for each slot whether its expert is of ``rank``."""
@@ -235,19 +233,12 @@ class HostWay:
         counts = [int(np.count_nonzero(each)) for each in taken]
         result = np.empty((sum(counts), *together.shape[1:]), together.dtype)
         row_nbytes = together[:1].nbytes if len(together) else result[:1].nbytes
+        # In bytes: MPI has no type for bfloat16, and the buffer protocol refuses it.
         self._session.private.Alltoallv(
-            [_bytes(together), [len(each) * row_nbytes for each in sent], MPI.BYTE],
-            [_bytes(result), [count * row_nbytes for count in counts], MPI.BYTE],
+            [together.reshape(-1).view(np.uint8), [len(each) * row_nbytes for each in sent], MPI.BYTE],
+            [result.reshape(-1).view(np.uint8), [count * row_nbytes for count in counts], MPI.BYTE],
         )
         return np.split(result, np.cumsum(counts)[:-1])
-
-
-def _arrays_of(given: Dispatched) -> list[Array]:
-    """Return the rows that travel, and their scales if they have scales."""
-    x = given.x.on_host()
-    if given.scales is not None:
-        return [x.view(covered_dtype(WIRE)), given.scales.on_host()]
-    return [*quantized(x)] if given.quantizes else [x]
 
 
 def quantized(x: Array) -> tuple[Array, Array]:
@@ -256,8 +247,3 @@ def quantized(x: Array) -> tuple[Array, Array]:
     largest = np.maximum(np.abs(groups).max(axis=2, initial=0), np.float32(_LEAST_LARGEST))
     values = groups * (np.float32(_LARGEST) / largest)[:, :, None]
     return values.reshape(x.shape).astype(covered_dtype(WIRE)), largest / np.float32(_LARGEST)
-
-
-def _bytes(array: Array) -> Array:
-    # MPI has no type for bfloat16, and the buffer protocol refuses it.
-    return array.reshape(-1).view(np.uint8)
