@@ -68,9 +68,9 @@ def main() -> int:
     names = [contender.name for contender in contenders.present]
     issue = machine.stream is not None and not graphs
     table = Table(places, [name for name in names if name != OWN], issue=issue)
-    command_line.show(*(f"#{line}".rstrip() for line in table.head()))
+    command_line.show(*table.head())
     results = Results(OWN)
-    for case in cases:
+    for case in command_line.tracked(cases, operation.name):
         outcomes: dict[str, dict[str, Outcome]] = {}
         silent: dict[str, dict[str, str]] = {}
         for place in places:
@@ -89,10 +89,7 @@ def main() -> int:
         "peers": peers,
         "missing": contenders.absent,
         "results": results.document(),
-        "geometric_means": {
-            name: {place: mean for place, (mean, _) in places.items()}
-            for name, places in results.geometric_means().items()
-        },
+        "geometric_means": results.geometric_means(),
         "beside": [asdict(slowdown) for slowdown in beside],
     }
     return command_line.finish(comm, options.json, document, wrong, close=contenders.close)

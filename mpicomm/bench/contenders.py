@@ -5,10 +5,9 @@ If calls vary, a contender has a list of variations of a case, and makes the nex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -17,7 +16,15 @@ import numpy as np
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, Machine
-from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, PeerFailureError, Trial, UnsupportedError, together
+from mpicomm.bench.measure import (
+    CheckedCall,
+    Measuring,
+    Outcome,
+    PeerFailureError,
+    Trial,
+    UnsupportedError,
+    those_that_work,
+)
 from mpicomm.bench.operations import BARRIER, Case, CaseBuffers, buffers
 from mpicomm.bench.peers import Mpicomm, Peer, PlainMpi, peer_class
 from mpicomm.collectives.wire import Wire
@@ -99,24 +106,22 @@ class Contenders:
 
         With ``wire`` the last contender is mpicomm without it, on arrays of the first kind.
         """
-        for kind in kinds:
-            self._open_own(ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN, kind, algorithm, wire)
-        if wire is not None:
-            self._open_own(UNCODED, kinds[0], algorithm, None)
-
-    def _open_own(self, name: str, kind: str, algorithm: str, wire: Wire | None) -> None:
-        peer = Mpicomm(self._comm, self._machine, symmetric=kind == "symmetric", algorithm=algorithm, wire=wire)
-        contender = self._with_arrays(name, peer)
-        contender.error = 0.0 if wire is None else wire.error
-        self.present.append(contender)
+        own = [(ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN, kind, wire) for kind in kinds]
+        for name, kind, travels in [*own, *([] if wire is None else [(UNCODED, kinds[0], None)])]:
+            symmetric = kind == "symmetric"
+            peer = Mpicomm(self._comm, self._machine, symmetric=symmetric, algorithm=algorithm, wire=travels)
+            contender = self._with_arrays(name, peer)
+            contender.error = 0.0 if travels is None else travels.error
+            self.present.append(contender)
 
     def open_peers(self, names: Sequence[str]) -> None:
         """Add the peers that all ranks can open. Collective."""
-        for name in names:
-            try:
-                self.present.append(together(self._comm, lambda: self._open(name)))  # noqa: B023
-            except PeerFailureError as failure:
-                self.absent[name] = str(failure)
+
+        def make(name: str) -> Contender:
+            return self._with_arrays(name, open_peer(peer_class(name), self._comm, self._machine))
+
+        opened, self.absent = those_that_work(self._comm, names, make)
+        self.present += opened.values()
 
     def close(self) -> None:
         """Close all contenders, the last one first. Collective."""
@@ -140,9 +145,6 @@ class Contenders:
                 silent[contender.name] = str(failure)
         return measuring.run(trials, silent)
 
-    def _open(self, name: str) -> Contender:
-        return self._with_arrays(name, open_peer(peer_class(name), self._comm, self._machine))
-
     def _with_arrays(self, name: str, peer: Peer) -> Contender:
         first, second = peer.allocate(self._nbytes), peer.allocate(self._nbytes)
         with self._machine.current():
@@ -155,26 +157,12 @@ class Contenders:
 def open_peer(made: Any, comm: Communicator, machine: Machine) -> Any:
     """Open another library by its class. Collective. Raises `UnsupportedError` on all ranks."""
     if machine.stream is None and made is not PlainMpi:
-        raise UnsupportedError("it is for arrays on GPUs")
+        raise UnsupportedError("skipped, because it needs GPUs and these ranks are on the cpu")
     # All ranks check before one of them waits for another rank.
     reason = next((reason for reason in comm.allgather(made.missing()) if reason is not None), None)
     if reason is not None:
         raise UnsupportedError(reason)
     return made(comm, machine)
-
-
-def open_peers(
-    classes: Mapping[str, Any], names: Sequence[str], comm: Communicator, machine: Machine
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the libraries of ``names`` that all ranks can open, and the reasons of the others. Collective."""
-    opened: dict[str, Any] = {}
-    absent: dict[str, str] = {}
-    for name in names:
-        try:
-            opened[name] = together(comm, partial(open_peer, classes[name], comm, machine))
-        except PeerFailureError as failure:
-            absent[name] = str(failure)
-    return opened, absent
 
 
 def _trials(

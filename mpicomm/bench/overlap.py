@@ -65,11 +65,12 @@ def slowdowns(comm: Communicator, machine: Machine, contenders: Contenders, case
     alone = max(comm.allgather(time_products()))
     found = []
     for contender in contenders.present:
+        beside, spanned, failure = 0.0, False, ""
         try:
             beside, spanned = _time_beside(comm, machine, contender, case, time_products, alone)
-            found.append(Slowdown(contender.name, case.nbytes, alone, beside, spanned))
-        except PeerFailureError as failure:
-            found.append(Slowdown(contender.name, case.nbytes, alone, 0.0, False, str(failure)))
+        except PeerFailureError as error:
+            failure = str(error)
+        found.append(Slowdown(contender.name, case.nbytes, alone, beside, spanned, failure))
     return found
 
 

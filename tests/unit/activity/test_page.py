@@ -273,8 +273,10 @@ def test_a_page_that_its_process_truncates_while_it_is_read(monkeypatch: pytest.
             return pread(*given)
 
         monkeypatch.setattr(os, "pread", read_and_truncate)
-        found = read_activity(other.pid)
-        other.kill()
+        try:
+            found = read_activity(other.pid)
+        finally:
+            other.kill()
     os.close(memory)
     row.close()
     assert found is not None
