@@ -59,10 +59,11 @@ def multi_process_service() -> bool:
         return False
 
 
-def _chosen(name: str, argument: T) -> tuple[str, T | str]:
+def _chosen(variable: str, argument: T) -> tuple[str, T | str]:
     """Return the name and the value of an argument, or of its variable if the argument is "auto"."""
-    variable = PREFIX + name.upper()
-    return (variable, os.environ[variable]) if argument == "auto" and variable in os.environ else (name, argument)
+    if argument == "auto" and variable in os.environ:
+        return variable, os.environ[variable]
+    return variable.removeprefix(PREFIX).lower(), argument
 
 
 def _one_of(variable: str, values: tuple[str, ...], advice: str) -> str:
@@ -75,7 +76,7 @@ def _one_of(variable: str, values: tuple[str, ...], advice: str) -> str:
 
 def device(argument: int | str) -> int | str:
     """Return ``device=``, or MPICOMM_DEVICE if the argument is "auto": "auto", "cpu" or an ordinal."""
-    name, value = _chosen("device", argument)
+    name, value = _chosen("MPICOMM_DEVICE", argument)
     if value is not argument and str(value).isdecimal():
         value = int(value)
     if value in ("auto", "cpu") or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
@@ -85,7 +86,7 @@ def device(argument: int | str) -> int | str:
 
 def handle(argument: str) -> str:
     """Return ``handle=``, or MPICOMM_HANDLE if the argument is "auto"."""
-    name, value = _chosen("handle", argument)
+    name, value = _chosen("MPICOMM_HANDLE", argument)
     if value in HANDLES:
         return value
     raise InvalidUsageError(f"{name}={value!r} is no handle kind: use one of {', '.join(HANDLES)}")
@@ -93,7 +94,7 @@ def handle(argument: str) -> str:
 
 def reductions(argument: str) -> str:
     """Return ``reductions=``, or MPICOMM_REDUCTIONS if the argument is "auto": "auto" or "ordered"."""
-    name, value = _chosen("reductions", argument)
+    name, value = _chosen("MPICOMM_REDUCTIONS", argument)
     if value in ("auto", "ordered"):
         return value
     raise InvalidUsageError(f"{name}={value!r}: use auto (the fastest way) or ordered (in rank order, never by MPI)")
