@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,14 +25,11 @@ from mpicomm.bench.measure import (
     UnsupportedError,
     those_that_work,
 )
-from mpicomm.bench.operations import BARRIER, Case, CaseBuffers, buffers
-from mpicomm.bench.peers import Mpicomm, Peer, PlainMpi, peer_class
+from mpicomm.bench.operations import BARRIER, Case, CaseBuffers
+from mpicomm.bench.peers import ORDINARY, OWN, UNCODED, Mpicomm, Peer, PlainMpi, peer_class
 from mpicomm.collectives.wire import Wire
 
-OWN = "mpicomm"
-ORDINARY = "mpicomm-ordinary"
-UNCODED = "mpicomm-uncoded"
-
+P = TypeVar("P", bound=Peer)
 _SEED = 48
 _STEP_NBYTES = 512  # PyTorch and CuPy place arrays of GPUs at multiples of it
 _PLACES = 64
@@ -69,28 +66,6 @@ def mean_share(largest: int) -> float:
     return (largest // 2 + 1 + largest) / 2 / largest
 
 
-@dataclass
-class Contender:
-    """A library, mpicomm or another, and its two arrays."""
-
-    name: str
-    peer: Peer
-    first: Any
-    second: Any
-    error: float = 0.0
-    """The most by which an element of each rank, of magnitude 1, may change on its way."""
-
-    @property
-    def own(self) -> bool:
-        """Whether it is mpicomm. Failures of mpicomm end the run."""
-        return self.name in (OWN, ORDINARY, UNCODED)
-
-    def buffers(self, case: Case, shift: int = 0) -> CaseBuffers:
-        """Return the buffers of a case, ``shift`` bytes into the two arrays."""
-        first, second = self.first[shift:], self.second[shift:]
-        return buffers(case, first, second, result_at_front=self.peer.result_at_front)
-
-
 class Contenders:
     """All contenders, mpicomm first. ``absent`` has the reason for each missing peer."""
 
@@ -98,7 +73,7 @@ class Contenders:
         self._comm = comm
         self._machine = machine
         self._nbytes = nbytes
-        self.present: list[Contender] = []
+        self.present: list[Peer] = []
         self.absent: dict[str, str] = {}
 
     def open_own(self, kinds: Sequence[str], algorithm: str, wire: Wire | None = None) -> None:
@@ -110,15 +85,13 @@ class Contenders:
         for name, kind, travels in [*own, *([] if wire is None else [(UNCODED, kinds[0], None)])]:
             symmetric = kind == "symmetric"
             peer = Mpicomm(self._comm, self._machine, symmetric=symmetric, algorithm=algorithm, wire=travels)
-            contender = self._with_arrays(name, peer)
-            contender.error = 0.0 if travels is None else travels.error
-            self.present.append(contender)
+            self.present.append(peer.named(name, self._nbytes))
 
     def open_peers(self, names: Sequence[str]) -> None:
         """Add the peers that all ranks can open. Collective."""
 
-        def make(name: str) -> Contender:
-            return self._with_arrays(name, open_peer(peer_class(name), self._comm, self._machine))
+        def make(name: str) -> Peer:
+            return open_peer(peer_class(name), self._comm, self._machine).named(name, self._nbytes)
 
         opened, self.absent = those_that_work(self._comm, names, make)
         self.present += opened.values()
@@ -130,7 +103,7 @@ class Contenders:
             contender.first = contender.second = None
             # Keep the results even if closing the peer fails.
             with suppress(Exception) if not contender.own else nullcontext():
-                contender.peer.close()
+                contender.close()
 
     def measure(
         self, measuring: Measuring, content: Content, case: Case, checks: int, *, vary: bool = False
@@ -145,16 +118,8 @@ class Contenders:
                 silent[contender.name] = str(failure)
         return measuring.run(trials, silent)
 
-    def _with_arrays(self, name: str, peer: Peer) -> Contender:
-        first, second = peer.allocate(self._nbytes), peer.allocate(self._nbytes)
-        with self._machine.current():
-            for array in (first, second):
-                array.fill(0)  # because calls that vary read bytes that no case has written, perhaps slow numbers
-        self._machine.finish()
-        return Contender(name, peer, first, second)
 
-
-def open_peer(made: Any, comm: Communicator, machine: Machine) -> Any:
+def open_peer(made: type[P], comm: Communicator, machine: Machine) -> P:
     """Open another library by its class. Collective. Raises `UnsupportedError` on all ranks."""
     if machine.stream is None and made is not PlainMpi:
         raise UnsupportedError("skipped, because it needs GPUs and these ranks are on the cpu")
@@ -166,10 +131,10 @@ def open_peer(made: Any, comm: Communicator, machine: Machine) -> Any:
 
 
 def _trials(
-    measuring: Measuring, content: Content, contender: Contender, case: Case, checks: int, *, vary: bool
+    measuring: Measuring, content: Content, contender: Peer, case: Case, checks: int, *, vary: bool
 ) -> list[Trial]:
     """Return a trial for each way of a contender. Raises `PeerFailureError`."""
-    effort, peer = measuring.effort, contender.peer
+    effort = measuring.effort
     scenes = [(case, contender.buffers(case))]
     if vary:
         checks *= _CHECKED
@@ -185,15 +150,15 @@ def _trials(
                 content.poison(contender.first[: scene[0].nbytes + ROOM_NBYTES])
             content.prepare(*scene)
 
-        exact, error = peer.exact, contender.error
+        exact, error = contender.exact, contender.error
         return CheckedCall(write, call, lambda: content.count_wrong(*scene, exact=exact, error=error))
 
-    prepared = measuring.step(lambda: [peer.prepare(*scene) for scene in scenes], own=contender.own)
+    prepared = measuring.step(lambda: [contender.prepare(*scene) for scene in scenes], own=contender.own)
     trials = []
     for way in prepared[0]:
         calls = [ways[way] for ways in prepared]
         trial = Trial(contender.name, _in_turn(calls, checks))
-        trial.own, trial.way, trial.capturable = contender.own, way, peer.capturable
+        trial.own, trial.way, trial.capturable = contender.own, way, contender.capturable
         trial.checks = [check(*each) for each in islice(cycle(zip(scenes, calls, strict=True)), checks)]
         trial.check_graph = not case.in_place
         if case.operation.reduces:

@@ -17,10 +17,11 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.contenders import OWN, open_peer
+from mpicomm.bench.contenders import open_peer
 from mpicomm.bench.machine import Call, Machine, machine_of
 from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Outcome, PeerFailureError, Trial, those_that_work
 from mpicomm.bench.nccl import Nccl
+from mpicomm.bench.peers import OWN, Peer
 from mpicomm.bench.torch_peers import FusedTorch
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -30,7 +31,7 @@ from mpicomm.mpi.types import covered_dtype
 from mpicomm.sizes import Columns
 
 NAME = "matmul"
-_PEERS = {"nccl": Nccl, "torch": FusedTorch}
+_PEERS: dict[str, type[Peer]] = {"nccl": Nccl, "torch": FusedTorch}
 _PARTS = ("collective", "product")
 _KINDS = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

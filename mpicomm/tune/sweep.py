@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import mpicomm
-from mpicomm.bench.contenders import Contender, Contenders
+from mpicomm.bench.contenders import Contenders
 from mpicomm.bench.content import Content
 from mpicomm.bench.measure import Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, BenchOperation, Case, blocks_of
@@ -108,10 +108,10 @@ class Timing:
         """
         comm, machine, registered = self._measuring.comm, self._measuring.machine, subject.kind.registered
         contenders = Contenders(comm, machine, self._nbytes)
-        contenders.present = [
-            Contender(algorithm, self._peer(algorithm, registered), *self._arrays[registered])
-            for algorithm in subject.algorithms
-        ]
+        for algorithm in subject.algorithms:
+            peer = self._peer(algorithm, registered)
+            peer.name, (peer.first, peer.second) = algorithm, self._arrays[registered]
+            contenders.present.append(peer)
         longest = self._nbytes // subject.dtype.itemsize
         with machine.current():
             content = Content(machine.xp, subject.dtype, _OP, comm.size, longest, reduces=True)

@@ -224,9 +224,3 @@ def test_a_rank_that_hangs_is_named() -> None:
     assert job.returncode != 0
     assert "FAULT answer: doctor: begin: rank 1 did not arrive within 2 s" in job.stdout
     assert "Traceback" not in job.stderr
-
-
-def test_help_is_printed_once() -> None:
-    job = run_job(2, "-m", "mpicomm.doctor", "--help")
-    assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.count("usage: python -m mpicomm.doctor") == 1

@@ -95,12 +95,6 @@ def test_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_help_is_printed_once() -> None:
-    job = run_job(2, *P2P, "--help")
-    assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.count("usage: python -m mpicomm.p2p") == 1
-
-
 class Part:
     """A symmetric array of two ranks; rank 0 is here."""
 
