@@ -21,7 +21,8 @@ from mpicomm.activity.layout import ranks_of_text
 from mpicomm.activity.page import Heading, Member
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import container_key, group_by_node, node_key, process_number
-from mpicomm.devices.base import DeviceInfo, GpuBackend
+from mpicomm.devices.base import DeviceInfo
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import NO_DEVICE, HostBackend
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError

@@ -10,7 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.mpi_transfers import Direct, MessageInFlight, Transfers
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, TransportName
 from mpicomm.errors import MpicommError

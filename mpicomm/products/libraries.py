@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 

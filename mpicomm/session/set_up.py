@@ -14,7 +14,8 @@ from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.roll_call import private_copy
-from mpicomm.devices.base import GpuBackend, Link
+from mpicomm.devices.base import Link
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse, summed
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError

@@ -25,7 +25,6 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import TREE, op_name
 from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
@@ -117,7 +116,7 @@ class Dispatcher:
                 return
             call = self._reader.placed(self._reader.look(operation, arguments, algorithm, stream), "gpu")
         else:
-            call = self._located(self._reader.look(operation, arguments, algorithm, stream))
+            call = self._located(self._reader.look(operation, arguments, algorithm, stream), blocking=True)
         self._carry(call, blocking=True)
 
     def expect_alike(self) -> None:
@@ -155,11 +154,14 @@ class Dispatcher:
         self._joins = self._votes.agree(operation) == "gpu"
         return not self._joins
 
-    def _located(self, call: Call) -> Call:
+    def _located(self, call: Call, *, blocking: bool) -> Call:
         """Vote in a call that waits for the votes of all ranks; return it at its location. Collective, blocking."""
         place: CallLocation = "gpu" if call.on_device else "host"
         if not call.is_mpis:
-            place = place if call.on_device else self._votes.agree(call.operation)
+            if not call.on_device:
+                # Mapped memory alone limits the time of calls on host arrays, and has no nonblocking calls.
+                limited = blocking and self._way_of(call, blocking=True) not in (self._mpi, self._copies)
+                place = self._votes.agree(call.operation, partial(self._mapped.give_up, call) if limited else None)
         elif self._votes.are_needed:
             self._votes.vote(call.operation, on_host=True)
         return self._reader.placed(call, place)
@@ -251,7 +253,7 @@ class Dispatcher:
         else:
             if votes.are_needed and call.on_device and not call.is_mpis:
                 votes.vote(operation, on_host=False)
-            call = self._located(call)
+            call = self._located(call, blocking=False)
         return self._prepare(operation, arguments, info, stream, algorithm, call)
 
     def _prepare(
@@ -363,7 +365,6 @@ class Dispatcher:
             return self._gpus
         if call.device_array is not None:
             return self._copies
-        refuse_stream(call.operation.name, call.stream)
         if call.epilogue is not None:
             return self._epilogue
         if call.wire is not None:

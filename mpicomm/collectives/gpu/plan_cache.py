@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
-from mpicomm.devices.side_stream import beside
+from mpicomm.devices.cuda.beside import beside
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.plain_arrays import (
     PlainArray,

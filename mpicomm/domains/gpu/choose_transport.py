@@ -9,8 +9,8 @@ from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import query_cuda_aware
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.side_streams import CaptureStreams
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.gpu.nccl_transport import NcclTransport, require_possible
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.mpi_transfers import Transfers

@@ -23,10 +23,10 @@ from mpicomm.collectives.operations import ALLGATHER, Operation
 from mpicomm.collectives.pack_tables import table_of_blocks
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
 from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack, Step, Transport

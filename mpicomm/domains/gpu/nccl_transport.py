@@ -12,10 +12,9 @@ from typing import TypeVar
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda import nccl
-from mpicomm.devices.cuda.events import LocalEvent
-from mpicomm.devices.cuda.side_streams import CaptureStreams
+from mpicomm.devices.cuda.side_streams import CaptureStreams, Mark
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, TransportName
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 
@@ -31,8 +30,8 @@ class _Watched:
 
     call: Signature
     ranks: tuple[int, ...]
-    begin: LocalEvent
-    end: LocalEvent
+    begin: Mark
+    end: Mark
     began_s: float = 0.0
 
 
