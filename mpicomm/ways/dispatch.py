@@ -34,7 +34,7 @@ from mpicomm.ways.by_mpi import MpiWay
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.on_gpus import OnGpus
-from mpicomm.ways.on_host import Deferred, InMappedMemory, OnCopies, WithEpilogue
+from mpicomm.ways.on_host import AsPacked, Deferred, InMappedMemory, OnCopies, WithEpilogue
 from mpicomm.ways.reader import Reader
 from mpicomm.ways.way import Begun, Way
 
@@ -72,6 +72,7 @@ class Dispatcher:
         self._deferred = Deferred(votes, session)
         self._epilogue = WithEpilogue(reader, self._carry, self._deferred)
         self._codes = AsCodes(session, reader, self._mapped, self._deferred)
+        self._packed = AsPacked(reader, self._carry, self._deferred)
         self._copies = OnCopies(session, reader, self._carry, self._prepare, self._deferred)
         facts = self._size, self._rank, self._nodes
         self._ordered = ordered = placement.here.reductions == "ordered"
@@ -351,6 +352,8 @@ class Dispatcher:
             return self._epilogue
         if call.wire is not None:
             return self._codes
+        if call.dtype is None and AsPacked.takes(call):
+            return self._packed
         if blocking:
             by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, ordered=self._ordered)
         else:
