@@ -29,7 +29,6 @@ from mpicomm.products.schedule import (
     gathering,
     reducing,
     scattering,
-    scattering_pairs,
 )
 
 if TYPE_CHECKING:
@@ -126,9 +125,7 @@ class Overlapped:
                 if cut.pairs:
                     pulled = shared[domain.rank] + (domain.size - 1) * facts.shard_rows * facts.row_nbytes
                     own["pulled"] = library.memory(pulled, (2 * out_height, columns), operands.out)
-                    actions = scattering_pairs(place, facts.row_nbytes, scratch, shared, out, bias=bias)
-                else:
-                    actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
+                actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
             else:
                 place = Place(domain.rank, domain.size, facts.rows)
                 landing = [pointer + _results_nbytes(facts) for pointer in shared]
