@@ -252,7 +252,7 @@ class Communicator(
 
     @AtFirstUse
     def _in_stream_order(self) -> InStreamOrder:
-        return InStreamOrder(self._collectives, self._session)
+        return InStreamOrder(self._collectives.engines, self._session)
 
     @AtFirstUse
     def _door(self) -> Door:
