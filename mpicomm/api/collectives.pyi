@@ -135,6 +135,7 @@ class BlockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
         epilogue: Any = None,
         wire_dtype: Any = None,
+        order: str = "auto",
         **operands: Any,
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element.
@@ -167,6 +168,12 @@ class BlockingCollectives(MPI.Intracomm):
         arrays in several peer domains, and other types, operations and algorithms than "auto", "one_shot" and
         "two_shot", raise `InvalidUsageError`. It saves time on GPUs from 1 MiB on. Smaller calls, and calls on the
         host, may take longer than without ``wire_dtype``.
+
+        ``order="tree"`` adds with ``MPI.SUM`` along a binary tree: ranks 0 and 1, 2 and 3, ..., then pairs of their
+        sums. `tree_sum` adds the leaves of a rank in the same way. So 1, 2, 4 or more ranks that hold the ``leaves`` of
+        the `Communicator` in equal blocks get the same bits. All ranks pass the same ``order``. A number of ranks that
+        is no power of two or exceeds ``leaves``, elements of 16 bits or fewer, and the algorithms "ring", "chain" and
+        "mpi" raise `InvalidUsageError`.
         """
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
@@ -297,6 +304,7 @@ class BlockingCollectives(MPI.Intracomm):
         *,
         stream: Any = None,
         algorithm: str = "auto",
+        order: str = "auto",
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element.
 
@@ -347,6 +355,7 @@ class BlockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
         wire_dtype: Any = None,
+        order: str = "auto",
     ) -> None:
         """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.
 
@@ -462,6 +471,7 @@ class NonblockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
         epilogue: Any = None,
         wire_dtype: Any = None,
+        order: str = "auto",
         **operands: Any,
     ) -> MPI.Request:
         """Start `Allreduce` with its arguments; return the request.
@@ -562,6 +572,7 @@ class NonblockingCollectives(MPI.Intracomm):
         *,
         stream: Any = None,
         algorithm: str = "auto",
+        order: str = "auto",
     ) -> MPI.Request:
         """Start `Reduce` with its arguments; return the request.
 
@@ -601,6 +612,7 @@ class NonblockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
         wire_dtype: Any = None,
+        order: str = "auto",
     ) -> MPI.Request:
         """Start `Reduce_scatter_block` with its arguments; return the request.
 
@@ -706,6 +718,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
         epilogue: Any = None,
         wire_dtype: Any = None,
+        order: str = "auto",
         **operands: Any,
     ) -> MPI.Prequest:
         """Prepare `Allreduce` with its arguments; return the request.
@@ -860,6 +873,7 @@ class PersistentCollectives(MPI.Intracomm):
         *,
         stream: Any = None,
         algorithm: str = "auto",
+        order: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Reduce` with its arguments; return the request.
 
@@ -907,6 +921,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
         wire_dtype: Any = None,
+        order: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Reduce_scatter_block` with its arguments; return the request.
 

@@ -58,6 +58,7 @@ def head(row: Operation, form: int, join: Callable[[list[str]], str] = ", ".join
     parameters = ["self", *(f"{name}: {_TYPES.get(name, 'Any')}" for name in names)]
     parameters += ["*", "stream: Any = None", 'algorithm: str = "auto"']
     parameters += ["epilogue: Any = None"] * (row is ALLREDUCE) + ["wire_dtype: Any = None"] * row.coded
+    parameters += ['order: str = "auto"'] * row.tree
     parameters += ["**operands: Any"] * (row is ALLREDUCE)
     return f"{row.methods[form]}({join(parameters)}) -> {_RETURNED[form]}"
 
@@ -72,10 +73,13 @@ def _body(row: Operation, form: int) -> list[str]:
         asked += ["epilogue is not None", "operands"]
         options += ["epilogue=as_epilogue(epilogue, operands)"]
     with_options = ", ".join([fields, *options])
+    lines = ["    if order != 'auto':", "        op = self._collectives.in_order(row, op, order)"] * row.tree
     if form == 2:
-        return [f"    return self._collectives.prepare(row, Arguments({with_options}), info, stream, algorithm)"]
+        return [
+            *lines,
+            f"    return self._collectives.prepare(row, Arguments({with_options}), info, stream, algorithm)",
+        ]
     run = f"self._collectives.{('run', 'start')[form]}(row, stream, algorithm,"
-    lines = []
     if options:
         lines += [f"    if {' or '.join(asked)}:", f"        return {run} {with_options})"]
     if row.in_mpi and not row.of_neighbors and row.send != "typed":

@@ -52,6 +52,8 @@ class Operation:
     chain: Callable[[Buffers], Chain] | None = None
     coded: bool = False
     """Whether elements may travel as codes of 8 bits: the argument ``wire_dtype``."""
+    tree: bool = False
+    """Whether it can add in the order of a binary tree: the argument ``order``."""
     copies: Literal["", "one_shot", "two_shot"] = ""
     """The pattern that copy engines carry out; "" if they do not serve the collective."""
 
@@ -147,6 +149,7 @@ ALLREDUCE = Operation(
     two_shot=patterns.two_shot_allreduce,
     ring=patterns.ring_allreduce,
     coded=True,
+    tree=True,
     copies="two_shot",
 )
 DOCS[ALLREDUCE] = """\
@@ -173,6 +176,12 @@ an infinity on any rank, or if its sum exceeds float32. A magnitude within 1/32 
 become infinite by rounding. Device arrays in several peer domains, and other types, operations and algorithms than
 "auto", "one_shot" and "two_shot", raise `InvalidUsageError`. It saves time on GPUs from 1 MiB on. Smaller calls, and
 calls on the host, may take longer than without ``wire_dtype``.
+
+``order="tree"`` adds with ``MPI.SUM`` along a binary tree: ranks 0 and 1, 2 and 3, ..., then pairs of their sums.
+`tree_sum` adds the leaves of a rank in the same way. So 1, 2, 4 or more ranks that hold the ``leaves`` of the
+`Communicator` in equal blocks get the same bits. All ranks pass the same ``order``. A number of ranks that is no power
+of two or exceeds ``leaves``, elements of 16 bits or fewer, and the algorithms "ring", "chain" and "mpi" raise
+`InvalidUsageError`.
 """
 ALLTOALL = Operation(
     "Alltoall", "blocks", "blocks", patterns.alltoall, traffic="even", into_all=True, copies="one_shot"
@@ -333,6 +342,7 @@ REDUCE = Operation(
     reduces=True,
     two_shot=patterns.two_shot_reduce,
     chain=patterns.chain_reduce,
+    tree=True,
     copies="one_shot",  # only the root has memory for a shard that copy engines would send on
 )
 DOCS[REDUCE] = """\
@@ -363,6 +373,7 @@ REDUCE_SCATTER_BLOCK = Operation(
     reduces=True,
     traffic="even",
     coded=True,
+    tree=True,
     copies="one_shot",
 )
 DOCS[REDUCE_SCATTER_BLOCK] = """\

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.collectives import eight_bits
+from mpicomm.collectives import wire
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL
 from mpicomm.devices.host import array_at
@@ -51,9 +51,9 @@ class AsCodes:
         else:
             assert whole is not None
             operation, given = ALLGATHER, [whole]
-        sent = np.empty((len(given), eight_bits.coded_nbytes(given[0].size)), np.uint8)
+        sent = np.empty((len(given), wire.coded_nbytes(given[0].size)), np.uint8)
         for block, coded in zip(given, sent, strict=True):
-            eight_bits.encode(block, codes, coded)
+            wire.encode(block, codes, coded)
         received = np.empty((self._size, sent.shape[1]), np.uint8)
         part = self._reader.read(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "auto", None)
         part.of_call = call.signature
@@ -63,17 +63,17 @@ class AsCodes:
             with np.errstate(all="ignore"):
                 if not call.operation.reduces:
                     for output, coded in zip(outputs, received, strict=True):
-                        eight_bits.decode(coded, codes, values)
+                        wire.decode(coded, codes, values)
                         np.copyto(output, values, casting="unsafe")
                     return
-                eight_bits.decode(received[0], codes, values)
+                wire.decode(received[0], codes, values)
                 for coded in received[1:]:
-                    eight_bits.add(coded, codes, values)
+                    wire.add(coded, codes, values)
                 if call.op == "avg":
                     values /= np.float32(self._size)
                 if call.operation is ALLREDUCE and again:
-                    eight_bits.encode(values, codes, received[0])
-                    eight_bits.decode(received[0], codes, values)
+                    wire.encode(values, codes, received[0])
+                    wire.decode(received[0], codes, values)
                 np.copyto(outputs[0], values, casting="unsafe")
 
         if not blocking:

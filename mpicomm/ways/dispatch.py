@@ -10,7 +10,7 @@ says why all ranks choose alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from mpi4py import MPI
@@ -23,6 +23,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.ops import TREE, op_name
 from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
@@ -31,7 +32,7 @@ from mpicomm.ways.by_mpi import MpiWay
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.on_gpus import OnGpus
-from mpicomm.ways.on_host import Begun, Deferred, InMappedMemory, OnCopies, Way, WithEpilogue
+from mpicomm.ways.on_host import AsPacked, Begun, Deferred, InMappedMemory, OnCopies, Way, WithEpilogue
 from mpicomm.ways.reader import Reader
 
 
@@ -58,6 +59,7 @@ class Dispatcher:
         self._deferred = Deferred(votes, session)
         self._epilogue = WithEpilogue(reader, self._carry, self._deferred)
         self._codes = AsCodes(session, reader, self._mapped, self._deferred)
+        self._packed = AsPacked(reader, self._carry, self._deferred)
         self._copies = OnCopies(session, reader, self._carry, self._prepare, self._deferred)
         facts = self._size, self._rank, self._nodes
         self._ordered = ordered = placement.here.reductions == "ordered"
@@ -107,6 +109,32 @@ class Dispatcher:
     def expect_alike(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
         self._votes.are_needed, self._vote, self.at_once = False, None, self._alike
+
+    def in_order(self, operation: Operation, op: MPI.Op, order: str) -> MPI.Op:
+        """Return the operation of a reduction with ``order``, which is not "auto". Local.
+
+        Raises `InvalidUsageError` for another order than "tree", for another operation than SUM, and on all ranks if
+        they make no tree.
+        """
+        if order != "tree":
+            raise InvalidUsageError(f'order={order!r} of {operation}: use "auto" or "tree"')
+        if op != MPI.SUM:
+            raise InvalidUsageError(
+                f'order="tree" of {operation} is for op=MPI.SUM, and op is {op_name(op)}: leave order= out'
+            )
+        if self._no_tree:
+            raise InvalidUsageError(f'order="tree" of {operation}: {self._no_tree}')
+        return TREE
+
+    @cached_property
+    def _no_tree(self) -> str:
+        """Why the ranks do not hold the leaves of a tree in equal blocks; "" if they do."""
+        leaves, domains = self._session.placement.here.leaves, self._session.placement.domains
+        if leaves % self._size:
+            return f"{self._size} ranks cannot hold {leaves} leaves in equal blocks: use 1, 2, 4, ... or {leaves} ranks"
+        if [rank for ranks in domains for rank in ranks] != list(range(self._size)) or len({*map(len, domains)}) > 1:
+            return f"each peer domain needs equally many ranks that follow each other, and the domains are {domains}"
+        return ""
 
     def _is_on_host(self, operation: Operation) -> bool:
         """Vote in a call on host arrays; return whether it is on the host. If not, `run` is called for it next."""
@@ -281,6 +309,8 @@ class Dispatcher:
             return self._epilogue
         if call.wire is not None:
             return self._codes
+        if call.dtype is None and AsPacked.takes(call):
+            return self._packed
         if blocking:
             by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, ordered=self._ordered)
         else:

@@ -75,7 +75,9 @@ PURPOSES = (
     ),
     Purpose("Matrix products", classes=("ProductCalls",)),
     Purpose("Mixture of experts", ("Experts", "Received")),
-    Purpose("Operations", ("AVG", "Op"), text="Epilogues are in [mpicomm.epilogues](mpicomm/epilogues.html)."),
+    Purpose(
+        "Operations", ("AVG", "Op", "tree_sum"), text="Epilogues are in [mpicomm.epilogues](mpicomm/epilogues.html)."
+    ),
     Purpose("Messages", classes=("PointToPoint", "PersistentMessages", "Probes")),
     Purpose("Python objects", classes=("ObjectCalls",)),
     Purpose("Making communicators", classes=("Constructors",)),
