@@ -9,7 +9,6 @@ This module imports no array library, because a program that passes a tensor has
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import sys
 from array import array as standard_array
@@ -179,7 +178,7 @@ def _read_other(array: Any, writable: bool, name: str) -> ArrayMemory:
     view = _view_of(array)
     if view is not None:
         return _read_view(array, view, writable, name)
-    if _has_dlpack(array):
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _read_dlpack(array, writable, name)
     if hasattr(array, "__cuda_array_interface__"):
         return _read_interface(array, writable, name)
@@ -192,21 +191,6 @@ def _view_of(array: Any) -> memoryview | None:
         return memoryview(array)
     except (TypeError, BufferError, ValueError, RuntimeError):
         return None
-
-
-def _has_dlpack(array: Any) -> bool:
-    return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
-
-
-def is_host_export(array: Any) -> bool:
-    """Return whether ``array`` exports host memory through DLPack. It does not export the memory. Local."""
-    if _reader_of(type(array)) is not _read_other or not _has_dlpack(array):
-        return False
-    try:
-        kind, _ = array.__dlpack_device__()
-    except Exception:  # `read` raises the error
-        return False
-    return int(kind) in _DLPACK_HOST or (int(kind) in _DLPACK_GPU and not memory_location.has_driver())
 
 
 def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> ArrayMemory:
@@ -268,15 +252,17 @@ def _unreadable(array: Any, protocol: str, name: str, error: Exception) -> Excep
 
 def _own_dtype(array: Any, kind: int) -> np.dtype[Any] | None:
     dtype = getattr(array, "dtype", None)
-    if dtype is None:
-        return exported_dtype(array, kind)
     try:
-        own: np.dtype[Any] = np.dtype(dtype)
-        # Warp's vectors have subarrays as types. A vector of float16 names integers, because ctypes has no float16.
-        return own if own.subdtype is None else exported_dtype(array, kind)
+        own: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
     except TypeError:
         name = str(dtype).rpartition(".")[2]
         return types.covered_dtype(name) if name in types.COVERED else None
+    if own is not None and own.subdtype is None:
+        return own
+    # Warp's vectors have subarrays as types. A vector of float16 names integers, because ctypes has no float16.
+    if hasattr(array, "__cuda_array_interface__"):
+        return types.interface_dtype(array.__cuda_array_interface__["typestr"], array)
+    return np.from_dlpack(array).dtype if kind in _DLPACK_HOST else None
 
 
 def _read_interface(array: Any, writable: bool, name: str) -> ArrayMemory:
@@ -324,15 +310,6 @@ def array_of(spec: Any) -> Any:
     return spec[0] if isinstance(spec, (list, tuple)) and spec else spec
 
 
-_KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}  # of DLDataTypeCode
-_BFLOAT = 4
-_CPU = 1
-
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype = ctypes.c_void_p
-_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
-
-
 class Unversioned:
     """An object that exports ``array`` by the first version of DLPack.
 
@@ -350,34 +327,3 @@ class Unversioned:
         if not stream.keys() <= {"stream"}:
             raise TypeError("the first version of DLPack has no other argument than stream")
         return self._array.__dlpack__(**stream)
-
-
-class _Tensor(ctypes.Structure):
-    """The beginning of a DLTensor."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-    )
-
-
-def exported_dtype(array: Any, kind: int) -> np.dtype[Any] | None:
-    """Return the type of the elements that ``array`` exports, or None for a type that NumPy does not have. Local.
-
-    It exports the array once more, and drops the export. ``kind`` is DLPack's number of the type of the array's device.
-    """
-    capsule = array.__dlpack__() if kind == _CPU else array.__dlpack__(stream=-1)  # without an order of streams
-    tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
-    if tensor.lanes != 1:
-        return None
-    if tensor.code == _BFLOAT:
-        return types.covered_dtype("bfloat16") if tensor.bits == 16 else None
-    try:
-        return np.dtype(f"{_KINDS[tensor.code]}{tensor.bits // 8}")
-    except (KeyError, TypeError):
-        return None
