@@ -1,8 +1,8 @@
 """Write the collective methods of a Communicator from the table of operations.
 
 `python scripts/write_methods.py [--check]` writes the end of each file in ``FILES``, below the line that names this
-script. A method that stands above the line, by hand, is not written again. The docstring of a blocking method is the
-string below its row, with the order, the algorithms and the errors of all collectives. ``--check`` writes nothing and
+script. A method that stands above the line, by hand, is not written again. The docstring of a blocking method stays,
+except the paragraph with the order, the algorithms and the errors of all collectives. ``--check`` writes nothing and
 exits with 1 if a file differs from the text it would write.
 """
 
@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import argparse
 import ast
-import functools
-import inspect
 import itertools
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mpicomm.collectives import operations
 from mpicomm.collectives.operations import OPERATIONS, Operation
 
 FOLDER = Path(__file__).resolve().parents[1] / "mpicomm/api"
@@ -34,6 +31,8 @@ PARAMETERS = {
     "info": "info: MPI.Info = MPI.INFO_NULL",
 }
 
+COMMON = "Collective. On host arrays the call blocks."
+"""The begin of the paragraph that all blocking methods have."""
 KEPT_BY_MPI4PY = ("Allgather", "Alltoall", "Alltoallv", "Bcast")
 """The collectives with nonblocking methods in mpi4py whose requests keep all buffers, on every rank."""
 
@@ -132,19 +131,19 @@ def shortcut(row: Operation, name: str) -> list[str]:
     ]
 
 
-def blocking(row: Operation) -> str:
+def blocking(row: Operation, methods: dict[str, str]) -> str:
     """Return the blocking method."""
     run = fold("        return self._collectives.run(", [row_of(row), "stream", "algorithm", *kept(row)], ")")
     return method(
         row,
         row.name,
         "None",
-        documentation(row),
+        documentation(row, methods),
         [*in_order(row), *(shortcut(row, row.name) if has_shortcut(row) else []), *run],
     )
 
 
-def nonblocking(row: Operation) -> str:
+def nonblocking(row: Operation, methods: dict[str, str]) -> str:
     """Return the nonblocking method."""
     start = fold("        return self._collectives.start(", [row_of(row), "stream", "algorithm", *kept(row)], ")")
     body = [*in_order(row), *(shortcut(row, row.nonblocking) if has_shortcut(row) else []), *start]
@@ -152,7 +151,7 @@ def nonblocking(row: Operation) -> str:
     return method(row, row.nonblocking, "MPI.Request", doc, body)
 
 
-def persistent(row: Operation) -> str:
+def persistent(row: Operation, methods: dict[str, str]) -> str:
     """Return the persistent method."""
     items = [row_of(row), f"Arguments({', '.join(kept(row))})", "info", "stream", "algorithm"]
     body = [*in_order(row), *fold("        return self._collectives.prepare(", items, ")")]
@@ -162,7 +161,7 @@ def persistent(row: Operation) -> str:
 
 
 FORMS = (blocking, nonblocking, persistent)
-"""Functions that write methods, in the order of `Operation.methods`."""
+"""Functions that write methods, in the order of `Operation.methods`. They get the docstrings of a file's methods."""
 FILES = {
     "blocking.py": (False, (blocking,)),
     "nonblocking.py": (False, (nonblocking,)),
@@ -172,28 +171,18 @@ FILES = {
 """The files, each with a flag for methods of neighbours, and the forms of its methods."""
 
 
-@functools.cache
-def docstrings() -> dict[str, list[str]]:
-    """Return the paragraphs of the string below each row, by the name of the row's variable."""
-    found = {}
-    for row, below in itertools.pairwise(ast.parse(inspect.getsource(operations)).body):
-        match row, below:
-            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = inspect.cleandoc(text).split("\n\n")
-    return found
-
-
-def documentation(row: Operation) -> str:
+def documentation(row: Operation, methods: dict[str, str]) -> str:
     """Return the docstring of the blocking method: its own paragraphs, and before the example what all have."""
-    paragraphs = docstrings().get(row.name.upper(), [])
+    own = methods.get(row.name, "").split("\n\n")
+    paragraphs = [each for each in own if not each.startswith(COMMON)]
     example = next((number for number, each in enumerate(paragraphs) if is_code(each)), None)
     if example is None:
-        raise SystemExit(f"{row} has no docstring with an example below its row")
+        raise SystemExit(f"{row} has no docstring with an example: write a method with one below the line")
     names = ["auto", "one_shot", *["two_shot"] * bool(row.two_shot), *["ring"] * bool(row.ring)]
     names += [*["chain"] * bool(row.chain), *["copy_engine"] * bool(row.copies), *["mpi"] * row.in_mpi]
     quoted = [f'"{name}"' for name in names]
     common = (
-        "Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the "
+        f"{COMMON} On device arrays it is enqueued on ``stream``, by default the "
         f"current stream of their library. ``algorithm`` is {', '.join(quoted[:-1])} or {quoted[-1]}, the same on all "
         "ranks. Raises `InvalidUsageError` for wrong arguments, `PeerError` if ranks call different things, and "
         "`CollectiveTimeoutError` if one does not come; on device arrays `check` or the next call raises the last two."
@@ -223,7 +212,12 @@ def completed(name: str, text: str) -> str:
         for form, row in itertools.product(forms, rows)
         if f"def {row.methods[FORMS.index(form)]}(" not in by_hand
     ]
-    methods = "\n".join(form(row) for form, row in wanted)
+    found = {
+        node.name: ast.get_docstring(node) or ""
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef)
+    }
+    methods = "\n".join(form(row, found) for form, row in wanted)
     aliases = [
         f'_{name.lower()}, _{row.name.upper()} = MPI.Intracomm.{name}, by_mpi("{row}")\n'
         for form, row in wanted

@@ -73,7 +73,19 @@ def read(array: Any, writable: bool, name: str) -> ArrayMemory:
     Raises `TypeError` for an object that is no buffer. Raises `InvalidUsageError` for memory that is not contiguous,
     for read-only memory if ``writable``, and for memory neither on the host nor on a CUDA device.
     """
-    return _reader_of(type(array))(array, writable, name)
+    cls = type(array)
+    reader = _readers.get(cls)
+    if reader is None:
+        reader = _readers[cls] = _read_other
+        for module, attribute, of_library in (
+            ("numpy", "ndarray", _read_numpy),
+            ("cupy", "ndarray", _read_cupy),
+            ("torch", "Tensor", _read_torch),
+        ):
+            base = getattr(sys.modules.get(module), attribute, None)
+            if base is not None and issubclass(cls, base):
+                reader = _readers[cls] = of_library
+    return reader(array, writable, name)
 
 
 _HOST_CLASSES = (bytes, bytearray, mmap.mmap, standard_array)
@@ -99,22 +111,6 @@ def _by_address(owner: Any, pointer: int) -> memory_location.GpuLocation | None:
         return None
     place = memory_location.place_of(pointer)
     return None if place is None or place.managed else place
-
-
-def _reader_of(cls: type) -> Reader:
-    return _readers.get(cls) or _readers.setdefault(cls, _find_reader(cls))
-
-
-def _find_reader(cls: type) -> Reader:
-    for module, attribute, reader in (
-        ("numpy", "ndarray", _read_numpy),
-        ("cupy", "ndarray", _read_cupy),
-        ("torch", "Tensor", _read_torch),
-    ):
-        base = getattr(sys.modules.get(module), attribute, None)
-        if base is not None and issubclass(cls, base):
-            return reader
-    return _read_other
 
 
 def _read_numpy(array: Any, writable: bool, name: str) -> ArrayMemory:
@@ -182,7 +178,10 @@ def _read_other(array: Any, writable: bool, name: str) -> ArrayMemory:
         return _read_dlpack(array, writable, name)
     if hasattr(array, "__cuda_array_interface__"):
         return _read_interface(array, writable, name)
-    raise no_buffer(array, name)
+    raise TypeError(
+        f"{name} is a {_class(array)}, which has neither the buffer protocol nor DLPack nor a CUDA array interface: "
+        "pass an array, or a list [array, count, type]"
+    )
 
 
 def _view_of(array: Any) -> memoryview | None:
@@ -275,14 +274,6 @@ def _read_interface(array: Any, writable: bool, name: str) -> ArrayMemory:
     on_device = place is not None or (not pointer and memory_location.has_driver())
     device = None if place is None else place.device
     return ArrayMemory(pointer, buffer.nbytes, dtype, on_device, device, array, exported=buffer)
-
-
-def no_buffer(array: Any, name: str) -> TypeError:
-    """Return the error for an object that is no buffer."""
-    return TypeError(
-        f"{name} is a {_class(array)}, which has neither the buffer protocol nor DLPack nor a CUDA array interface: "
-        "pass an array, or a list [array, count, type]"
-    )
 
 
 def _in_pieces(shape: Any, strides: Any, name: str) -> BufferRefusedError:
