@@ -28,7 +28,7 @@ from mpicomm.kernels import reductions as combine
 from mpicomm.kernels import window as accumulate
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.team import ABSENT, Faults, FlaggedInboxes, Team
-from mpicomm.p2p import kernels as p2p
+from mpicomm.p2p import gpu as p2p
 from tests.helpers.inputs.kernel_sources import INCLUDES
 from tests.helpers.references.reductions import SENTINELS
 
@@ -80,7 +80,6 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "p2p.cu": {
         "mpicomm::Gate": p2p.Gate,
         "mpicomm::Copying": p2p.Copying,
-        "mpicomm::PingPong": p2p.PingPong,
         "mpicomm::PointerChase": p2p.PointerChase,
     },
 }
