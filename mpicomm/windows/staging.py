@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.layout import DatatypeLayout

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from mpi4py import MPI
 
 from mpicomm.activity import layout
 from mpicomm.activity.reading import calls_of
-from mpicomm.devices.base import GpuBackend, Link
+from mpicomm.devices.base import Link
+from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
@@ -39,7 +41,8 @@ class Synchronisation:
         self._group = group
         self._links = links
         self._epochs = Epochs()
-        self._backend = cast(GpuBackend, owner.backend)
+        assert not isinstance(owner.backend, HostBackend)
+        self._backend: GpuBackend = owner.backend
         self._owner: Owner = owner
         self._rank = owner.node.rank
         self._size = owner.node.size

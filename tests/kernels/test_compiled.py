@@ -54,7 +54,7 @@ from mpicomm.kernels.reductions import (  # noqa: E402
 )
 from mpicomm.kernels.variant import Variant  # noqa: E402
 from mpicomm.kernels.window import LOCATING, LOCK_KERNEL, MEET_KERNEL, MOVING, accumulate_kernel, swap_kernel  # noqa: E402  # noqa: E402
-from mpicomm.p2p.kernels import COPY, COPY_THREADS, GATE, PING_PONG, POINTER_CHASE  # noqa: E402
+from mpicomm.p2p.gpu import COPY, COPY_THREADS, GATE, POINTER_CHASE  # noqa: E402
 from tests.helpers.inputs.kernel_sources import INCLUDES  # noqa: E402
 from tests.helpers.jobs.mpiexec import ROOT  # noqa: E402
 
@@ -118,6 +118,12 @@ BANDWIDTH += [
 ]
 BANDWIDTH += [DISPATCH_FEW_KERNEL, quantize_experts_kernel("bfloat16"), combine_kernel(WIDEST, WIDEST[0])]
 BANDWIDTH += [local_reduction_kernel(reduction) for reduction in (("float8_e4m3fn", "sum"), WIDEST)]
+# The state of a tree has several sums.
+BANDWIDTH += [kernel(("float32", "tree")) for kernel in (exchange_kernel, local_reduction_kernel)]
+BANDWIDTH += [
+    packet_kernel((dtype, "tree"), size, "sentinel", "laps", fan_out=fan_out)
+    for dtype, size, fan_out in (("float32", 2, True), ("complex128", 4, False), ("complex128", 8, True))
+]
 
 
 @pytest.fixture(autouse=True)
@@ -320,7 +326,7 @@ def test_chains_in_memory_of_the_host_take_fences_of_the_whole_system() -> None:
 @pytest.mark.parametrize("capability", OF_EACH_KIND, ids=lambda capability: "sm_{}{}".format(*capability))
 def test_kernels_of_one_source_compile_together(capability: tuple[int, int]) -> None:
     image = compile_kernel(GATE.source, capability, GATE.options)
-    assert all(variant.entry.encode() in image for variant in (GATE, COPY, PING_PONG, POINTER_CHASE))
+    assert all(variant.entry.encode() in image for variant in (GATE, COPY, POINTER_CHASE))
 
 
 # As a user would: only the directory that the package names.
