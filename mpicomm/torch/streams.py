@@ -188,7 +188,7 @@ class Streams:
         work = StreamWork()
         work.side, work.name, work.ptr, work.kept, work._outputs = self, name, event.ptr, None, list(outputs)
         try:
-            self.marks.wait_stream_again(self._begin, address, current)
+            self.marks.wait_stream(address, current, self._begin)
             is_recorded = self.enqueue(call, given, event, beside=True)
             if self._pool.is_in_use:
                 self._note_use((*outputs, *inputs))
@@ -235,7 +235,7 @@ class Streams:
         # There is no work, because its creation and its mark would take the host half as long as the call.
         current, side = current_stream(self.gpu), self.stream
         try:
-            self.marks.wait_stream_again(self._begin, self._address, current)
+            self.marks.wait_stream(self._address, current, self._begin)
             if known is None:
                 self.enqueue(call, given, beside=True)
             else:

@@ -28,9 +28,7 @@ class Rank:
         comm: Any = PlanningComm(0)
         comm.device = 0
         comm.cache.engine.enqueue = lambda plan, stream, event: self.enqueued.append((plan, stream))
-        marks = SimpleNamespace(
-            mark=lambda stream: None, wait_stream_again=lambda *_: None, wait_stream=lambda *_: None
-        )
+        marks = SimpleNamespace(mark=lambda stream: None, wait_stream=lambda *_: None)
         backend = SimpleNamespace(side_streams=marks, lasting_streams=set())
         comm._session.gpu, comm._session.require_usable = lambda what: backend, lambda what: None
         comm._collectives = SimpleNamespace(expect_alike=lambda: None)
