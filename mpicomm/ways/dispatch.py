@@ -331,29 +331,12 @@ class Dispatcher:
         self,
         error: BufferError | KeyError | ValueError | MPI.Exception,
         operation: Operation,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None = None,
-        root: int = 0,
-        counts: Sequence[int] | None = None,
-    ) -> None:
+        arguments: Arguments,
+        method: str,
+    ) -> Any:
         """Carry out a call whose arguments mpi4py has refused with ``error``, or raise; see `MpiWay.again`."""
-        self._mpi.again(error, operation, Arguments(send, receive, op, root, counts), operation.name)
-
-    def start_again(
-        self,
-        error: BufferError | KeyError | ValueError | MPI.Exception,
-        operation: Operation,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None = None,
-        root: int = 0,
-        counts: Sequence[int] | None = None,
-    ) -> MPI.Request:
-        """As `again`, for a nonblocking call."""
-        arguments = Arguments(send, receive, op, root, counts)
-        request: MPI.Request = self._mpi.again(error, operation, arguments, operation.nonblocking)
-        return holding(request, arguments)
+        result = self._mpi.again(error, operation, arguments, method)
+        return result if method == operation.name else holding(result, arguments)
 
     def _carry(self, call: Call, *, blocking: bool) -> Begun:
         """Enqueue a call that was read, by its way. Collective."""

@@ -41,7 +41,7 @@ from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.gpu.step_loader import CopyStream, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.pack_tables import PackJob
+from mpicomm.collectives.packed import PackJob
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import slowest_gb_s
