@@ -105,7 +105,7 @@ class Experts:
             self._gpu = session.backend
             self._arena = share_arena(session, self._shape, self._gpu)
             self._launches = launches_of(session, self._shape, self._gpu, self._arena)
-        self._streams = StreamUse(self._gpu)
+        self._streams = None if self._gpu is None else StreamUse(self._gpu)
         self._host = HostWay(session, self._shape)
         self.closed = False
 
@@ -277,7 +277,7 @@ class Experts:
 
     def _enqueue(self, steps: Sequence[Launch], array: Any, stream: Any) -> None:
         """Enqueue launches after the launches before them, on whichever streams they are."""
-        assert self._gpu is not None
+        assert self._gpu is not None and self._streams is not None
         where, captures = self._streams.resolve(stream, array)
         self._streams.before_synchronisation(where, captures=captures)
         for each in steps:
