@@ -11,14 +11,14 @@ from mpi4py import MPI
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.mpi_transfers import Direct, MessageInFlight, Transfers
-from mpicomm.domains.steps import NetworkMessage, NetworkStep, TransportName
+from mpicomm.domains.steps import NetworkMessage, NetworkStep, Transport, TransportName
 from mpicomm.errors import MpicommError
 
 CHUNK_NBYTES = 2 << 20
 """The bytes of one message: while MPI carries a chunk, the copy engines copy the next chunk."""
 
 
-class PinnedTransport:
+class PinnedTransport(Transport):
     """The `Transport` that copies to pinned host memory, from which MPI sends chunk by chunk. It blocks the host."""
 
     name: TransportName = "pinned"
@@ -109,7 +109,7 @@ def _chunks_of(messages: tuple[NetworkMessage, ...]) -> Iterator[NetworkMessage]
             yield NetworkMessage(message.rank, message.pointer + start, min(CHUNK_NBYTES, message.nbytes - start))
 
 
-class CudaAwareTransport:
+class CudaAwareTransport(Transport):
     """The `Transport` that gives device memory to an MPI that takes device pointers. It blocks the host."""
 
     name: TransportName = "mpi"
@@ -128,5 +128,3 @@ class CudaAwareTransport:
 
     def tell(self, error: MpicommError) -> None:
         self._transfers.tell(error)
-
-    def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The peer domains of a communicator, the steps of one rank over several of them, and the Protocol of a transport.
+"""The peer domains of a communicator, the steps of one rank over several of them, and the base of a transport.
 
 A *domain* is a set of ranks that map each other's memory and that one engine serves. A *rail* is made of the ranks with
 the same index in their domains. Each rank of a domain uses another network card, so traffic along all rails uses all
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,11 +59,11 @@ class NetworkStep:
 TransportName = Literal["mapped", "nccl", "mpi", "pinned"]
 
 
-class Transport(Protocol):
+class Transport:
     """Moves network messages between device memory of different domains."""
 
     name: TransportName
-    capturable: bool
+    capturable = True
     """Whether CUDA graphs can hold its work; else it blocks the host, and a capture is an error."""
 
     def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
@@ -72,9 +72,13 @@ class Transport(Protocol):
         All ranks start equally many network steps in the same order. A step may have no network messages. The function
         does not block, or raises `CollectiveTimeoutError` or `PeerError` as `Transfers.begin` says.
         """
+        raise NotImplementedError
 
     def tell(self, error: MpicommError) -> None:
-        """Tell ranks of other domains why this rank has given up a call; local. See `Transfers.tell`."""
+        """Tell ranks of other domains why this rank has given up a call; local. See `Transfers.tell`.
+
+        It does nothing if all waits for this rank have a deadline by themselves.
+        """
 
     def close(self) -> None:
         """Release the resources of the transport; its work must be over, or have failed. Local."""

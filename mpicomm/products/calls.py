@@ -157,12 +157,12 @@ class Products:
     def _gather_scales(self, operands: Operands, stream: int | None) -> None:
         """Gather the factors of the rows of all shards, before a product multiplies any row of a peer."""
         scales = operands.scales
-        if scales is None or not scales.by_rows or operands.kind != "allgather_matmul" or self._size == 1:
+        if scales is None or not operands.scaled_by_rows or operands.kind != "allgather_matmul" or self._size == 1:
             return
         library = operands.library
-        whole = library.empty((self._size * operands.a.shape[0], 1), scales.a)
-        self._collectives.run(rows.ALLGATHER, stream, "auto", library.contiguous(scales.a), whole)
-        scales.a = whole
+        whole = library.empty((self._size * operands.a.shape[0], 1), scales[0])
+        self._collectives.run(rows.ALLGATHER, stream, "auto", library.contiguous(scales[0]), whole)
+        operands.scales = whole, scales[1]
 
     def _overlap(self, operands: Operands, way: ProductWay, stream: int) -> None:
         from mpicomm.collectives.gpu.arena import NoMemoryError

@@ -20,28 +20,6 @@ Scaling = tuple[Any, Any, Any]
 """The arguments of a scaled product: the factors of both matrices, and the element type of the result, or None."""
 
 
-class Scales:
-    """The factors of a product of tensors. ``a`` and ``b`` are single factors, or have one for each row or column."""
-
-    def __init__(self, a: Any, b: Any, result_like: Any) -> None:
-        self.a, self.b = a, b
-        self.result_like = result_like
-        self._torch: Any = sys.modules["torch"]
-
-    def __str__(self) -> str:
-        return "scaled by rows" if self.by_rows else "scaled"
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether each row of the left matrix has a factor. Then the factors of a shard travel with it."""
-        return bool(self.a.ndim == 2 and self.a.shape[0] > 1)
-
-    def multiply(self, a: Any, b: Any, out: Any, bias: Any, row: int) -> None:
-        """Compute the product of some rows; ``row`` is the first of them in all rows."""
-        factors = self.a[row : row + a.shape[0]] if self.by_rows else self.a
-        self._torch._scaled_mm(a, b, scale_a=factors, scale_b=self.b, bias=bias, out_dtype=out.dtype, out=out)
-
-
 @dataclass
 class Operands:
     """The matrices of a call, and how the library multiplies them."""
@@ -64,13 +42,23 @@ class Operands:
     """An array with the element type of the result, on its device."""
     shape: tuple[int, int]
     """The shape of the result."""
-    scales: Scales | None
+    scales: tuple[Any, Any] | None
+    """The factors of both matrices, each a single factor, or one for each row or column."""
+
+    @property
+    def scaled_by_rows(self) -> bool:
+        """Whether each row of the left matrix has a factor. Then the factors of a shard travel with it."""
+        return self.scales is not None and self.scales[0].ndim == 2 and self.scales[0].shape[0] > 1
 
     def multiply(self, a: Any, out: Any, row: int = 0) -> None:
         """Multiply some rows, with the bias if the product has to add it. ``row`` is the first row in all rows."""
         bias = self.bias if self.kind == "allgather_matmul" else None
         if self.scales is not None:
-            self.scales.multiply(a, self.b, out, bias, row)
+            scale_a, scale_b = self.scales
+            if self.scaled_by_rows:
+                scale_a = scale_a[row : row + a.shape[0]]
+            torch: Any = sys.modules["torch"]
+            torch._scaled_mm(a, self.b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out.dtype, out=out)
         elif self.product is None:
             self.library.multiply(a, self.b, out, bias)
         else:
@@ -81,7 +69,7 @@ class Operands:
     def __post_init__(self) -> None:
         more = "".join(f", {name}" for name in ("bias", "gathered") if getattr(self, name) is not None)
         if self.scales is not None:
-            more += f", {self.scales} to {self.result_dtype}"
+            more += f", scaled{' by rows' * self.scaled_by_rows} to {self.result_dtype}"
         self.text = f"{self.kind}({self.dtype}, {_shape(self.a)} @ {_shape(self.b)}{more})"
         """The call in words: the facts in which all ranks agree."""
 
@@ -116,7 +104,7 @@ def read(
     factor = {"allgather_matmul": rows * size, "matmul_reduce_scatter": rows // size, "matmul_allreduce": rows}
     shape = (factor[kind], int(b.shape[1]))
     scales = _read_scales(kind, library, scaling, a, b, product)
-    result_like = a if scales is None else scales.result_like
+    result_like = a if scales is None else a.new_empty((0, 0), dtype=scaling[2] or sys.modules["torch"].bfloat16)
     result_dtype = library.dtype_of(result_like)
 
     def checked(array: Any, name: str, wanted: tuple[int, ...], element: str) -> Any:
@@ -179,10 +167,10 @@ def _shape(array: Any) -> str:
 
 def _read_scales(
     kind: str, library: Library, scaling: Scaling, a: Any, b: Any, product: Multiply | None
-) -> Scales | None:
+) -> tuple[Any, Any] | None:
     """Return the scales of a call; None for a product without scales. Local; raises `InvalidUsageError`."""
     dtype = library.dtype_of(a)
-    scale_a, scale_b, out_dtype = scaling
+    scale_a, scale_b, _ = scaling
     if all(each is None for each in scaling):
         if dtype in _NARROW and product is None:
             raise InvalidUsageError(
@@ -205,6 +193,4 @@ def _read_scales(
             raise InvalidUsageError(
                 f"{kind}: {name} is {said}: pass a float32 tensor with one element, or of shape {wanted}"
             )
-    torch: Any = sys.modules["torch"]
-    result_like = a.new_empty((0, 0), dtype=out_dtype or torch.bfloat16)
-    return Scales(scale_a, scale_b, result_like)
+    return scale_a, scale_b

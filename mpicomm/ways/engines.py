@@ -169,9 +169,9 @@ class Engines:
             return session.keep(MappedChannels(session.node, backend, session.kind, session.pads))
 
         on_one_node = channels if len(session.placement.nodes) == 1 else None
-        choice = choose_transport(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
-        self._internode = InternodeEngine(choice.transport.name, choice.rejected)
-        return session.keep(DomainsEngine(layout, engine, backend, choice.transport))
+        transport, rejected = choose_transport(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
+        self._internode = InternodeEngine(transport.name, rejected)
+        return session.keep(DomainsEngine(layout, engine, backend, transport))
 
     def _transfers_of(self, session: Session, layout: DomainLayout, waits: NetworkWaits) -> Transfers:
         from mpicomm.domains.mpi_transfers import Transfers

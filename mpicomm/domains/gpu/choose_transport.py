@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
@@ -20,11 +19,10 @@ from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, Inva
 from mpicomm.log import logger
 
 
-class MappedTransport:
+class MappedTransport(Transport):
     """The `Transport` for ranks of one node, which map each other's memory. Construction is local."""
 
     name: TransportName = "mapped"
-    capturable = True
 
     def __init__(self, channels: MappedChannels, backend: GpuBackend) -> None:
         self._channels = channels
@@ -50,21 +48,10 @@ class MappedTransport:
 
         return finish
 
-    def tell(self, error: MpicommError) -> None:
-        """Do nothing, because waits for signals have a deadline."""
-
     def close(self) -> None:
         with self._backend.current():
             self._out.close()
             self._into.close()
-
-
-@dataclass(frozen=True)
-class TransportChoice:
-    """The transport, and the reasons against better transports; the same on all ranks."""
-
-    transport: Transport
-    rejected: dict[str, str]
 
 
 def choose_transport(
@@ -74,11 +61,11 @@ def choose_transport(
     uuids: tuple[bytes, ...],
     channels: Callable[[], MappedChannels] | None,
     on_failure: Callable[[CollectiveTimeoutError | PeerError], None],
-) -> TransportChoice:
-    """Return the best transport that works on all ranks, or the transport of MPICOMM_INTERNODE. Collective.
+) -> tuple[Transport, dict[str, str]]:
+    """Return the best transport that works on all ranks, or that of MPICOMM_INTERNODE, and why not better ones.
 
-    ``transfers`` carry messages of MPI, and ``uuids`` are the GPUs of all ranks. ``channels`` makes memory that all
-    ranks map, collectively; it is None if ranks are on several nodes.
+    Collective, with the same answer on all ranks. ``transfers`` carry messages of MPI, and ``uuids`` are the GPUs of
+    all ranks. ``channels`` makes memory that all ranks map, collectively; it is None if ranks are on several nodes.
 
     Raises on all ranks alike: `InvalidUsageError` if MPICOMM_INTERNODE is bad or differs, `BackendUnavailableError` if
     the engine that it names does not work.
@@ -135,5 +122,5 @@ def choose_transport(
                 why = "; ".join(f"not {name}: {why}" for name, why in rejected.items())
                 say = logger.warning if name == "pinned" and rejected else logger.info
                 say("between peer domains: engine %s: %s", name, why or "as asked, or the best there is")
-            return TransportChoice(transport, rejected)
+            return transport, rejected
     raise AssertionError("the engine pinned works everywhere")

@@ -15,8 +15,8 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda import nccl
 from mpicomm.devices.cuda.side_streams import ForkedStream, Mark
 from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.domains.steps import NetworkStep, TransportName
-from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
+from mpicomm.domains.steps import NetworkStep, Transport, TransportName
+from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class _Watched:
     began_s: float = 0.0
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """The `Transport` by sends and receives of one NCCL communicator. Construction is collective over ``group``.
 
     NCCL's kernels wait for their peers without a limit. So a thread watches the network steps. It acts if a step takes
@@ -45,7 +45,6 @@ class NcclTransport:
     """
 
     name: TransportName = "nccl"
-    capturable = True
 
     def __init__(
         self, group: Group, backend: GpuBackend, on_failure: Callable[[CollectiveTimeoutError | PeerError], None]
@@ -103,9 +102,6 @@ class NcclTransport:
         if not capturing:
             self._watched.append(_Watched(call, ranks, begin, end))
         return lambda: side.follow(stream, end)
-
-    def tell(self, error: MpicommError) -> None:
-        """Do nothing: ranks that wait for this rank learn from NCCL, or by their deadline, that it is gone."""
 
     def abort(self) -> None:
         """Close a transport that other ranks could not start. `close` would wait for these ranks. Local."""

@@ -33,26 +33,26 @@ def choose(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Choose:
 
 
 def test_mapped_memory_is_first_on_one_node(choose: Choose) -> None:
-    choice = choose(lambda: "channels")
-    assert choice.transport.name == "mapped"
-    assert not choice.rejected
+    transport, rejected = choose(lambda: "channels")
+    assert transport.name == "mapped"
+    assert not rejected
 
 
 def test_other_engines_follow_on_several_nodes(choose: Choose) -> None:
-    choice = choose(None)
-    assert choice.transport.name == "pinned"
-    assert list(choice.rejected) == ["mapped", "nccl", "mpi"]
-    assert "the ranks are on several nodes" in choice.rejected["mapped"]
-    assert "pip install nvidia-nccl-cu13" in choice.rejected["nccl"]
+    transport, rejected = choose(None)
+    assert transport.name == "pinned"
+    assert list(rejected) == ["mapped", "nccl", "mpi"]
+    assert "the ranks are on several nodes" in rejected["mapped"]
+    assert "pip install nvidia-nccl-cu13" in rejected["nccl"]
 
 
 def test_other_engines_follow_if_memory_cannot_be_mapped(choose: Choose) -> None:
     def refuse() -> Any:
         raise HandleError("the driver refuses the handle")
 
-    choice = choose(refuse)
-    assert choice.transport.name == "pinned"
-    assert choice.rejected["mapped"] == "the driver refuses the handle"
+    transport, rejected = choose(refuse)
+    assert transport.name == "pinned"
+    assert rejected["mapped"] == "the driver refuses the handle"
 
 
 @pytest.mark.parametrize("name", ["mapped", "nccl", "mpi"], ids="engine {}".format)  # pytest-mpi skips mpi
@@ -66,9 +66,9 @@ def test_an_engine_that_is_named_and_does_not_work_is_refused(
 
 def test_an_engine_that_is_named_is_taken(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOMM_INTERNODE", "pinned")
-    choice = choose(lambda: "channels")
-    assert choice.transport.name == "pinned"
-    assert not choice.rejected
+    transport, rejected = choose(lambda: "channels")
+    assert transport.name == "pinned"
+    assert not rejected
 
 
 def test_nccl_is_aborted_if_another_rank_could_not_start_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
