@@ -165,18 +165,12 @@ def reduce_scatter(
         yield _combined(b, dtype, op, slots, b.output)
 
 
-def scan(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
-    """Bring the data of all ranks to every rank. Each rank reduces the data up to its data."""
-    yield from _prefix(b, layout, scratch, b.rank + 1)
+def prefix(own: int, b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
+    """Bring the data of all ranks to every rank, which reduces the data before its own, or up to its own if ``own`` is 1.
 
-
-def exscan(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
-    """Bring the data of all ranks to every rank. Each rank reduces the data before its data; the first writes none."""
-    yield from _prefix(b, layout, scratch, b.rank)
-
-
-def _prefix(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator, ranks: int) -> Iterator[Step]:
-    send, output = _both(b)
+    Otherwise the first rank writes nothing.
+    """
+    ranks, (send, output) = b.rank + own, _both(b)
     nbytes = send.count * b.dtype.itemsize
     slots = scratch.arrays(layout.size, nbytes)
     gathered = replace(b, output=None, blocks=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")

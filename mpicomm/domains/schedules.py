@@ -124,13 +124,13 @@ _SCHEDULES: dict[Operation, Schedule] = {
     table.ALLREDUCE: cut_data(reductions.allreduce_in_two_steps),
     table.ALLTOALL: cut_blocks(movements.alltoall),
     table.BCAST: pipelined(movements.bcast_by_rails),
-    table.EXSCAN: cut_blocks(reductions.exscan),
+    table.EXSCAN: cut_blocks(partial(reductions.prefix, 0)),
     table.GATHER: cut_blocks(movements.gather),
     table.GATHERV: whole(movements.gather),
     table.REDUCE: cut_data(reductions.reduce),
     table.REDUCE_SCATTER: domains_that_receive(reductions.reduce_scatter),
     table.REDUCE_SCATTER_BLOCK: domains_that_receive(reductions.reduce_scatter),
-    table.SCAN: cut_blocks(reductions.scan),
+    table.SCAN: cut_blocks(partial(reductions.prefix, 1)),
     table.SCATTER: cut_blocks(movements.scatter),
     table.SCATTERV: whole(movements.scatter),
 }
@@ -195,26 +195,21 @@ def carry_out(
     of a peer domain make the same steps in the same order. A piece begins when the piece `DEPTH` before it is over, so
     that pieces take turns with `DEPTH` parts of scratch memory.
     """
-    waiting, running = iter(pieces), deque[Iterator[None]]()
+
+    def progress(piece: Iterable[Any]) -> Iterator[None]:
+        """Carry out a piece, and stop after the start of each network step."""
+        for step in piece:
+            if isinstance(step, NetworkStep):
+                finish = start(step)
+                yield
+                finish()
+            else:
+                work(step)
+
+    waiting, running, over = iter(pieces), deque[Iterator[None]](), object()
     while True:
         if len(running) < DEPTH and (piece := next(waiting, None)) is not None:
-            running.appendleft(_steps(piece, work, start))
+            running.appendleft(progress(piece))
         if not running:
             return
-        running = deque([each for each in running if next(each, _OVER) is not _OVER])
-
-
-_OVER = object()
-
-
-def _steps(
-    piece: Iterable[Any], work: Callable[[Any], object], start: Callable[[NetworkStep], Callable[[], object]]
-) -> Iterator[None]:
-    """Carry out a piece, and stop after the start of each network step."""
-    for step in piece:
-        if isinstance(step, NetworkStep):
-            finish = start(step)
-            yield
-            finish()
-        else:
-            work(step)
+        running = deque([each for each in running if next(each, over) is not over])

@@ -148,7 +148,8 @@ class Products:
                 facts = self._overlapped.facts(operands)
                 way = choose(facts)
                 if way.cut is not None and not self._overlapped.fits(facts, way.cut):
-                    way = replace(way, cut=None, memory_is_short=True)
+                    why = "the data on its way would take more memory of the GPU than the communicator may take"
+                    way = replace(way, cut=None, why=why)
             if len(self._ways) >= _MOST_CALLS:
                 self._ways.clear()  # on all ranks alike, because they make the same calls
             self._ways[text] = way

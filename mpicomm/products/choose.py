@@ -84,14 +84,8 @@ class ProductWay:
     """None if the collective and the product run one after the other."""
     overlapped_us: float
     serial_us: float
-    memory_is_short: bool = False
-
-    @property
-    def why(self) -> str:
-        """The reason for the choice as text."""
-        if self.memory_is_short:
-            return "the data on its way would take more memory of the GPU than the communicator may take"
-        return f"the model says {self.overlapped_us:.0f} us with overlap, {self.serial_us:.0f} us one after the other"
+    why: str = ""
+    """The reason for the choice."""
 
 
 def choose(facts: Facts) -> ProductWay:
@@ -99,7 +93,8 @@ def choose(facts: Facts) -> ProductWay:
     serial_us = _product_us(facts, facts.rows) + _collective_us(facts)
     cuts = {"allgather_matmul": _gather_cuts, "matmul_reduce_scatter": _scatter_cuts, "matmul_allreduce": _reduce_cuts}
     overlapped_us, cut = min(cuts[facts.kind](facts), key=lambda each: each[0])
-    return ProductWay(facts, cut if overlapped_us < _SAVING * serial_us else None, overlapped_us, serial_us)
+    why = f"the model says {overlapped_us:.0f} us with overlap, {serial_us:.0f} us one after the other"
+    return ProductWay(facts, cut if overlapped_us < _SAVING * serial_us else None, overlapped_us, serial_us, why)
 
 
 def describe(size: int, multiprocessors: int, link_speed: float) -> tuple[str, ...]:

@@ -55,15 +55,14 @@ def _with_kept_works(call: Callable[..., Any]) -> Callable[..., Any]:
     care of works that its code in C++ gets from a group, but not of works that Python hands to C++.
     """
 
+    def kept(given: Any) -> Any:
+        return given.kept_by_cpp() if isinstance(given, Work) else given
+
     @wraps(call)
     def convert(*given: Any, **named: Any) -> Any:
-        return call(*map(_kept, given), **{name: _kept(each) for name, each in named.items()})
+        return call(*map(kept, given), **{name: kept(each) for name, each in named.items()})
 
     return convert
-
-
-def _kept(given: Any) -> Any:
-    return given.kept_by_cpp() if isinstance(given, Work) else given
 
 
 def _with_quick_look(look: Callable[[Any], list[torch.Tensor]]) -> Callable[[Any], list[torch.Tensor]]:

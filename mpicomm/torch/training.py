@@ -6,7 +6,7 @@ of the hook, so they must be objects.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -118,15 +118,10 @@ def experts(
     if mixture.layout == BY_TOKEN:
         rows, weights, received = _DispatchByToken.apply(mixture, x, topk_ids, topk_weights)
         z = layer(rows, replace(received, topk_weights=weights))
-        return _summed(_CombineByToken.apply(mixture, z, rows, topk_ids, received))
+        return cast(Tensor, _CombineByToken.apply(mixture, z, rows, topk_ids, received))
     of_rows: list[Tensor] = []
     rows, received = _Dispatch.apply(mixture, x, topk_ids, topk_weights, of_rows)
-    return _summed(_Combine.apply(mixture, layer(rows, received), rows, topk_ids, received, of_rows))
-
-
-def _summed(sums: Tensor) -> Tensor:
-    """Give the untyped result of ``apply`` its type."""
-    return sums
+    return cast(Tensor, _Combine.apply(mixture, layer(rows, received), rows, topk_ids, received, of_rows))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -212,7 +207,7 @@ def allgather_matmul(
     in the backward pass, which computes the gradient of ``a`` by `matmul_reduce_scatter`. If ``b`` needs a gradient,
     the gathered rows are kept for it. Raises the errors of ``Communicator.allgather_matmul``.
     """
-    return _apply(_AllgatherMatmul, a, b, bias, group)
+    return cast(Tensor, _AllgatherMatmul.apply(a, b, bias, group_of(group)))
 
 
 def matmul_reduce_scatter(
@@ -225,7 +220,7 @@ def matmul_reduce_scatter(
     `allgather_matmul`. The gradients of ``b`` and ``bias`` are sums over the rows of all ranks. Raises the errors of
     ``Communicator.matmul_reduce_scatter``.
     """
-    return _apply(_MatmulReduceScatter, a, b, bias, group)
+    return cast(Tensor, _MatmulReduceScatter.apply(a, b, bias, group_of(group)))
 
 
 def matmul_allreduce(
@@ -236,19 +231,13 @@ def matmul_allreduce(
     Collective over ``group``. The backward pass is local. It expects the same gradient on all ranks, because all ranks
     go on with the same result. Raises the errors of ``Communicator.matmul_allreduce``.
     """
-    return _apply(_MatmulAllreduce, a, b, bias, group)
-
-
-def _apply(function: Any, a: Any, b: Any, bias: Any, group: dist.ProcessGroup | None) -> Tensor:
-    result: Tensor = function.apply(a, b, bias, group_of(group))
-    return result
+    return cast(Tensor, _MatmulAllreduce.apply(a, b, bias, group_of(group)))
 
 
 def _call(group: ProcessGroup, name: str, a: Tensor, b: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
     """Make a call of the group's Communicator in its turn among the calls of the group."""
     call, added = getattr(group.communicator, name), None if bias is None else bias.detach()
-    result: Tensor = group.in_turn(name, lambda: call(a.detach(), b.detach(), bias=added, **more))
-    return result
+    return cast(Tensor, group.in_turn(name, lambda: call(a.detach(), b.detach(), bias=added, **more)))
 
 
 class _AllgatherMatmul(torch.autograd.Function):
