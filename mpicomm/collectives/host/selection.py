@@ -58,9 +58,7 @@ def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -
     """Return whether MPI can carry out a collective with this element type and op, with mpicomm's promises; local."""
     if not operation.in_mpi:
         return False
-    if dtype is None:
-        return True
-    if op is None:
+    if dtype is None or op is None:
         return True  # data that is only moved needs no MPI type: see `Call`
     if op in ("avg", "tree") or is_own(op) or dtype == np.float16:
         return False  # MPI fixes no order for expressions of the user, and rounds float16 after every step
