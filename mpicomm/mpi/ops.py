@@ -128,7 +128,7 @@ def _reduced(expression: Expression, a: npt.NDArray[Any], b: npt.NDArray[Any]) -
     """Return the values of the expression; those of narrow floats are of `_WIDE`."""
     wide = _WIDE if is_narrow(a.dtype) else a.dtype
     with np.errstate(all="ignore"):
-        values: npt.NDArray[Any] = expression.evaluate(
+        values: npt.NDArray[Any] = expression.tree.evaluate(
             wide, {"a": a.astype(wide, copy=False), "b": b.astype(wide, copy=False)}
         )
         return values
