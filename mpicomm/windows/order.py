@@ -174,9 +174,7 @@ class StreamUse:
         if stream in _DEFAULT_STREAMS and stream == self._stream:
             self._accessed_here = True
         else:
-            last = self._accesses.get(stream)
-            marks = self._backend.side_streams
-            self._accesses[stream] = marks.mark(stream) if last is None else marks.mark_again(last, stream)
+            self._accesses[stream] = self._backend.side_streams.mark(stream, self._accesses.get(stream))
 
     def before_synchronisation(self, stream: int, *, captures: bool) -> None:
         """Let ``stream``, on which a synchronisation goes next, follow all accesses and the last synchronisation."""
