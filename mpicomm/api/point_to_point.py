@@ -223,7 +223,7 @@ class PointToPoint(MPI.Intracomm):
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
         if sent is None or received is None:
-            from mpicomm.messages.endpoint import host_end
+            from mpicomm.messages.reader import host_end
 
             sent = sent or host_end("Sendrecv", sendbuf, False, "sendbuf")
             received = received or host_end("Sendrecv", recvbuf, True, "recvbuf")
@@ -321,7 +321,7 @@ class PointToPoint(MPI.Intracomm):
         if first is None:
             return host_calls.call_on_two(_isendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
         if sent is None or received is None:
-            from mpicomm.messages.endpoint import host_end
+            from mpicomm.messages.reader import host_end
 
             sent = sent or host_end("Isendrecv", sendbuf, False, "sendbuf")
             received = received or host_end("Isendrecv", recvbuf, True, "recvbuf")

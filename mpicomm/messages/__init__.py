@@ -10,7 +10,7 @@ MPI matches every message by source and tag. The way of the data depends on the 
 A receiver learns the kind of the message only when MPI has received it. So MPI never gets a GPU array, but host memory
 in place of the array. A receive into a host array must also look for a header.
 
-- `calls`, `endpoint`: the calls of one communicator, and the buffers of one call.
+- `calls`, `reader`, `endpoint`: the calls of one communicator, and the buffers of one call.
 - `outgoing`, `receive_buffer`: the host memory that MPI gets for a buffer, and receives in flight.
 - `rendezvous_header`, `outbox`, `in_flight`, `rendezvous`: the rendezvous, from the copy into the outbox to its
   teardown.

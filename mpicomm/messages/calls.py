@@ -14,9 +14,10 @@ from mpicomm.cluster.placement import Placement
 from mpicomm.devices.cuda.beside import SideStream, beside
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.messages import rendezvous_header
-from mpicomm.messages.endpoint import Endpoint, EndpointReader, parse_any, refused_capture
+from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.matched import Incoming, Posted, UnexpectedQueue
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
+from mpicomm.messages.reader import EndpointReader, parse_any
 from mpicomm.messages.receive_buffer import PendingReceive, ReceiveBuffer, StagingMemory, receive_buffer
 from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,6 @@ from mpi4py import MPI
 
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, RendezvousHeader
 from mpicomm.mpi.shown import mprobe, probe, recv
-
-if TYPE_CHECKING:
-    from mpicomm.messages.calls import Messages
 
 Content = npt.NDArray[np.uint8]
 
@@ -60,7 +57,8 @@ Correct = Callable[[MPI.Status], None]
 class Matched(MPI.Message):
     """A matched message of a communicator on GPUs. An array of the host or of a GPU can receive it."""
 
-    _receiver: Messages
+    _receiver: Any
+    """The `Messages` of the communicator."""
     source: int
     tag: int
     _nbytes: int
@@ -70,7 +68,7 @@ class Matched(MPI.Message):
     _sent_again: MPI.Request | None
 
     @classmethod
-    def of(cls, receiver: Messages, message: MPI.Message, status: MPI.Status, secret: bytes | None) -> Matched:
+    def of(cls, receiver: Any, message: MPI.Message, status: MPI.Status, secret: bytes | None) -> Matched:
         """Wrap a message of MPI's. ``status`` is the status of its probe."""
         source, tag, nbytes = status.source, status.tag, status.Get_count(MPI.BYTE)
         again = None
@@ -105,7 +103,8 @@ class Matched(MPI.Message):
 
     def Irecv(self, buf: Any) -> MPI.Request:
         """Start to receive the message; see mpi4py. Device arrays are as in ``Communicator.Irecv``."""
-        return self._receiver.start_receive_matched(self, buf)
+        request: MPI.Request = self._receiver.start_receive_matched(self, buf)
+        return request
 
     def recv(self, status: MPI.Status | None = None) -> Any:
         """Receive a message of a Python object; see mpi4py."""
@@ -139,7 +138,7 @@ class UnexpectedQueue:
     message here first, and that message would overtake them.
     """
 
-    def __init__(self, receiver: Messages, comm: MPI.Intracomm, secret: bytes | None) -> None:
+    def __init__(self, receiver: Any, comm: MPI.Intracomm, secret: bytes | None) -> None:
         self._receiver = receiver
         self._comm = comm
         self._secret = secret

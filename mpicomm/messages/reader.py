@@ -1,0 +1,141 @@
+"""Reads each buffer of a call once: a contiguous device array with few calls of Python, other buffers by `parse`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.errors import InvalidUsageError
+from mpicomm.messages.endpoint import Endpoint
+from mpicomm.messages.rendezvous import MessageMemory
+from mpicomm.mpi import host_calls, types
+from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.faults import BufferRefusedError
+from mpicomm.mpi.location import is_on_device, parse_on_device, require_here
+from mpicomm.mpi.plain_arrays import plain_array
+from mpicomm.mpi.spec import require_host_addresses
+
+_NOBODY = MPI.PROC_NULL
+_NOTHING = np.empty(0, np.uint8)
+_SPECIFICATIONS = frozenset((list, tuple))
+
+
+class EndpointReader:
+    """The reader of one communicator's buffers. ``gpu`` returns its device. Local.
+
+    With ``by_rendezvous`` a receive into host memory may meet a rendezvous header.
+    """
+
+    def __init__(self, gpu: Callable[[str], GpuBackend], memory: MessageMemory, *, by_rendezvous: bool) -> None:
+        self._gpu = gpu
+        self._memory = memory
+        self._by_rendezvous = by_rendezvous
+
+    def read(
+        self,
+        operation: str,
+        buf: Any,
+        stream: Any,
+        peer: int,
+        name: str = "buf",
+        *,
+        receives: bool = False,
+        other: int = _NOBODY,
+        beside: Endpoint | None = None,
+    ) -> tuple[Any, Endpoint | None]:
+        """Read the buffer ``name``. Return it with its endpoint, or with None for host memory that needs only MPI.
+
+        If all peers are MPI.PROC_NULL, an object that is no buffer becomes None, which stands for no memory. ``beside``
+        is the other buffer of the call. Raises the errors of `parse`, and the error of an earlier call.
+        """
+        made = self._memory.made
+        plain = None if made is None or type(buf) in _SPECIFICATIONS else plain_array(buf)
+        if made is not None and plain is not None and plain[1]:  # neither another buffer nor an empty array
+            pointer, count, (dtype, ordinal) = plain  # type: ignore[misc]
+            device, nbytes = made.device, count * _element_nbytes(dtype)
+            if nbytes and ordinal == device.device:
+                if beside is not None and beside.operand is None and type(beside.spec) is type(buf):
+                    resolved = beside.stream  # the arrays of one class have one current stream
+                else:
+                    resolved = device.eager_stream(stream, buf)
+                if resolved is not None:  # the stream captures no graph
+                    return buf, Endpoint(
+                        operation, buf, pointer, nbytes, resolved, device, True, blocks=device.completes
+                    )
+        try:
+            return buf, self._parse_end(operation, buf, stream, name, receives=receives)
+        except (TypeError, InvalidUsageError):
+            if peer != _NOBODY or other != _NOBODY or _is_device_array(buf):
+                raise
+        return None, self._parse_end(operation, None, stream, name, receives=receives)
+
+    def parse_receive(self, operation: str, buf: Any, stream: Any, name: str) -> Endpoint:
+        """Parse the buffer of a receive that may meet a rendezvous header."""
+        operand = parse_any(buf, True, name)
+        if operand.on_device:
+            return self._on_device(operation, buf, operand, stream)
+        return Endpoint(operation, host_calls.for_mpi(operand), device=self.device(operation), operand=operand)
+
+    def device(self, operation: str) -> GpuBackend:
+        """Return the device of the communicator. Raises the error of an earlier call."""
+        device = self._gpu(operation)
+        device.check()
+        return device
+
+    def _parse_end(self, operation: str, buf: Any, stream: Any, name: str, *, receives: bool) -> Endpoint | None:
+        if receives and self._by_rendezvous:
+            return self.parse_receive(operation, buf, stream, name)
+        operand = parse_on_device(buf, receives, name)
+        return None if operand is None else self._on_device(operation, buf, operand, stream)
+
+    def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
+        if not self._by_rendezvous:
+            require_host_addresses(buf, operand.name)  # because MPI would get the addresses
+        device = self.device(operation)
+        require_here(f"{operation}: {operand.name}", operand.device, device.device)
+        resolved = device.stream(stream, array_of(buf))
+        return Endpoint(
+            operation,
+            buf,
+            operand.pointer,
+            operand.packed_nbytes,
+            resolved,
+            device,
+            is_flat=operand.dtype is not None,
+            operand=operand,
+            captured=device.is_capturing(resolved),
+            blocks=device.completes or (operand.by_address and stream is None),
+        )
+
+
+def parse_any(buf: Any, writable: bool, name: str) -> Operand:
+    """Parse a buffer, or None, which stands for no memory beside MPI.PROC_NULL."""
+    return parse(_NOTHING if buf is None else buf, writable=writable, name=name)
+
+
+def host_end(operation: str, buf: Any, writable: bool, name: str) -> Endpoint:
+    """Read the host buffer ``name`` of a call that also has a device array. Raises the errors of `parse`.
+
+    MPI would raise such errors only after the other half of the call has started.
+    """
+    return Endpoint(operation, host_calls.for_mpi(parse_any(buf, writable, name)))
+
+
+@functools.cache
+def _element_nbytes(dtype: Any) -> int:
+    """Return the bytes of an element of a type of CuPy or PyTorch; 0 for a type that messages do not have."""
+    found = dtype if isinstance(dtype, np.dtype) else types.torch_dtype(dtype)
+    return found.itemsize if found is not None and types.is_plain(found) else 0
+
+
+def _is_device_array(buf: Any) -> bool:
+    try:
+        return is_on_device(buf)
+    except BufferRefusedError:
+        return False
