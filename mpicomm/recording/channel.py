@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.process import process_number, world_rank
+from mpicomm.cluster.process import process_number
 from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
 from mpicomm.recording.clocks import now_ns, read_clocks
 from mpicomm.recording.record import Category, Record, current, open_records
@@ -55,7 +55,7 @@ class Channel:
 
         def start() -> tuple[Any, str, int, int]:
             recorder = _recorders.get(mine) or _recorders.setdefault(
-                mine, Recorder(mine, process_number(), reports=world_rank() == 0)
+                mine, Recorder(mine, process_number(), reports=MPI.COMM_WORLD.rank == 0)
             )
             file, first = recorder.file, process_number()
             _made[first] += 1

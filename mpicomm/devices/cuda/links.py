@@ -58,7 +58,10 @@ def nvml_link(device: bytes, peer: bytes) -> Link:
 
     def link(nvml: Any) -> Link:
         ends = [_handle(nvml, end) for end in (device, peer)]
-        linked, access, atomics = (_supported(nvml, ends, capability) for capability in (_NVLINK, _READ, _ATOMICS))
+        linked, access, atomics = (
+            bool(nvml.nvmlDeviceGetP2PStatus(*ends, capability) == nvml.NVML_P2P_STATUS_OK)
+            for capability in (_NVLINK, _READ, _ATOMICS)
+        )
         return Link("NVLink" if linked else "PCIe", None, access, atomics)
 
     return _ask(link) or Link("unknown")
@@ -88,13 +91,11 @@ def pcie_gb_s(*devices: bytes) -> float | None:
         # The maximum of the slot, because an idle link runs at a lower generation.
         handles = [_handle(nvml, device) for device in devices]
         lanes = [
-            (
-                _PCIE_LANE_GB_S.get(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
-                nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
-            )
+            (nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
             for handle in handles
         ]
-        return min((lane * width for lane, width in lanes if lane is not None), default=None)
+        known = [(_PCIE_LANE_GB_S[generation], width) for generation, width in lanes if generation in _PCIE_LANE_GB_S]
+        return min((lane * width for lane, width in known), default=None)
 
     return _ask(bandwidth)
 
@@ -118,10 +119,6 @@ def _ask(question: Callable[[Any], _Answer]) -> _Answer | None:
 
 def _handle(nvml: Any, device: bytes) -> Any:
     return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=device)}".encode())
-
-
-def _supported(nvml: Any, ends: list[Any], capability: int) -> bool:
-    return bool(nvml.nvmlDeviceGetP2PStatus(*ends, capability) == nvml.NVML_P2P_STATUS_OK)
 
 
 def _is_active(nvml: Any, handle: Any, link: int) -> bool:
