@@ -243,6 +243,8 @@ class BoundNorm(BoundEpilogue):
         shape = -1, self._hidden
         residuals = host_array(self._arrays["residual"]).reshape(shape)
         values, results = reduced.reshape(shape), out.reshape(self._rows, -1)
+        scale = host_array(self._arrays["scale"])[0] if "scale" in self._arrays else np.float32(self._scale)
+        scales = host_array(self._arrays["scales"]) if "scales" in self._arrays else None
         step = max(1, _BLOCK // weight.size)
         with np.errstate(all="ignore"):
             for start in range(0, len(values), step):
@@ -258,7 +260,7 @@ class BoundNorm(BoundEpilogue):
                 if bias is not None:
                     normal = normal + bias
                 if self._codes is not None:
-                    self._encode(self._codes, normal, start, results[rows])
+                    encode(self._codes, normal * scale, start, results[rows].view(np.uint8), scales)
                     continue
                 if is_narrow(self.result):
                     normal = normal.astype(_FLOAT32)
@@ -271,13 +273,6 @@ class BoundNorm(BoundEpilogue):
         """Return the mean of each row, as a column."""
         mean: npt.NDArray[Any] = _sums(values, _PACKET_NBYTES // self.dtype.itemsize) / values.dtype.type(self._hidden)
         return mean
-
-    def _encode(self, codes: Codes, normal: npt.NDArray[Any], first: int, out: npt.NDArray[Any]) -> None:
-        scale = np.float32(self._scale)
-        if "scale" in self._arrays:
-            scale = host_array(self._arrays["scale"])[0]
-        scales = host_array(self._arrays["scales"]) if "scales" in self._arrays else None
-        encode(codes, normal * scale, first, out.view(np.uint8), scales)
 
 
 def _sums(values: npt.NDArray[Any], per_packet: int) -> npt.NDArray[Any]:

@@ -20,29 +20,24 @@ def link_to(own: DeviceInfo, device: bytes, kind: Kind, devices: Sequence[Device
         return Link("staged", gb_s=pcie_gb_s(own.uuid, device))
     if device == own.uuid:
         return Link("same device", access=True, native_atomics=True)
-    link = _peer_link(own, device, devices)
+    peer = next((other for other in devices if other.uuid == device), None)
+    if peer is None:
+        link = nvml_link(own.uuid, device)  # NVML also knows GPUs that this process does not see
+    else:
+        attribute = driver.CUdevice_P2PAttribute
+        rank, access, atomics = (
+            call(driver.cuDeviceGetP2PAttribute, what, own.ordinal, peer.ordinal)
+            for what in (
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
+            )
+        )
+        # Between GPUs, NVLink carries atomics and PCIe does not.
+        link = Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
     if link.path == "NVLink":
         return replace(link, gb_s=nvlink_gb_s(own.uuid, device))
-    if link.path == "PCIe":
-        return replace(link, gb_s=pcie_gb_s(own.uuid, device))
-    return link
-
-
-def _peer_link(own: DeviceInfo, device: bytes, devices: Sequence[DeviceInfo]) -> Link:
-    peers = [other for other in devices if other.uuid == device]
-    if not peers:
-        return nvml_link(own.uuid, device)  # NVML also knows GPUs that this process does not see
-    attribute = driver.CUdevice_P2PAttribute
-    rank, access, atomics = (
-        call(driver.cuDeviceGetP2PAttribute, what, own.ordinal, peers[0].ordinal)
-        for what in (
-            attribute.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
-            attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
-            attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
-        )
-    )
-    # Between GPUs, NVLink carries atomics and PCIe does not.
-    return Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
+    return replace(link, gb_s=pcie_gb_s(own.uuid, device)) if link.path == "PCIe" else link
 
 
 # nvmlGpuP2PCapsIndex_t of nvml.h, because a stray comma in several versions of pynvml makes tuples of these constants.
