@@ -10,7 +10,7 @@ from mpicomm.bench import options as options_module
 from mpicomm.bench.contenders import ROOM_NBYTES, Contenders, mean_share
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import machine_of
-from mpicomm.bench.measure import Effort, Measuring, Outcome
+from mpicomm.bench.measure import Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.overlap import slowdowns
 from mpicomm.bench.peers import OWN, UNCODED
@@ -61,7 +61,8 @@ def main() -> int:
 
     # At least one call comes before a capture, because a graph cannot capture the set-up of a first call.
     warmups = max(1, options.warmup_iters) if graphs else options.warmup_iters
-    measuring = Measuring(comm, machine, Effort(options.iters, warmups, max(1, options.cudagraph), graphs))
+    effort = {"iterations": options.iters, "warmups": warmups, "rounds": max(1, options.cudagraph)}
+    measuring = Measuring(comm, machine, **effort, graphs=graphs)
     with machine.current():
         content = Content(machine.xp, dtype, options.op, comm.size, cases[-1].count, reduces=operation.reduces)
 

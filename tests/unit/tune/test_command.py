@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.bench.machine import Machine
-from mpicomm.bench.measure import Effort, Measuring, Outcome
+from mpicomm.bench.measure import Measuring, Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning
@@ -209,7 +209,7 @@ def test_no_algorithm_may_round_in_another_order(comm: mpicomm.Communicator, mon
 
     monkeypatch.setattr(mpicomm.Communicator, "Allreduce", rounded)
     subject = subjects_of(["allreduce"], FLOAT)[0]
-    measure = Timing(Measuring(comm, Machine(), Effort(1, 1, 1, graphs=True)), KIB).of(subject)
+    measure = Timing(Measuring(comm, Machine(), iterations=1, warmups=1, rounds=1, graphs=True), KIB).of(subject)
     outcomes, silent = measure(subject.cases([KIB], 0, 1)[0])
     wrong = {name: outcome.wrong for name, outcome in outcomes.items()}
     assert wrong == dict.fromkeys(("one_shot", "two_shot", "copy_engine"), 256)
