@@ -10,7 +10,7 @@ from pathlib import Path
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.bench.machine import machine_of
 from mpicomm.bench.measure import Measuring
-from mpicomm.bench.options import DTYPES
+from mpicomm.bench.operations import DTYPES
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.options import header
