@@ -12,16 +12,18 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.api.at_first_use import AtFirstUse
-from mpicomm.api.blocking import BlockingCollectives
-from mpicomm.api.by_handle import remember
+from mpicomm.api.by_handle import handle_of, remember
+from mpicomm.api.collectives import (
+    BlockingCollectives,
+    NeighborCollectives,
+    NonblockingCollectives,
+    PersistentCollectives,
+)
 from mpicomm.api.constructors import Constructors
 from mpicomm.api.freed import mark_freed
 from mpicomm.api.host_staging import HostStaging
 from mpicomm.api.memory import MemoryCalls
-from mpicomm.api.neighbors import NeighborCollectives
-from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.objects import ObjectCalls
-from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
@@ -116,7 +118,8 @@ class Communicator(
     works between all ranks of the node. After ``timeout_s`` seconds (30, or MPICOMM_TIMEOUT) a missing rank is an
     error. With ``reductions="ordered"`` (or MPICOMM_REDUCTIONS) MPI reduces no host arrays of types and operations that
     mpicomm has, so each result has the same bits on all ranks and in every run; small calls then take many times as
-    long. All ranks pass the same ``handle``, ``timeout_s`` and ``reductions``.
+    long. ``leaves``, a power of two, is the number of leaves of the tree of ``order="tree"``: see ``Allreduce``. All
+    ranks pass the same ``handle``, ``timeout_s``, ``reductions`` and ``leaves``.
 
     The constructor raises the same error on all ranks: `InvalidUsageError` for bad arguments, `BackendUnavailableError`
     if the device cannot be used, `HandleError` if no handle kind works, `CollectiveTimeoutError` if a rank does not
@@ -169,6 +172,8 @@ class Communicator(
     _unfreed = False
     _name_in_mpi = ""
     """The name in ``mpi4py.MPI`` of a communicator that MPI frees itself."""
+    _is_installed = False
+    """Whether `install` has made the communicator, or one from which it is made."""
 
     def __new__(
         cls,
@@ -178,6 +183,7 @@ class Communicator(
         handle: str = "auto",
         timeout_s: float | None = None,
         reductions: str = "auto",
+        leaves: int = 64,
     ) -> Self:
         """Duplicate ``comm`` twice, for the user's messages and for mpicomm's messages, and set up."""
         if not MPI.Is_initialized() or MPI.Is_finalized():
@@ -189,7 +195,7 @@ class Communicator(
             shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
             raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
-        session = Session.create(plain, device, handle, timeout_s, reductions=reductions)
+        session = Session.create(plain, device, handle, timeout_s, reductions=reductions, leaves=leaves)
         made: Any = cls._classes[plain.Get_topology()] if cls is Communicator else cls
         self: Self = MPI.Intracomm.__new__(
             made, duplicate(plain, "Communicator", environment.usable_timeout_s(timeout_s))
@@ -199,8 +205,8 @@ class Communicator(
         return self
 
     @classmethod
-    def permanent(cls, comm: MPI.Intracomm, session: Session, name: str) -> Self:
-        """Return a Communicator with the MPI handle of ``comm``, which MPI frees. Local.
+    def installed(cls, comm: MPI.Intracomm, session: Session, name: str) -> Self:
+        """Return a Communicator with the MPI handle of ``comm``, which MPI frees, for `install`. Local.
 
         ``name`` is its name in ``mpi4py.MPI``. The Communicator equals ``comm`` and has the same attributes, because it
         makes no duplicate for the user's messages.
@@ -208,6 +214,7 @@ class Communicator(
         self = MPI.Intracomm.__new__(cls, comm)
         self._begin(session)
         self._name_in_mpi = name
+        self._is_installed = True
         return self
 
     def __del__(self, is_finalized: Callable[[], bool] = MPI.Is_finalized) -> None:
@@ -250,7 +257,7 @@ class Communicator(
 
     @AtFirstUse
     def _in_stream_order(self) -> InStreamOrder:
-        return InStreamOrder(self._collectives, self._session)
+        return InStreamOrder(self._collectives.engines, self._session)
 
     @AtFirstUse
     def _door(self) -> Door:
@@ -298,8 +305,14 @@ class Communicator(
         """How the ranks of this node open memory: "ipc", "fd", "fabric", "staged", or "memfd" on the cpu.
 
         It hides mpi4py's attribute of that name. ``MPI.Intracomm(comm).handle`` is MPI's handle of the communicator.
+        The communicators of `install` have MPI's handle here, because programs that know only mpi4py expect it.
         """
-        return self._placement.here.handle
+        return handle_of(self) if self._is_installed else self._placement.here.handle
+
+    @property
+    def leaves(self) -> int:
+        """Number of leaves of the tree of ``order="tree"``. Each rank holds ``leaves // size`` of them."""
+        return self._placement.here.leaves
 
     @property
     def local_rank(self) -> int:

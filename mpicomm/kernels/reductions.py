@@ -24,9 +24,9 @@ HOST_SLOTS = ("-DMPICOMM_HOST_SLOTS",)
 
 _LOGICAL = ("land", "lor", "lxor")
 _BITWISE = ("band", "bor", "bxor")
-_INTEGER = ("sum", "prod", "max", "min", *_LOGICAL, *_BITWISE)
-_FLOAT = ("sum", "prod", "max", "min", "avg", *_LOGICAL)
-_COMPLEX = ("sum", "prod", "avg", *_LOGICAL)
+_INTEGER = ("sum", "prod", "max", "min", *_LOGICAL, *_BITWISE, "tree")
+_FLOAT = ("sum", "prod", "max", "min", "avg", *_LOGICAL, "tree")
+_COMPLEX = ("sum", "prod", "avg", *_LOGICAL, "tree")
 
 REDUCTIONS: dict[str, tuple[str, ...]] = {
     "bool": (*_LOGICAL, *_BITWISE),
@@ -69,7 +69,7 @@ def options_for(reduction: Reduction | None) -> tuple[str, ...]:
     if dtype in REDUCTIONS and is_own(op):
         own = own_op(op)
         own.require_defined(dtype)
-        expression = f"-DMPICOMM_EXPRESSION={own.cpp('State')}"
+        expression = f"-DMPICOMM_EXPRESSION={own.tree.cpp('State')}"
         return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", "-DMPICOMM_OP=own", expression)
     if op not in REDUCTIONS.get(dtype, ()):
         raise InvalidUsageError(

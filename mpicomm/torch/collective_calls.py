@@ -51,11 +51,6 @@ class CollectiveCalls(c10d.ProcessGroup):
         if type(tensors) is not list and isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         (tensor,) = tensors
-        if sys._getframe().f_back is None:  # code in C++ without Python below it calls, such as DDP
-            future = self._bucket(tensor, opts)
-            if future is not None:
-                of_cpp: Any = c10d._create_work_from_future(future)
-                return of_cpp  # type: ignore[no-any-return]
         return self._run("all_reduce", opts, (tensor, opts.reduceOp, "tensor", None), tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:
@@ -84,7 +79,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         each = ((received, given) for given, *received in zip(inputs, *outputs, strict=True))
         work = self._run_each("all_gather", opts, each, [tensor for received in outputs for tensor in received], inputs)
         if work is not None:
-            work.value = [list(received) for received in outputs]
+            work.other_value = [list(received) for received in outputs]
         return work
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work | None:
@@ -157,8 +152,12 @@ class CollectiveCalls(c10d.ProcessGroup):
         if self._streams is None:
             given = torch.zeros(1, dtype=torch.uint8, device="cpu"), dist.ReduceOp.SUM, "tensor", None
             meet = partial(self.collectives["all_reduce"].carry_out, *given)
-            return self._queue.run(meet, (), "barrier", begin=begin, limit=limit if limit > FOREVER else None)
-        work = self._queue.call("barrier", self._streams.barrier, max(limit, FOREVER))
+            if not begin and limit <= FOREVER:
+                self._queue.call("barrier", meet)
+                return ended(())
+            work: Work = self._queue.begin(meet, (), "barrier", limit if limit > FOREVER else None)
+        else:
+            work = self._queue.call("barrier", self._streams.barrier, max(limit, FOREVER))
         if not begin:
             work.wait()
         return work
@@ -187,27 +186,11 @@ class CollectiveCalls(c10d.ProcessGroup):
         self._require_open(name)
         self._sequence += 1
         if not output.is_cuda:
-            work = self._queue.run(partial(call.carry_out, *given), [output], name, begin=True)
-            work.value = output
+            work = self._queue.begin(partial(call.carry_out, *given), [output], name)
+            work.other_value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
         return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)
-
-    def _bucket(self, tensor: torch.Tensor, opts: Any) -> torch.futures.Future[Any] | None:
-        """Begin an all-reduce that code in C++ calls, if its form is known: see `Streams.bucket`; else return None."""
-        streams, queue = self._streams, self._queue
-        if streams is None or not self._open or opts.timeout > FOREVER:
-            return None
-        queue.take_turn()
-        try:
-            future = streams.bucket(self.collectives["all_reduce"], tensor, opts.reduceOp)
-        except WAITS as error:
-            raise translated(error, "all_reduce") from error
-        finally:
-            queue.end_turn()
-        if future is not None:
-            self._sequence += 1
-        return future
 
     def _run(
         self,
@@ -255,7 +238,7 @@ class CollectiveCalls(c10d.ProcessGroup):
             finally:
                 queue.end_turn()
         elif begin or limit is not None:
-            work = queue.run(partial(call.carry_out, *given), outputs, name, begin=True, limit=limit)
+            work = queue.begin(partial(call.carry_out, *given), outputs, name, limit)
         else:
             queue.call(name, call.carry_out, *given)
         if not begin and work is not None:

@@ -10,22 +10,20 @@ says why all ranks choose alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call, in_order
 from mpicomm.collectives.call_location import CallLocation
-from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.fast_path import after_votes, at_once, plain_calls
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.ops import TREE, op_name
 from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
@@ -34,19 +32,8 @@ from mpicomm.ways.by_mpi import MpiWay
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.on_gpus import OnGpus
-from mpicomm.ways.on_host import Deferred, InMappedMemory, OnCopies, WithEpilogue
+from mpicomm.ways.on_host import AsPacked, Begun, Deferred, InMappedMemory, OnCopies, Way, WithEpilogue
 from mpicomm.ways.reader import Reader
-from mpicomm.ways.way import Begun, Way
-
-
-class MessageCall(NamedTuple):
-    """The arguments of a message in stream order, in the order in which `PlanCache.find_message` takes them."""
-
-    operation: str
-    send: Any
-    receive: Any
-    route: tuple[int, int, int, int]
-    """The destination and its tag, the source and its tag."""
 
 
 class Dispatcher:
@@ -72,6 +59,7 @@ class Dispatcher:
         self._deferred = Deferred(votes, session)
         self._epilogue = WithEpilogue(reader, self._carry, self._deferred)
         self._codes = AsCodes(session, reader, self._mapped, self._deferred)
+        self._packed = AsPacked(reader, self._carry, self._deferred)
         self._copies = OnCopies(session, reader, self._carry, self._prepare, self._deferred)
         facts = self._size, self._rank, self._nodes
         self._ordered = ordered = placement.here.reductions == "ordered"
@@ -115,23 +103,52 @@ class Dispatcher:
                 return
             call = self._reader.placed(self._reader.look(operation, arguments, algorithm, stream), "gpu")
         else:
-            call = self._located(self._reader.look(operation, arguments, algorithm, stream))
+            call = self._located(self._reader.look(operation, arguments, algorithm, stream), blocking=True)
         self._carry(call, blocking=True)
 
     def expect_alike(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
         self._votes.are_needed, self._vote, self.at_once = False, None, self._alike
 
+    def in_order(self, operation: Operation, op: MPI.Op, order: str) -> MPI.Op:
+        """Return the operation of a reduction with ``order``, which is not "auto". Local.
+
+        Raises `InvalidUsageError` for another order than "tree", for another operation than SUM, and on all ranks if
+        they make no tree.
+        """
+        if order != "tree":
+            raise InvalidUsageError(f'order={order!r} of {operation}: use "auto" or "tree"')
+        if op != MPI.SUM:
+            raise InvalidUsageError(
+                f'order="tree" of {operation} is for op=MPI.SUM, and op is {op_name(op)}: leave order= out'
+            )
+        if self._no_tree:
+            raise InvalidUsageError(f'order="tree" of {operation}: {self._no_tree}')
+        return TREE
+
+    @cached_property
+    def _no_tree(self) -> str:
+        """Why the ranks do not hold the leaves of a tree in equal blocks; "" if they do."""
+        leaves, domains = self._session.placement.here.leaves, self._session.placement.domains
+        if leaves % self._size:
+            return f"{self._size} ranks cannot hold {leaves} leaves in equal blocks: use 1, 2, 4, ... or {leaves} ranks"
+        if [rank for ranks in domains for rank in ranks] != list(range(self._size)) or len({*map(len, domains)}) > 1:
+            return f"each peer domain needs equally many ranks that follow each other, and the domains are {domains}"
+        return ""
+
     def _is_on_host(self, operation: Operation) -> bool:
         """Vote in a call on host arrays; return whether it is on the host. If not, `run` is called for it next."""
         self._joins = self._votes.agree(operation) == "gpu"
         return not self._joins
 
-    def _located(self, call: Call) -> Call:
+    def _located(self, call: Call, *, blocking: bool) -> Call:
         """Vote in a call that waits for the votes of all ranks; return it at its location. Collective, blocking."""
         place: CallLocation = "gpu" if call.on_device else "host"
         if not call.is_mpis:
-            place = place if call.on_device else self._votes.agree(call.operation)
+            if not call.on_device:
+                # Mapped memory alone limits the time of calls on host arrays, and has no nonblocking calls.
+                limited = blocking and self._way_of(call, blocking=True) not in (self._mpi, self._copies)
+                place = self._votes.agree(call.operation, partial(self._mapped.give_up, call) if limited else None)
         elif self._votes.are_needed:
             self._votes.vote(call.operation, on_host=True)
         return self._reader.placed(call, place)
@@ -212,18 +229,10 @@ class Dispatcher:
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
     ) -> MPI.Prequest:
         """Return a persistent collective."""
-        votes = self._votes
-        # A reduction is read, because MPI may refuse two empty buffers at one address: see `Call`.
-        plain = not operation.reduces and self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm)
-        if plain and votes.agree(operation) == "host":
-            return self._mpi.prepare(operation, arguments, info)
         call = self._reader.look(operation, arguments, algorithm, stream, only_to_check=True)
-        if plain:
-            call = self._reader.placed(call, "gpu")
-        else:
-            if votes.are_needed and call.on_device and not call.is_mpis:
-                votes.vote(operation, on_host=False)
-            call = self._located(call)
+        if self._votes.are_needed and call.on_device and not call.is_mpis:
+            self._votes.vote(operation, on_host=False)
+        call = self._located(call, blocking=False)
         return self._prepare(operation, arguments, info, stream, algorithm, call)
 
     def _prepare(
@@ -275,55 +284,16 @@ class Dispatcher:
         engine = self.engines.on_gpu("Barrier").engine
         engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
 
-    def repeat_message(self, call: MessageCall, stream: Any) -> bool:
-        """Enqueue a message in stream order again; local. Return whether such a call was made before."""
-        gpu = self.engines.gpu
-        known = gpu and gpu.find_message(*call)
-        if not gpu or not known:
-            return False
-        gpu.enqueue(known, stream, call.send, call.receive)
-        return True
-
-    def enqueue_message(self, call: MessageCall, stream: Any, sent: Message | None, received: Message | None) -> None:
-        """Enqueue a message to one rank and a message from another rank, in stream order.
-
-        The first message of a communicator of GPUs is collective, and later messages are local.
-        """
-        session = self._session.set_up(call.operation)
-        session.require_usable(call.operation)
-        gpu = self.engines.on_gpu(call.operation)
-        plan = gpu.engine.prepare_messages(call.operation, sent, received)
-        by_output = call.send is None
-        gpu.add_message(plan, *call, sent, received, by_output=by_output)
-        gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
-
     def again(
         self,
         error: BufferError | KeyError | ValueError | MPI.Exception,
         operation: Operation,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None = None,
-        root: int = 0,
-        counts: Sequence[int] | None = None,
-    ) -> None:
+        arguments: Arguments,
+        method: str,
+    ) -> Any:
         """Carry out a call whose arguments mpi4py has refused with ``error``, or raise; see `MpiWay.again`."""
-        self._mpi.again(error, operation, Arguments(send, receive, op, root, counts), operation.name)
-
-    def start_again(
-        self,
-        error: BufferError | KeyError | ValueError | MPI.Exception,
-        operation: Operation,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None = None,
-        root: int = 0,
-        counts: Sequence[int] | None = None,
-    ) -> MPI.Request:
-        """As `again`, for a nonblocking call."""
-        arguments = Arguments(send, receive, op, root, counts)
-        request: MPI.Request = self._mpi.again(error, operation, arguments, operation.nonblocking)
-        return holding(request, arguments)
+        result = self._mpi.again(error, operation, arguments, method)
+        return result if method == operation.name else holding(result, arguments)
 
     def _carry(self, call: Call, *, blocking: bool) -> Begun:
         """Enqueue a call that was read, by its way. Collective."""
@@ -335,11 +305,12 @@ class Dispatcher:
             return self._gpus
         if call.device_array is not None:
             return self._copies
-        refuse_stream(call.operation.name, call.stream)
         if call.epilogue is not None:
             return self._epilogue
         if call.wire is not None:
             return self._codes
+        if call.dtype is None and AsPacked.takes(call):
+            return self._packed
         if blocking:
             by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, ordered=self._ordered)
         else:

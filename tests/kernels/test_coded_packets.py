@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.collectives.eight_bits import BLOCK
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, parts_of
 from mpicomm.collectives.signature import Signature
-from mpicomm.collectives.wire import Wire
+from mpicomm.collectives.wire import BLOCK, Wire
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import Array, dtype_named

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.gpu.arena import DeviceArena
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.faults import called_differently
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import CollectiveTimeoutError, PeerError, name_ranks
 from mpicomm.waiting import wait_until
 

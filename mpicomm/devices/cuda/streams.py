@@ -33,7 +33,7 @@ def resolve_stream(stream: Any, array: Any, ordinal: int) -> int:
             # The same as torch.cuda.current_stream(ordinal).cuda_stream, without the two objects that this makes.
             current = torch._C._cuda_getCurrentRawStream(ordinal)
         else:
-            current = cupy.cuda.get_current_stream(ordinal).ptr
+            current = get_current_stream(ordinal).ptr
         return current
     if isinstance(stream, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
         return int(stream.ptr)
@@ -57,14 +57,14 @@ def is_tensor(array: Any) -> bool:
 @functools.cache
 def threads_of(ordinal: int) -> ThreadsOfStreams:
     """Return the threads of each stream of GPU ``ordinal``: one object for all communicators of the process."""
-    return ThreadsOfStreams(functools.partial(_waits_for_null, ordinal))
 
+    def waits_for_null(stream: int) -> bool | None:
+        with cupy.cuda.Device(ordinal):
+            if runtime.streamIsCapturing(stream):
+                return None  # the query of flags would end the capture
+            return not int(call(driver.cuStreamGetFlags, stream)) & driver.CUstream_flags.CU_STREAM_NON_BLOCKING
 
-def _waits_for_null(ordinal: int, stream: int) -> bool | None:
-    with cupy.cuda.Device(ordinal):
-        if cupy.cuda.runtime.streamIsCapturing(stream):
-            return None  # the query of flags would end the capture
-        return not int(call(driver.cuStreamGetFlags, stream)) & driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+    return ThreadsOfStreams(waits_for_null)
 
 
 def _from_protocol(stream: Any) -> int:
@@ -82,18 +82,24 @@ def _from_protocol(stream: Any) -> int:
 
 
 class StreamsOfGpu:
-    """The part of a `GpuBackend` for the streams of GPU ``ordinal``, in the context that the backend holds."""
+    """The part of `CudaBackend` for the streams of GPU ``ordinal``, in the context that the backend holds."""
 
     def __init__(self, ordinal: int, context: PrimaryContext) -> None:
         self._ordinal = ordinal
         self._context = context
         self._threads = threads_of(ordinal)
         self.lasting_streams = {0}
+        """The addresses of streams that the process never destroys: the default stream, and streams that
+        `mpicomm.torch` takes from PyTorch's pool."""
         self.note = self._threads.note
         """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
         self._completions = Completions(context.current)
 
     def stream(self, stream: Any, array: Any = None) -> int:
+        """Return the address of a ``stream=`` argument; ``None`` is the current stream of ``array``'s library.
+
+        It counts the calling thread among the users of the stream.
+        """
         # The usual cases are quick, because every call comes here.
         if stream is None and type(array) is cupy.ndarray:
             resolved: int = get_current_stream(self._ordinal).ptr
@@ -105,31 +111,44 @@ class StreamsOfGpu:
         return resolved
 
     def threads(self, stream: int) -> StreamThreads:
+        """Return the threads that use a stream. `stream` or `eager_stream` has returned this stream."""
         return self._threads.of(stream)
 
     def waits_beside(self, stream: int, array: Any) -> bool:
+        """Return whether a blocking call on ``array`` and its thread wait for peers beside ``stream``.
+
+        They do if several threads use the stream: see `mpicomm.devices.stream_threads`.
+        """
         # PyTorch itself calls from several threads: the threads of the program and of autograd. It keeps their order,
         # and expects that no call waits for the GPU.
         return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
 
     def meets(self, stream: int, array: Any) -> bool:
+        """Return whether the ranks meet on the host before a blocking collective on ``array`` begins.
+
+        They do if several threads use the device: see `mpicomm.devices.stream_threads`.
+        """
         # Tensors do not count the threads: backward passes have a separate thread, and a count takes long.
         several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
         return several and not self.is_capturing(stream)
 
+    # The methods below first look whether the device is current. The look is cheaper than a change of context, and the
+    # device nearly always is, because a new Communicator makes its GPU current. In its context they call themselves.
+
     def is_capturing(self, stream: int) -> bool:
-        # This look is cheaper than a change of context, and the device is nearly always this device, because a new
-        # Communicator makes its GPU current.
-        if runtime.getDevice() == self._ordinal:
-            return bool(runtime.streamIsCapturing(stream))
-        with self._context.current():
-            return bool(runtime.streamIsCapturing(stream))
+        """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""
+        if runtime.getDevice() != self._ordinal:
+            with self._context.current():
+                return self.is_capturing(stream)
+        return bool(runtime.streamIsCapturing(stream))
 
     def completion(self, stream: int) -> Callable[[], bool]:
-        if runtime.getDevice() != self._ordinal:  # as in `is_capturing`
-            with self._context.current():
-                return self._completion(stream)
-        return self._completion(stream)
+        """Return a function that says whether the work that ``stream`` has at this call is done.
+
+        A stream that captures a graph runs nothing, so its work counts as done.
+        """
+        event = self._recorded(stream)
+        return (lambda: True) if event is None else event.passed
 
     def wait(self, stream: int) -> None:
         """Wait for the work that ``stream`` has at this call, unless it captures.
@@ -137,26 +156,17 @@ class StreamsOfGpu:
         It waits for an event and not for the stream. Another thread may enqueue more work there, which waits for a peer
         that waits for this thread.
         """
-        if runtime.getDevice() != self._ordinal:
-            with self._context.current():
-                event = self._recorded(stream)
-        else:
-            event = self._recorded(stream)
+        event = self._recorded(stream)
         if event is not None:
             event.wait()
 
-    def _completion(self, stream: int) -> Callable[[], bool]:
-        event = self._recorded(stream)
-        return _always if event is None else event.passed
-
     def _recorded(self, stream: int) -> Completion | None:
         """Return an event after the work that ``stream`` has at this call; None if it captures."""
+        if runtime.getDevice() != self._ordinal:
+            with self._context.current():
+                return self._recorded(stream)
         if runtime.streamIsCapturing(stream):
             return None
         event = self._completions.take()
         runtime.eventRecord(event.ptr, stream)
         return event
-
-
-def _always() -> bool:
-    return True

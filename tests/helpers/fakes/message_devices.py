@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import MessageCopy, MessageSteps, Scratch
+from mpicomm.devices.base import MessageCopy, Scratch
 from mpicomm.devices.handle import KEY_NBYTES, Exported, Kind, MemoryHandle
 from mpicomm.devices.host import array_at, fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
@@ -101,13 +101,10 @@ class _SideStreams:
         self._free: list[int] = []
         self._made = 0
 
-    def mark(self, stream: int) -> threading.Event:
+    def mark(self, stream: int, old: threading.Event | None = None) -> threading.Event:
         reached = threading.Event()
         self._device.enqueue(stream, reached.set)
         return reached
-
-    def mark_again(self, mark: threading.Event, stream: int) -> threading.Event:
-        return self.mark(stream)
 
     def wait_stream(self, stream: int, other: int) -> None:
         self.follow(stream, self.mark(other))
@@ -204,7 +201,7 @@ class _Steps:
 
 
 class ThreadDevice:
-    """A `mpicomm.devices.base.GpuBackend` as far as messages use it, with counters and switches for tests."""
+    """A `mpicomm.devices.cuda.backend.CudaBackend` as far as messages use it, with counters and switches for tests."""
 
     device: int | str = 0
     kinds: tuple[Kind, ...] = ("ipc",)
@@ -254,7 +251,8 @@ class ThreadDevice:
         self._streams[stream].enqueue(act)
 
     def allocate(self, kind: Kind, nbytes: int) -> HostSegment:
-        assert kind == "ipc" and nbytes > 0
+        assert kind == "ipc"
+        nbytes = max(nbytes, 1)
         if self.refuses is not None:
             raise HandleError(self.refuses)
         self.allocated += nbytes
@@ -302,7 +300,7 @@ class ThreadDevice:
         else:
             self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
 
-    def message_steps(self) -> MessageSteps:
+    def message_steps(self) -> _Steps:
         return _Steps(self)
 
     def pack_table(self, table: PackTable) -> int:

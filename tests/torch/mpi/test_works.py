@@ -70,28 +70,6 @@ def test_a_call_may_have_its_own_timeout(world: dist.ProcessGroup) -> None:
     require_same([begun, blocking], [reduced(case.all(4), Op.SUM)] * 2)
 
 
-def test_futures_of_every_kind_of_call(world: dist.ProcessGroup) -> None:
-    case = Case(world)
-    everyone = case.all(4)
-    gathered = [case.empty(4) for _ in range(case.size)]
-    summed, copied, scattered = case.own(4), case.own(4), case.empty(4)
-    works = {
-        "all_gather": dist.all_gather(gathered, case.own(4), async_op=True),
-        "all_reduce": dist.all_reduce(summed, async_op=True),
-        "broadcast": dist.broadcast(copied, 0, async_op=True),
-        "reduce_scatter": dist.reduce_scatter(scattered, [case.own(4)] * case.size, async_op=True),
-    }
-    expected = {
-        "all_gather": everyone,
-        "all_reduce": [reduced(everyone, Op.SUM)],
-        "broadcast": [everyone[0]],
-        "reduce_scatter": [reduced(everyone, Op.SUM)],
-    }
-    for name, work in works.items():
-        assert work is not None
-        require_same(torch.futures.wait_all([work.get_future()])[0], expected[name])
-
-
 def test_a_future_of_a_coalesced_gathering_has_a_list_of_each_rank(world: dist.ProcessGroup) -> None:
     case = Case(world)
     outputs = [[case.empty(4), case.empty(2)] for _ in range(case.size)]
@@ -184,7 +162,6 @@ def test_threads_get_the_same_future(world: dist.ProcessGroup) -> None:
             for thread in threads:
                 thread.join()
             work.carry_out()
-            work.end()
             assert all(future.done() for future in futures)
     finally:
         sys.setswitchinterval(interval)
@@ -202,28 +179,6 @@ def test_ranks_may_begin_calls_of_two_groups_in_different_orders(world: dist.Pro
             work.wait()
         require_same(tensors, [reduced(case.all(count, salt=salt), Op.SUM) for salt in range(2)])
     dist.destroy_process_group(other)
-
-
-@pytest.mark.host_alone  # as above
-def test_groups_in_several_threads(world: dist.ProcessGroup) -> None:
-    groups = [dist.new_group() for _ in range(3)]
-    case = Case(world)
-    sums: dict[int, torch.Tensor] = {}
-
-    def work(index: int) -> None:
-        tensor = case.own(1000, salt=index)
-        for _ in range(5):
-            dist.all_reduce(tensor, Op.MAX, group=groups[index])
-        sums[index] = tensor
-
-    threads = [threading.Thread(target=work, args=[index], daemon=True) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    require_same([sums[index] for index in range(3)], [reduced(case.all(1000, salt=i), Op.MAX) for i in range(3)])
-    for group in groups:
-        dist.destroy_process_group(group)
 
 
 def test_a_work_keeps_no_inputs_after_its_end(world: dist.ProcessGroup) -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from mpicomm.collectives.pack_tables import PackJob, table_of
+from mpicomm.collectives.packed import PackJob, table_of
 from mpicomm.mpi.layout import DatatypeLayout, layout_of
 from mpicomm.mpi.regions import Region, joined
 from tests.helpers.inputs.regions import region
@@ -133,14 +133,6 @@ def test_regions_that_are_alike_join_only_at_equal_distances_in_packed_memory() 
 def test_runs_that_touch_only_in_memory_stay_two_runs() -> None:
     runs = [Region(0, (), 4, 0), Region(4, (), 4, 8)]
     assert places(joined(runs)) == places(runs)
-
-
-def test_a_loop_goes_on_only_if_it_does_in_packed_memory() -> None:
-    loop = region(0, ((3, 8),), 4, 0, (20,))
-    for packed in (60, 64):
-        regions = [loop, Region(24, (), 4, packed)]
-        assert len(joined(regions)) == (1 if packed == 60 else 2)
-        assert sorted(places(joined(regions))) == sorted(places(regions))
 
 
 def places(regions: Sequence[Region]) -> list[tuple[int, int, int]]:

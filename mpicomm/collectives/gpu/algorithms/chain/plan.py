@@ -83,11 +83,11 @@ class AlongRanks(Algorithm):
         if form.wire is not None:
             return NO_CODES
         if form.operation.reduces and (
-            form.root not in (0, form.size - 1) or form.op == "avg" or is_narrow(form.dtype)
+            form.root not in (0, form.size - 1) or form.op in ("avg", "tree") or is_narrow(form.dtype)
         ):
             return (
                 "it needs the first or the last rank as root, and an operation and an element type that need no wider "
-                "type to reduce (not avg, float16, bfloat16 or float8)"
+                "type to reduce (not avg, tree, float16, bfloat16 or float8)"
             )
         return [ChainLauncher(form, domain)]
 

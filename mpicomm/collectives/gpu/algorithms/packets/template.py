@@ -10,7 +10,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from mpicomm.collectives.eight_bits import BLOCK
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
@@ -33,6 +32,7 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
     coding_of,
 )
 from mpicomm.collectives.patterns import shard_count
+from mpicomm.collectives.wire import BLOCK
 from mpicomm.epilogues.base import BoundEpilogue, Fused
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import Reduction

@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.collectives import eight_bits
 from mpicomm.collectives.gpu.algorithms.chain import plan as chain
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainArguments, HopArguments
 from mpicomm.collectives.gpu.algorithms.chunks import arguments as exchange
@@ -22,6 +21,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
 from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvArguments, SendrecvSide
+from mpicomm.collectives.wire import BLOCK
 from mpicomm.devices.cuda.load import compile_kernel
 from mpicomm.kernels import epilogue, experts, message, packing, team, window
 from mpicomm.kernels import reductions as combine
@@ -47,7 +47,7 @@ def test_every_reduction_compiles(tmp_path: Path, capability: tuple[int, int]) -
     kernels = [
         f'extern "C" __global__ void {dtype}_{op}(const dtype::{cpp}* in, dtype::{cpp}* out) {{\n'
         f"  using Op = op::{op}<dtype::{cpp}>;\n"
-        "  out[0] = Op::last(Op::next(Op::first(in[0]), in[1]), 2);\n}"
+        "  out[0] = Op::last(next_of<Op>(Op::first(in[0]), in[1], 1), 2);\n}"
         for dtype, ops in REDUCTIONS.items()
         for cpp in [cpp_name(dtype)]
         for op in ops
@@ -247,7 +247,7 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
             "kWorkers": workers,
             "kParts": packets.parts_of(size, one_step=steps == "one"),
             "kPartElements": packets.CODES_OF_PACKET,
-            "kBlockElements": eight_bits.BLOCK,
+            "kBlockElements": BLOCK,
         }
         lines = [f"static_assert(mpicomm::{name} == {value});" for name, value in constants.items()]
         source.write_text("\n".join(['#include "packet_worker.cuh"', *lines]))
