@@ -166,7 +166,7 @@ def reduce_scatter(
 
 
 def prefix(own: int, b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
-    """Bring the data of all ranks to every rank, which reduces the data before its own, or up to its own if ``own`` is 1.
+    """Bring the data of all ranks to every rank, which reduces the data before its own, and its own if ``own`` is 1.
 
     Otherwise the first rank writes nothing.
     """
