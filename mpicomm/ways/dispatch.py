@@ -18,7 +18,7 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call, in_order
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.host import selection
-from mpicomm.collectives.host.fast_path import after_votes, at_once, plain_calls
+from mpicomm.collectives.host.fast_path import after_votes, plain_calls
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
@@ -44,9 +44,7 @@ class Dispatcher:
 
     def __init__(self, comm: MPI.Intracomm, session: Session) -> None:
         placement = session.placement
-        self._comm = comm
         self._session = session
-        self._rank = placement.rank
         self._size = len(placement.places)
         self._nodes = len(placement.nodes)
         self.engines = engines = Engines(session)
@@ -57,10 +55,9 @@ class Dispatcher:
         self._gpus = OnGpus(session, engines, votes)
         self._mapped = InMappedMemory(engines)
         self._deferred = Deferred(votes, session)
-        facts = self._size, self._rank, self._nodes
+        facts = self._size, placement.rank, self._nodes
         self._ordered = ordered = placement.here.reductions == "ordered"
-        self._plain = plain_calls(*facts, ordered=ordered)
-        self._alike = checks = at_once(*facts, ordered=ordered)
+        self._plain = checks = plain_calls(*facts, ordered=ordered)
         self.at_once = after_votes(checks, self._is_on_host) if votes.are_needed else checks
         """The checks of the calls that methods hand to MPI without this class."""
         self._joins = False
@@ -104,7 +101,7 @@ class Dispatcher:
 
     def expect_alike(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
-        self._votes.are_needed, self._vote, self.at_once = False, None, self._alike
+        self._votes.are_needed, self._vote, self.at_once = False, None, self._plain
 
     def in_order(self, operation: Operation, op: MPI.Op, order: str) -> MPI.Op:
         """Return the operation of a reduction with ``order``, which is not "auto". Local.
