@@ -313,11 +313,7 @@ class Dispatcher:
         """Return the way of a call without steps around it. Local."""
         if is_for_kernels(call):
             return self._gpus
-        if blocking:
-            by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, ordered=self._ordered)
-        else:
-            by_mpi = selection.becomes_mpi_request(call, call.algorithm, ordered=self._ordered)
-        if by_mpi:
+        if selection.goes_to_mpi(call, self._size, self._nodes, blocking=blocking, ordered=self._ordered):
             return self._mpi
         return self._mapped if blocking else self._deferred
 
