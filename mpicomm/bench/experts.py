@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mpicomm.bench.contenders import open_peer
 from mpicomm.bench.machine import Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Trial, those_that_work
+from mpicomm.bench.measure import CheckedCall, Measuring, Trial, those_that_work
 from mpicomm.bench.torch_peers import TorchNccl
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -78,7 +78,7 @@ def main() -> int:
         "GB/s: the bytes that cross the links of a GPU, each way; even: an even Alltoall of as many rows to each rank",
     ]
     command_line.show(*(f"# {line}" for line in about))
-    measuring = Measuring(comm, machine, Effort(options.iters, 2, _ROUNDS, not on_host))
+    measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=_ROUNDS, graphs=not on_host)
     rows = []
     with machine.current():
         opened, absent = those_that_work(comm, options.compare, lambda name: open_peer(_PEERS[name], comm, machine))

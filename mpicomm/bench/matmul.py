@@ -19,7 +19,7 @@ from mpi4py import MPI
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import open_peer
 from mpicomm.bench.machine import Call, Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Outcome, PeerFailureError, Trial, those_that_work
+from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, PeerFailureError, Trial, those_that_work
 from mpicomm.bench.nccl import Nccl
 from mpicomm.bench.peers import OWN, Peer
 from mpicomm.bench.torch_peers import FusedTorch
@@ -209,7 +209,7 @@ def main() -> int:
     dtype = options.datatype or ("float32" if on_host else "bfloat16")
     machine = machine_of(comm)
     graphs = not on_host and not options.eager
-    measuring = Measuring(comm, machine, Effort(options.iters, 2, options.rounds, graphs))
+    measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=options.rounds, graphs=graphs)
     ranks = comm.allgather(comm.describe())
     results, wrong = [], 0
     with _torch_stream(comm, machine):

@@ -206,7 +206,9 @@ class SetUp:
     def require_gpu(self, operation: str) -> None:
         """Raise `InvalidUsageError` if the communicator is on the cpu: then it raises on all ranks. Local."""
         if isinstance(self.placement.here.device, str):
-            raise _on_the_cpu(operation)
+            raise InvalidUsageError(
+                f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
+            )
 
     def gpu(self, operation: str) -> GpuBackend:
         """Return this rank's GPU, which opens if it is not open yet. Local.
@@ -215,12 +217,11 @@ class SetUp:
         `BackendUnavailableError` if the device cannot be opened.
         """
         self._require_open(operation)
+        self.require_gpu(operation)
         if not self._has_device:
-            self._open_device()
-        backend = self.backend
-        if isinstance(backend, HostBackend):
-            raise _on_the_cpu(operation)
-        return backend
+            self._use(self.placement.create_backend())
+        assert not isinstance(self.backend, HostBackend)
+        return self.backend
 
     def keep(self, shared: AnyShared) -> AnyShared:
         """Release ``shared`` with the communicator; all ranks keep the same things in the same order. Local."""
@@ -289,9 +290,6 @@ class SetUp:
         if self.is_suspended:
             raise InvalidUsageError(f"{what}: the communicator is suspended: call resume() on all ranks first")
 
-    def _open_device(self) -> None:
-        self._use(self.placement.create_backend())
-
     def _use(self, backend: HostBackend | GpuBackend) -> None:
         self.backend = backend
         self._has_device = True
@@ -307,13 +305,10 @@ class SetUp:
         A device that was open before stays open.
         """
         was_open = self._has_device
-
-        def open_device() -> None:
-            if not was_open:
-                self._open_device()
-
         try:
-            group.agree("Communicator: bind device", open_device)
+            group.agree(
+                "Communicator: bind device", lambda: None if was_open else self._use(self.placement.create_backend())
+            )
             yield
         except Exception:
             if self._has_device and not was_open:
@@ -337,12 +332,6 @@ class SetUp:
         for each in self._groups:
             each.absence_reason = self.calls_on_host.absence_reason
         release_before_finalize(self)
-
-
-def _on_the_cpu(operation: str) -> InvalidUsageError:
-    return InvalidUsageError(
-        f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
-    )
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.bench.machine import machine_of
-from mpicomm.bench.measure import Effort, Measuring
-from mpicomm.bench.options import DTYPES
+from mpicomm.bench.measure import Measuring
+from mpicomm.bench.operations import DTYPES
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.options import header
@@ -114,8 +114,8 @@ def main() -> int:
     ]
     command_line.show(*(f"# {line}" for line in about), "#")
     longest = max(swept[-1], 8 * comm.size)  # at least one element for each rank
-    effort = Effort(options.iters, max(1, options.warmup_iters), _LAUNCHES, graphs=True)
-    timing = Timing(Measuring(comm, machine_of(comm), effort), longest)
+    effort = {"iterations": options.iters, "warmups": max(1, options.warmup_iters), "rounds": _LAUNCHES}
+    timing = Timing(Measuring(comm, machine_of(comm), **effort, graphs=True), longest)
     results = [
         sweep(subject, subject.cases(swept, comm.rank, comm.size), timing.of(subject), before) for subject in subjects
     ]
