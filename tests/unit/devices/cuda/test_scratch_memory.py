@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,25 +18,14 @@ LARGE = 2 << 20
 
 @pytest.fixture
 def cuda() -> Iterator[VirtualCuda]:
-    with imported_over(cuda := VirtualCuda()):
+    with imported_over(cuda := VirtualCuda()), nothing_leaks():
         yield cuda
-
-
-@pytest.fixture
-def backend(cuda: VirtualCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    module = importlib.import_module("mpicomm.devices.cuda.backend")
-    monkeypatch.setattr(module, "visible_devices", lambda: [SimpleNamespace(ordinal=0, uuid=bytes(16))])
-    monkeypatch.setattr(module, "FaultPage", lambda *_: SimpleNamespace(close=lambda: None))
-    with nothing_leaks():
-        backend = module.CudaBackend(0, 1.0)
-        backend.kind = "fd"
-        yield backend
-        backend.close()
         assert not cuda.mapped
         assert not cuda.reserved
 
 
 def test_large_memory_comes_back_at_its_addresses(cuda: VirtualCuda, backend: Any) -> None:
+    backend.kind = "fd"
     places = [backend.scratch(nbytes).pointer for nbytes in (LARGE, 3 * LARGE + 1)]
     free = cuda.free_nbytes
     backend.suspend()
