@@ -144,7 +144,7 @@ class Communicator(
         def Split(self, color: int = 0, key: int = 0) -> Communicator: ...
         def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Communicator: ...
         def Create_cart(
-            self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
+            self, dims: Sequence[int], periods: Sequence[bool] | bool | None = None, reorder: bool = False
         ) -> CartCommunicator: ...
         def Create_graph(
             self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
@@ -153,8 +153,8 @@ class Communicator(
             self,
             sources: Sequence[int] | None,
             destinations: Sequence[int] | None,
-            sourceweights: Sequence[int] | None = None,
-            destweights: Sequence[int] | None = None,
+            sourceweights: Sequence[int] | int | None = None,
+            destweights: Sequence[int] | int | None = None,
             info: MPI.Info = MPI.INFO_NULL,
             reorder: bool = False,
         ) -> DistGraphCommunicator: ...
@@ -163,7 +163,7 @@ class Communicator(
             sources: Sequence[int],
             degrees: Sequence[int],
             destinations: Sequence[int],
-            weights: Sequence[int] | None = None,
+            weights: Sequence[int] | int | None = None,
             info: MPI.Info = MPI.INFO_NULL,
             reorder: bool = False,
         ) -> DistGraphCommunicator: ...

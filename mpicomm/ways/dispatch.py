@@ -311,11 +311,7 @@ class Dispatcher:
             return self._codes
         if call.dtype is None and AsPacked.takes(call):
             return self._packed
-        if blocking:
-            by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, ordered=self._ordered)
-        else:
-            by_mpi = selection.becomes_mpi_request(call, call.algorithm, ordered=self._ordered)
-        if by_mpi:
+        if selection.goes_to_mpi(call, self._size, self._nodes, blocking=blocking, ordered=self._ordered):
             return self._mpi
         return self._mapped if blocking else self._deferred
 

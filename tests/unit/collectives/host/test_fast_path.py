@@ -84,10 +84,10 @@ def test_buffers_that_need_a_closer_look(buffer: Any) -> None:
         assert not plain(method, buffer, np.zeros(8))
 
 
-@pytest.mark.parametrize("datatype", [MPI.FLOAT, MPI.BYTE, MPI.DOUBLE_INT])
-def test_a_reduction_of_another_type_than_the_arrays_needs_a_closer_look(datatype: MPI.Datatype) -> None:
-    assert not plain("Allreduce", np.zeros(4), [np.zeros(4), datatype])
-    assert not plain("Allreduce", MPI.IN_PLACE, [np.zeros(4), 1, datatype])
+def test_a_reduction_of_another_type_than_the_arrays_needs_a_closer_look() -> None:
+    for datatype in (MPI.FLOAT, MPI.BYTE, MPI.DOUBLE_INT):
+        assert not plain("Allreduce", np.zeros(4), [np.zeros(4), datatype])
+        assert not plain("Allreduce", MPI.IN_PLACE, [np.zeros(4), 1, datatype])
 
 
 def test_buffers_that_may_overlap_need_a_closer_look() -> None:
