@@ -66,8 +66,9 @@ def figure(benches: list[Bench]) -> list[str]:
     outcomes = next(row for row in bench["results"] if row["nbytes"] == FIGURE)["places"][PLACE]
     own, nccl = outcomes[OWN]["time_us"], min(outcomes[name]["time_us"] for name in NCCL)
     text = (
-        f"On {_gpus(bench)} an all-reduce of {nbytes(FIGURE)} takes {microseconds(own)} us, and {microseconds(nccl)} "
-        f"us with NCCL {bench['peers']['nccl']} ({bench['date'][:10]})."
+        f"On {_gpus(bench)} an all-reduce of {nbytes(FIGURE)} of float32, in symmetric arrays and a CUDA graph, takes "
+        f"{microseconds(own)} us, and {microseconds(nccl)} us with NCCL {bench['peers']['nccl']}, both without NVLink "
+        f"SHARP ({bench['date'][:10]})."
     )
     return ["", *textwrap.wrap(text, 120), ""]
 
