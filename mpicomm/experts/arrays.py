@@ -45,8 +45,10 @@ def read_array(
 ) -> GivenArray:
     """Read the argument ``name``. Raises `InvalidUsageError` unless it has one of the dtypes and the shape.
 
-    None as the first length of ``shape`` stands for any length.
+    None as the first length of ``shape`` stands for any length. NumPy's input is copied if it is not C-contiguous.
     """
+    if type(array) is np.ndarray and not writable:
+        array = np.ascontiguousarray(array)
     flags = getattr(array, "flags", None)
     in_order = array.is_contiguous() if hasattr(array, "is_contiguous") else flags is None or flags.c_contiguous
     if not in_order:
