@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
+import numpy as np
+
 from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.process import close_after
 from mpicomm.collectives.gpu.algorithms.steps import Launch
