@@ -17,9 +17,8 @@ from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.matched import Incoming, Posted, UnexpectedQueue
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
-from mpicomm.messages.pending import PendingReceive, PendingSend
 from mpicomm.messages.reader import EndpointReader, parse_any
-from mpicomm.messages.receive_buffer import DeviceReceive, ReceiveBuffer, StagingMemory, receive_buffer
+from mpicomm.messages.receive_buffer import PendingReceive, ReceiveBuffer, StagingMemory, receive_buffer
 from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
 from mpicomm.mpi import host_calls
@@ -31,11 +30,6 @@ _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
 _LEAST_SPARE_NBYTES, _MOST_SPARE_NBYTES = 64 << 10, 16 << 20
-
-
-def _beside(device: GpuBackend, stream: int) -> SideStream:
-    """Return a side stream. Its work follows all earlier work of ``stream``."""
-    return SideStream(device.side_streams, device.side_streams.mark(stream))
 
 
 class Messages:
@@ -87,13 +81,24 @@ class Messages:
         assert device is not None and stream is not None
         if sent.captured:
             raise refused_capture(sent)
+        streams, aside = device.side_streams, sent.is_flat and is_cut(sent.nbytes)
         # Later work of the user's stream does not wait for the copies of a message in several pieces.
-        aside = sent.is_flat and is_cut(sent.nbytes)
-        with _beside(device, stream) if aside else contextlib.nullcontext(stream) as copies:
+        with SideStream(streams, streams.mark(stream)) if aside else contextlib.nullcontext(stream) as copies:
             buffer = self._outgoing.buffer(send, sent, dest, copies)
             request = buffer.hand_over(send, self._comm, dest, tag)
-            pending = PendingSend(buffer, request, device.completion(copies))
-        return self._completer.add(DeferredRequest.of(pending.done, device.check), device.prepare_thread)
+            # Most headers leave at once. A later call of MPI may take long, because a thread that waits in MPI keeps
+            # other threads out.
+            left = request.Test()
+            copied = device.completion(copies)
+
+        def done() -> bool:
+            nonlocal left
+            left = left or request.Test()
+            return left and copied()
+
+        work = DeferredRequest.of(done, device.check)
+        work.kept = buffer  # MPI and the device still read its memory
+        return self._completer.add(work, device.prepare_thread)
 
     def receive_array(self, operation: str, buf: Any, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive into a NumPy array.
@@ -116,7 +121,8 @@ class Messages:
         if self.by_rendezvous and nbytes == HEADER_NBYTES:
             buffer = self._receive_buffer(self._reader.parse_receive(operation, buf, None, "buf"))
             if room is not buf:
-                ctypes.memmove(buffer.memory.pointer, _address(room), nbytes)
+                assert buffer.staging is not None
+                ctypes.memmove(buffer.staging.pointer, _address(room), nbytes)
             self._finish(buffer, status)
         elif room is not buf:
             if nbytes > buf.nbytes:
@@ -129,7 +135,7 @@ class Messages:
             raise refused_capture(received)
         status = MPI.Status() if status is None else status
         buffer = self._receive_buffer(received, spare=self._spare)
-        incoming.recv_into(buffer.memory.spec, status)
+        incoming.recv_into(buffer.spec, status)
         self._finish(buffer, status)
         if received.blocks:
             wait_for_copies(received)
@@ -151,7 +157,7 @@ class Messages:
             raise refused_capture(received)
         buffer = self._receive_buffer(received, replace=replace)
         device, mark = buffer.rendezvous.device, self._mark(received)
-        request, correct = incoming.irecv_into(buffer.memory.spec)
+        request, correct = incoming.irecv_into(buffer.spec)
         pending = PendingReceive(buffer, request, correct, mark, before)
         work = DeferredRequest.of(pending.done, device.check, pending.status, pending.cancel)
         return self._completer.add(work, device.prepare_thread)
@@ -185,7 +191,7 @@ class Messages:
         outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
         if incoming is None:
             try:
-                sendrecv(self._comm, outgoing.spec, dest, tag, buffer.memory.spec, *posted, status)
+                sendrecv(self._comm, outgoing.spec, dest, tag, buffer.spec, *posted, status)
             except Exception as error:
                 # MPI has refused to send the message, except if the received message was too long.
                 refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
@@ -195,7 +201,7 @@ class Messages:
         else:
             request = outgoing.hand_over(_isend, self._comm, dest, tag)
             try:
-                incoming.recv_into(buffer.memory.spec, status)
+                incoming.recv_into(buffer.spec, status)
             finally:
                 request.Wait()
         self._finish(buffer, status, mark)
@@ -245,7 +251,7 @@ class Messages:
         if staging.capacity < nbytes:
             staging = StagingMemory(nbytes)
         staging.spec[1] = nbytes if nbytes > HEADER_NBYTES else HEADER_NBYTES
-        return DeviceReceive(received, nbytes, rendezvous, staging)
+        return ReceiveBuffer("flat", received, nbytes, rendezvous, staging, received.pointer)
 
     def _finish(self, buffer: ReceiveBuffer, status: MPI.Status, mark: Any = None) -> None:
         """Finish a blocking receive: in stream order for a device array, before this returns for host memory.
@@ -269,8 +275,9 @@ class Messages:
                 device.side_streams.wait_stream(stream, copies)
         else:
             buffer.deliver(stream)
-        if buffer.slot is not None and isinstance(buffer, DeviceReceive) and buffer.capacity <= _MOST_SPARE_NBYTES:
-            self._spare.append(buffer.memory)
+        if buffer.slot is not None and buffer.kind == "flat" and buffer.capacity <= _MOST_SPARE_NBYTES:
+            assert buffer.staging is not None
+            self._spare.append(buffer.staging)
 
     def _mark(self, received: Endpoint) -> Any:
         if received.device is None or received.stream is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,33 +54,11 @@ Correct = Callable[[MPI.Status], None]
 """A function that writes the source and the tag of a message into a status."""
 
 
-class Incoming(Protocol):
-    """A message to receive: the next message of a source and a tag, or a message that a probe has matched."""
-
-    def recv_into(self, spec: Any, status: MPI.Status) -> None:
-        """Receive as MPI's Recv does. Blocking."""
-
-    def irecv_into(self, spec: Any) -> tuple[MPI.Request, Correct | None]:
-        """Start to receive as MPI's Irecv does.
-
-        Return a function that corrects the status, or None if MPI's is right.
-        """
-
-
-class Receiver(Protocol):
-    """The receiver of matched messages into arrays of the host or of a GPU."""
-
-    def receive_matched(self, message: Incoming, buf: Any, status: MPI.Status | None) -> None:
-        """Receive ``message``; see mpi4py's ``Message.Recv``."""
-
-    def start_receive_matched(self, message: Incoming, buf: Any) -> MPI.Request:
-        """Start to receive ``message``; see mpi4py's ``Message.Irecv``."""
-
-
 class Matched(MPI.Message):
     """A matched message of a communicator on GPUs. An array of the host or of a GPU can receive it."""
 
-    _receiver: Receiver
+    _receiver: Any
+    """The `Messages` of the communicator."""
     source: int
     tag: int
     _nbytes: int
@@ -90,7 +68,7 @@ class Matched(MPI.Message):
     _sent_again: MPI.Request | None
 
     @classmethod
-    def of(cls, receiver: Receiver, message: MPI.Message, status: MPI.Status, secret: bytes | None) -> Matched:
+    def of(cls, receiver: Any, message: MPI.Message, status: MPI.Status, secret: bytes | None) -> Matched:
         """Wrap a message of MPI's. ``status`` is the status of its probe."""
         source, tag, nbytes = status.source, status.tag, status.Get_count(MPI.BYTE)
         again = None
@@ -125,7 +103,8 @@ class Matched(MPI.Message):
 
     def Irecv(self, buf: Any) -> MPI.Request:
         """Start to receive the message; see mpi4py. Device arrays are as in ``Communicator.Irecv``."""
-        return self._receiver.start_receive_matched(self, buf)
+        request: MPI.Request = self._receiver.start_receive_matched(self, buf)
+        return request
 
     def recv(self, status: MPI.Status | None = None) -> Any:
         """Receive a message of a Python object; see mpi4py."""
@@ -159,7 +138,7 @@ class UnexpectedQueue:
     message here first, and that message would overtake them.
     """
 
-    def __init__(self, receiver: Receiver, comm: MPI.Intracomm, secret: bytes | None) -> None:
+    def __init__(self, receiver: Any, comm: MPI.Intracomm, secret: bytes | None) -> None:
         self._receiver = receiver
         self._comm = comm
         self._secret = secret
@@ -184,7 +163,11 @@ class UnexpectedQueue:
                 return False
             if seen.Get_count(MPI.BYTE) != HEADER_NBYTES:
                 return True
-            self._take_up_to(seen.source, seen.tag)
+            first = MPI.Status()
+            while message := MPI.Intracomm.Improbe(self._comm, seen.source, MPI.ANY_TAG, first):
+                self.kept.append(Matched.of(self._receiver, message, first, self._secret))
+                if first.tag == seen.tag:
+                    break
             found = self._find(source, tag)  # None if another thread has received the message in the meantime
         found.fill_status(status)
         return True
@@ -208,17 +191,9 @@ class UnexpectedQueue:
                 return matched
         return None
 
-    def _take_up_to(self, source: int, tag: int) -> None:
-        """Take the messages of a source from MPI, up to the first message with that tag."""
-        seen = MPI.Status()
-        while message := MPI.Intracomm.Improbe(self._comm, source, MPI.ANY_TAG, seen):
-            self.kept.append(Matched.of(self._receiver, message, seen, self._secret))
-            if seen.tag == tag:
-                return
-
 
 class Posted:
-    """A receive of a source and a tag. It looks into the queue when it begins, then asks MPI."""
+    """A receive of the next message of a source and a tag. It looks into the queue when it begins, then asks MPI."""
 
     __slots__ = ("_comm", "_queue", "_source", "_tag")
 
@@ -242,3 +217,7 @@ class Posted:
         if matched is None:
             return MPI.Intracomm.Irecv(self._comm, spec, self._source, self._tag), None
         return matched.irecv_into(spec)
+
+
+Incoming = Posted | Matched
+"""A message to receive: the next message of a source and a tag, or a message that a probe has matched."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.devices.cuda.types import Backend
 from mpicomm.errors import HandleError
 from mpicomm.log import logger, tell_slow_way
 from mpicomm.messages.endpoint import Endpoint, refused_capture
@@ -77,7 +76,7 @@ class Outgoing:
             send(self._comm, place.message, dest, tag)
         except Exception:  # MPI has refused the message
             if threads.cancel():
-                rendezvous.put_back(place)
+                rendezvous.outbox.put_back(place)
             else:
                 rendezvous.withdraw(place, stream)
             raise
@@ -104,23 +103,38 @@ class Outgoing:
             return None
         if dest not in self._near:
             announce("Send", "the ranks are on several nodes")
-        elif self._refused:
-            warn_once(f"memory is opened as {self._refused!r}, not by IPC handles")
-        # The user's buffer of a buffered send has room for the data, but perhaps not for a header.
-        elif nbytes >= HEADER_NBYTES or send not in _BUFFERED:
+            return None
+        if self._refused:
+            reason = f"memory is opened as {self._refused!r}, not by IPC handles"
+        elif nbytes < HEADER_NBYTES and send in _BUFFERED:
+            return None  # the user's buffer of a buffered send has room for the data, but perhaps not for a header
+        else:
             try:
                 return (self._memory.made or self._memory.rendezvous(device)).reserve(nbytes, whole=not sent.is_flat)
             except (OutboxFullError, HandleError) as error:
-                warn_once(str(error))
+                reason = str(error)
+        tell_slow_way(f"through pinned host memory and MPI: {reason}")
+        if reason not in _warned:
+            _warned.add(reason)
+            logger.warning("messages of GPU arrays go through pinned host memory and MPI, which is slower: %s", reason)
         return None
 
     def _eager(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
-        """Return the host memory from which MPI sends a message. For a device array it is a copy."""
-        if stream is None or sent.device is None:
+        """Return the host memory from which MPI sends a message. For a device array it is a copy. Blocking."""
+        device = sent.device
+        if stream is None or device is None:
             return SendBuffer(sent.spec)
         if dest < 0:  # MPI.PROC_NULL, or no rank, for which MPI raises
             return SendBuffer([_NOTHING, 0, MPI.BYTE])
-        return _eager_copy(sent.device, sent, stream)
+        if sent.is_flat:
+            host = device.pinned(sent.nbytes)
+            device.copy(host.ctypes.data, sent.pointer, sent.nbytes, stream)
+            device.synchronize(stream)
+            return SendBuffer([host, sent.nbytes, MPI.PACKED])  # packed: MPI lacks a type for some elements
+        copies = HostCopies(device, stream)
+        spec = copies.spec(sent.spec, writable=False, name="buf", operand=sent.operand)
+        copies.ready()
+        return SendBuffer(spec, copies)
 
 
 def wait_for_copies(*endpoints: Endpoint) -> None:
@@ -128,29 +142,3 @@ def wait_for_copies(*endpoints: Endpoint) -> None:
     for endpoint in endpoints:
         if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
             endpoint.device.complete(endpoint.stream)
-
-
-def _eager_copy(backend: Backend, sent: Endpoint, stream: int) -> SendBuffer:
-    """Copy a device array to the host. Blocking."""
-    if not sent.is_flat:
-        return _eager_derived(backend, sent, stream)
-    host = backend.pinned(sent.nbytes)
-    backend.copy(host.ctypes.data, sent.pointer, sent.nbytes, stream)
-    backend.synchronize(stream)
-    return SendBuffer([host, sent.nbytes, MPI.PACKED])  # packed: MPI lacks a type for some elements
-
-
-def _eager_derived(backend: Backend, sent: Endpoint, stream: int) -> SendBuffer:
-    """Copy the memory of a derived datatype to the host. Blocking."""
-    copies = HostCopies(backend, stream)
-    host = copies.spec(sent.spec, writable=False, name="buf", operand=sent.operand)
-    copies.ready()
-    return SendBuffer(host, copies)
-
-
-def warn_once(reason: str) -> None:
-    """Warn, once per reason and process, that messages are eager."""
-    tell_slow_way(f"through pinned host memory and MPI: {reason}")
-    if reason not in _warned:
-        _warned.add(reason)
-        logger.warning("messages of GPU arrays go through pinned host memory and MPI, which is slower: %s", reason)

@@ -7,22 +7,22 @@ arrives, because the system provides no pages for memory that is not written.
 
 from __future__ import annotations
 
-import abc
 import ctypes
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.devices.cuda.beside import SideStream
 from mpicomm.devices.host import array_at
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.matched import Content, unpack
+from mpicomm.messages.matched import Correct, unpack
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import PeerSlot, Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.host_calls import through_host
 from mpicomm.mpi.layout import Elements
@@ -45,234 +45,208 @@ class StagingMemory:
         """The memory as MPI takes it."""
 
 
-class UserMemory:
-    """The memory of the user's host array at ``pointer``. MPI takes ``spec``."""
-
-    def __init__(self, spec: Any, pointer: int) -> None:
-        self.spec = spec
-        self.pointer = pointer
-
-    @property
-    def content(self) -> Content:
-        """The first bytes."""
-        return array_at(self.pointer, HEADER_NBYTES, _BYTES)
+Kind = Literal["flat", "host", "derived", "kernels"]
+"""What a receive fills: a flat device array, a host array of plain elements, elements of a derived datatype that MPI
+unpacks, or such elements in device memory that kernels unpack."""
 
 
-class ReceiveBuffer(abc.ABC):
+class ReceiveBuffer:
     """The buffer of one receive, which it keeps alive. ``capacity`` is the longest message, in bytes, that fits.
 
-    MPI receives into ``memory``. After that `arrived` reads the message, and `deliver` brings it to its array.
+    MPI receives into ``spec``: staging memory, or the user's host array without ``staging``. After that `arrived` reads
+    the message, and `deliver` brings it to its array, which begins at ``pointer`` if it has plain elements.
     """
-
-    in_place = False
-    """Whether MPI writes into the user's memory."""
 
     # Callers pass the arguments by position, because each call on device arrays makes a buffer.
     def __init__(
-        self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, memory: StagingMemory | UserMemory
+        self,
+        kind: Kind,
+        endpoint: Endpoint,
+        capacity: int,
+        rendezvous: Rendezvous,
+        staging: StagingMemory | None,
+        pointer: int = 0,
+        elements: Elements | None = None,
     ) -> None:
+        self.kind = kind
         self.endpoint = endpoint
         self.capacity = capacity
         self.rendezvous = rendezvous
-        self.memory = memory
+        self.staging = staging
+        self.spec = endpoint.spec if staging is None else staging.spec
         self.nbytes = 0
         """The bytes of the message that has arrived."""
         self.slot: PeerSlot | None = None
         """The slot of the message; None if MPI has received the data itself."""
+        self._pointer = pointer
+        self._elements = elements
 
     def arrived(self, status: MPI.Status) -> bool:
         """Read the message that MPI has received, and correct its status. Return whether it needs `deliver`.
 
         If the call sends the content of the buffer, it has done so before.
         """
-        nbytes = status.Get_count(_byte)
+        nbytes, staging = status.Get_count(_byte), self.staging
         if nbytes == HEADER_NBYTES and self.rendezvous.expects_headers:
-            found = self.rendezvous.arrived(self.memory.content, status.source)
+            content = array_at(self._pointer, nbytes, _BYTES) if staging is None else staging.content
+            found = self.rendezvous.arrived(content, status.source)
             if found is not None:
                 self.slot, self.nbytes = found
                 status.Set_elements(_byte, self.nbytes)
                 return True
         self.nbytes = nbytes
-        # Staging memory may be longer than the buffer.
-        return (nbytes > self.capacity and not self.in_place) or self._needs_device(nbytes)
+        if staging is None:
+            return False
+        if self.kind == "host" and nbytes <= self.capacity:  # staging memory may be longer than the buffer
+            ctypes.memmove(self._pointer, staging.pointer, nbytes)
+            return False
+        return nbytes > 0
 
     def deliver(self, stream: int) -> None:
         """Enqueue the copies of the message. Copies into host memory are over when this returns.
 
         Raises `MPI.Exception` for a message that is longer than the buffer.
         """
-        slot, nbytes = self.slot, self.nbytes
+        slot, nbytes, rendezvous = self.slot, self.nbytes, self.rendezvous
         if nbytes > self.capacity:
             if slot is not None:
-                self.rendezvous.drop(slot, nbytes, stream)
+                rendezvous.drop(slot, nbytes, stream)
             raise MPI.Exception(MPI.ERR_TRUNCATE)
-        if slot is None:
-            self._copy(nbytes, stream)
+        if self.kind == "kernels":
+            self._unpack_by_kernels(stream)
+        elif self.kind != "flat":
+            self._to_host(stream)
+        elif slot is None:
+            self._copy_staging(self._pointer, stream)
+            rendezvous.device.synchronize(stream)  # because the staging memory ends with this object
+        elif nbytes <= rendezvous_header.KERNEL_NBYTES and slot.copy_out is not None:
+            slot.copy_out(stream, self._pointer, nbytes)
         else:
-            self._receive(slot, nbytes, stream)
+            rendezvous.pull(slot, nbytes, self._pointer, stream)
 
     @property
     def blocks(self) -> bool:
         """Whether `deliver` waits for all earlier work of its stream."""
-        return self.nbytes <= self.capacity and not self._is_stream_ordered()
+        in_order = self.slot is not None and (self.kind == "flat" or self._fills_all())
+        return self.nbytes <= self.capacity and not in_order
 
-    def _is_stream_ordered(self) -> bool:
-        return False
+    def _fills_all(self) -> bool:
+        """Return whether kernels unpack the message where it lies: it is whole, and in one block of the outbox."""
+        elements, slot = self._elements, self.slot
+        return bool(elements and slot and len(slot.places) == 1 and self.nbytes == elements.layout.nbytes)
 
-    @abc.abstractmethod
-    def _needs_device(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` bytes of data that MPI has received are yet to be copied to the device.
+    def _copy_staging(self, pointer: int, stream: int) -> None:
+        assert self.staging is not None
+        self.rendezvous.device.copy(pointer, self.staging.pointer, self.nbytes, stream)
 
-        If not, they are in the user's memory.
-        """
+    def _to_host(self, stream: int) -> None:
+        """Copy the message to host memory, and let MPI unpack a derived datatype."""
+        device, staging = self.rendezvous.device, self.staging
+        if self.slot is not None:
+            pointer = self._pointer if self.kind == "host" or staging is None else staging.pointer
+            self.rendezvous.pull(self.slot, self.nbytes, pointer, stream)
+            device.synchronize(stream)
+            device.check()  # raises if the sender did not fill its outbox in time
+        if self.kind != "host":
+            operand = self.endpoint.operand
+            assert staging is not None and operand is not None
+            packed, buffer = staging.content[: self.nbytes], (operand.spec, True, operand.name, operand)
+            through_host(device, stream, lambda spec: unpack(packed, spec), [buffer])
 
-    def _copy(self, nbytes: int, stream: int) -> None:
-        """Copy ``nbytes`` bytes of data that MPI has received to the device."""
-        raise NotImplementedError
-
-    @abc.abstractmethod
-    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
-        """Copy a message out of its slot."""
-
-    def _pull(self, slot: PeerSlot, nbytes: int, pointer: int, stream: int) -> None:
-        """Copy a message out of its slot to host memory, and wait for that."""
-        device = self.rendezvous.device
-        self.rendezvous.pull(slot, nbytes, pointer, stream)
-        device.synchronize(stream)
-        device.check()  # raises if the sender did not fill its outbox in time
-
-
-class HostReceive(ReceiveBuffer):
-    """A receive into a host array of plain elements: MPI writes there."""
-
-    in_place = True
-
-    def _needs_device(self, nbytes: int) -> bool:
-        return False
-
-    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
-        self._pull(slot, nbytes, self.memory.pointer, stream)
-
-
-class StagedReceive(ReceiveBuffer):
-    """A receive for which MPI gets staging memory, which may be memory of an earlier receive."""
-
-    memory: StagingMemory
-
-    def _needs_device(self, nbytes: int) -> bool:
-        return nbytes > 0
-
-    @property
-    def _operand(self) -> Operand:
-        operand = self.endpoint.operand
-        assert operand is not None
-        return operand
-
-
-class DeviceReceive(StagedReceive):
-    """A receive into a flat device array, in the order of its stream."""
-
-    def _is_stream_ordered(self) -> bool:
-        return self.slot is not None
-
-    def _copy(self, nbytes: int, stream: int) -> None:
-        device = self.rendezvous.device
-        device.copy(self.endpoint.pointer, self.memory.pointer, nbytes, stream)
-        device.synchronize(stream)  # because the staging memory ends with this object
-
-    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
-        if nbytes <= rendezvous_header.KERNEL_NBYTES and slot.copy_out is not None:
-            slot.copy_out(stream, self.endpoint.pointer, nbytes)
-        else:
-            self.rendezvous.pull(slot, nbytes, self.endpoint.pointer, stream)
-
-
-class StagedHostReceive(StagedReceive):
-    """A receive into a host array that is shorter than a header, or that the same call still sends."""
-
-    def _needs_device(self, nbytes: int) -> bool:
-        ctypes.memmove(self._operand.pointer, self.memory.pointer, nbytes)
-        return False
-
-    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
-        self._pull(slot, nbytes, self._operand.pointer, stream)
-
-
-class DerivedReceive(StagedReceive):
-    """A receive of elements of a derived datatype.
-
-    The packed message comes into the staging memory, and MPI unpacks it into the user's memory.
-    """
-
-    def _copy(self, nbytes: int, stream: int) -> None:
-        self._unpack(nbytes, stream)
-
-    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
-        self._pull(slot, nbytes, self.memory.pointer, stream)
-        self._unpack(nbytes, stream)
-
-    def _unpack(self, nbytes: int, stream: int) -> None:
-        packed, operand = self.memory.content[:nbytes], self._operand
-        buffer = operand.spec, True, operand.name, operand
-        through_host(self.rendezvous.device, stream, lambda spec: unpack(packed, spec), [buffer])
-
-
-class DerivedDeviceReceive(DerivedReceive):
-    """A receive of elements of a derived datatype into device memory, which kernels unpack.
-
-    If the outbox has no room for a message that needs it, MPI unpacks into a host copy of the array.
-    """
-
-    def __init__(self, endpoint: Endpoint, elements: Elements, rendezvous: Rendezvous) -> None:
-        nbytes = elements.layout.nbytes
-        super().__init__(endpoint, nbytes, rendezvous, StagingMemory(nbytes))
-        self._elements = elements
-
-    def _is_stream_ordered(self) -> bool:
-        return self.slot is not None and len(self.slot.places) == 1 and self.nbytes == self._elements.layout.nbytes
-
-    def _copy(self, nbytes: int, stream: int) -> None:
-        device = self.rendezvous.device
-
-        def fill(place: int) -> None:
-            device.copy(place, self.memory.pointer, nbytes, stream)
-
-        try:
-            self.rendezvous.unpack_part(nbytes, fill, self._elements, stream)
-        except (OutboxFullError, HandleError):
-            self._unpack(nbytes, stream)
-        device.synchronize(stream)  # because the staging memory ends with this object
-
-    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
-        if self._is_stream_ordered():
-            self.rendezvous.unpack(slot, nbytes, self._elements, stream)
+    def _unpack_by_kernels(self, stream: int) -> None:
+        slot, nbytes, rendezvous, elements = self.slot, self.nbytes, self.rendezvous, self._elements
+        assert elements is not None
+        if slot is not None and self._fills_all():
+            rendezvous.unpack(slot, nbytes, elements, stream)
             return
 
         def fill(place: int) -> None:
-            self.rendezvous.pull(slot, nbytes, place, stream)
+            if slot is None:
+                self._copy_staging(place, stream)
+            else:
+                rendezvous.pull(slot, nbytes, place, stream)
 
         try:
-            self.rendezvous.unpack_part(nbytes, fill, self._elements, stream)
-        except OutboxFullError:
-            super()._receive(slot, nbytes, stream)
+            rendezvous.unpack_part(nbytes, fill, elements, stream)
+        except (OutboxFullError, HandleError):  # no room for the message: MPI unpacks into a host copy of the array
+            self._to_host(stream)
+        if slot is None:
+            rendezvous.device.synchronize(stream)  # because the staging memory ends with this object
 
 
 def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool = False) -> ReceiveBuffer:
     """Return the receive buffer of an endpoint. With ``replace`` the same call sends the content of the buffer."""
     operand = endpoint.operand
     if endpoint.is_flat:
-        return DeviceReceive(endpoint, endpoint.nbytes, rendezvous, StagingMemory(endpoint.nbytes))
+        nbytes = endpoint.nbytes
+        return ReceiveBuffer("flat", endpoint, nbytes, rendezvous, StagingMemory(nbytes), endpoint.pointer)
     if operand is None:
-        return HostReceive(endpoint, 0, rendezvous, UserMemory(endpoint.spec, 0))
+        return ReceiveBuffer("host", endpoint, 0, rendezvous, None)
     if operand.dtype is not None:
         capacity = operand.nbytes
     elif operand.derived is not None and operand.packed_nbytes and rendezvous.expects_headers:
-        return DerivedDeviceReceive(endpoint, operand.derived[0], rendezvous)
+        elements = operand.derived[0]
+        capacity = elements.layout.nbytes
+        return ReceiveBuffer("kernels", endpoint, capacity, rendezvous, StagingMemory(capacity), 0, elements)
     elif operand.mpi_type is not None and operand.mpi_type != MPI.BYTE:
         capacity = operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF)
-        return DerivedReceive(endpoint, capacity, rendezvous, StagingMemory(capacity))
+        return ReceiveBuffer("derived", endpoint, capacity, rendezvous, StagingMemory(capacity))
     else:  # NumPy lacks the element type of a host array, and MPI may know it; MPI.BYTE stands for it in the endpoint
         capacity = read(operand.owner, True, operand.name).nbytes
-    if replace or rendezvous.exceeds(capacity):
-        return StagedHostReceive(endpoint, capacity, rendezvous, StagingMemory(capacity))
-    return HostReceive(endpoint, capacity, rendezvous, UserMemory(endpoint.spec, operand.pointer))
+    # A header may come, which does not fit into the user's memory.
+    stages = replace or (rendezvous.expects_headers and capacity < HEADER_NBYTES)
+    staging = StagingMemory(capacity) if stages else None
+    return ReceiveBuffer("host", endpoint, capacity, rendezvous, staging, operand.pointer)
+
+
+class PendingReceive:
+    """A receive that MPI has begun. One thread at a time calls its methods.
+
+    ``mark`` lies in the user's stream, and the copies into a device array follow it. `done` asks ``before`` first, and
+    asks MPI only after ``before`` has returned true. ``correct`` corrects the status that MPI fills.
+    """
+
+    def __init__(
+        self,
+        buffer: ReceiveBuffer,
+        request: MPI.Request,
+        correct: Correct | None,
+        mark: Any,
+        before: Callable[[], bool],
+    ) -> None:
+        self.status = MPI.Status()
+        self._buffer = buffer
+        self._request: MPI.Request | None = request
+        self._correct = correct
+        self._mark = mark
+        self._before = before
+        self._delivered: Callable[[], bool] | None = None
+
+    def done(self) -> bool:
+        """Return whether the message is in the user's memory, or the receive was cancelled."""
+        buffer, device = self._buffer, self._buffer.rendezvous.device
+        if self._request is not None:
+            if not (self._before() and self._request.Test(self.status)):
+                return False
+            self._request = None  # MPI has freed it
+            cancelled = self.status.Is_cancelled()
+            if self._correct is not None and not cancelled:
+                self._correct(self.status)
+            if cancelled or not buffer.arrived(self.status):
+                self._delivered = lambda: True
+        if self._delivered is None:
+            # A delivery that waits for its stream would also wait for the user's work, and this thread would complete
+            # no other request.
+            if buffer.blocks and self._mark is not None and not device.side_streams.passed(self._mark):
+                return False
+            # The copies may wait for the sender. On the user's stream they would hold up its later work, and other
+            # receives.
+            with SideStream(device.side_streams, self._mark) as side:
+                buffer.deliver(side)
+                self._delivered = device.completion(side)
+        return self._delivered()
+
+    def cancel(self) -> None:
+        """Cancel the receive unless MPI has received the message."""
+        if self._request is not None:
+            self._request.Cancel()

@@ -67,17 +67,12 @@ class Rendezvous:
         self.expects_headers = secret is not None
         """Whether headers can arrive."""
         self._steps = device.message_steps()
-        self._outbox = Outbox(device, self._secret, most_nbytes)
-        self.reserve = self._outbox.reserve
-        """Gives a message of this rank its slot in the outbox; see `Outbox.reserve`."""
+        self.outbox = Outbox(device, self._secret, most_nbytes)
+        self.reserve = self.outbox.reserve
         self._lock = threading.Lock()  # so that two threads do not open one block twice
         self._opened: dict[bytes, Segment] = {}
         self._known: dict[bytes, PeerSlot] = {}  # by the known bytes of their headers
         self._closed = False
-
-    def exceeds(self, nbytes: int) -> bool:
-        """Return whether a header can arrive that exceeds a receive buffer of ``nbytes`` bytes."""
-        return self.expects_headers and nbytes < HEADER_NBYTES
 
     def arrived(self, content: Content, source: int) -> tuple[PeerSlot, int] | None:
         """Return the slot and the bytes of the message whose header MPI has received into ``content``.
@@ -118,10 +113,6 @@ class Rendezvous:
                 # is not written yet.
                 self._steps.announce(stream, ready=place.ready, count=1)
                 done += piece
-
-    def put_back(self, place: OutboxSlot) -> None:
-        """Release the slot of a message that this rank has neither filled nor sent."""
-        self._outbox.put_back(place)
 
     def withdraw(self, place: OutboxSlot, stream: int) -> None:
         """Release the slot of a message that this rank does not send, but has filled in the same stream."""
@@ -175,14 +166,6 @@ class Rendezvous:
         self._wait(slot, nbytes, counts, stream)
         self._steps.release(stream, done=slot.done, count=counts)
 
-    def is_drained(self) -> bool:
-        """Return whether the receivers have copied all messages of this rank."""
-        return self._outbox.is_drained()
-
-    def memory_use(self) -> MemoryUse:
-        """Return the memory of the outbox."""
-        return self._outbox.memory_use()
-
     def close_peers(self) -> None:
         """Unmap the peers' blocks. Copies out of them must be over. A second call does nothing."""
         with self._lock:
@@ -190,10 +173,6 @@ class Rendezvous:
             self._known.clear()
             while self._opened:
                 self._opened.popitem()[1].close()
-
-    def close_own(self) -> None:
-        """Free the outbox, after every peer's `close_peers`. A second call does nothing."""
-        self._outbox.close()
 
     def _wait(self, slot: PeerSlot, nbytes: int, count: int, stream: int) -> None:
         blocks = blocks_of(nbytes)
@@ -218,7 +197,7 @@ class Rendezvous:
         Raises `HandleError` if it cannot be opened or is shorter.
         """
         # A process cannot open a handle that it has exported.
-        segment = self._opened.get(packet) or self._outbox.find(packet)
+        segment = self._opened.get(packet) or self.outbox.find(packet)
         if segment is None:
             with self._lock:
                 if self._closed:
@@ -261,7 +240,7 @@ class MessageMemory:
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of the outbox. Blocks of peers that this rank has opened count as the peers' memory."""
-        return () if self.made is None else (self.made.memory_use(),)
+        return () if self.made is None else (self.made.outbox.memory_use(),)
 
     def close_peers(self) -> None:
         """Unmap the peers' outboxes. This rank's copies must be over. A second call does nothing."""
@@ -272,7 +251,7 @@ class MessageMemory:
         """Free this rank's outbox, after every peer's `close_peers`. A second call does nothing."""
         rendezvous, self.made = self.made, None
         if rendezvous is not None:
-            rendezvous.close_own()
+            rendezvous.outbox.close()
 
     def give_back(self) -> None:
         """Free the outbox, which the next call that needs it allocates again. No peer may have opened it."""
@@ -292,6 +271,6 @@ class MessageMemory:
             rendezvous.device.synchronize()  # this rank's copies out of outboxes, because their senders wait for them
             rendezvous.device.check()
             # The wait calls MPI, because MPI may not have sent a header yet.
-            if not wait_until(rendezvous.is_drained, self._timeout_s, MPI.Intracomm(MPI.COMM_SELF).Iprobe):
+            if not wait_until(rendezvous.outbox.is_drained, self._timeout_s, MPI.Intracomm(MPI.COMM_SELF).Iprobe):
                 logger.warning("messages of GPU arrays were not received within %g s of the end", self._timeout_s)
             rendezvous.close_peers()

@@ -51,8 +51,13 @@ class Session(SetUp):
         self.set_up("suspend")
         self.require_whole("suspend")
 
+        def memories() -> list[SharedSegments]:
+            """Return the memories to give back, on all ranks in the same order."""
+            members = [member for member in (*self._beside, *self._shared) if isinstance(member, Suspendable)]
+            return [shared for member in members for shared in member.memories() if shared.content is not None]
+
         suspension = Suspension(self.group, self.backend, self.kind)
-        suspension.save(self._suspendable, self.before_suspension, keep=keep)
+        suspension.save(memories, self.before_suspension, keep=keep)
         # From here on no call may use the memory, also if a step fails.
         self._suspension, self._is_shut = suspension, True
         suspension.give_back()
@@ -67,11 +72,6 @@ class Session(SetUp):
 
         suspension.take_back(self._groups)
         self._suspension, self._is_shut = None, False
-
-    def _suspendable(self) -> list[SharedSegments]:
-        """Return the memories to give back, on all ranks in the same order. Local."""
-        members = [member for member in (*self._beside, *self._shared) if isinstance(member, Suspendable)]
-        return [shared for member in members for shared in member.memories() if shared.content is not None]
 
     def close(self) -> None:
         """Release everything. Collective, blocking; local if the communicator is broken. Idempotent.

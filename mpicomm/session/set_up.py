@@ -6,13 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
+from mpi4py import MPI
+
 from mpicomm import environment, log
 from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster import process
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
-from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize, world_rank, world_size
+from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize
 from mpicomm.cluster.roll_call import private_copy
 from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
@@ -25,7 +27,6 @@ from mpicomm.symmetric.owner import AnyShared, Shared, SignalPads
 from mpicomm.symmetric.registry import Mappings
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
     from typing_extensions import Self
 
     from mpicomm.recording.channel import Channel
@@ -113,7 +114,7 @@ class SetUp:
         Collective; a failure raises the same error on all ranks. ``completes`` returns `RankPlace.completes`.
         """
         end_job_if_uncaught()
-        page().introduce(world_rank(), world_size())
+        page().introduce(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         limit_s = environment.usable_timeout_s(timeout_s)
         private = private_copy(comm, "Communicator", limit_s)
         group = Group(private, range(comm.size), limit_s)
@@ -122,7 +123,7 @@ class SetUp:
             group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
 
             def configure() -> environment.Recording | None:
-                log.configure(world_rank())
+                log.configure(MPI.COMM_WORLD.rank)
                 return environment.recording()
 
             wanted = group.exchange("Communicator: log", configure)
@@ -205,7 +206,9 @@ class SetUp:
     def require_gpu(self, operation: str) -> None:
         """Raise `InvalidUsageError` if the communicator is on the cpu: then it raises on all ranks. Local."""
         if isinstance(self.placement.here.device, str):
-            raise _on_the_cpu(operation)
+            raise InvalidUsageError(
+                f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
+            )
 
     def gpu(self, operation: str) -> GpuBackend:
         """Return this rank's GPU, which opens if it is not open yet. Local.
@@ -214,12 +217,11 @@ class SetUp:
         `BackendUnavailableError` if the device cannot be opened.
         """
         self._require_open(operation)
+        self.require_gpu(operation)
         if not self._has_device:
-            self._open_device()
-        backend = self.backend
-        if isinstance(backend, HostBackend):
-            raise _on_the_cpu(operation)
-        return backend
+            self._use(self.placement.create_backend())
+        assert not isinstance(self.backend, HostBackend)
+        return self.backend
 
     def keep(self, shared: AnyShared) -> AnyShared:
         """Release ``shared`` with the communicator; all ranks keep the same things in the same order. Local."""
@@ -288,9 +290,6 @@ class SetUp:
         if self.is_suspended:
             raise InvalidUsageError(f"{what}: the communicator is suspended: call resume() on all ranks first")
 
-    def _open_device(self) -> None:
-        self._use(self.placement.create_backend())
-
     def _use(self, backend: HostBackend | GpuBackend) -> None:
         self.backend = backend
         self._has_device = True
@@ -306,13 +305,10 @@ class SetUp:
         A device that was open before stays open.
         """
         was_open = self._has_device
-
-        def open_device() -> None:
-            if not was_open:
-                self._open_device()
-
         try:
-            group.agree("Communicator: bind device", open_device)
+            group.agree(
+                "Communicator: bind device", lambda: None if was_open else self._use(self.placement.create_backend())
+            )
             yield
         except Exception:
             if self._has_device and not was_open:
@@ -336,12 +332,6 @@ class SetUp:
         for each in self._groups:
             each.absence_reason = self.calls_on_host.absence_reason
         release_before_finalize(self)
-
-
-def _on_the_cpu(operation: str) -> InvalidUsageError:
-    return InvalidUsageError(
-        f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
-    )
 
 
 @contextlib.contextmanager

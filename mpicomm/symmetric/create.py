@@ -80,12 +80,38 @@ class SharedEvent:
 
 def empty(owner: Owner, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zero: bool) -> SymmetricArray:
     """Allocate a symmetric array; see ``Communicator.empty`` and ``zeros``."""
-    return _array(owner, "zeros" if zero else "empty", _Allocation(owner, shape, dtype, zero=zero), sealed=True)
+
+    def describe() -> str:
+        return _signature(*checked_shape(shape, dtype))
+
+    def provide() -> tuple[Segment, Any]:
+        backend, (sizes, element) = owner.backend, checked_shape(shape, dtype)
+        nbytes = element.itemsize * int(np.prod(sizes, dtype=object))
+        with contextlib.ExitStack() as on_failure:
+            segment = backend.allocate(owner.kind, nbytes)
+            on_failure.callback(segment.close)
+            view = backend.view(segment, sizes, element)
+            if zero:
+                # Before the exchange that tells the peers of this memory, because it could wipe out a peer's first put.
+                backend.zero(segment.pointer, nbytes)
+            on_failure.pop_all()
+        return segment, view
+
+    return _array(owner, "zeros" if zero else "empty", describe, provide, sealed=True)
 
 
 def register(owner: Owner, array: Any) -> SymmetricArray:
     """Open existing memory to the peers; see ``Communicator.register``."""
-    return _array(owner, "register", _Registration(owner, array), sealed=False)
+    view: Any = None
+
+    def describe() -> str:
+        nonlocal view
+        view = owner.backend.asarray(array)
+        require_contiguous(view, "array")
+        require_writable(view, "array")
+        return _signature(*checked_shape(view.shape, view.dtype))
+
+    return _array(owner, "register", describe, lambda: (owner.backend.adopt(view), view), sealed=False)
 
 
 def shared_event(owner: Owner) -> SharedEvent:
@@ -113,70 +139,30 @@ def shared_event(owner: Owner) -> SharedEvent:
     return owner.keep(SharedEvent(owner, events))
 
 
-class _Allocation:
-    """A part that is allocated. ``describe`` checks the arguments, and ``provide`` makes ``view``, the part."""
+def _array(
+    owner: Owner, what: str, describe: Callable[[], str], provide: Callable[[], tuple[Segment, Any]], *, sealed: bool
+) -> SymmetricArray:
+    """Let the ranks of each node open each other's parts, and return the array. Collective.
 
-    view: Any
-
-    def __init__(self, owner: Owner, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zero: bool) -> None:
-        self._owner = owner
-        self._asked = shape, dtype
-        self._zero = zero
-
-    def describe(self) -> str:
-        self._shape, self._dtype = checked_shape(*self._asked)
-        return _signature(self._shape, self._dtype)
-
-    def provide(self) -> Segment:
-        backend = self._owner.backend
-        nbytes = self._dtype.itemsize * int(np.prod(self._shape, dtype=object))
-        with contextlib.ExitStack() as on_failure:
-            segment = backend.allocate(self._owner.kind, nbytes)
-            on_failure.callback(segment.close)
-            self.view = backend.view(segment, self._shape, self._dtype)
-            if self._zero:
-                # Before the exchange that tells the peers of this memory, because it could wipe out a peer's first put.
-                backend.zero(segment.pointer, nbytes)
-            on_failure.pop_all()
-        return segment
-
-
-class _Registration:
-    """A part that lies in memory of the user."""
-
-    view: Any
-
-    def __init__(self, owner: Owner, array: Any) -> None:
-        self._owner = owner
-        self._array = array
-
-    def describe(self) -> str:
-        self.view = self._owner.backend.asarray(self._array)
-        require_contiguous(self.view, "array")
-        require_writable(self.view, "array")
-        checked_shape(self.view.shape, self.view.dtype)
-        return _signature(self.view.shape, self.view.dtype)
-
-    def provide(self) -> Segment:
-        return self._owner.backend.adopt(self.view)
-
-
-def _array(owner: Owner, what: str, part: _Allocation | _Registration, *, sealed: bool) -> SymmetricArray:
-    """Let the ranks of each node open each other's ``part``, and return the array. Collective."""
+    ``describe`` checks the arguments, and ``provide`` returns the part and its view.
+    """
     owner.require_usable(what)
     pads: list[SignalPad] = []
+    view: Any = None
 
     def clear_and_provide() -> Segment:
         # Before the exchange that tells the peers of this array, because it could wipe out a peer's first signal.
+        nonlocal view
         owner.pads.clear(pads[0])
-        return part.provide()
+        segment, view = provide()
+        return segment
 
     def share_in_node() -> SharedSegments:
         pads.append(owner.pads.take(what))
-        return share(owner.node, owner.backend, what, clear_and_provide, part.describe, sealed=sealed)
+        return share(owner.node, owner.backend, what, clear_and_provide, describe, sealed=sealed)
 
     try:
-        segments = _share_on_all_nodes(owner, what, share_in_node, part.describe)
+        segments = _share_on_all_nodes(owner, what, share_in_node, describe)
     except Exception:
         # All ranks fail together, so all give back the pad, and have the same free pads afterwards. A rank that a
         # Ctrl-C takes out fails without the others. It must keep the pad, as its peers do.
@@ -184,9 +170,9 @@ def _array(owner: Owner, what: str, part: _Allocation | _Registration, *, sealed
             owner.pads.give_back(pad)
         raise
     if sealed:
-        segments.content = SuspendedContent(part.view.nbytes, of_user=True)
-    number = owner.mappings.add(segments.pointers, owner.node.rank, part.view.nbytes)
-    return owner.keep(SymmetricArray(owner, segments, pads[0], part.view, number, registered=not sealed))
+        segments.content = SuspendedContent(view.nbytes, of_user=True)
+    number = owner.mappings.add(segments.pointers, owner.node.rank, view.nbytes)
+    return owner.keep(SymmetricArray(owner, segments, pads[0], view, number, registered=not sealed))
 
 
 def _share_on_all_nodes(

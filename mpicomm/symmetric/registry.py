@@ -24,17 +24,11 @@ class Mapped(NamedTuple):
         return f"byte {offset} of symmetric array {self.array}"
 
 
-class _Array(NamedTuple):
-    begin: int
-    end: int
-    pointers: tuple[int, ...]
-
-
 class Mappings:
     """The open symmetric arrays of a communicator. All methods are local."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, _Array] = {}
+        self._arrays: dict[int, tuple[int, int, tuple[int, ...]]] = {}  # by number: its ends on this rank, pointers
         self._made = 0
         self.version = 0
         """It changes with every array that a rank creates or closes: on all ranks at the same point of the program."""
@@ -43,7 +37,7 @@ class Mappings:
         """Add an array with ``nbytes`` on each rank, and ``pointers[own]`` on this rank; return its number."""
         self._made += 1
         self.version += 1
-        self._arrays[self._made] = _Array(pointers[own], pointers[own] + nbytes, tuple(pointers))
+        self._arrays[self._made] = pointers[own], pointers[own] + nbytes, tuple(pointers)
         return self._made
 
     def remove(self, number: int) -> None:

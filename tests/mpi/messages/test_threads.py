@@ -33,7 +33,7 @@ def warm_up(rig: Rig) -> None:
         rig.comm.Recv(rig.empty(COUNT), rig.left)
     rendezvous = rig.comm._messages.memory.made
     assert rendezvous is not None
-    settle(rendezvous.is_drained)
+    settle(rendezvous.outbox.is_drained)
 
 
 class Held:
