@@ -358,7 +358,7 @@ class Communicator(
         session = self._session.set_up("describe")
         placement, here = session.placement, session.placement.here
         device = here.devices[here.device] if isinstance(here.device, int) else None
-        internode = self._collectives.engines.internode("describe")
+        internode, internode_rejected = self._collectives.engines.internode("describe")
         return RankInfo(
             rank=self.rank,
             host=here.host,
@@ -372,8 +372,8 @@ class Communicator(
             handle=session.kind,
             rejected=here.rejected,
             links=session.links(),
-            internode=internode.name if internode else "",
-            internode_rejected=internode.rejected if internode else {},
+            internode=internode,
+            internode_rejected=internode_rejected,
             memory=session.memory_use(),
             suspended=session.is_suspended,
             products=self._products.describe(),

@@ -163,9 +163,9 @@ class Report:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m mpicomm.p2p",
-        description="Measure bandwidth and latency between each two GPUs of this machine, by copy engines and by "
+    result = arguments.measuring_parser(
+        "p2p",
+        "Measure bandwidth and latency between each two GPUs of this machine, by copy engines and by "
         "kernels, with peer access and through host memory, and check every byte. If mpirun starts several ranks, "
         "measure between each two ranks, on GPUs or on the host, through the memory that they open for each other.",
     )
@@ -175,6 +175,4 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="copies in a round; default: 10")
     result.add_argument("-r", "--rounds", type=count(1), default=5, metavar="N", help="median of N; default: 5")
-    arguments.add_file_arguments(result)
-    arguments.add_communicator_arguments(result.add_argument_group("between ranks"))
     return result
