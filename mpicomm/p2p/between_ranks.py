@@ -37,7 +37,6 @@ class BetweenRanks(Pairs):
         self._data, self._window = comm.empty(options.bytes, np.uint8), comm.empty(options.bytes, np.uint8)
         self._zero = comm.zeros(1, np.uint64)
         self._gpu: Any = None
-        self.loads_words = comm.device != "cpu"
         if comm.device == "cpu":
             self.ways = {"copies to the target": False, "copies from the source": True}
             self.small_ways = tuple(self.ways)

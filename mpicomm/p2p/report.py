@@ -46,8 +46,6 @@ class Pairs:
     """The ways to move bytes; True if the target does the work, which means that it loads, else the source does."""
     small_ways: Sequence[str]
     """The ways for which small moves are timed."""
-    loads_words: bool
-    """Whether `load_us` works."""
 
     def __init__(self, size: int, options: argparse.Namespace, *, shows: bool) -> None:
         self.size = size
@@ -66,8 +64,8 @@ class Pairs:
         raise NotImplementedError
 
     def load_us(self, source: int, target: int) -> float | None:
-        """Return the time in which a kernel of ``target`` loads a word of ``source``."""
-        raise NotImplementedError
+        """Return the time in which a kernel of ``target`` loads a word of ``source``; None on the host."""
+        return None
 
     def matrices(self) -> Iterator[Matrix]:
         """Measure bandwidths, then latencies."""
@@ -77,7 +75,7 @@ class Pairs:
                     yield self._matrix(f"Bandwidth, {title}, {way}", "GB/s", partial(self._bandwidth, way, both))
         for way in self.small_ways:
             yield self._matrix(f"Latency, {way} of {_SMALL_NBYTES} bytes", "us", partial(self._small_us, way))
-        if self.loads_words:
+        if LOADS in self.ways:
             yield self._matrix("Latency, a kernel's load", "us", self.load_us)
 
     def _matrix(self, title: str, unit: str, cell: Callable[[int, int], Cell]) -> Matrix:

@@ -196,13 +196,20 @@ def test_no_race(watched_builds: Builds) -> None:
 
 @pytest.mark.parametrize(
     "reduction",
-    [("float32", "sum"), ("bfloat16", "avg"), ("complex128", "prod"), ("int8", "max"), ("bfloat16", "a * 2 - b")],
+    [
+        ("float32", "sum"),
+        ("bfloat16", "avg"),
+        ("complex128", "prod"),
+        ("int8", "max"),
+        ("float32", "tree"),
+        ("bfloat16", "a * 2 - b"),
+    ],
 )
 def test_local_reductions(builds: Builds, reduction: tuple[str, str]) -> None:
     machine, rng = Machine(builds, 1), np.random.default_rng(3)
     dtype = dtype_named(reduction[0])
     for count, offset in ((1, 0), (1000, 0), (4099, 0), (1001, dtype.itemsize)):
-        parts = [samples(dtype, count, rng) for _ in range(3)]
+        parts = [samples(dtype, count, rng) for _ in range(5)]  # a tree of three adds in their order
         sources = [machine.place(0, part, offset=offset) for part in parts]
         output = sources[1] if count == 1000 else machine.place(0, np.zeros_like(parts[0]))
         action = Reduce(tuple(source.address for source in sources), output.address, parts[0].nbytes)
