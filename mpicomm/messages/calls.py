@@ -106,13 +106,16 @@ class Messages:
         The length of most messages shows that they are data, so they need no endpoint.
         """
         status = MPI.Status() if status is None else status
+        saved = b""
+        if self.by_rendezvous and (not buf.flags.forc or not buf.flags.writeable):
+            parse_any(buf, True, "buf")  # raises
         if self.by_rendezvous and buf.nbytes < HEADER_NBYTES:
-            if not buf.flags.forc or not buf.flags.writeable:
-                parse_any(buf, True, "buf")  # raises
             staging = np.empty(HEADER_NBYTES, np.uint8)
             received, room = [staging, HEADER_NBYTES, MPI.PACKED], staging
         else:
             received, room = buf, buf
+            if self.by_rendezvous:
+                saved = ctypes.string_at(_address(buf), HEADER_NBYTES)
         try:
             incoming.recv_into(received, status)
         except host_calls.REFUSALS:  # MPI has no type for the elements, and has not received yet
@@ -120,6 +123,7 @@ class Messages:
         nbytes = status.Get_count(MPI.BYTE)
         if self.by_rendezvous and nbytes == HEADER_NBYTES:
             buffer = self._receive_buffer(self._reader.parse_receive(operation, buf, None, "buf"))
+            buffer.saved = saved
             if room is not buf:
                 assert buffer.staging is not None
                 ctypes.memmove(buffer.staging.pointer, _address(room), nbytes)
