@@ -10,12 +10,12 @@ Nothing here waits or takes a lock, because small calls write into the page, too
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import os
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -148,8 +148,7 @@ class Page:
 
     def introduce(self, world_rank: int, world_size: int) -> None:
         """Say which rank of MPI.COMM_WORLD this process is."""
-        self._words[layout.WORLD_RANK] = world_rank
-        self._words[layout.WORLD_SIZE] = world_size
+        self._words[layout.WORLD_RANK], self._words[layout.WORLD_SIZE] = world_rank, world_size
 
     @property
     def world_size(self) -> int:
@@ -219,7 +218,7 @@ class Member(NamedTuple):
 
 
 class Heading:
-    """The words and texts that the rows of all communicators of the same processes have in common on this rank.
+    """What the rows of all communicators of the same processes, and of their windows, have in common on this rank.
 
     ``rank`` among ``processes`` is this one.
     """
@@ -229,39 +228,26 @@ class Heading:
         self._digest = int.from_bytes(digest, "big")
         numbers = [process.number for process in processes]
         is_world = numbers == list(range(page().world_size))
-        self._name = name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
-        self.row = bytearray(layout.ROW_NBYTES)
-        words = memoryview(self.row)[: 8 * layout.WORDS].cast("q")
+        self.name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
+        words = [0] * layout.WORDS
         words[layout.RANK], words[layout.SIZE] = rank, len(processes)
         words[layout.ON_GPU] = isinstance(device, int)
         words[layout.SOURCE] = words[layout.DEST] = layout.NOBODY
-        self._write_name(name)
+        self.row = array("q", words).tobytes().ljust(layout.ROW_NBYTES, b"\0")
 
-    def of_windows(self) -> Heading:
-        """Return the heading of the windows of these processes."""
-        heading = copy.copy(self)
-        heading._digest = ~self._digest & (1 << 48) - 1
-        heading.row = bytearray(self.row)
-        heading._write_name(f"window of {self._name}")
-        memoryview(heading.row)[: 8 * layout.WORDS].cast("q")[layout.IS_WINDOW] = 1
-        return heading
-
-    def _write_name(self, name: str) -> None:
-        nbytes = layout.NAME.stop - layout.NAME.start
-        self.row[layout.NAME] = name.encode()[: nbytes - 1].ljust(nbytes, b"\0")
-
-    def count(self) -> tuple[int, int]:
-        """Return the key and the number of another communicator of these processes.
+    def count(self, *, window: bool) -> tuple[int, int]:
+        """Return the key and the number of another communicator of these processes, or window.
 
         They are the same in all its processes, because these make their communicators in one order.
         """
-        number = _made.get(self._digest, 0) + 1
-        _made[self._digest] = number
-        return self._digest << 15 | 1 << 14 | number & 0x3FFF, number
+        digest = ~self._digest & (1 << 48) - 1 if window else self._digest
+        number = _made.get(digest, 0) + 1
+        _made[digest] = number
+        return digest << 15 | 1 << 14 | number & 0x3FFF, number
 
 
 class CommunicatorRow:
-    """The part of the page for one communicator. The doctor reads it from `open` until `close`.
+    """The part of the page for one communicator or window. The doctor reads it from `open` until `close`.
 
     Calls write into ``words`` directly, because a small call takes less than a microsecond. So another communicator
     gets the row only after nothing refers to it.
@@ -288,10 +274,13 @@ class CommunicatorRow:
                 log.clear()
             self._page.rows.append(self._number)
 
-    def open(self, heading: Heading) -> None:
-        """Let the doctor read the row."""
-        key, number = heading.count()
+    def open(self, heading: Heading, *, window: bool = False) -> None:
+        """Let the doctor read the row, of a communicator or of a window."""
+        key, number = heading.count(window=window)
+        name, nbytes = f"{'window of ' * window}{heading.name}", layout.NAME.stop - layout.NAME.start
         self.bytes[:] = heading.row  # it has no key yet, so the doctor skips the row while its texts change
+        self.bytes[layout.NAME] = name.encode()[: nbytes - 1].ljust(nbytes, b"\0")
+        self.words[layout.IS_WINDOW] = window
         self.words[layout.NUMBER] = number
         self.words[layout.KEY] = key  # last: pairs with the doctor's read of the key, which comes first
 
@@ -302,23 +291,8 @@ class CommunicatorRow:
             self._logs[index] = Log(self._page, self.words, layout.log_at(self._number, index), index + 1)
         return self._logs[index]
 
-    def keep(self) -> None:
-        """Let no other communicator have the row, because peers may still read it."""
-        self._number = None
-
-    def close(self) -> None:
-        """Hide the row from the doctor."""
-        if self._page.is_own:  # a forked child has the objects of its parent, and the page of its parent
-            self.words[layout.KEY] = 0
-
-
-class WindowRow(CommunicatorRow):
-    """The part of the page for one window."""
-
-    __slots__ = ()
-
     def posted(self, rank: int) -> int:
-        """Return how often this rank has named ``rank`` in Post, modulo 256."""
+        """Return how often this rank of a window has named ``rank`` in Post, modulo 256."""
         return self.bytes[layout.POSTED][rank]
 
     def count(self, counts: slice, ranks: int) -> None:
@@ -327,6 +301,15 @@ class WindowRow(CommunicatorRow):
         for rank in range(ranks.bit_length()):
             if ranks >> rank & 1:
                 numbers[rank] = (numbers[rank] + 1) & 0xFF
+
+    def keep(self) -> None:
+        """Let no other communicator have the row, because peers may still read it."""
+        self._number = None
+
+    def close(self) -> None:
+        """Hide the row from the doctor."""
+        if self._page.is_own:  # a forked child has the objects of its parent, and the page of its parent
+            self.words[layout.KEY] = 0
 
 
 def by_mpi(name: str) -> int:

@@ -318,6 +318,8 @@ class BlockingCollectives(MPI.Intracomm):
 
             x, y = cp.ones(8), cp.empty(8)
             comm.Reduce(x, y if comm.rank == 0 else None, op=MPI.MAX, root=0)
+
+        With ``order="tree"`` the bits of a sum do not depend on the number of ranks: see `Allreduce`.
         """
 
     def Reduce_scatter(
@@ -371,6 +373,8 @@ class BlockingCollectives(MPI.Intracomm):
 
         With ``wire_dtype`` elements travel as fp8 or int8: see `Allreduce`. The blocks of 128 elements begin with block
         r. The sum differs from the exact sum by at most e * A, besides roundings to float32 and to the elements' type.
+
+        With ``order="tree"`` the bits of a sum do not depend on the number of ranks: see `Allreduce`.
         """
 
     def Scan(

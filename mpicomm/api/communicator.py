@@ -144,7 +144,7 @@ class Communicator(
         def Split(self, color: int = 0, key: int = 0) -> Communicator: ...
         def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Communicator: ...
         def Create_cart(
-            self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
+            self, dims: Sequence[int], periods: Sequence[bool] | bool | None = None, reorder: bool = False
         ) -> CartCommunicator: ...
         def Create_graph(
             self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
@@ -153,8 +153,8 @@ class Communicator(
             self,
             sources: Sequence[int] | None,
             destinations: Sequence[int] | None,
-            sourceweights: Sequence[int] | None = None,
-            destweights: Sequence[int] | None = None,
+            sourceweights: Sequence[int] | int | None = None,
+            destweights: Sequence[int] | int | None = None,
             info: MPI.Info = MPI.INFO_NULL,
             reorder: bool = False,
         ) -> DistGraphCommunicator: ...
@@ -163,7 +163,7 @@ class Communicator(
             sources: Sequence[int],
             degrees: Sequence[int],
             destinations: Sequence[int],
-            weights: Sequence[int] | None = None,
+            weights: Sequence[int] | int | None = None,
             info: MPI.Info = MPI.INFO_NULL,
             reorder: bool = False,
         ) -> DistGraphCommunicator: ...
@@ -358,7 +358,7 @@ class Communicator(
         session = self._session.set_up("describe")
         placement, here = session.placement, session.placement.here
         device = here.devices[here.device] if isinstance(here.device, int) else None
-        internode = self._collectives.engines.internode("describe")
+        internode, internode_rejected = self._collectives.engines.internode("describe")
         return RankInfo(
             rank=self.rank,
             host=here.host,
@@ -372,8 +372,8 @@ class Communicator(
             handle=session.kind,
             rejected=here.rejected,
             links=session.links(),
-            internode=internode.name if internode else "",
-            internode_rejected=internode.rejected if internode else {},
+            internode=internode,
+            internode_rejected=internode_rejected,
             memory=session.memory_use(),
             suspended=session.is_suspended,
             products=self._products.describe(),

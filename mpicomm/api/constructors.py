@@ -100,9 +100,7 @@ class Constructors(MPI.Intracomm):
         """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
         return self._adopt_part(_intracomm(self._when_all_are_here("Split_type").Split_type(split_type, key, info)))
 
-    def Create_cart(
-        self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
-    ) -> MPI.Cartcomm:
+    def Create_cart(self, dims: Sequence[int], periods: Any = None, reorder: bool = False) -> MPI.Cartcomm:
         """Make a communicator of a Cartesian grid, a `CartCommunicator`. Collective, blocking.
 
         Ranks beyond the grid get COMM_NULL.
@@ -130,8 +128,8 @@ class Constructors(MPI.Intracomm):
         self,
         sources: Sequence[int] | None,
         destinations: Sequence[int] | None,
-        sourceweights: Sequence[int] | None = None,
-        destweights: Sequence[int] | None = None,
+        sourceweights: Any = None,
+        destweights: Any = None,
         info: MPI.Info = MPI.INFO_NULL,
         reorder: bool = False,
     ) -> MPI.Distgraphcomm:
@@ -158,7 +156,7 @@ class Constructors(MPI.Intracomm):
 
         with linked_well(self, self._session, "Create_dist_graph_adjacent", reorder, edges) as (plain, moves):
             # The lists belong to a position in the graph. The rank that takes the position passes its lists on.
-            passed = everyone[plain.rank] if everyone else lists
+            passed: tuple[Any, Any, Any, Any] = everyone[plain.rank] if everyone else lists
             return self._adopt_linked(plain.Create_dist_graph_adjacent(*passed, info, moves), reorder)
 
     def Create_dist_graph(
@@ -166,7 +164,7 @@ class Constructors(MPI.Intracomm):
         sources: Sequence[int],
         degrees: Sequence[int],
         destinations: Sequence[int],
-        weights: Sequence[int] | None = None,
+        weights: Any = None,
         info: MPI.Info = MPI.INFO_NULL,
         reorder: bool = False,
     ) -> MPI.Distgraphcomm:

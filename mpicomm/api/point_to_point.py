@@ -217,7 +217,7 @@ class PointToPoint(MPI.Intracomm):
         if (stream is not None or algorithm != "auto") and (first is None or first.stream is None):
             _refuse_options("Sendrecv", stream, algorithm, sendbuf, recvbuf)
         if first is None:
-            return host_calls.call_on_two(sendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+            return host_calls.call_on_two(sendrecv, self, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status)
         if first.captured and algorithm == "auto":
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
@@ -319,7 +319,7 @@ class PointToPoint(MPI.Intracomm):
         if first is None or not first.on_device:
             refuse_stream("Isendrecv", stream)
         if first is None:
-            return host_calls.call_on_two(_isendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
+            return host_calls.call_on_two(_isendrecv, self, (sendbuf, dest, sendtag), (recvbuf, source, recvtag))
         if sent is None or received is None:
             from mpicomm.messages.reader import host_end
 

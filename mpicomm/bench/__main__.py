@@ -2,22 +2,107 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import asdict
 
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench import experts, matmul
-from mpicomm.bench import options as options_module
 from mpicomm.bench.contenders import ROOM_NBYTES, Contenders, mean_share
-from mpicomm.bench.content import Content
+from mpicomm.bench.content import OPS, Content
 from mpicomm.bench.machine import machine_of
-from mpicomm.bench.measure import Effort, Measuring, Outcome
-from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
+from mpicomm.bench.measure import Measuring, Outcome
+from mpicomm.bench.operations import ALIASES, BARRIER, DTYPES, OPERATIONS, Case, blocks_of
 from mpicomm.bench.overlap import slowdowns
-from mpicomm.bench.peers import OWN, UNCODED
+from mpicomm.bench.peers import OWN, PEERS, UNCODED
 from mpicomm.bench.report import ResultRow, Results, Table
+from mpicomm.bench.torch_peers import TorchSymmetric
+from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.cli.options import header, setting
-from mpicomm.collectives.wire import as_wire
+from mpicomm.collectives.gpu.algorithms.registry import NAMES
+from mpicomm.collectives.wire import CODES, as_wire
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.ops import check_legal
+from mpicomm.mpi.types import covered_dtype
+
+_NCCL_TESTS_NAMES = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "f8e4m3": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    result = arguments.measuring_parser(
+        "bench",
+        "Time a collective, check its results, and compare with other libraries. Options are as in "
+        "nccl-tests; on GPUs -n calls make a CUDA graph, which is timed -G times (-G 0 or --eager: call by call).",
+    )
+    count = arguments.count_from
+    collective = arguments.name_from(OPERATIONS, "collective", aliases=ALIASES)
+    result.add_argument(
+        "collective",
+        type=collective,
+        metavar="COLLECTIVE",
+        help=f"{', '.join(OPERATIONS)}; or matmul or experts, which have other options",
+    )
+    arguments.add_sweep_arguments(result, smallest=8, factor=2)
+    dtype_name = arguments.name_from(DTYPES, "type", aliases=_NCCL_TESTS_NAMES)
+    result.add_argument("-d", "--datatype", type=dtype_name, default="float32", metavar="TYPE", help=", ".join(DTYPES))
+    result.add_argument("-o", "--op", choices=OPS, default="sum", help="default: sum")
+    result.add_argument("-c", "--check", type=count(0), default=1, metavar="N", help="checked calls; default: 1")
+    result.add_argument("-G", "--cudagraph", type=count(0), default=7, metavar="N", help="timed launches; default: 7")
+    result.add_argument(
+        "--eager",
+        action="store_true",
+        help="no graphs, on GPUs: issue is the time until a call returns, time is the time of -n calls one after the "
+        "other until all are done, divided by -n",
+    )
+    result.add_argument(
+        "--vary",
+        action="store_true",
+        help="each call has another size, above half of the size in the table up to it, and other addresses; no graphs",
+    )
+    names = ", ".join(("auto", *NAMES, "mpi"))
+    result.add_argument(
+        "--algorithm", default="auto", metavar="NAME", help=f"of mpicomm's calls: {names}; default: auto"
+    )
+    result.add_argument(
+        "--wire-dtype",
+        choices=CODES,
+        help="elements of mpicomm's calls travel as fp8 or int8; mpicomm-uncoded is mpicomm without it",
+    )
+    result.add_argument(
+        "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
+    )
+    arguments.add_compare_argument(result, PEERS)
+    result.add_argument("--beside", choices=("matmul",), help="time a matrix product during calls of the largest size")
+    return result
+
+
+def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
+    """Raise `InvalidUsageError`, on all ranks, for options that would fail after a long run or have no effect here."""
+    row = OPERATIONS[options.collective].collective
+    wire = as_wire(options.wire_dtype)
+    if wire is not None:
+        if row is None or not row.coded:
+            raise InvalidUsageError("--wire-dtype is for allreduce, allgather and reduce_scatter: leave it out")
+        wire.require(options.collective, covered_dtype(options.datatype), options.op if row.reduces else None)
+    if options.beside and comm.device != "cpu" and TorchSymmetric.missing():
+        raise InvalidUsageError(f"--beside needs PyTorch: {TorchSymmetric.missing()}, or leave it out")
+    barrier = OPERATIONS[options.collective] is BARRIER
+    on_host = comm.device == "cpu"
+    for refused, why in (
+        (barrier and options.algorithm != "auto", "--algorithm is not for the barrier, which has one way"),
+        (barrier and options.vary, "--vary is not for the barrier, which has no sizes to vary"),
+        (on_host and options.eager, "--eager is for GPUs: on the host all calls are timed without graphs"),
+        (on_host and options.beside, "--beside is for GPUs: on the host no product runs beside a call"),
+    ):
+        if refused:
+            raise InvalidUsageError(f"{why}: leave it out")
 
 
 def main() -> int:
@@ -26,42 +111,40 @@ def main() -> int:
         return matmul.main()
     if sys.argv[1:2] == [experts.NAME]:
         return experts.main()
-    options = command_line.parse_args(options_module.parser())
-    comm = command_line.open_communicator(options.device, options.handle)
-    dtype = options_module.dtype_and_op(options)
-    options_module.require_possible(options, comm)
-    swept = command_line.swept_sizes(options, comm)
+    run = command_line.Run(parser(), one_node="the bench is for ranks of one node")
+    options, comm = run.options, run.comm
+    operation, dtype = OPERATIONS[options.collective], covered_dtype(options.datatype)
+    if operation.reduces:
+        check_legal(options.op, dtype)
+    require_possible(options, comm)
+    swept = run.swept_sizes()
 
-    operation = OPERATIONS[options.collective]
     machine = machine_of(comm)
-    cases = [
-        Case(
-            operation, dtype, options.op, block, False, comm.rank, comm.size, mean_share(block) if options.vary else 1.0
-        )
-        for block in blocks_of(operation, swept, dtype, comm.size)
-    ]
+    cases = []
+    for block in blocks_of(operation, swept, dtype, comm.size):
+        share = mean_share(block) if options.vary else 1.0
+        cases.append(Case(operation, dtype, options.op, block, False, comm.rank, comm.size, share))
     contenders = Contenders(comm, machine, max(16, cases[-1].nbytes) + (ROOM_NBYTES if options.vary else 0))
     kinds = ("symmetric", "ordinary") if options.buffers == "both" else (options.buffers,)
     contenders.open_own(kinds, options.algorithm, as_wire(options.wire_dtype))
     contenders.open_peers(options.compare)
 
-    ranks = comm.allgather(comm.describe())
     graphs = machine.stream is not None and not (options.eager or options.vary) and options.cudagraph > 0
     how = f"{options.cudagraph} launches of a graph of {options.iters} calls" if graphs else f"{options.iters} calls"
     how += ", each of another size and at other addresses" if options.vary else ""
-    about = [
-        *header(f"bench {operation.name}", ranks, options.handle),
+    run.introduce(
+        f"bench {operation.name}",
         f"timed: {how}, slowest rank, median; algorithm {options.algorithm}; {' and '.join(kinds)} arrays"
         f"{f', elements travel as {options.wire_dtype}' if options.wire_dtype else ''}",
         *(f"{contender.name} {contender.version}" for contender in contenders.present if not contender.own),
         *(f"{name}: {reason}" for name, reason in contenders.absent.items()),
         "",
-    ]
-    command_line.show(*(f"# {line}".rstrip() for line in about))
+    )
 
     # At least one call comes before a capture, because a graph cannot capture the set-up of a first call.
     warmups = max(1, options.warmup_iters) if graphs else options.warmup_iters
-    measuring = Measuring(comm, machine, Effort(options.iters, warmups, max(1, options.cudagraph), graphs))
+    effort = {"iterations": options.iters, "warmups": warmups, "rounds": max(1, options.cudagraph)}
+    measuring = Measuring(comm, machine, **effort, graphs=graphs)
     with machine.current():
         content = Content(machine.xp, dtype, options.op, comm.size, cases[-1].count, reduces=operation.reduces)
 
@@ -85,7 +168,6 @@ def main() -> int:
     peers = {each.name: each.version for each in contenders.present if not each.own or each.name == UNCODED}
     command_line.show(*(f"# {line}" for line in results.footer()), *(f"# {slowdown}" for slowdown in beside))
     document = {
-        **setting(ranks, options),
         "collective": options.collective,
         "peers": peers,
         "missing": contenders.absent,
@@ -93,7 +175,7 @@ def main() -> int:
         "geometric_means": results.geometric_means(),
         "beside": [asdict(slowdown) for slowdown in beside],
     }
-    return command_line.finish(comm, options.json, document, wrong, close=contenders.close)
+    return run.finish(document, wrong, close=contenders.close)
 
 
 if __name__ == "__main__":

@@ -134,11 +134,10 @@ def _trials(
     measuring: Measuring, content: Content, contender: Peer, case: Case, checks: int, *, vary: bool
 ) -> list[Trial]:
     """Return a trial for each way of a contender. Raises `PeerFailureError`."""
-    effort = measuring.effort
     scenes = [(case, contender.buffers(case))]
     if vary:
         checks *= _CHECKED
-        calls_of_all = checks + effort.warmups + effort.iterations * effort.rounds
+        calls_of_all = checks + measuring.warmups + measuring.iterations * measuring.rounds
         varied = [(replace(case, block=one.block), one.shift) for one in draw(case.block, calls_of_all)]
         scenes = [(one, contender.buffers(one, shift)) for one, shift in varied]
     if case.operation is BARRIER:

@@ -61,16 +61,6 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Effort:
-    """The number of times that a contender runs each case."""
-
-    iterations: int
-    warmups: int
-    rounds: int
-    graphs: bool
-
-
-@dataclass(frozen=True)
 class CheckedCall:
     """A call whose result is checked."""
 
@@ -119,17 +109,20 @@ def those_that_work(
 
 
 class Measuring:
-    """Measures trials. All methods are collective."""
+    """Measures trials: ``rounds`` of ``iterations`` calls each, after ``warmups``. All methods are collective."""
 
-    def __init__(self, comm: Communicator, machine: Machine, effort: Effort) -> None:
-        self.comm, self.machine, self.effort = comm, machine, effort
+    def __init__(
+        self, comm: Communicator, machine: Machine, *, iterations: int, warmups: int, rounds: int, graphs: bool
+    ) -> None:
+        self.comm, self.machine = comm, machine
+        self.iterations, self.warmups, self.rounds, self.graphs = iterations, warmups, rounds, graphs
 
     def run(
         self, trials: Sequence[Trial], failures: Mapping[str, str] | None = None
     ) -> tuple[dict[str, Outcome], dict[str, str]]:
         """Return the outcomes by contender, and the reasons of contenders that failed, also of earlier ``failures``."""
         ready, silent = list(trials), dict(failures or {})
-        for step in (self._make_ready, *[self._time] * self.effort.rounds):
+        for step in (self._make_ready, *[self._time] * self.rounds):
             for trial in list(ready):
                 try:
                     step(trial)
@@ -151,8 +144,8 @@ class Measuring:
         """Check the results of a trial, warm it up, and capture it."""
         for check in trial.checks:
             self._check(trial, check)
-        self.step(lambda: self._repeat(trial.call, self.effort.warmups), own=trial.own)
-        if self.effort.graphs:
+        self.step(lambda: self._repeat(trial.call, self.warmups), own=trial.own)
+        if self.graphs:
             self._capture(trial)
         if trial.graph is not None and trial.own and trial.checks and trial.check_graph:
             self._check(trial, replace(trial.checks[0], call=lambda: self.machine.launch(trial.graph)))
@@ -183,7 +176,7 @@ class Measuring:
             trial.eager = "it cannot be captured"
             return
         try:
-            trial.graph = together(self.comm, lambda: self.machine.capture(trial.call, self.effort.iterations))
+            trial.graph = together(self.comm, lambda: self.machine.capture(trial.call, self.iterations))
         except PeerFailureError as failure:
             trial.eager = str(failure)
 
@@ -195,7 +188,7 @@ class Measuring:
         def timed() -> CallTimes:
             if trial.graph is not None:
                 return self.machine.time_graph(trial.graph)
-            return self.machine.time_calls(trial.call, self.effort.iterations)
+            return self.machine.time_calls(trial.call, self.iterations)
 
         trial.rounds.append(self.step(timed, own=trial.own))
 

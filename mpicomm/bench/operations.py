@@ -14,6 +14,7 @@ import numpy as np
 
 from mpicomm.collectives import operations as collectives
 from mpicomm.collectives.operations import Operation as Collective
+from mpicomm.mpi.types import COVERED
 
 ROOT = 0
 OUT_OF_PLACE, IN_PLACE = "out-of-place", "in-place"
@@ -77,6 +78,7 @@ OPERATIONS = {
     )
 }
 ALIASES = {"broadcast": "bcast"}
+DTYPES = tuple(name for name in COVERED if name not in ("bool", "complex64", "complex128"))
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,10 @@ class Group:
             if self.broken is not None:
                 raise  # an exchange inside `produce` broke the group, so the ranks do not meet in this exchange
             cause = error
-            mine = _Outcome(step, error=_portable(error))
+            # The error with its class, text and ranks, which MPI can send to other ranks.
+            hint = way_out(error.errno) if isinstance(error, OSError) else ""
+            sent = equal_error(error) if isinstance(error, MpicommError) else None
+            mine = _Outcome(step, error=sent or HandleError(f"{type(error).__name__}: {error}{hint}"))
             # `produce` may have waited for a peer that is gone. All waits together keep the deadline. Half of the time
             # is left in any case, because other ranks may still be busy. If an inner exchange has found a rank missing,
             # half of the grace is left, so that with the grace of `_ask` a rank is less than a second late.
@@ -241,23 +244,18 @@ class Group:
         except BaseException as error:
             # Sends to a rank that is gone never complete. Their requests keep their buffers, so the requests stay.
             abandoned.extend(requests)
-            self._break(mine.step, error)
+            # After a Ctrl-C this rank does not know which messages it has sent and read, and must not take a message of
+            # this exchange for a message of the next. The other ranks miss this rank in their next exchange. It sends
+            # them nothing: if this exchange was their last, the message would arrive in another communicator to which
+            # MPI gives the same number.
+            if isinstance(error, CollectiveTimeoutError):
+                self.broken = equal_error(error)  # without the frames of `error`, and the mapped memory in them
+            else:
+                here = self.ranks[self.rank]
+                left = f"rank {here} left in the middle of {mine.step}: {type(error).__name__}"
+                self.broken = PeerError(left, ranks=[here])
             raise
         return answer
-
-    def _break(self, step: str, error: BaseException) -> None:
-        """Let every later exchange raise, after ``error`` has ended this rank's part in one. Local.
-
-        After a Ctrl-C this rank does not know which messages it has sent and read, and must not take a message of that
-        exchange for a message of the next. The other ranks miss this rank in their next exchange. It sends them
-        nothing: if that exchange was their last, the message would arrive in another communicator to which MPI gives
-        the same number.
-        """
-        if isinstance(error, CollectiveTimeoutError):
-            self.broken = equal_error(error)  # without the frames of `error`, and the mapped memory in them
-        else:
-            rank = self.ranks[self.rank]
-            self.broken = PeerError(f"rank {rank} left in the middle of {step}: {type(error).__name__}", ranks=[rank])
 
     def _hear(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
         """Play the first rank: call the other ranks, hear their outcomes, and send all outcomes to all ranks."""
@@ -339,10 +337,3 @@ class Group:
         if any(soon(ready) for _ in range(4)) or wait_until(ready, limit_s):
             return True
         return self.patience() and wait_until(ready, limit_s)
-
-
-def _portable(error: Exception) -> MpicommError:
-    """Return the error as an `MpicommError` with its class, text and ranks, which MPI can send to other ranks."""
-    if isinstance(error, MpicommError):
-        return equal_error(error)
-    return HandleError(f"{type(error).__name__}: {error}{way_out(error.errno) if isinstance(error, OSError) else ''}")

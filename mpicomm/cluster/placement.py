@@ -31,6 +31,7 @@ from mpicomm.log import logger
 
 SECRET_NBYTES = 32
 _MOST_SUBSETS = 64  # that are kept
+_SAME = ("handle", "timeout_s", "reductions", "leaves")  # arguments that are the same on all ranks
 
 _given: list[bytes] = []
 """UUID of the GPU that "auto" has given this process, after it has. A rank keeps this GPU in all its communicators,
@@ -234,17 +235,44 @@ def find_placement(
     """
 
     def look_around() -> RankPlace:
-        place = _look_around(device, handle, group.timeout_s)
+        # The calls raise for a bad value here, so a bad value on one rank is an error on all ranks.
+        environment.bind_cpu()
+        environment.internode()
         if not isinstance(leaves, int) or leaves not in [1 << bits for bits in range(11)]:
             raise InvalidUsageError(f"leaves={leaves!r}: pass a power of two from 1 to 1024")
-        return replace(place, completes=completes(), reductions=environment.reductions(reductions), leaves=leaves)
+        request = environment.device(device)
+        devices: tuple[DeviceInfo, ...] = ()
+        reason = "the cpu was asked for"
+        if request != "cpu":
+            from mpicomm.devices.cuda.driver import visible_devices
+
+            try:
+                devices = tuple(visible_devices())
+            except BackendUnavailableError as error:
+                reason = str(error)
+        return RankPlace(
+            socket.gethostname(),
+            os.getpid(),
+            node_key(),
+            container_key(),
+            devices,
+            reason,
+            request,
+            environment.handle(handle),
+            group.timeout_s,
+            token=secrets.token_bytes(SECRET_NBYTES),
+            given=_given[0] if _given else b"",
+            local_id=environment.local_id(),
+            most_nbytes=environment.most_nbytes(),
+            number=process_number(),
+            completes=completes(),
+            reductions=environment.reductions(reductions),
+            leaves=leaves,
+        )
 
     places = group.exchange("Communicator: find devices", look_around)
-    _require_same("handle", [place.handle for place in places])
-    _require_same("timeout_s", [place.timeout_s for place in places])
-    _require_same("reductions", [place.reductions for place in places])
-    _require_same("leaves", [place.leaves for place in places])
-    _require_same("MPICOMM_MEMORY", [place.most_nbytes for place in places])
+    for argument, name in (*zip(_SAME, _SAME, strict=True), ("MPICOMM_MEMORY", "most_nbytes")):
+        _require_same(argument, [getattr(place, name) for place in places])
     requests = [place.device for place in places]
     kinds = ["ordinal" if isinstance(request, int) else request for request in requests]
     _require_same("device", kinds)
@@ -269,40 +297,6 @@ def find_placement(
     return placement
 
 
-def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
-    # These calls raise for a bad value here, so a bad value on one rank is an error on all ranks.
-    environment.bind_cpu()
-    environment.internode()
-    request = environment.device(device)
-    devices: tuple[DeviceInfo, ...] = ()
-    reason = "the cpu was asked for"
-    if request != "cpu":
-        from mpicomm.devices.cuda.driver import visible_devices
-
-        try:
-            devices = tuple(visible_devices())
-        except BackendUnavailableError as error:
-            reason = str(error)
-    handle = environment.handle(handle)
-    token = secrets.token_bytes(SECRET_NBYTES)
-    return RankPlace(
-        socket.gethostname(),
-        os.getpid(),
-        node_key(),
-        container_key(),
-        devices,
-        reason,
-        request,
-        handle,
-        timeout_s,
-        token=token,
-        given=_given[0] if _given else b"",
-        local_id=environment.local_id(),
-        most_nbytes=environment.most_nbytes(),
-        number=process_number(),
-    )
-
-
 def _require_same(argument: str, values: Sequence[object]) -> None:
     if len(set(values)) > 1:
         said = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
@@ -310,9 +304,9 @@ def _require_same(argument: str, values: Sequence[object]) -> None:
 
 
 def _choose_devices(places: Sequence[RankPlace]) -> list[int | str]:
-    if not all(place.devices for place in places):
-        return ["cpu"] * len(places)
     chosen: list[int | str] = ["cpu"] * len(places)
+    if not all(place.devices for place in places):
+        return chosen
     for ranks in group_by_node([place.node_key for place in places]):
         visible = [[device.uuid for device in places[rank].devices] for rank in ranks]
         given = [places[rank].given for rank in ranks]

@@ -63,16 +63,6 @@ def namespace(name: str) -> str:
         return ""
 
 
-def world_rank() -> int:
-    """Return the rank of this process in MPI.COMM_WORLD, which names the process in the log."""
-    return MPI.COMM_WORLD.rank
-
-
-def world_size() -> int:
-    """Return how many ranks MPI.COMM_WORLD has."""
-    return MPI.COMM_WORLD.size
-
-
 def ranks_in_world(comm: MPI.Intracomm, ranks: Sequence[int]) -> str:
     """Return which ranks of MPI.COMM_WORLD these ranks of ``comm`` are, as `ranks_as_text` does. Local."""
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
@@ -222,27 +212,15 @@ def query_cuda_aware() -> CudaAwareness:
         return CudaAwareness(True, f"{_ALLOC_KINDS}={kinds}")
     # Kinds without cuda decide nothing, because MPI may list only the kinds that the user asked mpiexec for.
     for library in _loaded_libraries():
-        for name, query in (
-            ("MPIX_Query_cuda_support", _query_cuda_support),
-            ("MPIX_GPU_query_support", _gpu_query_support),
-        ):
-            if hasattr(library, name):
-                answer = query(library)
-                if answer is not None:
-                    return CudaAwareness(answer, f"{name} of {library._name}")
+        if hasattr(library, "MPIX_Query_cuda_support"):
+            return CudaAwareness(bool(library.MPIX_Query_cuda_support()), f"MPIX_Query_cuda_support of {library._name}")
+        if hasattr(library, "MPIX_GPU_query_support"):
+            supported = ctypes.c_int()
+            if library.MPIX_GPU_query_support(_MPICH_GPU_SUPPORT_CUDA, ctypes.byref(supported)) == MPI.SUCCESS:
+                return CudaAwareness(bool(supported.value), f"MPIX_GPU_query_support of {library._name}")
     if kinds is not None:
         return CudaAwareness(False, f"{_ALLOC_KINDS}={kinds}")
     return CudaAwareness(None, f"this MPI has neither {_ALLOC_KINDS} nor a query function")
-
-
-def _query_cuda_support(library: ctypes.CDLL) -> bool | None:
-    return bool(library.MPIX_Query_cuda_support())
-
-
-def _gpu_query_support(library: ctypes.CDLL) -> bool | None:
-    supported = ctypes.c_int()
-    error = library.MPIX_GPU_query_support(_MPICH_GPU_SUPPORT_CUDA, ctypes.byref(supported))
-    return bool(supported.value) if error == MPI.SUCCESS else None
 
 
 def _loaded_libraries() -> list[ctypes.CDLL]:

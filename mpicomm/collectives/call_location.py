@@ -1,23 +1,19 @@
 """Where a collective call is: kernels carry it out on the GPUs, or MPI or mapped memory carries it out on the host.
 
-Ranks that decided differently would wait for each other for ever. So a rank decides only by facts that MPI requires to
-be the same on all ranks, or that all ranks learn:
+Ranks that decided differently would wait for each other for ever. So a rank decides only by facts that are the same on
+all ranks, or that all ranks learn:
 
-* The operation, the root, ``algorithm=``, the number of ranks and their nodes are the same on all ranks. So are the
-  count, the element type and the operation of a reduction, and the bytes of a call with equal counts.
-* The datatypes may differ. MPI compares only elements, and in calls with private lengths each pair of ranks may use
-  other types. So kernels move elements of every datatype, as bytes if the lengths are private. Blocks without elements
-  do not count. MPI carries out a call on GPUs only for its reduction, or because ``algorithm=`` says so.
-* Counts, addresses, contiguity, alignment, derived datatypes and known plans may differ between ranks. They change how
-  a rank packs and launches, and never where the call is.
-* The memory may differ, too, between the buffers of a rank and between ranks. A rank decides by both buffers, or in a
-  rooted call by the buffer that every rank passes, because other ranks do not see the root's second buffer. One array
-  on a GPU of any rank makes it a call on GPUs, in which host arrays go through pinned memory: see `beside`. Ranks tell
-  each other by votes: see `mpicomm.ways.location_votes`.
+* The operation, the root, ``algorithm=``, the ranks and their nodes are the same. So are the count, the element type
+  and the operation of a reduction, and the bytes of a call with equal counts.
+* Datatypes, counts, addresses, contiguity and known plans may differ. They change how a rank packs and launches, and
+  never where the call is. Kernels move elements of every datatype, as bytes if only two ranks know the lengths.
+* The memory may differ, too. A rank decides by both buffers, or in a rooted call by the buffer that every rank passes,
+  because other ranks do not see the root's second buffer. One array on a GPU of any rank makes it a call on GPUs, in
+  which host arrays go through pinned memory (`beside`). Ranks vote (`mpicomm.ways.location_votes`).
 * A buffer without elements at address 0 belongs to no kind of memory.
 
 If MPI carries out a call wherever its arrays are, each rank copies its own device arrays, and makes the same call of
-MPI as the others: see `mpicomm.ways.on_host.OnCopies`.
+MPI as the others: see `mpicomm.ways.around.on_copies`.
 """
 
 from __future__ import annotations

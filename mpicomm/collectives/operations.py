@@ -139,19 +139,9 @@ Counts and displacements have an entry for each rank, in elements, and are the s
     comm.Allgatherv(x, [y, counts])
 """
 ALLREDUCE = Operation(
-    "Allreduce",
-    "one",
-    "one",
-    patterns.allreduce,
-    reduces=True,
-    traffic="even",
-    into_all=True,
-    two_shot=patterns.two_shot_allreduce,
-    ring=patterns.ring_allreduce,
-    coded=True,
-    tree=True,
-    copies="two_shot",
-)
+    "Allreduce", "one", "one", patterns.allreduce, reduces=True, traffic="even", into_all=True,
+    two_shot=patterns.two_shot_allreduce, ring=patterns.ring_allreduce, coded=True, tree=True, copies="two_shot",
+)  # fmt: skip
 DOCS[ALLREDUCE] = """\
 Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element.
 
@@ -224,16 +214,9 @@ a kernel packs and unpacks derived datatypes.
     comm.Alltoallw([x, *columns], [y, *columns])
 """
 BCAST = Operation(
-    "Bcast",
-    "one",
-    "one",
-    patterns.bcast,
-    rooted="bcast",
-    into_all=True,
-    two_shot=patterns.two_shot_bcast,
-    chain=patterns.chain_bcast,
-    copies="two_shot",
-)
+    "Bcast", "one", "one", patterns.bcast, rooted="bcast", into_all=True, two_shot=patterns.two_shot_bcast,
+    chain=patterns.chain_bcast, copies="two_shot",
+)  # fmt: skip
 DOCS[BCAST] = """\
 Bring the root's ``buf`` to every rank's ``buf``.
 
@@ -309,8 +292,9 @@ Both buffers have n elements for each neighbour, in MPI's order of neighbours.
         grid.Neighbor_alltoall(x, y)
 """
 NEIGHBOR_ALLTOALLV = Operation(
-    "Neighbor_alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
-)
+
+    "Neighbor_alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True,
+)  # fmt: skip
 DOCS[NEIGHBOR_ALLTOALLV] = """\
 Receive a block from each neighbour, and send another block to each. Blocks differ in length.
 
@@ -352,6 +336,8 @@ Both buffers have n elements of one type, and n is the same on all ranks. Other 
 
     x, y = cp.ones(8), cp.empty(8)
     comm.Reduce(x, y if comm.rank == 0 else None, op=MPI.MAX, root=0)
+
+With ``order="tree"`` the bits of a sum do not depend on the number of ranks: see `Allreduce`.
 """
 REDUCE_SCATTER = Operation("Reduce_scatter", "counted", "one", patterns.reduce_scatter, reduces=True, traffic="uneven")
 DOCS[REDUCE_SCATTER] = """\
@@ -366,16 +352,9 @@ arrays.
     comm.Reduce_scatter(x, y, recvcounts=counts)
 """
 REDUCE_SCATTER_BLOCK = Operation(
-    "Reduce_scatter_block",
-    "blocks",
-    "one",
-    patterns.reduce_scatter,
-    reduces=True,
-    traffic="even",
-    coded=True,
-    tree=True,
-    copies="one_shot",
-)
+    "Reduce_scatter_block", "blocks", "one", patterns.reduce_scatter, reduces=True, traffic="even", coded=True,
+    tree=True, copies="one_shot",
+)  # fmt: skip
 DOCS[REDUCE_SCATTER_BLOCK] = """\
 Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.
 
@@ -386,6 +365,8 @@ Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.
 
 With ``wire_dtype`` elements travel as fp8 or int8: see `Allreduce`. The blocks of 128 elements begin with block r. The
 sum differs from the exact sum by at most e * A, besides roundings to float32 and to the elements' type.
+
+With ``order="tree"`` the bits of a sum do not depend on the number of ranks: see `Allreduce`.
 """
 SCAN = Operation("Scan", "one", "one", patterns.scan, reduces=True)
 DOCS[SCAN] = """\

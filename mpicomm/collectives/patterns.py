@@ -139,14 +139,15 @@ def reduce_scatter(b: Buffers) -> Exchange:
 def scan(b: Buffers) -> Exchange:
     """Rank r's ``output`` is the reduction of ``send`` of the ranks up to r."""
     send = _needed(b.send)
+    to_later = tuple(send if peer > b.rank else None for peer in range(b.size))
     reduction = Reduction(b.op, tuple(range(b.rank + 1)), send, _needed(b.output))
-    return Exchange(b.dtype, _to_later(b, send), _nowhere(b), reduction)
+    return Exchange(b.dtype, to_later, _nowhere(b), reduction)
 
 
 def exscan(b: Buffers) -> Exchange:
     """Rank r's ``output`` is the reduction of ``send`` of the ranks before r; rank 0 writes nothing."""
     reduction = Reduction(b.op, tuple(range(b.rank)), None, _needed(b.output)) if b.rank else None
-    return Exchange(b.dtype, _to_later(b, _needed(b.send)), _nowhere(b), reduction)
+    return replace(scan(b), reduction=reduction)
 
 
 def allgather(b: Buffers) -> Exchange:
@@ -301,10 +302,6 @@ def _split_without(b: Buffers, span: Span) -> list[Span]:
 def _reduce_blocks(b: Buffers, blocks: Spans, output: Span) -> Exchange:
     sends = tuple(None if peer == b.rank else block for peer, block in enumerate(blocks))
     return Exchange(b.dtype, sends, _nowhere(b), Reduction(b.op, tuple(range(b.size)), blocks[b.rank], output))
-
-
-def _to_later(b: Buffers, send: Span) -> tuple[Span | None, ...]:
-    return tuple(send if peer > b.rank else None for peer in range(b.size))
 
 
 def _only(peer: int, span: Span | None, b: Buffers) -> tuple[Span | None, ...]:

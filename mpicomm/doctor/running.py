@@ -46,18 +46,10 @@ def process_of(pid: int) -> Process | None:
     if facts[0] in "ZX":
         return None
     command = " ".join(" ".join(os.fsdecode(word) for word in words).split())
-    cpu_s = (int(facts[11]) + int(facts[12])) / _TICKS
-    return Process(pid, int(facts[1]), printable(command[:_MOST]), facts[0], cpu_s, _sleeps_in(folder))
-
-
-def pids() -> list[int]:
-    """Return the numbers of all processes."""
-    return [int(name) for name in os.listdir(_PROC) if name.isdecimal()]  # noqa: PTH208
-
-
-def owner_of(pid: int) -> int:
-    """Return the user of a process. Raises `FileNotFoundError` if there is no such process."""
-    return (_PROC / str(pid)).stat().st_uid
+    cpu_s, sleeps_in = (int(facts[11]) + int(facts[12])) / _TICKS, ""
+    with suppress(OSError):
+        sleeps_in = (folder / "wchan").read_text().strip().removeprefix("0")
+    return Process(pid, int(facts[1]), printable(command[:_MOST]), facts[0], cpu_s, sleeps_in)
 
 
 def own_number(pid: int) -> int:
@@ -90,13 +82,6 @@ def _launch(pid: int) -> JobLaunch:
         return JobLaunch()
     pairs = (os.fsdecode(word).partition("=") for word in content.split(b"\0"))
     return launch_of({name: value for name, _, value in pairs})
-
-
-def _sleeps_in(folder: Path) -> str:
-    with suppress(OSError):
-        said = (folder / "wchan").read_text().strip()
-        return "" if said in ("0", "") else said
-    return ""
 
 
 @dataclass(frozen=True)
@@ -149,7 +134,7 @@ def job_of(pid: int) -> Job:
     started a rank.
     """
     try:
-        owner = owner_of(pid)
+        owner = (_PROC / str(pid)).stat().st_uid
         rank = _rank(pid)
     except PermissionError:
         raise InvalidUsageError(
@@ -188,10 +173,10 @@ def _rank(pid: int) -> Rank | None:
 
 def _pids_of_user(user: int) -> list[int]:
     found = []
-    for pid in pids():
-        with suppress(OSError):
-            if owner_of(pid) == user:
-                found.append(pid)
+    for name in os.listdir(_PROC):  # noqa: PTH208
+        with suppress(OSError):  # it ends meanwhile
+            if name.isdecimal() and (_PROC / name).stat().st_uid == user:
+                found.append(int(name))
     return found
 
 
@@ -233,10 +218,14 @@ def _unseen(ranks: Sequence[Rank], numbers: Sequence[int]) -> dict[tuple[int, in
     for pid in sorted(numbers):  # a rank's first process comes first, unless numbers have started again
         world, launch = launched(pid)
         place = world, launch.rank
-        if launch.size and world in worlds and place not in seen and place not in found:
-            process = process_of(pid)
-            if process is not None:
-                found[place] = process
+        if (
+            launch.size
+            and world in worlds
+            and place not in seen
+            and place not in found
+            and (process := process_of(pid))
+        ):
+            found[place] = process
     return found
 
 

@@ -74,9 +74,9 @@ def rms_norm(
     needs rows of up to 32 KiB, or a row for each block of the kernel. "two_shot" needs a row of each rank for each
     block of the kernel. In other calls on GPUs one more kernel follows and computes it, with the same bits.
     """
-    from mpicomm.epilogues.norm import CodeArguments, Norm
+    from mpicomm.epilogues.norm import Norm
 
-    return Norm("rms_norm", residual, weight, None, eps, linear_bias, CodeArguments(scales, scale, scale_layout))
+    return Norm("rms_norm", residual, weight, None, eps, linear_bias, scales, scale, scale_layout)
 
 
 def layer_norm(
@@ -95,9 +95,9 @@ def layer_norm(
     As `rms_norm`, but recvbuf becomes (h - mean) / sqrt(mean of (h - mean)^2 + eps) * weight + bias. ``bias`` is a row
     of the type of weight, or None.
     """
-    from mpicomm.epilogues.norm import CodeArguments, Norm
+    from mpicomm.epilogues.norm import Norm
 
-    return Norm("layer_norm", residual, weight, bias, eps, linear_bias, CodeArguments(scales, scale, scale_layout))
+    return Norm("layer_norm", residual, weight, bias, eps, linear_bias, scales, scale, scale_layout)
 
 
 def as_epilogue(given: Any, operands: dict[str, Any]) -> Epilogue | None:

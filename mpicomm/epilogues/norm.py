@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any, Literal
@@ -32,41 +31,40 @@ _ARRAYS = (*_ROWS, "scales", "scale")  # in the order of `NormArguments`
 _NOWHERE = 0, 0
 
 
-@dataclass(frozen=True)
-class CodeArguments:
-    """The arguments of a norm that say how it makes codes."""
-
-    scales: Any = None
-    scale: Any = None
-    layout: str = "linear"
-
-
 class Norm(Epilogue):
     """See `mpicomm.epilogues.rms_norm` and `layer_norm`, which name it."""
 
     grows = ("residual", "scales")
 
     def __init__(
-        self, name: str, residual: Any, weight: Any, bias: Any, eps: float, linear_bias: Any, scaling: CodeArguments
+        self,
+        name: str,
+        residual: Any,
+        weight: Any,
+        bias: Any,
+        eps: float,
+        linear_bias: Any,
+        scales: Any,
+        scale: Any,
+        layout: str,
     ) -> None:
-        self._name = name
-        self._centred = name == "layer_norm"
-        self._scaling = scaling
-        self._number = None if scaling.scale is None else number_of(scaling.scale)
-        scale = scaling.scale if self._number is None else None
-        given = zip(_ARRAYS, (residual, weight, bias, linear_bias, scaling.scales, scale), strict=True)
+        self.name = name
+        self.scale = None if scale is None else number_of(scale)
+        scale_array = scale if self.scale is None else None
+        given = zip(_ARRAYS, (residual, weight, bias, linear_bias, scales, scale_array), strict=True)
         self.arrays = {name: array for name, array in given if array is not None or name in ("residual", "weight")}
-        self._eps = float(eps)
-        if not 0 <= self._eps < np.inf:
+        self.eps = float(eps)
+        self._layout = layout
+        if not 0 <= self.eps < np.inf:
             raise InvalidUsageError(f"eps={eps!r} of {name} is no small number: pass one such as 1e-6")
-        if scaling.layout not in _LAYOUTS:
-            raise InvalidUsageError(f"scale_layout={scaling.layout!r} of {name}: use one of {', '.join(_LAYOUTS)}")
-        if scaling.layout != "linear" and scaling.scales is None:
-            raise InvalidUsageError(f"scale_layout={scaling.layout!r} of {name} is for scales: pass scales")
-        self.facts = name, self._eps, self._number, scaling.layout, *self.arrays
+        if layout not in _LAYOUTS:
+            raise InvalidUsageError(f"scale_layout={layout!r} of {name}: use one of {', '.join(_LAYOUTS)}")
+        if layout != "linear" and scales is None:
+            raise InvalidUsageError(f"scale_layout={layout!r} of {name} is for scales: pass scales")
+        self.facts = name, self.eps, self.scale, layout, *self.arrays
 
     def __repr__(self) -> str:
-        return f"{self._name}(..., eps={self._eps})"
+        return f"{self.name}(..., eps={self.eps})"
 
     def elements_in(self, result: Operand) -> int:
         """See `Epilogue`. Two codes of 4 bits lie in a byte."""
@@ -111,22 +109,23 @@ class Norm(Epilogue):
             for other in read.values():
                 if other is not changed and overlaps(changed, other):
                     raise InvalidUsageError(f"{said}: {changed.name} and {other.name} overlap: copy one of them")
-        return BoundNorm(self._name, dtype, result, read, self._eps, codes, self._number, tuple(written))
+        return BoundNorm(self, dtype, result, read, codes, tuple(written))
 
     def _has_four_bits(self, result: Operand) -> bool:
         assert result.dtype is not None
-        return self._scaling.scales is not None and result.dtype.name == "uint8"
+        return "scales" in self.arrays and result.dtype.name == "uint8"
 
     def _codes(
         self, said: str, dtype: np.dtype[Any], result: Operand, rows: int, hidden: int
     ) -> tuple[Codes | None, dict[str, Operand]]:
         """Return the codes of the call, and the arrays of scales by name."""
         assert result.dtype is not None
-        given, read = self._scaling, dict[str, Operand]()
-        if given.scales is None and given.scale is None:
+        read = dict[str, Operand]()
+        has_scales, has_scale = "scales" in self.arrays, "scale" in self.arrays
+        if not has_scales and not has_scale and self.scale is None:
             return None, read
         code = "float4_e2m1fn" if self._has_four_bits(result) else result.dtype.name
-        named = "scales" if given.scales is not None else "scale"
+        named = "scales" if has_scales else "scale"
         if code not in LARGEST:
             raise InvalidUsageError(
                 f"{said}: {named} is for codes, and recvbuf has {result.dtype}: pass float8_e4m3fn or float8_e5m2, or "
@@ -136,18 +135,18 @@ class Norm(Epilogue):
             raise InvalidUsageError(
                 f"{said}: {named} is for sums of up to 32 bits, and sendbuf has float64: convert it"
             )
-        if given.scale is not None and self._number is None:
-            read["scale"] = scale = self.read("scale", given.scale, result)
+        if has_scale:
+            read["scale"] = scale = self.read("scale", self.arrays["scale"], result)
             if scale.dtype != _FLOAT32 or scale.total != 1:
                 raise InvalidUsageError(
                     f"{said}: scale has {scale.total} elements of {scale.dtype}: pass a number, or one element of "
                     "float32"
                 )
-        if given.scales is None:
+        if not has_scales:
             return Codes(code), read
-        read["scales"] = scales = self.read("scales", given.scales, result, writable=True)
+        read["scales"] = scales = self.read("scales", self.arrays["scales"], result, writable=True)
         assert scales.dtype is not None
-        kind, tiled = SCALES.get(scales.dtype.name), given.layout == "128x4"
+        kind, tiled = SCALES.get(scales.dtype.name), self._layout == "128x4"
         if kind is None:
             raise InvalidUsageError(
                 f"{said}: scales has elements of {scales.dtype}: pass float32, float8_e4m3fn, or uint8 for "
@@ -163,7 +162,7 @@ class Norm(Epilogue):
                 return Codes(code, kind, size, tiled), read
         known = ", or ".join(f"{total} for each {size or 'row'}" for size, total in expected.items())
         raise InvalidUsageError(
-            f"{said}: scales has {scales.total} elements of {kind} in the layout {given.layout}, for {rows} rows of "
+            f"{said}: scales has {scales.total} elements of {kind} in the layout {self._layout}, for {rows} rows of "
             f"{hidden} elements: pass {known or 'rows of whole groups'}"
         )
 
@@ -173,25 +172,22 @@ class BoundNorm(BoundEpilogue):
 
     def __init__(
         self,
-        name: str,
+        norm: Norm,
         dtype: np.dtype[Any],
         result: Operand,
         arrays: dict[str, Operand],
-        eps: float,
         codes: Codes | None,
-        scale: float | None,
         writes: tuple[Operand, ...],
     ) -> None:
-        weight = arrays["weight"]
+        weight, self._eps, scale = arrays["weight"], norm.eps, norm.scale
         has = "".join(f", {each}" for each in ("bias", "linear_bias", "scale") if each in arrays)
         made = result.dtype if codes is None else f"{codes}, scale={scale}"
-        text = f"{name}, {weight.total} {weight.dtype}{has}, eps={eps}, to {made}"
+        text = f"{norm.name}, {weight.total} {weight.dtype}{has}, eps={self._eps}, to {made}"
         super().__init__(text, dtype, result, arrays)
         self.writes = writes
         self.row_nbytes = weight.total * dtype.itemsize
         self.in_element = 1 if codes is None else codes.in_byte
-        self._centred = name == "layer_norm"
-        self._eps = eps
+        self._centred = norm.name == "layer_norm"
         self._codes = codes
         self._scale = 1.0 if scale is None else float(scale)
         self._hidden = weight.total
@@ -244,6 +240,8 @@ class BoundNorm(BoundEpilogue):
         shape = -1, self._hidden
         residuals = host_array(self._arrays["residual"]).reshape(shape)
         values, results = reduced.reshape(shape), out.reshape(self._rows, -1)
+        scale = host_array(self._arrays["scale"])[0] if "scale" in self._arrays else np.float32(self._scale)
+        scales = host_array(self._arrays["scales"]) if "scales" in self._arrays else None
         step = max(1, _BLOCK // weight.size)
         with np.errstate(all="ignore"):
             for start in range(0, len(values), step):
@@ -259,7 +257,7 @@ class BoundNorm(BoundEpilogue):
                 if bias is not None:
                     normal = normal + bias
                 if self._codes is not None:
-                    self._encode(self._codes, normal, start, results[rows])
+                    encode(self._codes, normal * scale, start, results[rows].view(np.uint8), scales)
                     continue
                 if is_narrow(self.result):
                     normal = normal.astype(_FLOAT32)
@@ -272,13 +270,6 @@ class BoundNorm(BoundEpilogue):
         """Return the mean of each row, as a column."""
         mean: npt.NDArray[Any] = _sums(values, _PACKET_NBYTES // self.dtype.itemsize) / values.dtype.type(self._hidden)
         return mean
-
-    def _encode(self, codes: Codes, normal: npt.NDArray[Any], first: int, out: npt.NDArray[Any]) -> None:
-        scale = np.float32(self._scale)
-        if "scale" in self._arrays:
-            scale = host_array(self._arrays["scale"])[0]
-        scales = host_array(self._arrays["scales"]) if "scales" in self._arrays else None
-        encode(codes, normal * scale, first, out.view(np.uint8), scales)
 
 
 def _sums(values: npt.NDArray[Any], per_packet: int) -> npt.NDArray[Any]:

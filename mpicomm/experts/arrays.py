@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.devices.host import array_at
-from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.shape import Shape
 from mpicomm.mpi.buffers import read
 
@@ -32,33 +31,10 @@ class GivenArray:
     pointer: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    on_device: bool
-    device: int | None
 
     def on_host(self) -> npt.NDArray[Any]:
         """Return host memory as a NumPy array."""
         return _view(self.pointer, self.shape, self.dtype, self.array)
-
-
-def read_array(
-    array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...], *, writable: bool = False
-) -> GivenArray:
-    """Read the argument ``name``. Raises `InvalidUsageError` unless it has one of the dtypes and the shape.
-
-    None as the first length of ``shape`` stands for any length.
-    """
-    flags = getattr(array, "flags", None)
-    in_order = array.is_contiguous() if hasattr(array, "is_contiguous") else flags is None or flags.c_contiguous
-    if not in_order:
-        raise InvalidUsageError(f"{name} of shape {tuple(array.shape)} is not C-contiguous: copy it first")
-    memory = read(array, writable, name)
-    found = tuple(array.shape)
-    if found != shape and (shape[0] is not None or found[1:] != shape[1:] or not found):
-        wanted = ", ".join("tokens" if length is None else str(length) for length in shape)
-        raise InvalidUsageError(f"{name} has shape {found}: pass one of shape ({wanted}{',' * (len(shape) == 1)})")
-    if memory.dtype is None or name_of(memory.dtype) not in dtypes:
-        raise InvalidUsageError(f"{name} has dtype {memory.dtype or array.dtype}: pass one of {', '.join(dtypes)}")
-    return GivenArray(array, memory.pointer, found, memory.dtype, memory.on_device, memory.device)
 
 
 @lru_cache  # a NumPy type takes some microseconds to name

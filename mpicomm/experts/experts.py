@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
+import numpy as np
+
 from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.process import close_after
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.arrays import FLOAT32, GivenArray, Received, name_of, new_array, pointer_of, read_array
+from mpicomm.experts.arrays import FLOAT32, GivenArray, Received, name_of, new_array, pointer_of
 from mpicomm.experts.on_gpu import ExpertsLaunches, launches_of, require_one_domain, share_arena
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
 from mpicomm.experts.shape import BY_EXPERT, BY_TOKEN, DTYPES, WIRE, Shape, checked_dtype, checked_shape
@@ -336,22 +338,37 @@ class Experts:
         *,
         writable: bool = False,
     ) -> GivenArray:
-        """Read an argument as `read_array`. Raises `InvalidUsageError`, too, if it lies in the wrong place."""
-        matrix = read_array(array, name, dtypes, shape, writable=writable)
-        if matrix.on_device and self._gpu is None:
+        """Read the argument ``name``, which must have one of the dtypes, the shape, and lie where the call works.
+
+        None as the first length of ``shape`` stands for any length. NumPy's input is copied if it is not C-contiguous.
+        Raises `InvalidUsageError`.
+        """
+        if type(array) is np.ndarray and not writable:
+            array = np.ascontiguousarray(array)
+        flags = getattr(array, "flags", None)
+        in_order = array.is_contiguous() if hasattr(array, "is_contiguous") else flags is None or flags.c_contiguous
+        if not in_order:
+            raise InvalidUsageError(f"{name} of shape {tuple(array.shape)} is not C-contiguous: copy it first")
+        memory, found = read(array, writable, name), tuple(array.shape)
+        if found != shape and (shape[0] is not None or found[1:] != shape[1:] or not found):
+            wanted = ", ".join("tokens" if length is None else str(length) for length in shape)
+            raise InvalidUsageError(f"{name} has shape {found}: pass one of shape ({wanted}{',' * (len(shape) == 1)})")
+        if memory.dtype is None or name_of(memory.dtype) not in dtypes:
+            raise InvalidUsageError(f"{name} has dtype {memory.dtype or array.dtype}: pass one of {', '.join(dtypes)}")
+        if memory.on_device and self._gpu is None:
             raise InvalidUsageError(
                 f'{name} is on a GPU, the communicator is on the cpu: create the communicator with device="auto"'
             )
-        if matrix.on_device != on_device:
-            here, there = ("a GPU", "host memory") if matrix.on_device else ("host memory", "a GPU")
+        if memory.on_device != on_device:
+            here, there = ("a GPU", "host memory") if memory.on_device else ("host memory", "a GPU")
             raise InvalidUsageError(f"{name} is in {here}, and another array of the call in {there}: pass all in one")
         if on_device:
-            require_here(name, matrix.device, self._session.placement.here.device)
-        if on_device and matrix.pointer % PACKET_NBYTES and name in ("x", "scales", "z", "out"):
+            require_here(name, memory.device, self._session.placement.here.device)
+        if on_device and memory.pointer % PACKET_NBYTES and name in ("x", "scales", "z", "out"):
             raise InvalidUsageError(
-                f"{name} begins at address {matrix.pointer:#x}, which is no multiple of {PACKET_NBYTES}: copy it first"
+                f"{name} begins at address {memory.pointer:#x}, which is no multiple of {PACKET_NBYTES}: copy it first"
             )
-        return matrix
+        return GivenArray(array, memory.pointer, found, memory.dtype)
 
     def _require_ours(self, received: Received, name: str, *, on_device: bool) -> None:
         shape = self._shape

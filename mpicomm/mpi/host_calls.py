@@ -75,26 +75,22 @@ def call(
     try:
         return method(called, buf, *rest)
     except REFUSALS:
-        spec = as_bytes(buf, writable, "buf")
-    return method(called, spec, *rest)
+        return method(called, as_bytes(buf, writable, "buf"), *rest)
 
 
 def call_on_two(
     method: Callable[..., Result],
     comm: MPI.Intracomm,
-    sendbuf: Any,
-    dest: int,
-    sendtag: int,
-    recvbuf: Any,
-    source: int,
+    send: tuple[Any, int, int],
+    receive: tuple[Any, int, int],
     *rest: Any,
 ) -> Result:
-    """As `call`, for a send buffer and a receive buffer."""
+    """As `call`, for a buffer with its destination and tag, and a buffer with its source and tag."""
     try:
-        return method(comm, sendbuf, dest, sendtag, recvbuf, source, *rest)
+        return method(comm, *send, *receive, *rest)
     except REFUSALS:
-        sent, received = both_as_bytes(sendbuf, dest, recvbuf, source)
-    return method(comm, sent, dest, sendtag, received, source, *rest)
+        sent, received = both_as_bytes(send[0], send[1], receive[0], receive[1])
+    return method(comm, sent, *send[1:], received, *receive[1:], *rest)
 
 
 _named: set[str] = set()
@@ -135,8 +131,7 @@ class HostCopies:
     """The host copies of one call's buffers, made in the order of one stream."""
 
     def __init__(self, backend: Backend, stream: int) -> None:
-        self._backend = backend
-        self._stream = stream
+        self._backend, self._stream = backend, stream
         self._copies: list[HostCopy] = []
 
     def spec(self, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> Any:

@@ -15,9 +15,6 @@ from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of, is_host_view, read
 from mpicomm.mpi.spec import device_address
 
-_bottom = MPI.BOTTOM
-_in_place = MPI.IN_PLACE
-
 
 def is_on_device(spec: Any) -> bool:
     """Return whether a buffer argument, an array or a specification with one, is a device array. Local.
@@ -25,7 +22,7 @@ def is_on_device(spec: Any) -> bool:
     An object that is no buffer is no device array: MPI refuses it, or ignores it beside ``MPI.PROC_NULL``.
     """
     array = array_of(spec)
-    if array is _bottom:
+    if array is MPI.BOTTOM:
         return device_address(spec) is not None
     if _is_plainly_host(array):
         return False
@@ -41,7 +38,7 @@ def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
     MPI reads arguments in host memory itself. Raises the errors of `parse`.
     """
     array = array_of(spec)
-    if array is _bottom:
+    if array is MPI.BOTTOM:
         return None if device_address(spec) is None else parse(spec, writable=writable, name=name)
     if _is_plainly_host(array):
         return None
@@ -52,7 +49,7 @@ def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
 def _is_plainly_host(array: Any) -> bool:
     if type(array) is ndarray:
         return array.base is None or is_host_view(array)
-    return array is None or array is _in_place
+    return array is None or array is MPI.IN_PLACE
 
 
 def require_here(what: str, device: int | None, here: int | str) -> None:

@@ -109,11 +109,7 @@ class Op(MPI.Op):
         return f"mpicomm.Op({self._expression.text!r}, name={self._name!r}, commute={self._commute})"
 
     def __reduce__(self) -> Any:
-        return _remake, (self._expression.text, self._name, self._commute)
-
-
-def _remake(expression: str, name: str, commute: bool) -> Op:
-    return Op(expression, name=name, commute=commute)
+        return partial(Op, name=self._name, commute=self._commute), (self._expression.text,)
 
 
 def _reduce(expression: Expression, a: Any, b: Any, datatype: MPI.Datatype) -> None:
@@ -245,7 +241,11 @@ def check_legal(name: str, dtype: np.dtype[Any]) -> None:
         own_op(name).require_defined(shown)
         _checked.add((name, dtype))
         return
-    kind = _kind(dtype)
+    kind: str | None = _KINDS.get(dtype.kind)
+    if dtype == types.BYTE:
+        kind = "byte"
+    elif dtype.isbuiltin == 2:  # a type that a package has added to NumPy; the engines know only floats among these
+        kind = "float" if types.is_covered(dtype) else None
     if kind in _LEGAL[name] or (dtype.kind in "SU" and name not in ("avg", "tree")):
         _checked.add((name, dtype))
         return
@@ -255,11 +255,3 @@ def check_legal(name: str, dtype: np.dtype[Any]) -> None:
         f"defined for {shown}: {', '.join(legal) or 'none, it can only be moved'}",
         MPI.ERR_OP,
     )
-
-
-def _kind(dtype: np.dtype[Any]) -> str | None:
-    if dtype == types.BYTE:
-        return "byte"
-    if dtype.isbuiltin == 2:  # a type that a package has added to NumPy; the engines know only floats among these
-        return "float" if types.is_covered(dtype) else None
-    return _KINDS.get(dtype.kind)

@@ -112,11 +112,11 @@ def placed(regions: Regions, places: Places) -> Regions:
         copies = repeated(regions, len(places), int(steps[0]) if len(steps) else 0)
         return tuple(region.moved(int(places[0]), 0) for region in copies)
     nbytes = packed_nbytes(regions)
-    listed = [_listed(region, places, nbytes) for region in regions]
-    made = tuple(region for region in listed if region is not None)
-    if len(made) == len(regions):
-        return made
-    return tuple(region.moved(place, n * nbytes) for n, place in enumerate(places.tolist()) for region in regions)
+    if any(loop.places for region in regions for loop in region.loops):  # a region has at most one list
+        return tuple(region.moved(place, n * nbytes) for n, place in enumerate(places.tolist()) for region in regions)
+    first = int(places[0])
+    loop = Loop(len(places), 0, nbytes, (places - first).tobytes())
+    return tuple(replace(each, offset=each.offset + first, loops=(loop, *each.loops)) for each in regions)
 
 
 def at_blocks(element: Regions, extent: int, displs: Sequence[int], counts: Sequence[int], unit: int) -> Regions:
@@ -147,22 +147,14 @@ def at_blocks(element: Regions, extent: int, displs: Sequence[int], counts: Sequ
 
 
 def joined(regions: Iterable[Region]) -> Regions:
-    """Join neighbouring regions to runs, loops and lists as far as possible."""
-    runs: list[Region] = []
-    for region in regions:
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and not last.loops
-            and not region.loops
-            and ((last.offset + last.run_nbytes, last.packed + last.run_nbytes) == (region.offset, region.packed))
-        ):
-            runs[-1] = replace(last, run_nbytes=last.run_nbytes + region.run_nbytes)
-        else:
-            runs.append(region)
+    """Join runs that follow each other, in memory and in packed memory."""
     made: list[Region] = []
-    for alike in _alike(runs):
-        made += _as_one(alike) if len(alike) > 1 else alike
+    for region in regions:
+        last = made[-1] if made and not made[-1].loops and not region.loops else None
+        if last and (last.offset + last.run_nbytes, last.packed + last.run_nbytes) == (region.offset, region.packed):
+            made[-1] = replace(last, run_nbytes=last.run_nbytes + region.run_nbytes)
+        else:
+            made.append(region)
     return tuple(made)
 
 
@@ -178,38 +170,3 @@ def _looped(region: Region, count: int, stride: int, packed: int) -> Region:
             longer = outer._replace(rounds=outer.rounds * count)
             return replace(region, loops=(longer, *region.loops[1:]))
     return replace(region, loops=(Loop(count, stride, packed), *region.loops))
-
-
-def _listed(region: Region, places: Places, packed: int) -> Region | None:
-    """Return copies of a region at listed places as one region, or None if it would have several lists."""
-    if any(loop.places for loop in region.loops):
-        return None
-    first = int(places[0])
-    loop = Loop(len(places), 0, packed, (places - first).tobytes())
-    return replace(region, offset=region.offset + first, loops=(loop, *region.loops))
-
-
-def _alike(regions: Sequence[Region]) -> Iterable[list[Region]]:
-    """Yield groups of regions that differ only in their places, at equal distances in packed memory."""
-    group: list[Region] = []
-    for region in regions:
-        if group:
-            last = group[-1]
-            step = region.packed - last.packed
-            same = region.run_nbytes == last.run_nbytes and region.loops == last.loops
-            if not same or (len(group) > 1 and step != last.packed - group[-2].packed):
-                yield group
-                group = []
-        group.append(region)
-    if group:
-        yield group
-
-
-def _as_one(alike: Sequence[Region]) -> Sequence[Region]:
-    """Return regions that are alike as one region, if one region can have the list of their places."""
-    places = np.array([region.offset for region in alike], np.int64) - alike[0].offset
-    packed, steps = alike[1].packed - alike[0].packed, np.diff(places)
-    if (steps == steps[0]).all():
-        return [_looped(alike[0], len(alike), int(steps[0]), packed)]
-    listed = _listed(alike[0], places, packed)
-    return alike if listed is None else [listed]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm.collectives.gpu.algorithms.base import Domain, launch_tag
@@ -28,7 +29,6 @@ from mpicomm.products.schedule import (
     gathering,
     reducing,
     scattering,
-    scattering_pairs,
 )
 
 if TYPE_CHECKING:
@@ -40,86 +40,19 @@ _MOST_PLANS = 256
 _ALIGNED_NBYTES = 256
 
 
-class ProductPlan:
-    """A planned call. Each enqueue binds matrices to it, because a plan must not keep the memory of the caller."""
-
-    def __init__(self, lane: ForkedStream) -> None:
-        self.plan: Plan
-        self._lane = lane
-        self.gathered = self.partial = self.pulled = 0
-        """The addresses of this rank's memory for the shards of all ranks, for its partial sums, and for the partial
-        sums that a peer pulls."""
-        self._matrices: dict[str, Any] = {}
-        self._operands: Operands | None = None
-        self._stream = 0
-        self._own: dict[str, dict[str, Any]] = {}
-        """The matrices over memory of the communicator, by library."""
-
-    def enqueue(self, carry_out: Callable[..., None], operands: Operands, stream: int) -> None:
-        """Enqueue the call on the current stream of the library, with these matrices.
-
-        ``carry_out`` is `PlanCache.carry_out`, which may enqueue the plan on another stream.
-        """
-        own = self._own.get(operands.library.name)
-        if own is None:
-            own = self._own[operands.library.name] = self._made(operands)
-        self._matrices, self._operands = {"a": operands.a, "out": operands.out, **own}, operands
-        self._stream = stream
-        try:
-            carry_out(self.plan, stream, operands.a)
-        finally:
-            self._matrices, self._operands = {}, None
-
-    def _made(self, operands: Operands) -> dict[str, Any]:
-        memory, (rows, inner) = operands.library.memory, operands.a.shape
-        if self.gathered:
-            return {"gathered": memory(self.gathered, (operands.shape[0], inner), operands.a)}
-        made = {"partial": (self.partial, rows), "pulled": (self.pulled, 2 * operands.shape[0])}
-        return {
-            name: memory(pointer, (height, operands.shape[1]), operands.out)
-            for name, (pointer, height) in made.items()
-            if pointer
-        }
-
-    def multiply(self, action: Multiply) -> LibraryWork:
-        """Return the step of a product."""
-        begin, at, rows = action.begin, action.at, action.rows
-
-        def work(operands: Operands) -> None:
-            left, into = self._matrices[action.left], self._matrices[action.into]
-            first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
-            operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
-
-        return self._step(work, in_lane=True)
-
-    def add_bias(self, action: AddBias) -> LibraryWork:
-        """Return the step that adds the bias."""
-
-        def work(operands: Operands) -> None:
-            rows = operands.out[action.begin : action.begin + action.rows]
-            rows += operands.bias
-
-        return self._step(work)
-
-    def _step(self, work: Callable[[Operands], None], *, in_lane: bool = False) -> LibraryWork:
-        def enqueue(stream: int) -> None:
-            operands = self._operands
-            assert operands is not None
-            stream = self._lane.fork(stream) if in_lane else stream
-            with nullcontext() if stream == self._stream else operands.library.current(stream):
-                work(operands)
-
-        return LibraryWork(enqueue)
-
-
 class Overlapped:
     """The overlapped calls of one engine of a peer domain, planned once for each set of arrays."""
 
     def __init__(self, calls: PlanCache) -> None:
         self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
         self._carry_out = calls.carry_out
-        self._known: OrderedDict[Any, ProductPlan] = OrderedDict()
+        self._known: OrderedDict[Any, tuple[Plan, dict[str, Any]]] = OrderedDict()
+        """The plans, each with its matrices over memory of the communicator."""
         self._lane = ForkedStream()
+        # Each enqueue binds its call here, because a plan must not keep the memory of the caller.
+        self._operands: Operands | None = None
+        self._matrices: dict[str, Any] = {}
+        self._stream = 0
 
     def facts(self, operands: Operands) -> Facts:
         """Return the facts by which all ranks choose the way of a call."""
@@ -152,55 +85,59 @@ class Overlapped:
 
         Collective if it sets up memory, else local. Raises `NoMemoryError` on all ranks.
         """
-        pointer, text = operands.library.pointer, operands.text
+        pointer = operands.library.pointer
         kept = 0 if operands.gathered is None else pointer(operands.gathered)
-        key = text, pointer(operands.a), pointer(operands.out), kept
-        call = self._known.get(key)
-        if call is None:
-            call = self._plan(operands, way, key, kept)
+        key = operands.text, operands.library.name, pointer(operands.a), pointer(operands.out), kept
+        known = self._known.get(key)
+        if known is None:
+            known = self._plan(operands, way, kept)
+            if len(self._known) >= _MOST_PLANS:
+                self._known.popitem(last=False)
+            self._known[key] = known
         else:
             self._known.move_to_end(key)
-        call.enqueue(self._carry_out, operands, stream)
+        plan, own = known
+        self._operands, self._stream = operands, stream
+        self._matrices = {"a": operands.a, "out": operands.out, **own}
+        try:
+            self._carry_out(plan, stream, operands.a)  # it may enqueue the plan on another stream
+        finally:
+            self._operands, self._matrices = None, {}
 
-    def _plan(self, operands: Operands, way: ProductWay, key: Any, kept: int) -> ProductPlan:
+    def _plan(self, operands: Operands, way: ProductWay, kept: int) -> tuple[Plan, dict[str, Any]]:
         from mpicomm.collectives.gpu.engine import OwnCall
 
-        call, facts, cut = ProductPlan(self._lane), way.facts, way.cut
+        library, facts, cut = operands.library, way.facts, way.cut
         assert cut is not None
+        own: dict[str, Any] = {}
 
         def steps(domain: Domain, shared: Sequence[int], scratch: int) -> Iterable[Step]:
-            a, out, bias = operands.library.pointer(operands.a), key[2], operands.bias is not None
+            a, out, bias = library.pointer(operands.a), library.pointer(operands.out), operands.bias is not None
+            (height, inner), (out_height, columns) = operands.a.shape, operands.shape
             actions: Iterable[Action]
             if facts.kind == "allgather_matmul":
-                call.gathered = shared[domain.rank]
+                own["gathered"] = library.memory(shared[domain.rank], (out_height, inner), operands.a)
                 place = Place(domain.rank, domain.size, facts.shard_rows)
                 actions = gathering(place, cut, facts.row_nbytes, a, shared, kept)
             elif facts.kind == "matmul_reduce_scatter":
-                call.partial = scratch
+                own["partial"] = library.memory(scratch, (height, columns), operands.out)
                 place = Place(domain.rank, domain.size, facts.shard_rows)
                 if cut.pairs:
-                    call.pulled = shared[domain.rank] + (domain.size - 1) * facts.shard_rows * facts.row_nbytes
-                    actions = scattering_pairs(place, facts.row_nbytes, scratch, shared, out, bias=bias)
-                else:
-                    actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
+                    pulled = shared[domain.rank] + (domain.size - 1) * facts.shard_rows * facts.row_nbytes
+                    own["pulled"] = library.memory(pulled, (2 * out_height, columns), operands.out)
+                actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
             else:
                 place = Place(domain.rank, domain.size, facts.rows)
                 landing = [pointer + _results_nbytes(facts) for pointer in shared]
                 actions = reducing(place, cut, facts.row_nbytes, landing, shared, out, bias=bias)
-            return self._steps(actions, call, operands, domain)
+            return self._steps(actions, operands, domain)
 
         request = Request("products", 1 << (_shared_nbytes(facts, cut) - 1).bit_length())
         scratch_nbytes = facts.rows * facts.row_nbytes if facts.kind == "matmul_reduce_scatter" else 0
         choice = AlgorithmChoice("overlap", way.why)
-        call.plan = self._engine.prepare_own(OwnCall(operands.text, choice, request, scratch_nbytes, steps))
-        if len(self._known) >= _MOST_PLANS:
-            self._known.popitem(last=False)
-        self._known[key] = call
-        return call
+        return self._engine.prepare_own(OwnCall(operands.text, choice, request, scratch_nbytes, steps)), own
 
-    def _steps(
-        self, actions: Iterable[Action], call: ProductPlan, operands: Operands, domain: Domain
-    ) -> Iterator[Step]:
+    def _steps(self, actions: Iterable[Action], operands: Operands, domain: Domain) -> Iterator[Step]:
         template, tag, barriers = DirectTemplate.of(domain), zlib.crc32(operands.text.encode()), 0
         for action in actions:
             if isinstance(action, Barrier):
@@ -208,14 +145,27 @@ class Overlapped:
                 barriers += 1
             elif isinstance(action, Reduce):
                 yield local_reduction(action, (operands.result_dtype, "sum"))
-            elif isinstance(action, Multiply):
-                yield call.multiply(action)
+            elif isinstance(action, (Multiply, AddBias)):
+                yield LibraryWork(partial(self._work, action))
             elif isinstance(action, JoinLane):
                 yield LibraryWork(self._lane.join)
-            elif isinstance(action, AddBias):
-                yield call.add_bias(action)
             else:
                 yield action
+
+    def _work(self, action: Multiply | AddBias, stream: int) -> None:
+        """Carry out a step of the bound call by its library."""
+        operands = self._operands
+        assert operands is not None
+        stream = self._lane.fork(stream) if isinstance(action, Multiply) else stream
+        with nullcontext() if stream == self._stream else operands.library.current(stream):
+            if isinstance(action, Multiply):
+                begin, at, rows = action.begin, action.at, action.rows
+                left, into = self._matrices[action.left], self._matrices[action.into]
+                first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
+                operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
+            else:
+                biased = operands.out[action.begin : action.begin + action.rows]
+                biased += operands.bias
 
 
 def _results_nbytes(facts: Facts) -> int:

@@ -62,7 +62,9 @@ class RowCut:
     merged: bool = False
     """Whether a reduce-scatter multiplies the rows of all peers together, and not the rows of each peer at its turn."""
     pairs: bool = False
-    """Whether a reduce-scatter multiplies the rows of two ranks at once, the own pair last: see `scattering_pairs`."""
+    """Whether a reduce-scatter multiplies the rows of two ranks at once, the own pair last.
+
+    A product of few rows leaves multiprocessors free, so two ranks' rows take as long as one rank's rows."""
     parts: int = 1
     """The parts of an all-reduce. A part is reduced and sent back while the next part is multiplied."""
 
@@ -182,58 +184,41 @@ def scattering(
 
     ``partial`` is the address of private memory for the whole product of this rank. ``landing`` has the address of each
     rank's memory for the contributions of the other ranks. ``out`` is the address of this rank's result.
+
+    If two ranks' rows are multiplied at once, the number of ranks is a power of two. ``landing`` also has memory for
+    the product of the own pair then, behind the contributions. The reduction of the other rank of the pair reads its
+    contribution there. It needs no copy, which would begin when no product runs any more.
     """
     rank, size, rows = place.rank, place.size, place.rows
-    nbytes = rows * row_nbytes
+    nbytes, width = rows * row_nbytes, 2 if cut.pairs else 1
     if cut.merged:
         for begin, end in ((0, rank), (rank + 1, size)):
             if begin < end:
                 yield Multiply("a", begin * rows, "partial", begin * rows, (end - begin) * rows)
-    for distance in range(1, size):
-        peer = place.to(distance)
+    for distance in range(width, size, width):
         if not cut.merged:
-            yield Multiply("a", peer * rows, "partial", peer * rows, rows)
-        if distance == 1:
-            # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
+            first = place.to(distance) & -width
+            yield Multiply("a", first * rows, "partial", first * rows, width * rows)
+        if distance == width:
+            # Before it, a reduction of an earlier call of a peer may still read the memory that the copies, and the
+            # last product of a pair, overwrite.
             yield Barrier()
-        # They make the copy wait for its product and for the barrier.
+        # They make the copies wait for their product and for the barrier.
         yield from (JoinLane(), Fork())
-        yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
-    yield Multiply("a", rank * rows, "out", 0, rows)
-    # The join pairs with the barrier, as in `gathering`. After the barrier all contributions have come.
-    yield from (Join(), Barrier(), JoinLane())
-    yield Reduce(sources(place, landing[rank], nbytes, out), out, nbytes, most_blocks=_REDUCING_BLOCKS)
-    if bias:
-        yield AddBias(0, rows)
-
-
-def scattering_pairs(
-    place: Place, row_nbytes: int, partial: int, landing: Sequence[int], out: int, *, bias: bool
-) -> Iterator[Action]:
-    """Yield the actions of a product with its reduce-scatter, if the number of ranks is a power of two.
-
-    A product of few rows leaves multiprocessors free, so two ranks' rows take as long as one rank's rows. ``landing``
-    also has memory for the product of a pair, behind the contributions. The reduction of the other rank of the pair
-    reads its contribution there. It needs no copy, which would begin when no product runs any more.
-    """
-    rank, size, rows = place.rank, place.size, place.rows
-    nbytes, pulled = rows * row_nbytes, (size - 1) * rows * row_nbytes
-    for distance in range(2, size, 2):
-        first = place.to(distance) & ~1
-        yield Multiply("a", first * rows, "partial", first * rows, 2 * rows)
-        if distance == 2:
-            # Before it, a reduction of an earlier call of a peer may still read the memory that the copies and the last
-            # product overwrite.
-            yield Barrier()
-        yield from (JoinLane(), Fork())
-        for turn in (distance, distance + 1):
-            peer = place.to(turn)
+        for peer in map(place.to, range(distance, distance + width)):
             yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
-    yield Multiply("a", (rank & ~1) * rows, "pulled", 0, 2 * rows)
-    # The joins pair with the barrier. After it all copies have landed, and both products of the pair are over.
-    yield from (Join(), JoinLane(), Barrier())
-    contributions = list(sources(place, landing[rank], nbytes, landing[rank] + pulled + (rank & 1) * nbytes))
-    contributions[rank ^ 1] = landing[rank ^ 1] + pulled + (rank & 1) * nbytes
+    # The joins pair with the barrier, as in `gathering`. After the barrier all contributions have come, and both
+    # products of a pair are over.
+    if cut.pairs:
+        yield Multiply("a", (rank & -width) * rows, "pulled", 0, width * rows)
+        yield from (Join(), JoinLane(), Barrier())
+        of_pair = (size - 1 + (rank & 1)) * nbytes  # from the begin of the memory, also of the other rank's
+        contributions = [*sources(place, landing[rank], nbytes, landing[rank] + of_pair)]
+        contributions[rank ^ 1] = landing[rank ^ 1] + of_pair
+    else:
+        yield Multiply("a", rank * rows, "out", 0, rows)
+        yield from (Join(), Barrier(), JoinLane())
+        contributions = [*sources(place, landing[rank], nbytes, out)]
     yield Reduce(tuple(contributions), out, nbytes, most_blocks=_REDUCING_BLOCKS)
     if bias:
         yield AddBias(0, rows)

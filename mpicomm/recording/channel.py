@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.process import process_number, world_rank
+from mpicomm.cluster.process import process_number
 from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
 from mpicomm.recording.clocks import now_ns, read_clocks
 from mpicomm.recording.record import Category, Record, current, open_records
@@ -50,12 +50,21 @@ class Channel:
         """
         if not any(wanted):
             return None
-        mine = _required(wanted)[group.rank]
+        for name in ("trace", "stats"):
+            unset = [rank for rank, each in enumerate(wanted) if each is None or not getattr(each, name)]
+            if 0 < len(unset) < len(wanted):
+                raise InvalidUsageError(
+                    f"MPICOMM_{name.upper()} is set on some ranks and not on {name_ranks(unset)}: set it on all ranks, "
+                    "as mpiexec -genv and mpirun -x do",
+                    ranks=unset,
+                )
+        mine = wanted[group.rank]
+        assert mine is not None
         is_new = mine not in _recorders
 
         def start() -> tuple[Any, str, int, int]:
             recorder = _recorders.get(mine) or _recorders.setdefault(
-                mine, Recorder(mine, process_number(), reports=world_rank() == 0)
+                mine, Recorder(mine, process_number(), reports=MPI.COMM_WORLD.rank == 0)
             )
             file, first = recorder.file, process_number()
             _made[first] += 1
@@ -153,17 +162,3 @@ def _missing(settings: environment.Recording) -> str:
     if "%r" not in str(settings.trace):
         return '%r, which stands for the rank, into the name, as in "trace-%r.json"'
     return '%h and %p, which stand for the host and the process, into the name, as in "trace-%r-%h-%p.json"'
-
-
-def _required(wanted: Sequence[environment.Recording | None]) -> list[environment.Recording]:
-    """Return the settings of all ranks. Raises `InvalidUsageError` if the settings differ."""
-    asked = [(each is not None and each.trace is not None, each is not None and each.stats) for each in wanted]
-    for name, values in zip(("MPICOMM_TRACE", "MPICOMM_STATS"), zip(*asked, strict=True), strict=True):
-        if len(set(values)) > 1:
-            ranks = [rank for rank, value in enumerate(values) if not value]
-            raise InvalidUsageError(
-                f"{name} is set on some ranks and not on {name_ranks(ranks)}: set it on all ranks, as mpiexec -genv "
-                "and mpirun -x do",
-                ranks=ranks,
-            )
-    return [each for each in wanted if each is not None]

@@ -54,8 +54,10 @@ def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
         if group.rank in others:
             return _ask(group, comm, reference)
         if group.rank == 0:
-            for index in others:
-                _answer(group, comm, index)
+            question = np.zeros(1, np.int64)
+            for rank in [group.ranks[index] for index in others for _ in range(_ROUNDS)]:
+                _complete(group, rank, [comm.Irecv(question, rank, _TAG)])
+                _complete(group, rank, [comm.Isend(np.array([now_ns()], np.int64), rank, _TAG)])
         return Reading(reference, now_ns(), 0, 0)
 
     return group.exchange("clocks: times", compare)[group.rank] if others else compare()
@@ -73,13 +75,6 @@ def _ask(group: Group, comm: MPI.Intracomm, reference: int) -> Reading:
             shortest, middle = taken, begin + taken // 2
             found = Reading(reference, middle, int(answer[0]) - middle, -(-taken // 2))
     return found
-
-
-def _answer(group: Group, comm: MPI.Intracomm, index: int) -> None:
-    question, rank = np.zeros(1, np.int64), group.ranks[index]
-    for _ in range(_ROUNDS):
-        _complete(group, rank, [comm.Irecv(question, rank, _TAG)])
-        _complete(group, rank, [comm.Isend(np.array([now_ns()], np.int64), rank, _TAG)])
 
 
 def _complete(group: Group, rank: int, requests: list[MPI.Request]) -> None:

@@ -6,13 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
+from mpi4py import MPI
+
 from mpicomm import environment, log
 from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster import process
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
-from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize, world_rank, world_size
+from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize
 from mpicomm.cluster.roll_call import private_copy
 from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
@@ -25,7 +27,6 @@ from mpicomm.symmetric.owner import AnyShared, Shared, SignalPads
 from mpicomm.symmetric.registry import Mappings
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
     from typing_extensions import Self
 
     from mpicomm.recording.channel import Channel
@@ -113,7 +114,7 @@ class SetUp:
         Collective; a failure raises the same error on all ranks. ``completes`` returns `RankPlace.completes`.
         """
         end_job_if_uncaught()
-        page().introduce(world_rank(), world_size())
+        page().introduce(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         limit_s = environment.usable_timeout_s(timeout_s)
         private = private_copy(comm, "Communicator", limit_s)
         group = Group(private, range(comm.size), limit_s)
@@ -122,7 +123,7 @@ class SetUp:
             group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
 
             def configure() -> environment.Recording | None:
-                log.configure(world_rank())
+                log.configure(MPI.COMM_WORLD.rank)
                 return environment.recording()
 
             wanted = group.exchange("Communicator: log", configure)

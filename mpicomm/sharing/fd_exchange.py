@@ -138,7 +138,11 @@ class FdExchange:
             while unsent or len(received) < len(due):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0 and unsent:
-                    raise HandleError(_not_sent_in_time(unsent))
+                    ranks = sorted({rank for rank, _ in unsent})
+                    if all(isinstance(target, Address) for target in unsent.values()):
+                        raise HandleError(f"the sockets of local ranks {ranks} accepted no connection in time")
+                    reason = f"{os.strerror(errno.ETOOMANYREFS)}{way_out(errno.ETOOMANYREFS)}"
+                    raise HandleError(f"cannot send a descriptor to local ranks {ranks} in time: {reason}")
                 if remaining_s <= 0:
                     missing = sorted({rank for rank, _ in set(due) - set(received)})
                     raise HandleError(f"no descriptor came from local ranks {missing} in time")
@@ -260,14 +264,6 @@ def _connect(rank: int, address: Address) -> socket.socket:
         peer.close()
         raise
     return peer
-
-
-def _not_sent_in_time(targets: Mapping[_Message, _Target]) -> str:
-    ranks = sorted({rank for rank, _ in targets})
-    if any(isinstance(target, socket.socket) for target in targets.values()):
-        reason = f"{os.strerror(errno.ETOOMANYREFS)}{way_out(errno.ETOOMANYREFS)}"
-        return f"cannot send a descriptor to local ranks {ranks} in time: {reason}"
-    return f"the sockets of local ranks {ranks} accepted no connection in time"
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[Descriptor], int]:

@@ -66,7 +66,12 @@ class Suspension:
             if self._kind in VIRTUAL_KINDS:  # other memory is memory of the host, and stays
                 self._memories = memories()
             for shared in self._memories:
-                self._save(shared, keep)
+                content = shared.content
+                assert content is not None
+                if content.kept_nbytes and (keep or not content.of_user):
+                    host = self._backend.pinned(content.kept_nbytes)
+                    self._copy(host.ctypes.data, shared.own.pointer, host.nbytes)
+                    self._saved[shared] = host
 
         kept = self._group.exchange("suspend: finish all work", finish_work)
         if len(set(kept)) > 1:
@@ -108,14 +113,6 @@ class Suspension:
                 with contextlib.suppress(MpicommError):
                     step()
             raise
-
-    def _save(self, shared: SharedSegments, keep: bool) -> None:
-        content = shared.content
-        assert content is not None
-        if content.kept_nbytes and (keep or not content.of_user):
-            host = self._backend.pinned(content.kept_nbytes)
-            self._copy(host.ctypes.data, shared.own.pointer, host.nbytes)
-            self._saved[shared] = host
 
     def _unmap_peers(self) -> None:
         for shared in self._open():

@@ -139,8 +139,8 @@ def clocks_of(traces: Sequence[Trace]) -> dict[int, Clock]:
     base = by_rank[common] if common in by_rank else traces[0]
     for trace in traces:
         if trace.rank not in clocks:
-            offset = _wall_offset(trace.clocks[0]) - _wall_offset(base.clocks[0])
-            clocks[trace.rank] = Clock(((0.0, offset),), by_wall_clock=True)
+            mine, others = (each.clocks[0]["wall_ns"] - each.clocks[0]["time_ns"] for each in (trace, base))
+            clocks[trace.rank] = Clock(((0.0, float(mine - others)),), by_wall_clock=True)
     return clocks
 
 
@@ -151,10 +151,6 @@ def _by_readings(readings: Sequence[dict[str, Any]], clocks: dict[int, Clock]) -
         points[float(then)] = clocks[reading["reference"]].common_ns(then + reading["offset_ns"]) - then
     uncertainty = max(each["uncertainty_ns"] + clocks[each["reference"]].uncertainty_ns for each in readings)
     return Clock(tuple(sorted(points.items())), uncertainty)
-
-
-def _wall_offset(reading: dict[str, Any]) -> float:
-    return float(reading["wall_ns"] - reading["time_ns"])
 
 
 @dataclass(frozen=True)

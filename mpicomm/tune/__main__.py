@@ -9,11 +9,10 @@ from pathlib import Path
 
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.bench.machine import machine_of
-from mpicomm.bench.measure import Effort, Measuring
-from mpicomm.bench.options import DTYPES
+from mpicomm.bench.measure import Measuring
+from mpicomm.bench.operations import DTYPES
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.cli.options import header
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.devices.base import slowest_gb_s
@@ -26,17 +25,14 @@ _LAUNCHES = 7
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m mpicomm.tune",
-        description="Time the algorithms of the collectives on GPU arrays between the started ranks. Write the fastest "
+    result = arguments.measuring_parser(
+        "tune",
+        "Time the algorithms of the collectives on GPU arrays between the started ranks. Write the fastest "
         "for each size to a file from which later runs choose. Other entries of the file stay. Sizes above the largest "
         "measured size keep their algorithm, from that file or from the built-in table.",
-        conflict_handler="resolve",
+        saves=False,
     )
-    arguments.add_sweep_arguments(result, smallest=1 << 10, factor=2)
-    result.add_argument(  # replaces the option that add_sweep_arguments added
-        "-e", "--maxbytes", type=arguments.parse_size, default=256 << 20, metavar="SIZE", help="default: 256M"
-    )
+    arguments.add_sweep_arguments(result, smallest=1 << 10, factor=2, largest=256 << 20)
     result.add_argument(
         "--operations",
         type=arguments.names_from(NAMES, "operation with a choice"),
@@ -55,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--output", type=arguments.output_file, metavar="FILE", help="default: the file that later runs look for"
     )
-    arguments.add_communicator_arguments(result)
     return result
 
 
@@ -96,26 +91,25 @@ def open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    options = command_line.parse_args(parser())
     # All calls name their algorithm, so a broken file must not stop the run. `find` returns the built-in table.
     os.environ["MPICOMM_TUNING"] = "off"
-    comm = command_line.open_communicator(options.device, options.handle)
-    ranks = comm.allgather(comm.describe())
+    run = command_line.Run(parser())
+    options, comm, ranks = run.options, run.comm, run.ranks
     require_possible(comm, ranks)
     subjects = subjects_of(options.operations, covered_dtype(options.datatype))
-    swept = command_line.swept_sizes(options, comm)
+    swept = run.swept_sizes()
     path, table = command_line.on_first_rank(comm, lambda: open_table(options.output, ranks[0].device_name))
     before = table.completed(tuning_file.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
 
-    about = [
-        *header("tune", ranks, options.handle),
+    run.introduce(
+        "tune",
         f"timed: {_LAUNCHES} launches of a graph of {options.iters} calls, slowest rank, median; a change of algorithm "
         f"has to gain {GAIN:.0%}",
-    ]
-    command_line.show(*(f"# {line}" for line in about), "#")
+        "",
+    )
     longest = max(swept[-1], 8 * comm.size)  # at least one element for each rank
-    effort = Effort(options.iters, max(1, options.warmup_iters), _LAUNCHES, graphs=True)
-    timing = Timing(Measuring(comm, machine_of(comm), effort), longest)
+    effort = {"iterations": options.iters, "warmups": max(1, options.warmup_iters), "rounds": _LAUNCHES}
+    timing = Timing(Measuring(comm, machine_of(comm), **effort, graphs=True), longest)
     results = [
         sweep(subject, subject.cases(swept, comm.rank, comm.size), timing.of(subject), before) for subject in subjects
     ]

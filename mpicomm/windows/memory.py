@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.activity.page import WindowRow
+from mpicomm.activity.page import CommunicatorRow
 from mpicomm.devices.base import Segment
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
@@ -46,8 +46,8 @@ class WindowMemory:
         self.pointers = segments.pointers
         """The address of every rank's part on this rank."""
         self.closed = False
-        self.row = WindowRow()
-        self.row.open(owner.placement.heading.of_windows())
+        self.row = CommunicatorRow()
+        self.row.open(owner.placement.heading, window=True)
         self._segments = segments
         self._board_segments = boards
         self._allocated = allocated

@@ -7,7 +7,7 @@ and each access of memory_order.cuh draws the thread of the block that runs next
 
 To add a kernel:
 
-1. `Builds.kernel(source, entry, options)` compiles it; `launches.kernel_of` compiles a `Variant` of the package. The
+1. `Builds.kernel(source, entry, options)` compiles it; `machine.kernel_of` compiles a `Variant` of the package. The
    kernel may use the parts of CUDA that cuda.hpp has. These are indices and sizes in x, static ``__shared__``, and all
    forms of ``__syncthreads``. Shuffles and votes of a warp, vectors of 2 and 4, hints for caches, and atomics are
    there, too. A wait has to go through memory_order.cuh, where each access lets other threads run. A poll of 16 bytes
@@ -17,7 +17,6 @@ To add a kernel:
    comes from `Machine.allocate` and `Machine.place`, whose addresses hold for one rank.
 3. `Machine.launch(rank, kernel, parameters, blocks, threads)` for each rank, in stream order, then `Machine.run`, and a
    comparison with a reference: see `kernel_calls`.
-4. Runs between processes (test_between_processes), and the same runs under ThreadSanitizer (test_races). Each flag,
-   fence and barrier of the kernel's protocol needs a control (test_negative_controls): a change of the source that one
-   of these runs catches.
+4. Runs between processes, and the same runs under ThreadSanitizer. Each flag, fence and barrier of the kernel's
+   protocol needs a control: a change of the source that one of these runs catches. See test_negative_controls.
 """

@@ -27,7 +27,6 @@ from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, Team
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Change
-from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine, Place
 
 
@@ -73,7 +72,7 @@ class ChannelRig:
 
     def launch(self, rank: int, launch: Launch, *, threads: int | None = None, nap_us: int) -> None:
         """Enqueue a kernel of a rank; blocks of ``threads`` instead of as many as the package wants."""
-        enqueue(self.machine, rank, launch, changes=self._changes, threads=threads, nap_us=nap_us)
+        self.machine.enqueue(rank, launch, changes=self._changes, threads=threads, nap_us=nap_us)
 
 
 class ExchangeRig(ChannelRig):

@@ -19,7 +19,6 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import ABSENT
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
-from tests.kernels.launches import enqueue
 from tests.kernels.machine import Array, Place
 from tests.kernels.packet_rig import PacketRig
 
@@ -81,7 +80,7 @@ class CountedRig(PacketRig):
             if rank not in without:
                 made = self._launch(rank, buffers, call)
                 late = int(rng.integers(nap_us)) if nap_us else 0
-                enqueue(self.machine, rank, made, changes=self._changes, nap_us=late)
+                self.machine.enqueue(rank, made, changes=self._changes, nap_us=late)
             expected = np.full(room * dtype.itemsize, UNTOUCHED, np.uint8).view(dtype)
             for source, start in enumerate(places if room >= end and min(places) >= 0 else ()):
                 block = blocks[source][rank]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
+from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues import Epilogue
 from mpicomm.epilogues.base import BoundEpilogue
@@ -45,6 +46,36 @@ def finished(epilogue: BoundEpilogue, values: Array) -> Array:
     made = np.empty(values.size // (2 if two_in_byte else 1), epilogue.result)
     epilogue.on_host(values, made)
     return made
+
+
+def run_after(
+    machine: Machine,
+    epilogue: Epilogue,
+    values: Array,
+    result: str,
+    *,
+    in_place: bool = False,
+    offset: int = 0,
+    changes: Sequence[Change] = (),
+    blocks: int | None = None,
+    threads: int | None = None,
+    limit_s: float = 60,
+) -> tuple[Place, dict[str, Place]]:
+    """Let the kernel after a reduction finish ``values``; return the places of the result and of the epilogue's arrays.
+
+    The result and the values lie ``offset`` elements after a multiple of 64 bytes.
+    """
+    moved, places = on_rank(epilogue, machine, 0)
+    made = dtype_named(result)
+    count = values.size // (2 if result == "uint8" else 1)  # two codes of 4 bits lie in a byte
+    source = target = machine.place(0, values, offset=offset * values.itemsize)
+    if not in_place:
+        target = machine.place(0, np.zeros(count, made), offset=offset * made.itemsize)
+    finish = bound(moved, values.dtype.name, result, count, target.address)
+    (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 2)
+    machine.enqueue(0, launch, changes=changes, blocks=blocks, threads=threads)
+    machine.run(limit_s=limit_s)
+    return target, places
 
 
 class FusedCalls:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples, with_sentinels
+from tests.helpers.references.ring_order import ring_reduced
 from tests.kernels.machine import Array, Machine, Place
 
 Check = Callable[[], None]
@@ -27,29 +29,47 @@ class Rig(Protocol):
 
     size: int
     machine: Machine
+    outputs: Sequence[Place]
+    """Symmetric memory, if there is some."""
 
-    def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0) -> None:
+    def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, **more: Any) -> None:
         """Enqueue a rank's part of a collective."""
 
 
 class Calls:
-    """A rank may be ``nap_us`` late."""
+    """A rank may be ``nap_us`` late.
 
-    def __init__(self, rig: Rig, rng: np.random.Generator, *, nap_us: int = 0) -> None:
-        self._rig = rig
+    With ``symmetric_at`` the outputs lie in symmetric memory of the rig, from that byte on. With ``algorithm`` calls
+    that name none take it. With ``ranks`` only these take part.
+    """
+
+    def __init__(
+        self,
+        rig: Any,
+        rng: np.random.Generator,
+        *,
+        nap_us: int = 0,
+        symmetric_at: int | None = None,
+        algorithm: str = "one_shot",
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._rig: Rig = rig
         self._rng = rng
         self._nap_us = nap_us
+        self._at = symmetric_at
+        self._algorithm = algorithm
+        self._ranks = range(rig.size) if ranks is None else ranks
 
     def allreduce(
         self, name: str, op: str, count: int, *, two_shot: bool = False, in_place: bool | None = None
     ) -> Check:
         """All ranks reduce, with NumPy's bits."""
         dtype = dtype_named(name)
-        parts = [samples(dtype, count, self._rng) for _ in range(self._rig.size)]
-        in_place = bool(self._rng.integers(2)) if in_place is None else in_place
-        piece_nbytes = max(dtype.itemsize, parts[0].nbytes // 2 + 1) if two_shot else None
+        parts = [self._samples(dtype, count) for _ in range(self._rig.size)]
+        in_place = self._at is None and (bool(self._rng.integers(2)) if in_place is None else in_place)
+        piece_nbytes = self._piece_nbytes(dtype, count) if two_shot else None
         sources = [self._place(rank, part) for rank, part in enumerate(parts)]
-        targets = sources if in_place else [self._place(rank, np.zeros_like(part)) for rank, part in enumerate(parts)]
+        targets = sources if in_place else [self._target(rank, np.zeros_like(part)) for rank, part in enumerate(parts)]
         for rank in range(self._rig.size):
             send, output = Span(sources[rank].address, count), Span(targets[rank].address, count)
             self._run(
@@ -57,8 +77,20 @@ class Calls:
                 patterns.allreduce(rank, self._rig.size, dtype, send, output, op, piece_nbytes=piece_nbytes),
                 Signature("Allreduce", dtype.name, count, op),
             )
-        expected = reduced(op, parts) if self._rig.size > 1 else parts[0]
-        return lambda: _require(targets, [expected] * self._rig.size)
+        expected = self._reduced(op, parts) if self._rig.size > 1 else parts[0]
+        return lambda: self._require(targets, [expected] * self._rig.size)
+
+    def ring_allreduce(self, name: str, op: str, count: int, *, in_place: bool) -> Check:
+        """All ranks reduce in the order of the ring."""
+        dtype, size = dtype_named(name), self._rig.size
+        parts = [samples(dtype, count, self._rng) for _ in range(size)]
+        sources = [self._place(rank, part) for rank, part in enumerate(parts)]
+        targets = sources if in_place else [self._place(rank, np.zeros_like(part)) for rank, part in enumerate(parts)]
+        for rank in range(size):
+            send, output = Span(sources[rank].address, count), Span(targets[rank].address, count)
+            pattern = patterns.ring_allreduce(rank, size, dtype, send, output, op)
+            self._run(rank, pattern, Signature("Allreduce", dtype.name, count, op))
+        return lambda: self._require(targets, [ring_reduced(op, parts)] * size)
 
     def alltoallv(self, counts: Array, operation: Operation = operations.ALLTOALLV) -> Check:
         """Rank a sends ``counts[a][b]`` bytes to rank b."""
@@ -73,9 +105,22 @@ class Calls:
 
         def check() -> None:
             for b in ranks:
-                _require(targets[b], [data[a][b] for a in ranks])
+                self._require(targets[b], [data[a][b] for a in ranks])
 
         return check
+
+    def alltoall(self, nbytes: int) -> Check:
+        """Each rank gets a block of each rank."""
+        size, dtype = self._rig.size, np.dtype(np.uint8)
+        data = [[self._bytes(nbytes) for _ in range(size)] for _ in range(size)]
+        targets = [self._target(rank, np.zeros(size * nbytes, np.uint8)) for rank in range(size)]
+        for rank, target in enumerate(targets):
+            places = self._place(rank, np.concatenate(data[rank])), target
+            starts = range(0, size * nbytes, nbytes)
+            sends, receives = (patterns.blocks(place.address, [nbytes] * size, starts, 1) for place in places)
+            pattern = patterns.alltoall(rank, size, dtype, sends, receives, operations.ALLTOALL)
+            self._run(rank, pattern, Signature("Alltoall", "uint8"))
+        return lambda: self._require(targets, [np.concatenate([of[rank] for of in data]) for rank in range(size)])
 
     def allgather(self, nbytes: int) -> Check:
         """All ranks get the data of all, some of them in place."""
@@ -83,7 +128,7 @@ class Calls:
         parts = [self._bytes(nbytes) for _ in range(size)]
         targets = []
         for rank, part in enumerate(parts):
-            target = self._place(rank, np.zeros(nbytes * size, np.uint8))
+            target = self._target(rank, np.zeros(nbytes * size, np.uint8))
             starts = [index * nbytes for index in range(size)]
             blocks = patterns.blocks(target.address, [nbytes] * size, starts, 1)
             send = self._span(self._place(rank, part))
@@ -92,19 +137,20 @@ class Calls:
                 send = blocks[rank]
             self._run(rank, patterns.allgather(rank, size, dtype, send, blocks), Signature("Allgather", "uint8"))
             targets.append(target)
-        return lambda: _require(targets, [np.concatenate(parts)] * size)
+        expected = np.concatenate([self._moved(part) for part in parts])
+        return lambda: self._require(targets, [expected] * size)
 
     def bcast(self, nbytes: int, algorithm: str = "one_shot") -> Check:
         """One rank's buffer goes to all. In two shots each rank sends a shard on, and in a chain the whole buffer."""
         dtype, root = np.dtype(np.uint8), int(self._rng.integers(self._rig.size))
         content = self._bytes(nbytes)
         places = [
-            self._place(rank, content if rank == root else np.zeros_like(content)) for rank in range(self._rig.size)
+            self._target(rank, content if rank == root else np.zeros_like(content)) for rank in range(self._rig.size)
         ]
         for rank, place in enumerate(places):
             exchanges = patterns.bcast(rank, self._rig.size, dtype, self._span(place), root, algorithm)
             self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
-        return lambda: _require(places, [content] * self._rig.size)
+        return lambda: self._require(places, [content] * self._rig.size)
 
     def reduce(self, name: str, op: str, count: int, algorithm: str, *, in_place: bool | None = None) -> Check:
         """The root gets the reduction of all ranks; in a chain the root is the first rank or the last one."""
@@ -118,16 +164,17 @@ class Calls:
             output = Span(target.address, count) if rank == root else None
             pattern = patterns.reduce(rank, size, dtype, Span(source.address, count), output, op, root, algorithm)
             self._run(rank, pattern, Signature("Reduce", dtype.name, count, op, root))
-        return lambda: _require([target], [reduced(op, parts)])
+        return lambda: self._require([target], [reduced(op, parts)])
 
     def reduce_scatter(self, name: str, op: str, counts: Sequence[int], *, in_place: bool = False) -> Check:
         """Rank r gets the reduction of all ranks' block r, of ``counts[r]`` elements; in place these are equal."""
         dtype, size = dtype_named(name), self._rig.size
-        parts = [samples(dtype, sum(counts), self._rng) for _ in range(size)]
+        parts = [self._samples(dtype, sum(counts)) for _ in range(size)]
         starts = [sum(counts[:rank]) for rank in range(size)]
         sources = [self._place(rank, part) for rank, part in enumerate(parts)]
-        total = reduced(op, parts)
-        expected = [total[start : start + count] for start, count in zip(starts, counts, strict=True)]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        each = zip(starts, ends, strict=True)
+        expected = [self._reduced(op, [part[start:end] for part in parts], shards=True) for start, end in each]
         if in_place:
             targets = sources  # only the result at the start changes
             expected = [np.append(result, part[result.size :]) for result, part in zip(expected, parts, strict=True)]
@@ -138,7 +185,7 @@ class Calls:
             output = Span(targets[rank].address, counts[rank])
             exchanges = patterns.reduce_scatter(rank, size, dtype, blocks, output, op)
             self._run(rank, exchanges, Signature("Reduce_scatter", dtype.name, sum(counts), op))
-        return lambda: _require(targets, expected)
+        return lambda: self._require(targets, expected)
 
     def scan(self, name: str, op: str, count: int) -> Check:
         """Each rank reduces the data of the ranks up to itself, in place. So every rank does something else."""
@@ -150,12 +197,43 @@ class Calls:
             exchanges = patterns.scan(rank, self._rig.size, dtype, span, span, op)
             self._run(rank, exchanges, Signature("Scan", dtype.name, count, op))
         expected = [parts[0], *(reduced(op, parts[: rank + 1]) for rank in range(1, self._rig.size))]
-        return lambda: _require(places, expected)
+        return lambda: self._require(places, expected)
 
-    def _run(self, rank: int, pattern: Pattern, signature: Signature) -> None:
+    def _run(self, rank: int, pattern: Pattern, signature: Signature, **more: Any) -> None:
         late = self._nap_us and self._rng.integers(20) == 0
         nap_us = int(self._rng.integers(self._nap_us)) if late else 0
-        self._rig.run(rank, pattern, signature, nap_us=nap_us)
+        if pattern.algorithm == "one_shot":
+            pattern = replace(pattern, algorithm=self._algorithm)
+        if self._at is not None:
+            more["symmetric"] = True
+        if rank in self._ranks:
+            self._rig.run(rank, pattern, signature, nap_us=nap_us, **more)
+
+    def _target(self, rank: int, content: Array) -> Place:
+        if self._at is None:
+            return self._place(rank, content)
+        memory = self._rig.outputs[rank]
+        place = Place(memory.address + self._at, memory.bytes[self._at : self._at + content.nbytes])
+        place.bytes[:] = content.view(np.uint8)
+        return place
+
+    # What other data and other arithmetic change:
+
+    def _samples(self, dtype: np.dtype[Any], count: int) -> Array:
+        return samples(dtype, count, self._rng)
+
+    def _reduced(self, op: str, parts: Sequence[Array], *, shards: bool = False) -> Array:
+        return reduced(op, parts)
+
+    def _moved(self, part: Array) -> Array:
+        return part
+
+    def _piece_nbytes(self, dtype: np.dtype[Any], count: int) -> int:
+        return max(dtype.itemsize, count * dtype.itemsize // 2 + 1)
+
+    def _require(self, places: Sequence[Place], expected: Sequence[Array]) -> None:
+        for place, array in zip(places, expected, strict=True):
+            require_same(place.bytes.copy().view(array.dtype), array)
 
     def _place(self, rank: int, content: Array) -> Place:
         offset = int(self._rng.choice((0, 0, content.dtype.itemsize % 16, 8, 1)))
@@ -166,11 +244,6 @@ class Calls:
 
     def _span(self, place: Place) -> Span:
         return Span(place.address, place.bytes.size)
-
-
-def _require(places: Sequence[Place], expected: Sequence[Array]) -> None:
-    for place, array in zip(places, expected, strict=True):
-        require_same(place.bytes.copy().view(array.dtype), array)
 
 
 def sizes_around(*limits: int, itemsize: int = 1) -> list[int]:

@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.cuda.faults import FaultRecord
 from mpicomm.kernels.team import Faults, Team
-from tests.kernels.build import Builds, Kernel
+from mpicomm.kernels.variant import Variant
+from tests.kernels.build import Builds, Change, Kernel
 
 Array = npt.NDArray[Any]
 
@@ -81,6 +83,12 @@ class Place:
         return self.bytes.view(dtype)
 
 
+def kernel_of(builds: Builds, variant: Variant, changes: Sequence[Change] = ()) -> Kernel:
+    """Return a kernel of the package for the processor."""
+    options = [option for option in variant.options if option.startswith("-D")]
+    return builds.kernel(variant.source, variant.entry, options, changes=changes)
+
+
 @dataclass(frozen=True)
 class _Launch:
     kernel: Kernel
@@ -130,6 +138,10 @@ class Machine:
         """Return the addresses of the ranks' memory, one place of each rank, for the rank ``viewer``."""
         return [self.address(owner, place, viewer) for owner, place in enumerate(places)]
 
+    def table(self, places: Sequence[Place], viewer: int) -> int:
+        """Return the address of a table with the ranks' `addresses`."""
+        return self.place(viewer, np.array(self.addresses(places, viewer), np.uint64)).address
+
     def team(self, arenas: Sequence[Place], rank: int, timeout_s: float) -> Team:
         """Return the team for a rank's kernels, as if these ranks were part of a larger communicator."""
         team = Team(faults=self.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
@@ -167,6 +179,23 @@ class Machine:
             place.bytes[:] = np.frombuffer(bytes(parameter), np.uint8)
             places.append(place.address)
         self._launches[rank].append(_Launch(kernel, tuple(places), blocks, threads, nap_us))
+
+    def enqueue(
+        self,
+        rank: int,
+        launch: Launch,
+        *,
+        changes: Sequence[Change] = (),
+        blocks: int | None = None,
+        threads: int | None = None,
+        nap_us: int = 0,
+    ) -> None:
+        """Enqueue a launch of the package; other blocks than the package wants if they are given."""
+        kernel, size = (
+            kernel_of(self.builds, launch.variant, changes),
+            (blocks or launch.blocks, threads or launch.threads),
+        )
+        self.launch(rank, kernel, [launch.arguments], blocks=size[0], threads=size[1], nap_us=nap_us)
 
     def run(
         self, checks: Iterable[Callable[[], None]] = (), *, seed: int = 0, jitter_us: int = 0, limit_s: float = 60

@@ -28,11 +28,12 @@ from tests.helpers.inputs.launch_numbers import begin_after, old_flags
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.rigs.filled_calls import packet_launch
 from tests.kernels.build import Change
-from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine
 
 SMALL = Geometry(blocks=2, workers=32)
 INBOX_NBYTES = 6 * SMALL.threads * 16  # so that a message of more than six steps uses inboxes again
+STARTS = {"2^30": 2**30 - 1, "2^32": 2**32 - 100}
+"""Launches after which numbers begin again."""
 _ANY_NBYTES = 1 << 30  # assumed for a longest message that not all ranks know
 
 
@@ -146,4 +147,4 @@ class PacketRig:
             else:
                 way = replace(PacketConfig.of(self._protocol, inboxes, geometry), row_nbytes=rows.nbytes if rows else 0)
             launch = packet_launch(template, signature.hash32, way, nbytes, exchange.dtype.itemsize)
-            enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
+            self.machine.enqueue(rank, launch, changes=self._changes, nap_us=nap_us)

@@ -19,7 +19,6 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import ABSENT, Team
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.patterns import Pattern
-from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine, Place
 from tests.kernels.packet_rig import SimulatedArena, SmallLayout
 
@@ -103,4 +102,4 @@ class ProgramRig:
         if isinstance(step, Copy):
             step = local_reduction(Reduce((step.source,), step.target, step.nbytes), ("uint8", "max"))
         if isinstance(step, Launch):
-            enqueue(self.machine, rank, step, nap_us=nap_us)
+            self.machine.enqueue(rank, step, nap_us=nap_us)

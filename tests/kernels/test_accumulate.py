@@ -25,17 +25,14 @@ from mpicomm.mpi.types import covered_dtype
 from mpicomm.windows import updates
 from tests.helpers.fakes.window_devices import combine_pairs
 from tests.helpers.inputs.regions import layout, region
+from tests.helpers.references.reductions import reduced
 from tests.helpers.references.reference_packing import pack, unpack
 from tests.kernels.build import Builds, Change
-from tests.kernels.launches import kernel_of
-from tests.kernels.machine import Machine, require_seen
-
-pytest.importorskip("ml_dtypes")
+from tests.kernels.machine import Machine, kernel_of, require_seen
 
 Array = npt.NDArray[Any]
 COUNT = 40
 CONTRIBUTIONS = 30
-EXACT = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
 
 # Each type once, with operations in turns.
 PAIRS = [(dtype, ops[number % len(ops)]) for number, (dtype, ops) in enumerate(REDUCTIONS.items())]
@@ -74,19 +71,6 @@ class Updates:
 def contributions(dtype: np.dtype[Any], *shape: int) -> Array:
     rng = np.random.default_rng(1)
     return rng.integers(1, 3, shape).astype(dtype)
-
-
-def reduced(op: str, parts: Sequence[Array]) -> Array:
-    """Return the result of exact operations, in which the order makes no difference."""
-    functions: dict[str, Any] = {
-        "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
-        "land": np.logical_and, "lor": np.logical_or, "lxor": np.logical_xor,
-        "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
-    }  # fmt: skip
-    result = parts[0]
-    for part in parts[1:]:
-        result = functions[op](result, part).astype(parts[0].dtype)
-    return result
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS)

@@ -1,21 +1,21 @@
-"""Chains: broadcasts and reductions of any size and type, races, mistakes."""
+"""Chains: broadcasts and reductions of any size and type, races, mistakes, ranks that are missing or disagree."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
-
 from mpicomm.collectives.exchange import ChainHop
 from mpicomm.collectives.gpu.algorithms.chain.plan import BATCH_NBYTES, CHAIN_SLOTS
+from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds, Change
 from tests.kernels.channel_rigs import ChainRig
 from tests.kernels.kernel_calls import Calls, sizes_around
-from tests.kernels.machine import Machine, require_seen
+from tests.kernels.machine import Machine, RunFailedError, require_seen
 
 UNIT_NBYTES = 512  # of a batch
 CHANNELS = 8  # one block has as many warps
@@ -145,3 +145,32 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_failure_is_seen(builds: Builds, name: str) -> None:
     require_seen(lambda seed: play(builds, 3, [700, LARGE, 5, 5, 5, 5], seed=seed, changes=(MISTAKES[name],)))
+
+
+def reduce_to_last(rig: ChainRig, count: int, ranks: Sequence[int]) -> None:
+    """Enqueue a sum for the last rank on these ranks."""
+    dtype, root = np.dtype(np.float32), rig.size - 1
+    for rank in ranks:
+        span = Span(rig.machine.allocate(rank, count * dtype.itemsize).address, count)
+        pattern = patterns.reduce(rank, rig.size, dtype, span, span if rank == root else None, "sum", root, "chain")
+        rig.run(rank, pattern, Signature("Reduce", dtype.name, count, "sum", root))
+
+
+@pytest.mark.parametrize("counts", [(100, 99), (1, 100)], ids=["same packets", "fewer packets"])
+def test_ranks_that_disagree_notice(builds: Builds, counts: tuple[int, int]) -> None:
+    rig = ChainRig(Machine(builds, 2), 1)
+    for rank, count in enumerate(counts):
+        reduce_to_last(rig, count, [rank])
+    with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=3, sequence=1, block=0, peer=10"):
+        rig.machine.run(limit_s=10)
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "rank", "peer"), [(3, 100, 1, 10), (2, 1 << 18, 0, 11)], ids=["is missing", "does not take"]
+)
+def test_rank_that_is_missing_is_named(builds: Builds, size: int, count: int, rank: int, peer: int) -> None:
+    rig = ChainRig(Machine(builds, size), 1, timeout_s=0.2)
+    reduce_to_last(rig, count, [rank])  # 2^18 elements are more than the slots of a block hold
+    said = rf"fault on rank {rank}: state=2, operation=2, sequence=1, block=\d, peer={peer}"
+    with pytest.raises(RunFailedError, match=said):
+        rig.machine.run(limit_s=10)

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mpicomm.collectives import operations
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, parts_of
-from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import BLOCK, Wire
-from mpicomm.mpi.arguments import Span
-from tests.helpers.inputs.patterns import Pattern, blocks
+from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import Array, dtype_named
 from tests.kernels.build import Builds, Change
+from tests.kernels.kernel_calls import Calls, Check
 from tests.kernels.late_resets import LATE, LOST
 from tests.kernels.machine import Machine, Place, RunFailedError, require_seen
 from tests.kernels.packet_rig import SMALL, PacketRig
-
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 FEWEST_LAPS = 6
 
@@ -49,84 +43,46 @@ def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array
     return made
 
 
-class CodedCalls:
+class CodedCalls(Calls):
     """Calls with codes between the ranks of a rig."""
 
-    def __init__(self, rig: PacketRig, rng: np.random.Generator, wire: Wire, dtype: str) -> None:
-        self._rig = rig
-        self._rng = rng
+    def __init__(
+        self,
+        rig: PacketRig,
+        rng: np.random.Generator,
+        wire: Wire,
+        dtype: str,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(rig, rng, nap_us=500, ranks=ranks)
         self._wire = wire
         self._dtype = dtype_named(dtype)
-        self._checks: list[tuple[str, list[Place], list[Array]]] = []
 
-    def allreduce(self, count: int, op: str, *, two_shot: bool) -> None:
-        size, dtype = self._rig.size, self._dtype
-        parts = [numbers(dtype, count, self._rng) for _ in range(size)]
-        sources = [self._place(rank, part) for rank, part in enumerate(parts)]
-        in_place = bool(self._rng.integers(2))
-        targets = sources if in_place else [self._place(rank, np.zeros_like(part)) for rank, part in enumerate(parts)]
-        for rank in range(size):
-            send, output = Span(sources[rank].address, count), Span(targets[rank].address, count)
-            buffers = Buffers(rank, size, dtype, send=send, output=output, op=op, whole=BLOCK)
-            self._run(rank, operations.ALLREDUCE, buffers, "two_shot" if two_shot else "one_shot", op)
-        expected = coded_sum(parts, self._wire.codes, op, again=self._wire.again)
-        self._checks.append((f"allreduce of {count}", targets, [expected] * size))
+    def _run(self, rank: int, pattern: Pattern, signature: Signature, **more: Any) -> None:
+        coded = replace(pattern, buffers=replace(pattern.buffers, whole=BLOCK))
+        super()._run(rank, coded, replace(signature, wire_dtype=str(self._wire)), wire=(self._wire, self._dtype))
 
-    def reduce_scatter(self, count: int, op: str) -> None:
-        size, dtype = self._rig.size, self._dtype
-        parts = [[numbers(dtype, count, self._rng) for _ in range(size)] for _ in range(size)]
-        targets = [self._place(rank, np.zeros(count, dtype)) for rank in range(size)]
-        for rank in range(size):
-            source = self._place(rank, np.concatenate(parts[rank]))
-            sends = blocks(source.address, [count] * size, [each * count for each in range(size)], dtype.itemsize)
-            buffers = Buffers(
-                rank, size, dtype, send_blocks=sends, output=Span(targets[rank].address, count), op=op, whole=BLOCK
-            )
-            self._run(rank, operations.REDUCE_SCATTER_BLOCK, buffers, "one_shot", op)
-        expected = [
-            coded_sum([parts[rank][block] for rank in range(size)], self._wire.codes, op, again=False)
-            for block in range(size)
-        ]
-        self._checks.append((f"reduce_scatter of {count}", targets, expected))
+    def _samples(self, dtype: np.dtype[Any], count: int) -> Array:
+        return numbers(dtype, count, self._rng)
 
-    def allgather(self, count: int) -> None:
-        size, dtype = self._rig.size, self._dtype
-        parts = [numbers(dtype, count, self._rng) for _ in range(size)]
-        nbytes, targets = count * dtype.itemsize, []
-        for rank, part in enumerate(parts):
-            target = self._place(rank, np.zeros(count * size, dtype))
-            received = blocks(target.address, [nbytes] * size, [each * nbytes for each in range(size)], 1)
-            if self._rng.integers(2):
-                target.bytes[rank * nbytes : (rank + 1) * nbytes] = part.view(np.uint8)
-                send = received[rank]
-            else:
-                send = Span(self._place(rank, part).address, nbytes)
-            buffers = Buffers(rank, size, np.dtype(np.uint8), send=send, blocks=received, whole=BLOCK)
-            self._run(rank, operations.ALLGATHER, buffers, "one_shot", None)
-            targets.append(target)
-        expected = np.concatenate([through_codes(part, self._wire.codes).astype(dtype) for part in parts])
-        self._checks.append((f"allgather of {count}", targets, [expected] * size))
+    def _bytes(self, nbytes: int) -> Array:
+        return numbers(self._dtype, nbytes // self._dtype.itemsize, self._rng).view(np.uint8)
 
-    def check(self) -> None:
-        for words, targets, expected in self._checks:
-            for rank, (target, right) in enumerate(zip(targets, expected, strict=True)):
-                got = target.bytes.view(right.dtype)
-                np.testing.assert_array_equal(
-                    got.astype(np.float32),
-                    right.astype(np.float32),
-                    err_msg=f"{words}: results differ, first at rank {rank}",
-                )
-                numbers_of = right.astype(np.float32) == right.astype(np.float32)
-                assert (np.signbit(got) == np.signbit(right))[numbers_of].all(), f"{words}: zeros differ, first at "
+    def _reduced(self, op: str, parts: Sequence[Array], *, shards: bool = False) -> Array:
+        return coded_sum(parts, self._wire.codes, op, again=self._wire.again and not shards)
 
-    def _run(self, rank: int, operation: Operation, buffers: Buffers, algorithm: str, op: str | None) -> None:
-        signature = Signature(operation.name, self._dtype.name, None, op, wire_dtype=str(self._wire))
-        pattern = Pattern(operation, buffers, algorithm)
-        self._rig.run(rank, pattern, signature, nap_us=int(self._rng.integers(500)), wire=(self._wire, self._dtype))
+    def _moved(self, part: Array) -> Array:
+        return through_codes(part.view(self._dtype), self._wire.codes).astype(self._dtype)
 
-    def _place(self, rank: int, content: Array) -> Place:
-        offset = int(self._rng.choice([0, content.dtype.itemsize, 16]))
-        return self._rig.machine.place(rank, content, offset=offset)
+    def _piece_nbytes(self, dtype: np.dtype[Any], count: int) -> int:
+        return 1 << 30
+
+    def _require(self, places: Sequence[Place], expected: Sequence[Array]) -> None:
+        for rank, (place, right) in enumerate(zip(places, expected, strict=True)):
+            got, said = place.bytes.view(right.dtype), f"{right.size} results differ, first at rank {rank}"
+            np.testing.assert_array_equal(got.astype(np.float32), right.astype(np.float32), err_msg=said)
+            are_numbers = right.astype(np.float32) == right.astype(np.float32)
+            assert (np.signbit(got) == np.signbit(right))[are_numbers].all(), f"zeros: {said}"
 
 
 def counts_of(step: int) -> tuple[int, ...]:
@@ -159,19 +115,16 @@ def run_all(
     rng = np.random.default_rng([size, seed])
     calls = CodedCalls(rig, rng, Wire(codes), dtype)
     plain = CodedCalls(rig, rng, Wire(codes, again=False), dtype)
-    make: dict[str, Callable[[int], None]] = {
-        "two_shot": partial(calls.allreduce, op=op, two_shot=True),
-        "one_shot": partial(calls.allreduce, op=op, two_shot=False),
-        "plain": partial(plain.allreduce, op=op, two_shot=False),
-        "scatter": partial(calls.reduce_scatter, op=op),
-        "gather": calls.allgather,
+    itemsize = dtype_named(dtype).itemsize
+    make: dict[str, Callable[[int], Check]] = {
+        "two_shot": lambda count: calls.allreduce(dtype, op, count, two_shot=True),
+        "one_shot": lambda count: calls.allreduce(dtype, op, count),
+        "plain": lambda count: plain.allreduce(dtype, op, count),
+        "scatter": lambda count: calls.reduce_scatter(dtype, op, [count] * size),
+        "gather": lambda count: calls.allgather(count * itemsize),
     }
-    for count in counts or counts_of(step):
-        for kind in kinds:
-            make[kind](count)
-    machine.run(seed=seed, jitter_us=300, limit_s=limit_s)
-    calls.check()
-    plain.check()
+    checks = [make[kind](count) for count in counts or counts_of(step) for kind in kinds]
+    machine.run(checks, seed=seed, jitter_us=300, limit_s=limit_s)
 
 
 @pytest.mark.parametrize(
@@ -194,31 +147,21 @@ def test_no_race(watched_builds: Builds) -> None:
 
 
 def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
-    machine = Machine(builds, 3)
     step = elements_of_step(3)
-    rig = PacketRig(machine, inbox_nbytes=FEWEST_LAPS * step, timeout_s=0.3)
-    dtype, count = np.dtype(np.float32), 9 * step
-    for rank in range(2):
-        source = machine.allocate(rank, 4 * count)
-        span = Span(source.address, count)
-        buffers = Buffers(rank, 3, dtype, send=span, output=span, op="sum", whole=BLOCK)
-        signature = Signature("Allreduce", "float32", count, "sum", wire_dtype="int8")
-        rig.run(rank, Pattern(operations.ALLREDUCE, buffers, "two_shot"), signature, wire=(Wire("int8"), dtype))
+    rig = PacketRig(Machine(builds, 3), inbox_nbytes=FEWEST_LAPS * step, timeout_s=0.3)
+    calls = CodedCalls(rig, np.random.default_rng(0), Wire("int8"), "float32", ranks=(0, 1))
+    calls.allreduce("float32", "sum", 9 * step, two_shot=True)
     with pytest.raises(RunFailedError, match=r"operation=2, sequence=1, block=\d, peer=12"):
-        machine.run(limit_s=20)
+        rig.machine.run(limit_s=20)
 
 
 def test_ranks_with_other_codes_notice_it(builds: Builds) -> None:
-    machine = Machine(builds, 2)
-    rig = PacketRig(machine, inbox_nbytes=FEWEST_LAPS * STEP, timeout_s=5)
-    dtype, count = np.dtype(np.float32), 700
+    rig = PacketRig(Machine(builds, 2), inbox_nbytes=FEWEST_LAPS * STEP, timeout_s=5)
     for rank, codes in enumerate(("int8", "float8_e4m3fn")):
-        span = Span(machine.allocate(rank, 4 * count).address, count)
-        buffers = Buffers(rank, 2, dtype, send=span, output=span, op="sum", whole=BLOCK)
-        signature = Signature("Allreduce", "float32", count, "sum", wire_dtype=codes)
-        rig.run(rank, Pattern(operations.ALLREDUCE, buffers, "two_shot"), signature, wire=(Wire(codes), dtype))
+        calls = CodedCalls(rig, np.random.default_rng(0), Wire(codes), "float32", ranks=[rank])
+        calls.allreduce("float32", "sum", 700, two_shot=True)
     with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
-        machine.run()
+        rig.machine.run()
 
 
 LAPS = (9 * STEP, 8 * STEP + 77, 30 * STEP)

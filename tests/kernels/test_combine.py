@@ -9,8 +9,7 @@ from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks
 from mpicomm.mpi.types import is_narrow
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
-from tests.kernels.launches import kernel_of
-from tests.kernels.machine import Machine
+from tests.kernels.machine import Machine, kernel_of
 
 CASES = [
     ("float32", "sum", "float32"),

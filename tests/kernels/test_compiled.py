@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from cuda.bindings import nvrtc
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
-
-
-import mpicomm  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.chain.plan import CHAIN_THREADS, chain_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import THREADS, exchange_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.copies.plan import REDUCTION_THREADS, local_reduction_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_KERNEL, DIRECT_THREADS  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
+import mpicomm
+from mpicomm.collectives.gpu.algorithms.chain.plan import CHAIN_THREADS, chain_kernel
+from mpicomm.collectives.gpu.algorithms.chunks.arguments import THREADS, exchange_kernel
+from mpicomm.collectives.gpu.algorithms.copies.plan import REDUCTION_THREADS, local_reduction_kernel
+from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_KERNEL, DIRECT_THREADS
+from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     OVERSEERS,
     Steps,
     counted_step_kernel,
@@ -26,9 +24,9 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
     packet_kernel,
     wire_options,
 )
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SENDRECV_KERNEL, SENDRECV_THREADS  # noqa: E402
-from mpicomm.devices.cuda.load import compile_kernel  # noqa: E402
-from mpicomm.kernels.epilogue import (  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SENDRECV_KERNEL, SENDRECV_THREADS
+from mpicomm.devices.cuda.load import compile_kernel
+from mpicomm.kernels.epilogue import (
     EPILOGUE_THREADS,
     NORM_THREADS,
     epilogue_kernel,
@@ -36,7 +34,7 @@ from mpicomm.kernels.epilogue import (  # noqa: E402
     norm_kernel,
     norm_options,
 )
-from mpicomm.kernels.experts import (  # noqa: E402
+from mpicomm.kernels.experts import (
     DISPATCH_FEW_KERNEL,
     DISPATCH_KERNEL,
     DISPATCH_THREADS,
@@ -45,18 +43,18 @@ from mpicomm.kernels.experts import (  # noqa: E402
     combine_experts_kernel,
     quantize_experts_kernel,
 )
-from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_THREADS  # noqa: E402
-from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS  # noqa: E402
-from mpicomm.kernels.reductions import (  # noqa: E402
+from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_THREADS
+from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS
+from mpicomm.kernels.reductions import (
     COMBINE_THREADS,
     REDUCTIONS,
     combine_kernel,
 )
-from mpicomm.kernels.variant import Variant  # noqa: E402
-from mpicomm.kernels.window import LOCATING, LOCK_KERNEL, MEET_KERNEL, MOVING, accumulate_kernel, swap_kernel  # noqa: E402  # noqa: E402
-from mpicomm.p2p.gpu import COPY, COPY_THREADS, GATE, POINTER_CHASE  # noqa: E402
-from tests.helpers.inputs.kernel_sources import INCLUDES  # noqa: E402
-from tests.helpers.jobs.mpiexec import ROOT  # noqa: E402
+from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.window import LOCATING, LOCK_KERNEL, MEET_KERNEL, MOVING, accumulate_kernel, swap_kernel
+from mpicomm.p2p.gpu import COPY, COPY_THREADS, GATE, POINTER_CHASE
+from tests.helpers.inputs.kernel_sources import INCLUDES
+from tests.helpers.jobs.mpiexec import ROOT
 
 WANTED = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets
 from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, MISMATCH, OF_RECEIVE
@@ -21,8 +19,7 @@ from tests.kernels.counted_rig import UNTOUCHED, CountedCall, CountedRig, Filled
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE
 from tests.kernels.machine import Array, Machine, RunFailedError, require_seen
-from tests.kernels.packet_rig import INBOX_NBYTES, SMALL
-from tests.kernels.packet_runs import STARTS
+from tests.kernels.packet_rig import INBOX_NBYTES, SMALL, STARTS
 
 _STEP = SMALL.threads * 16 // 4  # elements of float32
 _INBOX = INBOX_NBYTES // 4
@@ -76,29 +73,6 @@ def step_call(rng: np.random.Generator, size: int, *, most: int = 0) -> CountedC
     return CountedCall(counts, room=room, dtype=dtype, wide=wide, escaped=bool(rng.integers(2)))
 
 
-def run_steps(
-    builds: Builds,
-    size: int,
-    *,
-    seed: int = 0,
-    changes: Sequence[Change] = (),
-    timeout_s: float = 20,
-    calls: int = 24,
-    start: int = 0,
-) -> None:
-    """Random calls of one step, and scans between them, in which the first rank waits for no packet."""
-    rig, rng = rig_of(builds, size, changes, timeout_s), np.random.default_rng((size, seed))
-    if start:
-        rig.start_at(start)
-        rig.fill_with_old_flags(rng)
-    others, checks = Calls(rig, rng, nap_us=1000), []
-    for number in range(calls):
-        checks.append(rig.enqueue(step_call(rng, size), rng, nap_us=1000))
-        if size > 1 and number % 4 == 3:
-            checks += [others.scan("float32", "sum", 100) for _ in range(2)]
-    rig.machine.run(checks, seed=seed, jitter_us=300, limit_s=40)
-
-
 def run(
     builds: Builds,
     size: int,
@@ -110,14 +84,23 @@ def run(
     calls: int = 12,
     lengths: Sequence[int] = LENGTHS,
     start: int = 0,
+    one_step: bool = False,
 ) -> None:
-    """Random calls, one after the other."""
+    """Random calls, one after the other. Between calls of one step are scans, in which rank 0 waits for no packet."""
     rig, rng = rig_of(builds, size, changes, timeout_s, laps), np.random.default_rng((size, seed))
     if start:
         rig.start_at(start)
         rig.fill_with_old_flags(rng)
-    checks = [rig.enqueue(random_call(rng, size, lengths), rng, nap_us=1000) for _ in range(calls)]
+    others, checks = Calls(rig, rng, nap_us=1000), []
+    for number in range(calls):
+        call = step_call(rng, size) if one_step else random_call(rng, size, lengths)
+        checks.append(rig.enqueue(call, rng, nap_us=1000))
+        if one_step and size > 1 and number % 4 == 3:
+            checks += [others.scan("float32", "sum", 100) for _ in range(2)]
     rig.machine.run(checks, seed=seed, jitter_us=300, limit_s=40)
+
+
+run_steps = partial(run, one_step=True, calls=24)
 
 
 @pytest.mark.parametrize(("size", "laps"), [(1, 6), (2, 7), (3, 6), (4, 10)])

@@ -71,7 +71,6 @@ def test_blocks_of_a_rank_hand_data_over(builds: Builds, group: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "op", "messages"), REDUCTIONS, ids=str)
 def test_reduction_equals_numpys_in_rank_order(builds: Builds, dtype: str, op: str, messages: Messages) -> None:
-    pytest.importorskip("ml_dtypes")
     for group in GROUPS:
         require_all_in_time(reduce_all(Rig(builds, group, messages), dtype, op))
 

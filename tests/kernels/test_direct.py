@@ -2,95 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.mpi.arguments import Span
+from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs import patterns
+from tests.helpers.inputs.launch_numbers import begin_after
+from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
-from tests.kernels.direct_rig import DirectRig
-from tests.kernels.launches import kernel_of
-from tests.kernels.machine import Machine, RunFailedError, require_seen
+from tests.kernels.kernel_calls import Calls
+from tests.kernels.machine import Machine, RunFailedError, kernel_of, require_seen
+from tests.kernels.packet_rig import SmallLayout
 
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+_PARITIES = 2
+_INBOX_NBYTES = 512  # of packets, whose old flags this kernel wipes
+
+
+class DirectRig:
+    """An arena, symmetric memory of ``nbytes`` and a template for each rank."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        nbytes: int,
+        *,
+        blocks: int = 3,
+        changes: Sequence[Change] = (),
+        timeout_s: float = 20,
+    ) -> None:
+        self.machine = machine
+        self.size = machine.size
+        layout = SmallLayout(self.size, 1, flagged_inbox_nbytes=_INBOX_NBYTES)
+        self._layout = layout
+        self.arenas = [machine.allocate(rank, layout.sentinels) for rank in range(self.size)]
+        self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
+        machine.keep()
+        self._changes = changes
+        self._templates = [
+            DirectTemplate(machine.team(self.arenas, rank, timeout_s), layout, blocks, early=False)
+            for rank in range(self.size)
+        ]
+
+    def start_at(self, launch: int, *, moved: int | None = None) -> None:
+        """Let all ranks have begun and ended this launch; ``moved`` is the last that moved data, if not the same."""
+        arrived = launch if moved is None else moved
+        for arena in self.arenas:
+            begin_after(launch, arena.bytes, self.size)
+            arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = arrived
+
+    def flags(self, rank: int) -> np.ndarray:
+        """Return the inboxes of the LL protocol of a rank, of either parity, as words."""
+        words = self.arenas[rank].bytes[self._layout.flagged : self._layout.sentinels].view(np.uint64)
+        return words.reshape(_PARITIES, -1)
+
+    def run(
+        self, rank: int, pattern: Pattern, signature: object = None, *, nap_us: int = 0, symmetric: bool = True
+    ) -> None:
+        """Enqueue a rank's part of an exchange into the symmetric memory; all calls have the tag 1."""
+        memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank)))
+        (exchange,) = pattern
+        sends, targets, going, coming = ([0] * self.size for _ in range(4))
+        for peer, (send, receive) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
+            if send is not None and send.count:
+                target = receive.pointer if receive is not None else 0
+                if peer != rank:
+                    target = landing_place(exchange, peer, memory, memory.pointers[rank])
+                if target not in (0, send.pointer):
+                    sends[peer], targets[peer] = send.pointer, target
+                    going[peer] = send.count * exchange.dtype.itemsize
+            if receive is not None and peer != rank:
+                coming[peer] = receive.count * exchange.dtype.itemsize
+        template = self._templates[rank]
+        (launch,) = template.steps(template.write(sends, targets, going, coming, exchange.longest_nbytes, 1))
+        assert isinstance(launch, Launch)
+        self._enqueue(rank, launch, nap_us)
+
+    def barrier(self, rank: int, *, tag: int = 1) -> None:
+        """Enqueue a rank's part of a barrier."""
+        self._enqueue(rank, self._templates[rank].barrier(tag, after_copies=False), 0)
+
+    def _enqueue(self, rank: int, launch: Launch, nap_us: int) -> None:
+        # Each thread more takes ThreadSanitizer a while.
+        threads = min(launch.threads, 96) if self.machine.builds.sanitize else launch.threads
+        self.machine.enqueue(rank, launch, changes=self._changes, threads=threads, nap_us=nap_us)
+
 
 BYTES = np.dtype(np.uint8)
 NBYTES = 64 << 10
-Check = Callable[[], None]
-
-
-class Calls:
-    """Collectives on a rig's symmetric memory, one after the other; each adds a check for the end."""
-
-    def __init__(self, rig: DirectRig, rng: np.random.Generator, nap_us: int = 0) -> None:
-        self._rig = rig
-        self._rng = rng
-        self._nap_us = nap_us
-
-    def allgather(self, block: int) -> Check:
-        """All get all; the block of each rank lies in another place."""
-        rig = self._rig
-        parts = [self._rng.integers(0, 256, block, dtype=np.uint8) for _ in range(rig.size)]
-        for rank, part in enumerate(parts):
-            send = self._place(rank, part)
-            exchanges = patterns.allgather(rank, rig.size, BYTES, Span(send, block), self._blocks(rank, block))
-            self._run(rank, exchanges, block)
-        return self._check([np.concatenate(parts)] * rig.size)
-
-    def alltoall(self, block: int) -> Check:
-        """Each rank gets a block of each rank."""
-        rig = self._rig
-        parts = [self._rng.integers(0, 256, (rig.size, block), dtype=np.uint8) for _ in range(rig.size)]
-        for rank, part in enumerate(parts):
-            sends = patterns.blocks(self._place(rank, part), [block] * rig.size, self._starts(block), 1)
-            exchanges = patterns.alltoall(rank, rig.size, BYTES, sends, self._blocks(rank, block))
-            self._run(rank, exchanges, block)
-        return self._check([np.concatenate([part[rank] for part in parts]) for rank in range(rig.size)])
-
-    def bcast(self, nbytes: int) -> Check:
-        rig, root = self._rig, int(self._rng.integers(self._rig.size))
-        content = self._rng.integers(0, 256, nbytes, dtype=np.uint8)
-        rig.outputs[root].bytes[:nbytes] = content
-        for rank in range(rig.size):
-            buffer = Span(rig.outputs[rank].address, nbytes)
-            self._run(rank, patterns.bcast(rank, rig.size, BYTES, buffer, root), nbytes)
-        return self._check([content] * rig.size)
-
-    def _blocks(self, rank: int, block: int) -> list[Span]:
-        rig = self._rig
-        return patterns.blocks(rig.outputs[rank].address, [block] * rig.size, self._starts(block), 1)
-
-    def _starts(self, block: int) -> list[int]:
-        return [index * block for index in range(self._rig.size)]
-
-    def _place(self, rank: int, content: np.ndarray) -> int:
-        offset = int(self._rng.choice((0, 0, 8, 1)))
-        return self._rig.machine.place(rank, content.reshape(-1), offset=offset).address
-
-    def _run(self, rank: int, exchanges: Sequence[Exchange], nbytes: int) -> None:
-        late = self._nap_us and self._rng.integers(10) == 0
-        nap_us = int(self._rng.integers(self._nap_us)) if late else 0
-        self._rig.run(rank, exchanges, nbytes=nbytes, nap_us=nap_us)
-
-    def _check(self, expected: Sequence[np.ndarray]) -> Check:
-        def check() -> None:
-            for rank, content in enumerate(expected):
-                require_same(self._rig.outputs[rank].bytes[: content.size].copy(), content)
-
-        return check
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_size_at_which_something_changes(builds: Builds, size: int) -> None:
     rig = DirectRig(Machine(builds, size), NBYTES * size)
-    calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
+    calls = Calls(rig, np.random.default_rng(size), nap_us=2000, symmetric_at=0)
     for nbytes in (1, 15, 16, 1000, 3 * 64 * 16, 3 * 64 * 16 + 1, 3 * 256 * 16 - 1, 4 * 3 * 256 * 16, NBYTES):
         for call in (calls.allgather, calls.alltoall, calls.bcast):
             check = call(nbytes)
@@ -121,8 +134,8 @@ def run_long(
             send = Span(machine.place(rank, part).address, count)
             base = rig.outputs[rank].address
             blocks = patterns.blocks(base, [count] * 3, [0, count, 2 * count], 4)
-            exchanges = patterns.allgather(rank, 3, np.dtype(np.int32), send, blocks)
-            rig.run(rank, exchanges, nbytes=4 * count, nap_us=int(rng.integers(2000)) if rng.integers(10) == 0 else 0)
+            pattern = patterns.allgather(rank, 3, np.dtype(np.int32), send, blocks)
+            rig.run(rank, pattern, nap_us=int(rng.integers(2000)) if rng.integers(10) == 0 else 0)
             result = machine.allocate(rank, 4 * count)
             results.append(result)
             action = Reduce(tuple(block.pointer for block in blocks), result.address, 4 * count)
@@ -143,7 +156,7 @@ def test_data_is_awaited_after_many_launches_that_moved_none(builds: Builds, lau
     """Barriers and packets count too: the ranks' flags of their data are as old as the first launch."""
     rig = DirectRig(Machine(builds, 3), 3 * NBYTES)
     rig.start_at(launch, moved=0)
-    check = Calls(rig, np.random.default_rng(launch)).allgather(NBYTES)
+    check = Calls(rig, np.random.default_rng(launch), symmetric_at=0).allgather(NBYTES)
     rig.machine.run(seed=1, jitter_us=300)
     check()
 
@@ -153,9 +166,7 @@ def test_data_that_does_not_come_is_missed_after_many_launches_that_moved_none(b
     """One rank begins the launch, as a barrier does, and stores nothing."""
     rig = DirectRig(Machine(builds, 2), 2 * NBYTES, timeout_s=1)
     rig.start_at(launch, moved=0)
-    send = Span(rig.machine.allocate(0, NBYTES).address, NBYTES)
-    blocks = [Span(rig.outputs[0].address + rank * NBYTES, NBYTES) for rank in range(2)]
-    rig.run(0, patterns.allgather(0, 2, BYTES, send, blocks), nbytes=NBYTES)
+    Calls(rig, np.random.default_rng(0), symmetric_at=0, ranks=[0]).allgather(NBYTES)
     rig.barrier(1)
     with pytest.raises(RunFailedError, match=r"fault on rank 0: state=2, operation=2, .* peer=11,"):
         rig.machine.run()
@@ -165,7 +176,7 @@ def test_data_that_does_not_come_is_missed_after_many_launches_that_moved_none(b
 def test_the_first_launches_of_a_round_wipe_old_flags_of_packets(builds: Builds, moves: bool) -> None:
     """Each launch wipes the set of inboxes of the next launch. It leaves the other set, where packets may be coming."""
     rig = DirectRig(Machine(builds, 3), 3 * NBYTES)
-    calls = Calls(rig, np.random.default_rng(0))
+    calls = Calls(rig, np.random.default_rng(0), symmetric_at=0)
     rig.start_at(2**30 - 2, moved=0)
     for rank in range(rig.size):
         rig.flags(rank)[:] = 7
@@ -185,18 +196,25 @@ def test_no_race(watched_builds: Builds) -> None:
 
 @pytest.mark.parametrize(
     "reduction",
-    [("float32", "sum"), ("bfloat16", "avg"), ("complex128", "prod"), ("int8", "max"), ("bfloat16", "a * 2 - b")],
+    [
+        ("float32", "sum"),
+        ("bfloat16", "avg"),
+        ("complex128", "prod"),
+        ("int8", "max"),
+        ("float32", "tree"),
+        ("bfloat16", "a * 2 - b"),
+    ],
 )
 def test_local_reductions(builds: Builds, reduction: tuple[str, str]) -> None:
     machine, rng = Machine(builds, 1), np.random.default_rng(3)
     dtype = dtype_named(reduction[0])
     for count, offset in ((1, 0), (1000, 0), (4099, 0), (1001, dtype.itemsize)):
-        parts = [samples(dtype, count, rng) for _ in range(3)]
+        parts = [samples(dtype, count, rng) for _ in range(5)]  # a tree of three adds in their order
         sources = [machine.place(0, part, offset=offset) for part in parts]
         output = sources[1] if count == 1000 else machine.place(0, np.zeros_like(parts[0]))
         action = Reduce(tuple(source.address for source in sources), output.address, parts[0].nbytes)
         launch = local_reduction(action, reduction)
-        machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=launch.blocks, threads=64)
+        machine.enqueue(0, launch, threads=64)
         machine.run()
         require_same(output.bytes.copy().view(dtype), reduced(reduction[1], parts))
         machine.clear()

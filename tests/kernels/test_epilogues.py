@@ -6,18 +6,12 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
-from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
 from mpicomm.kernels.team import ABSENT
-from mpicomm.mpi.arguments import Span
 from tests.helpers.references.reductions import NARROW, dtype_named, require_same, rounded_once, samples
 from tests.kernels.build import Builds, Change
-from tests.kernels.epilogue_rig import bound, finished, on_rank, run_fused
-from tests.kernels.launches import kernel_of
+from tests.kernels.epilogue_rig import bound, finished, run_after, run_fused
 from tests.kernels.machine import Machine, require_seen
-
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 RNG = np.random.default_rng(7)
 BIAS, ROW = samples(np.dtype(np.float32), 5000, RNG), samples(dtype_named("bfloat16"), 7, RNG)
@@ -44,16 +38,8 @@ def test_the_kernel_after_the_reduction(builds: Builds, epilogue: Epilogue, dtyp
     for count, offset in ((1, 0), (4099, 0), (1001, 1)):
         whole = bound(epilogue, dtype, result, count)
         values = samples(whole.dtype, count, RNG)
-        source = machine.place(0, values, offset=offset * whole.dtype.itemsize)
-        target = machine.place(0, np.zeros(count, whole.result), offset=offset * whole.result.itemsize)
-        if dtype == result and offset:
-            target = source  # in place
-        moved, _ = on_rank(epilogue, machine, 0)
-        finish = bound(moved, dtype, result, count, target.address)
-        (launch,) = finish_launches(finish, Span(source.address, count), machine.faults[0], 2)
-        kernel = kernel_of(builds, launch.variant)
-        machine.launch(0, kernel, [launch.arguments], blocks=launch.blocks, threads=64)
-        machine.run()
+        in_place = dtype == result and offset > 0
+        target, _ = run_after(machine, epilogue, values, result, in_place=in_place, offset=offset, threads=64)
         require_same(target.view(whole.result).copy(), finished(whole, values))
         machine.clear()
 
@@ -81,23 +67,15 @@ def test_conversions_to_fewer_bits_round_once(builds: Builds, dtype: str, result
         info, whole = np.iinfo(dtype), [int(n) << place for n in RNG.integers(-520, 520, 50) for place in range(55)]
         values = np.array([n + d for n in whole for d in (-1, 0, 1) if info.min <= n + d <= info.max], dtype)
     expected = rounded_once(values, narrow)
-    target = machine.place(0, np.zeros(values.size, narrow))
-    finish = bound(Elementwise("v"), dtype, result, values.size, target.address)
-    require_same(finished(finish, values), expected)
-    (launch,) = finish_launches(finish, Span(machine.place(0, values).address, values.size), machine.faults[0], 2)
-    machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=launch.blocks, threads=64)
-    machine.run()
+    require_same(finished(bound(Elementwise("v"), dtype, result, values.size), values), expected)
+    target, _ = run_after(machine, Elementwise("v"), values, result, threads=64)
     require_same(target.view(narrow).copy(), expected)
 
 
 def test_the_kernel_after_a_failed_one_does_nothing(builds: Builds) -> None:
     machine, values = Machine(builds, 1), np.ones(100, np.float32)
     machine.failed[0].bytes[:] = 1
-    place = machine.place(0, values)
-    whole = bound(Elementwise("v + 1"), "float32", "float32", values.size, place.address)
-    (launch,) = finish_launches(whole, Span(place.address, 100), machine.faults[0], 1)
-    machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=1, threads=64)
-    machine.run()
+    place, _ = run_after(machine, Elementwise("v + 1"), values, "float32", in_place=True)
     require_same(place.view(np.float32).copy(), values)
 
 
@@ -115,14 +93,7 @@ def test_rows_are_normalised(builds: Builds, dtype: str, result: str, hidden: in
     values, residual = (rng.standard_normal(rows * hidden).astype(dtype_named(dtype)) for _ in range(2))
     weight = rng.standard_normal(hidden).astype(np.float32)
     epilogue = rms_norm(residual, weight, 1e-3)
-    moved, places = on_rank(epilogue, machine, 0)
-    source = machine.place(0, values)
-    target = source if dtype == result else machine.place(0, np.zeros(values.size, dtype_named(result)))
-    finish = bound(moved, dtype, result, values.size, target.address)
-    (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
-    kernel = kernel_of(builds, launch.variant)
-    machine.launch(0, kernel, [launch.arguments], blocks=2, threads=launch.threads)
-    machine.run()
+    target, places = run_after(machine, epilogue, values, result, in_place=dtype == result, blocks=2)
     expected = finished(bound(epilogue, dtype, result, values.size), values)  # it changes the residual, too
     require_same(target.view(expected.dtype).copy(), expected)
     require_same(places["residual"].view(residual.dtype).copy(), residual)
@@ -133,16 +104,11 @@ def test_rows_are_normalised(builds: Builds, dtype: str, result: str, hidden: in
 
 def test_the_threads_of_a_row_leave_together_if_some_see_a_failure(builds: Builds) -> None:
     machine, values = Machine(builds, 1), np.ones(64, np.float32)
-    epilogue, _ = on_rank(rms_norm(np.zeros(64, np.float32), np.ones(64, np.float32), 0.0), machine, 0)
-    source, target = machine.place(0, values), machine.place(0, np.full(64, 7, np.float32))
-    finish = bound(epilogue, "float32", "float32", values.size, target.address)
-    (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
+    epilogue = rms_norm(np.ones(64, np.float32), np.ones(64, np.float32), 0.0)
     # Another stream reports a failure while the block begins: only one thread sees it.
     late = Change("norm.cu", "load_relaxed(x.failed) == kClear", "threadIdx.x != 5")
-    kernel = kernel_of(builds, launch.variant, [late])
-    machine.launch(0, kernel, [launch.arguments], blocks=1, threads=launch.threads)
-    machine.run(limit_s=15)
-    require_same(target.view(np.float32).copy(), np.full(64, 7, np.float32))
+    target, _ = run_after(machine, epilogue, values, "float32", changes=[late], blocks=1, limit_s=15)
+    assert not target.bytes.any()
 
 
 CONVERSIONS: list[tuple[Protocol, Epilogue, tuple[str, str], str, int]] = [

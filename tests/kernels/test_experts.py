@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-ml_dtypes = pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the rig reads fault records by a module that needs cuda-bindings")
-
-from tests.helpers.inputs.routings import require_same  # noqa: E402
-from tests.kernels.build import Builds, Change  # noqa: E402
-from tests.kernels.experts_rig import ExpertsRig, Result  # noqa: E402
-from tests.kernels.experts_runs import BY_BLOCKS, ONE_TYPE, TYPES, WAYS, Round, play, require_fault_everywhere, rig_of  # noqa: E402
-from tests.kernels.machine import Array, RunFailedError, require_seen  # noqa: E402
+from tests.helpers.inputs.routings import require_same
+from tests.kernels.build import Builds, Change
+from tests.kernels.experts_rig import (
+    BY_BLOCKS,
+    ONE_TYPE,
+    TYPES,
+    WAYS,
+    ExpertsRig,
+    Result,
+    Round,
+    play,
+    require_fault_everywhere,
+    rig_of,
+)
+from tests.kernels.machine import Array, RunFailedError, require_seen
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -8,14 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the rig reads fault records by a module that needs cuda-bindings")
-
 from mpicomm.kernels.team import ABSENT
 from tests.helpers.inputs.routings import require_same
 from tests.kernels.build import Builds, Change
-from tests.kernels.experts_rig import ExpertsRig
-from tests.kernels.experts_runs import IN_PACKETS, ONE_TYPE, TYPES, Round, play, require_fault_everywhere, rig_of
+from tests.kernels.experts_rig import (
+    IN_PACKETS,
+    ONE_TYPE,
+    TYPES,
+    ExpertsRig,
+    Round,
+    play,
+    require_fault_everywhere,
+    rig_of,
+)
 from tests.kernels.machine import RunFailedError, require_seen
 from tests.kernels.test_experts import FAILURES, RACES
 

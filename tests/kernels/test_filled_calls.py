@@ -14,9 +14,6 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
-
 from mpicomm.collectives import operations
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkTemplate
@@ -35,11 +32,9 @@ from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
-from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
-from tests.helpers.references.reductions import require_same
 from tests.kernels.build import Builds
-from tests.kernels.kernel_calls import Calls, random_counts
+from tests.kernels.kernel_calls import Calls, Check, random_counts
 from tests.kernels.machine import Machine
 from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
 
@@ -182,39 +177,11 @@ def test_filled_calls_with_recvcounts(builds: Builds, monkeypatch: pytest.Monkey
     assert rig.kernels == {"mpicomm_packets"}
 
 
-class Straight:
-    """Calls into the symmetric memory of a rig, each of other data."""
-
-    def __init__(self, builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-        read_device_arrays(monkeypatch)
-        monkeypatch.setattr(direct_plan, "_most_copied_nbytes", lambda size: 15)  # longer messages go straight
-        self.rig = FilledRig(Machine(builds, size), 256 << 10)
-        self._rng = np.random.default_rng(size)
-
-    def run(self, name: str, nbytes: int, offset: int, algorithm: str = "one_shot") -> None:
-        """Make a call into the bytes from ``offset`` on, and require NumPy's results."""
-        rig, size = self.rig, self.rig.size
-        data = self._rng.integers(0, 256, (size, size, nbytes), dtype=np.uint8)  # from each rank to each
-        root = int(self._rng.integers(size))
-        for rank in range(size):
-            base = rig.outputs[rank].address + offset
-            blocks = patterns.blocks(base, [nbytes] * size, range(0, size * nbytes, nbytes), 1)
-            if name == "Allgather":
-                send = Span(rig.machine.place(rank, data[rank, 0]).address, nbytes)
-                pattern = patterns.allgather(rank, size, BYTES, send, blocks)
-            elif name == "Alltoall":
-                sends = rig.machine.place(rank, data[rank].reshape(-1)).address
-                starts = range(0, size * nbytes, nbytes)
-                send_blocks = patterns.blocks(sends, [nbytes] * size, starts, 1)
-                pattern = patterns.alltoall(rank, size, BYTES, send_blocks, blocks, operations.ALLTOALL)
-            else:
-                rig.outputs[rank].bytes[offset : offset + nbytes] = data[root, 0] if rank == root else 0
-                pattern = patterns.bcast(rank, size, BYTES, blocks[0], root)
-            rig.run(rank, replace(pattern, algorithm=algorithm), Signature(name, "uint8"))
-        rig.machine.run(seed=nbytes, jitter_us=200)
-        for rank in range(size):
-            expected = {"Allgather": data[:, 0], "Alltoall": data[:, rank], "Bcast": data[root, 0]}[name].reshape(-1)
-            require_same(rig.outputs[rank].bytes[offset : offset + expected.size].copy(), expected)
+def straight(builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int) -> FilledRig:
+    """Return a rig with symmetric memory, into which messages go straight."""
+    read_device_arrays(monkeypatch)
+    monkeypatch.setattr(direct_plan, "_most_copied_nbytes", lambda size: 15)  # longer messages go straight
+    return FilledRig(Machine(builds, size), 256 << 10)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -222,12 +189,20 @@ class Straight:
 def test_filled_calls_straight_into_symmetric_memory(
     builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int, algorithm: str
 ) -> None:
-    calls = Straight(builds, monkeypatch, size)
+    rig, rng = straight(builds, monkeypatch, size), np.random.default_rng(size)
     for nbytes, offset in ((700, 0), (700, 4096), (16, 3), (40_000, 1), (701, 4096)):
-        for name in ("Allgather", "Alltoall", "Bcast"):
-            calls.run(name, nbytes, offset, algorithm)
-    assert {*calls.rig.launched} == {algorithm}
-    assert calls.rig.kernels == ({"mpicomm_direct"} if algorithm == "one_shot" else set())
+        calls = Calls(rig, rng, symmetric_at=offset, algorithm=algorithm)
+        for call in (calls.allgather, calls.alltoall, calls.bcast):
+            rig.machine.run([call(nbytes)], seed=nbytes, jitter_us=200)
+    assert {*rig.launched} == {algorithm}
+    assert rig.kernels == ({"mpicomm_direct"} if algorithm == "one_shot" else set())
+
+
+def require_noticed(rig: FilledRig, make: Callable[[int], Check], stale: object) -> None:
+    """Make two calls, and require that the second call fails if a value is ``stale``."""
+    rig.machine.run([make(1)], seed=1)
+    with pytest.raises(AssertionError) if stale else nullcontext():
+        rig.machine.run([make(2)], seed=2)
 
 
 def keep_first(monkeypatch: pytest.MonkeyPatch, template: Any, stale: Sequence[str]) -> None:
@@ -243,47 +218,6 @@ def keep_first(monkeypatch: pytest.MonkeyPatch, template: Any, stale: Sequence[s
     monkeypatch.setattr(template, "write", write_stale)
 
 
-@pytest.mark.parametrize("stale", [(), ("sends",), ("targets",), ("going", "coming")])
-def test_a_stale_value_of_a_call_into_symmetric_memory_is_noticed(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
-) -> None:
-    """The negative control of the test above."""
-    keep_first(monkeypatch, DirectTemplate, stale)
-    calls = Straight(builds, monkeypatch, 2)
-    calls.run("Alltoall", 700, 0)
-    if stale:
-        with pytest.raises(AssertionError):
-            calls.run("Alltoall", 900, 4096)
-    else:
-        calls.run("Alltoall", 900, 4096)
-
-
-@pytest.mark.parametrize("stale", [(), ("sends",), ("own",), ("output",), ("sends", "receives")])
-def test_a_stale_value_of_a_call_in_chunks_is_noticed(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
-) -> None:
-    """The negative control of `test_filled_calls_of_any_size`."""
-    read_device_arrays(monkeypatch)
-    keep_first(monkeypatch, ChunkTemplate, stale)
-    rig = FilledRig(Machine(builds, 2))
-    calls = Calls(rig, np.random.default_rng(7))
-
-    def run(number: int) -> None:
-        check = calls.scan("int32", "sum", INBOX_NBYTES // 4 + 100 * number)
-        rig.machine.run(seed=number)
-        check()
-
-    require_noticed(run, stale)
-    assert rig.kernels == {"mpicomm_exchange"}
-
-
-def require_noticed(run: Callable[[int], None], stale: object) -> None:
-    """Make two calls, and require that the second call fails if a value is ``stale``."""
-    run(1)
-    with pytest.raises(AssertionError) if stale else nullcontext():
-        run(2)
-
-
 def keep_first_values(monkeypatch: pytest.MonkeyPatch, places: Sequence[str], stale: str | None) -> None:
     """Let `PacketTemplate.write` keep the values in the places named ``stale`` of the first call."""
     write, first = PacketTemplate.write, dict[int, list[int]]()
@@ -297,12 +231,45 @@ def keep_first_values(monkeypatch: pytest.MonkeyPatch, places: Sequence[str], st
     monkeypatch.setattr(PacketTemplate, "write", write_stale)
 
 
+# Negative controls of the tests above.
+
+
+@pytest.fixture
+def two(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> tuple[FilledRig, Calls]:
+    read_device_arrays(monkeypatch)
+    rig = FilledRig(Machine(builds, 2))
+    return rig, Calls(rig, np.random.default_rng(7))
+
+
+@pytest.mark.parametrize("stale", [(), ("sends",), ("targets",), ("going", "coming")])
+def test_a_stale_value_of_a_call_into_symmetric_memory_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
+) -> None:
+    keep_first(monkeypatch, DirectTemplate, stale)
+    rig, rng = straight(builds, monkeypatch, 2), np.random.default_rng(2)
+
+    def make(number: int) -> Check:
+        return Calls(rig, rng, symmetric_at=4096 * number).alltoall(500 + 200 * number)
+
+    require_noticed(rig, make, stale)
+
+
+@pytest.mark.parametrize("stale", [(), ("sends",), ("own",), ("output",), ("sends", "receives")])
+def test_a_stale_value_of_a_call_in_chunks_is_noticed(
+    two: tuple[FilledRig, Calls], monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
+) -> None:
+    rig, calls = two
+    keep_first(monkeypatch, ChunkTemplate, stale)
+    require_noticed(rig, lambda number: calls.scan("int32", "sum", INBOX_NBYTES // 4 + 100 * number), stale)
+    assert rig.kernels == {"mpicomm_exchange"}
+
+
 @pytest.mark.parametrize("stale", [None, "counts", "input", "result", "target", "source", "nbytes"])
 def test_a_stale_value_of_a_call_in_scratch_memory_is_noticed(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
+    two: tuple[FilledRig, Calls], monkeypatch: pytest.MonkeyPatch, stale: str | None
 ) -> None:
-    """The negative control of `test_filled_calls_with_recvcounts`: of the kernel, and of the copy after it."""
-    read_device_arrays(monkeypatch)
+    """Of the kernel, and of the copy after it."""
+    rig, calls = two
     keep_first_values(monkeypatch, ("", *["counts"] * 3, *["input"] * 2, "result"), stale)  # see `PacketLauncher`
     enqueue, first = FilledRig.enqueue, dict[int, Copy]()
 
@@ -313,52 +280,31 @@ def test_a_stale_value_of_a_call_in_scratch_memory_is_noticed(
         enqueue(self, rank, step, nap_us=nap_us)
 
     monkeypatch.setattr(FilledRig, "enqueue", enqueue_stale)
-    rig = FilledRig(Machine(builds, 2))
-    calls = Calls(rig, np.random.default_rng(7))
 
-    def run(number: int) -> None:
-        check = calls.reduce_scatter("int32", "sum", [600 * number, 500 * number], in_place=True)
-        rig.machine.run(seed=number)
-        check()
+    def make(number: int) -> Check:
+        return calls.reduce_scatter("int32", "sum", [600 * number, 500 * number], in_place=True)
 
-    require_noticed(run, stale)
+    require_noticed(rig, make, stale)
     assert {*first} == {0, 1}
 
 
 @pytest.mark.parametrize("stale", [None, "counts", "displacements sent", "displacements received"])
 def test_a_stale_value_of_a_call_with_datatypes_is_noticed(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
+    two: tuple[FilledRig, Calls], monkeypatch: pytest.MonkeyPatch, stale: str | None
 ) -> None:
-    """The negative control of Alltoallw in `test_filled_calls_of_any_size`."""
-    read_device_arrays(monkeypatch)
+    rig, calls = two
     displacements = [*["displacements sent"] * 2, *["displacements received"] * 2]
     keep_first_values(monkeypatch, ("", *["counts"] * 4, *displacements), stale)  # see `PacketLauncher`
-    rig = FilledRig(Machine(builds, 2))
-    calls = Calls(rig, np.random.default_rng(7))
-
-    def run(number: int) -> None:
-        check = calls.alltoallv(np.array([[600, 500], [401, 300]]) * number, operations.ALLTOALLW)
-        rig.machine.run(seed=number)
-        check()
-
-    require_noticed(run, stale)
+    counts = np.array([[600, 500], [401, 300]])
+    require_noticed(rig, lambda number: calls.alltoallv(counts * number, operations.ALLTOALLW), stale)
     assert rig.kernels == {"mpicomm_packets"}
 
 
 @pytest.mark.parametrize("stale", [None, "length", "send", "receive"])
 def test_a_stale_value_of_a_call_in_packets_is_noticed(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
+    two: tuple[FilledRig, Calls], monkeypatch: pytest.MonkeyPatch, stale: str | None
 ) -> None:
-    """The negative control of `test_filled_calls_of_any_size`."""
-    read_device_arrays(monkeypatch)
+    rig, calls = two
     keep_first_values(monkeypatch, ("", "length", "length", "send", "receive"), stale)  # see `PacketLauncher`
-    rig = FilledRig(Machine(builds, 2))
-    calls = Calls(rig, np.random.default_rng(7))
-
-    def run(number: int) -> None:
-        check = calls.allreduce("int32", "sum", 600 + 100 * number)
-        rig.machine.run(seed=number)
-        check()
-
-    require_noticed(run, stale)
+    require_noticed(rig, lambda number: calls.allreduce("int32", "sum", 600 + 100 * number), stale)
     assert rig.kernels == {"mpicomm_packets"}

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
-
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.operations import ALLREDUCE

@@ -18,9 +18,6 @@ from tests.kernels.late_resets import LATE, LOST
 from tests.kernels.machine import Machine, RunFailedError, require_seen
 from tests.kernels.packet_rig import SMALL, PacketRig
 
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
-
 STEP_NBYTES = 256 * 16  # of a row
 SHAPES = ((1, 16), (5, 272), (2, STEP_NBYTES), (9, STEP_NBYTES + 16), (3, 3 * STEP_NBYTES - 16))
 """Numbers of rows and their bytes, for one step and for more. The last packets of a row fill a step or not."""

@@ -16,8 +16,7 @@ from tests.helpers.inputs.regions import layout as in_turn
 from tests.helpers.inputs.regions import region
 from tests.helpers.references.reference_packing import pack, unpack
 from tests.kernels.build import Builds, Change
-from tests.kernels.launches import kernel_of
-from tests.kernels.machine import Machine
+from tests.kernels.machine import Machine, kernel_of
 
 _rng = np.random.default_rng(9)
 _ANYWHERE = (64 * _rng.permutation(100)).tolist()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
@@ -45,6 +40,9 @@ def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
         checks.append(calls.allgather(4 * count))
         checks.append(calls.reduce_scatter(name, "sum", [count] * size, in_place=True))
         checks.append(calls.reduce(name, "sum", count, "two_shot", in_place=False))
+        if size == 4:  # three ranks make no tree of their own
+            checks += [calls.allreduce("float32", "tree", count, two_shot=two_shot) for two_shot in (False, True)]
+            checks.append(calls.reduce_scatter("complex64", "tree", [count] * size))
         rig.machine.run(checks, seed=count, jitter_us=200)
         rig.machine.clear()
 
@@ -161,49 +159,14 @@ def test_two_ranks_that_disagree_on_a_long_message_notice(builds: Builds, sent: 
     [("one_shot", True), ("two_shot", True), ("copy_engine", True), ("copy_engine", False), ("ring", True)],
 )
 def test_straight_into_memory(builds: Builds, size: int, algorithm: str, symmetric: bool) -> None:
-    rng = np.random.default_rng(size)
-    dtype = np.dtype(np.int32)
     rig = ProgramRig(Machine(builds, size), 4 * max(COUNTS) * size)
+    at = 0 if symmetric else None
+    calls = Calls(rig, np.random.default_rng(size), symmetric_at=at, algorithm=algorithm)
     for count in COUNTS:
-        parts = [samples(dtype, count, rng) for _ in range(size)]
-        for rank, part in enumerate(parts):
-            send = Span(rig.machine.place(rank, part).address, count)
-            output = Span(rig.outputs[rank].address, count)
-            pattern = patterns.allreduce(rank, size, dtype, send, output, "sum")
-            signature = Signature("Allreduce", "int32", count, "sum")
-            rig.run(rank, replace(pattern, algorithm=algorithm), signature, symmetric=symmetric)
-        rig.machine.run(seed=count, jitter_us=200)
-        for place in rig.outputs:
-            require_same(place.bytes[: 4 * count].copy().view(dtype), reduced("sum", parts))
+        check = [calls.allreduce("int32", "sum", count)]
+        rig.machine.run(check, seed=count, jitter_us=200)
         if algorithm in ("one_shot", "copy_engine"):
-            gather(rig, parts, algorithm, symmetric=symmetric)
-        if algorithm == "two_shot":
-            tell(rig, parts[1], "chain", symmetric=symmetric)
-        if algorithm != "ring":
-            tell(rig, parts[0], algorithm, symmetric=symmetric)
+            rig.machine.run([calls.allgather(4 * count)], seed=count, jitter_us=200)
+        for each in {"two_shot": ("chain", "two_shot"), "ring": ()}.get(algorithm, (algorithm,)):
+            rig.machine.run([calls.bcast(4 * count, each)], seed=count, jitter_us=200)
         rig.machine.clear()
-
-
-def gather(rig: ProgramRig, parts: list[np.ndarray], algorithm: str, *, symmetric: bool) -> None:
-    count, dtype = parts[0].size, parts[0].dtype
-    for rank, part in enumerate(parts):
-        send, base = Span(rig.machine.place(rank, part).address, count), rig.outputs[rank].address
-        starts = [index * count for index in range(rig.size)]
-        blocks = patterns.blocks(base, [count] * rig.size, starts, dtype.itemsize)
-        pattern = replace(patterns.allgather(rank, rig.size, dtype, send, blocks), algorithm=algorithm)
-        rig.run(rank, pattern, Signature("Allgather", "int32", count), symmetric=symmetric)
-    rig.machine.run(seed=count, jitter_us=200)
-    for place in rig.outputs:
-        require_same(place.bytes[: 4 * count * rig.size].copy().view(dtype), np.concatenate(parts))
-
-
-def tell(rig: ProgramRig, content: np.ndarray, algorithm: str, *, symmetric: bool) -> None:
-    root = rig.size - 1
-    rig.outputs[root].bytes[: content.nbytes] = content.view(np.uint8)
-    for rank in range(rig.size):
-        buffer = Span(rig.outputs[rank].address, content.size)
-        pattern = patterns.bcast(rank, rig.size, content.dtype, buffer, root, algorithm)
-        rig.run(rank, pattern, Signature("Bcast", "int32", content.size, root=root), symmetric=symmetric)
-    rig.machine.run(seed=content.size, jitter_us=200)
-    for place in rig.outputs:
-        require_same(place.bytes[: content.nbytes].copy().view(content.dtype), content)

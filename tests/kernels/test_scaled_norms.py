@@ -8,18 +8,12 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
-from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
-from mpicomm.mpi.arguments import Span
 from tests.helpers.references.reductions import Array, dtype_named, require_same
 from tests.kernels.build import Builds, Change
-from tests.kernels.epilogue_rig import FusedCalls, bound, finished, on_rank
-from tests.kernels.launches import kernel_of
+from tests.kernels.epilogue_rig import FusedCalls, bound, finished, run_after
 from tests.kernels.machine import Machine, require_seen
 from tests.kernels.packet_rig import SMALL, PacketRig
-
-pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 
 class Case(NamedTuple):
@@ -100,14 +94,9 @@ AFTER = [*((case, 5) for case in CASES), (CASES[7], 161)]
 def test_the_kernel_after_the_reduction(builds: Builds, case: Case, rows: int) -> None:
     machine, rng = Machine(builds, 1), np.random.default_rng(case.hidden)
     epilogue, residual, scales = epilogue_of(case, rows, rng)
-    count = rows * case.hidden // (2 if case.result == "uint8" else 1)
     values = numbers(dtype_named(case.dtype), rows * case.hidden, rng)
-    moved, places = on_rank(epilogue, machine, 0)
-    source, target = machine.place(0, values), machine.place(0, np.zeros(count, dtype_named(case.result)))
-    finish = bound(moved, case.dtype, case.result, count, target.address)
-    (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
-    machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=2, threads=launch.threads)
-    machine.run()
+    count = values.size // (2 if case.result == "uint8" else 1)
+    target, places = run_after(machine, epilogue, values, case.result, blocks=2)
     expected = finished(bound(epilogue, case.dtype, case.result, count), values)  # it changes the others, too
     require_same(target.view(expected.dtype).copy(), expected)
     require_same(places["residual"].view(residual.dtype).copy(), residual)

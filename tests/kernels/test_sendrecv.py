@@ -8,8 +8,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
-
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SENDRECV_SLOT_NBYTES, SENDRECV_SLOTS

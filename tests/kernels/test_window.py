@@ -7,7 +7,7 @@ import pytest
 from mpicomm.kernels.window import FENCE, MEET_KERNEL, START, WAIT
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import RunFailedError, require_seen
-from tests.kernels.window_rig import Boards
+from tests.kernels.words_rig import Boards
 
 ROUNDS = 25
 

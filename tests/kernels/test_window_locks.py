@@ -10,8 +10,7 @@ import pytest
 from mpicomm.kernels.window import COMES_FIRST, EXCLUSIVE_SHIFT, FENCE, LOCK, LOCK_KERNEL, MEET_KERNEL
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import RunFailedError, require_seen
-from tests.kernels.window_rig import Boards
-from tests.kernels.words_rig import WORDS
+from tests.kernels.words_rig import WORDS, Boards
 
 ROUNDS = 25
 

@@ -1,19 +1,23 @@
+"""Each environment variable: its values, what is none, and which argument wins over it."""
+
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from mpicomm import environment
+from mpicomm.environment import DEFAULT_TIMEOUT_S, HANDLES, INTERNODE, LONGEST_TIMEOUT_S, Recording
 from mpicomm.errors import InvalidUsageError
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("MPICOMM_")]:
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(environment.PREFIX)]:
         monkeypatch.delenv(name)
 
 
@@ -23,6 +27,137 @@ def test_the_table_has_the_variables_that_the_functions_read() -> None:
     assert {*read} == {*environment.NAMES}
 
 
+class Variable(NamedTuple):
+    """A variable, and the argument that wins over it."""
+
+    read: Callable[..., Any]
+    values: dict[str | None, Any]
+    """What texts of the variable mean; None is no variable."""
+    wrong: tuple[str, ...] = ()
+    said: str = ""
+    """The error of a wrong text, after the name of the variable; {} is the text."""
+    argument: str = ""
+    """The name of the argument, and what leaves the choice to the variable."""
+    unset: Any = None
+    right_arguments: tuple[Any, ...] = ()
+    wrong_arguments: tuple[Any, ...] = ()
+
+
+NO_DEVICE = '={!r} is no device: use "auto", "cpu" or a device ordinal'
+NO_HANDLE = "={!r} is no handle kind: use one of auto, ipc, fd, fabric, staged"
+NO_TIMEOUT = "={!r}: use a positive number of seconds"
+VARIABLES = {
+    "MPICOMM_DEVICE": Variable(
+        environment.device,
+        {None: "auto", "auto": "auto", "cpu": "cpu", "0": 0, "12": 12},
+        ("", "gpu", "-1", "1.0", "CPU", "0,1", "²"),
+        NO_DEVICE,
+        *("device", "auto", ("cpu", 0, 7), (-1, True, 1.5, "gpu", "0", "", None)),
+    ),
+    "MPICOMM_HANDLE": Variable(
+        environment.handle,
+        {None: "auto", **{kind: kind for kind in HANDLES}},
+        ("", "IPC", "memfd", "cuda", "ipc,fd"),
+        NO_HANDLE,
+        *("handle", "auto", HANDLES[1:], ("", "IPC", "memfd", "cuda", "ipc,fd")),
+    ),
+    "MPICOMM_TIMEOUT": Variable(
+        environment.timeout_s,
+        {None: DEFAULT_TIMEOUT_S, "5": 5.0, "2.5": 2.5, "1e2": 100.0},
+        ("", "soon", "30s", "0", "-1", "nan", "inf"),
+        NO_TIMEOUT,
+        *("timeout_s", None, (5, 2.5, 1e-3, LONGEST_TIMEOUT_S), (0, -1.0, 1.1e6, float("nan"), True, "3")),
+    ),
+    "MPICOMM_REDUCTIONS": Variable(
+        environment.reductions,
+        {None: "auto", "auto": "auto", "ordered": "ordered"},
+        ("", "any"),
+        "={!r}: use auto (the fastest way) or ordered",
+        *("reductions", "auto", ("ordered",), ("mpi", "")),
+    ),
+    "MPICOMM_ORDER": Variable(
+        environment.stream_order,
+        {None: False, "complete": False, "stream": True},
+        ("", "Stream"),
+        "={!r}: use complete (calls are complete on return) or stream",
+        *("stream_order", None, (True, False), ("stream", 1)),
+    ),
+    "MPICOMM_MEMORY": Variable(
+        environment.most_nbytes,
+        {None: None, "": None, "512M": 512 << 20, "1t": 1 << 40, "7": 7},
+        ("much", "0", "-1", "1.5G", "512MB"),
+        ": {!r} is no size: use bytes above 0, with K",
+    ),
+    "MPICOMM_HOSTID": Variable(environment.host_id, {None: None, "": None, "left rack": "left rack"}),
+    "MPICOMM_TUNING": Variable(environment.tuning, {None: None, "": None, "off": "off"}),
+    "MPICOMM_DEBUG_FILE": Variable(environment.debug_file, {None: None, "": None, "log.%h.%p.%r": "log.%h.%p.%r"}),
+    "MPICOMM_BIND_CPU": Variable(
+        environment.bind_cpu,
+        {None: False, "0": False, "1": True},
+        ("", "yes", "2", "true"),
+        "={!r}: use 1 to bind, 0 not to",
+    ),
+    "MPICOMM_DEBUG": Variable(
+        environment.debug,
+        {None: "WARN", "WARN": "WARN", "INFO": "INFO", "TRACE": "TRACE", "info": "INFO"},
+        ("", "1", "debug"),
+        "={!r}: use WARN, INFO or TRACE",
+    ),
+    "MPICOMM_INTERNODE": Variable(
+        environment.internode,
+        {None: "auto", "auto": "auto", "staged": "pinned", **{name: name for name in INTERNODE}},
+        ("", "NCCL", "ucx", "nccl,mpi"),
+        "={!r}: use mapped, nccl, mpi, pinned or auto",
+    ),
+    "MPICOMM_STATS": Variable(
+        environment.recording, {None: None, "0": None, "1": Recording(None, stats=True)}, ("yes",), "={!r}: use 1"
+    ),
+    "MPICOMM_TRACE": Variable(
+        environment.recording,
+        {None: None, "": None, "trace-%r.json": Recording("trace-%r.json", stats=False)},
+        ("traces/",),
+        '={!r} names a folder: name a file, as in "traces/trace-%r.json"',
+    ),
+}
+
+
+def test_every_variable_is_tested() -> None:
+    assert {*VARIABLES} == {*environment.NAMES}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_values(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    variable = VARIABLES[name]
+    unset = (variable.unset,) if variable.argument else ()
+    for text, value in variable.values.items():
+        if text is not None:
+            monkeypatch.setenv(name, text)
+        assert variable.read(*unset) == value
+    for text in variable.wrong:
+        monkeypatch.setenv(name, text)
+        with pytest.raises(InvalidUsageError, match=f"^{re.escape(name + variable.said.format(text))}"):
+            variable.read(*unset)
+        for argument in variable.right_arguments:  # arguments win
+            assert variable.read(argument) == argument
+
+
+@pytest.mark.parametrize("name", [name for name in VARIABLES if VARIABLES[name].argument])
+def test_arguments(name: str) -> None:
+    variable = VARIABLES[name]
+    for argument in variable.right_arguments:
+        assert variable.read(argument) == argument
+    for argument in variable.wrong_arguments:
+        said = variable.said.format(argument) if name != "MPICOMM_ORDER" else f"={argument!r}: use True, False or None"
+        with pytest.raises(InvalidUsageError, match=f"^{re.escape(variable.argument + said)}"):
+            variable.read(argument)
+
+
+def test_a_wrong_timeout_leaves_a_deadline_to_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.usable_timeout_s(0) == DEFAULT_TIMEOUT_S
+    monkeypatch.setenv("MPICOMM_TIMEOUT", "2.5")
+    assert environment.usable_timeout_s(None) == 2.5
+
+
 def test_unknown_names_have_the_nearest_name_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.unknown() == {}
     monkeypatch.setenv("MPICOMM_TIMOUT", "3")
@@ -30,156 +165,6 @@ def test_unknown_names_have_the_nearest_name_beside_them(monkeypatch: pytest.Mon
     monkeypatch.setenv("MPICOMM_debug_file", "log")
     monkeypatch.setenv("MPICOM_DEVICE", "cpu")
     assert environment.unknown() == {"MPICOMM_TIMOUT": "MPICOMM_TIMEOUT", "MPICOMM_debug_file": "MPICOMM_DEBUG_FILE"}
-
-
-@pytest.mark.parametrize("argument", ["auto", "cpu", 0, 7])
-def test_device_argument(argument: int | str) -> None:
-    assert environment.device(argument) == argument
-
-
-@pytest.mark.parametrize(("text", "device"), [("auto", "auto"), ("cpu", "cpu"), ("0", 0), ("12", 12)])
-def test_device_variable(monkeypatch: pytest.MonkeyPatch, text: str, device: int | str) -> None:
-    monkeypatch.setenv("MPICOMM_DEVICE", text)
-    assert environment.device("auto") == device
-
-
-@pytest.mark.parametrize("argument", [-1, True, 1.5, "gpu", "0", "", None])
-def test_device_argument_that_is_none(argument: Any) -> None:
-    expected = re.escape(f'device={argument!r} is no device: use "auto", "cpu" or a device ordinal')
-    with pytest.raises(InvalidUsageError, match=f"^{expected}"):
-        environment.device(argument)
-
-
-@pytest.mark.parametrize("text", ["", "gpu", "-1", "1.0", "CPU", "0,1", "²"])
-def test_device_variable_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("MPICOMM_DEVICE", text)
-    expected = re.escape(f'MPICOMM_DEVICE={text!r} is no device: use "auto", "cpu" or a device ordinal')
-    with pytest.raises(InvalidUsageError, match=expected):
-        environment.device("auto")
-
-
-@pytest.mark.parametrize("text", ["cpu", "3", "nonsense"])
-def test_device_argument_wins(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("MPICOMM_DEVICE", text)
-    assert environment.device(0) == 0
-    assert environment.device("cpu") == "cpu"
-
-
-@pytest.mark.parametrize("kind", ["auto", "ipc", "fd", "fabric", "staged"])
-def test_handle(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    assert environment.handle(kind) == kind
-    monkeypatch.setenv("MPICOMM_HANDLE", kind)
-    assert environment.handle("auto") == kind
-
-
-@pytest.mark.parametrize("kind", ["", "IPC", "memfd", "cuda", "ipc,fd"])
-def test_handle_that_is_none(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    way_out = "is no handle kind: use one of auto, ipc, fd, fabric, staged"
-    with pytest.raises(InvalidUsageError, match=f"^handle='{kind}' {way_out}"):
-        environment.handle(kind)
-    monkeypatch.setenv("MPICOMM_HANDLE", kind)
-    with pytest.raises(InvalidUsageError, match=f"^MPICOMM_HANDLE='{kind}' {way_out}"):
-        environment.handle("auto")
-
-
-@pytest.mark.parametrize("text", ["fd", "nonsense"])
-def test_handle_argument_wins(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("MPICOMM_HANDLE", text)
-    assert environment.handle("ipc") == "ipc"
-
-
-def test_timeout_is_the_default_if_nothing_says_otherwise() -> None:
-    assert environment.timeout_s(None) == environment.DEFAULT_TIMEOUT_S == 30.0
-
-
-@pytest.mark.parametrize("seconds", [5, 2.5, 1e-3, environment.LONGEST_TIMEOUT_S])
-def test_timeout_argument(seconds: float) -> None:
-    assert environment.timeout_s(seconds) == seconds
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("2.5", 2.5), ("1e2", 100.0)])
-def test_timeout_variable(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
-    monkeypatch.setenv("MPICOMM_TIMEOUT", text)
-    assert environment.timeout_s(None) == environment.usable_timeout_s(None) == seconds
-
-
-@pytest.mark.parametrize("argument", [0, -1.0, 1.1e6, float("nan"), float("inf"), True, "3"])
-def test_timeout_argument_that_is_none(argument: Any) -> None:
-    expected = re.escape(f"timeout_s={argument!r}: use a positive number of seconds")
-    with pytest.raises(InvalidUsageError, match=f"^{expected}"):
-        environment.timeout_s(argument)
-    assert environment.usable_timeout_s(argument) == environment.DEFAULT_TIMEOUT_S
-
-
-@pytest.mark.parametrize("text", ["", "soon", "30s", "0", "-1", "nan", "inf"])
-def test_timeout_variable_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("MPICOMM_TIMEOUT", text)
-    with pytest.raises(InvalidUsageError, match=f"^MPICOMM_TIMEOUT='{text}': use a positive number of seconds"):
-        environment.timeout_s(None)
-
-
-@pytest.mark.parametrize("text", ["5", "nonsense"])
-def test_timeout_argument_wins(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("MPICOMM_TIMEOUT", text)
-    assert environment.timeout_s(7.0) == 7.0
-
-
-@pytest.mark.parametrize(("text", "nbytes"), [(None, None), ("", None), ("512M", 512 << 20), ("1t", 1 << 40), ("7", 7)])
-def test_memory(monkeypatch: pytest.MonkeyPatch, text: str | None, nbytes: int | None) -> None:
-    if text is not None:
-        monkeypatch.setenv("MPICOMM_MEMORY", text)
-    assert environment.most_nbytes() == nbytes
-
-
-@pytest.mark.parametrize("text", ["much", "0", "-1", "1.5G", "512MB"])
-def test_memory_that_is_no_size(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("MPICOMM_MEMORY", text)
-    with pytest.raises(InvalidUsageError, match=f"^MPICOMM_MEMORY: '{text}' is no size: use bytes above 0, with K"):
-        environment.most_nbytes()
-
-
-@pytest.mark.parametrize(("text", "host_id"), [(None, None), ("", None), ("left rack", "left rack")])
-def test_host_id(monkeypatch: pytest.MonkeyPatch, text: str | None, host_id: str | None) -> None:
-    if text is not None:
-        monkeypatch.setenv("MPICOMM_HOSTID", text)
-    assert environment.host_id() == host_id
-
-
-@pytest.mark.parametrize(("text", "bind"), [(None, False), ("0", False), ("1", True)])
-def test_bind_cpu(monkeypatch: pytest.MonkeyPatch, text: str | None, bind: bool) -> None:
-    if text is not None:
-        monkeypatch.setenv("MPICOMM_BIND_CPU", text)
-    assert environment.bind_cpu() is bind
-
-
-@pytest.mark.parametrize("text", ["", "yes", "2", "true"])
-def test_bind_cpu_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("MPICOMM_BIND_CPU", text)
-    with pytest.raises(InvalidUsageError, match=f"^MPICOMM_BIND_CPU='{text}': use 1 to bind, 0 not to"):
-        environment.bind_cpu()
-
-
-@pytest.mark.parametrize(
-    ("text", "level"), [(None, "WARN"), ("WARN", "WARN"), ("INFO", "INFO"), ("TRACE", "TRACE"), ("info", "INFO")]
-)
-def test_debug(monkeypatch: pytest.MonkeyPatch, text: str | None, level: str) -> None:
-    if text is not None:
-        monkeypatch.setenv("MPICOMM_DEBUG", text)
-    assert environment.debug() == level
-
-
-@pytest.mark.parametrize("text", ["", "1", "debug"])
-def test_debug_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("MPICOMM_DEBUG", text)
-    with pytest.raises(InvalidUsageError, match=f"^MPICOMM_DEBUG='{text}': use WARN, INFO or TRACE"):
-        environment.debug()
-
-
-@pytest.mark.parametrize(("text", "path"), [(None, None), ("", None), ("log.%h.%p.%r", "log.%h.%p.%r")])
-def test_debug_file(monkeypatch: pytest.MonkeyPatch, text: str | None, path: str | None) -> None:
-    if text is not None:
-        monkeypatch.setenv("MPICOMM_DEBUG_FILE", text)
-    assert environment.debug_file() == path
 
 
 def test_a_processs_number_on_its_machine_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,57 +178,3 @@ def test_a_processs_number_on_its_machine_is_the_launchers(monkeypatch: pytest.M
     assert environment.local_id() == 4
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "12")
     assert environment.local_id() == 12
-
-
-@pytest.mark.parametrize("name", ["auto", *environment.INTERNODE], ids="engine {}".format)  # pytest-mpi skips mpi
-def test_internode(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert environment.internode() == "auto"
-    monkeypatch.setenv("MPICOMM_INTERNODE", name)
-    assert environment.internode() == name
-
-
-def test_internode_by_its_alias(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPICOMM_INTERNODE", "staged")
-    assert environment.internode() == "pinned"
-
-
-@pytest.mark.parametrize("name", ["", "NCCL", "ucx", "nccl,mpi"])
-def test_internode_that_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv("MPICOMM_INTERNODE", name)
-    expected = re.escape(f"MPICOMM_INTERNODE={name!r}: use mapped, nccl, mpi, pinned or auto")
-    with pytest.raises(InvalidUsageError, match=expected):
-        environment.internode()
-
-
-@pytest.mark.parametrize(
-    ("variables", "recording"),
-    [
-        ({}, None),
-        ({"MPICOMM_STATS": "0", "MPICOMM_TRACE": ""}, None),
-        ({"MPICOMM_STATS": "1"}, environment.Recording(None, stats=True)),
-        ({"MPICOMM_TRACE": "trace-%r.json"}, environment.Recording("trace-%r.json", stats=False)),
-    ],
-)
-def test_recording(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], recording: environment.Recording | None
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert environment.recording() == recording
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("MPICOMM_STATS", "yes", "MPICOMM_STATS='yes': use 1"),
-        (
-            "MPICOMM_TRACE",
-            "traces/",
-            "MPICOMM_TRACE='traces/' names a folder: name a file, as in \"traces/trace-%r.json\"",
-        ),
-    ],
-)
-def test_recording_that_is_none(monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str) -> None:
-    monkeypatch.setenv(name, text)
-    with pytest.raises(InvalidUsageError, match=f"^{re.escape(said)}"):
-        environment.recording()

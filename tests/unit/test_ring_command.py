@@ -160,6 +160,7 @@ FAULTS = {
     # wrong bytes: one byte for each call that is checked, two per size.
     "first byte of a put": ("put", "put(self, *given)\n    if RANK == 0: self.peer(given[1])[0] ^= 1", 2, "put", 8),
     "a byte of a put": ("put", "put(self, *given)\n    if RANK == 1: self.peer(given[1])[517] ^= 1", 2, "put", 8),
+    "last byte of a put": ("put", "put(self, *given)\n    if RANK == 0: self.peer(given[1])[-1] ^= 1", 2, "put", 8),
     "last byte of a get": ("get", "get(self, *given)\n    if RANK == 0: given[1][-1] ^= 0x80", 2, "get", 8),
     "no put": ("put", "pass", 2, "put", None),
     "peer is a copy": (

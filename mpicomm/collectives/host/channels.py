@@ -58,37 +58,26 @@ def _round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-class LateRank(Exception):
-    """The rank with this index in the node did not come, or did not read, in time."""
+class Stopped(Exception):
+    """A call that cannot go on: the ``reason``, and the index in the node of the rank that is the cause."""
 
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.index = index
+    LATE = "the rank did not come, or did not read, in time"
+    OTHER_CALL = "a message belongs to another call than this rank's call"
+    OTHER_SIZE = "the rank sent another number of bytes than this rank expects"
+    GIVEN_UP = "some rank has published an error, so no more data will come"
 
-
-class DifferentCall(Exception):
-    """A message belongs to another call than this rank's call."""
-
-
-class DifferentSize(Exception):
-    """A rank sent another number of bytes than this rank expects."""
-
-    def __init__(self, index: int, sent: int, expected: int) -> None:
-        super().__init__(index, sent, expected)
-        self.index, self.sent, self.expected = index, sent, expected
-
-
-class GivenUp(Exception):
-    """Some rank has published an error, so no more data will come."""
+    def __init__(self, reason: str, index: int = -1, sent: int = 0, expected: int = 0) -> None:
+        super().__init__(reason)
+        self.reason, self.index, self.sent, self.expected = reason, index, sent, expected
 
 
 class Channels:
     """This rank's ends of the channels of a node. Construction is collective and raises as `share` does.
 
-    Each reader reads the messages of a sender in the order of sending. Methods that block raise `LateRank` after the
-    node's ``timeout_s`` seconds without progress, or soon if ``in_vain`` says that no more data will come. They raise
-    `GivenUp` when some rank has published an error. Messages up to number ``first`` count as sent and read on every
-    channel; all ranks pass the same number.
+    Each reader reads the messages of a sender in the order of sending. Methods that block raise `Stopped`: as
+    late after the node's ``timeout_s`` seconds without progress, or soon if ``in_vain`` says that no more data will
+    come, and as given up when some rank has published an error. Messages up to number ``first`` count as sent and read
+    on every channel; all ranks pass the same number.
     """
 
     def __init__(
@@ -134,7 +123,7 @@ class Channels:
     def receive(self, source: int, nbytes: int) -> int:
         """Return the address of the next message from a rank; blocks. The message stays there until `release`.
 
-        Raises `DifferentCall` if the message belongs to another call, `DifferentSize` if it does not have ``nbytes``.
+        Raises `Stopped` also if the message belongs to another call, or does not have ``nbytes``.
         """
         self._read[source] = number = self._read[source] + 1
         words = self._words[self._rank]
@@ -144,12 +133,12 @@ class Channels:
             epoch = flag & _EPOCHS
             self._await(lambda: words[entry] & _EPOCHS == epoch, source)
             if words[entry] != flag:
-                raise DifferentCall
+                raise Stopped(Stopped.OTHER_CALL, source)
         # (A), (B) Pairs with the fence in `_announce`: this rank reads content and chunk after the flag.
         fence()
         content = words[entry + 1]
         if content >> _PLACE_BITS != nbytes:
-            raise DifferentSize(source, content >> _PLACE_BITS, nbytes)
+            raise Stopped(Stopped.OTHER_SIZE, source, content >> _PLACE_BITS, nbytes)
         return self._addresses[source] + (content & _PLACE_MASK)
 
     def release(self, sources: Iterable[int]) -> None:
@@ -218,11 +207,11 @@ class Channels:
         if not wait_until(over, patience_s, progress) and (
             self._in_vain() or not wait_until(over, timeout_s - patience_s, progress)
         ):
-            raise LateRank(late)
+            raise Stopped(Stopped.LATE, late)
         # A message that has come also counts after an error, so that the slowest rank still gets all data that has
         # come.
         if not ready():
-            raise GivenUp
+            raise Stopped(Stopped.GIVEN_UP)
 
 
 class AgreedError:

@@ -14,7 +14,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import require_own_process
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Exchange, Reduction
-from mpicomm.collectives.host.channels import Channels, DifferentCall, DifferentSize, GivenUp, LateRank
+from mpicomm.collectives.host.channels import Channels, Stopped
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.handle import MemoryUse
@@ -144,9 +144,9 @@ class HostEngine:
             self.require_not_given_up()
             with np.errstate(all="ignore"):
                 work()
-        except (LateRank, DifferentCall, DifferentSize, GivenUp) as reason:
+        except Stopped as stopped:
             agreed_error = self._channels.agreed_error
-            self._broken = agreed_error.read() or agreed_error.give(self._error_of(reason, text))
+            self._broken = agreed_error.read() or agreed_error.give(self._error_of(stopped, text))
             raise equal_error(self._broken) from None
         except (CollectiveTimeoutError, PeerError) as error:
             self._broken = self._channels.agreed_error.give(error)
@@ -169,9 +169,9 @@ class HostEngine:
         self.call(fail, signature)
 
     def require_not_given_up(self) -> None:
-        """Raise `GivenUp`, which `call` handles, if another rank of the node has given up the call. Local."""
+        """Raise `Stopped`, which `call` handles, if another rank of the node has given up the call. Local."""
         if self._channels.agreed_error.there():
-            raise GivenUp
+            raise Stopped(Stopped.GIVEN_UP)
 
     def carry_out(self, exchange: Exchange) -> None:
         """Carry out this rank's part of an exchange, in a `call`. Collective, blocking."""
@@ -242,20 +242,20 @@ class HostEngine:
 
         return reduce
 
-    def _error_of(self, reason: Exception, text: str) -> MpicommError:
+    def _error_of(self, stopped: Stopped, text: str) -> MpicommError:
         ranks = self._node.ranks
         behind = self._call_log.behind()
         # Ranks that call different things, for instance with different roots, may wait for each other.
-        if isinstance(reason, LateRank) and not self._call_log.differ() and not self._call_log.by_mpi():
+        if stopped.reason == Stopped.LATE and not self._call_log.differ() and not self._call_log.by_mpi():
             # The awaited rank may itself wait for a rank that has not come, so the call log names the late ranks. If no
             # rank is late, all ranks have come, and the awaited rank makes no progress.
             beyond = self.awaited_beyond()
-            late = beyond or [ranks[index] for index in behind or [reason.index]]
+            late = beyond or [ranks[index] for index in behind or [stopped.index]]
             return self._late_error(text, late, "did not arrive" if behind or beyond else "made no progress")
-        if isinstance(reason, DifferentSize):
-            source, here = ranks[reason.index], ranks[self._node.rank]
+        if stopped.reason == Stopped.OTHER_SIZE:
+            source, here = ranks[stopped.index], ranks[self._node.rank]
             return PeerError(
-                f"{text}: rank {source} sends {reason.sent} bytes, but rank {here} expects {reason.expected} (of one "
+                f"{text}: rank {source} sends {stopped.sent} bytes, but rank {here} expects {stopped.expected} (of one "
                 "chunk): pass counts that agree",
                 ranks=[source, here],
             )

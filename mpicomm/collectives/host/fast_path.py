@@ -58,19 +58,8 @@ def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> d
     return checks
 
 
-@lru_cache(maxsize=64)
-def at_once(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, PlainCheck]:
-    """Return the checks of `plain_calls` for calls that go to MPI at once. Local.
-
-    Collectives of neighbours never do, because their first call checks the topology.
-    """
-    of_neighbors = {name for row in OPERATIONS.values() if row.of_neighbors for name in row.methods}
-    checks = plain_calls(size, rank, nodes, ordered=ordered)
-    return {name: _never if name in of_neighbors else check for name, check in checks.items()}
-
-
 def after_votes(checks: dict[str, PlainCheck], is_on_host: Callable[[Operation], bool]) -> dict[str, PlainCheck]:
-    """Return the checks of `at_once` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
+    """Return the checks of `plain_calls` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
 
     ``is_on_host`` finds that out for a blocking call. Starts never go to MPI at once: see `location_votes`.
     """

@@ -8,8 +8,6 @@ lose much, because slots pass from cache to cache, which takes four times as lon
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from mpicomm.collectives.call import Call
@@ -54,40 +52,23 @@ def mapped_from(operation: Operation, size: int, nodes: int) -> int:
     return many if size > 2 else few
 
 
-def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -> bool:
-    """Return whether MPI can carry out a collective with this element type and op, with mpicomm's promises; local."""
-    if not operation.in_mpi:
-        return False
-    if dtype is None:
-        return True
-    if op is None:
-        return True  # data that is only moved needs no MPI type: see `Call`
-    if op in ("avg", "tree") or is_own(op) or dtype == np.float16:
-        return False  # MPI fixes no order for expressions of the user, and rounds float16 after every step
-    return types.mpi_datatype(dtype) is not None
+def goes_to_mpi(call: Call, size: int, nodes: int, *, blocking: bool, ordered: bool = False) -> bool:
+    """Return whether MPI carries out a call on host arrays; local, with the same answer on all ranks.
 
-
-def goes_to_mpi(call: Call, algorithm: str, size: int, nodes: int, *, ordered: bool = False) -> bool:
-    """Return whether MPI carries out a blocking call on host arrays; local, with the same answer on all ranks.
-
-    With ``ordered`` MPI carries out no reduction that mpicomm has.
+    A nonblocking or persistent call becomes a request of MPI. With ``ordered`` MPI carries out no reduction that
+    mpicomm has.
     """
-    if call.dtype is None or algorithm == "mpi":
+    operation, dtype, op = call.operation, call.dtype, call.op
+    if dtype is None or call.algorithm == "mpi":
         return True
-    if algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op):
-        if ordered and call.op is not None:
-            return False
-        return call.nbytes is None or call.nbytes < mapped_from(call.operation, size, nodes)
-    return False
-
-
-def becomes_mpi_request(call: Call, algorithm: str, *, ordered: bool = False) -> bool:
-    """As `goes_to_mpi`, for a nonblocking or persistent call, which becomes a request of MPI."""
-    if call.dtype is None or algorithm == "mpi":
-        return True
-    if ordered and call.op is not None:
+    if call.algorithm != "auto" or not operation.in_mpi:
         return False
-    return algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op)
+    # Data that is only moved needs no MPI type: see `Call`. In a reduction MPI fixes no order for expressions of the
+    # user, and rounds float16 after every step.
+    lacks = op in ("avg", "tree") or (op and is_own(op)) or dtype == np.float16 or types.mpi_datatype(dtype) is None
+    if op is not None and (ordered or lacks):
+        return False
+    return not blocking or call.nbytes is None or call.nbytes < mapped_from(operation, size, nodes)
 
 
 def algorithms_for(operation: Operation) -> tuple[str, ...]:

@@ -90,6 +90,7 @@ def allocations_of(array: Any, ordinal: int) -> tuple[Kind, list[Allocation]]:
     Raises `InvalidUsageError` for memory that no peer can open. Logs a warning, once per process, if other arrays may
     become visible to peers.
     """
+    global _warned
     pointer = array.data.ptr
     attribute = driver.CUpointer_attribute
     names = [
@@ -130,8 +131,14 @@ def allocations_of(array: Any, ordinal: int) -> tuple[Kind, list[Allocation]]:
             "array lies in virtual memory (cuMemCreate) that its allocator has not made for export as a file "
             f"descriptor; {_USE_EMPTY}, or for PyTorch set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
         )
-    if max(pointer - begin, at - end) >= _ROOM_NBYTES:
-        _warn_once(array.nbytes, at - begin)
+    if max(pointer - begin, at - end) >= _ROOM_NBYTES and not _warned:
+        _warned = True
+        logger.warning(
+            "register: the array has %d bytes and lies in an allocation of %d bytes. The whole allocation becomes "
+            "visible to the peers, with all other arrays in it. Memory of comm.empty() shares nothing else",
+            array.nbytes,
+            at - begin,
+        )
     return ("pool" if int(pool) else "ipc" if ipc_capable else "fd"), allocations
 
 
@@ -141,18 +148,6 @@ other data."""
 
 
 _warned = False
-
-
-def _warn_once(nbytes: int, size: int) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        logger.warning(
-            "register: the array has %d bytes and lies in an allocation of %d bytes. The whole allocation becomes "
-            "visible to the peers, with all other arrays in it. Memory of comm.empty() shares nothing else",
-            nbytes,
-            size,
-        )
 
 
 def _other_device(device: int, ordinal: int) -> InvalidUsageError:

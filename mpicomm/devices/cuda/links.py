@@ -20,29 +20,24 @@ def link_to(own: DeviceInfo, device: bytes, kind: Kind, devices: Sequence[Device
         return Link("staged", gb_s=pcie_gb_s(own.uuid, device))
     if device == own.uuid:
         return Link("same device", access=True, native_atomics=True)
-    link = _peer_link(own, device, devices)
+    peer = next((other for other in devices if other.uuid == device), None)
+    if peer is None:
+        link = nvml_link(own.uuid, device)  # NVML also knows GPUs that this process does not see
+    else:
+        attribute = driver.CUdevice_P2PAttribute
+        rank, access, atomics = (
+            call(driver.cuDeviceGetP2PAttribute, what, own.ordinal, peer.ordinal)
+            for what in (
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
+            )
+        )
+        # Between GPUs, NVLink carries atomics and PCIe does not.
+        link = Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
     if link.path == "NVLink":
         return replace(link, gb_s=nvlink_gb_s(own.uuid, device))
-    if link.path == "PCIe":
-        return replace(link, gb_s=pcie_gb_s(own.uuid, device))
-    return link
-
-
-def _peer_link(own: DeviceInfo, device: bytes, devices: Sequence[DeviceInfo]) -> Link:
-    peers = [other for other in devices if other.uuid == device]
-    if not peers:
-        return nvml_link(own.uuid, device)  # NVML also knows GPUs that this process does not see
-    attribute = driver.CUdevice_P2PAttribute
-    rank, access, atomics = (
-        call(driver.cuDeviceGetP2PAttribute, what, own.ordinal, peers[0].ordinal)
-        for what in (
-            attribute.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
-            attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
-            attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
-        )
-    )
-    # Between GPUs, NVLink carries atomics and PCIe does not.
-    return Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
+    return replace(link, gb_s=pcie_gb_s(own.uuid, device)) if link.path == "PCIe" else link
 
 
 # nvmlGpuP2PCapsIndex_t of nvml.h, because a stray comma in several versions of pynvml makes tuples of these constants.
@@ -58,7 +53,10 @@ def nvml_link(device: bytes, peer: bytes) -> Link:
 
     def link(nvml: Any) -> Link:
         ends = [_handle(nvml, end) for end in (device, peer)]
-        linked, access, atomics = (_supported(nvml, ends, capability) for capability in (_NVLINK, _READ, _ATOMICS))
+        linked, access, atomics = (
+            bool(nvml.nvmlDeviceGetP2PStatus(*ends, capability) == nvml.NVML_P2P_STATUS_OK)
+            for capability in (_NVLINK, _READ, _ATOMICS)
+        )
         return Link("NVLink" if linked else "PCIe", None, access, atomics)
 
     return _ask(link) or Link("unknown")
@@ -88,13 +86,11 @@ def pcie_gb_s(*devices: bytes) -> float | None:
         # The maximum of the slot, because an idle link runs at a lower generation.
         handles = [_handle(nvml, device) for device in devices]
         lanes = [
-            (
-                _PCIE_LANE_GB_S.get(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
-                nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
-            )
+            (nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
             for handle in handles
         ]
-        return min((lane * width for lane, width in lanes if lane is not None), default=None)
+        known = [(_PCIE_LANE_GB_S[generation], width) for generation, width in lanes if generation in _PCIE_LANE_GB_S]
+        return min((lane * width for lane, width in known), default=None)
 
     return _ask(bandwidth)
 
@@ -118,10 +114,6 @@ def _ask(question: Callable[[Any], _Answer]) -> _Answer | None:
 
 def _handle(nvml: Any, device: bytes) -> Any:
     return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=device)}".encode())
-
-
-def _supported(nvml: Any, ends: list[Any], capability: int) -> bool:
-    return bool(nvml.nvmlDeviceGetP2PStatus(*ends, capability) == nvml.NVML_P2P_STATUS_OK)
 
 
 def _is_active(nvml: Any, handle: Any, link: int) -> bool:

@@ -28,19 +28,27 @@ def resolve_stream(stream: Any, array: Any, ordinal: int) -> int:
     """
     torch = sys.modules.get("torch")  # only a program that has imported torch can pass its objects
     if stream is None:
-        current: int
         if torch is not None and isinstance(array, torch.Tensor):
             # The same as torch.cuda.current_stream(ordinal).cuda_stream, without the two objects that this makes.
-            current = torch._C._cuda_getCurrentRawStream(ordinal)
-        else:
-            current = get_current_stream(ordinal).ptr
-        return current
+            return int(torch._C._cuda_getCurrentRawStream(ordinal))
+        return int(get_current_stream(ordinal).ptr)
     if isinstance(stream, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
         return int(stream.ptr)
     if torch is not None and isinstance(stream, torch.cuda.Stream):
         return int(stream.cuda_stream)
     if hasattr(stream, "__cuda_stream__"):
-        return _from_protocol(stream)
+        try:
+            version, pointer = stream.__cuda_stream__()
+        except (TypeError, ValueError) as error:
+            raise InvalidUsageError(
+                f"stream={stream!r}: __cuda_stream__ must be a method that returns (0, address): {error}"
+            ) from error
+        if version != 0:
+            raise InvalidUsageError(
+                f"stream={stream!r} has version {version} of __cuda_stream__, mpicomm reads 0: pass its address as an "
+                "int"
+            )
+        return int(pointer)
     if isinstance(stream, int) and not isinstance(stream, bool):
         if stream < 0:
             raise InvalidUsageError(f"stream={stream} is no address of a CUDA stream; {_ACCEPTED}")
@@ -65,20 +73,6 @@ def threads_of(ordinal: int) -> ThreadsOfStreams:
             return not int(call(driver.cuStreamGetFlags, stream)) & driver.CUstream_flags.CU_STREAM_NON_BLOCKING
 
     return ThreadsOfStreams(waits_for_null)
-
-
-def _from_protocol(stream: Any) -> int:
-    try:
-        version, pointer = stream.__cuda_stream__()
-    except (TypeError, ValueError) as error:
-        raise InvalidUsageError(
-            f"stream={stream!r}: __cuda_stream__ must be a method that returns (0, address): {error}"
-        ) from error
-    if version != 0:
-        raise InvalidUsageError(
-            f"stream={stream!r} has version {version} of __cuda_stream__, mpicomm reads 0: pass its address as an int"
-        )
-    return int(pointer)
 
 
 class StreamsOfGpu:

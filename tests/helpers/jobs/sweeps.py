@@ -13,8 +13,8 @@ QUICK_RUNS_EVERY = {
     f"{KERNELS}test_compiled.py::test_expressions_compile": 4,
     f"{UNIT}devices/cuda/test_compile.py::test_every_kernel_compiles": 2,
     # Kernels on CPU threads: further numbers of ranks, types, sizes and seeds.
-    f"{KERNELS}test_between_processes.py::test_every_class_of_types": 5,
-    f"{KERNELS}test_between_processes.py::test_every_size_at_which_something_changes": 3,
+    f"{KERNELS}test_negative_controls.py::test_every_class_of_types": 5,
+    f"{KERNELS}test_negative_controls.py::test_every_size_at_which_something_changes": 3,
     f"{KERNELS}test_chain.py::test_every_class_of_types": 2,
     f"{KERNELS}test_chain.py::test_every_size_at_which_something_changes_past_the_end_of_32_bits": 3,
     f"{KERNELS}test_coded_packets.py::test_results_have_the_bits_of_the_host": 4,
@@ -31,8 +31,8 @@ QUICK_RUNS_EVERY = {
     f"{KERNELS}test_packets.py::test_types_of_every_width": 4,
     f"{KERNELS}test_programs.py::test_collectives_of_any_size": 0,
     f"{KERNELS}test_programs.py::test_straight_into_memory": 4,
-    f"{KERNELS}test_ring.py::test_every_class_of_types": 3,
-    f"{KERNELS}test_ring.py::test_every_size_at_which_something_changes": 3,
+    f"{KERNELS}test_negative_controls.py::test_rings_of_every_class_of_types": 3,
+    f"{KERNELS}test_negative_controls.py::test_rings_of_every_size_at_which_something_changes": 3,
     f"{KERNELS}test_scaled_norms.py::test_the_kernel_after_the_reduction": 4,
     f"{KERNELS}test_scaled_norms.py::test_the_kernel_that_reduces": 4,
     # On ranks: further types, shapes, and places of arrays.

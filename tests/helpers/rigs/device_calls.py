@@ -81,7 +81,7 @@ def on_gpu(rig: Rig, content: Any) -> Any:
 
 
 def values_of(array: Any) -> Any:
-    return array.get() if isinstance(array, DeviceArray) else array
+    return array if isinstance(array, np.ndarray) else array.get()  # also an array of CuPy
 
 
 MAKERS: dict[str, Callable[[Rig, Any], Any]] = {"gpu": on_gpu, "host": lambda rig, content: np.array(content)}

@@ -91,12 +91,12 @@ def test_any_number_of_ranks_gets_the_same_bits(device: str, size: int, name: st
 @pytest.mark.parametrize("size", SIZES)
 def test_narrow_leaves_are_rounded_once(device: str, size: int, name: str) -> None:
     dtype = dtype_or_skip(name)
+    if device != "cpu" and name != "float16":
+        pytest.skip("CuPy lacks the type")
     comm = few(device, size)
     if comm is None:
         return
     with comm, array_module(comm) as xp:
-        if xp is not np and name != "float16":
-            pytest.skip("CuPy lacks the type")
         leaves = leaves_of(dtype, 1000)
         mine, made = own_sum(comm, xp, leaves), xp.zeros(1000, dtype)
         assert mine.dtype == np.float32

@@ -70,14 +70,8 @@ def test_matmul_reduce_scatter_and_allreduce_add_the_products(comm: mpicomm.Comm
         out = xp.empty_like(got)
         assert comm.matmul_reduce_scatter(mine, factor, out) is out
         assert (host(out) == total[begin : begin + rows] - bias).all()
-
-
-def test_rows_that_ranks_cannot_share_evenly_are_added(comm: mpicomm.Communicator, xp: Any) -> None:
-    for rows, inner, columns in [(size + 5, inner, columns) for size, inner, columns in shapes(comm)]:
-        a = [integers(rank, rows, inner) for rank in range(comm.size)]
-        b = [integers(100 + rank, inner, columns) for rank in range(comm.size)]
-        got = comm.matmul_allreduce(xp.asarray(a[comm.rank]), xp.asarray(b[comm.rank]))
-        assert (host(got) == sum(product_of(xp, x, y) for x, y in zip(a, b, strict=True))).all()
+        # Rows that the ranks cannot share evenly.
+        assert (host(comm.matmul_allreduce(mine[5:], factor)) == (total - bias)[5:]).all()
 
 
 def test_a_function_multiplies_in_place_of_the_library(comm: mpicomm.Communicator, xp: Any) -> None:
@@ -121,23 +115,14 @@ def test_empty_matrices_have_empty_products(comm: mpicomm.Communicator, xp: Any)
     assert (host(zeros) == np.zeros((2, 3))).all()
 
 
-@pytest.mark.parametrize(
-    ("operands", "text"),
-    [
+def test_bad_operands_are_refused_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
+    for shapes, text in (
         (((3, 4), (5, 2)), r"a of shape 3x4 and b of shape 5x2 have no product: b must have 4 rows"),
         (((3,), (3, 2)), r"a has 1 dimensions, shape 3: pass a matrix"),
         (((3, 4), (4, 2), (1, 2)), r"out has shape 1x2: pass an array of shape \d+x2"),
-    ],
-)
-def test_operands_without_a_product_are_refused_on_all_ranks(
-    comm: mpicomm.Communicator, xp: Any, operands: tuple[tuple[int, ...], ...], text: str
-) -> None:
-    arrays = [xp.zeros(shape, "f4") for shape in operands]
-    with pytest.raises(mpicomm.InvalidUsageError, match=text):
-        comm.allgather_matmul(*arrays)
-
-
-def test_other_bad_operands_are_refused_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
+    ):
+        with pytest.raises(mpicomm.InvalidUsageError, match=text):
+            comm.allgather_matmul(*(xp.zeros(shape, "f4") for shape in shapes))
     a, b = xp.zeros((4 * comm.size, 4), "f4"), xp.zeros((4, 2), "f4")
     with pytest.raises(mpicomm.InvalidUsageError, match="b has dtype float64, and a has float32: convert b first"):
         comm.allgather_matmul(a, b.astype("f8"))

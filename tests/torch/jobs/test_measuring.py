@@ -36,22 +36,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return copy / "scripts/results", ended[-1][0]
 
 
-def test_the_tables_name_the_files(measured: tuple[Path, str]) -> None:
-    results, _ = measured
+def test_files_and_tables_have_the_rows_of_both_backends(measured: tuple[Path, str]) -> None:
+    results, output = measured
     tables = (results / "README.md").read_text()
     assert "[issue-here.json](issue-here.json)" in tables and "[torch-here.json](torch-here.json)" in tables
-
-
-def test_the_backends_and_the_version_of_pytorch_are_there(measured: tuple[Path, str]) -> None:
-    results, _ = measured
     calls, training = json.loads((results / "torch-here.json").read_text())
     assert [row[0] for row in calls["rows"]] == ["4 KiB"] and all(value > 0 for value in calls["rows"][0][1:])
-    assert [row[0] for row in training["rows"]][:2] == ["gloo", "mpicomm"]
-    assert "torch" in calls["versions"]
-
-
-def test_rows_have_known_and_new_calls_of_both(measured: tuple[Path, str]) -> None:
-    results, output = measured
+    assert [row[0] for row in training["rows"]][:2] == ["gloo", "mpicomm"] and "torch" in calls["versions"]
     document = json.loads((results / "issue-here.json").read_text())
     assert document["columns"] == [
         "call", "known: mpicomm, us", "known: gloo, us", "new: mpicomm, us", "new: gloo, us",
@@ -59,8 +50,7 @@ def test_rows_have_known_and_new_calls_of_both(measured: tuple[Path, str]) -> No
     rows = {name: times for name, *times in document["rows"]}
     assert len(rows) == len(document["rows"]) == 9
     assert output.count("\n") == 10
-    for name, times in rows.items():
-        known, known_peer, new, new_peer = times
+    for name, (known, known_peer, new, new_peer) in rows.items():
         assert known > 0
         assert (new is None) == name.startswith(("persistent", "a step"))
         assert (known_peer is not None) == name.startswith(("`dist.", "a step")), name

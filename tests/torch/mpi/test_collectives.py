@@ -1,4 +1,7 @@
-"""Each collective gives the results of its definition, for every element type."""
+"""Collectives give the results of their definition, for every element type.
+
+PyTorch's own tests, and test_tensors.py, have the other collectives.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +19,16 @@ Results = tuple[Tensors, Tensors]
 """The tensors that a call has given, and the right tensors."""
 
 
-def broadcast(case: Case) -> Results:
-    got = [case.own(3, 5, salt=root) for root in range(case.size)]
-    for root, tensor in enumerate(got):
-        case.wait(dist.broadcast(tensor, group_src=root, group=case.group, async_op=case.async_op))
-    return got, [case.of(root, 3, 5, salt=root) for root in range(case.size)]
-
-
 def all_gather(case: Case) -> Results:
     got = [case.empty(2, 3) for _ in range(case.size)]
     case.wait(dist.all_gather(got, case.own(2, 3), group=case.group, async_op=case.async_op))
     return got, case.all(2, 3)
 
 
-def all_gather_into_rows_of_one_tensor(case: Case) -> Results:
-    got = case.empty(case.size, 7)
-    case.wait(dist.all_gather(list(got), case.own(7), group=case.group, async_op=case.async_op))
-    return [got], [torch.stack(case.all(7))]
-
-
 def all_gather_into_columns_of_one_tensor(case: Case) -> Results:
     got = case.empty(7, case.size)
     case.wait(dist.all_gather(list(got.unbind(1)), case.own(7), group=case.group, async_op=case.async_op))
     return [got], [torch.stack(case.all(7), 1)]
-
-
-def all_gather_into_tensor(case: Case) -> Results:
-    got = case.empty(2 * case.size, 3)
-    case.wait(dist.all_gather_into_tensor(got, case.own(2, 3), group=case.group, async_op=case.async_op))
-    return [got], [torch.cat(case.all(2, 3))]
-
-
-def all_gather_into_tensor_of_one_more_dimension(case: Case) -> Results:
-    got = case.empty(case.size, 2, 3)
-    case.wait(dist.all_gather_into_tensor(got, case.own(2, 3), group=case.group, async_op=case.async_op))
-    return [got], [torch.stack(case.all(2, 3))]
 
 
 def all_gather_of_different_sizes(case: Case) -> Results:
@@ -92,14 +70,6 @@ def scatter(case: Case) -> Results:
     return got, [case.of(root, 4, salt=case.rank) for root in range(case.size)]
 
 
-def all_to_all_single(case: Case) -> Results:
-    got = case.empty(2 * case.size, 3)
-    given = case.own(2 * case.size, 3)
-    case.wait(dist.all_to_all_single(got, given, group=case.group, async_op=case.async_op))
-    parts = [each.chunk(case.size)[case.rank] for each in case.all(2 * case.size, 3)]
-    return [got], [torch.cat(parts)]
-
-
 def all_to_all_single_of_different_splits(case: Case) -> Results:
     def splits(rank: int) -> list[int]:
         return [(rank + 2 * peer) % 3 for peer in range(case.size)]
@@ -131,17 +101,12 @@ def coalesced_all_gather_into_tensor(case: Case) -> Results:
 
 
 MOVES: list[Callable[[Case], Results]] = [
-    broadcast,
     all_gather,
-    all_gather_into_rows_of_one_tensor,
     all_gather_into_columns_of_one_tensor,
-    all_gather_into_tensor,
-    all_gather_into_tensor_of_one_more_dimension,
     all_gather_of_different_sizes,
     gather,
     gather_single,
     scatter,
-    all_to_all_single,
     all_to_all_single_of_different_splits,
     all_to_all,
     coalesced_all_gather_into_tensor,
@@ -165,16 +130,6 @@ def all_reduce(case: Case, op: Op) -> Results:
     return [got], [reduced(case.all(3, 5), op)]
 
 
-def reduce(case: Case, op: Op) -> Results:
-    got, expected = [], []
-    for root in range(case.size):
-        tensor = case.own(6, salt=root)
-        case.wait(dist.reduce(tensor, group_dst=root, op=op, group=case.group, async_op=case.async_op))
-        if case.rank == root:
-            got, expected = [tensor], [reduced(case.all(6, salt=root), op)]
-    return got, expected
-
-
 def reduce_scatter(case: Case, op: Op) -> Results:
     got = case.empty(4)
     given = [case.own(4, salt=peer) for peer in range(case.size)]
@@ -189,23 +144,6 @@ def reduce_scatter_of_different_sizes(case: Case, op: Op) -> Results:
     return [got], [reduced(case.all(case.rank + 1, salt=case.rank), op)]
 
 
-def reduce_scatter_tensor(case: Case, op: Op) -> Results:
-    got = case.empty(2, 3)
-    given = case.own(2 * case.size, 3)
-    case.wait(dist.reduce_scatter_tensor(got, given, op, group=case.group, async_op=case.async_op))
-    return [got], [reduced(case.all(2 * case.size, 3), op).chunk(case.size)[case.rank]]
-
-
-def coalesced_all_reduce(case: Case, op: Op) -> Results:
-    got = [case.own(count) for count in (1, 5)]
-    with _coalescing_manager(group=case.group, async_ops=case.async_op) as manager:
-        for tensor in got:
-            dist.all_reduce(tensor, op, group=case.group)
-    if case.async_op:
-        manager.wait()
-    return got, [reduced(case.all(count), op) for count in (1, 5)]
-
-
 def coalesced_reduce_scatter_tensor(case: Case, op: Op) -> Results:
     got = [case.empty(count) for count in (1, 5)]
     with _coalescing_manager(group=case.group, async_ops=case.async_op) as manager:
@@ -218,11 +156,8 @@ def coalesced_reduce_scatter_tensor(case: Case, op: Op) -> Results:
 
 REDUCTIONS: list[Reduction] = [
     all_reduce,
-    reduce,
     reduce_scatter,
     reduce_scatter_of_different_sizes,
-    reduce_scatter_tensor,
-    coalesced_all_reduce,
     coalesced_reduce_scatter_tensor,
 ]
 FOR_NUMBERS = (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.AVG)

@@ -33,28 +33,6 @@ def test_shapes(world: dist.ProcessGroup, shape: tuple[int, ...]) -> None:
             require_same([scattered, swapped], [reduced(parts, Op.SUM), torch.cat(parts)])
 
 
-def test_splits_of_nothing(world: dist.ProcessGroup) -> None:
-    """Only the first rank sends, and only to the last one."""
-    case = Case(world)
-    last = case.size - 1
-    sent = [3 if (case.rank, peer) == (0, last) else 0 for peer in range(case.size)]
-    received = [3 if (peer, case.rank) == (0, last) else 0 for peer in range(case.size)]
-    got = case.empty(sum(received), 2)
-    dist.all_to_all_single(got, case.of(0, 3, 2)[: sum(sent)].to(case.device), received, sent)
-    require_same([got], [case.of(0, 3, 2)[: sum(received)]])
-
-
-def test_channels_last(world: dist.ProcessGroup) -> None:
-    case = Case(world)
-    tensor = case.own(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    dist.all_reduce(tensor)
-    assert tensor.is_contiguous(memory_format=torch.channels_last)
-    require_same([tensor], [reduced(case.all(2, 3, 4, 5), Op.SUM)])
-    sent = case.own(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    dist.broadcast(sent, case.size - 1)
-    require_same([sent], [case.of(case.size - 1, 2, 3, 4, 5)])
-
-
 def test_transposed(world: dist.ProcessGroup) -> None:
     case = Case(world)
     summed, sent, given = (case.own(3, 4, 5).permute(2, 0, 1) for _ in range(3))

@@ -13,7 +13,7 @@ import pytest
 from mpicomm.activity import layout
 from mpicomm.activity import page as activity_page
 from mpicomm.activity.layout import ranks_as_text, ranks_of_text
-from mpicomm.activity.page import CommunicatorRow, Heading, Member, WindowRow, begin_by_mpi, by_mpi, page, text_of
+from mpicomm.activity.page import CommunicatorRow, Heading, Member, begin_by_mpi, by_mpi, page, text_of
 from mpicomm.activity.reading import (
     Activity,
     BlockedMessage,
@@ -72,9 +72,9 @@ def test_calls_have_numbers_and_texts() -> None:
 def test_windows_have_rows_of_their_own() -> None:
     assert layout.MOST_RANKS == WINDOW_RANKS
     heading = Heading(0, [Member("host", 1, 61), Member("host", 2, 62)], "cpu")
-    communicator, row = CommunicatorRow(), WindowRow()
+    communicator, row = CommunicatorRow(), CommunicatorRow()
     communicator.open(heading)
-    row.open(heading.of_windows())
+    row.open(heading, window=True)
     assert of("ranks 61-62").key != of("window of ranks 61-62").key
     row.log(0).post("Win.Fence")
     posted = of("window of ranks 61-62")

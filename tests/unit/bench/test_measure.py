@@ -15,7 +15,7 @@ import mpicomm
 from mpicomm.bench.contenders import ROOM_NBYTES, Contenders, Variation, draw, mean_share
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, CallTimes, Machine
-from mpicomm.bench.measure import Effort, Measuring, Outcome
+from mpicomm.bench.measure import Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers
 from mpicomm.bench.peers import Mpicomm, Peer
 
@@ -77,7 +77,8 @@ def measure(
     library.name, library.first, library.second = name, *(np.empty(CASE.nbytes, np.uint8) for _ in range(2))
     contenders.present.append(library)
     content = Content(np, FLOAT, "sum", 1, CASE.count, reduces=True)
-    return contenders.measure(Measuring(comm, machine, Effort(3, 1, 2, graphs)), content, CASE, checks=1)
+    measuring = Measuring(comm, machine, iterations=3, warmups=1, rounds=2, graphs=graphs)
+    return contenders.measure(measuring, content, CASE, checks=1)
 
 
 def test_a_graph_is_timed(comm: mpicomm.Communicator) -> None:

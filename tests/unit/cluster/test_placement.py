@@ -17,7 +17,7 @@ from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find
 from mpicomm.cluster.process import group_by_node
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda import driver as cuda_driver
-from mpicomm.devices.host import NO_DEVICE, HostBackend
+from mpicomm.devices.host import NO_DEVICE
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError
 from mpicomm.log import logger
 
@@ -209,16 +209,8 @@ def test_bad_variables_are_every_ranks_error(
 def test_the_ranks_of_each_node_share_its_devices() -> None:
     places = [place("left", [A, B]), place("right", [C]), place("left", [A, B]), place("right", [C, D])]
     assert placement._choose_devices(places) == [0, 0, 1, 1]
-
-
-def test_one_rank_without_a_device_takes_all_to_the_cpu() -> None:
+    # One rank without a device takes all to the cpu.
     assert placement._choose_devices([place("left", [A]), place("right")]) == ["cpu", "cpu"]
-
-
-def test_arguments_that_differ_are_refused_with_who_said_what() -> None:
-    placement._require_same("handle", ["fd", "fd"])
-    with pytest.raises(InvalidUsageError, match="handle differs between ranks: 'fd' on rank 0, 'ipc' on rank 1; pass"):
-        placement._require_same("handle", ["fd", "ipc"])
 
 
 @pytest.mark.parametrize(
@@ -304,12 +296,6 @@ def test_only_ranks_of_the_node_have_an_index_in_it() -> None:
     for rank, reason in refusals:
         with pytest.raises(InvalidUsageError, match=reason):
             places.node_index_of(rank)
-
-
-def test_the_cpu_has_the_host_backend() -> None:
-    backend = Placement([place(device="cpu")], 0).create_backend()
-    assert isinstance(backend, HostBackend)
-    assert backend.device == "cpu"
 
 
 # ---- groups of ranks

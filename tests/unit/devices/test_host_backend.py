@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpicomm.devices.base import Link
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 
@@ -95,10 +94,6 @@ def test_pointer_tables_hold_any_address() -> None:
     table = HostBackend(1.0).pointer_table(pointers)
     assert table.dtype == np.uint64
     assert table.tolist() == pointers
-
-
-def test_ranks_meet_in_host_memory(backend: HostBackend) -> None:
-    assert backend.link(bytes(16), "memfd") == Link("host memory", access=True)
 
 
 def test_events_need_nothing_but_a_fence(backend: HostBackend) -> None:

@@ -44,32 +44,20 @@ def load(monkeypatch: pytest.MonkeyPatch, library: Library | None) -> list[int]:
     return modes
 
 
-def test_device_memory_has_an_ordinal_and_the_rest_of_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, Library(2, 0, 3, 0x1000, 0x800))
-    assert memory_location.place_of(0x1100) == memory_location.GpuLocation(3, 0x700, False)
-    assert memory_location.lies_on_device(0x1100) == 3
-
-
-def test_pinned_memory_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, Library(1, 0, 0, 0x1000, 0x800))
-    assert memory_location.place_of(0x1100) is None
-
-
-def test_managed_memory_is_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, Library(2, 1, 0, 0x1000, 0x800))
-    place = memory_location.place_of(0x1000)
-    assert place is not None and place.managed
-    assert memory_location.lies_on_device(0x1000) is None
-
-
-def test_memory_that_the_driver_does_not_know_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, Library(0, 0, 0, 0, 0))
-    assert memory_location.place_of(0x1000) is None
-
-
-def test_a_driver_that_has_not_started_knows_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, Library(2, 0, 0, 0, 0, status=3))
-    assert memory_location.place_of(0x1000) is None
+@pytest.mark.parametrize(
+    ("library", "place", "device"),
+    [
+        (Library(2, 0, 3, 0x1000, 0x800), (3, 0x700, False), 3),  # the rest of its allocation counts
+        (Library(2, 1, 0, 0x1000, 0x800), (0, 0x700, True), None),  # managed memory is for both
+        (Library(1, 0, 0, 0x1000, 0x800), None, None),  # pinned memory is the host's
+        (Library(0, 0, 0, 0, 0), None, None),  # the driver does not know it
+        (Library(2, 0, 0, 0, 0, status=3), None, None),  # the driver has not started
+    ],
+)
+def test_where_memory_lies(monkeypatch: pytest.MonkeyPatch, library: Library, place: Any, device: int | None) -> None:
+    load(monkeypatch, library)
+    assert memory_location.place_of(0x1100) == place
+    assert memory_location.lies_on_device(0x1100) == device
 
 
 def test_a_process_without_the_driver_does_not_load_it_nor_look_for_it_each_time(

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,32 +21,11 @@ def in_thread(act: Callable[[], Any]) -> None:
     assert not thread.is_alive()
 
 
-class Lasting:
+@contextlib.contextmanager
+def lasting() -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """A thread that lives until the end of the ``with`` block, for which it makes calls."""
-
-    def __init__(self) -> None:
-        self._calls: list[Callable[[], Any]] = []
-        self._come, self._done, self._ends = threading.Semaphore(0), threading.Semaphore(0), False
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Lasting:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends = True
-        self._come.release()
-        self._thread.join(20)
-
-    def __call__(self, act: Callable[[], Any]) -> None:
-        self._calls.append(act)
-        self._come.release()
-        assert self._done.acquire(timeout=HANG_S)
-
-    def _run(self) -> None:
-        while self._come.acquire() and not self._ends:
-            self._calls.pop()()
-            self._done.release()
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda act: pool.submit(act).result(HANG_S)
 
 
 @pytest.fixture
@@ -71,7 +52,7 @@ def test_a_thread_that_has_ended_does_not_count(streams: ThreadsOfStreams) -> No
 
 def test_each_thread_may_have_its_own_stream(streams: ThreadsOfStreams) -> None:
     streams.note(OTHER)
-    with Lasting() as thread:
+    with lasting() as thread:
         thread(lambda: streams.note(OTHER + 1))
     assert not streams.of(OTHER).are_several and not streams.of(OTHER + 1).are_several
 
@@ -79,16 +60,16 @@ def test_each_thread_may_have_its_own_stream(streams: ThreadsOfStreams) -> None:
 def test_threads_with_their_own_streams_share_the_device_while_they_live(streams: ThreadsOfStreams) -> None:
     streams.note(OTHER)
     assert not streams.are_several
-    with Lasting() as thread:
+    with lasting() as thread:
         thread(lambda: streams.note(OTHER + 1))
         assert streams.are_several
     assert not streams.are_several
-    with Lasting() as thread:
+    with lasting() as thread:
         for _ in range(2):
             thread(lambda: streams.note(OTHER))  # the first stream has several users from here on
         assert streams.are_several
     assert not streams.are_several
-    with Lasting() as thread:
+    with lasting() as thread:
         thread(lambda: streams.note(OTHER))
         assert streams.are_several
 
@@ -96,7 +77,7 @@ def test_threads_with_their_own_streams_share_the_device_while_they_live(streams
 def test_a_message_beside_another_thread_is_enqueued_before_mpi_is_told(streams: ThreadsOfStreams) -> None:
     enqueued: list[Any] = []
     streams.note(OTHER)
-    with Lasting() as thread:
+    with lasting() as thread:
         thread(lambda: streams.note(OTHER + 1))
         streams.of(OTHER).defer(enqueued.append, "copy")
         assert enqueued == ["copy"]
@@ -104,7 +85,7 @@ def test_a_message_beside_another_thread_is_enqueued_before_mpi_is_told(streams:
 
 def test_streams_that_wait_for_each_other_count_as_one(streams: ThreadsOfStreams) -> None:
     streams.note(0)
-    with Lasting() as thread:
+    with lasting() as thread:
         thread(lambda: streams.note(3))
     assert streams.of(0).are_several and streams.of(3).are_several
 
@@ -112,7 +93,7 @@ def test_streams_that_wait_for_each_other_count_as_one(streams: ThreadsOfStreams
 def test_a_stream_that_captures_is_known_after_the_capture() -> None:
     captures = True
     streams = ThreadsOfStreams(lambda stream: None if captures else False)
-    with Lasting() as other:
+    with lasting() as other:
         for _ in range(2):
             streams.note(OTHER)
             other(lambda: streams.note(OTHER))

@@ -29,9 +29,6 @@ OUTSIDE = 200  # every byte around a buffer; bytes in it are below 128
 NOTHING = 255
 
 
-STRUCTURES: Any = np.zeros(4, "i4,f4")
-
-
 @functools.cache
 def loops(n: int) -> MPI.Distgraphcomm:
     return SELF.Create_dist_graph_adjacent([0] * n, [0] * n)
@@ -203,7 +200,30 @@ def of_plain(plain: PlainArray | PlainBlocks, itemsize: int, shape: Shape, n: in
     ]
 
 
-def compare(place: Place, form: Callable[[Any], Any], shape: Shape, n: int) -> None:
+def typed_forms(n: int) -> st.SearchStrategy[Callable[[Any], Any]]:
+    one = st.sampled_from([MPI.INT, MPI.BYTE, MPI.DOUBLE, pair_of_ints(), MPI.DATATYPE_NULL])
+    several = st.lists(one, min_size=n, max_size=n)
+    types = st.one_of(several, several, several.map(tuple), st.lists(one, max_size=4), one, st.sampled_from(["d", 7]))
+    numbers = st.one_of(st.none(), lists_of(n), lists_of(n), lists_of(n))
+    return st.one_of(
+        types.map(lambda t: lambda buffer: [buffer, t]),
+        st.tuples(st.tuples(numbers, numbers), types).map(lambda x: lambda buffer: (buffer, *x)),
+        st.tuples(numbers, numbers, types).map(lambda x: lambda buffer: [buffer, *x]),
+        st.tuples(numbers, types).map(lambda x: lambda buffer: [buffer, *x]),
+        st.sampled_from([lambda buffer: [buffer], lambda buffer: []]),
+    )
+
+
+@pytest.mark.parametrize("shape", ["one", "blocks", "vector", "typed"])
+@settings(max_examples=350, deadline=None)
+@given(st.data(), st.integers(1, 4))
+def test_forms_equal_mpi4pys(shape: Shape, data: st.DataObject, n: int) -> None:
+    n = 1 if shape == "one" else n
+    if shape == "typed":  # MPI reads host memory itself, so these buffers are on a GPU
+        place, form = Place("u1", data.draw(st.integers(0, 24)), "on a GPU"), data.draw(typed_forms(n))
+    else:
+        counts = vector_counts(n) if shape == "vector" else simple_counts
+        place, form = data.draw(places), data.draw(forms(counts, datatypes))
     spec = form(place.object)
     try:
         ours: Outcome = of_operand(parse(spec, shape=shape, blocks=n, writable=False, name="sendbuf"), n)
@@ -217,44 +237,6 @@ def compare(place: Place, form: Callable[[Any], Any], shape: Shape, n: int) -> N
     if isinstance(theirs, list) and any(OUTSIDE in block for block in theirs):
         theirs = ValueError  # the deviation: beyond the ends of the buffer
     assert ours == theirs, spec
-
-
-@settings(max_examples=300, deadline=None)
-@given(places, forms(simple_counts, datatypes))
-def test_simple_forms_equal_mpi4pys(place: Place, form: Callable[[Any], Any]) -> None:
-    compare(place, form, "one", 1)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(1, 4), places, forms(simple_counts, datatypes))
-def test_block_forms_equal_mpi4pys(n: int, place: Place, form: Callable[[Any], Any]) -> None:
-    compare(place, form, "blocks", n)
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.data(), st.integers(1, 4), places)
-def test_vector_forms_equal_mpi4pys(data: st.DataObject, n: int, place: Place) -> None:
-    compare(place, data.draw(forms(vector_counts(n), datatypes)), "vector", n)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data(), st.integers(1, 4), st.integers(0, 24))
-def test_typed_forms_equal_mpi4pys(data: st.DataObject, n: int, nbytes: int) -> None:
-    """MPI reads host memory itself, so these buffers are on a GPU."""
-    one = st.sampled_from([MPI.INT, MPI.BYTE, MPI.DOUBLE, pair_of_ints(), MPI.DATATYPE_NULL])
-    several = st.lists(one, min_size=n, max_size=n)
-    types = st.one_of(several, several, several.map(tuple), st.lists(one, max_size=4), one, st.sampled_from(["d", 7]))
-    numbers = st.one_of(st.none(), lists_of(n), lists_of(n), lists_of(n))
-    form = data.draw(
-        st.one_of(
-            types.map(lambda t: lambda buffer: [buffer, t]),
-            st.tuples(st.tuples(numbers, numbers), types).map(lambda x: lambda buffer: (buffer, *x)),
-            st.tuples(numbers, numbers, types).map(lambda x: lambda buffer: [buffer, *x]),
-            st.tuples(numbers, types).map(lambda x: lambda buffer: [buffer, *x]),
-            st.sampled_from([lambda buffer: [buffer], lambda buffer: []]),
-        )
-    )
-    compare(Place("u1", nbytes, "on a GPU"), form, "typed", n)
 
 
 class OnGpu:
@@ -366,21 +348,15 @@ def test_fields_of_a_plain_array() -> None:
     assert operand.whole().count == 24
 
 
-def test_elements_of_unknown_type_are_left_to_mpi() -> None:
-    assert parse(memoryview(STRUCTURES), writable=False, name="sendbuf").dtype is None
-
-
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
         ([np.zeros(4), 5], "sendbuf: elements 0 to 5 are asked for, but the buffer holds 4: "),
         ([np.zeros(4), (3, 2)], "sendbuf: elements 0 to 3 are asked for, but the buffer holds 2 from its displ"),
         ([np.zeros(4), (1, 5)], "sendbuf: displacement 5 lies outside the buffer, which holds 4 elements"),
-        ([np.zeros(4), (1, -1)], "sendbuf: displacement -1 lies outside"),
         ([np.zeros(4), -1], "sendbuf: count -1 is negative"),
         ([np.zeros(4), 2**63], f"sendbuf: count {2**63} does not fit into 64 bits"),
         ([np.zeros(4), (1, 2, 3)], r"sendbuf: \(1, 2, 3\) has 3 items: pass \(count, displacement\)"),
-        ([np.zeros(4)], "sendbuf has 1 items: pass 2 to 4"),
         ([np.zeros(4), "nope"], "sendbuf: cannot map code 'nope' to MPI datatype: pass"),
         ([np.zeros(4), 1, 7], "sendbuf: 7 is no datatype"),
         ([np.zeros(4), MPI.DATATYPE_NULL], "sendbuf: the datatype is MPI.DATATYPE_NULL"),
@@ -391,7 +367,6 @@ def test_elements_of_unknown_type_are_left_to_mpi() -> None:
         (np.zeros(8)[::2], r"sendbuf of shape \(4,\) with strides \(16,\) is neither C- nor Fortran-contiguous"),
         (np.zeros(4, "M8[s]"), r"sendbuf has elements of type datetime64\[s\], for which neither MPI nor mpicomm"),
         (np.zeros(4, ">f8"), r"sendbuf has elements of type >f8, .* move it as bytes with \[buffer, MPI.BYTE\]"),
-        (np.array([None]), "sendbuf has elements of type object"),
     ],
 )
 def test_errors_name_argument_value_and_way_out(spec: Any, text: str) -> None:
@@ -403,8 +378,6 @@ def test_errors_name_argument_value_and_way_out(spec: Any, text: str) -> None:
     ("spec", "text"),
     [
         ([np.zeros(4), [1, 2]], "sendbuf: 2 counts for 3 ranks: pass one for each"),
-        ([np.zeros(4), ([1, 1, 1], [0])], "sendbuf: 1 displacements for 3 ranks"),
-        ([np.zeros(4), [1, -1, 1]], "sendbuf: count -1 is negative"),
         ([np.zeros(4), [2, 2, 1]], "sendbuf: elements 4 to 5 are asked for, but the buffer holds 4: "),
         ([np.zeros(4), ([1, 1, 1], [0, -1, 1])], "sendbuf: elements -1 to 0 are asked for"),
         ([None, [0, 1, 0], "d"], "sendbuf: the buffer is None, but its count is 1"),
@@ -419,8 +392,6 @@ def test_errors_of_vectors_name_argument_value_and_way_out(spec: Any, text: str)
     ("spec", "text"),
     [
         (3, "sendbuf is a int, which has neither"),
-        (None, "sendbuf is a NoneType"),
-        ("abc", "sendbuf is a str"),
         ([np.zeros(4), 1.0], "sendbuf: count 1.0 is no integer"),
         ([np.zeros(4), (1, "x")], "sendbuf: displacement 'x' is no integer"),
     ],
@@ -467,11 +438,6 @@ def test_bottom_is_only_for_mpi() -> None:
             parse(spec, shape="vector", blocks=2, writable=True, name="recvbuf")
 
 
-def test_none_with_a_datatype_is_empty() -> None:
-    operand = parse([None, MPI.INT], blocks=4, writable=True, name="recvbuf")
-    assert (operand.pointer, operand.dtype, operand.total) == (0, np.dtype("i4"), 0)
-
-
 def operand_of(spec: Any) -> Operand:
     return parse(spec, writable=True, name="recvbuf")
 
@@ -487,14 +453,6 @@ def test_only_elements_overlap(data: st.DataObject) -> None:
         touched.append({place + i for count, place in zip(counts, displs, strict=True) for i in range(count)})
         operands.append(parse([a, (counts, displs)], shape="vector", blocks=3, writable=True, name="sendbuf"))
     assert overlaps(*operands) == bool(touched[0] & touched[1])
-
-
-def test_overlap_of_plain_operands() -> None:
-    a = np.zeros(10)
-    assert overlaps(operand_of(a[:6]), operand_of(a[5:]))
-    assert not overlaps(operand_of(a[:5]), operand_of(a[5:]))
-    assert not overlaps(operand_of(a[3:3]), operand_of(a))
-    assert not overlaps(operand_of([a, 1, MPI.FLOAT_INT]), operand_of(a))
 
 
 def test_send_and_receive_memory_are_separate() -> None:

@@ -120,16 +120,6 @@ def test_packs_special_datatypes_as_mpi_does(name: str, count: int) -> None:
     check(SPECIAL[name](), count)
 
 
-def test_regions_that_are_alike_join_only_at_equal_distances_in_packed_memory() -> None:
-    for last, expected in ((10, 2), (8, 1)):
-        packed = (0, 4, last)
-        runs = [Region(offset, (), 4, at) for offset, at in zip((0, 50, 100), packed, strict=True)]
-        loops = [region(offset, ((3, 8),), 4, at, (20,)) for offset, at in zip((0, 30, 60), packed, strict=True)]
-        for regions in (runs, loops):
-            assert len(joined(regions)) == expected
-            assert sorted(places(joined(regions))) == sorted(places(regions))
-
-
 def test_runs_that_touch_only_in_memory_stay_two_runs() -> None:
     runs = [Region(0, (), 4, 0), Region(4, (), 4, 8)]
     assert places(joined(runs)) == places(runs)

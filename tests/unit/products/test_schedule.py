@@ -24,7 +24,6 @@ from mpicomm.products.schedule import (
     pieces_of,
     reducing,
     scattering,
-    scattering_pairs,
 )
 from tests.helpers.references.product_simulator import Rank, address, run
 
@@ -64,10 +63,7 @@ class Job:
                     kept = address(self.kept[call][rank])
                     steps = [*gathering(place, cut, 8 * INNER, a, shared, kept)]
                 elif kind == "scatter":
-                    if cut.pairs:
-                        steps = [*scattering_pairs(place, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
-                    else:
-                        steps = [*scattering(place, cut, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
+                    steps = [*scattering(place, cut, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
                 else:
                     steps = [*reducing(place, cut, 8 * COLUMNS, landed, shared, out, bias=True)]
                 matrices = {"a": self.a[call][rank], "out": self.out[call][rank], "partial": partial[rank]}
