@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import struct
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,6 @@ class BoundElementwise(BoundEpilogue):
         super().__init__(text, dtype, result, arrays)
         self._expression = expression
         self._numbers = numbers
-        self._code = expression.tree.cpp("State")
         packed = (struct.pack("<d" if isinstance(each, float) else "<q", each) for each in numbers.values())
         self._operands = EpilogueOperands(tuple(struct.unpack("<Q", word)[0] for word in packed))
         self.place(result.pointer, result.total, [(array.pointer, array.total) for array in arrays.values()])
@@ -191,6 +191,10 @@ class BoundElementwise(BoundEpilogue):
         nbytes = self._operands.count * max(self.dtype.itemsize, self.result.itemsize)
         variant = epilogue_kernel(self.dtype.name, self.result.name, self._code)
         return KernelCall(variant, arguments, blocks_for(nbytes, multiprocessors), EPILOGUE_THREADS)
+
+    @cached_property
+    def _code(self) -> str:  # not at once, because calls on the host bind each time
+        return self._expression.tree.cpp("State")
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         wide = _FLOAT32 if is_narrow(self.dtype) else self.dtype

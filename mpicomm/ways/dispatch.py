@@ -167,19 +167,11 @@ class Dispatcher:
         request = None if votes.queue else self._gpus.start_known(operation, stream, algorithm, given)
         if request is None:
             arguments = Arguments(*given)
-            begun: Begun
-            plain = self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm)
-            if not votes.are_needed:
-                if plain:
-                    begun = self._mpi.carry_out(operation, arguments, blocking=False)
-                else:
-                    begun = self._carry(self._reader.read(operation, arguments, algorithm, stream), blocking=False)
-            elif plain:
-                number = votes.vote(operation, on_host=True)
-                begun = votes.start(number, partial(self._begin_plain, operation, arguments))
+            if self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
+                begin = partial(self._begin_plain, operation, arguments)
+                begun = votes.start(votes.vote(operation, on_host=True), begin) if votes.are_needed else begin("host")
             else:
-                begun = self._start_by_vote(self._reader.look(operation, arguments, algorithm, stream))
-            assert begun is not None
+                begun = self._start(self._reader.look(operation, arguments, algorithm, stream))
             if not isinstance(begun, DeferredRequest):
                 return begun
             request = begun
@@ -187,12 +179,14 @@ class Dispatcher:
             request.kept = given
         return request
 
-    def _start_by_vote(self, call: Call) -> MPI.Request:
-        """Start a nonblocking call that was read, after a vote."""
+    def _start(self, call: Call) -> MPI.Request:
+        """Start a nonblocking call that was read, after a vote if the ranks vote."""
         votes = self._votes
+        here: CallLocation = "gpu" if call.on_device else "host"
+        if not votes.are_needed:
+            return self._begin(call, here)
         if call.is_mpis:
             votes.vote(call.operation, on_host=True)
-            here: CallLocation = "gpu" if call.on_device else "host"
             call = self._reader.placed(call, here)
             return votes.start(0, lambda place: self._begin(call, here))
         if not call.on_device:
