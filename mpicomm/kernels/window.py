@@ -44,13 +44,6 @@ def lock_of(board: int) -> LockWords:
     return LockWords.from_address(board + LOCK_ROW * ROW_WORDS * WORD_NBYTES)
 
 
-def late_lock(peer: int, *, comes_first: bool) -> str:
-    """Return the reason why a rank waited in vain for a lock, up to the time."""
-    if comes_first:
-        return f"rank {peer} has its turn to take the lock first, and did not take it"
-    return f"rank {peer} holds the lock, and did not give it up"
-
-
 MEET_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_meet", options_for(None))
 """Signals ranks, then waits for ranks."""
 LOCK_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_lock", options_for(None))
