@@ -233,13 +233,15 @@ class Capacity:
                 f"{self.nbytes} bytes: pass a larger buffer or another count"
             )
         for region in block.regions if self.device is not None else ():
-            place = memory_location.place_of(address + region.offset)
-            if place is None or place.managed or place.device != self.device:
-                lies = "in host memory" if place is None or place.managed else f"on GPU {place.device}"
-                raise InvalidUsageError(
-                    f"{self.name}: MPI.BOTTOM with address {address + region.offset:#x}, which lies {lies}, and "
-                    f"another address on GPU {self.device}: let all addresses lie in memory of one kind"
-                )
+            begin, end = region.ends
+            for at in (address + begin, address + end - 1):
+                place = memory_location.place_of(at)
+                if place is None or place.managed or place.device != self.device:
+                    lies = "in no memory of a GPU" if place is None or place.managed else f"on GPU {place.device}"
+                    raise InvalidUsageError(
+                        f"{self.name}: MPI.BOTTOM with address {at:#x}, which lies {lies}, and another address on GPU "
+                        f"{self.device}: let all elements lie in memory of one GPU, and none beyond its allocation"
+                    )
 
 
 def elements_at(datatype: MPI.Datatype, room: Capacity, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...]:

@@ -60,7 +60,7 @@ QUICK_RUNS_EVERY = {
     f"{UNIT}test_process_end.py::test_clean_end_is_clean": 4,
     f"{UNIT}test_ring_command.py::test_all_is_well": 2,
     f"{UNIT}test_ring_command.py::test_one_direction": 2,
-    f"{UNIT}test_ring_command.py::test_one_wrong_byte_of_a_put_is_found": 3,
+    f"{UNIT}test_ring_command.py::test_a_fault_is_found": 2,
 }
 """Of the parameters of a test the quick run takes the last one of so many; of a test with 0 it takes none."""
 

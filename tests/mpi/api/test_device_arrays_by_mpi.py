@@ -249,13 +249,15 @@ def test_addresses_of_the_host_and_of_a_device_are_refused_together(rig: Rig) ->
     array, host = rig.of(rig.rank, 4), np.zeros(4, np.int32)
     address, of_host = array.memory.ctypes.data, MPI.Get_address(host)
     mixed = MPI.Datatype.Create_struct([4, 4], [of_host, address], [MPI.INT32_T] * 2).Commit()
-    several = [MPI.BOTTOM, ([1] * rig.size, [0] * rig.size), [mixed] * rig.size]
-    for call, *arguments in (
-        (rig.comm.Send, [MPI.BOTTOM, 1, mixed], MPI.PROC_NULL),
-        (rig.comm.Irecv, [MPI.BOTTOM, 1, mixed], MPI.PROC_NULL),
-        (rig.comm.Bcast, [MPI.BOTTOM, 1, mixed]),
-        (rig.comm.Alltoallw, several, several),
-    ):
-        with pytest.raises(InvalidUsageError, match="lies in host memory, and another address on GPU 0"):
-            call(*arguments)
-    mixed.Free()
+    long = MPI.INT32_T.Create_hindexed([5], [address]).Commit()
+    for datatype in (mixed, long):
+        several = [MPI.BOTTOM, ([1] * rig.size, [0] * rig.size), [datatype] * rig.size]
+        for call, *arguments in (
+            (rig.comm.Send, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
+            (rig.comm.Irecv, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
+            (rig.comm.Bcast, [MPI.BOTTOM, 1, datatype]),
+            (rig.comm.Alltoallw, several, several),
+        ):
+            with pytest.raises(InvalidUsageError, match="lies in no memory of a GPU, and another address on GPU 0"):
+                call(*arguments)
+        datatype.Free()
