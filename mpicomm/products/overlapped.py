@@ -163,8 +163,6 @@ class Overlapped:
         call.enqueue(self._carry_out, operands, stream)
 
     def _plan(self, operands: Operands, way: ProductWay, key: Any, kept: int) -> ProductPlan:
-        from mpicomm.collectives.gpu.engine import OwnCall
-
         call, facts, cut = ProductPlan(self._lane), way.facts, way.cut
         assert cut is not None
 
@@ -192,7 +190,7 @@ class Overlapped:
         request = Request("products", 1 << (_shared_nbytes(facts, cut) - 1).bit_length())
         scratch_nbytes = facts.rows * facts.row_nbytes if facts.kind == "matmul_reduce_scatter" else 0
         choice = AlgorithmChoice("overlap", way.why)
-        call.plan = self._engine.prepare_own(OwnCall(operands.text, choice, request, scratch_nbytes, steps))
+        call.plan = self._engine.prepare_own(operands.text, choice, request, scratch_nbytes, steps)
         if len(self._known) >= _MOST_PLANS:
             self._known.popitem(last=False)
         self._known[key] = call
@@ -201,7 +199,7 @@ class Overlapped:
     def _steps(
         self, actions: Iterable[Action], call: ProductPlan, operands: Operands, domain: Domain
     ) -> Iterator[Step]:
-        template, tag, barriers = DirectTemplate.of(domain), zlib.crc32(operands.text.encode()), 0
+        template, tag, barriers = DirectTemplate(domain), zlib.crc32(operands.text.encode()), 0
         for action in actions:
             if isinstance(action, Barrier):
                 yield template.barrier(launch_tag(tag, barriers), after_copies=True)

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.api.door import KnownCall, PlanCache
+from mpicomm.api.door import AnyPlan, PlanCache
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.torch.collectives import Given, TensorCall
 from mpicomm.torch.works import FOREVER, Tensors, Work, too_late, translated, when_over
@@ -137,7 +137,7 @@ class Streams:
         self.door.expect_alike()
         self._known: PlanCache | None = None  # `Door.known`, after the first call
         self._version = -1
-        self._buckets: dict[tuple[int, int, torch.dtype, int], KnownCall] = {}
+        self._buckets: dict[tuple[int, int, torch.dtype, int], AnyPlan] = {}
         """The calls of `bucket` that have a graph, by their memory and operation."""
         self._pool = SymmetricPool(comm)
         # The constructor makes the stream, because the first call may be in a capture.
@@ -218,7 +218,7 @@ class Streams:
         value: torch.Tensor | Tensors,
         tensors: Tensors,
         beside: bool,
-        known: KnownCall | None = None,
+        known: AnyPlan | None = None,
     ) -> torch.futures.Future[Any]:
         """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future.
 
@@ -266,7 +266,7 @@ class Streams:
             return None
         memory, version = (tensor.data_ptr(), tensor.numel(), tensor.dtype, hash(op)), gpu.version
         known = self._buckets.get(memory)
-        if known is None or known.plan.is_old or version != self._version:
+        if known is None or known.is_old or version != self._version:
             known = call.find(gpu, (tensor, op, "tensor", None))
             if known is None:
                 return None

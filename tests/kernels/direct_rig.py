@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
+from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu.algorithms.copies.schedule import landing_place
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.symmetric.registry import Mapped
@@ -41,8 +44,9 @@ class DirectRig:
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         self._changes = changes
+        arena: Any = SimpleNamespace(layout=layout)
         self._templates = [
-            DirectTemplate(machine.team(self.arenas, rank, timeout_s), layout, blocks, early=False)
+            DirectTemplate(Domain(machine.team(self.arenas, rank, timeout_s), arena, blocks, early=False))
             for rank in range(self.size)
         ]
 
@@ -74,7 +78,7 @@ class DirectRig:
             if receive is not None and peer != rank:
                 coming[peer] = receive.count * exchange.dtype.itemsize
         template = self._templates[rank]
-        (launch,) = template.steps(template.write(sends, targets, going, coming, nbytes, tag))
+        (launch,) = template.steps_of(template.write(sends, targets, going, coming, nbytes, tag))
         assert isinstance(launch, Launch)
         self._enqueue(rank, launch, nap_us)
 

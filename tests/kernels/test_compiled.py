@@ -15,9 +15,9 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels nee
 
 import mpicomm  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.chain.plan import CHAIN_THREADS, chain_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import THREADS, exchange_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chunks.plan import THREADS, exchange_kernel  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.copies.plan import REDUCTION_THREADS, local_reduction_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_KERNEL, DIRECT_THREADS  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.direct.plan import DIRECT_KERNEL, DIRECT_THREADS  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
     OVERSEERS,
     Steps,

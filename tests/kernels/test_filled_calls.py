@@ -187,7 +187,9 @@ class Straight:
 
     def __init__(self, builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
         read_device_arrays(monkeypatch)
-        monkeypatch.setattr(direct_plan, "_most_copied_nbytes", lambda size: 15)  # longer messages go straight
+        monkeypatch.setattr(
+            direct_plan, "most_copied_nbytes", lambda operation, domain: 15
+        )  # longer messages go straight
         self.rig = FilledRig(Machine(builds, size), 256 << 10)
         self._rng = np.random.default_rng(size)
 

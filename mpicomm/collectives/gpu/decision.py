@@ -26,7 +26,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.symmetric.registry import Mapped
 
 if TYPE_CHECKING:
-    from mpicomm.collectives.gpu.step_loader import StepLoader
+    from mpicomm.collectives.gpu.plan import StepLoader
     from mpicomm.devices.cuda.stream_order import Enqueue
 
 NO_END = 1 << 62  # more bytes than any call has
@@ -45,21 +45,15 @@ NO_CHOICE = AlgorithmChoice()
 """The choice of plans that are parts of calls."""
 
 
-class _Enqueuers(dict[Filled, "Enqueue"]):
-    """The launches of a template, whose kernels are loaded at first need."""
-
-    def __init__(self, template: KernelTemplate, loader: StepLoader) -> None:
-        self._template = template
-        self._loader = loader
-
-    def __missing__(self, filled: Filled) -> Enqueue:
-        (self[filled],) = self._loader.enqueuers([self._template.launch(filled)])
-        return self[filled]
-
-
 def enqueuers_of(template: KernelTemplate, loader: StepLoader) -> Callable[[Filled], Enqueue]:
-    """Return a function that returns the function which enqueues a written call."""
-    return _Enqueuers(template, loader).__getitem__
+    """Return a function that returns the function which enqueues a written call. Kernels are loaded at first need."""
+
+    @cache
+    def enqueue_of(filled: Filled) -> Enqueue:
+        (enqueue,) = loader.enqueuers([template.launch_of(filled)])
+        return enqueue
+
+    return enqueue_of
 
 
 def in_turn(steps: Sequence[Enqueue]) -> Enqueue:
@@ -80,10 +74,12 @@ class Chosen:
         self.choice = AlgorithmChoice(name, why)
         self.into_memory, self.finishes = launcher.into_memory, launcher.finishes
         self.fill = launcher.fill
-        self.enqueue_of: Callable[[Filled], Enqueue] = lambda filled: in_turn(loader.enqueuers(filled[0]))
+        self.enqueue_of: Callable[[Filled], Enqueue]
         """Returns the function that enqueues a filled-in call."""
         if isinstance(launcher, KernelTemplate):
             self.enqueue_of = enqueuers_of(launcher, loader)
+        else:
+            self.enqueue_of = lambda filled: in_turn(loader.enqueuers(filled[0]))
 
 
 ByLength = tuple[list[int], list[Chosen]]
@@ -110,7 +106,9 @@ class Decision:
             # "one_shot" carries out the calls with nothing to choose.
             may_be_taken = algorithm.in_rank_order if asked == "auto" else algorithm.name in (asked, "one_shot")
             if may_be_taken and algorithm.serves(form.operation):
-                offered = algorithm.serve(form, domain)
+                offered: Sequence[FormLauncher] | str = "it sends no codes of 8 bits"
+                if form.wire is None or algorithm.sends_codes:
+                    offered = algorithm.serve(form, domain)
                 if isinstance(offered, str):
                     refusals[algorithm.name] = offered
                 else:
@@ -151,7 +149,7 @@ class Decision:
         filled = launcher.fill(lengths, begins, max(lengths, default=0), hash32, memory, epilogue)
         if filled is None:
             return None
-        steps = launcher.steps(filled)
+        steps = launcher.steps_of(filled)
         output = buffers.output
         if buffers.scratch is not None and output is not None and output.count:
             steps.append(Copy(output.pointer, begins[-1], lengths[-1], local=True))

@@ -1,25 +1,23 @@
-"""Plan: the steps of a collective on GPUs, ready to be enqueued again and again; and the interface of engines."""
+"""Plan: the steps of a collective on GPUs, ready to be enqueued again and again. StepLoader: makes steps ready."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import runtime
 
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, LibraryWork, Step
 from mpicomm.collectives.gpu.decision import NO_CHOICE, AlgorithmChoice
+from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.load import Kernel, KernelCache
+from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.stream_order import Enqueue
 
 if TYPE_CHECKING:
     import cupy
-
-    from mpicomm.collectives.call import Call
-    from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.call_templates import CallTemplate, MessageTemplate
-    from mpicomm.devices.cuda.events import Completions, LocalEvent
-    from mpicomm.symmetric.registry import Mappings
 
 
 class Plan:
@@ -36,6 +34,8 @@ class Plan:
         self.count = 0
         self.offset: int | None = None
         """The text and the numbers of the call for `CallLog.post`."""
+        self.by_output = self.by_address = False
+        """See `AnyPlan`."""
         self.choice = choice
         self.collective = collective
         self.private_nbytes: int | None = None
@@ -79,47 +79,64 @@ class Plan:
         self.launch = self._graph = None
 
 
-class AnyPlan(Protocol):
-    """A call that an engine can enqueue repeatedly. Its ``str`` is `text`, for errors."""
+class CopyStream:
+    """The stream on which a communicator's copies run beside its kernels. The device must be current."""
 
-    @property
-    def text(self) -> str:
-        """The text of the call, for errors."""
+    def __init__(self) -> None:
+        self._stream = ForkedStream()
+        self._forked = 0  # the copies after a fork use it
+        self.join = self._stream.join
+        """Lets a stream wait for all enqueued copies."""
 
-    @property
-    def choice(self) -> AlgorithmChoice:
-        """The algorithm of the call."""
+    def fork(self, stream: int) -> None:
+        """Let all later copies wait for all work that is enqueued on ``stream``."""
+        self._forked = self._stream.fork(stream)
 
-    @property
-    def is_old(self) -> bool:
-        """Whether the call has to be planned again."""
+    def close(self) -> None:
+        """Destroy the streams and the events. A second call does nothing."""
+        self._stream.close()
+
+    def copying(self, copy: Copy) -> Enqueue:
+        """Return the copy as a step of a plan."""
+        return lambda stream: runtime.memcpyAsync(
+            copy.target, copy.source, copy.nbytes, runtime.memcpyDeviceToDevice, stream if copy.local else self._forked
+        )
 
 
-class Engine(Protocol):
-    """An engine for device arrays: `DeviceEngine`, or the engine of several peer domains together."""
+class StepLoader:
+    """Makes the steps of one communicator ready. If a kernel is not loaded, the device's context must be current."""
 
-    completions: Completions
-    """The events that callers pass to `enqueue`."""
+    def __init__(self, backend: GpuBackend, kernels: KernelCache, copies: CopyStream) -> None:
+        self._backend = backend
+        self._kernels = kernels
+        self._copies = copies
 
-    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
-        """See `DeviceEngine.prepare_call`."""
+    def enqueuers(self, steps: Sequence[Step]) -> list[Enqueue]:
+        """Return for each step a function that enqueues it, each time with the content of its arguments then."""
+        # All kernels are loaded before any of them can run. Loading may wait for the device, and a kernel that runs
+        # there may wait for the peers.
+        # `find` comes before `load`, because `load` takes a lock, and another thread may hold the lock while it waits
+        # for the device.
+        variants = [step.variant for step in steps if isinstance(step, Launch)]
+        missing = [variant for variant in variants if self._kernels.find(variant) is None]
+        if missing:
+            with self._backend.loading():
+                for variant in missing:
+                    self._kernels.load(variant)
+        return [self._enqueuer(step) for step in steps]
 
-    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
-        """See `DeviceEngine.template`."""
+    def _enqueuer(self, step: Step) -> Enqueue:
+        if isinstance(step, Launch):
+            kernel = self._kernels.find(step.variant)
+            assert kernel is not None
+            return launching(kernel, step)
+        if isinstance(step, Copy):
+            return self._copies.copying(step)
+        if isinstance(step, LibraryWork):
+            return step.enqueue
+        return self._copies.fork if isinstance(step, Fork) else self._copies.join
 
-    def prepare_barrier(self) -> AnyPlan:
-        """See `DeviceEngine.prepare_barrier`."""
 
-    def require_same(self, text: str) -> None:
-        """See `DeviceEngine.require_same`."""
-
-    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> AnyPlan:
-        """See `DeviceEngine.prepare_messages`."""
-
-    def message_template(
-        self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
-    ) -> MessageTemplate:
-        """See `DeviceEngine.message_template`."""
-
-    def enqueue(self, plan: Any, stream: int, event: LocalEvent | None = None, meets: bool = False) -> bool:
-        """See `DeviceEngine.enqueue`."""
+def launching(kernel: Kernel, launch: Launch) -> Enqueue:
+    """Return the step that launches a loaded kernel."""
+    return kernel.launcher(launch.arguments, launch.blocks, launch.threads, early=launch.early).launch

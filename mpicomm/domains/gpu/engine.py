@@ -48,6 +48,9 @@ class DomainsPlan:
     choice: AlgorithmChoice
     before: Plan | None = None
     after: Plan | None = None
+    by_output: bool = False
+    by_address: bool = False
+    """See `AnyPlan`."""
 
     @cached_property
     def text(self) -> str:

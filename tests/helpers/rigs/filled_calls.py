@@ -140,4 +140,4 @@ def packet_launch(template: PacketTemplate, tag: int, way: PacketConfig, nbytes:
     addresses = [span.pointer if span is not None and span.count else 0 for span in template.places]
     number = len(lengths)
     template.bind(range(number), range(number, 2 * number), 2 * number)
-    return template.launch(template.write([*addresses, *lengths], max(lengths), nbytes, tag, way))
+    return template.launch_of(template.write([*addresses, *lengths], max(lengths), nbytes, tag, way))

@@ -24,30 +24,30 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import NO_CODES, Algorithm, Domain, FormLauncher, StepLauncher, launch_tag
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
-from mpicomm.collectives.gpu.algorithms.copies.landing import (
+from mpicomm.collectives.gpu.algorithms.base import StepLauncher, launch_tag
+from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
+from mpicomm.collectives.gpu.algorithms.copies.schedule import (
     ALIGNED_NBYTES,
     REGIONS,
+    Action,
+    Barrier,
     InOutput,
     InStaging,
     Landing,
     Parts,
+    Reduce,
     aligned,
+    allreduce,
+    movement,
 )
-from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, Reduce, allreduce, movement
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
-from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
-from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, options_for
 from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.kernels.variant import Variant, u32, u64
 from mpicomm.symmetric.registry import Mapped
-
-_SOURCE = Path(__file__).with_name("local_reduction.cu")
 
 REDUCTION_THREADS = 512  # kReductionThreads in local_reduction.cu; a test compares them
 
@@ -60,7 +60,7 @@ class LocalReductionArguments(ctypes.Structure):
 
 def local_reduction_kernel(reduction: tuple[str, str]) -> Variant:
     """Return the kernel for ``(dtype, op)``; raises as `options_for`."""
-    return Variant(_SOURCE, "mpicomm_local_reduction", options_for(reduction))
+    return Variant(Path(__file__).with_name("local_reduction.cu"), "mpicomm_local_reduction", options_for(reduction))
 
 
 _RELAYED_NBYTES = 4 << 20
@@ -93,7 +93,7 @@ class CopyPlan(NamedTuple):
 
 
 class CopyLauncher(StepLauncher):
-    """Carries out the calls of a form on copy engines."""
+    """Carries out the calls of a form on copy engines, and leaves most multiprocessors to other kernels."""
 
     into_memory = True
 
@@ -104,7 +104,7 @@ class CopyLauncher(StepLauncher):
         return (_request(nbytes),) if nbytes else ()
 
     def made(self, buffers: Buffers, hash32: int, memory: Mapped | None) -> list[Step]:
-        template, reduction = DirectTemplate.of(self._domain), self._form.reduction
+        template, reduction = DirectTemplate(self._domain), self._form.reduction
         steps: list[Step] = []
         barriers = 0  # counted, because ranks without a part have fewer steps
         for action in self._actions(buffers, memory):
@@ -152,18 +152,6 @@ class CopyLauncher(StepLauncher):
         contributions_nbytes = (then == "gather") * all_rooms
         staging_nbytes = contributions_nbytes + staged * all_rooms
         return CopyPlan(exchange, following, then, parts, contributions_nbytes, staging_nbytes)
-
-
-class CopyEngines(Algorithm):
-    """Copy engines move the data between barriers of the ranks, and leave most multiprocessors to other kernels."""
-
-    name = "copy_engine"
-
-    def serves(self, operation: Operation) -> bool:
-        return bool(operation.copies)
-
-    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
-        return NO_CODES if form.wire is not None else [CopyLauncher(form, domain)]
 
 
 def parts_of(

@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives.gpu.algorithms.copies import landing as device_landing
-from mpicomm.collectives.gpu.algorithms.copies.landing import InOutput, InStaging, Landing, Parts
+from mpicomm.collectives.gpu.algorithms.copies import schedule as device_landing
 from mpicomm.collectives.gpu.algorithms.copies.plan import Then, parts_of
-from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, Reduce, allreduce, movement
+from mpicomm.collectives.gpu.algorithms.copies.schedule import (
+    Action,
+    Barrier,
+    InOutput,
+    InStaging,
+    Landing,
+    Parts,
+    Reduce,
+    allreduce,
+    movement,
+)
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped

@@ -15,7 +15,7 @@ from tests.helpers.fakes.fake_cuda import FakeCuda
 
 @pytest.fixture
 def copies(cuda: FakeCuda) -> Iterator[Any]:
-    copies = importlib.import_module("mpicomm.collectives.gpu.step_loader").CopyStream()
+    copies = importlib.import_module("mpicomm.collectives.gpu.plan").CopyStream()
     yield copies
     copies.close()
 
