@@ -13,8 +13,8 @@ from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, Request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
-from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.decision import Decision
+from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import ABSENT, Team
 from mpicomm.symmetric.registry import Mapped

@@ -19,16 +19,17 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkTemplate
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
-from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.device import GrowingScratch
+from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import Scratch
 from mpicomm.mpi.arguments import Span
@@ -232,9 +233,12 @@ def test_filled_calls_straight_into_symmetric_memory(
     assert calls.rig.kernels == ({"mpicomm_direct"} if algorithm == "one_shot" else set())
 
 
-def keep_first(monkeypatch: pytest.MonkeyPatch, template: Any, stale: Sequence[str]) -> None:
-    """Let the arguments of a template keep these values of its first call, as if later calls did not write them."""
-    write, names = template.write, [*inspect.signature(template.write).parameters][1:]
+@pytest.mark.parametrize("stale", [(), ("sends",), ("targets",), ("going", "coming")])
+def test_a_stale_value_of_a_call_into_symmetric_memory_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
+) -> None:
+    """The negative control of the test above."""
+    write, names = DirectTemplate.write, [*inspect.signature(DirectTemplate.write).parameters][1:]
     first: dict[int, dict[str, Any]] = {}
 
     def write_stale(self: Any, *values: Any) -> Any:
@@ -242,15 +246,7 @@ def keep_first(monkeypatch: pytest.MonkeyPatch, template: Any, stale: Sequence[s
         kept = first.setdefault(id(self), given)
         return write(self, *(kept[name] if name in stale else given[name] for name in names))
 
-    monkeypatch.setattr(template, "write", write_stale)
-
-
-@pytest.mark.parametrize("stale", [(), ("sends",), ("targets",), ("going", "coming")])
-def test_a_stale_value_of_a_call_into_symmetric_memory_is_noticed(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
-) -> None:
-    """The negative control of the test above."""
-    keep_first(monkeypatch, DirectTemplate, stale)
+    monkeypatch.setattr(DirectTemplate, "write", write_stale)
     calls = Straight(builds, monkeypatch, 2)
     calls.run("Alltoall", 700, 0)
     if stale:
@@ -266,7 +262,20 @@ def test_a_stale_value_of_a_call_in_chunks_is_noticed(
 ) -> None:
     """The negative control of `test_filled_calls_of_any_size`."""
     read_device_arrays(monkeypatch)
-    keep_first(monkeypatch, ChunkTemplate, stale)
+    launch, first = ChunkTemplate.launch, dict[int, Exchange]()
+
+    def launch_stale(self: ChunkTemplate, exchange: Exchange, *others: Any) -> Any:
+        kept = first.setdefault(id(self), exchange)
+        old, new = kept.reduction, exchange.reduction
+        assert old is not None and new is not None
+        output = Span(
+            (old if "output" in stale else new).output.pointer, (old if "receives" in stale else new).output.count
+        )
+        new = replace(new, own=(old if "own" in stale else new).own, output=output)
+        exchange = replace(exchange, sends=(kept if "sends" in stale else exchange).sends, reduction=new)
+        return launch(self, exchange, *others)
+
+    monkeypatch.setattr(ChunkTemplate, "launch", launch_stale)
     rig = FilledRig(Machine(builds, 2))
     calls = Calls(rig, np.random.default_rng(7))
 

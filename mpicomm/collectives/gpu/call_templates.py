@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.gpu.algorithms.base import with_place
+from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
-from mpicomm.collectives.gpu.algorithms.steps import Copy
-from mpicomm.collectives.gpu.decision import NO_END, AlgorithmChoice, Decision, choice_at, enqueuers_of
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
+from mpicomm.collectives.gpu.decision import NO_END, Chosen, Decision, choice_at, enqueuers_of
 from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches
 from mpicomm.collectives.signature import counted_hash
 from mpicomm.mpi.arguments import Span
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mpicomm.devices.cuda.stream_order import Enqueue
 
 BY_KERNELS = AlgorithmChoice("stream", "kernels match messages")
-Blocks = tuple[list[int], list[int], int, "int | None"]
-"""The bytes and the addresses of the blocks of a call, the most bytes of a block, and the count of its signature."""
 
 
 class CallTemplate(ABC):
@@ -84,7 +82,7 @@ class CollectiveTemplate(CallTemplate):
         form, signature = decision.form, call.signature
         self.words = self._text = signature.text_without_count()
         self._hash = signature.hash_without_count
-        self._mappings, self._scratch, self._followed = mappings, scratch, decision.followed
+        self._mappings, self._scratch, self._decision = mappings, scratch, decision
         self._into_any = self._into_memory = decision.by_length(symmetric=False)
         self._memory_from = NO_END
         if call.common_output is not None:
@@ -100,11 +98,9 @@ class CollectiveTemplate(CallTemplate):
         self._unit_nbytes = form.itemsize
         self._send_nbytes, self._receive_nbytes = _element_nbytes(call)
         self._finish = None if call.epilogue is None else call.epilogue.without_owners()
-        self._domain, self._is_private = decision.domain, form.is_private
-        self._is_even = call.operation.is_even
+        self._is_even, self._is_private = call.operation.is_even, form.is_private
         self._sends, self._receives = form.sends, form.receives
-        self._moves = False
-        """Whether the result of a reduction in place goes through scratch memory."""
+        self._is_followed = self._finish is not None
         shapes = call.operation.send, call.operation.receive
         if self._is_even:
             if form.in_place:  # the receive buffer holds the input
@@ -116,9 +112,9 @@ class CollectiveTemplate(CallTemplate):
         ]
 
     def _read_blocks(self, call: Call, shapes: tuple[Shape, Shape], rank: int, size: int) -> None:
-        """Prepare `_uneven`."""
+        """Prepare `_add_uneven`."""
         sends, receives, near = self._sends, self._receives, call.neighborhood
-        self._counted = call.operation.send == "counted"
+        self._counted, self._call_hash = call.operation.send == "counted", counted_hash(self._hash, None)
         # The numbers of the blocks that this rank sends to itself and takes from itself, if it has both.
         own = rank * (sends > 1), sends + rank * (receives > 1)
         self._own = own if sends and receives else None
@@ -133,7 +129,8 @@ class CollectiveTemplate(CallTemplate):
                 adders.append(partial(_add_whole, nbytes) if shape == "one" else partial(_add_blocks, size, nbytes))
         self._add_sent, self._add_received = adders
         if self._counted and call.in_place:
-            self._moves, self._add_received = True, partial(_add_result, self._scratch, rank)
+            self._is_followed = True  # the result comes from scratch memory
+            self._add_received = partial(_add_result, self._scratch, rank)
 
     def takes(self, sent: Any, received: Any, *arrays: Any) -> bool:
         """See `CallTemplate`.
@@ -147,79 +144,85 @@ class CollectiveTemplate(CallTemplate):
         )
 
     def fill(self, sent: Any, received: Any) -> bool:
-        if self._sends and self._receives:
-            # Buffers that overlap are an error, for any blocks in them. The same memory passed twice is another form.
-            send, receive = sent[0], received[0]
-            if send < receive + received[1] * self._receive_nbytes and receive < send + sent[1] * self._send_nbytes:
+        # Straight-line code, because every new call comes here.
+        send, receive, to, of = sent[0], received[0], self._sends, self._receives
+        send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
+        if to and of and send < receive + receive_nbytes and receive < send + send_nbytes:
+            return False  # buffers that overlap are an error, and the same memory passed twice is another form
+        lengths: list[int]
+        begins: list[int]
+        if self._is_even:
+            if of:
+                nbytes = received[1] // of * self._receive_nbytes
+                if nbytes * of != receive_nbytes or (to and (send_nbytes != nbytes * to or sent[1] % to)):
+                    return False
+            else:
+                nbytes = sent[1] // to * self._send_nbytes
+                if nbytes * to != send_nbytes:
+                    return False
+            if nbytes == 0:
                 return False
-        blocks = self._even(sent, received) if self._is_even else self._uneven(sent, received)
-        if blocks is None:
-            return False
-        lengths, begins, longest, count = blocks
+            # Without ranges of one item, which take longer.
+            begins = [send] if to == 1 else [*range(send, send + to * nbytes, nbytes)] if to else []
+            if of == 1:
+                begins.append(receive)
+            elif of:
+                begins += range(receive, receive + of * nbytes, nbytes)
+            lengths, longest, self.count = [nbytes] * (to + of), nbytes, nbytes // self._unit_nbytes
+            call_hash = counted_hash(self._hash, self.count)
+        else:
+            lengths, begins = [], []
+            if not self._add_uneven(sent, received, lengths, begins):
+                return False
+            longest, call_hash = max(lengths), self._call_hash
+            if longest == 0 and not self._is_private:
+                return False
+            if self._counted:
+                self.count = sent[1]
+                call_hash = counted_hash(self._hash, self.count)
         (bounds, choices), memory = self._into_any, None
         if longest >= self._memory_from:
-            memory = self._mappings.find(received[0], received[1] * self._receive_nbytes)
+            memory = self._mappings.find(receive, receive_nbytes)
             if memory is not None:
                 bounds, choices = self._into_memory
         chosen = choices[bisect_right(bounds, longest) - 1]
-        filled = chosen.fill(lengths, begins, longest, counted_hash(self._hash, count), memory, self._finish)
+        filled = chosen.fill(lengths, begins, longest, call_hash, memory, self._finish)
         if filled is None:
             return False
         enqueue = chosen.enqueue_of(filled)
-        if self._moves and begins[-1]:
-            enqueue = self._followed(enqueue, [Copy(sent[0], begins[-1], lengths[-1], local=True)])
-        elif self._finish is not None and not chosen.finishes:
-            reduced, domain = Span(begins[-1], longest // self._unit_nbytes), self._domain
-            launches = finish_launches(self._finish, reduced, domain.team.faults, domain.multiprocessors)
-            enqueue = self._followed(enqueue, launches)
+        if self._is_followed:
+            enqueue = self._followed(chosen, enqueue, send, lengths, begins)
         self.launch = self.enqueue = enqueue
-        self.choice, self.count = chosen.choice, count or 0
-        self.words, self.offset = self._text, None
+        self.choice, self.words, self.offset = chosen.choice, self._text, None
         if chosen.into_memory and memory is not None:
             if memory.array != self._array:
                 self._array, self._into = memory.array, with_place(self._text, memory.text_at(OFFSET_IN_TEXT))
             self.words, self.offset = self._into, memory.offset
-        self.private_nbytes = chosen.launcher.private_nbytes
+        if self._is_private:
+            self.private_nbytes = chosen.launcher.private_nbytes
         return True
 
-    def _even(self, sent: Any, received: Any) -> Blocks | None:
-        """Return the blocks of a call in which all have one length; None if the buffers do not have them."""
-        send, receive, to, of = sent[0], received[0], self._sends, self._receives
-        send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
-        if of:
-            nbytes = received[1] // of * self._receive_nbytes
-            if nbytes * of != receive_nbytes or (to and (send_nbytes != nbytes * to or sent[1] % to)):
-                return None
-        else:
-            nbytes = sent[1] // to * self._send_nbytes
-            if nbytes * to != send_nbytes:
-                return None
-        if nbytes == 0:
-            return None
-        # Without ranges of one item, which take longer.
-        begins = [send] if to == 1 else [*range(send, send + to * nbytes, nbytes)] if to else []
-        if of == 1:
-            begins.append(receive)
-        elif of:
-            begins += range(receive, receive + of * nbytes, nbytes)
-        return [nbytes] * (to + of), begins, nbytes, nbytes // self._unit_nbytes
-
-    def _uneven(self, sent: Any, received: Any) -> Blocks | None:
-        """Return the blocks of a call, of any lengths and places; None if they are not in their buffers."""
-        lengths: list[int] = []
-        begins: list[int] = []
+    def _add_uneven(self, sent: Any, received: Any, lengths: list[int], begins: list[int]) -> bool:
+        """Add the bytes and the addresses of blocks of any lengths; return whether the call has them."""
         if not (self._add_sent(sent, lengths, begins) and self._add_received(received, lengths, begins)):
-            return None
+            return False
         if self._own is not None:
             to_itself, of_itself = self._own
             if lengths[to_itself] != lengths[of_itself]:
-                return None  # this rank sends itself more than it takes, or less
-        longest, count = max(lengths), None
-        if self._counted:  # recvcounts cut all of the input, and all ranks know its length
-            if sum(sent[3]) != sent[1]:
-                return None
-            count = sent[1]
-        return (lengths, begins, longest, count) if longest or self._is_private else None
+                return False  # this rank sends itself more than it takes, or less
+        # Recvcounts cut all of the input, and all ranks know its length.
+        return not self._counted or sum(sent[3]) == sent[1]
+
+    def _followed(self, chosen: Chosen, enqueue: Enqueue, send: int, lengths: list[int], begins: list[int]) -> Enqueue:
+        """Return a function that enqueues a call, and then moves its result or applies the epilogue."""
+        steps: list[Step] = []
+        if self._finish is None:
+            if begins[-1]:
+                steps.append(Copy(send, begins[-1], lengths[-1], local=True))
+        elif not chosen.finishes:
+            reduced, domain = Span(begins[-1], lengths[-1] // self._unit_nbytes), self._decision.domain
+            steps += finish_launches(self._finish, reduced, domain.team.faults, domain.multiprocessors)
+        return self._decision.followed(enqueue, steps) if steps else enqueue
 
 
 class FinishedTemplate(CollectiveTemplate):

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from math import floor, inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, Domain, Filled, FormLauncher, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
@@ -30,19 +30,6 @@ if TYPE_CHECKING:
     from mpicomm.devices.cuda.stream_order import Enqueue
 
 NO_END = 1 << 62  # more bytes than any call has
-
-
-class AlgorithmChoice(NamedTuple):
-    """The algorithm of a call, as text for records of calls."""
-
-    algorithm: str = ""
-    why: str = ""
-    slow: str = ""
-    """Why the call takes a slow way; "" if it does not."""
-
-
-NO_CHOICE = AlgorithmChoice()
-"""The choice of plans that are parts of calls."""
 
 
 def enqueuers_of(template: KernelTemplate, loader: StepLoader) -> Callable[[Filled], Enqueue]:

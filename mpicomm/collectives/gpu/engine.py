@@ -16,8 +16,8 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu import tuning_file
-from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice, Domain
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request, whole_lines
@@ -38,7 +38,7 @@ from mpicomm.collectives.gpu.call_templates import (
     template_of,
 )
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
-from mpicomm.collectives.gpu.decision import NO_CHOICE, AlgorithmChoice, Decision, require_algorithm
+from mpicomm.collectives.gpu.decision import Decision, require_algorithm
 from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, pack_launches
 from mpicomm.collectives.gpu.plan import CopyStream, Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
@@ -109,7 +109,7 @@ class DeviceEngine:
             return slowest_gb_s(backend.link(each.uuid, kind) for each in devices[1:])
 
         def find() -> Tuning | None:
-            return tuning_file.find(backend.info.name, link_gb_s) if node.rank == 0 else None
+            return tuning.find(backend.info.name, link_gb_s) if node.rank == 0 else None
 
         found = node.exchange("collectives: table", find)[0]
         assert found is not None

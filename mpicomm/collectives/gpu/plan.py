@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import runtime
 
+from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, LibraryWork, Step
-from mpicomm.collectives.gpu.decision import NO_CHOICE, AlgorithmChoice
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.load import Kernel, KernelCache
 from mpicomm.devices.cuda.side_streams import ForkedStream

@@ -24,8 +24,8 @@ from mpicomm.mpi.plain_arrays import (
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
+    from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice
     from mpicomm.collectives.gpu.call_templates import CallTemplate
-    from mpicomm.collectives.gpu.decision import AlgorithmChoice
     from mpicomm.collectives.wire import Wire
     from mpicomm.devices.cuda.events import Completions, LocalEvent
     from mpicomm.epilogues.base import Epilogue
@@ -180,7 +180,8 @@ class PlanCache:
             calls[call] = kept + 1
         elif number >= _MOST:
             _make_room(calls)
-        return template if template.fill(sent, received, *arrays) else None
+        is_filled = template.fill(*call) if arrays else template.fill(sent, received)
+        return template if is_filled else None
 
     def find_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> AnyPlan | None:
         """Return a message in stream order that was sent before, or whose kind was; None for all others.

@@ -12,10 +12,10 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
+from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.call_templates import MessageTemplate
-from mpicomm.collectives.gpu.decision import AlgorithmChoice
 from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.plan import Plan

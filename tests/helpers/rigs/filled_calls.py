@@ -16,10 +16,10 @@ from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, 
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
-from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.call_templates import CallTemplate, CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.collectives.gpu.device import GrowingScratch
+from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.devices.base import Scratch

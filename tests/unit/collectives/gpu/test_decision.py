@@ -43,9 +43,8 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
 )
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.decision import Chosen, Decision
-from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.collectives.gpu.tuning import BUILT_IN, Tuning
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.wire import Wire

@@ -242,48 +242,50 @@ def sized_configs(
     most_units, geometries = geometries_of(domain.most_blocks, size, fan_out=fan_out, coded=coding is not None)
     most_flagged, most_sentinel = limits if coding is None else (0, inf)
     flag_nbytes, sentinel_nbytes = UNIT_NBYTES["flagged"], coding.packet_nbytes if coding else UNIT_NBYTES["sentinel"]
+    room = sentinels.nbytes
     slots_of_unit = parts_of(size, one_step=False) * LANES  # of the unit of a warp
-    known: dict[tuple[Protocol, int, int], PacketConfig] = {}
+    flagged, by_sentinels = dict[int, PacketConfig](), dict[int, PacketConfig]()
+    large: dict[tuple[int, int], PacketConfig] = {}
 
     def in_inbox(nbytes: int) -> int:
         """Return the bytes that a message of codes takes in an inbox."""
         return -(-nbytes // (sentinel_nbytes * slots_of_unit)) * slots_of_unit * SLOT_NBYTES
 
+    def made(protocol: Protocol, inboxes: Inboxes, number: int) -> PacketConfig:
+        if coding is None:
+            return PacketConfig.of(protocol, inboxes, geometries[number])
+        return coding.config_in(inboxes, geometries[number], size)
+
     def config_of(nbytes: int) -> PacketConfig | None:
         # Every new call comes here.
-        key: tuple[Protocol, int, int]
-        packed = nbytes
         if nbytes <= most_flagged:
             if not nbytes:
                 return None
-            key = "flagged", 0, bisect_left(most_units, -(-nbytes // flag_nbytes))
-        elif nbytes > most_sentinel:
+            number = bisect_left(most_units, -(-nbytes // flag_nbytes))
+            config = flagged.get(number)
+            if config is None:
+                config = flagged[number] = made("flagged", arena.flagged, number)
+            return config
+        if nbytes > most_sentinel:
             return None
-        else:
-            packed = nbytes if coding is None else in_inbox(nbytes)
-            large = 0 if packed <= sentinels.nbytes else layout.large_inbox_nbytes(packed)
-            key = "sentinel", large, bisect_left(most_units, -(-nbytes // sentinel_nbytes))
-        config = known.get(key)
-        if config is None:
-            protocol, large, number = key
-            inboxes = arena.flagged if protocol == "flagged" else sentinels
-            if large:
-                request = large_inboxes(layout, packed)
-                if not arena.has(request):
-                    return None
-                # A request keeps its region, because the ranks set up another region only if no region is large
-                # enough.
-                inboxes = inboxes_of(layout, arena.region(request))
-            if coding is None:
-                config = PacketConfig.of(protocol, inboxes, geometries[number])
-            else:
-                config = coding.config_in(inboxes, geometries[number], size)
-            known[key] = config
+        number = bisect_left(most_units, -(-nbytes // sentinel_nbytes))
+        packed = nbytes if coding is None else in_inbox(nbytes)
+        if packed <= room:
+            config = by_sentinels.get(number)
+            if config is None:
+                config = by_sentinels[number] = made("sentinel", sentinels, number)
+            return config
+        key = layout.large_inbox_nbytes(packed), number
+        config = large.get(key)
+        if config is None and arena.has(large_inboxes(layout, packed)):
+            # A request keeps its region, because the ranks set up another region only if no region is large enough.
+            inboxes = inboxes_of(layout, arena.region(large_inboxes(layout, packed)))
+            config = large[key] = made("sentinel", inboxes, number)
         return config
 
     def memory(nbytes: int) -> Sequence[Request]:
         packed = nbytes if coding is None else in_inbox(nbytes)
-        is_large = packed > sentinels.nbytes and most_flagged < nbytes <= most_sentinel
+        is_large = packed > room and most_flagged < nbytes <= most_sentinel
         return (large_inboxes(layout, packed),) if is_large else ()
 
     return Configs(config_of, memory)
