@@ -37,7 +37,7 @@ if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
         PeerError,
     )
     from mpicomm.kernels.variant import include_dir
-    from mpicomm.mpi.ops import AVG, Op
+    from mpicomm.mpi.ops import AVG, Op, tree_sum
     from mpicomm.symmetric.array import SymmetricArray
     from mpicomm.symmetric.create import SharedEvent
 
@@ -61,6 +61,7 @@ __all__ = [
     "epilogues",
     "include_dir",
     "install",
+    "tree_sum",
     "uninstall",
 ]
 

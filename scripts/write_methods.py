@@ -53,10 +53,10 @@ def method(
 ) -> str:
     """Return the text of a method; ``arguments`` are by default the arguments of the row."""
     parameters = [PARAMETERS[each] for each in arguments or row.arguments]
-    wire = ["wire_dtype: Any = None"] * row.coded
+    more = ["wire_dtype: Any = None"] * row.coded + ['order: str = "auto"'] * row.tree
     head = fold(
         f"    def {name}(",
-        ["self", *parameters, "*", "stream: Any = None", 'algorithm: str = "auto"', *wire],
+        ["self", *parameters, "*", "stream: Any = None", 'algorithm: str = "auto"', *more],
         f") -> {returned}:",
     )
     end = '\n"""' if "\n" in doc else '"""'
@@ -78,6 +78,12 @@ def values(row: Operation) -> list[str]:
 def kept(row: Operation) -> list[str]:
     """Return the expressions for all that a call passes on: `values`, and the codes of its elements."""
     return [*values(row), *["wire=as_wire(wire_dtype)"] * row.coded]
+
+
+def in_order(row: Operation) -> list[str]:
+    """Return the lines that take another operation for another order."""
+    taken = f"            op = self._collectives.in_order({row_of(row)}, op, order)"
+    return ['        if order != "auto":', taken] * row.tree
 
 
 def has_shortcut(row: Operation) -> bool:
@@ -130,14 +136,18 @@ def blocking(row: Operation) -> str:
     """Return the blocking method."""
     run = fold("        return self._collectives.run(", [row_of(row), "stream", "algorithm", *kept(row)], ")")
     return method(
-        row, row.name, "None", documentation(row), [*(shortcut(row, row.name) if has_shortcut(row) else []), *run]
+        row,
+        row.name,
+        "None",
+        documentation(row),
+        [*in_order(row), *(shortcut(row, row.name) if has_shortcut(row) else []), *run],
     )
 
 
 def nonblocking(row: Operation) -> str:
     """Return the nonblocking method."""
     start = fold("        return self._collectives.start(", [row_of(row), "stream", "algorithm", *kept(row)], ")")
-    body = [*(shortcut(row, row.nonblocking) if has_shortcut(row) else []), *start]
+    body = [*in_order(row), *(shortcut(row, row.nonblocking) if has_shortcut(row) else []), *start]
     doc = f"Start `{row}` with its arguments; return the request. Keep its buffers until ``Wait``."
     return method(row, row.nonblocking, "MPI.Request", doc, body)
 
@@ -145,7 +155,7 @@ def nonblocking(row: Operation) -> str:
 def persistent(row: Operation) -> str:
     """Return the persistent method."""
     items = [row_of(row), f"Arguments({', '.join(kept(row))})", "info", "stream", "algorithm"]
-    body = fold("        return self._collectives.prepare(", items, ")")
+    body = [*in_order(row), *fold("        return self._collectives.prepare(", items, ")")]
     arguments = (*row.arguments, "info")
     doc = f"Prepare `{row}` with its arguments; return the request, for ``Start`` and ``Wait``."
     return method(row, row.persistent, "MPI.Prequest", doc, body, arguments)

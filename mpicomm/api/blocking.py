@@ -130,6 +130,7 @@ class BlockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
         epilogue: Any = None,
         wire_dtype: Any = None,
+        order: str = "auto",
         **operands: Any,
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element.
@@ -162,7 +163,15 @@ class BlockingCollectives(MPI.Intracomm):
         arrays in several peer domains, and other types, operations and algorithms than "auto", "one_shot" and
         "two_shot", raise `InvalidUsageError`. It saves time on GPUs from 1 MiB on. Smaller calls, and calls on the
         host, may take longer than without ``wire_dtype``.
+
+        ``order="tree"`` adds with ``MPI.SUM`` along a binary tree: ranks 0 and 1, 2 and 3, ..., then pairs of their
+        sums. `tree_sum` adds the leaves of a rank in the same way. So 1, 2, 4 or more ranks that hold the
+        ``leaves`` of the `Communicator` in equal blocks get the same bits. All ranks pass the same ``order``. A number
+        of ranks that is no power of two or exceeds ``leaves``, elements of 16 bits or fewer, and the algorithms "ring",
+        "chain" and "mpi" raise `InvalidUsageError`.
         """
+        if order != "auto":
+            op = self._collectives.in_order(rows.ALLREDUCE, op, order)
         if wire_dtype is not None or epilogue is not None or operands:
             finish, wire = as_epilogue(epilogue, operands), as_wire(wire_dtype)
             return self._collectives.run(
@@ -400,6 +409,7 @@ class BlockingCollectives(MPI.Intracomm):
         *,
         stream: Any = None,
         algorithm: str = "auto",
+        order: str = "auto",
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element.
 
@@ -414,6 +424,8 @@ class BlockingCollectives(MPI.Intracomm):
             x, y = cp.ones(8), cp.empty(8)
             comm.Reduce(x, y if comm.rank == 0 else None, op=MPI.MAX, root=0)
         """
+        if order != "auto":
+            op = self._collectives.in_order(rows.REDUCE, op, order)
         if stream is None and algorithm == "auto" and self._plain["Reduce"](sendbuf, recvbuf, op, root):
             begin_by_mpi(self._row, _REDUCE)
             try:
@@ -469,6 +481,7 @@ class BlockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
         wire_dtype: Any = None,
+        order: str = "auto",
     ) -> None:
         """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.
 
@@ -485,6 +498,8 @@ class BlockingCollectives(MPI.Intracomm):
         With ``wire_dtype`` elements travel as fp8 or int8: see `Allreduce`. The blocks of 128 elements begin with block
         r. The sum differs from the exact sum by at most e * A, besides roundings to float32 and to the elements' type.
         """
+        if order != "auto":
+            op = self._collectives.in_order(rows.REDUCE_SCATTER_BLOCK, op, order)
         if (
             stream is None
             and algorithm == "auto"

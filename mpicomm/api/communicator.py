@@ -116,7 +116,8 @@ class Communicator(
     works between all ranks of the node. After ``timeout_s`` seconds (30, or MPICOMM_TIMEOUT) a missing rank is an
     error. With ``reductions="ordered"`` (or MPICOMM_REDUCTIONS) MPI reduces no host arrays of types and operations that
     mpicomm has, so each result has the same bits on all ranks and in every run; small calls then take many times as
-    long. All ranks pass the same ``handle``, ``timeout_s`` and ``reductions``.
+    long. ``leaves``, a power of two, is the number of leaves of the tree of ``order="tree"``: see ``Allreduce``. All
+    ranks pass the same ``handle``, ``timeout_s``, ``reductions`` and ``leaves``.
 
     The constructor raises the same error on all ranks: `InvalidUsageError` for bad arguments, `BackendUnavailableError`
     if the device cannot be used, `HandleError` if no handle kind works, `CollectiveTimeoutError` if a rank does not
@@ -178,6 +179,7 @@ class Communicator(
         handle: str = "auto",
         timeout_s: float | None = None,
         reductions: str = "auto",
+        leaves: int = 64,
     ) -> Self:
         """Duplicate ``comm`` twice, for the user's messages and for mpicomm's messages, and set up."""
         if not MPI.Is_initialized() or MPI.Is_finalized():
@@ -189,7 +191,7 @@ class Communicator(
             shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
             raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
-        session = Session.create(plain, device, handle, timeout_s, reductions=reductions)
+        session = Session.create(plain, device, handle, timeout_s, reductions=reductions, leaves=leaves)
         made: Any = cls._classes[plain.Get_topology()] if cls is Communicator else cls
         self: Self = MPI.Intracomm.__new__(
             made, duplicate(plain, "Communicator", environment.usable_timeout_s(timeout_s))
@@ -300,6 +302,11 @@ class Communicator(
         It hides mpi4py's attribute of that name. ``MPI.Intracomm(comm).handle`` is MPI's handle of the communicator.
         """
         return self._placement.here.handle
+
+    @property
+    def leaves(self) -> int:
+        """Number of leaves of the tree of ``order="tree"``. Each rank holds ``leaves // size`` of them."""
+        return self._placement.here.leaves
 
     @property
     def local_rank(self) -> int:

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.gpu.plan_cache import AnyPlan, PlanCache
 from mpicomm.collectives.host.selection import best_mapped as mapped_algorithm
-from mpicomm.devices.base import SideStreams
+from mpicomm.devices.cuda.types import SideStreams
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 

@@ -17,7 +17,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.collectives.operations import BCAST, OPERATIONS
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import array_of

@@ -50,6 +50,7 @@ class NonblockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
         epilogue: Any = None,
         wire_dtype: Any = None,
+        order: str = "auto",
         **operands: Any,
     ) -> MPI.Request:
         """Start `Allreduce` with its arguments; return the request. Keep its buffers until ``Wait``.
@@ -60,6 +61,8 @@ class NonblockingCollectives(MPI.Intracomm):
             request = comm.Iallreduce(x, y)
             request.Wait()
         """
+        if order != "auto":
+            op = self._collectives.in_order(rows.ALLREDUCE, op, order)
         if epilogue is not None or operands or wire_dtype is not None:
             finish, wire = as_epilogue(epilogue, operands), as_wire(wire_dtype)
             return self._collectives.start(
@@ -183,8 +186,11 @@ class NonblockingCollectives(MPI.Intracomm):
         *,
         stream: Any = None,
         algorithm: str = "auto",
+        order: str = "auto",
     ) -> MPI.Request:
         """Start `Reduce` with its arguments; return the request. Keep its buffers until ``Wait``."""
+        if order != "auto":
+            op = self._collectives.in_order(rows.REDUCE, op, order)
         if stream is None and algorithm == "auto" and self._plain["Ireduce"](sendbuf, recvbuf, op, root):
             begin_by_mpi(self._row, _REDUCE)
             try:
@@ -230,8 +236,11 @@ class NonblockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
         wire_dtype: Any = None,
+        order: str = "auto",
     ) -> MPI.Request:
         """Start `Reduce_scatter_block` with its arguments; return the request. Keep its buffers until ``Wait``."""
+        if order != "auto":
+            op = self._collectives.in_order(rows.REDUCE_SCATTER_BLOCK, op, order)
         if (
             stream is None
             and algorithm == "auto"

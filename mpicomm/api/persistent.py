@@ -36,6 +36,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
         epilogue: Any = None,
         wire_dtype: Any = None,
+        order: str = "auto",
         **operands: Any,
     ) -> MPI.Prequest:
         """Prepare `Allreduce` with its arguments; return the request, for ``Start`` and ``Wait``.
@@ -49,6 +50,8 @@ class PersistentCollectives(MPI.Intracomm):
                 request.Wait()
             request.Free()
         """
+        if order != "auto":
+            op = self._collectives.in_order(rows.ALLREDUCE, op, order)
         finish = as_epilogue(epilogue, operands)
         arguments = Arguments(sendbuf, recvbuf, op, epilogue=finish, wire=as_wire(wire_dtype))
         return self._collectives.prepare(rows.ALLREDUCE, arguments, info, stream, algorithm)
@@ -149,8 +152,11 @@ class PersistentCollectives(MPI.Intracomm):
         *,
         stream: Any = None,
         algorithm: str = "auto",
+        order: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Reduce` with its arguments; return the request, for ``Start`` and ``Wait``."""
+        if order != "auto":
+            op = self._collectives.in_order(rows.REDUCE, op, order)
         return self._collectives.prepare(rows.REDUCE, Arguments(sendbuf, recvbuf, op, root), info, stream, algorithm)
 
     def Reduce_scatter_init(
@@ -179,8 +185,11 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
         wire_dtype: Any = None,
+        order: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Reduce_scatter_block` with its arguments; return the request, for ``Start`` and ``Wait``."""
+        if order != "auto":
+            op = self._collectives.in_order(rows.REDUCE_SCATTER_BLOCK, op, order)
         return self._collectives.prepare(
             rows.REDUCE_SCATTER_BLOCK,
             Arguments(sendbuf, recvbuf, op, wire=as_wire(wire_dtype)),

@@ -21,7 +21,8 @@ from mpicomm.activity.layout import ranks_of_text
 from mpicomm.activity.page import Heading, Member
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import container_key, group_by_node, node_key, process_number
-from mpicomm.devices.base import DeviceInfo, GpuBackend
+from mpicomm.devices.base import DeviceInfo
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import NO_DEVICE, HostBackend
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError
@@ -70,6 +71,8 @@ class RankPlace:
     """Whether blocking calls on device memory are complete on return, for every stream, as in a CUDA-aware MPI."""
     reductions: str = "auto"
     """`environment.reductions`."""
+    leaves: int = 64
+    """The leaves of the tree in which sums with ``order="tree"`` go."""
 
     @property
     def sends_headers(self) -> bool:
@@ -223,6 +226,7 @@ def find_placement(
     handle: str,
     completes: Callable[[], bool] = lambda: False,
     reductions: str = "auto",
+    leaves: int = 64,
 ) -> Placement:
     """Find the nodes and give every rank a device. Collective; all ranks raise the same error for bad arguments.
 
@@ -231,12 +235,15 @@ def find_placement(
 
     def look_around() -> RankPlace:
         place = _look_around(device, handle, group.timeout_s)
-        return replace(place, completes=completes(), reductions=environment.reductions(reductions))
+        if not isinstance(leaves, int) or leaves not in [1 << bits for bits in range(11)]:
+            raise InvalidUsageError(f"leaves={leaves!r}: pass a power of two from 1 to 1024")
+        return replace(place, completes=completes(), reductions=environment.reductions(reductions), leaves=leaves)
 
     places = group.exchange("Communicator: find devices", look_around)
     _require_same("handle", [place.handle for place in places])
     _require_same("timeout_s", [place.timeout_s for place in places])
     _require_same("reductions", [place.reductions for place in places])
+    _require_same("leaves", [place.leaves for place in places])
     _require_same("MPICOMM_MEMORY", [place.most_nbytes for place in places])
     requests = [place.device for place in places]
     kinds = ["ordinal" if isinstance(request, int) else request for request in requests]

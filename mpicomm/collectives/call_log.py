@@ -107,6 +107,16 @@ class CallLog(SharedMemory):
                 everybody = everybody and bits != 0
         return "host" if everybody else None
 
+    def without_vote(self, number: int) -> list[int]:
+        """Return the indices of the ranks whose vote of that number is missing; local."""
+        group, shift = number >> VOTE_BITS, 2 * (number & _VOTES_OF_WORD)
+        latest = (words[VOTES + group % VOTE_WORDS] for words in self._words)
+        return [
+            index
+            for index, word in enumerate(latest)
+            if word >> 32 < group or (word >> 32 == group and word >> shift & FOR_HOST == 0)
+        ]
+
     def write_longest(self, checkpoint: int, nbytes: int) -> None:
         """Write this rank's longest message at a checkpoint for the other ranks; local. See `LongestMessage`."""
         self._log.words[layout.LONGEST + checkpoint % 2] = nbytes << 16 | checkpoint + 1 & _CHECKPOINT

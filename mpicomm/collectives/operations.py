@@ -52,6 +52,8 @@ class Operation:
     chain: Callable[[Buffers], Chain] | None = None
     coded: bool = False
     """Whether elements may travel as codes of 8 bits: the argument ``wire_dtype``."""
+    tree: bool = False
+    """Whether it can add in the order of a binary tree: the argument ``order``."""
     copies: Literal["", "one_shot", "two_shot"] = ""
     """The pattern that copy engines carry out; "" if they do not serve the collective."""
 
@@ -142,6 +144,7 @@ ALLREDUCE = Operation(
     two_shot=patterns.two_shot_allreduce,
     ring=patterns.ring_allreduce,
     coded=True,
+    tree=True,
     copies="two_shot",
 )
 ALLTOALL = Operation(
@@ -291,6 +294,7 @@ REDUCE = Operation(
     reduces=True,
     two_shot=patterns.two_shot_reduce,
     chain=patterns.chain_reduce,
+    tree=True,
     copies="one_shot",  # only the root has memory for a shard that copy engines would send on
 )
 """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element.
@@ -319,6 +323,7 @@ REDUCE_SCATTER_BLOCK = Operation(
     reduces=True,
     traffic="even",
     coded=True,
+    tree=True,
     copies="one_shot",
 )
 """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.

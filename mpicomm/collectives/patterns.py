@@ -260,6 +260,8 @@ def ring_refusal(op: str) -> str | None:
     """Return the reason, for an error, why the ring cannot reduce with an operation; None if it can."""
     if op == "avg":
         return "the ring cannot average on the way: sum, and divide by the number of ranks"
+    if op == "tree":
+        return 'the ring is no tree, and order="tree" wants one'
     return None
 
 

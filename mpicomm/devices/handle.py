@@ -98,9 +98,9 @@ class MemoryHandle:
 
     @classmethod
     def unpack(cls, packet: bytes) -> MemoryHandle:
-        """Return the handle that `pack` has written. An empty key is `KEY_NBYTES` zeros afterwards."""
-        kind, *fields = _PACKET.unpack(packet)
-        return cls(KINDS[kind], *fields)
+        """Return the handle that `pack` has written."""
+        kind, device, key, *numbers = _PACKET.unpack(packet)
+        return cls(KINDS[kind], device, key if any(key) else b"", *numbers)
 
 
 Exported = tuple[tuple[MemoryHandle, "Descriptor | None"], ...]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import Event, Link, Scratch
+from mpicomm.devices.base import Link, Scratch
 from mpicomm.devices.handle import Exported, Kind, MemoryHandle, MemoryUse
 from mpicomm.devices.host_memory import HostSegment
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, equal_error
@@ -20,8 +20,8 @@ NO_DEVICE = bytes(16)
 _BYTE = np.dtype(np.uint8)
 
 
-class HostEvent(Event):
-    """An event of the host. Calls on host memory block, so recorded work has happened. Both methods are fences."""
+class HostEvent:
+    """A `CudaEvent` of the host. Calls on host memory block, so recorded work has happened. Both methods are fences."""
 
     def export(self) -> bytes:
         """Return an empty key, because a peer needs no key to open the event."""
@@ -39,9 +39,10 @@ class HostEvent(Event):
 
 
 class HostBackend:
-    """Host memory as a `Backend`. It has no streams, and 0 stands for the stream, because every call blocks.
+    """Host memory, with the methods of `CudaBackend` that need no GPU.
 
-    The host is always current, its scratch memory stays, and there is nothing to release.
+    It has no streams, and 0 stands for the stream, because every call blocks. The host is
+    always current, its scratch memory stays, and there is nothing to release.
     """
 
     device: int | str = "cpu"

@@ -14,7 +14,7 @@ circle:
    answer.
 
 Against 2 and 3, blocking calls that wait for peers wait beside a stream that several threads use. The calling thread
-waits with them, as it does in MPI: see side_stream.py. Then the stream itself holds no wait. Only the waits of threads
+waits with them, as it does in MPI: see cuda/beside.py. Then the stream itself holds no wait. Only the waits of threads
 are left, and MPI's rules keep these free of circles.
 
 4. Each thread has another stream. On rank 0 the C of thread A runs, and B loads a kernel, which waits for the whole

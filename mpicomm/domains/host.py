@@ -83,8 +83,7 @@ def combine(step: Combine) -> None:
     narrow = is_narrow(step.dtype) or is_narrow(step.result)
     wide = _WIDE if narrow else step.dtype
     parts: list[npt.NDArray[Any]] = [
-        array_at(step.source + index * step.stride, step.count, step.dtype).astype(wide, copy=False)
-        for index in range(step.sources)
+        array_at(source, step.count, step.dtype).astype(wide, copy=False) for source in step.sources
     ]
     output = array_at(step.output, step.count, step.result)
     total = output if step.result == wide else np.empty(step.count, wide)

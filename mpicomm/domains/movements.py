@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomm.collectives.operations import ALLGATHER, ALLGATHERV, ALLTOALLV, BCAST, GATHERV, SCATTERV
 from mpicomm.collectives.patterns import Buffers, split
-from mpicomm.domains.steps import DomainLayout, Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Step
+from mpicomm.domains.steps import DomainLayout, Local, Move, NetworkStep, Pack, ScratchAllocator, Step, messages
 from mpicomm.mpi.arguments import Span
 
 
@@ -79,11 +79,10 @@ def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], scratc
     start = scratch.take(sum(block.count for block in packed) * b.dtype.itemsize)
     places, spans = one_after_the_other(blocks, rows, start, b.dtype)
     received = [rank for distance in exchanged for rank in layout.served(layout.ahead(distance))]
+    partners = [layout.partner(b.rank, layout.ahead(-distance)) for distance in exchanged]
     yield NetworkStep(
-        tuple(
-            NetworkMessage.of(layout.partner(b.rank, layout.ahead(-distance)), send, b.dtype) for distance in exchanged
-        ),
-        tuple(NetworkMessage.of(rank, places[rank] if packed else blocks[rank], b.dtype) for rank in received),
+        messages([(rank, send) for rank in partners], b.dtype),
+        messages([(rank, places[rank] if packed else blocks[rank]) for rank in received], b.dtype),
     )
     if packed:
         yield allgather_in_domain(layout, b.dtype, spans[layout.index], spans)
@@ -106,10 +105,9 @@ def alltoall(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Ite
             copy = Span(scratch.take(block.count * itemsize), block.count)
             yield Move(copy.pointer, block.pointer, block.count * itemsize)
             sends.append(copy)
-    others = layout.elsewhere
     yield NetworkStep(
-        tuple(NetworkMessage.of(rank, sends[rank], b.dtype) for rank in others),
-        tuple(NetworkMessage.of(rank, b.blocks[rank], b.dtype) for rank in others),
+        messages([(rank, sends[rank]) for rank in layout.elsewhere], b.dtype),
+        messages([(rank, b.blocks[rank]) for rank in layout.elsewhere], b.dtype),
     )
     here = [sends[rank] for rank in layout.ranks], [b.blocks[rank] for rank in layout.ranks]
     cuts = [b.cuts[rank] for rank in layout.ranks] if b.cuts else ()
@@ -120,12 +118,12 @@ def gather(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Itera
     """The ranks of other domains send directly to the root; the root's domain gathers. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
         assert b.send is not None
-        yield NetworkStep(sends=(NetworkMessage.of(b.root, b.send, b.dtype),))
+        yield NetworkStep(sends=messages([(b.root, b.send)], b.dtype))
         return
     blocks = None
     if b.rank == b.root:
         assert b.blocks is not None
-        yield NetworkStep(receives=tuple(NetworkMessage.of(rank, b.blocks[rank], b.dtype) for rank in layout.elsewhere))
+        yield NetworkStep(receives=messages([(rank, b.blocks[rank]) for rank in layout.elsewhere], b.dtype))
         blocks = [b.blocks[rank] for rank in layout.ranks]
     else:
         yield NetworkStep()
@@ -137,12 +135,12 @@ def scatter(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iter
     """The root sends directly to the ranks of other domains, and scatters in its domain. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
         assert b.output is not None
-        yield NetworkStep(receives=(NetworkMessage.of(b.root, b.output, b.dtype),))
+        yield NetworkStep(receives=messages([(b.root, b.output)], b.dtype))
         return
     sends = None
     if b.rank == b.root:
         assert b.send_blocks is not None
-        yield NetworkStep(tuple(NetworkMessage.of(rank, b.send_blocks[rank], b.dtype) for rank in layout.elsewhere))
+        yield NetworkStep(messages([(rank, b.send_blocks[rank]) for rank in layout.elsewhere], b.dtype))
         sends = [b.send_blocks[rank] for rank in layout.ranks]
     else:
         yield NetworkStep()
@@ -153,17 +151,12 @@ def scatter(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iter
 def bcast_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The root sends to its partner in every other domain; each domain broadcasts. For small data."""
     assert b.output is not None
-    nbytes = b.output.count * b.dtype.itemsize
     home = layout.domain_of(b.root)
     source = b.root if layout.number == home else layout.partner(b.root, layout.number)
     if b.rank == b.root:
-        yield NetworkStep(
-            sends=tuple(
-                NetworkMessage(layout.partner(b.root, domain), b.output.pointer, nbytes) for domain in layout.others
-            )
-        )
+        yield NetworkStep(messages([(layout.partner(b.root, each), b.output) for each in layout.others], b.dtype))
     elif b.rank == source:
-        yield NetworkStep(receives=(NetworkMessage(b.root, b.output.pointer, nbytes),))
+        yield NetworkStep(receives=messages([(b.root, b.output)], b.dtype))
     else:
         yield NetworkStep()
     yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), output=b.output))
@@ -189,13 +182,13 @@ def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, scratch: S
     if number == home:
         if b.output.count:
             yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(b.root), output=b.output))
-        yield NetworkStep(sends=tuple(NetworkMessage.of(rank, new[domain], b.dtype) for domain, rank in rail.items()))
+        yield NetworkStep(messages([(rank, new[domain]) for domain, rank in rail.items()], b.dtype))
         return
     others = {domain: rank for domain, rank in rail.items() if domain != number}
-    source = (NetworkMessage.of(layout.domains[home][index], new[number], b.dtype),) if rail else ()
+    source = [(layout.domains[home][index], new[number])] if rail else []
     yield NetworkStep(
-        tuple(NetworkMessage.of(rank, old[number], b.dtype) for rank in others.values()),
-        (*source, *(NetworkMessage.of(rank, old[domain], b.dtype) for domain, rank in others.items())),
+        messages([(rank, old[number]) for rank in others.values()], b.dtype),
+        messages([*source, *((rank, old[domain]) for domain, rank in others.items())], b.dtype),
     )
     if before.output.count:
         yield allgather_in_domain(layout, b.dtype, shards_before[index], shards_before)

@@ -43,17 +43,16 @@ class NetworkWaits(SharedMemory):
         self._own = domain.rank
 
     def waits_for(self, rank: int) -> None:
-        """Heartbeat: publish that this rank is waiting for ``rank``. Local; call it repeatedly while waiting."""
+        """Heartbeat: publish that this rank is waiting for ``rank``, or for none with -1. Local.
+
+        Call it repeatedly while waiting.
+        """
         # Pairs with the reads in `awaited`. The words need no order between them, because a reader only asks whether
         # the count goes on, and names the rank that it finds.
-        line = self._lines[self._own]
-        line[0] = rank + 1
-        line[1] += 1
-
-    def waits_no_more(self) -> None:
-        """Say that this rank waits for no other domain; local."""
         if self._lines:
-            self._lines[self._own][0] = 0
+            line = self._lines[self._own]
+            line[0] = rank + 1
+            line[1] += 1
 
     def awaited(self) -> list[int]:
         """Return the ranks of other domains for which living ranks of this domain wait.
@@ -104,11 +103,6 @@ class Transfers:
         self.meanwhile: Callable[[], object] = lambda: None
         """The transfers call it now and then during a wait. An exception of it ends the wait."""
 
-    @staticmethod
-    def tag_of(call: Signature) -> int:
-        """Return the tag of a call's messages."""
-        return _FIRST_TAG + call.hash32 % (_LAST_TAG + 1 - _FIRST_TAG)
-
     def begin(self, make: Callable[[int], Direct], call: Signature) -> Callable[[], None]:
         """Make a transfer with the tag that ``make`` gets; return the function that waits for its end.
 
@@ -116,13 +110,14 @@ class Transfers:
         if a rank makes another call, or sends another length. If an awaited rank has given up the call, it raises the
         error of that rank: see `tell`.
         """
+        tag = _FIRST_TAG + call.hash32 % (_LAST_TAG + 1 - _FIRST_TAG)
         try:
-            transfer = make(self.tag_of(call))
+            transfer = make(tag)
         except MPI.Exception as error:
             raise self._given_up(_refused(call, error)) from None
         self._open.append(transfer)
         self._advance(call)
-        return lambda: self._finish(transfer, call)
+        return lambda: self._finish(transfer, call, tag)
 
     def tell(self, error: MpicommError) -> None:
         """Tell ranks of other domains that may wait for this rank why it has given up a call. Local.
@@ -144,14 +139,6 @@ class Transfers:
             with contextlib.suppress(MPI.Exception):  # MPI knows that the rank is gone
                 abandoned.append(self.comm.isend(said, rank, tag))
 
-    def _told(self, ranks: Iterable[int]) -> MpicommError | None:
-        """Return the error that one of these ranks has sent, or None. Local."""
-        for rank in ranks:
-            if self.comm.Iprobe(rank, _ERROR_TAG):
-                said: MpicommError = self.comm.recv(None, rank, _ERROR_TAG)
-                return said
-        return None
-
     def _advance(self, call: Signature) -> None:
         for transfer in list(self._open):
             try:
@@ -166,7 +153,7 @@ class Transfers:
             if over:
                 self._open.remove(transfer)
 
-    def _finish(self, transfer: Direct, call: Signature) -> None:
+    def _finish(self, transfer: Direct, call: Signature, own_tag: int) -> None:
         def ready() -> bool:
             self._advance(call)
             return transfer not in self._open
@@ -174,16 +161,16 @@ class Transfers:
         def look_around() -> None:
             self.meanwhile()
             self._waits.waits_for(min(transfer.receiving() or transfer.sending(), default=-1))
-            told = self._told(transfer.receiving() | transfer.sending())
-            if told is not None:
-                raise self._given_up(told)
+            for rank in transfer.receiving() | transfer.sending():
+                if self.comm.Iprobe(rank, _ERROR_TAG):
+                    raise self._given_up(self.comm.recv(None, rank, _ERROR_TAG))
             for rank in sorted(transfer.receiving()):
-                tag = self._tag_from(rank)
-                if tag is None or tag in (self.tag_of(call), _WAIT_TAG, _ERROR_TAG):
+                first = MPI.Status()
+                if not self.comm.Iprobe(rank, MPI.ANY_TAG, first) or first.tag in (own_tag, _WAIT_TAG, _ERROR_TAG):
                     continue
                 # That rank may have made the next call already, and its message of this call may just be arriving.
                 if not wait_until(lambda rank=rank: ready() or rank not in transfer.receiving(), _ANSWER_S):  # type: ignore[misc]
-                    raise self._given_up(self._different(call, rank, tag))
+                    raise self._given_up(self._different(call, rank, first.tag))
 
         try:
             if wait_until(ready, self._timeout_s, look_around):
@@ -196,7 +183,7 @@ class Transfers:
         except MPI.Exception as error:  # Open MPI with ULFM refuses to look for messages of a rank that is gone
             raise self._given_up(_refused(call, error)) from None
         finally:
-            self._waits.waits_no_more()
+            self._waits.waits_for(-1)
         raise self._given_up(
             CollectiveTimeoutError(
                 f"{call}: {name_ranks(missing)} did not arrive within {self._timeout_s:g} s; the communicator is "
@@ -212,11 +199,6 @@ class Transfers:
             said = self.comm.recv(None, rank, _WAIT_TAG) if self.comm.Iprobe(rank, _WAIT_TAG) else [rank]
             missing.update(said)
         return sorted(missing - {self.comm.rank} or set(ranks))
-
-    def _tag_from(self, rank: int) -> int | None:
-        """Return the tag of the first message from a rank that waits for a receive, None if no message waits. Local."""
-        status = MPI.Status()
-        return status.tag if self.comm.Iprobe(rank, MPI.ANY_TAG, status) else None
 
     def _different(self, call: Signature, rank: int, tag: int) -> PeerError:
         """Return the error for a rank in another call, which has sent a message with ``tag``, and tell it this call."""
@@ -255,14 +237,17 @@ class Direct:
     """The network messages of a step, from and into memory that MPI itself reads and writes. All methods are local."""
 
     def __init__(self, comm: MPI.Intracomm, network_step: NetworkStep, tag: int) -> None:
+        self._comm = comm
         self._receives: list[MessageInFlight] = []
         self._sends: list[MessageInFlight] = []
         try:
             # Receives first, so that no message comes before its receive and needs memory of MPI.
             for each in network_step.receives:
-                self._receives.append(MessageInFlight(each, comm.Irecv(memory_of(each), each.rank, tag)))
+                memory = MPI.memory.fromaddress(each.pointer, each.nbytes)
+                self._receives.append(MessageInFlight(each, comm.Irecv([memory, MPI.BYTE], each.rank, tag)))
             for each in network_step.sends:
-                self._sends.append(MessageInFlight(each, comm.Isend(memory_of(each), each.rank, tag)))
+                memory = MPI.memory.fromaddress(each.pointer, each.nbytes)
+                self._sends.append(MessageInFlight(each, comm.Isend([memory, MPI.BYTE], each.rank, tag)))
         except MPI.Exception:
             self.give_up()  # the messages before the message that MPI refuses
             raise
@@ -306,11 +291,6 @@ class Direct:
         if status.Get_count(MPI.BYTE) != nbytes:
             raise LengthError(f"rank {rank} sends {status.Get_count(MPI.BYTE)} bytes, and {nbytes} are expected")
         return True
-
-
-def memory_of(message: NetworkMessage) -> Any:
-    """Return the memory of a network message in the form that MPI takes."""
-    return [MPI.memory.fromaddress(message.pointer, message.nbytes), MPI.BYTE]
 
 
 class LengthError(Exception):

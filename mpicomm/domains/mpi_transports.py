@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from mpi4py import MPI
 
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.mpi_transfers import Direct, MessageInFlight, Transfers
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, TransportName
 from mpicomm.errors import MpicommError
@@ -26,82 +25,64 @@ class PinnedTransport:
     capturable = False
 
     def __init__(self, transfers: Transfers, backend: GpuBackend) -> None:
-        self._transfers = transfers
-        self._backend = backend
-        self._out = backend.side_streams.take()
-        self._into = backend.side_streams.take()
-        self._chunks = _Chunks(deque(), deque())
+        self.transfers, self.backend = transfers, backend
+        self.out, self.into = backend.side_streams.take(), backend.side_streams.take()
+        self.outgoing: deque[tuple[MessageInFlight, int]] = deque()
+        """Chunks that MPI does not have yet, and their tags. MPI gets them in this order, because the messages of a
+        call have one tag."""
+        self.landing: deque[tuple[Any, Any]] = deque()
+        """Marks after copies, and the pinned memory that the device may read before: the pool must not reuse it."""
 
     def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
         """See `Transport`; the function that it returns blocks until the network messages have arrived."""
-        side = self._backend.side_streams
+        side = self.backend.side_streams
         behind = side.mark(stream)
-        side.follow(self._out, behind)  # this stream reads memory that earlier work writes
-        side.follow(self._into, behind)  # this stream overwrites memory that earlier work may read
-        comm, streams = self._transfers.comm, (self._out, self._into)
-        wait = self._transfers.begin(
-            lambda tag: _Pinned(comm, network_step, tag, self._backend, *streams, self._chunks), call
-        )
+        side.follow(self.out, behind)  # this stream reads memory that earlier work writes
+        side.follow(self.into, behind)  # this stream overwrites memory that earlier work may read
+        wait = self.transfers.begin(lambda tag: _Pinned(self, network_step, tag), call)
 
         def finish() -> None:
             side.wait(behind)
-            self._backend.check()
+            self.backend.check()
             wait()
-            side.wait_stream(stream, self._into)  # later work reads the data that the copies bring
+            side.wait_stream(stream, self.into)  # later work reads the data that the copies bring
 
         return finish
 
     def tell(self, error: MpicommError) -> None:
-        self._transfers.tell(error)
+        self.transfers.tell(error)
 
     def close(self) -> None:
-        self._chunks.landing.clear()
-        for stream in (self._out, self._into):
-            self._backend.side_streams.give_back(stream)
-
-
-@dataclass(frozen=True)
-class _Chunks:
-    """The chunks of all transfers of one transport that have to keep an order."""
-
-    outgoing: deque[tuple[MessageInFlight, int]]
-    """Chunks that MPI does not have yet, and their tags. MPI gets them in this order, because the messages of a call
-    have one tag."""
-    landing: deque[tuple[Any, Any]]
-    """Marks after copies, and the pinned memory that the device may read before: the pool must not reuse it."""
+        self.landing.clear()
+        for stream in (self.out, self.into):
+            self.backend.side_streams.give_back(stream)
 
 
 class _Pinned(Direct):
     """`Direct` messages of pinned memory, in chunks. Copies bring them from the device, and to the device."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        network_step: NetworkStep,
-        tag: int,
-        backend: GpuBackend,
-        out: int,
-        into: int,
-        chunks: _Chunks,
-    ) -> None:
-        super().__init__(comm, NetworkStep(), tag)
-        self._comm, self._backend, self._into, self._chunks = comm, backend, into, chunks
+    def __init__(self, transport: PinnedTransport, network_step: NetworkStep, tag: int) -> None:
+        super().__init__(transport.transfers.comm, NetworkStep(), tag)
+        self._transport, self._backend = transport, transport.backend
         for chunk in _chunks_of(network_step.sends):
-            host = backend.pinned(chunk.nbytes)
-            backend.copy(host.ctypes.data, chunk.pointer, chunk.nbytes, out)
-            self._sends.append(MessageInFlight(chunk, host=host, copied=backend.side_streams.mark(out)))
-        chunks.outgoing.extend((message, tag) for message in self._sends)
+            host = self._backend.pinned(chunk.nbytes)
+            self._backend.copy(host.ctypes.data, chunk.pointer, chunk.nbytes, transport.out)
+            copied = self._backend.side_streams.mark(transport.out)
+            self._sends.append(MessageInFlight(chunk, host=host, copied=copied))
+        transport.outgoing.extend((message, tag) for message in self._sends)
         try:
             for chunk in _chunks_of(network_step.receives):
-                host = backend.pinned(chunk.nbytes)
-                self._receives.append(MessageInFlight(chunk, comm.Irecv([host, MPI.BYTE], chunk.rank, tag), host))
+                host = self._backend.pinned(chunk.nbytes)
+                request = self._comm.Irecv([host, MPI.BYTE], chunk.rank, tag)
+                self._receives.append(MessageInFlight(chunk, request, host))
         except MPI.Exception:
             self.give_up()  # the messages before the message that MPI refuses
             raise
 
     def advance(self) -> bool:
         """Send the chunks that are in pinned memory, and copy the chunks that have arrived; see `Direct`."""
-        passed, outgoing, landing = self._backend.side_streams.passed, self._chunks.outgoing, self._chunks.landing
+        passed = self._backend.side_streams.passed
+        outgoing, landing = self._transport.outgoing, self._transport.landing
         while landing and passed(landing[0][0]):
             landing.popleft()
         while outgoing and passed(outgoing[0][0].copied):
@@ -112,13 +93,14 @@ class _Pinned(Direct):
     def _arrived(self, message: MessageInFlight) -> bool:
         if not super()._arrived(message):
             return False
-        self._backend.copy(message.of.pointer, message.host.ctypes.data, message.of.nbytes, self._into)
-        self._chunks.landing.append((self._backend.side_streams.mark(self._into), message.host))
+        into = self._transport.into
+        self._backend.copy(message.of.pointer, message.host.ctypes.data, message.of.nbytes, into)
+        self._transport.landing.append((self._backend.side_streams.mark(into), message.host))
         return True
 
     def give_up(self) -> None:
         super().give_up()
-        self._chunks.outgoing.clear()
+        self._transport.outgoing.clear()
 
 
 def _chunks_of(messages: tuple[NetworkMessage, ...]) -> Iterator[NetworkMessage]:
@@ -147,5 +129,4 @@ class CudaAwareTransport:
     def tell(self, error: MpicommError) -> None:
         self._transfers.tell(error)
 
-    def close(self) -> None:
-        """Do nothing, because the transport holds no resources."""
+    def close(self) -> None: ...

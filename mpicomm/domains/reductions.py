@@ -31,16 +31,16 @@ from mpicomm.domains.movements import (
     rail_shards,
 )
 from mpicomm.domains.steps import (
+    ALIGNED_NBYTES,
     Combine,
     DomainLayout,
     Local,
     Move,
-    NetworkMessage,
     NetworkStep,
     Pack,
     ScratchAllocator,
-    Slots,
     Step,
+    messages,
 )
 from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.types import is_narrow
@@ -53,15 +53,14 @@ def allreduce_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllo
     """All-reduce in each peer domain; then partners of all domains exchange the results. For small data."""
     send, output = _both(b)
     dtype, op, source = yield from _widened(b, send, scratch)
-    nbytes = send.count * dtype.itemsize
-    partials = Slots.take(scratch, len(layout.domains), nbytes)
-    own = partials[layout.number]
-    yield Local(ALLREDUCE, in_domain(layout, dtype, op, send=source, output=Span(own, send.count)))
+    partials = scratch.arrays(len(layout.domains), send.count * dtype.itemsize)
+    own = Span(partials[layout.number], send.count)
+    yield Local(ALLREDUCE, in_domain(layout, dtype, op, send=source, output=own))
+    served = [rank for domain in layout.others for rank in layout.served(domain)]
+    partners = {domain: layout.partner(layout.rank, domain) for domain in layout.others}
     yield NetworkStep(
-        tuple(NetworkMessage(rank, own, nbytes) for domain in layout.others for rank in layout.served(domain)),
-        tuple(
-            NetworkMessage(layout.partner(layout.rank, domain), partials[domain], nbytes) for domain in layout.others
-        ),
+        messages([(rank, own) for rank in served], dtype),
+        messages([(rank, Span(partials[domain], send.count)) for domain, rank in partners.items()], dtype),
     )
     yield _combined(b, dtype, op, partials, output)
 
@@ -74,25 +73,25 @@ def allreduce_in_two_steps(b: Buffers, layout: DomainLayout, scratch: ScratchAll
     """
     send, output = _both(b)
     dtype, op, source = yield from _widened(b, send, scratch)
-    number, index, domains = layout.number, layout.index, len(layout.domains)
+    number, index, domains, rail = layout.number, layout.index, len(layout.domains), layout.on_my_rail()
     results = rail_shards(output, layout, b.dtype)
     shards = cut_alike(source, results, dtype)
     shard = Span(scratch.take(shards[index].count * dtype.itemsize), shards[index].count)
     yield _reduce_scatter_in_domain(layout, dtype, op, shards, shard)
     places = split(results[index], domains, b.dtype.itemsize)
     parts = cut_alike(shard, places, dtype)
-    nbytes = parts[number].count * dtype.itemsize
-    slots = Slots.take(scratch, domains, nbytes)
-    rail = {domain: layout.domains[domain][index] for domain in layout.others} if index < layout.rails else {}
+    count = parts[number].count
+    nbytes = count * dtype.itemsize
+    slots = scratch.arrays(domains, nbytes)
     yield NetworkStep(
-        tuple(NetworkMessage.of(rank, parts[domain], dtype) for domain, rank in rail.items()),
-        tuple(NetworkMessage(rank, slots[domain], nbytes) for domain, rank in rail.items()),
+        messages([(rank, parts[domain]) for domain, rank in rail.items()], dtype),
+        messages([(rank, Span(slots[domain], count)) for domain, rank in rail.items()], dtype),
     )
     yield Move(slots[number], parts[number].pointer, nbytes)
     yield _combined(b, dtype, op, slots, places[number])
     yield NetworkStep(
-        tuple(NetworkMessage.of(rank, places[number], b.dtype) for rank in rail.values()),
-        tuple(NetworkMessage.of(rank, places[domain], b.dtype) for domain, rank in rail.items()),
+        messages([(rank, places[number]) for rank in rail.values()], b.dtype),
+        messages([(rank, places[domain]) for domain, rank in rail.items()], b.dtype),
     )
     yield allgather_in_domain(layout, b.dtype, results[index], results)
 
@@ -101,23 +100,18 @@ def reduce(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Itera
     """Reduce-scatter in each domain; each rail brings its shards to the root's domain, which gathers the results."""
     assert b.send is not None
     dtype, op, source = yield from _widened(b, b.send, scratch)
-    home, index = layout.domain_of(b.root), layout.index
+    home, rail = layout.domain_of(b.root), layout.on_my_rail()
     at_home = layout.number == home
     shards = cut_alike(source, rail_shards(b.send, layout, b.dtype), dtype)
-    count = shards[index].count
-    nbytes = count * dtype.itemsize
-    slots = Slots.take(scratch, len(layout.domains) if at_home else 1, nbytes)
-    own = slots[layout.number if at_home else 0]
-    yield _reduce_scatter_in_domain(layout, dtype, op, shards, Span(own, count))
+    count = shards[layout.index].count
+    slots = scratch.arrays(len(layout.domains) if at_home else 1, count * dtype.itemsize)
+    own = Span(slots[layout.number if at_home else 0], count)
+    yield _reduce_scatter_in_domain(layout, dtype, op, shards, own)
     if not at_home:
-        yield NetworkStep(
-            sends=(NetworkMessage(layout.domains[home][index], own, nbytes),) if index < layout.rails else ()
-        )
+        yield NetworkStep(sends=messages([(rail[home], own)] if rail else [], dtype))
         return
-    others = layout.others if index < layout.rails else ()
-    yield NetworkStep(
-        receives=tuple(NetworkMessage(layout.domains[domain][index], slots[domain], nbytes) for domain in others)
-    )
+    arriving = [(rank, Span(slots[domain], count)) for domain, rank in rail.items()]
+    yield NetworkStep(receives=messages(arriving, dtype))
     result = Span(scratch.take(count * b.dtype.itemsize), count)
     yield _combined(b, dtype, op, slots, result)
     blocks = None if b.rank != b.root or b.output is None else rail_shards(b.output, layout, b.dtype)
@@ -140,8 +134,7 @@ def reduce_scatter(
     assert b.send_blocks is not None and b.output is not None
     blocks, exchanged = b.send_blocks, [distance for distance in distances if distance]
     dtype, op = _accumulated(b.dtype, b.op)
-    nbytes = b.output.count * dtype.itemsize
-    slots = Slots.take(scratch, len(layout.domains), nbytes)
+    slots = scratch.arrays(len(layout.domains), b.output.count * dtype.itemsize)
     served = [layout.served(domain) for domain in layout.others]
     start = scratch.take(sum(blocks[rank].count for row in served for rank in row) * dtype.itemsize)
     places, spans = one_after_the_other(blocks, served, start, dtype)
@@ -164,13 +157,10 @@ def reduce_scatter(
         first = spans[distances[0] - 1] if exchanged else places[b.rank]
         output = Span(first.pointer, given[layout.index].count)
         yield _reduce_scatter_in_domain(layout, dtype, op, given, output)
-    yield NetworkStep(
-        tuple(NetworkMessage.of(rank, places[rank], dtype) for distance in exchanged for rank in served[distance - 1]),
-        tuple(
-            NetworkMessage(layout.partner(b.rank, domain), slots[domain], nbytes)
-            for domain in (layout.ahead(-distance) for distance in exchanged)
-        ),
-    )
+    sources = [layout.ahead(-distance) for distance in exchanged]
+    arriving = [(layout.partner(b.rank, domain), Span(slots[domain], b.output.count)) for domain in sources]
+    leaving = [(rank, places[rank]) for distance in exchanged for rank in served[distance - 1]]
+    yield NetworkStep(messages(leaving, dtype), messages(arriving, dtype))
     if 0 in distances:
         yield _combined(b, dtype, op, slots, b.output)
 
@@ -188,7 +178,7 @@ def exscan(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Itera
 def _prefix(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator, ranks: int) -> Iterator[Step]:
     send, output = _both(b)
     nbytes = send.count * b.dtype.itemsize
-    slots = Slots.take(scratch, layout.size, nbytes)
+    slots = scratch.arrays(layout.size, nbytes)
     gathered = replace(b, output=None, blocks=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")
     yield from allgather(gathered, layout, [0], scratch)
     yield from allgather(gathered, layout, range(1, len(layout.domains)), scratch)
@@ -197,7 +187,7 @@ def _prefix(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator, ranks: 
     elif ranks:
         divisor = ranks if b.op == "avg" else 1
         op = "sum" if b.op == "avg" else b.op
-        yield Combine(op, b.dtype, slots[0], slots.stride, ranks, send.count, output.pointer, b.dtype, divisor)
+        yield Combine(op, b.dtype, slots[:ranks], send.count, output.pointer, b.dtype, divisor)
 
 
 def reduce_on_host(op: str, domains: Sequence[Sequence[npt.NDArray[Any]]], out: npt.NDArray[Any]) -> None:
@@ -231,13 +221,13 @@ def _widened(
 
 
 def _converted(b: Buffers, source: Span, target: Span, dtype: np.dtype[Any]) -> Combine:
-    return Combine("sum", b.dtype, source.pointer, 0, 1, source.count, target.pointer, dtype)
+    one = range(source.pointer, source.pointer + 1, ALIGNED_NBYTES)
+    return Combine("sum", b.dtype, one, source.count, target.pointer, dtype)
 
 
-def _combined(b: Buffers, dtype: np.dtype[Any], op: str, slots: Slots, output: Span) -> Combine:
+def _combined(b: Buffers, dtype: np.dtype[Any], op: str, slots: range, output: Span) -> Combine:
     """Reduce the partial results of all domains, one in each slot, to the result."""
-    divisor = b.size if b.op == "avg" else 1
-    return Combine(op, dtype, slots[0], slots.stride, slots.number, output.count, output.pointer, b.dtype, divisor)
+    return Combine(op, dtype, slots, output.count, output.pointer, b.dtype, b.size if b.op == "avg" else 1)
 
 
 def _reduce_scatter_in_domain(

@@ -28,9 +28,7 @@ SHORTEST_NBYTES = 4 << 20
 """The least bytes of a piece of a call without scratch memory; see `pipelined`."""
 _LINE_NBYTES = 128
 
-Steps = Callable[[Buffers, DomainLayout, ScratchAllocator], Iterator[Step]]
-StepsOfTwo = Callable[[Buffers, Buffers, DomainLayout, ScratchAllocator], Iterator[Step]]
-StepsOfDomains = Callable[[Buffers, DomainLayout, Sequence[int], ScratchAllocator], Iterator[Step]]
+Steps = Callable[..., Iterator[Step]]
 Piece = Callable[[ScratchAllocator], Iterator[Step]]
 Part = Sequence[Piece]
 """Pieces that share scratch memory."""
@@ -44,37 +42,32 @@ def whole(steps: Steps) -> Schedule:
 
 def cut_data(steps: Steps) -> Schedule:
     """Cut the data, which has the same length on each rank."""
-    return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES)
+    return lambda b, layout: [[partial(steps, part, layout)] for part in _cut(b, PIECE_NBYTES)]
 
 
-def pipelined(steps: StepsOfTwo) -> Schedule:
+def cut_blocks(steps: Steps) -> Schedule:
+    """Cut the block of each rank."""
+    return lambda b, layout: [[partial(steps, part, layout)] for part in _cut(b, PIECE_NBYTES // b.size)]
+
+
+def pipelined(steps: Steps) -> Schedule:
     """Cut the data of a call without scratch memory; the steps of each piece continue the previous piece.
 
     A piece goes through several levels, one after the other. So k pieces take k times as long as one piece on the
     slowest level, and once as long on the other levels. Long pieces are good for the slowest level, and short pieces
-    are good for the others.
+    are good for the others. A piece has the geometric mean of the bytes of the call and of the shortest piece.
     """
 
     def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
         length = b.longest
-        pieces = _cut(b, pipelined_piece(length * b.dtype.itemsize))
+        pieces = _cut(b, math.isqrt(length * b.dtype.itemsize * SHORTEST_NBYTES))
         pairs = pairwise([b.part(0, 0), *pieces, b.part(length, length)])
         return [[partial(steps, piece, before, layout)] for before, piece in pairs]
 
     return schedule
 
 
-def pipelined_piece(nbytes: float) -> int:
-    """Return the bytes of each piece of `pipelined`: the geometric mean of the call and the shortest piece."""
-    return math.isqrt(int(nbytes) * SHORTEST_NBYTES)
-
-
-def cut_blocks(steps: Steps) -> Schedule:
-    """Cut the block of each rank."""
-    return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES // b.size)
-
-
-def domains_that_send(steps: StepsOfDomains) -> Schedule:
+def domains_that_send(steps: Steps) -> Schedule:
     """Cut the block of each rank; take the domains one by one or several at once, this rank's domain first."""
 
     def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
@@ -87,41 +80,29 @@ def domains_that_send(steps: StepsOfDomains) -> Schedule:
     return schedule
 
 
-def domains_that_receive(steps: StepsOfDomains) -> Schedule:
+def domains_that_receive(steps: Steps) -> Schedule:
     """Cut the block of each rank; take the domains one by one or several at once, this rank's domain last.
 
     The pieces of a part share the scratch memory that gathers the partial results of all domains.
     """
 
     def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
-        largest = max(map(len, layout.domains))
+        most = max(len(layout.domains), *map(len, layout.domains))
         return [
-            [
-                partial(steps, part, layout, distances)
-                for distances in (*_runs(part.send_blocks, part, layout), range(1))
-            ]
-            for part in _cut(b, PIECE_NBYTES // max(largest, len(layout.domains)))
+            [partial(steps, part, layout, each) for each in (*_runs(part.send_blocks, part, layout), range(1))]
+            for part in _cut(b, PIECE_NBYTES // most)
         ]
 
     return schedule
-
-
-def domains_at_once(largest_nbytes: float, domains: int) -> int:
-    """Return how many other domains a step takes at once, if the blocks of a domain have so many bytes."""
-    return max(1, min(domains - 1, int(PIECE_NBYTES // max(1.0, largest_nbytes))))
 
 
 def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: DomainLayout) -> Iterator[range]:
     """Yield the distances of the other domains, in runs of domains that together have the blocks of a piece."""
     assert blocks is not None
     domains = len(layout.domains)
-    largest = max(sum(blocks[rank].count for rank in ranks) for ranks in layout.domains)
-    step = domains_at_once(largest * b.dtype.itemsize, domains)
+    largest_nbytes = b.dtype.itemsize * max(sum(blocks[rank].count for rank in ranks) for ranks in layout.domains)
+    step = max(1, min(domains - 1, PIECE_NBYTES // max(1, largest_nbytes)))
     return (range(first, min(first + step, domains)) for first in range(1, domains, step))
-
-
-def _parts(steps: Steps, b: Buffers, layout: DomainLayout, nbytes: int) -> Sequence[Part]:
-    return [[partial(steps, part, layout)] for part in _cut(b, nbytes)]
 
 
 def _cut(b: Buffers, nbytes: int) -> list[Buffers]:

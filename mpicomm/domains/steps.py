@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -20,7 +19,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.errors import MpicommError
 from mpicomm.mpi.arguments import Span
 
-_ALIGNED_NBYTES = 256
+ALIGNED_NBYTES = 256
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,10 @@ class NetworkMessage:
     pointer: int
     nbytes: int
 
-    @classmethod
-    def of(cls, rank: int, span: Span, dtype: np.dtype[Any]) -> NetworkMessage:
-        """Return the network message with all elements of a span."""
-        return cls(rank, span.pointer, span.count * dtype.itemsize)
+
+def messages(spans: Iterable[tuple[int, Span]], dtype: np.dtype[Any]) -> tuple[NetworkMessage, ...]:
+    """Return a message for each rank, with all elements of its span."""
+    return tuple(NetworkMessage(rank, span.pointer, span.count * dtype.itemsize) for rank, span in spans)
 
 
 @dataclass(frozen=True)
@@ -83,17 +82,15 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Combine:
-    """Reduce ``sources`` arrays of ``count`` elements in this rank's memory, in their order, into ``output``.
+    """Reduce arrays of ``count`` elements in this rank's memory, in their order, into ``output``.
 
-    The start of each array is ``stride`` bytes after the start of the previous array. The result is divided by
-    ``divisor`` and rounded to ``result``. A single source is only converted.
+    The result is divided by ``divisor`` and rounded to ``result``. A single array is only converted.
     """
 
     op: str
     dtype: np.dtype[Any]
-    source: int
-    stride: int
-    sources: int
+    sources: range
+    """The addresses of the arrays: see `ScratchAllocator.arrays`."""
     count: int
     output: int
     result: np.dtype[Any]
@@ -149,31 +146,15 @@ class ScratchAllocator:
 
     def take(self, nbytes: int) -> int:
         """Return the address of memory that nothing else of the call uses."""
-        address = self._start + self.nbytes
-        self.nbytes += _aligned(nbytes)
-        return address
+        return self.arrays(1, nbytes).start
 
-
-@dataclass(frozen=True)
-class Slots:
-    """Scratch memory for ``number`` arrays of one length, with ``stride`` bytes from each start to the next."""
-
-    start: int
-    stride: int
-    number: int
-
-    @classmethod
-    def take(cls, scratch: ScratchAllocator, number: int, nbytes: int) -> Slots:
-        """Take slots of ``nbytes`` bytes each from the scratch memory."""
-        stride = _aligned(nbytes)
-        return cls(scratch.take(number * stride), stride, number)
-
-    def __getitem__(self, index: int) -> int:
-        return self.start + index * self.stride
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
+    def arrays(self, number: int, nbytes: int) -> range:
+        """Return the addresses of ``number`` arrays of ``nbytes`` bytes, which nothing else of the call uses."""
+        start = self._start + self.nbytes
+        stride = -(-nbytes // ALIGNED_NBYTES) * ALIGNED_NBYTES
+        self.nbytes += number * stride
+        stride = stride or ALIGNED_NBYTES  # a range has no step of 0
+        return range(start, start + number * stride, stride)
 
 
 class DomainLayout:
@@ -189,31 +170,19 @@ class DomainLayout:
         """The number of ranks."""
         self.number, self.index = self._places[rank]
         """The number of this rank's domain, and this rank's index in the domain."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
+        self.ranks = self.domains[self.number]
         """The ranks of this rank's domain."""
-        return self.domains[self.number]
-
-    @cached_property
-    def rails(self) -> int:
+        self.rails = min(map(len, self.domains))
         """The number of rails, which is the number of ranks in the smallest domain."""
-        return min(len(ranks) for ranks in self.domains)
-
-    @cached_property
-    def in_rank_order(self) -> bool:
+        self.in_rank_order = [each for ranks in self.domains for each in ranks] == list(range(self.size))
         """Whether the ranks of each domain, domain by domain, are in the order of ranks."""
-        return [rank for ranks in self.domains for rank in ranks] == list(range(self.size))
-
-    @cached_property
-    def others(self) -> tuple[int, ...]:
+        self.others = tuple(self.ahead(distance) for distance in range(1, len(self.domains)))
         """The numbers of the other domains, from the next domain on, so that not all ranks begin with one domain."""
-        return tuple(self.ahead(distance) for distance in range(1, len(self.domains)))
-
-    @cached_property
-    def elsewhere(self) -> tuple[int, ...]:
+        self.elsewhere = tuple(each for domain in self.others for each in self.domains[domain])
         """The ranks of the other domains, domain by domain."""
-        return tuple(rank for domain in self.others for rank in self.domains[domain])
+        partners = {self.partner(rank, domain) for domain in self.others}
+        self.contacts = tuple(sorted(partners.union(*(self.served(domain) for domain in self.others))))
+        """The ranks of other domains with which this rank exchanges data in most schedules."""
 
     def ahead(self, distance: int) -> int:
         """Return the number of the domain ``distance`` domains after this rank's domain, in a circle."""
@@ -236,12 +205,6 @@ class DomainLayout:
         ranks = self.domains[domain]
         return ranks[self.index_of(rank) % len(ranks)]
 
-    @cached_property
-    def contacts(self) -> tuple[int, ...]:
-        """The ranks of other domains with which this rank exchanges data in most schedules."""
-        partners = {self.partner(self.rank, domain) for domain in self.others}
-        return tuple(sorted(partners.union(*(self.served(domain) for domain in self.others))))
-
     def served(self, domain: int) -> tuple[int, ...]:
         """Return the ranks of a domain that have this rank as their partner."""
         return self.domains[domain][self.index :: len(self.ranks)]
@@ -250,6 +213,12 @@ class DomainLayout:
         """Return for each rank of this domain the ranks of other domains that it serves, domain by domain."""
         size = len(self.ranks)
         return [[rank for domain in domains for rank in self.domains[domain][index::size]] for index in range(size)]
+
+    def on_my_rail(self) -> dict[int, int]:
+        """Return the rank of this rank's rail in each other domain; {} for a rank without a rail."""
+        if self.index >= self.rails:
+            return {}
+        return {domain: self.domains[domain][self.index] for domain in self.others}
 
     def turns(self, domain: int) -> list[tuple[int, ...]]:
         """Cut the ranks of a domain into groups of at most as many ranks as this rank's domain has."""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.process import close_after
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import FLOAT32, GivenArray, Received, name_of, new_array, pointer_of, read_array

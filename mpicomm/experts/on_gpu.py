@@ -8,7 +8,8 @@ from typing import Protocol
 
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.device import device_facts
-from mpicomm.devices.base import GpuBackend, Segment
+from mpicomm.devices.base import Segment
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.shape import DTYPES, RowShape, Shape, round_up
 from mpicomm.kernels.experts import (

@@ -8,6 +8,8 @@
 // No two threads touch the same element, and the preceding kernels of the stream have ended when
 // this kernel begins. So it needs no flags.
 
+#define MPICOMM_TREE_LEVELS 10  // for 1024 peer domains
+
 #include "bytes.cuh"
 #include "element.cuh"
 
@@ -55,11 +57,11 @@ MPICOMM_DEVICE void combine(const Combination& x, u64 first) {
   for (u32 place = 0; place < x.sources; ++place, source += x.stride) {
     const Sources row = *reinterpret_cast<const Sources*>(source);
 #pragma unroll
-    for (u32 i = 0; i < n; ++i) states[i] = place == 0 ? Op::first(row.of[i]) : Op::next(states[i], row.of[i]);
+    for (u32 i = 0; i < n; ++i) states[i] = place == 0 ? Op::first(row.of[i]) : next_of<Op>(states[i], row.of[i], place);
   }
   Results results;
 #pragma unroll
-  for (u32 i = 0; i < n; ++i) results.of[i] = result_of(states[i], x.divisor);
+  for (u32 i = 0; i < n; ++i) results.of[i] = result_of(value_of<Op>(states[i], x.sources), x.divisor);
   *reinterpret_cast<Results*>(x.output + first * sizeof(Result)) = results;
 }
 

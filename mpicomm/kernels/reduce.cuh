@@ -9,6 +9,8 @@
 //   complex prod                (ac - bd) + (ad + bc)i, each of the four products rounded
 //   avg                         the sum divided by the number of contributions; NumPy's division of
 //                               complex sums
+//   tree                        the sum of a binary tree: contributions 0 and 1, 2 and 3, ...; then
+//                               pairs of these sums, and so on
 #pragma once
 
 #include "numbers.cuh"
@@ -68,6 +70,11 @@ MPICOMM_DEVICE void set_truth(Complex<F>& x, bool truth) {
   x = {static_cast<F>(truth ? 1 : 0), 0};
 }
 
+#if !defined(MPICOMM_TREE_LEVELS)
+#define MPICOMM_TREE_LEVELS 3  // for 8 contributions
+#endif
+constexpr u32 kTreeLevels = MPICOMM_TREE_LEVELS;
+
 namespace op {
 
 // `first` and `last` of the operations on numbers.
@@ -88,6 +95,41 @@ template <class T>
 struct avg : sum<T> {
   using State = typename Numeric<T>::State;
   MPICOMM_DEVICE static T last(State state, u32 count) { return Number<T>::encode(divide(state, count)); }
+};
+
+// A binary counter: while `before` contributions have come, level i has the sum of 2^i of them if bit i
+// of `before` is set. A level that is full joins the next contribution, as a carry does.
+template <class T>
+struct tree {
+  using Value = typename Number<T>::Value;
+  struct State {
+    Value level[kTreeLevels + 1];
+  };
+  MPICOMM_DEVICE static State first(T x) { return {{Number<T>::decode(x)}}; }
+  MPICOMM_DEVICE static State next(State state, T x, u32 before) {
+    Value sum = Number<T>::decode(x);
+#pragma unroll
+    for (u32 i = 0; i <= kTreeLevels; ++i) {
+      if ((before >> i & 1) == 0) {
+        state.level[i] = sum;
+        break;
+      }
+      sum = add(state.level[i], sum);
+    }
+    return state;
+  }
+  MPICOMM_DEVICE static Value value(const State& state, u32 count) {
+    Value sum{};
+    bool begun = false;
+#pragma unroll
+    for (u32 i = 0; i <= kTreeLevels; ++i) {
+      if ((count >> i & 1) == 0) continue;
+      sum = begun ? add(state.level[i], sum) : state.level[i];
+      begun = true;
+    }
+    return sum;
+  }
+  MPICOMM_DEVICE static T last(const State& state, u32 count) { return Number<T>::encode(value(state, count)); }
 };
 
 template <class T>
@@ -178,6 +220,28 @@ constexpr bool kMakesOneNan<op::sum<T>> = kInFloat32<typename op::sum<T>::State>
 template <class T>
 constexpr bool kMakesOneNan<op::avg<T>> = kInFloat32<typename op::avg<T>::State>;
 template <class T>
+constexpr bool kMakesOneNan<op::tree<T>> = kInFloat32<typename op::tree<T>::Value>;
+template <class T>
 constexpr bool kMakesOneNan<op::prod<T>> = kInFloat32<typename op::prod<T>::State>;
+
+// Whether the place of a contribution counts, so that none may be missing.
+template <class Op>
+constexpr bool kNeedsAll = false;
+template <class T>
+constexpr bool kNeedsAll<op::tree<T>> = true;
+
+// Returns the state after one more contribution than `before`.
+template <class Op, class T>
+MPICOMM_DEVICE typename Op::State next_of(const typename Op::State& state, T x, u32 before) {
+  if constexpr (kNeedsAll<Op>) return Op::next(state, x, before);
+  else return Op::next(state, x);
+}
+
+// Returns what `count` contributions make, before `last` rounds it.
+template <class Op>
+MPICOMM_DEVICE auto value_of(const typename Op::State& state, u32 count) {
+  if constexpr (kNeedsAll<Op>) return Op::value(state, count);
+  else return state;
+}
 
 }  // namespace mpicomm

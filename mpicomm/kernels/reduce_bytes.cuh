@@ -37,7 +37,7 @@ MPICOMM_DEVICE void reduce_part(u8* output, Source source, u32 sources, u64 begi
         const auto elements = __builtin_bit_cast(PacketOf<T>, packets[i]);
 #pragma unroll
         for (u32 e = 0; e < kElements; ++e) {
-          states[i][e] = place == 0 ? Op::first(elements.of[e]) : Op::next(states[i][e], elements.of[e]);
+          states[i][e] = place == 0 ? Op::first(elements.of[e]) : next_of<Op>(states[i][e], elements.of[e], place);
         }
       }
     }
@@ -65,8 +65,9 @@ constexpr u32 kAtOnce = sizeof(T) < 4 ? 2 : 4;
 template <class Op, class T, u32 at_once = kAtOnce<T>, class Source>
 MPICOMM_DEVICE void reduce_bytes(
     u8* output, Source source, u32 sources, u64 nbytes, bool aligned, u32 thread, u32 threads) {
+  constexpr u32 kPackets = kNeedsAll<Op> ? (at_once + 1) / 2 : at_once;  // states of several sums take more registers
   const u64 whole = aligned ? nbytes / kPacketNbytes * kPacketNbytes : 0;
-  reduce_part<Op, T, at_once, true>(output, source, sources, 0, whole, thread, threads);
+  reduce_part<Op, T, kPackets, true>(output, source, sources, 0, whole, thread, threads);
   reduce_part<Op, T, 1, false>(output, source, sources, whole, nbytes, thread, threads);
 }
 

@@ -18,7 +18,7 @@ MPICOMM_DEVICE Packet reduce_packets(const Packet& first, const Packet& second) 
   const Elements one = __builtin_bit_cast(Elements, first), other = __builtin_bit_cast(Elements, second);
   Elements result;
 #pragma unroll
-  for (u32 e = 0; e < kElements; ++e) result.of[e] = Op::last(Op::next(Op::first(one.of[e]), other.of[e]), 2);
+  for (u32 e = 0; e < kElements; ++e) result.of[e] = Op::last(next_of<Op>(Op::first(one.of[e]), other.of[e], 1), 2);
   return __builtin_bit_cast(Packet, result);
 }
 
@@ -31,11 +31,11 @@ MPICOMM_DEVICE Packet reduce_packets(const Packet (&packets)[ranks], u32 set) {
   u32 count = 0;
 #pragma unroll
   for (u32 rank = 0; rank < ranks; ++rank) {
-    if (!(set >> rank & 1)) continue;
+    if (!kNeedsAll<Op> && !(set >> rank & 1)) continue;  // `count` is a constant if all have come
     const Elements elements = __builtin_bit_cast(Elements, packets[rank]);
 #pragma unroll
     for (u32 e = 0; e < kReduced; ++e) {
-      states[e] = count == 0 ? Op::first(elements.of[e]) : Op::next(states[e], elements.of[e]);
+      states[e] = count == 0 ? Op::first(elements.of[e]) : next_of<Op>(states[e], elements.of[e], count);
     }
     ++count;
   }

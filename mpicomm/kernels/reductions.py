@@ -24,9 +24,9 @@ HOST_SLOTS = ("-DMPICOMM_HOST_SLOTS",)
 
 _LOGICAL = ("land", "lor", "lxor")
 _BITWISE = ("band", "bor", "bxor")
-_INTEGER = ("sum", "prod", "max", "min", *_LOGICAL, *_BITWISE)
-_FLOAT = ("sum", "prod", "max", "min", "avg", *_LOGICAL)
-_COMPLEX = ("sum", "prod", "avg", *_LOGICAL)
+_INTEGER = ("sum", "prod", "max", "min", *_LOGICAL, *_BITWISE, "tree")
+_FLOAT = ("sum", "prod", "max", "min", "avg", *_LOGICAL, "tree")
+_COMPLEX = ("sum", "prod", "avg", *_LOGICAL, "tree")
 
 REDUCTIONS: dict[str, tuple[str, ...]] = {
     "bool": (*_LOGICAL, *_BITWISE),

@@ -11,8 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import GpuBackend
-from mpicomm.devices.side_stream import SideStream, beside
+from mpicomm.devices.cuda.beside import SideStream, beside
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.matched import Incoming, Posted, UnexpectedQueue

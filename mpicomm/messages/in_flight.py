@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import GpuBackend, MessageCopy
+from mpicomm.devices.base import MessageCopy
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.rendezvous_header import KNOWN_NBYTES, Places, counts_of, put_nbytes

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.devices.base import Backend
+from mpicomm.devices.cuda.types import Backend
 from mpicomm.errors import HandleError
 from mpicomm.log import logger, tell_slow_way
 from mpicomm.messages.endpoint import Endpoint, refused_capture

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.devices.side_stream import SideStream
+from mpicomm.devices.cuda.beside import SideStream
 from mpicomm.messages.matched import Correct
 from mpicomm.messages.outgoing import SendBuffer
 from mpicomm.messages.receive_buffer import ReceiveBuffer

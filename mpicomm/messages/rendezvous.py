@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 from mpicomm.cluster.process import release_before_finalize
 from mpicomm.collectives.pack_tables import table_for
-from mpicomm.devices.base import GpuBackend, MessageCopy, Segment
+from mpicomm.devices.base import MessageCopy, Segment
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import MemoryHandle, MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
 from mpicomm.log import logger

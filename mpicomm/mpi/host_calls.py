@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.devices.base import Backend, GpuBackend
+from mpicomm.devices.cuda.types import Backend, GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger, tell_slow_way

@@ -148,8 +148,45 @@ class Average(MPI.Op):
         return "AVG"  # copies and unpickled objects are the same object
 
 
+class TreeSum(MPI.Op):
+    """The type of `TREE`, which MPI does not know either."""
+
+    def __repr__(self) -> str:
+        return 'MPI.SUM with order="tree"'
+
+    def __reduce__(self) -> str:
+        return "TREE"
+
+
 AVG = Average()
 """``op=mpicomm.AVG``: the sum of all contributions divided by their number, for floats and complex numbers."""
+TREE = TreeSum()
+"""The sum of a binary tree over the ranks: ``MPI.SUM`` with ``order="tree"``."""
+
+
+def tree_sum(x: Any, axis: int = 0) -> Any:
+    """Return the sum of an array along ``axis``, in the order of a binary tree. Local, on the array's current stream.
+
+    Slices 0 and 1, 2 and 3, ... are added, then pairs of these sums, and so on, as ``order="tree"`` adds the ranks. The
+    slices are this rank's leaves, so their number has to be a power of two. ``x`` is an array of NumPy, CuPy or
+    PyTorch, and so is the sum, which has one axis less. Floats of 16 bits or fewer are added in float32, and the sum is
+    float32. With one slice of another type it is a view of ``x``. Raises `InvalidUsageError` for another number.
+
+        leaves = cp.stack([gradient(batch) for batch in batches])
+        comm.Allreduce(mpicomm.tree_sum(leaves), total, order="tree")
+    """
+    count = x.shape[axis]
+    if count < 1 or count & (count - 1):
+        raise InvalidUsageError(f"tree_sum: axis {axis} has {count} slices: pass a power of two")
+    dtype = x.dtype if isinstance(x.dtype, np.dtype) else types.torch_dtype(x.dtype)
+    if dtype is not None and is_narrow(dtype):
+        x = x.astype(_WIDE) if isinstance(x.dtype, np.dtype) else x.float()
+    before = (slice(None),) * (axis % len(x.shape))
+    even, odd, first = (*before, slice(0, None, 2)), (*before, slice(1, None, 2)), (*before, 0, ...)
+    while x.shape[axis] > 1:
+        x = x[even] + x[odd]
+    return x[first]  # with the dots NumPy returns an array, not a number
+
 
 _NAMES = {
     getattr(MPI, name).handle: name.lower()
@@ -159,7 +196,7 @@ _NAMES = {
 _LOGICAL = ("land", "lor", "lxor")
 # The kinds of elements for which the MPI standard defines each operation.
 _LEGAL = {
-    **dict.fromkeys(("sum", "prod"), ("integer", "float", "complex")),
+    **dict.fromkeys(("sum", "prod", "tree"), ("integer", "float", "complex")),
     **dict.fromkeys(("max", "min"), ("integer", "float")),
     **dict.fromkeys(_LOGICAL, ("integer", "bool")),
     **dict.fromkeys(("band", "bor", "bxor"), ("integer", "byte")),
@@ -183,6 +220,8 @@ def op_name(op: MPI.Op) -> str | None:
     """
     if op is AVG:
         return "avg"
+    if op is TREE:
+        return "tree"
     if isinstance(op, Op):
         if op == MPI.OP_NULL:
             raise RefusedByMpiError(f"op={op!r} was freed: make another", MPI.ERR_OP)
@@ -197,8 +236,14 @@ def op_name(op: MPI.Op) -> str | None:
 def check_legal(name: str, dtype: np.dtype[Any], datatype: MPI.Datatype | None = None) -> None:
     """Raise unless the operation ``name`` is defined for the element type ``dtype``, the caller's ``datatype``.
 
-    MPI itself decides on characters. Raises `RefusedByMpiError`, but `InvalidUsageError` for an expression.
+    MPI itself decides on characters. Raises `RefusedByMpiError`, but `InvalidUsageError` for an expression, and for
+    partial sums that would be rounded on each rank.
     """
+    if name == "tree" and is_narrow(dtype):
+        raise InvalidUsageError(
+            f'order="tree" of {dtype}: each rank would round its sum, so the bits would depend on the number of ranks: '
+            'pass the float32 that mpicomm.tree_sum returns, and to Allreduce also epilogue="v", which rounds once'
+        )
     if datatype is not None and name in _LOGICAL and datatype.handle in _FORTRAN_INTEGERS:
         raise RefusedByMpiError(
             f"op={name} is not defined for {datatype.name}: name the elements by a type of C, such as MPI.INT32_T",
@@ -212,7 +257,7 @@ def check_legal(name: str, dtype: np.dtype[Any], datatype: MPI.Datatype | None =
         _checked.add((name, dtype))
         return
     kind = _kind(dtype)
-    if kind in _LEGAL[name] or (dtype.kind in "SU" and name != "avg"):
+    if kind in _LEGAL[name] or (dtype.kind in "SU" and name not in ("avg", "tree")):
         _checked.add((name, dtype))
         return
     legal = [other for other, kinds in _LEGAL.items() if kind in kinds]

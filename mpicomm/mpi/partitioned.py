@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicomm.devices.base import Backend
+from mpicomm.devices.cuda.types import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import array_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpicomm.collectives import operations as rows
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi.location import refuse_stream, require_here
@@ -81,8 +81,7 @@ class Products:
         return choose.describe(self._size, domain.multiprocessors, domain.link_speed)
 
     def _on_host(self, kind: ProductKind, reading: Callable[[], Operands], stream: Any) -> Any:
-        calls: list[Operands] = []
-        sums: list[Any] = []
+        made: list[tuple[Operands, Any]] = []
 
         def multiply_if_possible() -> str:
             refuse_stream(kind, stream)
@@ -94,20 +93,14 @@ class Products:
                 )
             if operands.out is None:
                 operands.out = operands.library.empty(operands.shape, operands.result_like)
-            calls.append(operands)
-            if kind != "allgather_matmul":
-                sums.append(self._partial_sums(operands))
+            made.append((operands, None if kind == "allgather_matmul" else self._partial_sums(operands)))
             return operands.text
 
         # The product comes before the comparison, because MPI would wait for a rank that fails or dies in its product.
         self._session.set_up(kind).group.compare(kind, multiply_if_possible)
-        (operands,) = calls
-        self._record_one_after_the_other("on the host")
-        if kind == "allgather_matmul":
-            self._gather_scales(operands, None)
-            self._gather_and_multiply(operands, None)
-        else:
-            self._reduce(operands, sums[0], None)
+        operands, sums = made[0]
+        self._gather_scales(operands, None)
+        self._one_after_the_other(operands, None, "on the host", sums)
         return operands.out
 
     def _on_gpu(self, operands: Operands, stream: Any, a: Any) -> Any:
@@ -182,25 +175,27 @@ class Products:
             self._ways[operands.text] = None
             self._one_after_the_other(operands, stream, f"memory is short: {error}")
 
-    def _one_after_the_other(self, operands: Operands, stream: int, why: str) -> None:
-        self._record_one_after_the_other(why)
-        if operands.kind == "allgather_matmul":
-            self._gather_and_multiply(operands, stream)
-        else:
-            self._reduce(operands, self._partial_sums(operands), stream)
-
-    def _record_one_after_the_other(self, why: str) -> None:
+    def _one_after_the_other(self, operands: Operands, stream: int | None, why: str, sums: Any = None) -> None:
+        """Carry a call out. ``sums`` is the product of this rank, if it is done."""
         if self._session.channel is not None:
             self._session.channel.choose("one after the other", why)
-
-    def _gather_and_multiply(self, operands: Operands, stream: int | None) -> None:
-        library, gathered = operands.library, operands.gathered
-        if gathered is None:
-            shape = (self._size * operands.a.shape[0], operands.a.shape[1])
-            gathered = operands.a if self._size == 1 else library.empty(shape, operands.a)
-        if gathered is not operands.a:
-            self._collectives.run(rows.ALLGATHER, stream, "auto", library.contiguous(operands.a), gathered)
-        operands.multiply(gathered, operands.out)
+        run, library, gathered = self._collectives.run, operands.library, operands.gathered
+        if operands.kind == "allgather_matmul":
+            if gathered is None:
+                shape = (self._size * operands.a.shape[0], operands.a.shape[1])
+                gathered = operands.a if self._size == 1 else library.empty(shape, operands.a)
+            if gathered is not operands.a:
+                run(rows.ALLGATHER, stream, "auto", library.contiguous(operands.a), gathered)
+            operands.multiply(gathered, operands.out)
+            return
+        if sums is None:
+            sums = self._partial_sums(operands)
+        if sums is not operands.out:
+            run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", sums, operands.out, MPI.SUM)
+        elif self._size > 1:
+            run(rows.ALLREDUCE, stream, "auto", MPI.IN_PLACE, operands.out, MPI.SUM)
+        if operands.bias is not None:
+            operands.out += operands.bias
 
     def _partial_sums(self, operands: Operands) -> Any:
         """Multiply, and return the product of this rank: ``out``, or a new matrix if it has more rows than ``out``."""
@@ -209,12 +204,3 @@ class Products:
             into = operands.library.empty((operands.a.shape[0], operands.shape[1]), operands.result_like)
         operands.multiply(operands.a, into)
         return into
-
-    def _reduce(self, operands: Operands, sums: Any, stream: int | None) -> None:
-        run = self._collectives.run
-        if sums is not operands.out:
-            run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", sums, operands.out, MPI.SUM)
-        elif self._size > 1:
-            run(rows.ALLREDUCE, stream, "auto", MPI.IN_PLACE, operands.out, MPI.SUM)
-        if operands.bias is not None:
-            operands.out += operands.bias

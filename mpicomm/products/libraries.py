@@ -5,29 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 
 Multiply = Callable[[Any, Any, Any], object]
 """It gets two matrices and the matrix for their product, and works on the current stream of the library."""
+_DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
-@lru_cache
-def _name_of(dtype: np.dtype[Any]) -> str:
-    return str(dtype.name)  # NumPy takes several microseconds for it
-
-
-@lru_cache
-def _name_of_torch(dtype: Any) -> str:
-    known = types.torch_dtype(dtype)
-    return str(dtype) if known is None else known.name
+@lru_cache  # NumPy takes several microseconds for a name
+def _name_of(dtype: Any) -> str:
+    known = dtype if isinstance(dtype, np.dtype) else types.torch_dtype(dtype)
+    return str(dtype) if known is None else str(known.name)
 
 
 class Library:
@@ -38,13 +35,16 @@ class Library:
         self._module = module
         self._backend = backend
 
-    def dtype_of(self, array: Any) -> str:
+    @staticmethod
+    def dtype_of(array: Any) -> str:
         """Return the name of the element type, as NumPy or ml_dtypes names it."""
         return _name_of(array.dtype)
 
-    def device_of(self, array: Any) -> int | None:
+    @staticmethod
+    def device_of(array: Any) -> int | None:
         """Return the ordinal of the GPU; None on the host."""
-        return None if self._backend is None else int(array.device.id)
+        kind, ordinal = array.__dlpack_device__()
+        return int(ordinal) if int(kind) in _DLPACK_GPU else None
 
     def pointer(self, array: Any) -> int:
         """Return the address of an array."""
@@ -63,10 +63,10 @@ class Library:
         return self._module.empty(shape, like.dtype)
 
     def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
-        """Return a matrix over memory of a GPU, with the device and the element type of ``like``."""
+        """Return a matrix over memory of a GPU that others keep, with the device and the element type of ``like``."""
         assert self._backend is not None
-        nbytes = shape[0] * shape[1] * like.dtype.itemsize
-        return self._backend.view(_Memory(pointer, nbytes), shape, like.dtype)
+        segment: Any = SimpleNamespace(pointer=pointer, nbytes=shape[0] * shape[1] * like.dtype.itemsize)
+        return self._backend.view(segment, shape, like.dtype)
 
     def multiply(self, a: Any, b: Any, out: Any, bias: Any) -> None:
         """Compute ``out = a @ b + bias``; ``bias`` may be None."""
@@ -81,46 +81,27 @@ class Library:
 
     def current(self, stream: int) -> AbstractContextManager[Any]:
         """Return a ``with`` block in which the library works on a stream."""
-        context: AbstractContextManager[Any] = cupy_stream(self._module, stream)
+        streams: Any = self._module.cuda
+        if hasattr(streams.Stream, "from_external"):  # CuPy 14, which warns of an ExternalStream
+            context: AbstractContextManager[Any] = streams.Stream.from_external(_Stream(stream))
+        else:
+            context = streams.ExternalStream(stream)
         return context
 
 
-def cupy_stream(cupy: Any, stream: int) -> Any:
-    """Return CuPy's object for a stream that another library has made."""
-    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14, which warns of an ExternalStream
-        return cupy.cuda.Stream.from_external(_Stream(stream))
-    return cupy.cuda.ExternalStream(stream)
-
-
+@dataclass(frozen=True)
 class _Stream:
     """A stream in CUDA's stream protocol."""
 
-    def __init__(self, stream: int) -> None:
-        self._stream = stream
+    address: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return the version of the protocol, and the address."""
-        return 0, self._stream
-
-
-class _Memory:
-    """Memory that others keep allocated, as a `Segment`."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.pointer, self.nbytes = pointer, nbytes
-
-    def close(self) -> None:
-        """Do nothing."""
+        return 0, self.address
 
 
 class _Torch(Library):
     """PyTorch, on the host and on GPUs."""
-
-    def dtype_of(self, array: Any) -> str:
-        return _name_of_torch(array.dtype)
-
-    def device_of(self, array: Any) -> int | None:
-        return int(array.get_device()) if array.is_cuda else None
 
     def pointer(self, array: Any) -> int:
         return int(array.data_ptr())
@@ -152,15 +133,6 @@ class _Torch(Library):
         return context
 
 
-NUMPY = Library(np)
-
-
-def is_tensor(array: Any) -> bool:
-    """Return whether ``array`` is a tensor of PyTorch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
-
-
 def library_of(
     array: Any, name: str, gpu: Callable[[], GpuBackend] | None
 ) -> tuple[Library, Callable[[Any, str], Any]]:
@@ -168,24 +140,29 @@ def library_of(
 
     ``gpu`` opens this rank's GPU; it is None on a communicator of the host. Raises `InvalidUsageError`.
     """
-    if is_tensor(array):
+    if _is_tensor(array):
         return _Torch(sys.modules["torch"]), _tensor
     if gpu is None or isinstance(array, np.ndarray) or not _is_on_device(array):
-        return NUMPY, _numpy
+        return Library(np), _numpy
     backend = gpu()
     return Library(sys.modules["cupy"], backend), backend.asarray
 
 
+def _is_tensor(array: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
 def _is_on_device(array: Any) -> bool:
-    return hasattr(array, "__cuda_array_interface__") or (
-        hasattr(array, "__dlpack_device__") and int(array.__dlpack_device__()[0]) in (2, 13)
-    )
+    if hasattr(array, "__cuda_array_interface__"):
+        return True
+    return hasattr(array, "__dlpack_device__") and Library.device_of(array) is not None
 
 
 def _tensor(array: Any, name: str) -> Any:
-    if not is_tensor(array):
+    if not _is_tensor(array):
         raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a tensor: pass tensors of PyTorch")
-    if array.is_sparse or array.layout != sys.modules["torch"].strided:
+    if array.layout != sys.modules["torch"].strided:
         raise InvalidUsageError(f"{name} is a tensor without plain memory: pass {name}.to_dense()")
     return array
 
@@ -193,7 +170,7 @@ def _tensor(array: Any, name: str) -> Any:
 def _numpy(array: Any, name: str) -> Any:
     if type(array) is np.ndarray:
         return array
-    if is_tensor(array) or _is_on_device(array):
+    if _is_tensor(array) or _is_on_device(array):
         raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a NumPy array: pass NumPy arrays")
     try:
         return np.asarray(array)

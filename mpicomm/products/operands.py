@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.products.choose import ProductKind
@@ -135,10 +135,8 @@ def read(
                 f"{kind}: {name} has dtype {library.dtype_of(array)}, and {whose} {element}: convert {name} first"
             )
         if library.device_of(array) != device:
-            raise InvalidUsageError(
-                f"{kind}: {name} is on {_place(library.device_of(array))}, and a is on {_place(device)}: copy {name} "
-                "there"
-            )
+            here, there = ("the host" if each is None else f"GPU {each}" for each in (library.device_of(array), device))
+            raise InvalidUsageError(f"{kind}: {name} is on {here}, and a is on {there}: copy {name} there")
         return array
 
     b = checked(b, "b", tuple(b.shape), dtype)
@@ -168,9 +166,8 @@ def _matrix(kind: ProductKind, array: Any, name: str) -> Any:
             f"{name}.reshape(-1, {name}.shape[-1])"
         )
     if getattr(array, "requires_grad", False):
-        import_of = "mpicomm.torch"
         raise InvalidUsageError(
-            f"{kind}: {name} requires a gradient, and this call computes none: call {import_of}.{kind}, or pass "
+            f"{kind}: {name} requires a gradient, and this call computes none: call mpicomm.torch.{kind}, or pass "
             f"{name}.detach()"
         )
     return array
@@ -178,10 +175,6 @@ def _matrix(kind: ProductKind, array: Any, name: str) -> Any:
 
 def _shape(array: Any) -> str:
     return "x".join(map(str, array.shape)) or "()"
-
-
-def _place(device: int | None) -> str:
-    return "the host" if device is None else f"GPU {device}"
 
 
 def _read_scales(

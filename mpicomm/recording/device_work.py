@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
 from mpicomm.log import logger
 from mpicomm.recording.channel import Channel

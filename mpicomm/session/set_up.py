@@ -14,7 +14,8 @@ from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.roll_call import private_copy
-from mpicomm.devices.base import GpuBackend, Link
+from mpicomm.devices.base import Link
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse, summed
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
@@ -105,6 +106,7 @@ class SetUp:
         timeout_s: float | None,
         completes: Callable[[], bool] = lambda: False,
         reductions: str = "auto",
+        leaves: int = 64,
     ) -> Self:
         """Return a session that is set up, after it has found nodes, devices and the best handle kind.
 
@@ -129,7 +131,8 @@ class SetUp:
                 from mpicomm.recording.channel import Channel  # few programs record
 
                 channel = Channel.open(group, private, wanted)
-            session = cls(comm, find_placement(group, device, handle, completes, reductions), channel=channel)
+            placement = find_placement(group, device, handle, completes, reductions, leaves)
+            session = cls(comm, placement, channel=channel)
             with session._opened_on_all_ranks(group):
                 session.backend.make_current()
                 session.placement = choose_handles(group, session.placement, session.backend)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import Backend
+from mpicomm.devices.cuda.types import Backend
 from mpicomm.devices.handle import Kind
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError
 from mpicomm.log import logger

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.devices.base import Backend, Segment, VirtualMemory
+from mpicomm.devices.base import Segment
+from mpicomm.devices.cuda.types import Backend, VirtualSegment
 from mpicomm.devices.handle import SEALED_KINDS, Descriptor, Exported, MemoryHandle
 from mpicomm.devices.host_memory import require_sealed
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
@@ -93,9 +94,9 @@ class SharedSegments:
         """The indices of the peers whose segments are mapped."""
         return [index for index in self._segments if index != self.node.rank]
 
-    def virtual(self, index: int) -> VirtualMemory:
+    def virtual(self, index: int) -> VirtualSegment:
         """Return a segment whose memory can go and come back at its addresses."""
-        return cast(VirtualMemory, self._segments[index])
+        return cast(VirtualSegment, self._segments[index])
 
 
 def share(

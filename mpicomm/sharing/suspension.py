@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.devices.base import Backend
+from mpicomm.devices.cuda.types import Backend
 from mpicomm.devices.handle import VIRTUAL_KINDS, Kind
 from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
 from mpicomm.sharing.segments import SharedSegments, reopen

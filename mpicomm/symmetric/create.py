@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import Event, Segment
+from mpicomm.devices.base import Segment
+from mpicomm.devices.cuda.types import Event
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share

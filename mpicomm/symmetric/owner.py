@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import Backend
+from mpicomm.devices.cuda.types import Backend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.registry import Mappings

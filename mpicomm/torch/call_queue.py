@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import wraps
 from queue import SimpleQueue
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 
@@ -19,85 +17,64 @@ from mpicomm.torch.works import FOREVER, WAITS, PendingWork, Tensors, Work, ende
 from mpicomm.waiting import start_thread
 
 T = TypeVar("T")
+_Add = Callable[[Any, Callable[[Any], Any]], Any]
 
 
 class HostWork(PendingWork):
-    """A call on host tensors, which a thread carries out in the ``order`` of its group."""
-
-    number = 0
-    """The number of the call among the calls of the thread; 0 for a call that a callback makes."""
+    """A call on host tensors, which the thread of its ``queue`` carries out."""
 
     def __init__(
         self,
-        order: CallQueue,
+        queue: CallQueue,
         call: Callable[[], None],
         outputs: Tensors,
         name: str,
         limit: timedelta | None = None,
     ) -> None:
         super().__init__(outputs)
-        self._order = order
+        self.queue = queue
         self._call: Callable[[], None] | None = call
         self._name = name
         self._limit = limit or FOREVER
         self._over = threading.Event()
-        self._lock = threading.Lock()  # so that a future is settled once
+        self._lock = threading.Lock()  # of `_over` and `_ended`, so that a future is settled once
         self._ended: torch.futures.Future[Any] | None = None
 
     def carry_out(self) -> None:
-        """Carry the call out, and release its waiters. The work keeps its error. The caller calls `end` afterwards."""
+        """Carry the call out, release its waiters, and settle its future. The work keeps its error."""
         assert self._call is not None
-        try:
-            self._call()
-        except BaseException as error:
-            self._error = translated(error, self._name)
+        with self.queue.turn:
+            try:
+                self._call()
+            except BaseException as error:
+                self._error = translated(error, self._name)
         self._call = None  # it keeps the tensors
-        self._over.set()
-
-    def end(self) -> None:
-        """Call the callbacks of the future, which may make further calls. A second call does nothing."""
-        # Pairs with the lock in `_settle`: if `_settle` keeps a future because the work is not over, this finds it.
         with self._lock:
+            self._over.set()
             ended, self._ended = self._ended, None
         if ended is not None:
             super()._settle(ended)
-            self._order.futures.pop(id(self._future), None)
+            PENDING.pop(id(self._future), None)
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
         limit = timeout or self._limit
-        self._order.hurry(self.number)
+        self.queue.hurry(self._over)
         if not self._over.wait(limit.total_seconds() or None):
             raise too_late(self._name, limit)
         return super().wait()
 
     def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
         return self._over.is_set()
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        self._order.hurry(self.number)
+        self.queue.hurry(self._over)
         with self._lock:
             if not self._over.is_set():
                 self._ended = ended
-                self._order.futures[id(self._future)] = [self]
+                PENDING[id(self._future)] = self.queue
                 return
         super()._settle(ended)
-
-
-class QueuePosition:
-    """The position of a callback of ``works`` among the calls of a queue."""
-
-    number = 0
-    """See `HostWork.number`."""
-
-    def __init__(self, works: Sequence[HostWork]) -> None:
-        self._works = works
-
-    def end(self) -> None:
-        """Call the callbacks of the works, which are carried out. A second call does nothing."""
-        for work in self._works:
-            work.end()
 
 
 class CallQueue:
@@ -107,33 +84,23 @@ class CallQueue:
     of two groups in different orders. A blocking call runs in the caller's thread, after the calls before it. A call on
     tensors of a GPU does not wait for its kernels. A ``with`` block is its turn.
 
-    A future's callback may make calls. They come after the calls that the program had begun when it added the callback,
-    and before later calls. If the future is complete, a callback makes its calls at the same position, so the order is
-    the same on all ranks.
+    A callback of a future may make calls. They come after the calls that the program had begun when it added the
+    callback, and before later calls, on all ranks: a callback of a future that is not complete waits its turn in the
+    queue, and the thread carries out its calls at once. A callback of a complete future runs in the program's thread,
+    where its calls come after the same calls.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()  # of `_waiting`, `_begun`, `_queue` and `_thread`
-        self._waiting = 0  # the calls and positions that the thread has not ended
-        self._begun = 0  # the number of calls and positions that the thread has got
-        self.futures: dict[int, Sequence[HostWork]] = {}
-        """The works of each future that is not complete, by the future's `id`."""
-        self._queue: SimpleQueue[HostWork | QueuePosition | None] | None = None
+        self._lock = threading.Lock()  # of `_waiting`, `_thread`, `_is_closed`, and the order of `_items`
+        self._waiting = 0  # the calls and callbacks that the thread has not ended
+        self._items: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
+        self._is_closed = self._has_ended = False
         # A call holds it, because the engine of a group carries out one call at a time.
-        self._turn = threading.Lock()
-        self.end_turn = self._turn.release
-        # Only the thread uses the attributes below.
-        self._take: Callable[[], HostWork | QueuePosition | None] = lambda: (
-            None
-        )  # takes the next item, also after `_queue` is closed
-        self._carried_out = 0  # the number of the last call or position that the thread has come to
-        self._unended: deque[HostWork | QueuePosition] = (
-            deque()
-        )  # it has carried these out, and has yet to call their callbacks
-        self._place = 0  # the position of the running callback
+        self.turn = threading.Lock()
+        self.end_turn = self.turn.release
 
     def run(
         self, call: Callable[[], None], outputs: Tensors, name: str, *, begin: bool, limit: timedelta | None = None
@@ -164,15 +131,13 @@ class CallQueue:
         """Wait until all earlier calls are over. The turn of a call of the calling thread lasts until `end_turn`."""
         # The test follows the taking of the turn, because a call that another thread begins later waits for the turn.
         # While the thread of the queue calls callbacks, `_waiting` still counts their call.
-        if self._turn.acquire(False):
+        if self.turn.acquire(False):
             if not self._waiting:
                 return
-            self._turn.release()
-        if threading.get_ident() == self._thread_id:
-            self.hurry(self._place)
-        else:
+            self.turn.release()
+        if not self.is_here():
             self._begin(HostWork(self, lambda: None, (), "turn")).wait()
-        self._turn.acquire()  # the call of a callback comes before all calls in the queue
+        self.turn.acquire()  # the call of a callback comes before all calls in the queue
 
     def __enter__(self) -> None:
         self.take_turn()
@@ -187,12 +152,12 @@ class CallQueue:
         If these calls have not ended within ``limit_s`` seconds, the block gets False, and no turn.
         """
         ends_s = time.monotonic() + limit_s
-        ended = self.close(limit_s) and self._turn.acquire(timeout=max(0.0, ends_s - time.monotonic()))
+        ended = self.close(limit_s) and self.turn.acquire(timeout=max(0.0, ends_s - time.monotonic()))
         try:
             yield ended
         finally:
             if ended:
-                self._turn.release()
+                self.turn.release()
 
     def close(self, limit_s: float) -> bool:
         """End the thread after the calls that it has. Return whether it has ended within ``limit_s`` seconds. Local.
@@ -200,101 +165,91 @@ class CallQueue:
         In a callback the thread cannot wait for its end, so it carries out the calls at once.
         """
         with self._lock:
-            queue, self._queue = self._queue, None
-            thread = self._thread
-        if queue is not None:
-            queue.put(None)
-        if threading.get_ident() == self._thread_id:
-            self.hurry(self._begun)
-            return True
-        if thread is not None:
-            thread.join(limit_s)
-        return thread is None or not thread.is_alive()
+            if not self._is_closed:
+                self._is_closed = True
+                self._items.put(None)
+        if self.is_here():
+            self._work()
+        elif self._thread is not None and not self._has_ended:
+            self._thread.join(limit_s)
+            return not self._thread.is_alive()
+        return True
 
-    def hurry(self, number: int) -> None:
-        """Carry out the calls up to ``number`` at once if the thread of the queue calls this from a callback. Local.
-
-        Until the callback returns, the thread does not come to the calls in its queue.
-        """
-        if threading.get_ident() != self._thread_id:
-            return
-        while self._carried_out < number:
-            work = self._take()
-            assert work is not None
-            self._carry_out(work)
-            if isinstance(work, QueuePosition):
-                work.end()  # callbacks with an earlier position than `number`
-
-    def place(self, future: torch.futures.Future[Any]) -> int | None:
-        """Return the position of a callback that is added to ``future`` now, or None if no callback can wait. Local."""
-        if threading.get_ident() == self._thread_id:
-            return self._place  # the position of the callback that adds it
-        with self._lock:
-            if self._waiting and self._queue is not None and id(future) in self.futures:
-                self._enqueue(QueuePosition(self.futures[id(future)]), self._queue)
-            return self._begun if self._waiting else None
+    def hurry(self, over: threading.Event) -> None:
+        """In a callback, carry out calls until ``over``, because the thread comes to none before it returns. Local."""
+        while self.is_here() and not over.is_set():
+            self._carry_out_next()
 
     def is_here(self) -> bool:
         """Return whether the thread of the queue calls this. Local."""
         return threading.get_ident() == self._thread_id
 
-    def call_at(self, place: int, callback: Callable[[Any], T], future: torch.futures.Future[Any]) -> T:
-        """Call ``callback`` with ``place`` as the position of its calls. The thread of the queue calls this. Local."""
-        before, self._place = self._place, place
-        try:
-            return callback(future)
-        finally:
-            self._place = before
+    def add_callback(self, add: _Add, future: Any, callback: Callable[[Any], Any]) -> Any:
+        """Add a callback to ``future``, of a call in the queue, by ``add``, a method of PyTorch's futures. Local."""
+        place: torch.futures.Future[None] = torch.futures.Future()
+        added = add(place, lambda _: callback(future))
+        if added is not None:
+            PENDING[id(added)] = self  # so that callbacks of the result come in order, too
+
+        def come_to_place() -> None:
+            place.set_result(None)
+            PENDING.pop(id(added), None)
+
+        # After the queue is closed there are no later calls.
+        if not self._put(come_to_place):
+            PENDING.pop(id(added), None)
+            add(future, lambda _: place.set_result(None))
+        return added
 
     def _begin(self, work: HostWork) -> HostWork:
-        if threading.get_ident() == self._thread_id:
-            # A callback may wait for the work of its call, so the thread would never come to the call in the queue.
-            with self:
-                work.carry_out()
-            work.end()
-            return work
-        with self._lock:
-            if self._queue is None:
-                self._queue = SimpleQueue()
-                self._thread = start_thread(partial(self._work, self._queue), self._name, lambda: self.close(0))
-                self._thread_id = self._thread.ident
-                QUEUES.add(self)
-            self._enqueue(work, self._queue)
+        # A callback may wait for the work of its call, so the thread would never come to the call in the queue.
+        if self.is_here() or not self._put(work.carry_out):
+            work.carry_out()
         return work
 
-    def _enqueue(self, work: HostWork | QueuePosition, queue: SimpleQueue[HostWork | QueuePosition | None]) -> None:
-        self._waiting += 1
-        self._begun = work.number = self._begun + 1
-        queue.put(work)
+    def _put(self, item: Callable[[], object]) -> bool:
+        """Give an item to the thread. Return False if the queue is closed."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            if self._thread is None:
+                self._thread = start_thread(self._work, self._name, lambda: self.close(0))
+                self._thread_id = self._thread.ident
+            self._waiting += 1
+            self._items.put(item)
+        return True
 
-    def _work(self, queue: SimpleQueue[HostWork | QueuePosition | None]) -> None:
-        self._take = queue.get
-        while True:
-            if not self._unended:
-                taken = queue.get()
-                if taken is None:
-                    self._thread_id = None  # the system may give the number to another thread
-                    return
-                self._carry_out(taken)
-                del taken
-            work = self._unended.popleft()
-            # Callbacks make their calls before a call of the program may come. Otherwise two ranks could carry these
-            # calls out in different orders.
-            work.end()
-            with self._lock:
-                self._waiting -= 1
-            del work  # it keeps the outputs
+    def _work(self) -> None:
+        while not self._has_ended:
+            self._carry_out_next()
 
-    def _carry_out(self, work: HostWork | QueuePosition) -> None:
-        if isinstance(work, HostWork):
-            with self._turn:
-                work.carry_out()
-        self._carried_out += 1
-        self._unended.append(work)
+    def _carry_out_next(self) -> None:
+        item = self._items.get()
+        if item is None:
+            self._has_ended, self._thread_id = True, None  # the system may give the number to another thread
+            return
+        item()
+        # Callbacks make their calls before a call of the program may come. Otherwise two ranks could carry these calls
+        # out in different orders.
+        with self._lock:
+            self._waiting -= 1
 
 
-QUEUES: WeakSet[CallQueue] = WeakSet()
-"""The queues that have had a thread."""
+PENDING: dict[int, CallQueue] = {}
+"""The queues of the futures that are not complete, by the `id` of the future, which the queue keeps."""
+
+
+def in_order(add: _Add) -> _Add:
+    """Return ``add``, which adds a callback to a future of PyTorch, in the order that `CallQueue` describes."""
+
+    @wraps(add)
+    def add_in_order(future: Any, callback: Callable[[Any], Any]) -> Any:
+        queue = PENDING.get(id(future)) if PENDING else None
+        if queue is None or queue.is_here():
+            return add(future, callback)
+        return queue.add_callback(add, future, callback)
+
+    return add_in_order
 
 
 class JoinedWork(PendingWork):
@@ -311,15 +266,14 @@ class JoinedWork(PendingWork):
         return True
 
     def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
         over = all(work.is_completed() for work in self._works)
         self._error = next((work._error for work in self._works if work._error is not None), None)
         return over
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        parts = [work for work in self._works if isinstance(work, HostWork)]
-        for part in parts:
-            part._order.futures[id(self._future)] = parts
+        key = id(self._future)
+        if self._works and all(isinstance(work, HostWork) for work in self._works):
+            PENDING[key] = self._works[0].queue
         # The value of the joined future has a list of outputs for each call.
         joined = torch.futures.collect_all([work.get_future() for work in self._works])
         gpu = next((output.device for output in self._outputs if output.is_cuda), None)
@@ -329,8 +283,7 @@ class JoinedWork(PendingWork):
             # waits.
             with torch.cuda.stream(torch.cuda.Stream(gpu) if gpu else None):
                 self._settle_with(ended, next(filter(None, map(_failure_of, self._works)), None))
-            for part in parts:
-                part._order.futures.pop(id(self._future), None)
+            PENDING.pop(key, None)
 
         joined.add_done_callback(settle)
 

@@ -51,11 +51,6 @@ class CollectiveCalls(c10d.ProcessGroup):
         if type(tensors) is not list and isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         (tensor,) = tensors
-        if sys._getframe().f_back is None:  # code in C++ without Python below it calls, such as DDP
-            future = self._bucket(tensor, opts)
-            if future is not None:
-                of_cpp: Any = c10d._create_work_from_future(future)
-                return of_cpp  # type: ignore[no-any-return]
         return self._run("all_reduce", opts, (tensor, opts.reduceOp, "tensor", None), tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:
@@ -84,7 +79,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         each = ((received, given) for given, *received in zip(inputs, *outputs, strict=True))
         work = self._run_each("all_gather", opts, each, [tensor for received in outputs for tensor in received], inputs)
         if work is not None:
-            work.value = [list(received) for received in outputs]
+            work.other_value = [list(received) for received in outputs]
         return work
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work | None:
@@ -188,26 +183,10 @@ class CollectiveCalls(c10d.ProcessGroup):
         self._sequence += 1
         if not output.is_cuda:
             work = self._queue.run(partial(call.carry_out, *given), [output], name, begin=True)
-            work.value = output
+            work.other_value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
         return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)
-
-    def _bucket(self, tensor: torch.Tensor, opts: Any) -> torch.futures.Future[Any] | None:
-        """Begin an all-reduce that code in C++ calls, if its form is known: see `Streams.bucket`; else return None."""
-        streams, queue = self._streams, self._queue
-        if streams is None or not self._open or opts.timeout > FOREVER:
-            return None
-        queue.take_turn()
-        try:
-            future = streams.bucket(self.collectives["all_reduce"], tensor, opts.reduceOp)
-        except WAITS as error:
-            raise translated(error, "all_reduce") from error
-        finally:
-            queue.end_turn()
-        if future is not None:
-            self._sequence += 1
-        return future
 
     def _run(
         self,

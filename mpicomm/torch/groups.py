@@ -82,28 +82,24 @@ def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Com
         ranks = [each[0] for each in members]
         if sorted(ranks) != list(range(size)):
             raise InvalidUsageError(f"the ranks of MPI have the ranks {ranks} in torch.distributed: pass each once")
+        # The current device of the rank, if all ranks of each node have chosen different devices.
+        chosen = {(node, device) for _, node, device in members}
+        current = members[plain.rank][2] if len(chosen) == len(members) else "auto"
+        device = "cpu" if any(each is None for _, each in chosen) or current is None else current
         # A launcher of PyTorch inside an MPI job may number the ranks in another order.
         ordered = plain.Split(0, rank)
         assert isinstance(ordered, MPI.Intracomm)
-        try:
-            return Communicator(ordered, device=_device(members, plain.rank), timeout_s=timeout_s)
-        finally:
-            ordered.Free()
+        return _made(ordered, device, timeout_s)
     finally:
         if group.broken is None:
             plain.Free()
 
 
-def _device(members: Sequence[tuple[int, str, int | None]], index: int) -> int | str:
-    """Return the device of a rank: its current device if all ranks of each node have chosen different devices.
-
-    Local.
-    """
-    chosen = [(node, device) for _, node, device in members]
-    current = members[index][2]
-    if current is None or any(device is None for _, device in chosen):
-        return "cpu"
-    return current if len(set(chosen)) == len(chosen) else "auto"
+def _made(plain: MPI.Intracomm, device: int | str, timeout_s: float) -> Communicator:
+    """Return a Communicator of the ranks of ``plain``, and free ``plain``. Collective."""
+    made = Communicator(plain, device=device, timeout_s=timeout_s)
+    plain.Free()  # not after an error, because MPI's Free may wait without a limit for a rank that is missing
+    return made
 
 
 def install_handler() -> None:
@@ -123,13 +119,6 @@ def install_handler() -> None:
     _rendezvous_handlers["env"] = handler
 
 
-def _port() -> int:
-    text = os.environ.get("MASTER_PORT", "0")
-    if not text.isdecimal() or int(text) > 65535:
-        raise InvalidUsageError(f"MASTER_PORT={text!r} is no port: set a number from 0 to 65535, or unset it")
-    return int(text)
-
-
 def _by_mpi(timeout: timedelta) -> Found:
     """Yield a store on the first rank, and rank and size of ``MPI.COMM_WORLD``. Collective.
 
@@ -146,10 +135,13 @@ def _by_mpi(timeout: timedelta) -> Found:
         served: list[dist.TCPStore] = []
 
         def listen() -> tuple[str, int]:
-            if private.rank == 0:
-                served.append(dist.TCPStore(address, _port(), private.size, True, timeout, wait_for_workers=False))
-                return address, served[0].port
-            return address, 0
+            if private.rank:
+                return address, 0
+            port = os.environ.get("MASTER_PORT", "0")
+            if not port.isdecimal() or int(port) > 65535:
+                raise InvalidUsageError(f"MASTER_PORT={port!r} is no port: set a number from 0 to 65535, or unset it")
+            served.append(dist.TCPStore(address, int(port), private.size, True, timeout, wait_for_workers=False))
+            return address, served[0].port
 
         address, port = group.exchange(f"{_STEP}: store", listen)[0]
         store = served[0] if served else dist.TCPStore(address, port, private.size, False, timeout)
@@ -166,11 +158,7 @@ def part_of(parent: Communicator, ranks: Sequence[int], name: str, store: c10d.S
     Collective only over these ranks. They pass the same ``name``, which differs between groups that are made at the
     same time. ``store`` is the store of the new group. Raises `GroupTimeoutError` if a rank does not come.
     """
-    plain = members_of(parent, ranks, name, store, timeout_s)
-    try:
-        return Communicator(plain, device=parent.device, timeout_s=timeout_s)
-    finally:
-        plain.Free()
+    return _made(members_of(parent, ranks, name, store, timeout_s), parent.device, timeout_s)
 
 
 def members_of(
@@ -214,12 +202,6 @@ def wait_for_all(
         text = f"{reached}, but received errors while waiting for send/recv from rank 0: {text}"
     if text:
         raise GroupTimeoutError(text, ranks=missing)
-
-
-def forget(store: c10d.Store, size: int) -> None:
-    """Delete the keys of a barrier that all ranks have left. Local."""
-    for key in ("result", *map(str, range(1, size))):
-        store.delete_key(key)
 
 
 def _roll_call(store: c10d.Store, size: int, timeout_s: float, *, name_all: bool, step: str) -> tuple[str, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from threading import get_ident
 from typing import Any
@@ -18,7 +18,7 @@ from mpicomm.log import logger
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.torch.call_queue import JoinedWork
 from mpicomm.torch.collective_calls import CollectiveCalls
-from mpicomm.torch.groups import communicator_of, forget, part_of, wait_for_all
+from mpicomm.torch.groups import communicator_of, part_of, wait_for_all
 from mpicomm.torch.tensors import flat, movable
 from mpicomm.torch.works import WAITS, MessageWork, Tensors, Work, ended, translated
 
@@ -53,10 +53,14 @@ class ProcessGroup(CollectiveCalls):
         self._monitored += 1
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         comm = self.communicator
-        store = _store_of_barrier(self._store, self._monitored)
+        store, before = (
+            dist.PrefixStore(f"monitored_barrier/{number}/", self._store)
+            for number in (self._monitored, self._monitored - 1)
+        )
         wait_for_all(store, comm.rank, comm.size, timeout_s, name_all=wait_all_ranks)
         if comm.rank == 0:  # all ranks have left the barrier before this one
-            forget(_store_of_barrier(self._store, self._monitored - 1), comm.size)
+            for key in ("result", *map(str, range(1, comm.size))):
+                before.delete_key(key)
 
     # Messages
 
@@ -65,20 +69,15 @@ class ProcessGroup(CollectiveCalls):
 
         In a capture the kernels of the two ranks match messages by their order.
         """
-        self._require_rank("send", "dst", rank)
-        comm = self.communicator
-        return self._message("send", f"to rank {rank}", tensors, rank, tag, comm.Isend, comm.Send)
+        return self._message("send", tensors, rank, tag)
 
     def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
         """See `torch.distributed.irecv`, and `send`. Does not block."""
-        self._require_rank("recv", "src", rank)
-        comm = self.communicator
-        return self._message("recv", f"from rank {rank}", tensors, rank, tag, comm.Irecv, comm.Recv)
+        return self._message("recv", tensors, rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """See `torch.distributed.irecv` without ``src``. Does not block."""
-        comm = self.communicator
-        return self._message("recv", "from any rank", tensors, MPI.ANY_SOURCE, tag, comm.Irecv, comm.Recv)
+        return self._message("recv", tensors, MPI.ANY_SOURCE, tag)
 
     def _start_coalescing(self, device: Any = None) -> None:
         """Join the works of this thread's calls up to `_end_coalescing`. Local."""
@@ -182,9 +181,6 @@ class ProcessGroup(CollectiveCalls):
         """
         if not self._open:
             return
-        if self._queue.is_here():
-            with self._queue:  # callbacks that the program has added before this one make their calls
-                pass
         self._open = False
         limit_s = min(self._timeout_s, _FREE_S)
         # A free during a call would take away the memory that the call uses, and both would wait for the same messages.
@@ -206,45 +202,31 @@ class ProcessGroup(CollectiveCalls):
         self._queue.close(0)
         self.communicator._door.abandon()
 
-    def _require_rank(self, name: str, argument: str, rank: int) -> None:
+    def _message(self, name: str, tensors: Tensors, rank: int, tag: int) -> Work:
+        """Begin to send or receive a message. In a capture it is enqueued."""
         self._require_open(name)
-        size = self.communicator.size
-        if not 0 <= rank < size:
+        comm, receives = self.communicator, name == "recv"
+        if not (0 <= rank < comm.size or (receives and rank == MPI.ANY_SOURCE)):
             raise InvalidUsageError(
-                f"{name}: {argument}={rank} is no rank of this group of {size}: use 0 to {size - 1}"
+                f"{name}: {'src' if receives else 'dst'}={rank} is no rank of this group of {comm.size}: use 0 to "
+                f"{comm.size - 1}"
             )
-
-    def _message(
-        self,
-        name: str,
-        other: str,
-        tensors: Tensors,
-        rank: int,
-        tag: int,
-        begin: Callable[..., Any],
-        call: Callable[..., Any],
-    ) -> Work:
-        """Begin a message to or from the ``other`` rank. In a capture ``call`` enqueues it."""
-        self._require_open(name)
         (tensor,) = tensors
         # Autograd may make the tensor require a gradient while it receives a message.
         memory = movable(flat(tensor.detach(), "tensor"))
         if memory.is_cuda and self._streams is not None and self._streams.capture():
-            self._queue.call(name, call, memory, rank, tag)
+            self._queue.call(name, comm.Recv if receives else comm.Send, memory, rank, tag)
             return self._joined(ended([tensor]))
         try:
-            request = begin(memory, rank, tag)
+            request: MPI.Request = (comm.Irecv if receives else comm.Isend)(memory, rank, tag)
         except WAITS as error:
             raise translated(error, name) from error
-        receives, prepare_thread = name == "recv", self.communicator._door.prepare_thread
-        work = MessageWork(request, tensor, f"{name} {other}", self._timeout_s, prepare_thread, receives=receives)
+        other = "any rank" if rank == MPI.ANY_SOURCE else f"rank {rank}"
+        prepare_thread, name = comm._door.prepare_thread, f"{name} {'from' if receives else 'to'} {other}"
+        work = MessageWork(request, tensor, name, self._timeout_s, prepare_thread, receives=receives)
         if not isinstance(request, DeferredRequest):
             self._messages.add(work, prepare_thread)
         return self._joined(work)
-
-
-def _store_of_barrier(store: c10d.Store, number: int) -> c10d.Store:
-    return dist.PrefixStore(f"monitored_barrier/{number}/", store)
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:

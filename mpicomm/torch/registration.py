@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from mpicomm.torch.call_queue import QUEUES
+from mpicomm.torch.call_queue import in_order
 from mpicomm.torch.groups import install_handler
 from mpicomm.torch.process_group import ProcessGroup, create
 from mpicomm.torch.training import AllreduceState, allreduce_hook
 from mpicomm.torch.works import Work
 
 NAME = "mpicomm"
-_Callback = Callable[[Any], Any]
 
 
 def register() -> None:
@@ -40,8 +39,8 @@ def register() -> None:
         (c10d.Reducer, "_set_forward_pass_work_handle", _with_kept_works),  # of `DistributedDataParallel.join`
         (c10d, "_register_work", _with_kept_works),  # of `wait_tensor`
         (torch._jit_internal, "_extract_tensors", _with_quick_look),
-        (torch._C.Future, "then", _with_place),
-        (torch._C.Future, "add_done_callback", _with_place),
+        (torch._C.Future, "then", in_order),
+        (torch._C.Future, "add_done_callback", in_order),
         (DistributedDataParallel, "_register_builtin_comm_hook", _with_fp16_hook),
     ):
         function = getattr(owner, name, None)
@@ -81,35 +80,6 @@ def _with_quick_look(look: Callable[[Any], list[torch.Tensor]]) -> Callable[[Any
         return listed if {*map(type, listed)} <= {torch.Tensor} else look(value)
 
     return quick_look
-
-
-def _with_place(add: Callable[[Any, _Callback], Any]) -> Callable[[Any, _Callback], Any]:
-    """Return ``add`` of a future, which adds a callback, so that all ranks make the callback's calls at one position.
-
-    If the future is complete when the program adds a callback, the callback runs in the program's thread, else in the
-    thread of a `CallQueue`. The future may be complete on only some ranks. PyTorch makes the futures that ``then``
-    returns, in a class without subclasses, so this replaces methods of that class.
-    """
-
-    @wraps(add)
-    def add_at_place(future: Any, callback: _Callback) -> Any:
-        return add(future, _at_place(future, callback) if QUEUES else callback)
-
-    return add_at_place
-
-
-def _at_place(future: Any, callback: _Callback) -> _Callback:
-    places = [(queue, place) for queue in QUEUES if (place := queue.place(future)) is not None]
-    if not places:
-        return callback
-
-    def call(done: Any) -> Any:
-        for queue, place in places:
-            if queue.is_here():
-                return queue.call_at(place, callback, done)
-        return callback(done)
-
-    return call
 
 
 def _with_fp16_hook(register_builtin: Callable[..., None]) -> Callable[..., None]:

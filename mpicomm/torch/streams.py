@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.api.door import AnyPlan, PlanCache
+from mpicomm.api.door import PlanCache
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.torch.collectives import Given, TensorCall
 from mpicomm.torch.works import FOREVER, Tensors, Work, too_late, translated, when_over
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mpicomm.devices.cuda.events import LocalEvent
 
 T = TypeVar("T")
-_MOST_BUCKETS = 256
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 0)
 """Returns the address of the current stream of a GPU. Local. PyTorch without CUDA has no such function."""
@@ -72,8 +71,12 @@ class StreamWork(Work):
         if kept is not None and kept[0] == current:
             self.kept = None
         limit = timeout or self.limit
-        if limit is not None:
-            self._wait_on_host(limit)
+        if (
+            limit is not None
+            and not torch.cuda.is_current_stream_capturing()  # a capture executes nothing
+            and not wait_until(self.is_completed, limit.total_seconds() or math.inf)
+        ):
+            raise too_late(self.name, limit)
         if self._error is not None:
             raise self._error
         return True
@@ -87,14 +90,7 @@ class StreamWork(Work):
             # object with a finalizer, because the garbage collector may call the finalizers of both in any order.
             self.side.idle.append(self.ptr)
 
-    def _wait_on_host(self, limit: timedelta) -> None:
-        if torch.cuda.is_current_stream_capturing():  # a capture executes nothing
-            return
-        if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
-            raise too_late(self.name, limit)
-
     def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
         if not self.side.marks.passed(self):
             return False
         self.kept = None
@@ -111,7 +107,6 @@ class StreamWork(Work):
         return future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
-        """See `Work.get_future_result`."""
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def settle(failure: BaseException | None) -> None:
@@ -136,9 +131,6 @@ class Streams:
         self._comm, self.door = comm, comm._door
         self.door.expect_alike()
         self._known: PlanCache | None = None  # `Door.known`, after the first call
-        self._version = -1
-        self._buckets: dict[tuple[int, int, torch.dtype, int], AnyPlan] = {}
-        """The calls of `bucket` that have a graph, by their memory and operation."""
         self._pool = SymmetricPool(comm)
         # The constructor makes the stream, because the first call may be in a capture.
         self.stream = torch.cuda.Stream(comm.device)
@@ -183,7 +175,8 @@ class Streams:
         try:
             event = self._events[self.idle.pop()]
         except IndexError:  # a test beforehand is not enough: a work of another thread may take the last event
-            event = self._new_event()
+            event = self.marks.event()
+            self._events[event.ptr] = event
         # This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
         work = StreamWork()
         work.side, work.name, work.ptr, work.kept, work._outputs = self, name, event.ptr, None, list(outputs)
@@ -218,11 +211,10 @@ class Streams:
         value: torch.Tensor | Tensors,
         tensors: Tensors,
         beside: bool,
-        known: AnyPlan | None = None,
     ) -> torch.futures.Future[Any]:
         """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future.
 
-        ``tensors`` are the tensors of the call. ``known`` is the call if the caller has found it.
+        ``tensors`` are the tensors of the call.
         """
         # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
         # return futures of this class, too.
@@ -236,11 +228,7 @@ class Streams:
         current, side = current_stream(self.gpu), self.stream
         try:
             self.marks.wait_stream_again(self._begin, self._address, current)
-            if known is None:
-                self.enqueue(call, given, beside=True)
-            else:
-                assert self._known is not None
-                self._known.enqueue_on(known, self._address, noted=True)
+            self.enqueue(call, given, beside=True)
             for tensor in tensors:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.is_in_use:
@@ -250,33 +238,6 @@ class Streams:
             self.marks.wait_stream(current, self._address)  # as above
             raise
         return future
-
-    def bucket(self, call: TensorCall, tensor: torch.Tensor, op: Any) -> torch.futures.Future[Any] | None:
-        """Enqueue an all-reduce beside the current stream, as `future` does. Return None if its form is not known.
-
-        ``call`` is the group's all-reduce. DDP makes such a call for each bucket of a step. Other work fills the caches
-        of the processor between two calls. A call then takes ten times as long as in a loop, because the processor
-        waits for memory. So this function reads little. It does not count the thread among the users of the stream,
-        because the first call of a form has done that.
-        """
-        gpu = self._known
-        if gpu is None:
-            gpu = self._known = self.door.known
-        if gpu is None or not tensor.is_cuda or not tensor.is_contiguous() or tensor.requires_grad or tensor.is_neg():
-            return None
-        memory, version = (tensor.data_ptr(), tensor.numel(), tensor.dtype, hash(op)), gpu.version
-        known = self._buckets.get(memory)
-        if known is None or known.is_old or version != self._version:
-            known = call.find(gpu, (tensor, op, "tensor", None))
-            if known is None:
-                return None
-            if version != self._version or len(self._buckets) >= _MOST_BUCKETS:
-                self._version = version
-                self._buckets.clear()
-            # Views of complex memory may be conjugated.
-            if not tensor.dtype.is_complex and gpu.lasts(known):
-                self._buckets[memory] = known
-        return self.future(call, (), tensor, (tensor,), beside=True, known=known)
 
     def barrier(self, limit: timedelta) -> StreamWork:
         """Enqueue a barrier on the current stream. A wait for its work waits on the host. Collective."""
@@ -296,11 +257,6 @@ class Streams:
         """Return whether the current stream captures a graph."""
         with torch.cuda.device(self.gpu):
             return bool(torch.cuda.is_current_stream_capturing())
-
-    def _new_event(self) -> LocalEvent:
-        event: LocalEvent = self.marks.event()
-        self._events[event.ptr] = event
-        return event
 
     def _mark(self, work: StreamWork, address: int) -> None:
         """Let ``work`` end at the work that the stream with this address has so far."""

@@ -259,11 +259,13 @@ _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.
 _WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # in PyTorch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TorchReduction:
     """The way in which a Communicator carries out a ``ReduceOp`` on elements of one type."""
 
     op: MPI.Op
+    alone: MPI.Op | None
+    """The operation, if this rank does not work on its elements before or after it, else None."""
     averages_whole: bool
     """Whether each rank divides the sum of whole numbers, toward zero, as PyTorch's backend for NCCL does."""
     factor: Any = None
@@ -274,10 +276,7 @@ class TorchReduction:
         return memory if self.factor is None else (memory * self.factor).to(memory.dtype)
 
     def finish(self, memory: torch.Tensor, size: int) -> None:
-        """Divide a sum of whole numbers by ``size``, if the reduction is their average.
-
-        Local; on a GPU stream-ordered.
-        """
+        """Divide a sum of whole numbers by ``size``, if the reduction is their average. As local as `given`."""
         if self.averages_whole:
             memory.div_(size, rounding_mode="trunc")
 
@@ -293,47 +292,37 @@ def reduction_of(op: Any, memory: torch.Tensor, name: str) -> TorchReduction:
     key = hash(op), memory.dtype  # the hash is the number of the kind, and takes less time than to read the kind
     reduction = _reductions.get(key)
     if reduction is None:
-        kind = op if isinstance(op, _Kind) else op.op
-        if not is_known(memory.dtype):
-            raise ElementTypeError(
-                f"{name} has elements of {memory.dtype}, which mpicomm cannot reduce: convert it, for example to "
-                "torch.bfloat16"
-            )
-        whole = kind == _Kind.AVG and memory.dtype in _WHOLE
-        if whole and memory.dtype in _WITHOUT_DIVISION:
-            raise ElementTypeError(
-                f"op=AVG is not defined for {memory.dtype} of {name}: use SUM and divide, or convert it to torch.int64"
-            )
-        if kind == _Kind.PREMUL_SUM and not (memory.dtype.is_floating_point or memory.dtype.is_complex):
-            raise ElementTypeError(
-                f"op=PREMUL_SUM multiplies with a factor, and {name} has elements of {memory.dtype}: convert it to a "
-                "type of floats"
-            )
-        reduction = _reductions[key] = TorchReduction(MPI.SUM if whole else _mpi_op(kind, memory.dtype), whole)
+        reduction = _reductions[key] = _checked_reduction(op if isinstance(op, _Kind) else op.op, memory.dtype, name)
     if key[0] == _PREMUL_SUM and not isinstance(op, _Kind):
         _, factor = op.__getstate__()  # the only way to the factor from Python
         return replace(reduction, factor=factor)
     return reduction
 
 
-_ops_of_one_call: dict[tuple[int, torch.dtype], MPI.Op] = {}
-
-
 def op_of_one_call(op: Any, memory: torch.Tensor, name: str) -> MPI.Op | None:
-    """As `reduction_of`, but return only the operation of mpicomm, or None if this rank also works on its elements."""
-    key = hash(op), memory.dtype
-    found = _ops_of_one_call.get(key)
-    if found is None and key[0] != _PREMUL_SUM:
-        reduction = reduction_of(op, memory, name)
-        if not reduction.averages_whole:
-            found = _ops_of_one_call[key] = reduction.op
-    return found
+    """Return `TorchReduction.alone` of `reduction_of`."""
+    found = _reductions.get((hash(op), memory.dtype)) or reduction_of(op, memory, name)
+    return found.alone
 
 
-def _mpi_op(kind: Any, dtype: torch.dtype) -> MPI.Op:
-    found = (_LOGICAL_OPS if dtype is torch.bool else _OPS).get(kind)
-    if found is None:
+def _checked_reduction(kind: Any, dtype: torch.dtype, name: str) -> TorchReduction:
+    if not is_known(dtype):
+        raise ElementTypeError(
+            f"{name} has elements of {dtype}, which mpicomm cannot reduce: convert it, for example to torch.bfloat16"
+        )
+    whole, scaled = kind == _Kind.AVG and dtype in _WHOLE, kind == _Kind.PREMUL_SUM
+    if whole and dtype in _WITHOUT_DIVISION:
+        raise ElementTypeError(
+            f"op=AVG is not defined for {dtype} of {name}: use SUM and divide, or convert it to torch.int64"
+        )
+    if scaled and not (dtype.is_floating_point or dtype.is_complex):
+        raise ElementTypeError(
+            f"op=PREMUL_SUM multiplies with a factor, and {name} has elements of {dtype}: convert it to a type of "
+            "floats"
+        )
+    op = MPI.SUM if whole else (_LOGICAL_OPS if dtype is torch.bool else _OPS).get(kind)
+    if op is None:
         if dtype is torch.bool:
             raise ElementTypeError(f"op={kind.name} is not defined for torch.bool: convert the tensor, or use SUM")
         raise InvalidUsageError(f"op={kind.name} is unknown: use one of {', '.join(each.name for each in _OPS)}")
-    return found
+    return TorchReduction(op, None if whole or scaled else op, whole)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
@@ -44,24 +45,26 @@ class AllreduceState:
         self.group = group_of(group)
         self.wire_dtype = wire_dtype
         self._wire = None if wire_dtype is None else _CODES.get(wire_dtype)
-        self._converted: dict[int, torch.Tensor] = {}
+        self._converted: dict[int, Tensor] = {}
 
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
-        gradients = bucket.buffer()
+        group, gradients, all_reduce = self.group, bucket.buffer(), self.group.collectives["all_reduce"]
+        # The call of the last bucket would overlap with no other work, so it needs no side stream.
+        beside = not bucket.is_last()
         if self.wire_dtype in (None, gradients.dtype) or self._wire is not None:
-            return _average(self.group, bucket, gradients, self._wire)
-        converted, all_reduce = self._copy_of(bucket.index(), gradients), self.group.collectives["all_reduce"]
+            given = gradients, _AVG, "bucket", self._wire
+            return group.future("average", all_reduce, given, gradients, beside=beside)
+        converted = self._copy_of(bucket.index(), gradients)
 
         def average_wire() -> None:
             converted.copy_(gradients)
-            self.group.enqueue(all_reduce, (converted, _AVG, "bucket", None))
+            group.enqueue(all_reduce, (converted, _AVG, "bucket", None))
             gradients.copy_(converted)
 
-        beside, call = _is_beside(bucket), TensorCall(average_wire)
-        return self.group.future("average", call, (), gradients, [converted], beside=beside)
+        return group.future("average", TensorCall(average_wire), (), gradients, [converted], beside=beside)
 
-    def _copy_of(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
+    def _copy_of(self, index: int, gradients: Tensor) -> Tensor:
         """Return the memory in which the gradients of a bucket travel. On GPUs it is collective for a new size."""
         converted = self._converted.get(index)
         if converted is None or converted.numel() != gradients.numel():  # the first backward pass has other buckets
@@ -71,22 +74,9 @@ class AllreduceState:
         return converted
 
 
-def _is_beside(bucket: dist.GradBucket) -> bool:
-    """Return whether the call goes on a side stream. After the last bucket it would overlap with no other work."""
-    return not bucket.is_last()
-
-
-def _average(
-    group: ProcessGroup, bucket: dist.GradBucket, gradients: torch.Tensor, wire: Wire | None = None
-) -> torch.futures.Future[torch.Tensor]:
-    given = gradients, _AVG, "bucket", wire
-    call = group.collectives["all_reduce"]
-    return group.future("average", call, given, gradients, beside=_is_beside(bucket))
-
-
 def allreduce_hook(
     state: AllreduceState | dist.ProcessGroup | None, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+) -> torch.futures.Future[Tensor]:
     """Average the gradients of a bucket over all ranks: ``model.register_comm_hook(state, allreduce_hook)``.
 
     *Collective*. It returns a future. The kernels divide after the sum, so no earlier pass over the gradients is
@@ -98,17 +88,17 @@ def allreduce_hook(
             raise InvalidUsageError(
                 f"state={state!r} is no state of allreduce_hook: pass None, a group, or AllreduceState(wire_dtype=...)"
             )
-        return _average(group_of(state), bucket, bucket.buffer())
+        state = AllreduceState(state)
     return state.average(bucket)
 
 
 def experts(
     mixture: Experts,
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    layer: Callable[[torch.Tensor, Received], torch.Tensor],
-) -> torch.Tensor:
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    layer: Callable[[Tensor, Received], Tensor],
+) -> Tensor:
     """Return the weighted sum of the experts of each token, with gradients for ``x``, ``topk_weights`` and ``layer``.
 
     Collective, and so is the backward pass: all ranks make the same calls in the same order, with tensors that require
@@ -129,32 +119,25 @@ def experts(
         rows, weights, received = _DispatchByToken.apply(mixture, x, topk_ids, topk_weights)
         z = layer(rows, replace(received, topk_weights=weights))
         return _summed(_CombineByToken.apply(mixture, z, rows, topk_ids, received))
-    of_rows: list[torch.Tensor] = []
+    of_rows: list[Tensor] = []
     rows, received = _Dispatch.apply(mixture, x, topk_ids, topk_weights, of_rows)
     return _summed(_Combine.apply(mixture, layer(rows, received), rows, topk_ids, received, of_rows))
 
 
-def _summed(sums: torch.Tensor) -> torch.Tensor:
+def _summed(sums: Tensor) -> Tensor:
     """Give the untyped result of ``apply`` its type."""
     return sums
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        mixture: Experts,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        of_rows: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, Received]:
-        received = mixture.dispatch(x.detach(), topk_ids, topk_weights.detach())
+    def forward(ctx: Any, mixture: Experts, x: Tensor, ids: Tensor, weights: Tensor, of_rows: list[Tensor]) -> Any:
+        received = mixture.dispatch(x.detach(), ids, weights.detach())
         ctx.mixture, ctx.received, ctx.of_rows = mixture, received, of_rows
         return _cleared(received), received
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor, _: object) -> Any:
         # The gradients of the weights go back to their tokens beside the gradients of the rows.
         of_x, of_weights = ctx.mixture.combine(
             gradient.contiguous(), ctx.received, weighted=False, values=ctx.of_rows.pop()
@@ -169,24 +152,15 @@ class _Combine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        mixture: Experts,
-        z: torch.Tensor,
-        rows: torch.Tensor,
-        topk_ids: torch.Tensor,
-        received: Received,
-        of_rows: list[torch.Tensor],
-    ) -> torch.Tensor:
-        ctx.save_for_backward(z, topk_ids)
-        ctx.mixture, ctx.received, ctx.of_rows = mixture, received, of_rows
-        sums: torch.Tensor = mixture.combine(z.detach().contiguous(), received)
-        return sums
+    def forward(ctx: Any, mixture: Experts, z: Tensor, rows: Tensor, ids: Tensor, *more: Any) -> Any:
+        ctx.save_for_backward(z, ids)
+        ctx.mixture, (ctx.received, ctx.of_rows) = mixture, more
+        return mixture.combine(z.detach().contiguous(), ctx.received)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        z, topk_ids = ctx.saved_tensors
-        arrived = _cleared(ctx.mixture.dispatch(gradient.contiguous(), topk_ids))
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        z, ids = ctx.saved_tensors
+        arrived = _cleared(ctx.mixture.dispatch(gradient.contiguous(), ids))
         pairs = zip(z.split(_ROWS_AT_ONCE), arrived.split(_ROWS_AT_ONCE), strict=True)
         ctx.of_rows[:] = [torch.cat([(one.float() * other.float()).sum(dim=1) for one, other in pairs])]
         of_z = torch.mul(arrived, ctx.received.weights[:, None], out=torch.empty_like(arrived))
@@ -195,16 +169,14 @@ class _Combine(torch.autograd.Function):
 
 class _DispatchByToken(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, mixture: Experts, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Received]:
-        received = mixture.dispatch(x.detach(), topk_ids, topk_weights.detach())
+    def forward(ctx: Any, mixture: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
+        received = mixture.dispatch(x.detach(), ids, weights.detach())
         ctx.mixture, ctx.received = mixture, received
         # An output must not be an array of the result, because `_CombineByToken` keeps the result.
         return _cleared(received), received.topk_weights.clone(), received
 
     @staticmethod
-    def backward(ctx: Any, of_rows: torch.Tensor, of_slots: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, of_rows: Tensor, of_slots: Tensor, _: object) -> Any:
         of_x, of_weights = ctx.mixture.combine(of_rows.contiguous(), ctx.received, values=of_slots.contiguous())
         return None, of_x, None, of_weights
 
@@ -213,29 +185,27 @@ class _CombineByToken(torch.autograd.Function):
     """It takes the rows of `_DispatchByToken`, and gives them no gradient, as `_Combine`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, mixture: Experts, z: torch.Tensor, rows: torch.Tensor, topk_ids: torch.Tensor, received: Received
-    ) -> torch.Tensor:
-        ctx.save_for_backward(topk_ids)
+    def forward(ctx: Any, mixture: Experts, z: Tensor, rows: Tensor, ids: Tensor, received: Received) -> Any:
+        ctx.save_for_backward(ids)
         ctx.mixture = mixture
-        return _summed(mixture.combine(z.detach().contiguous(), received))
+        return mixture.combine(z.detach().contiguous(), received)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (topk_ids,) = ctx.saved_tensors
-        return None, _cleared(ctx.mixture.dispatch(gradient.contiguous(), topk_ids)), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        return None, _cleared(ctx.mixture.dispatch(gradient.contiguous(), ids)), None, None, None
 
 
-def _cleared(received: Received) -> torch.Tensor:
+def _cleared(received: Received) -> Tensor:
     """Return the rows, with zeros in rows without a token: they may hold NaNs, which would spread through products."""
     first = received.sources[:, :1] if received.rows is None else received.topk_ids.amax(dim=1, keepdim=True)
-    rows: torch.Tensor = received.x.masked_fill_(first < 0, 0)
+    rows: Tensor = received.x.masked_fill_(first < 0, 0)
     return rows
 
 
 def allgather_matmul(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, bias: Tensor | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Return the product of the rows ``a`` of all ranks with this rank's ``b``, as ``Communicator.allgather_matmul``.
 
     It is the first layer of a tensor-parallel network: ``b`` has this rank's columns. Collective over ``group``, also
@@ -246,8 +216,8 @@ def allgather_matmul(
 
 
 def matmul_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, bias: Tensor | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Return this rank's rows of the sum of all ranks' ``a @ b``, as ``Communicator.matmul_reduce_scatter``.
 
     It is the second layer of a tensor-parallel network: ``b`` has this rank's rows, and ``bias`` is the same on all
@@ -259,8 +229,8 @@ def matmul_reduce_scatter(
 
 
 def matmul_allreduce(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, bias: Tensor | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Return the sum of all ranks' ``a @ b``, as ``Communicator.matmul_allreduce``.
 
     Collective over ``group``. The backward pass is local. It expects the same gradient on all ranks, because all ranks
@@ -269,35 +239,31 @@ def matmul_allreduce(
     return _apply(_MatmulAllreduce, a, b, bias, group)
 
 
-def _apply(function: Any, a: Any, b: Any, bias: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
-    result: torch.Tensor = function.apply(a, b, bias, group_of(group))
+def _apply(function: Any, a: Any, b: Any, bias: Any, group: dist.ProcessGroup | None) -> Tensor:
+    result: Tensor = function.apply(a, b, bias, group_of(group))
     return result
 
 
-def _call(group: ProcessGroup, name: str, a: torch.Tensor, b: torch.Tensor, **more: Any) -> torch.Tensor:
+def _call(group: ProcessGroup, name: str, a: Tensor, b: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
     """Make a call of the group's Communicator in its turn among the calls of the group."""
-    call = getattr(group.communicator, name)
-    result: torch.Tensor = group.in_turn(name, lambda: call(a.detach(), b.detach(), **more))
+    call, added = getattr(group.communicator, name), None if bias is None else bias.detach()
+    result: Tensor = group.in_turn(name, lambda: call(a.detach(), b.detach(), bias=added, **more))
     return result
-
-
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach()
 
 
 class _AllgatherMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, group: ProcessGroup) -> Any:
+    def forward(context: Any, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
         gathered = None
         if context.needs_input_grad[1]:
             gathered = a.new_empty((a.shape[0] * group.size(), *a.shape[1:]))
         context.save_for_backward(gathered, b)
         context.group = group
-        return _call(group, "allgather_matmul", a, b, bias=_detached(bias), gathered=gathered)
+        return _call(group, "allgather_matmul", a, b, bias, gathered=gathered)
 
     @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,), (gathered, b) = gradients, context.saved_tensors
+    def backward(context: Any, gradient: Tensor) -> Any:
+        gathered, b = context.saved_tensors
         of_a, of_b, of_bias, _ = context.needs_input_grad
         return (
             _call(context.group, "matmul_reduce_scatter", gradient, b.t()) if of_a else None,
@@ -309,14 +275,14 @@ class _AllgatherMatmul(torch.autograd.Function):
 
 class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, group: ProcessGroup) -> Any:
+    def forward(context: Any, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
         context.save_for_backward(a, b)
         context.group = group
-        return _call(group, "matmul_reduce_scatter", a, b, bias=_detached(bias))
+        return _call(group, "matmul_reduce_scatter", a, b, bias)
 
     @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,), (a, b), group = gradients, context.saved_tensors, context.group
+    def backward(context: Any, gradient: Tensor) -> Any:
+        (a, b), group = context.saved_tensors, context.group
         of_a, of_b, of_bias, _ = context.needs_input_grad
         # All ranks make this call, also a rank that needs no gradient of `a`, because the other ranks need its rows.
         whole = gradient.new_empty((gradient.shape[0] * group.size(), gradient.shape[1]))
@@ -326,13 +292,13 @@ class _MatmulReduceScatter(torch.autograd.Function):
 
 class _MatmulAllreduce(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, group: ProcessGroup) -> Any:
+    def forward(context: Any, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
         context.save_for_backward(a, b)
-        return _call(group, "matmul_allreduce", a, b, bias=_detached(bias))
+        return _call(group, "matmul_allreduce", a, b, bias)
 
     @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,), (a, b) = gradients, context.saved_tensors
+    def backward(context: Any, gradient: Tensor) -> Any:
+        a, b = context.saved_tensors
         of_a, of_b, of_bias, _ = context.needs_input_grad
         return (
             gradient @ b.t() if of_a else None,

@@ -56,16 +56,13 @@ class Work(c10d.Work):
     _future: torch.futures.Future[Any] | None = None
     _source = -1
     _outputs: list[torch.Tensor]
-    _value: Any = None
+    other_value: Any = None
+    """The value of the future, in place of the outputs."""
 
     @property
     def value(self) -> Any:
-        """The value of the future: the outputs, unless the maker of the work has set another one."""
-        return self._outputs if self._value is None else self._value
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        self._value = value
+        """The value of the future."""
+        return self._outputs if self.other_value is None else self.other_value
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """Wait until the outputs may be used. Raise the error of the call.
@@ -170,7 +167,6 @@ class PendingWork(Work):
         self._outputs = list(outputs)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """See `Work.get_future`."""
         if self._future is not None:
             return self._future
         ended = self._new_future()
@@ -226,7 +222,6 @@ class MessageWork(PendingWork):
         return super().wait()
 
     def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
         with self._lock:
             if not self.over:
                 status = MPI.Status()

@@ -31,9 +31,10 @@ def require_possible(call: Call) -> None:
             f'algorithm="{algorithm}" of {operation} sends no codes of 8 bits for wire_dtype="{wire}": use "auto"'
         )
     if algorithm == "mpi":
-        if call.op == "avg":
+        if call.op in ("avg", "tree"):
+            lacking = "AVG" if call.op == "avg" else 'order="tree"'
             raise InvalidUsageError(
-                f'algorithm="mpi": MPI has no AVG for {operation}: leave algorithm= out, or use SUM'
+                f'algorithm="mpi": MPI has no {lacking} for {operation}: leave algorithm= out, or use SUM'
             )
         if call.epilogue is not None and call.on_device:
             raise InvalidUsageError(

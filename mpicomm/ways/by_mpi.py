@@ -15,7 +15,7 @@ from mpicomm.collectives.checks import is_in_place
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.host_calls import out_of_place
-from mpicomm.mpi.ops import AVG
+from mpicomm.mpi.ops import AVG, TREE
 from mpicomm.mpi.request_lists import holding
 from mpicomm.session import Session
 from mpicomm.ways.location_votes import LocationVotes
@@ -60,9 +60,12 @@ class MpiWay:
         comm: MPI.Intracomm | None = None,
     ) -> Any:
         """Call mpi4py's ``method``. The method of the Communicator has called this method."""
-        if arguments.op is AVG:
+        if arguments.op is AVG or arguments.op is TREE:  # `in` would find each operation that was freed
+            lacking, way_out = (
+                ("AVG", "use MPI.SUM and divide") if arguments.op is AVG else ('order="tree"', "convert it")
+            )
             raise RefusedByMpiError(
-                f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide",
+                f"{operation}: MPI, which carries out calls of this element type, has no {lacking}: {way_out}",
                 MPI.ERR_OP,
             )
         if operation.of_neighbors:

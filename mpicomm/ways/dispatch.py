@@ -10,7 +10,7 @@ says why all ranks choose alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -25,7 +25,7 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.ops import TREE, op_name
 from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
@@ -115,23 +115,52 @@ class Dispatcher:
                 return
             call = self._reader.placed(self._reader.look(operation, arguments, algorithm, stream), "gpu")
         else:
-            call = self._located(self._reader.look(operation, arguments, algorithm, stream))
+            call = self._located(self._reader.look(operation, arguments, algorithm, stream), blocking=True)
         self._carry(call, blocking=True)
 
     def expect_alike(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
         self._votes.are_needed, self._vote, self.at_once = False, None, self._alike
 
+    def in_order(self, operation: Operation, op: MPI.Op, order: str) -> MPI.Op:
+        """Return the operation of a reduction with ``order``, which is not "auto". Local.
+
+        Raises `InvalidUsageError` for another order than "tree", for another operation than SUM, and on all ranks if
+        they make no tree.
+        """
+        if order != "tree":
+            raise InvalidUsageError(f'order={order!r} of {operation}: use "auto" or "tree"')
+        if op != MPI.SUM:
+            raise InvalidUsageError(
+                f'order="tree" of {operation} is for op=MPI.SUM, and op is {op_name(op)}: leave order= out'
+            )
+        if self._no_tree:
+            raise InvalidUsageError(f'order="tree" of {operation}: {self._no_tree}')
+        return TREE
+
+    @cached_property
+    def _no_tree(self) -> str:
+        """Why the ranks do not hold the leaves of a tree in equal blocks; "" if they do."""
+        leaves, domains = self._session.placement.here.leaves, self._session.placement.domains
+        if leaves % self._size:
+            return f"{self._size} ranks cannot hold {leaves} leaves in equal blocks: use 1, 2, 4, ... or {leaves} ranks"
+        if [rank for ranks in domains for rank in ranks] != list(range(self._size)) or len({*map(len, domains)}) > 1:
+            return f"each peer domain needs equally many ranks that follow each other, and the domains are {domains}"
+        return ""
+
     def _is_on_host(self, operation: Operation) -> bool:
         """Vote in a call on host arrays; return whether it is on the host. If not, `run` is called for it next."""
         self._joins = self._votes.agree(operation) == "gpu"
         return not self._joins
 
-    def _located(self, call: Call) -> Call:
+    def _located(self, call: Call, *, blocking: bool) -> Call:
         """Vote in a call that waits for the votes of all ranks; return it at its location. Collective, blocking."""
         place: CallLocation = "gpu" if call.on_device else "host"
         if not call.is_mpis:
-            place = place if call.on_device else self._votes.agree(call.operation)
+            if not call.on_device:
+                # Mapped memory alone limits the time of calls on host arrays, and has no nonblocking calls.
+                limited = blocking and self._way_of(call, blocking=True) not in (self._mpi, self._copies)
+                place = self._votes.agree(call.operation, partial(self._mapped.give_up, call) if limited else None)
         elif self._votes.are_needed:
             self._votes.vote(call.operation, on_host=True)
         return self._reader.placed(call, place)
@@ -223,7 +252,7 @@ class Dispatcher:
         else:
             if votes.are_needed and call.on_device and not call.is_mpis:
                 votes.vote(operation, on_host=False)
-            call = self._located(call)
+            call = self._located(call, blocking=False)
         return self._prepare(operation, arguments, info, stream, algorithm, call)
 
     def _prepare(
@@ -335,7 +364,6 @@ class Dispatcher:
             return self._gpus
         if call.device_array is not None:
             return self._copies
-        refuse_stream(call.operation.name, call.stream)
         if call.epilogue is not None:
             return self._epilogue
         if call.wire is not None:

@@ -7,7 +7,8 @@ which is the same on all ranks. So a vote says to which call it belongs.
 * A rank with a device array votes and goes on. It waits for nobody, and pays a store.
 * Any other rank waits until a rank votes for GPUs, or all ranks have voted. In a call on GPUs it takes part with pinned
   copies of its arrays: see `mpicomm.collectives.beside`. Otherwise the call goes to MPI or mapped memory.
-* Such a wait has no limit, as in MPI, and lets MPI make progress. All ranks make the call, so it ends.
+* Such a wait lets MPI make progress. Before a call of MPI it has no limit either: all ranks make the call, so it ends.
+  Before a call in mapped memory it ends after ``timeout_s``, as that call would.
 * A nonblocking call votes at its start and waits for nobody. If votes are missing, `start` queues it. The queue begins
   calls in their order, because kernels of several ranks meet in the order of their launches. The completer's thread
   advances it, so that a rank in another call of MPI still joins the call of its peers.
@@ -77,17 +78,20 @@ class LocationVotes:
         if self._log is not None and not self.queue:  # later calls may have voted after a call of the queue
             self._log.withdraw_vote()
 
-    def agree(self, operation: Operation) -> CallLocation:
-        """Vote for the host, and return where the call is. Collective over the node, blocking."""
+    def agree(self, operation: Operation, give_up: Callable[[int], None] | None = None) -> CallLocation:
+        """Vote for the host, and return where the call is. Collective over the node, blocking.
+
+        ``give_up`` raises the error of a call that has a time limit, whose votes with this number do not come in time.
+        """
         if not self.are_needed:
             return "host"
         log = self._log or self._opened(operation, patient=True)
         number = log.vote(FOR_HOST)
         if self.queue:
             self.settle()
-        return log.location(number) or self._await(number, operation)
+        return log.location(number) or self._await(number, operation, give_up)
 
-    def _await(self, number: int, operation: Operation) -> CallLocation:
+    def _await(self, number: int, operation: Operation, give_up: Callable[[int], None] | None) -> CallLocation:
         row, found = self._session.row.words, list[CallLocation]()
 
         def look() -> bool:
@@ -97,8 +101,11 @@ class LocationVotes:
             return place is not None
 
         begin_by_mpi(row, operation.number)  # the doctor finds the rank in the call while it waits
-        wait_until(look, math.inf, self._session.node.progress)
+        limit_s = self._session.placement.here.timeout_s if give_up else math.inf
+        came = wait_until(look, limit_s, self._session.node.progress)
         row[CALLS_BY_MPI] -= 1
+        if give_up and not came:
+            give_up(number)
         return found[0]
 
     def _opened(self, operation: Operation, *, patient: bool) -> CallLog:

@@ -55,6 +55,10 @@ class InMappedMemory:
             engines.channel.choose(name if engines.on_one_node else "groups, mpi", why)
         engines.of_hosts(call.operation.name).run(call, call.algorithm)
 
+    def give_up(self, call: Call, number: int) -> None:
+        """Raise the error of a call for which votes of that number are missing: see `HostEngine.give_up`."""
+        self._engines.on_host(call.operation.name).give_up(call.signature, number)
+
 
 class Deferred:
     """Nonblocking calls on host arrays that MPI lacks, or that ``algorithm=`` takes from it. No start waits for a rank.

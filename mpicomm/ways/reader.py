@@ -18,6 +18,7 @@ from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, typed_blocks
 from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError
 from mpicomm.mpi.host_calls import require_no_graph
+from mpicomm.mpi.location import refuse_stream
 from mpicomm.session import Session
 from mpicomm.ways.algorithm_argument import require_known, require_possible
 
@@ -69,7 +70,9 @@ class Reader:
         except RefusedByMpiError as error:
             self._comm.Call_errhandler(error.Get_error_class())  # as MPI does, which may end the program
             raise
-        if self._on_gpus and call.device_array is not None and not call.on_device:
+        if call.device_array is None:
+            refuse_stream(operation.name, stream)  # before this rank waits for the votes of others
+        elif self._on_gpus and not call.on_device:
             # The root's other buffer: a capture is refused here, because the vote after it waits for other ranks.
             device = self._session.gpu(operation.name)
             require_no_graph(operation.name, device, device.stream(stream, call.device_array), BESIDE)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.devices.base import Backend
+from mpicomm.devices.cuda.types import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of, read

@@ -174,7 +174,7 @@ class DynamicMemory(WindowMemory):
 
     def detach(self, array: Any) -> None:
         """Let other ranks access an array no more; local. Their accesses must be over."""
-        view = self.owner.backend.asarray(array, "memory")
+        view: Any = self.owner.backend.asarray(array, "memory")
         address = int(view.ctypes.data if hasattr(view, "ctypes") else view.data.ptr)
         self._directory.remove(address)
         self._close_attached(address)

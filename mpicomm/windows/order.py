@@ -6,7 +6,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import name_ranks
 from mpicomm.mpi.faults import RefusedByMpiError
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.pack_tables import table_for
-from mpicomm.devices.base import GpuBackend, Scratch
+from mpicomm.devices.base import Scratch
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packing import blocks_for
 from mpicomm.kernels.variant import Variant

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from mpi4py import MPI
 
 from mpicomm.activity import layout
 from mpicomm.activity.reading import calls_of
-from mpicomm.devices.base import GpuBackend, Link
+from mpicomm.devices.base import Link
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
@@ -53,7 +54,7 @@ class Synchronisation:
         if isinstance(backend, HostBackend):
             self._steps: Steps = HostSteps(backend, memory.boards, self._rank, owner.node.progress)
         else:
-            self._gpu = cast(GpuBackend, backend)
+            self._gpu = backend
             self._steps = GpuSteps(self._gpu, memory.boards, self._rank)
         self._streams = StreamUse(self._gpu)
         self._row = memory.row

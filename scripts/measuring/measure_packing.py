@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
-from mpicomm.collectives.gpu.step_loader import launching
 from needed import cupy
 from result_file import Table, add_tables, command, hardware
 
@@ -27,6 +26,7 @@ from mpicomm.bench.machine import GpuMachine
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.options import rank_record
 from mpicomm.collectives.gpu.device import pack_launches
+from mpicomm.collectives.gpu.plan import launching
 from mpicomm.collectives.pack_tables import PackJob
 from mpicomm.devices.cuda.backend import CudaBackend
 from mpicomm.devices.cuda.load import kernels_of

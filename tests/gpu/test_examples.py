@@ -23,7 +23,7 @@ NEEDS = {"experts": "sklearn", "train_cupy": "sklearn"}
     [
         *("peer_memory", "gpu_allreduce", "halo_exchange", "ring_sum"),
         *("experts", "fft_transpose", "histogram", "jacobi", "pipeline", "producer_consumers", "train_cupy"),
-        "work_stealing",
+        *("train_reproducible", "work_stealing"),
     ],
 )
 def test_example_runs_on_gpus(name: str, nprocs: int) -> None:

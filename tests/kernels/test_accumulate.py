@@ -41,7 +41,7 @@ PAIRS = [(dtype, ops[number % len(ops)]) for number, (dtype, ops) in enumerate(R
 # The types with instructions of the GPU, and small elements that share a word.
 PAIRS += [(dtype, "sum") for dtype in ("int32", "uint64", "float32", "float64", "int8", "float16", "complex128")]
 PAIRS += [(dtype, op) for dtype in ("uint32", "int64") for op in ("band", "bor", "bxor")]
-PAIRS = sorted({(dtype, op) for dtype, op in PAIRS if op != "avg"})
+PAIRS = sorted({(dtype, op) for dtype, op in PAIRS if op not in ("avg", "tree")})
 
 
 class Updates:

@@ -22,6 +22,7 @@ REDUCTIONS = [
     ("bool", "land"),
     ("float8_e4m3fn", "avg"),
     ("float32", "sum"),
+    ("complex64", "tree"),
     ("complex128", "prod"),
     ("float32", "a * 2 - b"),
 ]

@@ -15,6 +15,7 @@ from tests.kernels.machine import Machine
 CASES = [
     ("float32", "sum", "float32"),
     ("float32", "sum", "bfloat16"),
+    ("float32", "tree", "float32"),
     ("float32", "prod", "float16"),
     ("float32", "sum", "float8_e4m3fn"),
     ("bfloat16", "max", "bfloat16"),

@@ -118,6 +118,12 @@ BANDWIDTH += [
 ]
 BANDWIDTH += [DISPATCH_FEW_KERNEL, quantize_experts_kernel("bfloat16"), combine_kernel(WIDEST, WIDEST[0])]
 BANDWIDTH += [local_reduction_kernel(reduction) for reduction in (("float8_e4m3fn", "sum"), WIDEST)]
+# The state of a tree has several sums.
+BANDWIDTH += [kernel(("float32", "tree")) for kernel in (exchange_kernel, local_reduction_kernel)]
+BANDWIDTH += [
+    packet_kernel((dtype, "tree"), size, "sentinel", "laps", fan_out=fan_out)
+    for dtype, size, fan_out in (("float32", 2, True), ("complex128", 4, False), ("complex128", 8, True))
+]
 
 
 @pytest.fixture(autouse=True)

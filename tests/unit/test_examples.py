@@ -63,6 +63,15 @@ def test_halo_exchange_computes_the_results_of_one_rank(nprocs: int) -> None:
     assert said(nprocs)["halo_exchange"].endswith(" the same heat as one rank computes\n")
 
 
+def test_losses_do_not_depend_on_the_number_of_ranks() -> None:
+    hashes = set()
+    for nprocs in (1, 2, SQUARE):
+        job, ((output, code),) = run_in_turn(nprocs, [ROOT / "examples/train_reproducible.py"], MPICOMM_DEVICE="cpu")
+        assert code == 0 and "every bit as of one rank" in output, (output, job.stderr)
+        hashes.add(output.rpartition(" ")[2])
+    assert len(hashes) == 1, hashes
+
+
 def test_the_list_of_examples_names_all_programs() -> None:
     listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))

@@ -7,8 +7,9 @@ from functools import partial
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
-from mpicomm.devices.base import GpuBackend, Segment
+from mpicomm.devices.base import Segment
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, round_up
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.kernels.team import ABORT_OPERATION, ABSENT, MISMATCH

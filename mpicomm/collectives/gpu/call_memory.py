@@ -18,8 +18,8 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import inboxes_of
 from mpicomm.collectives.gpu.algorithms.packets.plan import larger_inboxes
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
 from mpicomm.collectives.gpu.decision import Chosen, Decision
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.faults import called_differently
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import CollectiveTimeoutError, PeerError, equal_error, name_ranks
 from mpicomm.log import logger
 from mpicomm.symmetric.registry import Mapped

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from mpicomm import environment
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.pack_tables import PackJob, table_of
-from mpicomm.devices.base import GpuBackend, Scratch
+from mpicomm.devices.base import Scratch
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults

@@ -46,11 +46,12 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.pack_tables import PackJob
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend, slowest_gb_s
+from mpicomm.devices.base import slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import StreamOrder
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError

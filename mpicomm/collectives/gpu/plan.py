@@ -11,10 +11,10 @@ from cupy.cuda import runtime
 
 from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, LibraryWork, Step
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.load import Kernel, KernelCache
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.stream_order import Enqueue
+from mpicomm.devices.cuda.types import GpuBackend
 
 if TYPE_CHECKING:
     import cupy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpi4py import MPI
 
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
-from mpicomm.devices.side_stream import beside
+from mpicomm.devices.cuda.beside import beside
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.plain_arrays import (
     PlainArray,
@@ -231,28 +231,12 @@ class PlanCache:
             backend.complete(resolved)
         return pending
 
-    def enqueue_on(self, plan: AnyPlan, stream: int, event: LocalEvent | None = None, *, noted: bool = False) -> bool:
-        """As `enqueue`, on the stream with this address. Local; returns whether ``event`` is recorded after the call.
-
-        ``noted`` is whether an earlier call has counted this thread among the users of the stream.
-        """
+    def enqueue_on(self, plan: AnyPlan, stream: int, event: LocalEvent | None = None) -> bool:
+        """As `enqueue`, on the stream with this address. Return whether ``event`` is recorded after the call. Local."""
         session: Any = self._session
         session.require_usable(plan)
-        if not noted:
-            session.backend.note(stream)
+        session.backend.note(stream)
         return self.engine.enqueue(plan, stream, event)
-
-    @property
-    def version(self) -> int:
-        """Changes when symmetric memory is opened or closed. No call that was found before is known after that."""
-        return self._mappings.version
-
-    @staticmethod
-    def lasts(plan: AnyPlan) -> bool:
-        """Return whether ``plan`` stays the plan of this call. A template is the plan of another call after that."""
-        from mpicomm.collectives.gpu.call_templates import CallTemplate  # it imports CUDA, which a host may lack
-
-        return not isinstance(plan, CallTemplate)
 
     def carry_out(self, plan: AnyPlan, stream: int, array: Any) -> None:
         """Enqueue the plan of a blocking collective on ``array``."""

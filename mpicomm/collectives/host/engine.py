@@ -159,6 +159,15 @@ class HostEngine:
             self._broken = self._channels.agreed_error.give(left)
             raise
 
+    def give_up(self, signature: Signature, number: int) -> None:
+        """Raise `CollectiveTimeoutError`, because votes of that number are missing. All ranks raise it: see `run`."""
+
+        def fail() -> None:
+            late = [self._node.ranks[index] for index in self._call_log.without_vote(number)]
+            raise self._late_error(str(signature), late, "did not arrive")
+
+        self.call(fail, signature)
+
     def require_not_given_up(self) -> None:
         """Raise `GivenUp`, which `call` handles, if another rank of the node has given up the call. Local."""
         if self._channels.agreed_error.there():
@@ -245,9 +254,7 @@ class HostEngine:
             # rank is late, all ranks have come, and the awaited rank makes no progress.
             beyond = self.awaited_beyond()
             late = beyond or [ranks[index] for index in behind or [reason.index]]
-            did = "did not arrive" if behind or beyond else "made no progress"
-            limit = f"within {self._node.timeout_s:g} s (collective number {self._call_log.calls} of the communicator)"
-            return CollectiveTimeoutError(f"{text}: {name_ranks(late)} {did} {limit}", ranks=late)
+            return self._late_error(text, late, "did not arrive" if behind or beyond else "made no progress")
         if isinstance(reason, DifferentSize):
             source, here = ranks[reason.index], ranks[self._node.rank]
             return PeerError(
@@ -260,6 +267,10 @@ class HostEngine:
         calls = self._call_log.read()
         said = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, calls, strict=True))
         return PeerError(f"ranks called different things: {said}", ranks=ranks)
+
+    def _late_error(self, text: str, late: list[int], did: str) -> CollectiveTimeoutError:
+        limit = f"within {self._node.timeout_s:g} s (collective number {self._call_log.calls} of the communicator)"
+        return CollectiveTimeoutError(f"{text}: {name_ranks(late)} {did} {limit}", ranks=late)
 
 
 def _kept(exchange: Exchange, rank: int) -> tuple[int, int, int] | None:

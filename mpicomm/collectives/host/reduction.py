@@ -1,6 +1,6 @@
 """Reductions of host memory with NumPy: the operations, their types and their results.
 
-A reduction goes element by element, strictly in the order of the parts: ((part 0 op part 1) op part 2) ... So every
+A reduction goes element by element, in the order of the parts: ((part 0 op part 1) op part 2) ... So every
 rank and every cut of the array gives the same bits, except that either of two NaNs with different payloads may come
 out. The result of a single part is that part, as in MPI, also for ``land``, and also if x / 1 is not x.
 
@@ -12,6 +12,8 @@ out. The result of a single part is that part, as in MPI, also for ``land``, and
 - ``land``, ``lor`` and ``lxor`` return 0 or 1 in the type of the parts.
 - `Op` says how an expression of the user is computed.
 - ``avg`` is the sum divided by the number of parts, of floats and complex numbers.
+- ``tree`` is the sum of a binary tree: (part 0 + part 1) + (part 2 + part 3) ... If the parts are no power of two, the
+  first ones are, as many as possible.
 - Floating-point errors are not reported: overflow gives inf, inf - inf gives NaN. Callers set ``np.errstate``.
 """
 
@@ -29,6 +31,7 @@ from mpicomm.mpi.types import is_narrow
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
     "avg": np.add,
+    "tree": np.add,
     "prod": np.multiply,
     "max": np.maximum,
     "min": np.minimum,
@@ -65,7 +68,7 @@ class Reducer:
     """Reduces with one operation on one dtype, for which it is defined: see `mpicomm.mpi.ops.check_legal`."""
 
     def __init__(self, op: str, dtype: np.dtype[Any]) -> None:
-        self._average = op == "avg"
+        self._average, self._tree = op == "avg", op == "tree"
         self._dtype = _FLOAT32 if is_narrow(dtype) else dtype
         self._ufunc: Callable[..., Any] = _own_function(op, self._dtype) if is_own(op) else _UFUNCS[op]
         self._narrow = is_narrow(dtype)
@@ -88,7 +91,9 @@ class Reducer:
         for start in range(0, out.size, self._block):
             stop = start + self._block
             block = [part[start:stop] for part in parts]
-            if self._narrow:
+            if self._tree:
+                np.copyto(out[start:stop], self._sum_of_tree(block, 0), casting="unsafe")
+            elif self._narrow:
                 self._reduce_narrow_block(block, out[start:stop])
             else:
                 self._reduce_block(block, out[start:stop])
@@ -122,6 +127,16 @@ class Reducer:
         if self._average:
             np.divide(accumulator, len(parts), out=accumulator)
         np.copyto(out, accumulator, casting="unsafe")
+
+    def _sum_of_tree(self, parts: Sequence[npt.NDArray[Any]], level: int) -> npt.NDArray[Any]:
+        if len(parts) == 1:
+            return parts[0].astype(self._dtype, copy=False)
+        half = 1 << (len(parts) - 1).bit_length() - 1
+        first = self._sum_of_tree(parts[:half], level)
+        total = self._scratch_array(level, first.size)
+        # What is below on the left lies in `total`, and on the right in the arrays after it.
+        np.add(first, self._sum_of_tree(parts[half:], level + 1), out=total)
+        return total
 
     def _scratch_array(self, index: int, count: int) -> npt.NDArray[Any]:
         while index >= len(self._scratch):

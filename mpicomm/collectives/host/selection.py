@@ -62,7 +62,7 @@ def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -
         return True
     if op is None:
         return True  # data that is only moved needs no MPI type: see `Call`
-    if op == "avg" or is_own(op) or dtype == np.float16:
+    if op in ("avg", "tree") or is_own(op) or dtype == np.float16:
         return False  # MPI fixes no order for expressions of the user, and rounds float16 after every step
     return types.mpi_datatype(dtype) is not None
 

@@ -1,4 +1,4 @@
-"""CudaBackend: one GPU as a `GpuBackend`, with CuPy arrays over memory that the driver shares between processes."""
+"""CudaBackend: one GPU, with CuPy arrays over memory that the driver shares between processes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.events import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
-from mpicomm.devices.cuda.launches import CudaMessageSteps, LaunchGraph
+from mpicomm.devices.cuda.launches import LaunchGraph, MessageSteps
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
-from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.segments import LEAST_SUSPENDED_NBYTES, ScratchMemory, SegmentsOfGpu
-from mpicomm.devices.cuda.side_streams import CudaSideStreams
+from mpicomm.devices.cuda.side_streams import SideStreams
 from mpicomm.devices.cuda.stream_order import relax, relaxed
 from mpicomm.devices.cuda.streams import StreamsOfGpu
 from mpicomm.devices.handle import Kind, MemoryUse
@@ -38,7 +37,12 @@ from mpicomm.kernels.variant import SHARED, Variant
 
 
 class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
-    """GPU ``ordinal`` as a `GpuBackend`. Its methods are for any thread, and keep the current device of the thread."""
+    """GPU ``ordinal``. Its methods are for any thread, and keep the current device of the thread.
+
+    Every method is local. Only the work of `wait_signal` waits for a peer. A failure raises `HandleError` (memory),
+    `InvalidUsageError` (arguments) or `BackendUnavailableError`. The first kernel of a kind loads its code, which
+    blocks.
+    """
 
     def __init__(self, ordinal: int, timeout_s: float, *, completes: bool = False) -> None:
         devices = visible_devices()
@@ -48,17 +52,25 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
                 "CUDA_VISIBLE_DEVICES"
             )
         self.device: int | str = ordinal
+        """Device ordinal; "cpu" for `HostBackend`."""
         self.info = devices[ordinal]
         super().__init__(ordinal, PrimaryContext(self.info))
         self._devices = devices
         self.timeout_ns = int(timeout_s * 1e9)
+        """The time that a kernel waits for a peer before it gives up."""
         self.completes = completes
+        """Whether blocking calls on device memory are complete on return, so that each of them calls `complete`."""
         self.calls: DifferingCalls | None = None
+        """`check` calls it for the text of a `PeerError`."""
         self.kind: Kind | None = None
+        """The handle kind of the communicator; None before its choice. Large scratch memory is of the same kind."""
         self._lock = threading.Lock()
         self._signals: tuple[Kernel, Kernel] | None = None
-        self._steps: CudaMessageSteps | None = None
-        self._tables = PackTables(self)
+        self._steps: MessageSteps | None = None
+        # The tables of datatypes on the device. Each stays until `close`, because a captured graph may read it. Equal
+        # tables share memory, so a program that makes the same datatypes again and again needs no more memory.
+        self._tables: dict[bytes, int] = {}
+        self._tables_lock = threading.Lock()
         self._stream: Any = None
         self._faults: FaultPage | None = None
         self._closed = False
@@ -68,15 +80,17 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
                 # Non-blocking: else this stream would wait for the user's work on the null stream.
                 self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self._faults = FaultPage(self._context, self._stream)
-            self.side_streams = CudaSideStreams(self._context)
+            self.side_streams = SideStreams(self._context)
         except HandleError:
             self.close()
             raise
 
     def make_current(self) -> None:
+        """Make the device current on the calling thread: other libraries then allocate and launch on it."""
         cupy.cuda.Device(self._ordinal).use()
 
     def prepare_thread(self) -> None:
+        """Like `make_current`, for a thread of mpicomm that works beside the threads of the user."""
         self.make_current()
         # A query of an event would spoil a graph that another thread captures, although the event is no part of it. The
         # threads of the user keep their mode, because a capture in CUDA's default mode shall watch their calls. Also, a
@@ -84,6 +98,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         relax()
 
     def asarray(self, array: Any, name: str = "array") -> Any:
+        """Return ``array`` as this backend's ndarray without copying; raise `InvalidUsageError` with its ``name``."""
         with self._context.current():
             return as_cupy(array, self._ordinal, name)
 
@@ -101,6 +116,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         return table
 
     def eager_stream(self, stream: Any, array: Any) -> int | None:
+        """Like `stream`, but return None for a stream that captures a graph, and raise as `check` does."""
         if self._faults is None or self._faults.error is not None or self._faults.record.state:
             self.check()
         resolved = self.stream(stream, array)
@@ -120,21 +136,25 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
                     _copy(target, source, nbytes, stream)
 
     def zero(self, pointer: int, nbytes: int) -> None:
+        """Set bytes to zero. Blocking: the bytes are zero when this returns."""
         self.fill(pointer, nbytes, 0)
 
     def fill(self, pointer: int, nbytes: int, byte: int) -> None:
+        """Set bytes to ``byte``, and wait only for that, not for other work of the device."""
         if nbytes > 0:
             with self._context.current():
                 call(driver.cuMemsetD8Async, pointer, byte, nbytes, self._stream)
                 call(driver.cuStreamSynchronize, self._stream)
 
     def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
+        """Like `fill`, with a word of four bytes."""
         if nbytes > 0:
             with self._context.current():
                 call(driver.cuMemsetD32Async, pointer, word, nbytes // 4, self._stream)
                 call(driver.cuStreamSynchronize, self._stream)
 
     def synchronize(self, stream: int | None = None) -> None:
+        """Wait for the work of one stream, or of the whole device."""
         with self._context.current():
             if stream is None:
                 call(driver.cuCtxSynchronize)
@@ -142,27 +162,41 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
                 call(driver.cuStreamSynchronize, stream)
 
     def signal(self, sent: int, inbox: int, stream: int) -> None:
+        """Add 1 to the counter at ``sent`` and publish it at ``inbox``, after all earlier work of the stream."""
         with self._context.current():
             self._signal_kernels()[0].launch(stream, sent, inbox, self.faults.failed)
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
+        """Add 1 to the counter at ``expected``, and hold the stream until ``inbox`` has reached it or time is up."""
         with self._context.current():
             faults = self.faults
             _, wait = self._signal_kernels()
             wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
 
-    def message_steps(self) -> CudaMessageSteps:
+    def message_steps(self) -> MessageSteps:
+        """Return the steps of messages. The first call loads their kernel, which blocks."""
         if self._steps is None:
             with self.loading():
-                self._steps = self._steps or CudaMessageSteps(
+                self._steps = self._steps or MessageSteps(
                     self._context, kernels_of(self.info), self.faults, self.timeout_ns
                 )
         return self._steps
 
     def pack_table(self, table: PackTable) -> int:
-        return self._tables.pointer_of(table)
+        """Return the address of a table on the device. The table stays until `close`; blocking for a new table."""
+        with self._tables_lock:
+            pointer = self._tables.get(table.content)
+            if pointer is None:
+                pointer = self.scratch(len(table.content)).pointer
+                self._copy_table(table.content, pointer)
+                self._tables[table.content] = pointer
+            return pointer
 
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
+        """Pack the regions of a table, which lie from ``memory`` on, to ``packed``, or unpack them; stream-ordered.
+
+        After a wait of this device has run out of time, it unpacks nothing.
+        """
         arguments = table.arguments(self.pack_table(table), memory, packed, self.faults.failed, unpacks=unpacks)
         blocks = blocks_for(table.units, self.multiprocessors)
         self.launch(PACK_KERNEL, arguments, stream, blocks=blocks, threads=PACK_THREADS)
@@ -177,11 +211,17 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         return kernel
 
     def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
+        """Enqueue a kernel whose one parameter is a structure by value; stream-ordered, capturable. It loads the kernel
+        first, unless `load` has done so."""
         kernel = self.load(variant)
         with self._context.current():
             kernel.launch_structure(stream, arguments, blocks=blocks, threads=threads)
 
     def launcher(self, variant: Variant, arguments: ctypes.Structure) -> Launch:
+        """Return a function that launches a kernel as `launch` does, each time with the content of ``arguments``.
+
+        It takes a fraction of the time.
+        """
         kernel, context = self.load(variant), self._context
 
         @cache
@@ -201,6 +241,10 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
     def fixed_launch(
         self, variant: Variant, arguments: ctypes.Structure, *, blocks: int, threads: int
     ) -> Callable[[int], None]:
+        """Return a function that launches a kernel with this content of ``arguments`` on a stream; not capturable.
+
+        It takes half the time of a launch by `launcher`. One thread calls it at a time.
+        """
         context = self._context
         with context.current(), relaxed():  # another stream of this thread may capture a graph
             graph = LaunchGraph(self.load(variant), [(blocks, threads, bytes(arguments))])
@@ -215,39 +259,48 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         return enqueue
 
     def check(self) -> None:
+        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time. It does not wait for the device."""
         faults = self._faults
         # Usually there is no error, and every call comes here. `FaultPage.check` decides all other cases.
         if faults is None or faults.error is not None or faults.record.state:
             self._fault_page().check(self.calls)
 
     def complete(self, stream: int) -> None:
+        """Wait for the work that ``stream`` has at this call, and raise as `check` does; nothing in a capture."""
         self.wait(stream)
         self.check()
 
     def untold(self) -> MpicommError | None:
+        """Return the error that `check` would raise, if no check has raised it so far."""
         return None if self._faults is None else self._faults.untold(self.calls)
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """Let every later `check` raise an error of the same class and text."""
         self._fault_page().fail(error)
 
     @property
     def faults(self) -> Faults:
+        """The addresses at which kernels report that they cannot go on."""
         return self._fault_page().faults
 
     @property
     def multiprocessors(self) -> int:
+        """The number of blocks, of any size, that can always run at once."""
         count = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
         return int(call(driver.cuDeviceGetAttribute, count, self._ordinal))
 
     @property
     def total_nbytes(self) -> int:
+        """The size of the device's memory in bytes."""
         return int(call(driver.cuDeviceTotalMem, self._ordinal))
 
     def current(self) -> contextlib.AbstractContextManager[None]:
+        """Return a ``with`` block in which the device's context is current on the calling thread."""
         return self._context.current()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
+        """Return a ``with`` block, for one thread at a time, that may load and allocate even during a capture."""
         with self._lock, self._context.current(), relaxed():  # a capture may be the first to use a kernel
             yield
 
@@ -263,20 +316,27 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             return Scratch(self._scratch.allocate(nbytes, self.kind), nbytes, None)
 
     def suspend(self) -> None:
+        """Give large scratch memory of `VIRTUAL_KINDS` back, and keep its addresses. No work may use it."""
         with self._context.current():
             self._scratch.suspend()
 
     def resume(self) -> None:
+        """Take scratch memory again, with undefined contents. Tables of datatypes return with their contents."""
         with self._context.current():
             self._scratch.resume()
-        self._tables.restore(LEAST_SUSPENDED_NBYTES)
+        with self._tables_lock:
+            for content, pointer in self._tables.items():
+                if len(content) >= LEAST_SUSPENDED_NBYTES:
+                    self._copy_table(content, pointer)
 
     def create_event(self) -> CudaEvent:
+        """Return an event that other processes can open."""
         flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING | driver.CUevent_flags.CU_EVENT_INTERPROCESS
         with self._context.current():
             return CudaEvent(self._context, call(driver.cuEventCreate, int(flags)))
 
     def open_event(self, exported: bytes) -> CudaEvent:
+        """Open a peer's event."""
         if len(exported) != EVENT_HANDLE_NBYTES:
             raise HandleError(f"event handle has {len(exported)} bytes instead of {EVENT_HANDLE_NBYTES}")
         handle = driver.CUipcEventHandle()
@@ -285,11 +345,13 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             return CudaEvent(self._context, call(driver.cuIpcOpenEventHandle, handle))
 
     def link(self, device: bytes, kind: Kind) -> Link:
+        """Return the link from this device to memory of the device with that UUID, opened as ``kind``."""
         return link_to(self.info, device, kind, self._devices)
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of the fault page and of the tables of datatypes."""
-        return [self._faults.memory_use(), self._tables.memory_use()] if self._faults else ()
+        tables = MemoryUse("datatypes", device_nbytes=sum(map(len, self._tables)))
+        return [self._faults.memory_use(), tables] if self._faults else ()
 
     def close(self) -> None:
         """Release the fault page, scratch memory, streams and the context. A second call does nothing.
@@ -316,6 +378,15 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         if faults is not None:
             faults.close()
         self._context.release()
+
+    def _copy_table(self, content: bytes, pointer: int) -> None:
+        host = np.frombuffer(content, np.uint8)
+        # A side stream, because the stream of the call may capture a graph.
+        with self.loading():
+            stream = self.side_streams.take()
+            self.copy(pointer, host.ctypes.data, len(content), stream)
+            self.synchronize(stream)
+            self.side_streams.give_back(stream)
 
     def _fault_page(self) -> FaultPage:
         if self._faults is None:

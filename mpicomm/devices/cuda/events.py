@@ -28,20 +28,24 @@ class CudaEvent:
         self._event = event
 
     def export(self) -> bytes:
+        """Return the key that a peer needs to open the event."""
         with self._context.current():
             handle = call(driver.cuIpcGetEventHandle, self._event)
         # The bindings offer an address of the handle, but no accessor for its bytes.
         return ctypes.string_at(handle.getPtr(), EVENT_HANDLE_NBYTES)
 
     def record(self, stream: int) -> None:
+        """Mark the work enqueued on ``stream`` so far."""
         with self._context.current():
             call(driver.cuEventRecord, self._event, stream)
 
     def wait(self, stream: int) -> None:
+        """Make ``stream`` wait for the latest `record`."""
         with self._context.current():
             call(driver.cuStreamWaitEvent, stream, self._event, 0)
 
     def close(self) -> None:
+        """Release the event. A second call does nothing."""
         event, self._event = self._event, None
         if event is not None:
             with suppress(DriverShutDownError), self._context.current():

@@ -71,8 +71,13 @@ _TIMES = 4
 """A copy that repeats so often gets a graph. Making the graph takes about as long as it saves in ten copies."""
 
 
-class CudaMessageSteps:
-    """The `MessageSteps` of one device. Construction loads their kernel, which may wait for the device."""
+class MessageSteps:
+    """Enqueues steps of messages; local, stream-ordered, not capturable. Construction loads the kernel, which may wait.
+
+    A message has `MESSAGE_WORDS` words from ``ready`` on, and as many from ``done`` on. Its sender adds to the first
+    ones when the data is there. Its receiver adds to the others after it has read the data. After a timeout no step
+    copies or adds anything, and `check` of the backend names rank ``peer``.
+    """
 
     def __init__(self, context: PrimaryContext, kernels: KernelCache, faults: Faults, timeout_ns: int) -> None:
         self._context = context
@@ -83,22 +88,27 @@ class CudaMessageSteps:
         self._limits = timeout_ns, faults.record, faults.failed
 
     def copy_in(self, place: int, *, ready: int) -> PlaceCopy:
+        """Return the copy into the slot at address ``place``. After the copy, it announces 1."""
         return PlaceCopy(self, place, self.argument(ready=ready, sent=1), None)
 
     def copy_out(self, place: int, *, ready: int, done: int, peer: int) -> PlaceCopy:
+        """Return the copy out of the slot at address ``place``. It first waits for 1, and then releases 1."""
         copy = self.argument(ready=ready, done=done, awaits=1, taken=1, peer=peer)
         return PlaceCopy(self, place, copy, self.argument(ready=ready, done=done, awaits=1, peer=peer))
 
     def wait(self, stream: int, *, ready: int, done: int, count: int, blocks: int, peer: int) -> None:
+        """Wait until the first ``blocks`` words from ``ready`` on are ``count`` ahead of the words from ``done`` on."""
         argument = self.argument(ready=ready, done=done, awaits=count, peer=peer)
         if blocks > _MOST_WAITING_BLOCKS:
             self.enqueue(stream, [(1, LANES, argument)])
         self.enqueue(stream, [(blocks, LANES, argument)])
 
     def announce(self, stream: int, *, ready: int, count: int) -> None:
+        """Add ``count`` to the words from ``ready`` on, after all earlier work of the stream."""
         self.enqueue(stream, [(1, LANES, self.argument(ready=ready, sent=count))])
 
     def release(self, stream: int, *, done: int, count: int) -> None:
+        """Add ``count`` to the words from ``done`` on, after all earlier work of the stream."""
         self.enqueue(stream, [(1, LANES, self.argument(done=done, taken=count))])
 
     def argument(
@@ -150,7 +160,7 @@ class PlaceCopy:
 
     __slots__ = ("_copy", "_graph", "_graphed", "_last", "_place", "_steps", "_times", "_wait")
 
-    def __init__(self, steps: CudaMessageSteps, place: int, copy: Argument, wait: Argument | None) -> None:
+    def __init__(self, steps: MessageSteps, place: int, copy: Argument, wait: Argument | None) -> None:
         self._steps = steps
         self._place = place
         self._copy = copy

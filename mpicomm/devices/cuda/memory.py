@@ -42,6 +42,7 @@ class CudaSegment:
         raise HandleError("this memory is a peer's: only the process that owns it can export it")
 
     def close(self) -> None:
+        """Unmap the memory, and free it if this process owns it. A second call does nothing."""
         if self not in self._context.segments:
             return
         self._context.segments.remove(self)

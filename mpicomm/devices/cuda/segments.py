@@ -156,9 +156,10 @@ class ScratchMemory:
 
 
 class SegmentsOfGpu:
-    """The part of a `Backend` for the memory of a GPU, in the context that the backend holds."""
+    """The part of `CudaBackend` for the memory of a GPU, in the context that the backend holds."""
 
     kinds: tuple[Kind, ...] = ("ipc", "fd", "fabric", "staged")
+    """The handle kinds that the backend can allocate, best first."""
     _context: PrimaryContext
 
     def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
@@ -189,10 +190,12 @@ class SegmentsOfGpu:
         return IpcSegment(self._context, array.data.ptr, array.nbytes, base=base, size=size, array=array)
 
     def export(self, segment: Any) -> Exported:
+        """Return the parts of a segment of this process. The caller closes the descriptors."""
         exported: Exported = segment.export()
         return exported
 
     def open(self, parts: Exported) -> CudaSegment:
+        """Map a peer's memory. The caller still owns the descriptors, and may close them afterwards."""
         for handle, fd in parts:
             if handle.kind not in (*self.kinds, "pool"):
                 raise HandleError(

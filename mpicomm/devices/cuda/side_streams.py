@@ -126,8 +126,11 @@ class Mark:
         self._pool.give_back(self.ptr)
 
 
-class CudaSideStreams:
-    """The `SideStreams` of one device: a pool of streams, and of events. All methods are for any thread."""
+class SideStreams:
+    """Streams of one device beside the user's, for work that waits for other ranks, and events.
+
+    All methods are local, do not block except `wait`, and are for any thread.
+    """
 
     def __init__(self, context: PrimaryContext) -> None:
         self._context = context
@@ -138,6 +141,7 @@ class CudaSideStreams:
         self._events = _EventPool()
 
     def mark(self, stream: int) -> Mark:
+        """Return a mark after the work that ``stream`` has at this call."""
         # This look is cheaper than a change of context, and the device is nearly always this device, because a new
         # Communicator makes its GPU current.
         if runtime.getDevice() == self._ordinal:
@@ -146,10 +150,12 @@ class CudaSideStreams:
             return Mark(self._recorded(stream), self._events)
 
     def event(self) -> LocalEvent:
+        """Return a new event, which the caller keeps. An engine records it."""
         with self._context.current():
             return LocalEvent()
 
     def mark_again(self, mark: Mark, stream: int) -> Mark:
+        """Return a mark as `mark` does, and use ``mark`` for it, which the caller gives up; it is cheaper."""
         if stream > 2 or runtime.getDevice() == self._ordinal:  # 0 to 2 name streams of the current device
             runtime.eventRecord(mark.ptr, stream)
         else:
@@ -158,6 +164,7 @@ class CudaSideStreams:
         return mark
 
     def wait_stream(self, stream: int, other: int) -> None:
+        """Let later work on ``stream`` wait for the work that the stream ``other`` has at this call."""
         if runtime.getDevice() == self._ordinal:
             self._wait_stream(stream, other)
         else:
@@ -165,6 +172,7 @@ class CudaSideStreams:
                 self._wait_stream(stream, other)
 
     def wait_stream_again(self, mark: Mark, stream: int, other: int) -> None:
+        """As `wait_stream`, by ``mark``, which no other code may use; it is cheaper."""
         if runtime.getDevice() == self._ordinal:
             runtime.eventRecord(mark.ptr, other)
             runtime.streamWaitEvent(stream, mark.ptr)
@@ -174,14 +182,17 @@ class CudaSideStreams:
                 runtime.streamWaitEvent(stream, mark.ptr)
 
     def passed(self, mark: Mark) -> bool:
+        """Return whether the work before a mark is done."""
         with self._context.current():
             return is_over(driver.cuEventQuery, mark.ptr)
 
     def wait(self, mark: Mark) -> None:
+        """Block until the work before a mark is done."""
         with self._context.current():
             call(driver.cuEventSynchronize, mark.ptr)
 
     def follow(self, stream: int, mark: Mark) -> None:
+        """Let later work on ``stream`` wait for a mark."""
         if runtime.getDevice() == self._ordinal:
             runtime.streamWaitEvent(stream, mark.ptr)
         else:
@@ -189,6 +200,7 @@ class CudaSideStreams:
                 runtime.streamWaitEvent(stream, mark.ptr)
 
     def take(self, after: Mark | None = None) -> int:
+        """Return an idle stream that only the caller uses, until `give_back`. Its work follows the mark ``after``."""
         with self._lock, self._context.current():
             # Not a stream that is still at work, because its work may wait for a peer. Later work on the stream would
             # wait, too, and two ranks could wait for each other in a circle.
@@ -205,6 +217,7 @@ class CudaSideStreams:
         return stream
 
     def give_back(self, stream: int) -> None:
+        """Let `take` return the stream again after the work on it is done."""
         with self._lock:
             self._free.append(stream)
 

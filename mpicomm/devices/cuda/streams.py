@@ -82,18 +82,24 @@ def _from_protocol(stream: Any) -> int:
 
 
 class StreamsOfGpu:
-    """The part of a `GpuBackend` for the streams of GPU ``ordinal``, in the context that the backend holds."""
+    """The part of `CudaBackend` for the streams of GPU ``ordinal``, in the context that the backend holds."""
 
     def __init__(self, ordinal: int, context: PrimaryContext) -> None:
         self._ordinal = ordinal
         self._context = context
         self._threads = threads_of(ordinal)
         self.lasting_streams = {0}
+        """The addresses of streams that the process never destroys: the default stream, and streams that
+        `mpicomm.torch` takes from PyTorch's pool."""
         self.note = self._threads.note
         """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
         self._completions = Completions(context.current)
 
     def stream(self, stream: Any, array: Any = None) -> int:
+        """Return the address of a ``stream=`` argument; ``None`` is the current stream of ``array``'s library.
+
+        It counts the calling thread among the users of the stream.
+        """
         # The usual cases are quick, because every call comes here.
         if stream is None and type(array) is cupy.ndarray:
             resolved: int = get_current_stream(self._ordinal).ptr
@@ -105,19 +111,29 @@ class StreamsOfGpu:
         return resolved
 
     def threads(self, stream: int) -> StreamThreads:
+        """Return the threads that use a stream. `stream` or `eager_stream` has returned this stream."""
         return self._threads.of(stream)
 
     def waits_beside(self, stream: int, array: Any) -> bool:
+        """Return whether a blocking call on ``array`` and its thread wait for peers beside ``stream``.
+
+        They do if several threads use the stream: see `mpicomm.devices.stream_threads`.
+        """
         # PyTorch itself calls from several threads: the threads of the program and of autograd. It keeps their order,
         # and expects that no call waits for the GPU.
         return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
 
     def meets(self, stream: int, array: Any) -> bool:
+        """Return whether the ranks meet on the host before a blocking collective on ``array`` begins.
+
+        They do if several threads use the device: see `mpicomm.devices.stream_threads`.
+        """
         # Tensors do not count the threads: backward passes have a separate thread, and a count takes long.
         several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
         return several and not self.is_capturing(stream)
 
     def is_capturing(self, stream: int) -> bool:
+        """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""
         # This look is cheaper than a change of context, and the device is nearly always this device, because a new
         # Communicator makes its GPU current.
         if runtime.getDevice() == self._ordinal:
@@ -126,6 +142,10 @@ class StreamsOfGpu:
             return bool(runtime.streamIsCapturing(stream))
 
     def completion(self, stream: int) -> Callable[[], bool]:
+        """Return a function that says whether the work that ``stream`` has at this call is done.
+
+        A stream that captures a graph runs nothing, so its work counts as done.
+        """
         if runtime.getDevice() != self._ordinal:  # as in `is_capturing`
             with self._context.current():
                 return self._completion(stream)

@@ -11,10 +11,10 @@ import cupy
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.driver import is_over
 from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.stream_order import relaxed, takes_part
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
 
 _READ_EVERY_NS = 1_000_000_000  # after a second CUDA's times, which are floats, are exact to a tenth of a microsecond

@@ -29,7 +29,7 @@ NO_ACCESS = 'use handle="staged" if the GPUs cannot reach each other'
 class VirtualSegment(CudaSegment):
     """Memory of ``cuMemCreate`` in a separate address range: the kinds ``fd`` and ``fabric``.
 
-    It is a `VirtualMemory`.
+    Its memory can go and come back at the same addresses.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class VirtualSegment(CudaSegment):
         return cls(context, handles[0].kind, base, size, offset=handles[0].offset, nbytes=nbytes, own=False)
 
     def suspend(self) -> None:
+        """Give the memory back, and keep its addresses. A second call does nothing."""
         if self._is_mapped:
             with self._context.current():
                 # One call unmaps all allocations of the range. An allocation goes with its last mapping.
@@ -75,12 +76,14 @@ class VirtualSegment(CudaSegment):
             self._is_mapped = False
 
     def resume(self) -> None:
+        """Take new memory of this process, with undefined contents. A second call does nothing."""
         if not self._is_mapped:
             with uninterrupted(), self._context.current(), _created(self._context, self._kind, self._size) as made:
                 _map_at(self._base, self._context.device.ordinal, [(made, self._size)])
                 self._is_mapped = True
 
     def reopen(self, parts: Exported) -> None:
+        """Map a peer's new memory. The caller still owns the descriptors, and may close them afterwards."""
         size = sum(handle.size for handle, _ in parts)
         if size != self._size:
             raise HandleError(f"a peer came back with {size} bytes instead of {self._size}")

@@ -9,8 +9,8 @@ from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import query_cuda_aware
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.side_streams import CaptureStreams
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.gpu.nccl_transport import NcclTransport, require_possible
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.mpi_transfers import Transfers
@@ -59,9 +59,6 @@ class MappedTransport:
             self._into.close()
 
 
-Failure = CollectiveTimeoutError | PeerError
-
-
 @dataclass(frozen=True)
 class TransportChoice:
     """The transport, and the reasons against better transports; the same on all ranks."""
@@ -76,7 +73,7 @@ def choose_transport(
     backend: GpuBackend,
     uuids: tuple[bytes, ...],
     channels: Callable[[], MappedChannels] | None,
-    on_failure: Callable[[Failure], None],
+    on_failure: Callable[[CollectiveTimeoutError | PeerError], None],
 ) -> TransportChoice:
     """Return the best transport that works on all ranks, or the transport of MPICOMM_INTERNODE. Collective.
 
@@ -107,8 +104,13 @@ def choose_transport(
             raise
         return made[0]
 
+    def require_cuda_aware() -> None:
+        answer = query_cuda_aware()
+        if not answer.aware:
+            raise BackendUnavailableError(f"MPI takes no device pointers ({answer.how})")
+
     def cuda_aware() -> Transport:
-        group.agree("engine mpi", _require_cuda_aware)
+        group.agree("engine mpi", require_cuda_aware)
         return CudaAwareTransport(transfers, backend)
 
     opens: dict[str, Callable[[], Transport]] = {
@@ -129,20 +131,9 @@ def choose_transport(
             if request != "auto":
                 raise BackendUnavailableError(f"MPICOMM_INTERNODE={name}: {error}", ranks=error.ranks) from error
         else:
-            _announce(group, transport, rejected)
+            if group.rank == 0:
+                why = "; ".join(f"not {name}: {why}" for name, why in rejected.items())
+                say = logger.warning if name == "pinned" and rejected else logger.info
+                say("between peer domains: engine %s: %s", name, why or "as asked, or the best there is")
             return TransportChoice(transport, rejected)
     raise AssertionError("the engine pinned works everywhere")
-
-
-def _require_cuda_aware() -> None:
-    answer = query_cuda_aware()
-    if not answer.aware:
-        raise BackendUnavailableError(f"MPI takes no device pointers ({answer.how})")
-
-
-def _announce(group: Group, transport: Transport, rejected: dict[str, str]) -> None:
-    if group.rank != 0:
-        return
-    reason = "; ".join(f"not {name}: {why}" for name, why in rejected.items()) or "as asked, or the best there is"
-    say = logger.warning if transport.name == "pinned" and rejected else logger.info
-    say("between peer domains: engine %s: %s", transport.name, reason)

@@ -23,13 +23,13 @@ from mpicomm.collectives.operations import ALLGATHER, Operation
 from mpicomm.collectives.pack_tables import table_of_blocks
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
-from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack, Step, Transport
+from mpicomm.domains.steps import Combine, DomainLayout, Local, Move, NetworkStep, Pack, Step, Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel, reduction_of
 from mpicomm.mpi.arguments import Span
@@ -142,32 +142,27 @@ class DomainsEngine:
         schedule, facts = schedule_of(operation, nbytes, self._layout, asked), (str(call), call.hash32)
         planned: list[list[Item]] = []
         for number, part in enumerate(schedule(buffers, self._layout)):
+            scratch = self._scratch[number % DEPTH]
+
+            def memory(nbytes: int, scratch: GrowingScratch = scratch) -> int:
+                found = scratch.of(nbytes)
+                return 0 if found is None else found.pointer
+
             planned += (
                 [item for step in steps for item in self._planned(step, facts, asked)]
-                for steps in steps_of(part, partial(self._memory, number % DEPTH))
+                for steps in steps_of(part, memory)
             )
         return planned
 
-    def _memory(self, part: int, nbytes: int) -> int:
-        memory = self._scratch[part].of(nbytes)
-        return 0 if memory is None else memory.pointer
-
     def _planned(self, step: Step, facts: tuple[str, int], asked: str) -> Iterable[Item]:
         """Yield the plan of a step. ``facts`` are the text and the hash of the whole call."""
-        words, _ = facts
         if isinstance(step, NetworkStep):
             yield step.without_empty()  # even if nothing is left, because all ranks make equally many network steps
         elif isinstance(step, Local):
             named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
             yield self._engine.prepare_step(step.operation, step.buffers, facts, named)
-        elif isinstance(step, Combine):
-            if step.count:
-                yield self._engine.prepare_alone(words, [_launch(step, self._backend.multiprocessors)])
-        elif isinstance(step, Pack):
-            if step.blocks:
-                yield self._engine.prepare_alone(words, [_pack_launch(step, self._backend)])
-        elif step.nbytes:
-            yield self._engine.prepare_alone(words, [Copy(step.target, step.source, step.nbytes, local=True)])
+        elif launch := _launch(step, self._backend):
+            yield self._engine.prepare_alone(facts[0], [launch])
 
     def require_same(self, text: str) -> None:
         """See `DeviceEngine.require_same`: it compares the ranks of this rank's domain."""
@@ -254,16 +249,21 @@ class DomainsEngine:
             self._order.close()
 
 
-def _launch(step: Combine, multiprocessors: int) -> Launch:
-    reduction = reduction_of(step.dtype, step.op)
+def _launch(step: Combine | Move | Pack, backend: GpuBackend) -> Launch | Copy | None:
+    """Return the kernel or the copy of a step; None for a step without elements."""
+    if isinstance(step, Move):
+        return Copy(step.target, step.source, step.nbytes, local=True) if step.nbytes else None
+    if isinstance(step, Pack):
+        if not step.blocks:
+            return None
+        # The table has only the distances of the blocks, so calls on other memory share it.
+        first = step.blocks[0].pointer
+        table = table_of_blocks([each.pointer - first for each in step.blocks], [each.count for each in step.blocks])
+        return pack_launch(backend, table, first, step.packed, unpacks=step.unpacks)
+    if not step.count:
+        return None
+    reduction, arrays = reduction_of(step.dtype, step.op), step.sources
     result = reduction[0] if step.result == step.dtype else step.result.name
-    arguments = CombineArguments(step.source, step.stride, step.output, step.count, step.sources, step.divisor)
-    blocks = blocks_for(step.count * step.result.itemsize, multiprocessors)
+    arguments = CombineArguments(arrays.start, arrays.step, step.output, step.count, len(arrays), step.divisor)
+    blocks = blocks_for(step.count * step.result.itemsize, backend.multiprocessors)
     return Launch(combine_kernel(reduction, result), arguments, blocks=blocks, threads=COMBINE_THREADS)
-
-
-def _pack_launch(step: Pack, backend: GpuBackend) -> Launch:
-    """Return the launch for all blocks. Its table has only their distances, so calls on other memory share it."""
-    first = step.blocks[0].pointer
-    table = table_of_blocks([block.pointer - first for block in step.blocks], [block.count for block in step.blocks])
-    return pack_launch(backend, table, first, step.packed, unpacks=step.unpacks)

@@ -12,11 +12,10 @@ from typing import TypeVar
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda import nccl
-from mpicomm.devices.cuda.events import LocalEvent
-from mpicomm.devices.cuda.side_streams import CaptureStreams
-from mpicomm.domains.steps import NetworkMessage, NetworkStep, TransportName
+from mpicomm.devices.cuda.side_streams import CaptureStreams, Mark
+from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.domains.steps import NetworkStep, TransportName
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 
 T = TypeVar("T")
@@ -31,8 +30,8 @@ class _Watched:
 
     call: Signature
     ranks: tuple[int, ...]
-    begin: LocalEvent
-    end: LocalEvent
+    begin: Mark
+    end: Mark
     began_s: float = 0.0
 
 
@@ -84,8 +83,12 @@ class NcclTransport:
         ranks = tuple(sorted({message.rank for message in (*network_step.sends, *network_step.receives)}))
 
         def exchange() -> None:
+            sends, receives = (
+                [(message.rank, message.pointer, message.nbytes) for message in messages]
+                for messages in (network_step.sends, network_step.receives)
+            )
             with backend.current():
-                self._nccl.exchange(_plain(network_step.sends), _plain(network_step.receives), beside)
+                self._nccl.exchange(sends, receives, beside)
 
         with self._lock:
             if self._failed:
@@ -106,7 +109,8 @@ class NcclTransport:
 
     def abort(self) -> None:
         """Close a transport that other ranks could not start. `close` would wait for these ranks. Local."""
-        self._stop_watching()  # so that the watch does not abort NCCL's communicator, too
+        self._closed.set()
+        self._thread.join()  # so that the watch does not abort NCCL's communicator, too
         if not self._failed:
             self._failed = True
             with self._backend.current():
@@ -114,54 +118,44 @@ class NcclTransport:
         self.close()
 
     def close(self) -> None:
-        self._stop_watching()
+        self._closed.set()
+        self._thread.join()
         if not self._failed:
             self._nccl.destroy()
         with self._backend.current():
             self._beside.close()
-
-    def _stop_watching(self) -> None:
-        self._closed.set()
-        self._thread.join()
 
     def _watch(self) -> None:
         self._backend.prepare_thread()
         look_at_errors_s = time.monotonic() + _LOOK_AT_ERRORS_S
         while not self._closed.wait(_LOOK_S):
             now = time.monotonic()
-            problem = ""
             if now > look_at_errors_s:
-                look_at_errors_s, problem = now + _LOOK_AT_ERRORS_S, self._nccl.problem()
-            if problem:
-                self._fail(PeerError(f"NCCL reports that a rank is gone: {problem}"))
-                return
+                look_at_errors_s = now + _LOOK_AT_ERRORS_S
+                if problem := self._nccl.problem():
+                    self._fail(PeerError(f"NCCL reports that a rank is gone: {problem}"))
+                    return
             late = self._late(now)
             if late is not None:
                 names = ", ".join(map(str, late.ranks))
-                self._fail(
-                    CollectiveTimeoutError(
-                        f"{late.call}: not all of the ranks {names} came within {self._timeout_s:g} s; the "
-                        "communicator is unusable: create another",
-                        ranks=late.ranks,
-                    )
+                text = (
+                    f"{late.call}: not all of the ranks {names} came within {self._timeout_s:g} s; the communicator is "
+                    "unusable: create another"
                 )
+                self._fail(CollectiveTimeoutError(text, ranks=late.ranks))
                 return
 
     def _late(self, now: float) -> _Watched | None:
         """Return the network step that has taken too long, or None."""
         passed = self._backend.side_streams.passed
-        while self._watched:
-            first = self._watched[0]
-            if passed(first.end):
-                self._watched.popleft()
-                continue
-            if not first.began_s:
-                if passed(first.begin):
-                    first.began_s = now
-            elif now - first.began_s > self._timeout_s:
-                return first
+        while self._watched and passed(self._watched[0].end):
+            self._watched.popleft()
+        if not self._watched:
             return None
-        return None
+        first = self._watched[0]
+        if not first.began_s and passed(first.begin):
+            first.began_s = now
+        return first if first.began_s and now - first.began_s > self._timeout_s else None
 
     def _fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         # Before the abort: the abort ends the waiting kernels, and later work runs on with data that never came. Then
@@ -170,10 +164,6 @@ class NcclTransport:
         self._failed = True
         with self._backend.current():
             self._nccl.abort()
-
-
-def _plain(messages: tuple[NetworkMessage, ...]) -> list[tuple[int, int, int]]:
-    return [(message.rank, message.pointer, message.nbytes) for message in messages]
 
 
 def require_possible(uuids: Sequence[bytes]) -> None:

@@ -14,7 +14,8 @@ class DeviceArray:
     """An array on a GPU as CuPy's interface describes it; nothing reads its memory."""
 
     def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
-        self.pointer, self.size, self.dtype, self.itemsize = pointer, count, dtype, dtype.itemsize
+        self.pointer = pointer if count else 0  # as in CuPy and PyTorch
+        self.size, self.dtype, self.itemsize = count, dtype, dtype.itemsize
 
 
 def read_device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:

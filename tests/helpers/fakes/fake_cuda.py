@@ -244,6 +244,9 @@ class FakeCuda:
     def cuEventQuery(self, event: int) -> tuple[int]:
         return (0 if self.is_over(self.events[event]) else _NOT_READY,)
 
+    def cuStreamQuery(self, stream: int) -> tuple[int]:
+        return (_NOT_READY if self._queues[stream] else 0,)
+
     @_may_fail
     def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
         self.eventRecord(event, stream)

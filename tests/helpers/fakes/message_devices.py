@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import MessageCopy, MessageSteps, Scratch
+from mpicomm.devices.base import MessageCopy, Scratch
 from mpicomm.devices.handle import KEY_NBYTES, Exported, Kind, MemoryHandle
 from mpicomm.devices.host import array_at, fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
@@ -204,7 +204,7 @@ class _Steps:
 
 
 class ThreadDevice:
-    """A `mpicomm.devices.base.GpuBackend` as far as messages use it, with counters and switches for tests."""
+    """A `mpicomm.devices.cuda.backend.CudaBackend` as far as messages use it, with counters and switches for tests."""
 
     device: int | str = 0
     kinds: tuple[Kind, ...] = ("ipc",)
@@ -302,7 +302,7 @@ class ThreadDevice:
         else:
             self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
 
-    def message_steps(self) -> MessageSteps:
+    def message_steps(self) -> _Steps:
         return _Steps(self)
 
     def pack_table(self, table: PackTable) -> int:

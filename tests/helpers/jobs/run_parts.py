@@ -66,8 +66,7 @@ WITH_OPEN_MPI = (
 )
 # PyTorch on one and three ranks differs from four in how data and ranks are divided, not in how groups begin and end.
 DIVIDED = tuple(
-    f"tests/torch/mpi/test_{name}.py"
-    for name in ("collectives_against_gloo", "groups", "in_place", "messages", "tensors", "training")
+    f"tests/torch/mpi/test_{name}.py" for name in ("collectives", "groups", "messages", "tensors", "training")
 )
 
 

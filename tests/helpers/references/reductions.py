@@ -22,6 +22,7 @@ NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,
     "avg": np.add,
+    "tree": np.add,
     "prod": np.multiply,
     # Written out, because NumPy does not document which of +0.0 and -0.0 it returns.
     "max": lambda a, b: np.where((a > b) | (a != a), a, b),
@@ -83,7 +84,7 @@ def has_result(op: str, dtype: np.dtype[Any]) -> bool:
 
 
 def reduced(op: str, parts: Sequence[Array], groups: Groups | None = None) -> Array:
-    """Return ((part 0 op part 1) op part 2) ..., narrow floats in float32.
+    """Return ((part 0 op part 1) op part 2) ..., narrow floats in float32; or the sum of a binary tree.
 
     With ``groups`` of indices each group is reduced so, and then their results.
     """
@@ -100,6 +101,9 @@ def reduced(op: str, parts: Sequence[Array], groups: Groups | None = None) -> Ar
 
 
 def _folded(op: str, parts: Sequence[Array]) -> Array:
+    if op == "tree" and len(parts) > 1:
+        half = 1 << (len(parts) - 1).bit_length() - 1
+        return np.add(_folded(op, parts[:half]), _folded(op, parts[half:]))
     result = parts[0]
     for part in parts[1:]:
         if part.dtype.kind == "c" and op == "prod":

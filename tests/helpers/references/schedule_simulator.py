@@ -178,7 +178,7 @@ class Cluster:
 def combine(memory: Memory, step: Combine) -> None:
     if step.count == 0:
         return
-    parts = [memory.view(step.source + i * step.stride, step.count, step.dtype) for i in range(step.sources)]
+    parts = [memory.view(source, step.count, step.dtype) for source in step.sources]
     narrow = is_narrow(step.dtype) or is_narrow(step.result)
     wide = np.dtype(np.float32) if narrow else step.dtype
     total = np.empty(step.count, wide)

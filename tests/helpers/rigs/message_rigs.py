@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import (

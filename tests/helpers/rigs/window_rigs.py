@@ -13,7 +13,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import GpuBackend, Link
+from mpicomm.devices.base import Link
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.fakes.window_devices import WindowDevice

@@ -216,3 +216,31 @@ def test_a_late_rank_is_in_no_other_call(device: str) -> None:
                 comm.check()
             assert info.value.ranks == (0,) and "on the host" not in str(info.value)
         WORLD.Barrier()
+
+
+@pytest.mark.parametrize("late", [0, LAST])
+def test_a_rank_that_comes_late_to_a_call_in_mapped_memory_raises_as_the_others(device: str, late: int) -> None:
+    with on_gpus(device) as (comm, _make):
+        comm.Allreduce(np.ones(3), np.zeros(3), algorithm="one_shot")
+        if comm.rank == late:
+            WORLD.Barrier()
+        with pytest.raises(CollectiveTimeoutError, match=rf"^Allreduce.*: rank {late} did not arrive"):
+            comm.Allreduce(np.ones(3), np.zeros(3), algorithm="one_shot")
+        if comm.rank != late:
+            WORLD.Barrier()
+        WORLD.Barrier()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stream_of_host_arrays_is_refused_before_any_rank_waits(device: str, form: str) -> None:
+    with on_gpus(device) as (comm, _make):
+        for late in range(comm.size):
+            if comm.rank == late:
+                WORLD.Barrier()
+            with pytest.raises(InvalidUsageError, match="stream=5 is for device arrays"):
+                getattr(comm, method_name(form, "Allreduce"))(np.ones(3), np.zeros(3), stream=5)
+            if comm.rank != late:
+                WORLD.Barrier()
+        total = np.zeros(3)
+        comm.Allreduce(np.ones(3), total)
+        assert (total == comm.size).all()

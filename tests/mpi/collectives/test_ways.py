@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.call_forms import FORMS, method_name

@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.mpi_transfers import Direct, NetworkWaits, Transfers
 from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, Transport

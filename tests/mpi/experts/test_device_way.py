@@ -17,7 +17,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import Experts, InvalidUsageError
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.kernels.team import ABSENT
 from mpicomm.kernels.variant import Variant

@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.log import logger
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray

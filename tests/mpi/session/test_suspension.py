@@ -14,7 +14,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import DeviceInfo, GpuBackend, Link
+from mpicomm.devices.base import DeviceInfo, Link
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.session import Session
 from tests.helpers.fakes.fake_cuda import imported_over
 from tests.helpers.fakes.message_devices import DeviceArray

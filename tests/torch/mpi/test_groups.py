@@ -49,37 +49,6 @@ def test_a_group_of_another_backend_has_no_communicator(gloo: dist.ProcessGroup)
         communicator(gloo)
 
 
-def test_all_groups_of_some_ranks(world: dist.ProcessGroup) -> None:
-    size = dist.get_world_size()
-    for ranks in ([0], [size - 1], list(range(size)), list(range(0, size, 2)), list(range(size))[-2:]):
-        group = dist.new_group(ranks)
-        require_works(group)
-        if dist.get_rank() in ranks:
-            assert dist.get_process_group_ranks(group) == ranks
-            dist.destroy_process_group(group)
-
-
-@pytest.mark.host_alone
-def test_a_group_made_only_by_its_ranks(world: dist.ProcessGroup) -> None:
-    mine = [rank for rank in range(dist.get_world_size()) if rank % 2 == dist.get_rank() % 2]
-    group = dist.new_group(mine, use_local_synchronization=True)
-    require_works(group)
-    dist.destroy_process_group(group)
-
-
-@pytest.mark.host_alone
-def test_subgroups(world: dist.ProcessGroup) -> None:
-    size = dist.get_world_size()
-    width = 2 if size % 2 == 0 else 1
-    mine, groups = dist.new_subgroups(width)
-    assert len(groups) == size // width
-    require_works(mine)
-    enumerated, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(size)])
-    require_works(enumerated)
-    for group in (mine, enumerated):
-        dist.destroy_process_group(group)
-
-
 def test_a_group_of_a_group_counts_roots_in_itself(world: dist.ProcessGroup) -> None:
     size = dist.get_world_size()
     ranks = list(range(size))[size // 2 :]

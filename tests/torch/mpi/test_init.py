@@ -63,16 +63,6 @@ def free_port() -> int:
     return port
 
 
-def set_environment(patch: pytest.MonkeyPatch, rank: int, size: int) -> None:
-    for name, value in {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }.items():
-        patch.setenv(name, str(value))
-
-
 def test_only_mpi() -> None:
     dist.init_process_group("mpicomm")
     require_works()
@@ -88,44 +78,32 @@ def test_device_types_before_the_names(backend: str) -> None:
     dist.destroy_process_group()
 
 
-def test_a_port_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+@pytest.mark.parametrize("rank", [WORLD.rank, OTHER_ORDER[WORLD.rank]], ids=["mpis order", "another order"])
+def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": WORLD.size, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    dist.init_process_group("mpicomm")
-    require_works()
-
-
-def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(monkeypatch, WORLD.rank, WORLD.size)
-    dist.init_process_group("mpicomm", timeout=LIMIT)
-    require_works()
-
-
-def test_another_order_of_ranks_than_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = OTHER_ORDER[WORLD.rank]
-    set_environment(monkeypatch, rank, WORLD.size)
     dist.init_process_group("mpicomm", timeout=LIMIT)
     assert communicator().rank == rank
     require_works(rank)
 
 
-def test_a_file_store(shared_path: Path) -> None:
-    store = dist.FileStore(str(shared_path), WORLD.size)
-    dist.init_process_group("mpicomm", store=store, rank=WORLD.rank, world_size=WORLD.size, timeout=LIMIT)
-    require_works()
-
-
-def test_a_tcp_store() -> None:
-    store = dist.TCPStore("127.0.0.1", free_port(), WORLD.size, WORLD.rank == 0, LIMIT)
-    rank = OTHER_ORDER[WORLD.rank]
-    dist.init_process_group("mpicomm", store=store, rank=rank, world_size=WORLD.size, timeout=LIMIT)
+@pytest.mark.parametrize("source", ["port", "file", "tcp", "url"])
+def test_other_sources(shared_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    rank, url, given = WORLD.rank, None, {"rank": WORLD.rank, "world_size": WORLD.size, "timeout": LIMIT}
+    if source == "port":
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        given = {}
+    elif source == "file":
+        given["store"] = dist.FileStore(str(shared_path), WORLD.size)
+    elif source == "tcp":
+        given["store"] = dist.TCPStore("127.0.0.1", free_port(), WORLD.size, WORLD.rank == 0, LIMIT)
+        given["rank"] = rank = OTHER_ORDER[WORLD.rank]
+    else:
+        url = f"file://{shared_path}"
+    dist.init_process_group("mpicomm", url, **given)
     require_works(rank)
-
-
-def test_the_url_of_a_file(shared_path: Path) -> None:
-    url = f"file://{shared_path}"
-    dist.init_process_group("mpicomm", url, rank=WORLD.rank, world_size=WORLD.size, timeout=LIMIT)
-    require_works()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -73,20 +73,6 @@ def test_messages_are_matched_by_tag(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_receive_from_any_rank_says_from_which(group: dist.ProcessGroup) -> None:
-    case = Case(group)
-    if case.rank:
-        dist.send(case.own(4), group_dst=0, group=group)
-    else:
-        sources = []
-        for _ in range(case.size - 1):
-            got = case.empty(4)
-            sources.append(dist.recv(got, group=group))
-            require_same([got], [case.of(sources[-1], 4)])
-        assert sorted(sources) == list(range(1, case.size))
-
-
-@pytest.mark.mpi(min_size=2)
 def test_a_work_of_a_receive_says_its_source(world: dist.ProcessGroup) -> None:
     case = Case(world)
     if case.rank:
@@ -97,37 +83,6 @@ def test_a_work_of_a_receive_says_its_source(world: dist.ProcessGroup) -> None:
         assert work is not None
         work.wait()
     assert sorted(work._source_rank() for work in works if work) == list(range(1, case.size))
-
-
-def test_objects(group: dist.ProcessGroup) -> None:
-    case = Case(group)
-    everyone = [{"rank": rank, "text": "x" * 1000 * rank} for rank in range(case.size)]
-    mine = everyone[case.rank]
-    gathered: list[object] = [None] * case.size
-    dist.all_gather_object(gathered, mine, group=group)
-    assert gathered == everyone
-    for root in range(case.size):
-        at_root: list[object] | None = [None] * case.size if case.rank == root else None
-        dist.gather_object(mine, at_root, group_dst=root, group=group)
-        assert at_root in (None, everyone)
-        shared: list[object] = [mine, case.rank]
-        dist.broadcast_object_list(shared, group_src=root, group=group)
-        assert shared == [everyone[root], root]
-        scattered: list[object] = [None]
-        dist.scatter_object_list(scattered, everyone if case.rank == root else None, group_src=root, group=group)
-        assert scattered == [mine]
-
-
-@pytest.mark.mpi(min_size=2)
-def test_objects_as_messages(group: dist.ProcessGroup) -> None:
-    case = Case(group)
-    if case.rank == 0:
-        for peer in range(1, case.size):
-            dist.send_object_list([peer, "hello"], group_dst=peer, group=group)
-    else:
-        got: list[object] = [None, None]
-        assert dist.recv_object_list(got, group_src=0, group=group) == 0
-        assert got == [case.rank, "hello"]
 
 
 def test_functional_collectives(group: dist.ProcessGroup) -> None:
@@ -200,14 +155,6 @@ def test_functional_collectives_pass_gradients(world: dist.ProcessGroup) -> None
     total = functional.all_gather_tensor_autograd(given, 0, world)
     (total * (1 + case.rank)).sum().backward()
     require_same([given.grad], [torch.full((4,), float(sum(range(1, case.size + 1))))])
-
-
-def test_barriers(group: dist.ProcessGroup) -> None:
-    dist.barrier(group)
-    work = dist.barrier(group, async_op=True)
-    assert work is not None
-    work.wait()
-    group.monitored_barrier(timedelta(seconds=5))  # dist.monitored_barrier of old versions wants gloo
 
 
 @pytest.mark.mpi(min_size=2)

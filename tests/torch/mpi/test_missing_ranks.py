@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -34,14 +35,23 @@ CALLS: dict[str, Callable[[dist.ProcessGroup], object]] = {
 }
 
 
+@pytest.fixture
+def group(world: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """A group whose calls end early. All ranks destroy it together, also after a test that fails on one of them."""
+    made = impatient()
+    yield made
+    MPI.COMM_WORLD.Barrier()
+    dist.destroy_process_group(made)
+    dist.barrier()
+
+
 def impatient() -> dist.ProcessGroup:
     return dist.new_group(timeout=timedelta(seconds=stretched(TIMEOUT_S)))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_never_calls_is_named_in_time(world: dist.ProcessGroup, name: str) -> None:
+def test_a_rank_that_never_calls_is_named_in_time(group: dist.ProcessGroup, name: str) -> None:
     culprit = dist.get_world_size() - 1
-    group = impatient()
     if dist.get_rank() != culprit:
         start = time.monotonic()
         # A future passes on only the text of an error.
@@ -54,10 +64,6 @@ def test_a_rank_that_never_calls_is_named_in_time(world: dist.ProcessGroup, name
         if name != "future":
             assert isinstance(raised.value, CollectiveTimeoutError)
             assert raised.value.ranks == (culprit,)
-        del raised
-    MPI.COMM_WORLD.Barrier()
-    dist.destroy_process_group(group)
-    dist.barrier()
 
 
 def test_a_rank_that_does_not_make_a_group_is_named(world: dist.ProcessGroup) -> None:
@@ -69,9 +75,8 @@ def test_a_rank_that_does_not_make_a_group_is_named(world: dist.ProcessGroup) ->
     dist.destroy_process_group(dist.new_group())
 
 
-def test_a_work_has_the_error(world: dist.ProcessGroup) -> None:
+def test_a_work_has_the_error(group: dist.ProcessGroup) -> None:
     culprit = dist.get_world_size() - 1
-    group = impatient()
     if dist.get_rank() != culprit:
         work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
         assert work is not None
@@ -79,39 +84,31 @@ def test_a_work_has_the_error(world: dist.ProcessGroup) -> None:
         assert isinstance(work.exception(), CollectiveTimeoutError)
         with pytest.raises(CollectiveTimeoutError, match=f"unusable since an earlier .*rank {culprit} did not arrive"):
             dist.all_reduce(torch.ones(4), group=group)
-    MPI.COMM_WORLD.Barrier()
-    dist.destroy_process_group(group)
-    dist.barrier()
 
 
-def test_a_step_of_data_parallel_training_raises(world: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("hook", [None, mpicomm.torch.allreduce_hook])
+def test_a_step_of_data_parallel_training_raises(group: dist.ProcessGroup, hook: Any) -> None:
     culprit = dist.get_world_size() - 1
-    for hook in (None, mpicomm.torch.allreduce_hook):
-        group = impatient()
-        model = DistributedDataParallel(nn.Linear(5, 5), process_group=group)
-        if hook:
-            model.register_comm_hook(group, hook)
-        if dist.get_rank() != culprit:
-            with pytest.raises(RuntimeError, match=f"rank {culprit} did not arrive within {stretched(TIMEOUT_S):g} s"):
-                model(torch.ones(2, 5)).sum().backward()
-        MPI.COMM_WORLD.Barrier()
-        dist.destroy_process_group(group)
-    dist.barrier()
+    model = DistributedDataParallel(nn.Linear(5, 5), process_group=group)
+    if hook:
+        model.register_comm_hook(group, hook)
+    if dist.get_rank() != culprit:
+        with pytest.raises(RuntimeError, match=f"rank {culprit} did not arrive within {stretched(TIMEOUT_S):g} s"):
+            model(torch.ones(2, 5)).sum().backward()
 
 
-def test_a_message_that_never_comes_times_out(world: dist.ProcessGroup) -> None:
-    group = impatient()
+def test_a_message_that_never_comes_times_out(group: dist.ProcessGroup) -> None:
     start = time.monotonic()
     text = f"recv from rank 1 has not ended within {stretched(TIMEOUT_S):g} s"
-    if dist.get_rank() == 0:
-        with pytest.raises(CollectiveTimeoutError, match=text):
-            dist.recv(torch.ones(4), group_src=1, group=group)
-        assert time.monotonic() - start < stretched(TIMEOUT_S + SLACK_S)
-    MPI.COMM_WORLD.Barrier()
+    try:
+        if dist.get_rank() == 0:
+            with pytest.raises(CollectiveTimeoutError, match=text):
+                dist.recv(torch.ones(4), group_src=1, group=group)
+            assert time.monotonic() - start < stretched(TIMEOUT_S + SLACK_S)
+    finally:
+        MPI.COMM_WORLD.Barrier()
     if dist.get_rank() == 1:
         dist.send(torch.ones(4), group_dst=0, group=group)
-    MPI.COMM_WORLD.Barrier()
-    dist.destroy_process_group(group)
 
 
 def test_a_rank_that_does_not_destroy_the_group_keeps_no_other(
@@ -119,24 +116,22 @@ def test_a_rank_that_does_not_destroy_the_group_keeps_no_other(
 ) -> None:
     group = impatient()
     dist.all_reduce(torch.ones(4), group=group)
-    if dist.get_rank():
-        start = time.monotonic()
-        dist.destroy_process_group(group)
-        assert time.monotonic() - start < stretched(TIMEOUT_S + SLACK_S)
-    MPI.COMM_WORLD.Barrier()
-    if dist.get_rank() == 0:
-        dist.destroy_process_group(group)
+    try:
+        if dist.get_rank():
+            start = time.monotonic()
+            dist.destroy_process_group(group)
+            assert time.monotonic() - start < stretched(TIMEOUT_S + SLACK_S)
+    finally:
+        MPI.COMM_WORLD.Barrier()
+        if dist.get_rank() == 0:
+            dist.destroy_process_group(group)
     assert "a process group is not freed on all ranks" in caplog.text
     dist.barrier()
 
 
-def test_ranks_that_call_different_things_learn_it(world: dist.ProcessGroup) -> None:
-    group = impatient()
+def test_ranks_that_call_different_things_learn_it(group: dist.ProcessGroup) -> None:
     with pytest.raises(MpicommError, match=r"Allreduce.*Bcast|Bcast.*Allreduce|did not arrive within"):
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(70_000), group=group)
         else:
             dist.broadcast(torch.ones(70_000), 0, group=group)
-    MPI.COMM_WORLD.Barrier()
-    dist.destroy_process_group(group)
-    dist.barrier()

@@ -117,64 +117,6 @@ def test_data_parallel_with_the_hook(world: dist.ProcessGroup) -> None:
     require_trained(list(model.parameters()))
 
 
-def test_data_parallel_begins_with_the_first_ranks_parameters(world: dist.ProcessGroup) -> None:
-    model = network()
-    if dist.get_rank():
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)
-    model = DistributedDataParallel(model)
-    train(model, sgd(model.parameters()), share)
-    require_trained(list(model.parameters()))
-
-
-def test_data_parallel_that_adds_up_gradients_before_it_averages(world: dist.ProcessGroup) -> None:
-    model, alone = DistributedDataParallel(network()), network()
-    (first, wanted), (second, also_wanted) = batch(0), batch(1)
-    for part, module in ((share, model), (lambda tensor: tensor, alone)):
-        with module.no_sync() if module is model else torch.enable_grad():
-            nn.functional.mse_loss(module(part(first)), part(wanted)).backward()
-        nn.functional.mse_loss(module(part(second)), part(also_wanted)).backward()
-    for mine, right in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, right.grad, **TOLERANCE)
-
-
-def test_data_parallel_with_a_layer_that_not_all_steps_use(world: dist.ProcessGroup) -> None:
-    class TwoWays(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ways = nn.ModuleList([nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)])
-
-        def forward(self, given: torch.Tensor, way: int) -> torch.Tensor:
-            result: torch.Tensor = self.ways[way](given)
-            return result
-
-    torch.manual_seed(2)
-    alone = TwoWays()
-    model = DistributedDataParallel(copy.deepcopy(alone), find_unused_parameters=True)
-    for part, module in ((share, model), (lambda tensor: tensor, alone)):
-        optimizer = sgd(module.parameters())
-        for step in range(4):
-            given, wanted = (part(each) for each in batch(step))
-            optimizer.zero_grad()
-            nn.functional.mse_loss(module(given, step % 2), wanted).backward()
-            optimizer.step()
-    for mine, right in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, right, **TOLERANCE)
-
-
-def test_data_parallel_with_ranks_that_run_out_of_data(world: dist.ProcessGroup) -> None:
-    model = DistributedDataParallel(network(), find_unused_parameters=True)
-    optimizer = sgd(model.parameters())
-    with model.join():
-        for step in range(1 + dist.get_rank()):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(share(batch(step)[0])), share(batch(step)[1])).backward()
-            optimizer.step()
-    # The last rank has come furthest, and gives its parameters to all.
-    everyone = MPI.COMM_WORLD.allgather([parameter.tolist() for parameter in model.parameters()])
-    assert all(each == everyone[0] for each in everyone)
-
-
 def test_data_parallel_gives_the_first_ranks_buffers_to_all(world: dist.ProcessGroup) -> None:
     model = DistributedDataParallel(nn.BatchNorm1d(WIDTH))
     for step in range(3):

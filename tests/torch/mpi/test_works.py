@@ -70,28 +70,6 @@ def test_a_call_may_have_its_own_timeout(world: dist.ProcessGroup) -> None:
     require_same([begun, blocking], [reduced(case.all(4), Op.SUM)] * 2)
 
 
-def test_futures_of_every_kind_of_call(world: dist.ProcessGroup) -> None:
-    case = Case(world)
-    everyone = case.all(4)
-    gathered = [case.empty(4) for _ in range(case.size)]
-    summed, copied, scattered = case.own(4), case.own(4), case.empty(4)
-    works = {
-        "all_gather": dist.all_gather(gathered, case.own(4), async_op=True),
-        "all_reduce": dist.all_reduce(summed, async_op=True),
-        "broadcast": dist.broadcast(copied, 0, async_op=True),
-        "reduce_scatter": dist.reduce_scatter(scattered, [case.own(4)] * case.size, async_op=True),
-    }
-    expected = {
-        "all_gather": everyone,
-        "all_reduce": [reduced(everyone, Op.SUM)],
-        "broadcast": [everyone[0]],
-        "reduce_scatter": [reduced(everyone, Op.SUM)],
-    }
-    for name, work in works.items():
-        assert work is not None
-        require_same(torch.futures.wait_all([work.get_future()])[0], expected[name])
-
-
 def test_a_future_of_a_coalesced_gathering_has_a_list_of_each_rank(world: dist.ProcessGroup) -> None:
     case = Case(world)
     outputs = [[case.empty(4), case.empty(2)] for _ in range(case.size)]
@@ -184,7 +162,6 @@ def test_threads_get_the_same_future(world: dist.ProcessGroup) -> None:
             for thread in threads:
                 thread.join()
             work.carry_out()
-            work.end()
             assert all(future.done() for future in futures)
     finally:
         sys.setswitchinterval(interval)

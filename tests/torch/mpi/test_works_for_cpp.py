@@ -44,28 +44,21 @@ def require_trained_by_the_ranks_that_are_left(model: nn.Module, size: int, *, d
 
 
 @pytest.mark.parametrize("divide_by_all", [False, True])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.0001}], ids=str)
-def test_ranks_that_run_out_of_data(world: dist.ProcessGroup, options: dict[str, float], divide_by_all: bool) -> None:
-    model = DistributedDataParallel(network(), **options)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.0001}, None], ids=str)
+def test_ranks_that_run_out_of_data(
+    world: dist.ProcessGroup, options: dict[str, float] | None, divide_by_all: bool
+) -> None:
+    model = DistributedDataParallel(network(), **(options or {}))
+    if options is None:
+        model.register_comm_hook(None, mpicomm.torch.allreduce_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with model.join(divide_by_initial_world_size=divide_by_all):
         for batch in batches_of(dist.get_rank()):
             optimizer.zero_grad()
             model(batch).pow(2).mean().backward()
             optimizer.step()
+    divide_by_all |= options is None  # as the hook divides
     require_trained_by_the_ranks_that_are_left(model, dist.get_world_size(), divide_by_all=divide_by_all)
-
-
-def test_ranks_that_run_out_of_data_with_the_hook(world: dist.ProcessGroup) -> None:
-    model = DistributedDataParallel(network())
-    model.register_comm_hook(None, mpicomm.torch.allreduce_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with model.join(divide_by_initial_world_size=False):
-        for batch in batches_of(dist.get_rank()):
-            optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
-            optimizer.step()
-    require_trained_by_the_ranks_that_are_left(model, dist.get_world_size(), divide_by_all=True)  # as the hook divides
 
 
 @pytest.mark.mpi(min_size=2)

@@ -113,9 +113,10 @@ def test_what_cannot_be_made_is_an_error() -> None:
         Descriptor.of(os.open, "/nowhere/at/all", os.O_RDONLY)
 
 
+@pytest.mark.parametrize("key", [bytes(range(KEY_NBYTES)), b""], ids=["key", "no key"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_handle_survives_the_round_trip(kind: Kind) -> None:
-    handle = MemoryHandle(kind, bytes(range(16)), bytes(range(KEY_NBYTES)), 2**64 - 1, 2**63, 4096)
+def test_every_handle_survives_the_round_trip(kind: Kind, key: bytes) -> None:
+    handle = MemoryHandle(kind, bytes(range(16)), key, 2**64 - 1, 2**63, 4096)
     packet = handle.pack()
     assert len(packet) == PACKET_NBYTES
     assert MemoryHandle.unpack(packet) == handle

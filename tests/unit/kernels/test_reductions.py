@@ -29,7 +29,7 @@ template <class T, class Op>
 void run(const T* const* parts, u32 num_parts, T* out, u64 count) {
   for (u64 i = 0; i < count; ++i) {
     typename Op::State state = Op::first(parts[0][i]);
-    for (u32 part = 1; part < num_parts; ++part) state = Op::next(state, parts[part][i]);
+    for (u32 part = 1; part < num_parts; ++part) state = next_of<Op>(state, parts[part][i], part);
     out[i] = Op::last(state, num_parts);
   }
 }
@@ -55,7 +55,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source, target = directory / "reductions.cpp", directory / "reductions.so"
     reduce = [REDUCE.format(dtype=dtype, op=op, cpp=cpp_name(dtype)) for dtype, op in PAIRS]
     source.write_text("\n".join([SOURCE, *reduce, *(CONVERT.format(dtype=dtype) for dtype in NARROW)]))
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-fPIC",
+        "-shared",
+    ]
     command = ["g++", *options, f"-I{SHARED}", str(source), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

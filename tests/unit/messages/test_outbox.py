@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import array_at
 from mpicomm.kernels.message import MESSAGE_WORDS

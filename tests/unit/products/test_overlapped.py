@@ -33,8 +33,8 @@ class Products:
             importlib.import_module(f"mpicomm.products.{name}") for name in ("libraries", "overlapped", "operands")
         )
         self._read = operands.read
-        monkeypatch.setattr(libraries.NUMPY, "memory", self._memory, raising=False)
-        monkeypatch.setattr(libraries.NUMPY, "current", lambda stream: nullcontext())
+        monkeypatch.setattr(libraries.Library, "memory", lambda library, *given: self._memory(*given))
+        monkeypatch.setattr(libraries.Library, "current", lambda library, stream: nullcontext())
         self.made: list[int] = []
         self.multiplied: list[tuple[int, int]] = []
         engine = self.rig.engine

@@ -74,7 +74,8 @@ class Form:
         wire = None if call.wire is None else (call.wire, call.dtype)
         in_place = call.in_place and call.operation.reduces and buffers.scratch is None
         epilogue = None if call.epilogue is None else call.epilogue.without_owners()
-        return cls._of(call.operation, buffers, in_place=in_place, epilogue=epilogue, wire=wire)
+        # Empty arrays share address 0, but later calls of their kind have two buffers.
+        return cls._of(call.operation, buffers, call.send is None, in_place=in_place, epilogue=epilogue, wire=wire)
 
     @classmethod
     def of_buffers(cls, operation: Operation, buffers: Buffers) -> Form:
@@ -84,16 +85,16 @@ class Form:
         in_place = False
         if operation.reduces and operation.is_even and sent and output and output.count and buffers.scratch is None:
             in_place = sent.pointer == output.pointer
-        return cls._of(operation, buffers, in_place=in_place)
+        return cls._of(operation, buffers, may_stay=True, in_place=in_place)
 
     @classmethod
-    def _of(cls, operation: Operation, b: Buffers, **others: Any) -> Form:
+    def _of(cls, operation: Operation, b: Buffers, may_stay: bool, **others: Any) -> Form:
         sends = int(b.send is not None) if b.send_blocks is None else len(b.send_blocks)
         receives = int(b.output is not None) if b.blocks is None else len(b.blocks)
         stays = False
         if others["in_place"]:
             receives = 0
-        elif not operation.reduces and sends and receives:
+        elif may_stay and not operation.reduces and sends and receives:
             own = b.send if b.send_blocks is None else b.send_blocks[b.rank]
             stays = own == (b.output if b.blocks is None else b.blocks[b.rank])
         dtype = b.dtype if operation.reduces else _BYTE

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.gpu.call_templates import has_template
 from mpicomm.collectives.neighborhood import Neighborhood
-from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi.plain_arrays import has_template_kind, plain_array
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.rigs.filled_calls import Device, as_read, plan_of
@@ -87,6 +87,26 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_read(data: st.D
             assert plan.text == text
             assert plan.private_nbytes == chosen.launcher.private_nbytes
             assert (plan.private_nbytes is not None) == (operation.counts == "private")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS_OF_BLOCKS, ids=str)
+def test_a_kind_whose_first_call_is_empty_moves_the_own_block_of_later_calls(operation: Operation) -> None:
+    device = Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0)
+
+    def arguments(count: int) -> list[Any]:
+        shapes = (operation.send, 1 << 50), (operation.receive, 1 << 51)
+        arrays = [(shape, DeviceArray(at, count * (1 + (shape == "vector")), np.dtype("f4"))) for shape, at in shapes]
+        return [[array, [count] * 2] if shape == "vector" else array for shape, array in arrays]
+
+    def call(count: int) -> Call:
+        return Call(operation, Arguments(*arguments(count)), 0, 2)
+
+    plan = plan_of(call(0), device, "auto")
+    _, launched, _ = as_read(call(100), device)
+    sent, received = map(plain_array, arguments(100))
+    assert sent is not None and received is not None and plan.fill(sent, received)
+    device.launch(plan)
+    assert device.launched == launched
 
 
 @given(data=st.data())

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import mpicomm
 from mpicomm.collectives.host import reduction as host_reduction
 from mpicomm.collectives.host.reduction import OPERATIONS, Reducer
 from tests.helpers.references.reductions import NARROW, dtype_named, has_result, reduced, require_same, samples
@@ -107,6 +110,23 @@ def test_parts_are_reduced_in_their_order() -> None:
     assert run("sum", [parts[0], parts[2], parts[1], parts[3]])[0] == 2.0
     many = [np.full(100_000, part[0], np.float32) for part in parts]
     assert set(run("sum", many).tolist()) == {1.0}
+
+
+@given(parts=st.integers(1, 9), leaves=st.sampled_from([1, 2, 4, 8]), name=st.sampled_from(["float32", "float16"]))
+def test_a_tree_of_trees_is_a_tree(parts: int, leaves: int, name: str) -> None:
+    rng, dtype = np.random.default_rng([parts, leaves]), np.dtype(name)
+    with np.errstate(all="ignore"):
+        whole = (rng.standard_normal((leaves * parts, 50)) * 1e4).astype(dtype)
+        partial = [mpicomm.tree_sum(whole[leaves * part : leaves * (part + 1)]) for part in range(parts)]
+        assert run("tree", partial).astype(dtype).tobytes() == reduced("tree", list(whole)).tobytes()
+
+
+def test_tree_sum_along_an_axis() -> None:
+    x = np.arange(24.0).reshape(3, 8, 1)
+    assert (mpicomm.tree_sum(x, 1) == x.sum(1)).all() and mpicomm.tree_sum(x, -1).shape == (3, 8)
+    assert isinstance(mpicomm.tree_sum(np.ones(4)), np.ndarray)  # a buffer, so that a call takes it
+    with pytest.raises(mpicomm.InvalidUsageError, match="axis 0 has 3 slices: pass a power of two"):
+        mpicomm.tree_sum(x)
 
 
 def test_integers_wrap() -> None:

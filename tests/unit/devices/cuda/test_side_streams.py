@@ -18,7 +18,7 @@ STREAM = 7
 def side_streams(cuda: FakeCuda) -> Any:
     module = importlib.import_module("mpicomm.devices.cuda.side_streams")
     context = SimpleNamespace(device=SimpleNamespace(ordinal=0))
-    return module.CudaSideStreams(context)
+    return module.SideStreams(context)
 
 
 def test_an_event_is_used_again_after_its_mark_is_gone(cuda: FakeCuda, side_streams: Any) -> None:

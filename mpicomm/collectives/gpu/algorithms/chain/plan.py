@@ -149,9 +149,11 @@ def serve_chain(form: Form, domain: Domain) -> list[FormLauncher] | str:
     A chain that reduces in rank order ends on the last rank. For a root in the middle all data would travel twice.
     Partial results travel in the type of the elements. So each rank would round narrow types.
     """
-    if form.operation.reduces and (form.root not in (0, form.size - 1) or form.op == "avg" or is_narrow(form.dtype)):
+    if form.operation.reduces and (
+        form.root not in (0, form.size - 1) or form.op in ("avg", "tree") or is_narrow(form.dtype)
+    ):
         return (
             "it needs the first or the last rank as root, and an operation and an element type that need no wider "
-            "type to reduce (not avg, float16, bfloat16 or float8)"
+            "type to reduce (not avg, tree, float16, bfloat16 or float8)"
         )
     return [ChainLauncher(form, domain)]

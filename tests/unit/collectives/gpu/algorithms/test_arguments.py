@@ -48,7 +48,7 @@ def test_every_reduction_compiles(tmp_path: Path, capability: tuple[int, int]) -
     kernels = [
         f'extern "C" __global__ void {dtype}_{op}(const dtype::{cpp}* in, dtype::{cpp}* out) {{\n'
         f"  using Op = op::{op}<dtype::{cpp}>;\n"
-        "  out[0] = Op::last(Op::next(Op::first(in[0]), in[1]), 2);\n}"
+        "  out[0] = Op::last(next_of<Op>(Op::first(in[0]), in[1], 1), 2);\n}"
         for dtype, ops in REDUCTIONS.items()
         for cpp in [cpp_name(dtype)]
         for op in ops

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from mpicomm.devices.base import GpuBackend, SideStreams
+from mpicomm.devices.cuda.types import GpuBackend, SideStreams
 
 
 class SideStream:

@@ -1,4 +1,4 @@
-"""Each collective gives the results of its definition, for every element type, and the results of gloo."""
+"""Each collective gives the results of its definition, for every element type."""
 
 from __future__ import annotations
 
@@ -146,23 +146,14 @@ MOVES: list[Callable[[Case], Results]] = [
     all_to_all,
     coalesced_all_gather_into_tensor,
 ]
-NOT_BY_GLOO = {
-    gather_single,
-    all_gather_into_tensor_of_one_more_dimension,
-    all_gather_of_different_sizes,
-    all_to_all,
-    coalesced_all_gather_into_tensor,
-}
 
 
 # One test has all element types, because the ranks meet for every test.
 @pytest.mark.parametrize("move", MOVES)
-def test_moves(world: dist.ProcessGroup, gloo: dist.ProcessGroup, move: Callable[[Case], Results]) -> None:
+def test_moves(world: dist.ProcessGroup, move: Callable[[Case], Results]) -> None:
     for dtype in MOVABLE:
         for async_op in (False, True):
             require_same(*move(Case(world, dtype, async_op)))
-    if move not in NOT_BY_GLOO:
-        require_same(*move(Case(gloo)))
 
 
 Reduction = Callable[[Case, Op], Results]
@@ -234,7 +225,6 @@ REDUCTIONS: list[Reduction] = [
     coalesced_all_reduce,
     coalesced_reduce_scatter_tensor,
 ]
-REDUCED_BY_GLOO = {all_reduce, reduce}
 FOR_NUMBERS = (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.AVG)
 FOR_BITS = (Op.BAND, Op.BOR, Op.BXOR)
 
@@ -265,11 +255,9 @@ def require_close(got: Tensors, expected: Tensors) -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_reductions(world: dist.ProcessGroup, gloo: dist.ProcessGroup, reduction: Reduction) -> None:
+def test_reductions(world: dist.ProcessGroup, reduction: Reduction) -> None:
     for dtype, op in calls_on(torch.get_default_device()):
         # The quotient of a complex and a real number has other last bits if both are divided as complex numbers.
         require = require_close if dtype.is_complex and op == Op.AVG else require_same
         for async_op in (False, True):
             require(*reduction(Case(world, dtype, async_op), op))
-        if dtype in (torch.float32, torch.int32) and reduction in REDUCED_BY_GLOO and op != Op.AVG:
-            require_same(*reduction(Case(gloo, dtype), op))

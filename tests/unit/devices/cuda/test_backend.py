@@ -1,4 +1,4 @@
-"""The rights of threads while another thread captures a graph, with a driver that knows only their modes."""
+"""The backend of a GPU over a driver without one: the rights of threads while another captures, and its tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
+from mpicomm.devices.base import Scratch
+from mpicomm.kernels.packing import PackTable
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.jobs.pace import HANG_S
@@ -49,3 +51,23 @@ def test_a_user_s_thread_is_relaxed_only_while_it_loads(cuda: FakeCuda, backend:
     with backend.loading():
         assert cuda.mode == cuda.relaxed
     assert cuda.mode == cuda.default
+
+
+def test_equal_tables_are_copied_once_and_again_into_new_memory(
+    cuda: FakeCuda, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[tuple[int, int]] = []
+    places = iter((1000, 2000))
+
+    def scratch(nbytes: int) -> Scratch:
+        with backend.loading():  # a thread that holds this already would wait for itself
+            return Scratch(next(places), nbytes, None)
+
+    monkeypatch.setattr(backend, "scratch", scratch)
+    monkeypatch.setattr(backend, "copy", lambda target, source, nbytes, stream: copied.append((target, nbytes)))
+    small, large = PackTable(b"a" * 80, 1, 3, 1), PackTable(b"b" * (2 << 20), 2, 4, 2)
+    assert backend.pack_table(small) == backend.pack_table(PackTable(b"a" * 80, 1, 3, 1)) == 1000
+    assert backend.pack_table(large) == 2000
+    assert copied == [(1000, 80), (2000, 2 << 20)]
+    backend.resume()
+    assert copied[2:] == [(2000, 2 << 20)]
