@@ -38,7 +38,6 @@ QUICK_RUNS_EVERY = {
     # On ranks: further types, shapes, and places of arrays.
     f"{MPI}collectives/host/test_engine.py::test_every_operation_on_every_dtype": 3,
     f"{MPI}collectives/test_collectives.py::test_every_reduction_of_every_type": 3,
-    f"{MPI}collectives/test_unaligned_arrays.py::test_unaligned_arrays_on_one_rank": 4,
     f"{MPI}collectives/test_ways.py::test_ranks_without_memory_go_the_way_of_the_others": 3,
     f"{MPI}domains/test_collectives.py::test_movements": 4,
     f"{MPI}domains/test_collectives.py::test_reductions": 5,

@@ -28,7 +28,7 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import (
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     SLOT_NBYTES,
@@ -56,7 +56,7 @@ from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.tuning import row, table
 from tests.helpers.references.reductions import dtype_named
-from tests.helpers.rigs.filled_calls import packet_launch
+from tests.helpers.rigs.filled_calls import Arena, packet_launch
 
 SIZES = st.integers(2, 8)
 KIB, MIB = 1 << 10, 1 << 20
@@ -162,26 +162,8 @@ def test_an_arena_takes_no_more_than_it_says() -> None:
         assert ArenaLayout(size, 64).nbytes <= 64 * MIB
 
 
-class Arena:
-    """An arena of ``size`` ranks with any region that is asked for."""
-
-    def __init__(self, size: int) -> None:
-        self.layout = ArenaLayout(size, 64)
-        bases = tuple(rank << 40 for rank in range(1, size + 1))
-        self.flagged = Inboxes(bases, self.layout.flagged_inbox_nbytes)
-        self.sentinels = Inboxes(bases, self.layout.sentinel_inbox_nbytes)
-        self.any_length = self.sentinels
-        self._bases = bases
-
-    def has(self, request: Request) -> bool:
-        return True
-
-    def region(self, request: Request) -> ArenaRegion:
-        return ArenaRegion(self._bases, request.slots_nbytes)
-
-
 def node_of(rank: int, size: int, *, link_speed: float = 1.0) -> Domain:
-    return Domain(Team(size=size, rank=rank), Arena(size), 132, link_speed, most_staged_nbytes=1 << 30)
+    return Domain(Team(size=size, rank=rank), Arena(size, regions=True), 132, link_speed, most_staged_nbytes=1 << 30)
 
 
 class CallOf:
