@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
-from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, Domain, launch_tag
+from mpicomm.collectives.gpu.algorithms.base import Domain, launch_tag
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, LibraryWork, Step
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
 from mpicomm.products.operands import Operands

@@ -12,10 +12,11 @@ from weakref import WeakSet
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, Domain, with_place
+from mpicomm.collectives.gpu.algorithms.base import Domain, with_place
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.configs import inboxes_of
 from mpicomm.collectives.gpu.algorithms.packets.plan import larger_inboxes
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.devices.cuda.faults import called_differently

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, with_place
+from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy, Step
 from mpicomm.collectives.gpu.decision import NO_END, Chosen, Decision, choice_at, enqueuers_of
 from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches
 from mpicomm.collectives.signature import counted_hash
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BY_KERNELS = AlgorithmChoice("stream", "kernels match messages")
 
 
-class CallTemplate(ABC):
+class CallTemplate(AnyPlan, ABC):
     """Calls that differ in addresses and counts. `DeviceEngine.enqueue` takes it like a `Plan`.
 
     `fill` makes it the plan of one call. The caller enqueues the filled call before it fills in the next call. Threads
@@ -39,17 +39,14 @@ class CallTemplate(ABC):
     """
 
     collective = True
-    is_new = is_old = by_output = by_address = False
+    is_new = False
     steps = (None,)
     """Never empty: every rank launches something in a call that is filled in, so `enqueue` must not skip it."""
     private_nbytes: int | None = None
     """See `Plan.private_nbytes`."""
-    words: str
     count = 0
     offset: int | None = None
     """The text and the numbers of the filled-in call, for `CallLog.post`."""
-    choice: AlgorithmChoice
-    """The algorithm of the filled-in call."""
     launch: Enqueue | None = None
     enqueue: Enqueue | None = None
     """Both enqueue the filled-in call; the device's context must be current."""
@@ -68,11 +65,7 @@ class CallTemplate(ABC):
 
     @property
     def text(self) -> str:
-        """The text of the filled-in call."""
         return filled(self.words, self.count, self.offset or 0)
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class CollectiveTemplate(CallTemplate):

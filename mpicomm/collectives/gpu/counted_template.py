@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, Domain, Filled, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     OVERSEERS,
     CountedArguments,
@@ -15,7 +15,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     packet_kernel,
 )
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig, any_length_configs
-from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Step
 from mpicomm.collectives.gpu.call_templates import CallTemplate
 from mpicomm.collectives.gpu.decision import NO_END, enqueuers_of
 from mpicomm.collectives.signature import Signature

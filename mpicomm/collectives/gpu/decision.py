@@ -12,11 +12,11 @@ from itertools import pairwise
 from math import floor, inf
 from typing import TYPE_CHECKING
 
-from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, Domain, Filled, FormLauncher, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Copy, Step
 from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation

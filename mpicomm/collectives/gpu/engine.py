@@ -17,7 +17,7 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning
-from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice, Domain
+from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request, whole_lines
@@ -27,7 +27,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     sendrecv_memory,
     sendrecv_request,
 )
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.call_memory import CallMemory, LoggedCalls, LongestMessage
 from mpicomm.collectives.gpu.call_templates import (

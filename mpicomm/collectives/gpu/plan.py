@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import runtime
 
-from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, LibraryWork, Step
+from mpicomm.collectives.gpu.algorithms.steps import (
+    NO_CHOICE,
+    AlgorithmChoice,
+    AnyPlan,
+    Copy,
+    Fork,
+    Launch,
+    LibraryWork,
+    Step,
+)
 from mpicomm.devices.cuda.load import Kernel, KernelCache
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.stream_order import Enqueue
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
     import cupy
 
 
-class Plan:
+class Plan(AnyPlan):
     """The steps of one call, ready to be enqueued.
 
     ``text`` names the call in errors. ``choice`` names its algorithm in records. ``collective`` is whether all ranks
@@ -30,27 +38,20 @@ class Plan:
     def __init__(
         self, text: str, steps: Sequence[Enqueue], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
     ) -> None:
-        self.text = self.words = text
+        self.words = text
         self.count = 0
         self.offset: int | None = None
         """The text and the numbers of the call for `CallLog.post`."""
-        self.by_output = self.by_address = False
-        """See `AnyPlan`."""
         self.choice = choice
         self.collective = collective
         self.private_nbytes: int | None = None
         """This rank's longest message if only the two ranks of a message know its length; else None."""
         self.is_new = True
         """Whether the plan was not enqueued yet. Then the call log has the call already."""
-        self.is_old = False
-        """Whether the call has to be planned again, because ranks may change the memory that it uses."""
         self.steps = tuple(steps)
         self.launch: Enqueue | None = None
         """Enqueues the steps as a graph; None until there is a graph."""
         self._graph: Any = None
-
-    def __str__(self) -> str:
-        return self.text
 
     def enqueue(self, stream: int) -> None:
         """Enqueue the steps one by one; the device's context must be current."""

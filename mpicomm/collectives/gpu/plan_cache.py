@@ -24,7 +24,7 @@ from mpicomm.mpi.plain_arrays import (
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice
+    from mpicomm.collectives.gpu.algorithms.steps import AnyPlan
     from mpicomm.collectives.gpu.call_templates import CallTemplate
     from mpicomm.collectives.wire import Wire
     from mpicomm.devices.cuda.events import Completions, LocalEvent
@@ -34,27 +34,6 @@ if TYPE_CHECKING:
 
 _MOST = 1024  # kinds that are kept, and calls of a kind
 _TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
-
-
-class AnyPlan(Protocol):
-    """A call that an engine can enqueue repeatedly: a `Plan`, or a plan of several domains. Its ``str`` is `text`."""
-
-    by_output: bool
-    """Whether the library of the receive buffer decides the stream, because MPI ignores the send buffer."""
-    by_address: bool
-    """Whether an address names a buffer. The caller's later work on the buffer may be on any stream."""
-
-    @property
-    def text(self) -> str:
-        """The text of the call, for errors."""
-
-    @property
-    def choice(self) -> AlgorithmChoice:
-        """The algorithm of the call."""
-
-    @property
-    def is_old(self) -> bool:
-        """Whether the call has to be planned again."""
 
 
 class Engine(Protocol):

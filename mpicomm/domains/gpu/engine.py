@@ -12,9 +12,8 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice
 from mpicomm.collectives.gpu.algorithms.registry import names_for
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy, Launch
 from mpicomm.collectives.gpu.call_templates import MessageTemplate
 from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -40,7 +39,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 @dataclass(eq=False)
-class DomainsPlan:
+class DomainsPlan(AnyPlan):
     """This rank's part of a call, ready to be enqueued again and again: plans of its domain, and network steps."""
 
     call: Signature
@@ -48,21 +47,13 @@ class DomainsPlan:
     choice: AlgorithmChoice
     before: Plan | None = None
     after: Plan | None = None
-    by_output: bool = False
-    by_address: bool = False
-    """See `AnyPlan`."""
 
     @cached_property
     def text(self) -> str:
-        """The text of the call, for errors."""
         return str(self.call)
 
-    def __str__(self) -> str:
-        return self.text
-
     @property
-    def is_old(self) -> bool:
-        """Whether the call has to be planned again, because ranks may change the memory that it uses."""
+    def is_old(self) -> bool:  # type: ignore[override]
         return any(item.is_old for piece in self.pieces for item in piece if isinstance(item, Plan))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE
+from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE
 from mpicomm.collectives.gpu.call_templates import CallTemplate
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS

@@ -197,16 +197,3 @@ class Algorithm(NamedTuple):
     """Whether it reduces in the order of ranks; "auto" takes no other algorithm."""
     sends_codes: bool = False
     """Whether elements may travel as codes of 8 bits."""
-
-
-class AlgorithmChoice(NamedTuple):
-    """The algorithm of a call, as text for records of calls."""
-
-    algorithm: str = ""
-    why: str = ""
-    slow: str = ""
-    """Why the call takes a slow way; "" if it does not."""
-
-
-NO_CHOICE = AlgorithmChoice()
-"""The choice of plans that are parts of calls."""
