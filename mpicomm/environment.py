@@ -9,23 +9,18 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sizes import nbytes_of
 
+T = TypeVar("T")
+
 PREFIX = "MPICOMM_"
 NAMES = (
     *("MPICOMM_DEVICE", "MPICOMM_HANDLE", "MPICOMM_TIMEOUT", "MPICOMM_ORDER", "MPICOMM_REDUCTIONS"),
-    *(
-        "MPICOMM_HOSTID",
-        "MPICOMM_INTERNODE",
-        "MPICOMM_TUNING",
-        "MPICOMM_MEMORY",
-        "MPICOMM_BIND_CPU",
-        "MPICOMM_TRACE",
-        "MPICOMM_STATS",
-    ),
-    *("MPICOMM_DEBUG", "MPICOMM_DEBUG_FILE"),
+    *("MPICOMM_HOSTID", "MPICOMM_INTERNODE", "MPICOMM_TUNING", "MPICOMM_MEMORY", "MPICOMM_BIND_CPU"),
+    *("MPICOMM_TRACE", "MPICOMM_STATS", "MPICOMM_DEBUG", "MPICOMM_DEBUG_FILE"),
 )
 """All variables that mpicomm reads. mpicomm/docs/variables.md has a row for each."""
 DEFAULT_TIMEOUT_S = 30.0
@@ -64,13 +59,26 @@ def multi_process_service() -> bool:
         return False
 
 
+def _chosen(variable: str, argument: T) -> tuple[str, T | str]:
+    """Return the name and the value of an argument, or of its variable if the argument is "auto"."""
+    if argument == "auto" and variable in os.environ:
+        return variable, os.environ[variable]
+    return variable.removeprefix(PREFIX).lower(), argument
+
+
+def _one_of(variable: str, values: tuple[str, ...], advice: str) -> str:
+    """Return the value of a variable, or else the first of its possible ``values``."""
+    value = os.environ.get(variable, values[0])
+    if value not in values:
+        raise InvalidUsageError(f"{variable}={value!r}: use {advice}")
+    return value
+
+
 def device(argument: int | str) -> int | str:
     """Return ``device=``, or MPICOMM_DEVICE if the argument is "auto": "auto", "cpu" or an ordinal."""
-    name, value = "device", argument
-    if argument == "auto" and "MPICOMM_DEVICE" in os.environ:
-        name, value = "MPICOMM_DEVICE", os.environ["MPICOMM_DEVICE"]
-        if value.isdecimal():
-            value = int(value)
+    name, value = _chosen("MPICOMM_DEVICE", argument)
+    if value is not argument and str(value).isdecimal():
+        value = int(value)
     if value in ("auto", "cpu") or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
     raise InvalidUsageError(f'{name}={value!r} is no device: use "auto", "cpu" or a device ordinal (0, 1, ...)')
@@ -78,9 +86,7 @@ def device(argument: int | str) -> int | str:
 
 def handle(argument: str) -> str:
     """Return ``handle=``, or MPICOMM_HANDLE if the argument is "auto"."""
-    name, value = "handle", argument
-    if argument == "auto" and "MPICOMM_HANDLE" in os.environ:
-        name, value = "MPICOMM_HANDLE", os.environ["MPICOMM_HANDLE"]
+    name, value = _chosen("MPICOMM_HANDLE", argument)
     if value in HANDLES:
         return value
     raise InvalidUsageError(f"{name}={value!r} is no handle kind: use one of {', '.join(HANDLES)}")
@@ -88,9 +94,7 @@ def handle(argument: str) -> str:
 
 def reductions(argument: str) -> str:
     """Return ``reductions=``, or MPICOMM_REDUCTIONS if the argument is "auto": "auto" or "ordered"."""
-    name, value = "reductions", argument
-    if argument == "auto" and "MPICOMM_REDUCTIONS" in os.environ:
-        name, value = "MPICOMM_REDUCTIONS", os.environ["MPICOMM_REDUCTIONS"]
+    name, value = _chosen("MPICOMM_REDUCTIONS", argument)
     if value in ("auto", "ordered"):
         return value
     raise InvalidUsageError(f"{name}={value!r}: use auto (the fastest way) or ordered (in rank order, never by MPI)")
@@ -98,14 +102,12 @@ def reductions(argument: str) -> str:
 
 def stream_order(argument: bool | None) -> bool:
     """Return ``stream_order=`` of `mpicomm.install`; if it is None, whether MPICOMM_ORDER is "stream"."""
-    if argument is not None:
-        if isinstance(argument, bool):
-            return argument
-        raise InvalidUsageError(f"stream_order={argument!r}: use True, False or None")
-    value = os.environ.get("MPICOMM_ORDER", "complete")
-    if value not in ("complete", "stream"):
-        raise InvalidUsageError(f"MPICOMM_ORDER={value!r}: use complete (calls are complete on return) or stream")
-    return value == "stream"
+    if argument is None:
+        values = ("complete", "stream")
+        return _one_of("MPICOMM_ORDER", values, "complete (calls are complete on return) or stream") == "stream"
+    if isinstance(argument, bool):
+        return argument
+    raise InvalidUsageError(f"stream_order={argument!r}: use True, False or None")
 
 
 def timeout_s(argument: float | None) -> float:
@@ -160,20 +162,13 @@ def host_id() -> str | None:
 
 def bind_cpu() -> bool:
     """Return whether MPICOMM_BIND_CPU asks each rank to stay on the cores of its GPU's NUMA node."""
-    value = os.environ.get("MPICOMM_BIND_CPU", "0")
-    if value not in ("0", "1"):
-        raise InvalidUsageError(f"MPICOMM_BIND_CPU={value!r}: use 1 to bind, 0 not to")
-    return value == "1"
+    return _one_of("MPICOMM_BIND_CPU", ("0", "1"), "1 to bind, 0 not to") == "1"
 
 
 def internode() -> str:
     """Return MPICOMM_INTERNODE: the engine that moves device memory between peer domains, or "auto"."""
-    value = os.environ.get("MPICOMM_INTERNODE", "auto")
-    if value == "staged":  # an alias, because the handle kind "staged" is something else
-        return "pinned"
-    if value not in ("auto", *INTERNODE):
-        raise InvalidUsageError(f"MPICOMM_INTERNODE={value!r}: use {', '.join(INTERNODE)} or auto")
-    return value
+    value = _one_of("MPICOMM_INTERNODE", ("auto", *INTERNODE, "staged"), f"{', '.join(INTERNODE)} or auto")
+    return "pinned" if value == "staged" else value  # an alias, because the handle kind "staged" is something else
 
 
 def debug() -> str:
@@ -202,9 +197,7 @@ class Recording:
 
 def recording() -> Recording | None:
     """Return the records of calls that MPICOMM_TRACE and MPICOMM_STATS ask for; None if they ask for none."""
-    stats = os.environ.get("MPICOMM_STATS", "0")
-    if stats not in ("0", "1"):
-        raise InvalidUsageError(f"MPICOMM_STATS={stats!r}: use 1 for a table of the calls at the end, 0 for none")
+    stats = _one_of("MPICOMM_STATS", ("0", "1"), "1 for a table of the calls at the end, 0 for none")
     trace = os.environ.get("MPICOMM_TRACE") or None
     if trace is not None and trace.endswith("/"):
         raise InvalidUsageError(f'MPICOMM_TRACE={trace!r} names a folder: name a file, as in "{trace}trace-%r.json"')

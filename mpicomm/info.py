@@ -83,68 +83,65 @@ def group_ranks(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, str, s
 def tables(found: Mapping[str, Any]) -> list[Table]:
     """Return the tables to print."""
     ranks = found["ranks"]
-    where = _table("Ranks", "rank", "host", "pid", "node", "device", "name", "UUID", "PCI id", "NUMA node")
-    for info in ranks:
-        names = ("rank", "host", "pid", "node", "device", "device_name", "device_uuid", "pci_bus_id", "numa_node")
-        where.add_row(*(_cell(info[name]) for name in names))
-
-    paths = _table("Paths to memory (row: rank, column: peer)", "rank", *map(str, range(len(ranks))), "handle")
-    for info in ranks:
-        paths.add_row(str(info["rank"]), *map(_path, info["links"]), info["handle"])
-
-    result = [where, paths]
-    held = group_ranks([{use["purpose"]: _held(use) for use in info["memory"]} for info in ranks])
-    if held:
-        memory = _table("Memory after the first collectives", "ranks", "purpose", "memory")
-        for row in held:
-            memory.add_row(*row)
-        result.append(memory)
-
-    for title, name, key in (
-        ("Better handles that were refused", "handle", "rejected"),
-        ("Better engines between peer domains that were refused", "engine", "internode_rejected"),
-        ("Environment", "variable", "environment"),
+    columns = {name: name for name in ("rank", "host", "pid", "node", "device")}
+    columns |= {"device_name": "name", "device_uuid": "UUID", "pci_bus_id": "PCI id", "numa_node": "NUMA node"}
+    result = [
+        _table("Ranks", columns.values(), ([_cell(info[name]) for name in columns] for info in ranks)),
+        _table(
+            "Paths to memory (row: rank, column: peer)",
+            ("rank", *map(str, range(len(ranks))), "handle"),
+            ([str(info["rank"]), *map(_path, info["links"]), info["handle"]] for info in ranks),
+        ),
+    ]
+    for title, heads, settings in (
+        (
+            "Memory after the first collectives",
+            ("ranks", "purpose", "memory"),
+            [{use["purpose"]: _held(use) for use in info["memory"]} for info in ranks],
+        ),
+        ("Better handles that were refused", ("ranks", "handle", "reason"), [info["rejected"] for info in ranks]),
+        (
+            "Better engines between peer domains that were refused",
+            ("ranks", "engine", "reason"),
+            [info["internode_rejected"] for info in ranks],
+        ),
+        ("Environment", ("ranks", "variable", "value"), [info["environment"] for info in ranks]),
     ):
-        rows = group_ranks([info[key] for info in ranks])
-        if rows:
-            table = _table(title, "ranks", name, "value" if key == "environment" else "reason")
-            for row in rows:
-                table.add_row(*row)
-            result.append(table)
+        if rows := group_ranks(settings):
+            result.append(_table(title, heads, rows))
 
-    system = _table("System of rank 0", "part", "version")
-    system.add_row("processor", found["processor"])
-    for name, version in found["versions"].items():
-        system.add_row(name, version)
-    mpi = found["cuda_aware_mpi"]
-    answer = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
-    system.add_row("MPI is CUDA-aware", f"{answer} ({mpi['how']})")
-    reductions = {"auto": "by MPI or mpicomm", "ordered": "by mpicomm, in rank order"}[ranks[0]["reductions"]]
-    system.add_row("reductions of host arrays", reductions)
-    if ranks[0]["internode"]:
-        system.add_row("engine between peer domains", ranks[0]["internode"])
-    if ranks[0]["device"] != "cpu":
+    mpi, first = found["cuda_aware_mpi"], ranks[0]
+    aware = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
+    reductions = {"auto": "by MPI or mpicomm", "ordered": "by mpicomm, in rank order"}[first["reductions"]]
+    system = {
+        "processor": found["processor"],
+        **found["versions"],
+        "MPI is CUDA-aware": f"{aware} ({mpi['how']})",
+        "reductions of host arrays": reductions,
+    }
+    if first["internode"]:
+        system["engine between peer domains"] = first["internode"]
+    if first["device"] != "cpu":
         runs = "runs" if found["multi_process_service"] else "does not run, so ranks that share a GPU take turns"
-        system.add_row("NVIDIA's multi-process service", runs)
+        system["NVIDIA's multi-process service"] = runs
         under = {"stream": "stream-ordered, by MPICOMM_ORDER", "complete": "complete on return"}
         runner = under[found["order_under_the_runner"]]
-        system.add_row("blocking calls on GPU arrays", f"stream-ordered; under python -m mpicomm {runner}")
-    system.add_row("first collectives", found["first_calls"])
+        system["blocking calls on GPU arrays"] = f"stream-ordered; under python -m mpicomm {runner}"
+    system["first collectives"] = found["first_calls"]
     if found["tuning"]:
         source, *choices = found["tuning"]
-        chosen = _table(f"Algorithms of collectives on GPU arrays: {source}", "call", "algorithm")
-        for choice in choices:
-            chosen.add_row(*choice.split(": ", 1))
-        for line in ranks[0]["products"]:
-            chosen.add_row(*line.split(": ", 1))
-        result.append(chosen)
-    return [*result, system]
+        rows_of_choices = (line.split(": ", 1) for line in (*choices, *first["products"]))
+        title = f"Algorithms of collectives on GPU arrays: {source}"
+        result.append(_table(title, ("call", "algorithm"), rows_of_choices))
+    return [*result, _table("System of rank 0", ("part", "version"), system.items())]
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mpicomm.api.communicator import Communicator, RankInfo
+from mpicomm.api.communicator import Communicator
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.options import header, paths, setting
 from mpicomm.cli.pattern import Pattern
+from mpicomm.sizes import Columns
+from mpicomm.symmetric.array import SymmetricArray
 
 DIRECTIONS = ("put", "get")
 
@@ -27,42 +27,28 @@ _CHECKS = 4  # patterns per size and direction; half go through mapped memory, h
 _POISON = 0xA5
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The result for a size and direction: wrong bytes on all ranks, and the slowest rank's time for an iteration."""
-
-    nbytes: int
-    wrong: int
-    time_us: float
-
-    @property
-    def algbw_gb_s(self) -> float:
-        """The bytes that each rank moved, divided by the time, in GB/s."""
-        return self.nbytes / self.time_us * 1e-3
-
-
 class RingWindow:
     """A window of memory on each rank, which its neighbours write and read, and a private array."""
 
-    def __init__(self, comm: Communicator, pattern: Pattern, xp: Any, nbytes: int) -> None:
-        self._comm = comm
-        self._pattern = pattern
-        self._nbytes = nbytes
-        self._window = comm.empty((nbytes,), np.uint8)
-        self._own = xp.empty(nbytes, np.uint8)
+    def __init__(self, comm: Communicator, pattern: Pattern, window: SymmetricArray, own: Any) -> None:
+        self._comm, self._pattern, self._window, self._own = comm, pattern, window, own
         self._next = (comm.rank + 1) % comm.size
         self._previous = (comm.rank - 1) % comm.size
 
-    def measure(self, direction: str, iterations: int, warmup: int) -> Measurement:
-        """Check, then time one direction. Collective."""
+    def measure(self, direction: str, iterations: int, warmup: int) -> dict[str, Any]:
+        """Check, then time one direction: the slowest rank's time of an iteration. Collective."""
         check, step = (self._check_put, self._put) if direction == "put" else (self._check_get, self._get)
         # The allgather also keeps ranks from timed writes until all windows are checked.
         wrong = sum(self._comm.allgather(check()))
-        return Measurement(self._nbytes, wrong, self._time_us(step, iterations, warmup))
-
-    def close(self) -> None:
-        """Free the window. Collective."""
-        self._window.close()
+        for _ in range(warmup):
+            step()
+        self._meet()
+        start = time.perf_counter()
+        for _ in range(iterations):
+            step()
+        self._comm.check()
+        time_us = max(self._comm.allgather(time.perf_counter() - start)) / iterations * 1e6
+        return {"time_us": time_us, "algbw_gb_s": self._window.nbytes / time_us * 1e-3, "wrong": wrong}
 
     def _put(self) -> None:
         self._window.put(self._own, self._next)
@@ -110,54 +96,6 @@ class RingWindow:
         self._comm.check()
         self._comm.barrier()
 
-    def _time_us(self, step: Callable[[], None], iterations: int, warmup: int) -> float:
-        for _ in range(warmup):
-            step()
-        self._meet()
-        start = time.perf_counter()
-        for _ in range(iterations):
-            step()
-        self._comm.check()
-        elapsed_s = time.perf_counter() - start
-        slowest_s: float = max(self._comm.allgather(elapsed_s))
-        return slowest_s / iterations * 1e6
-
-
-def table_head(directions: Iterable[str]) -> list[str]:
-    """Return the head of the table in the format of nccl-tests."""
-    blocks = list(directions)
-    return [
-        f"{'':>12}" + "".join(f"{name:>16}{'':>14}" for name in blocks),
-        f"{'size':>12}" + f"{'time':>12}{'algbw':>9}{'#wrong':>9}" * len(blocks),
-        f"{'(B)':>12}" + f"{'(us)':>12}{'(GB/s)':>9}{'':>9}" * len(blocks),
-    ]
-
-
-def table_row(nbytes: int, measurements: Iterable[Measurement]) -> str:
-    """Return one line of the table."""
-    return f"{nbytes:>13}" + "".join(f"{m.time_us:>12.2f}{m.algbw_gb_s:>9.2f}{m.wrong:>9}" for m in measurements)
-
-
-def report(
-    ranks: Sequence[RankInfo],
-    options: argparse.Namespace,
-    results: dict[int, dict[str, Measurement]],
-) -> dict[str, Any]:
-    """Return the results and the setting of the run, for the JSON file."""
-    return {
-        **setting(ranks, options),
-        "results": [
-            {
-                "nbytes": nbytes,
-                **{
-                    direction: {"time_us": m.time_us, "algbw_gb_s": m.algbw_gb_s, "wrong": m.wrong}
-                    for direction, m in row.items()
-                },
-            }
-            for nbytes, row in results.items()
-        ],
-    }
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
@@ -180,25 +118,28 @@ def main() -> int:
     swept = command_line.swept_sizes(options, comm)
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
 
-    show = command_line.show
     ranks = comm.allgather(comm.describe())
-    for line in (*header("ring", ranks, options.handle), *paths([info.links for info in ranks]), ""):
-        show(f"# {line}".rstrip())
-    show(*(f"#{line}".rstrip() for line in table_head(directions)))
+    columns = [("size", "(B)", 13)]
+    for direction in directions:
+        columns += [(direction, "(us)", 12), ("algbw", "(GB/s)", 9), ("#wrong", "", 9)]
+    table = Columns(columns)
+    about = (*header("ring", ranks, options.handle), *paths([info.links for info in ranks]), "")
+    command_line.show(*(f"# {line}".rstrip() for line in about), *table.head())
 
     xp = importlib.import_module("numpy" if comm.device == "cpu" else "cupy")
     pattern = Pattern(xp)
-    results: dict[int, dict[str, Measurement]] = {}
+    results: list[dict[str, Any]] = []
+    wrong = 0
     for nbytes in swept:
-        ring = RingWindow(comm, pattern, xp, nbytes)
-        results[nbytes] = {
-            direction: ring.measure(direction, options.iters, options.warmup_iters) for direction in directions
-        }
-        ring.close()
-        show(table_row(nbytes, results[nbytes].values()))
-
-    wrong = sum(m.wrong for row in results.values() for m in row.values())
-    return command_line.finish(comm, options.json, report(ranks, options, results), wrong)
+        window = comm.empty((nbytes,), np.uint8)
+        ring = RingWindow(comm, pattern, window, xp.empty(nbytes, np.uint8))
+        found = {each: ring.measure(each, options.iters, options.warmup_iters) for each in directions}
+        window.close()  # no `with` block: a rank that fails alone would wait for the others there
+        results.append({"nbytes": nbytes, **found})
+        wrong += sum(each["wrong"] for each in found.values())
+        command_line.show(table.line([nbytes, *(cell for each in found.values() for cell in each.values())]))
+    document = {**setting(ranks, options), "results": results}
+    return command_line.finish(comm, options.json, document, wrong)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -35,3 +36,20 @@ def format_cell(value: object) -> str:
 def format_line(values: Iterable[object], widths: Iterable[int]) -> str:
     """Return a line with the cells at the right of columns of these widths, and a space before each cell."""
     return "".join(f" {format_cell(value):>{width - 1}}" for value, width in zip(values, widths, strict=True))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a table that is printed line by line: title, unit and width of each, as in nccl-tests."""
+
+    columns: Sequence[tuple[str, str, int]]
+
+    def head(self) -> list[str]:
+        """Return the lines above the rows, which begin with "#": the titles, and the units if there are any."""
+        titles, units, widths = zip(*self.columns, strict=True)
+        rows = (titles, units) if any(units) else (titles,)
+        return [f"#{format_line(row, widths)[1:]}".rstrip() for row in rows]
+
+    def line(self, cells: Iterable[object]) -> str:
+        """Return a row."""
+        return format_line(cells, [width for *_, width in self.columns])

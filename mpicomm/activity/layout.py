@@ -12,11 +12,11 @@ from itertools import chain, islice
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x36796C706D6F6368
+MAGIC = 0x37796C706D6F6368
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
-ROW_NBYTES = 512
+ROW_NBYTES = 384
 ROWS = 1024
 LOG_NBYTES = 2560
 LOGS = 2
@@ -31,7 +31,7 @@ NBYTES = TEXTS_AT + TEXTS * TEXT_NBYTES
 PID = 1
 WORLD_RANK = 2
 WORLD_SIZE = 3
-STEP = 4  # the number of the text of `step_text`; 0 outside of a step
+STEP = 4  # the number of the text of a step, with its ranks of MPI.COMM_WORLD before it; 0 outside of a step
 STEP_SINCE = 5  # when the step began, in nanoseconds of the monotonic clock
 HEADER_WORDS = 6
 # The names of the collective calls that MPI carries out, in the order of their numbers, each with a zero byte behind.
@@ -53,13 +53,11 @@ ON_GPU = 11  # whether the communicator has GPUs, so that calls with a text may 
 NUMBER = 12  # tells this communicator from other communicators of the same processes, which have the same name
 IS_WINDOW = 13  # 1 in the row of a window, whose collective calls are its fences
 WORDS = 14
-# Texts of a row, in bytes.
+# The name of a communicator, in bytes of its row.
 NAME = slice(8 * WORDS, 272)
-NODE_RANKS = slice(272, ROW_NBYTES)
-# The row of a window has counts in the place of the ranks of the node, because all ranks of a window are on one node.
-# Each is a list of bytes, one for each rank of the window. The counts wrap around.
+# The row of a window has counts: bytes, one for each rank of the window, that wrap around.
 MOST_RANKS = 56
-POSTED = slice(NODE_RANKS.start, NODE_RANKS.start + MOST_RANKS)
+POSTED = slice(NAME.stop, NAME.stop + MOST_RANKS)
 """How often this rank has named a rank in Post."""
 COMPLETED = slice(POSTED.stop, POSTED.stop + MOST_RANKS)
 """How often this rank has named a rank in Complete."""
@@ -104,11 +102,6 @@ def log_at(row: int, index: int) -> int:
 def text_at(number: int) -> int:
     """Return the place of a text among the texts: a word with its number, then its bytes."""
     return number % TEXTS * TEXT_NBYTES
-
-
-def step_text(text: str, ranks: str) -> str:
-    """Return a step and the ranks of MPI.COMM_WORLD that make it, as one text, so that one word publishes both."""
-    return f"{ranks} {text}"
 
 
 def filled(text: str, count: int, offset: int) -> str:

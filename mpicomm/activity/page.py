@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -143,7 +144,7 @@ class Page:
         self._words[0] = layout.MAGIC
         self.is_own = True
         """Whether this process has made the page; a forked child has not, its parent has."""
-        os.register_at_fork(after_in_child=self._disown)
+        os.register_at_fork(after_in_child=partial(setattr, self, "is_own", False))
 
     def introduce(self, world_rank: int, world_size: int) -> None:
         """Say which rank of MPI.COMM_WORLD this process is."""
@@ -196,13 +197,10 @@ class Page:
         self.texts[text] = self.newest = number
         return number
 
-    def _disown(self) -> None:
-        self.is_own = False
-
     def _enter(self, text: str, ranks: str) -> None:
         if not self.is_own:  # a forked child must not write into the page of its parent
             return
-        text = layout.step_text(text, ranks)
+        text = f"{ranks} {text}"  # one text, so that one word publishes both
         number = self.texts.get(text)
         if number is None or self.newest - number > _REUSED:
             number = self.write(text)
@@ -223,10 +221,10 @@ class Member(NamedTuple):
 class Heading:
     """The words and texts that the rows of all communicators of the same processes have in common on this rank.
 
-    ``rank`` among ``processes`` is this one; ``node_ranks`` are the ranks on this node.
+    ``rank`` among ``processes`` is this one.
     """
 
-    def __init__(self, rank: int, processes: Sequence[Member], node_ranks: Sequence[int], device: int | str) -> None:
+    def __init__(self, rank: int, processes: Sequence[Member], device: int | str) -> None:
         digest = hashlib.blake2b(repr(list(map(tuple, processes))).encode(), digest_size=6).digest()
         self._digest = int.from_bytes(digest, "big")
         numbers = [process.number for process in processes]
@@ -237,19 +235,20 @@ class Heading:
         words[layout.RANK], words[layout.SIZE] = rank, len(processes)
         words[layout.ON_GPU] = isinstance(device, int)
         words[layout.SOURCE] = words[layout.DEST] = layout.NOBODY
-        _write(memoryview(self.row), layout.NAME, name)
-        _write(memoryview(self.row), layout.NODE_RANKS, ranks_as_text(node_ranks))
+        self._write_name(name)
 
     def of_windows(self) -> Heading:
         """Return the heading of the windows of these processes."""
         heading = copy.copy(self)
         heading._digest = ~self._digest & (1 << 48) - 1
         heading.row = bytearray(self.row)
-        memory = memoryview(heading.row)
-        _write(memory, layout.NAME, f"window of {self._name}")
-        _write(memory, layout.NODE_RANKS, "")
-        memory[: 8 * layout.WORDS].cast("q")[layout.IS_WINDOW] = 1
+        heading._write_name(f"window of {self._name}")
+        memoryview(heading.row)[: 8 * layout.WORDS].cast("q")[layout.IS_WINDOW] = 1
         return heading
+
+    def _write_name(self, name: str) -> None:
+        nbytes = layout.NAME.stop - layout.NAME.start
+        self.row[layout.NAME] = name.encode()[: nbytes - 1].ljust(nbytes, b"\0")
 
     def count(self) -> tuple[int, int]:
         """Return the key and the number of another communicator of these processes.
@@ -367,8 +366,3 @@ def _page_with_rows() -> Page:
 _pages: list[Page] = []
 _numbers = {"": 0}  # of the names of calls by MPI
 _made: dict[int, int] = {}  # how many communicators of the same processes there were, by the digest of `Heading`
-
-
-def _write(memory: memoryview, place: slice, text: str) -> None:
-    nbytes = place.stop - place.start
-    memory[place] = text.encode()[: nbytes - 1].ljust(nbytes, b"\0")

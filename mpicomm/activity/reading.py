@@ -52,8 +52,6 @@ class RankCalls:
     name: str
     rank: int
     size: int
-    node_ranks: tuple[int, ...]
-    """The ranks of the communicator on this rank's node."""
     made: int
     """How many collective calls the rank has begun."""
     last: str
@@ -120,7 +118,8 @@ def calls_of(pid: int, key: int) -> RankCalls | None:
     """Return the calls of a process in the communicator that ``key`` names; None if they cannot be read. Local."""
     with suppress(OSError, OtherVersionError), _page_of(pid) as memory:  # the process may be in another container
         if memory is not None:
-            row = next((row for row in _ROWS if _words(memory, _row_at(row), 1)[layout.KEY] == key), None)
+            keys = ((row, _words(memory, _row_at(row), 1)[layout.KEY]) for row in _ROWS)
+            row = next((row for row, of_row in keys if of_row == key), None)
             return None if row is None else _calls(memory, row, _names(memory))
     return None
 
@@ -171,10 +170,7 @@ def _calls(memory: int, row: int, names: Sequence[str]) -> RankCalls | None:
     key, number = words[layout.KEY], words[layout.CALL]
     if key == 0 or not 0 <= words[layout.RANK] < words[layout.SIZE] <= _MOST_RANKS:
         return None
-    name, node_ranks = (_string(memory, at, place) for place in (layout.NAME, layout.NODE_RANKS))
-    name = printable(name)
-    if words[layout.IS_WINDOW]:
-        node_ranks = ""  # there are counts
+    name = printable(_string(memory, at, layout.NAME))
     if words[layout.NUMBER] > 1:
         name = f"{name} #{words[layout.NUMBER]}"
     logs = [_words(memory, layout.log_at(row, index), layout.LOG_WORDS) for index in range(layout.LOGS)]
@@ -194,7 +190,6 @@ def _calls(memory: int, row: int, names: Sequence[str]) -> RankCalls | None:
         name,
         words[layout.RANK],
         words[layout.SIZE],
-        ranks_of_text(node_ranks),
         words[layout.CALLS_BY_MPI] + posts,
         last,
         since_ns,

@@ -12,16 +12,18 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.api.at_first_use import AtFirstUse
-from mpicomm.api.blocking import BlockingCollectives
 from mpicomm.api.by_handle import remember
+from mpicomm.api.collectives import (
+    BlockingCollectives,
+    NeighborCollectives,
+    NonblockingCollectives,
+    PersistentCollectives,
+)
 from mpicomm.api.constructors import Constructors
 from mpicomm.api.freed import mark_freed
 from mpicomm.api.host_staging import HostStaging
 from mpicomm.api.memory import MemoryCalls
-from mpicomm.api.neighbors import NeighborCollectives
-from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.objects import ObjectCalls
-from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes

@@ -24,7 +24,7 @@ from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.partitioned import PartitionedRequest
-from mpicomm.mpi.request_lists import holding
+from mpicomm.mpi.request_lists import holding, replace
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 from mpicomm.mpi.spec import require_host_addresses
 
@@ -229,3 +229,17 @@ class HostStaging(MPI.Intracomm):
 
 for _name, _method in wrapped_methods(MPI.Intracomm).items():
     setattr(HostStaging, _name, _method)
+
+
+_attach = MPI.Attach_buffer
+
+
+@functools.wraps(_attach)
+def _attach_host_memory(buf: Any) -> None:
+    if not isinstance(buf, int) and is_on_device(buf):  # an int is MPI.BUFFER_AUTOMATIC
+        raise InvalidUsageError("Attach_buffer: buf lies in device memory, which MPI cannot access: attach host memory")
+    _attach(buf)
+
+
+# No call of MPI tells what is attached. In device memory the next Bsend, also of a Communicator, would end the process.
+replace(MPI, "Attach_buffer", _attach_host_memory)

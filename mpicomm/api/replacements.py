@@ -48,6 +48,7 @@ def replacements(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
         yield MPI.Comm, name, classmethod(_from_number(getattr(MPI.Comm, name)))
     for owner, name in _LOCAL:
         yield owner, name, _on_copies(owner, getattr(owner, name))
+    yield MPI.Session, "Attach_buffer", _guarded(MPI.Session.Attach_buffer, "Session.Attach_buffer", ("buf",))
     yield MPI.Win, "Create", classmethod(_create_window)
     for cls in (MPI.Win, MPI.File):
         for name in sorted({*cls.__dict__} - {"Create"}):

@@ -7,12 +7,13 @@ from dataclasses import asdict
 
 from mpicomm.bench import experts, matmul
 from mpicomm.bench import options as options_module
-from mpicomm.bench.contenders import OWN, ROOM_NBYTES, UNCODED, Contenders, mean_share
+from mpicomm.bench.contenders import ROOM_NBYTES, Contenders, mean_share
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import machine_of
 from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.overlap import slowdowns
+from mpicomm.bench.peers import OWN, UNCODED
 from mpicomm.bench.report import ResultRow, Results, Table
 from mpicomm.cli import options as command_line
 from mpicomm.cli.options import header, setting
@@ -52,7 +53,7 @@ def main() -> int:
         *header(f"bench {operation.name}", ranks, options.handle),
         f"timed: {how}, slowest rank, median; algorithm {options.algorithm}; {' and '.join(kinds)} arrays"
         f"{f', elements travel as {options.wire_dtype}' if options.wire_dtype else ''}",
-        *(f"{contender.name} {contender.peer.version}" for contender in contenders.present if not contender.own),
+        *(f"{contender.name} {contender.version}" for contender in contenders.present if not contender.own),
         *(f"{name}: {reason}" for name, reason in contenders.absent.items()),
         "",
     ]
@@ -68,9 +69,9 @@ def main() -> int:
     names = [contender.name for contender in contenders.present]
     issue = machine.stream is not None and not graphs
     table = Table(places, [name for name in names if name != OWN], issue=issue)
-    command_line.show(*(f"#{line}".rstrip() for line in table.head()))
+    command_line.show(*table.head())
     results = Results(OWN)
-    for case in cases:
+    for case in command_line.tracked(cases, operation.name):
         outcomes: dict[str, dict[str, Outcome]] = {}
         silent: dict[str, dict[str, str]] = {}
         for place in places:
@@ -81,7 +82,7 @@ def main() -> int:
     beside = slowdowns(comm, machine, contenders, cases[-1]) if options.beside else []
     own = {contender.name for contender in contenders.present if contender.own}
     wrong = sum(count for name, count in results.wrong().items() if name in own)
-    peers = {each.name: each.peer.version for each in contenders.present if not each.own or each.name == UNCODED}
+    peers = {each.name: each.version for each in contenders.present if not each.own or each.name == UNCODED}
     command_line.show(*(f"# {line}" for line in results.footer()), *(f"# {slowdown}" for slowdown in beside))
     document = {
         **setting(ranks, options),
@@ -89,10 +90,7 @@ def main() -> int:
         "peers": peers,
         "missing": contenders.absent,
         "results": results.document(),
-        "geometric_means": {
-            name: {place: mean for place, (mean, _) in places.items()}
-            for name, places in results.geometric_means().items()
-        },
+        "geometric_means": results.geometric_means(),
         "beside": [asdict(slowdown) for slowdown in beside],
     }
     return command_line.finish(comm, options.json, document, wrong, close=contenders.close)

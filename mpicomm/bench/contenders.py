@@ -5,27 +5,31 @@ If calls vary, a contender has a list of variations of a case, and makes the nex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, Machine
-from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, PeerFailureError, Trial, UnsupportedError, together
-from mpicomm.bench.operations import BARRIER, Case, CaseBuffers, buffers
-from mpicomm.bench.peers import Mpicomm, Peer, PlainMpi, peer_class
+from mpicomm.bench.measure import (
+    CheckedCall,
+    Measuring,
+    Outcome,
+    PeerFailureError,
+    Trial,
+    UnsupportedError,
+    those_that_work,
+)
+from mpicomm.bench.operations import BARRIER, Case, CaseBuffers
+from mpicomm.bench.peers import ORDINARY, OWN, UNCODED, Mpicomm, Peer, PlainMpi, peer_class
 from mpicomm.collectives.wire import Wire
 
-OWN = "mpicomm"
-ORDINARY = "mpicomm-ordinary"
-UNCODED = "mpicomm-uncoded"
-
+P = TypeVar("P", bound=Peer)
 _SEED = 48
 _STEP_NBYTES = 512  # PyTorch and CuPy place arrays of GPUs at multiples of it
 _PLACES = 64
@@ -62,28 +66,6 @@ def mean_share(largest: int) -> float:
     return (largest // 2 + 1 + largest) / 2 / largest
 
 
-@dataclass
-class Contender:
-    """A library, mpicomm or another, and its two arrays."""
-
-    name: str
-    peer: Peer
-    first: Any
-    second: Any
-    error: float = 0.0
-    """The most by which an element of each rank, of magnitude 1, may change on its way."""
-
-    @property
-    def own(self) -> bool:
-        """Whether it is mpicomm. Failures of mpicomm end the run."""
-        return self.name in (OWN, ORDINARY, UNCODED)
-
-    def buffers(self, case: Case, shift: int = 0) -> CaseBuffers:
-        """Return the buffers of a case, ``shift`` bytes into the two arrays."""
-        first, second = self.first[shift:], self.second[shift:]
-        return buffers(case, first, second, result_at_front=self.peer.result_at_front)
-
-
 class Contenders:
     """All contenders, mpicomm first. ``absent`` has the reason for each missing peer."""
 
@@ -91,7 +73,7 @@ class Contenders:
         self._comm = comm
         self._machine = machine
         self._nbytes = nbytes
-        self.present: list[Contender] = []
+        self.present: list[Peer] = []
         self.absent: dict[str, str] = {}
 
     def open_own(self, kinds: Sequence[str], algorithm: str, wire: Wire | None = None) -> None:
@@ -99,24 +81,20 @@ class Contenders:
 
         With ``wire`` the last contender is mpicomm without it, on arrays of the first kind.
         """
-        for kind in kinds:
-            self._open_own(ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN, kind, algorithm, wire)
-        if wire is not None:
-            self._open_own(UNCODED, kinds[0], algorithm, None)
-
-    def _open_own(self, name: str, kind: str, algorithm: str, wire: Wire | None) -> None:
-        peer = Mpicomm(self._comm, self._machine, symmetric=kind == "symmetric", algorithm=algorithm, wire=wire)
-        contender = self._with_arrays(name, peer)
-        contender.error = 0.0 if wire is None else wire.error
-        self.present.append(contender)
+        own = [(ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN, kind, wire) for kind in kinds]
+        for name, kind, travels in [*own, *([] if wire is None else [(UNCODED, kinds[0], None)])]:
+            symmetric = kind == "symmetric"
+            peer = Mpicomm(self._comm, self._machine, symmetric=symmetric, algorithm=algorithm, wire=travels)
+            self.present.append(peer.named(name, self._nbytes))
 
     def open_peers(self, names: Sequence[str]) -> None:
         """Add the peers that all ranks can open. Collective."""
-        for name in names:
-            try:
-                self.present.append(together(self._comm, lambda: self._open(name)))  # noqa: B023
-            except PeerFailureError as failure:
-                self.absent[name] = str(failure)
+
+        def make(name: str) -> Peer:
+            return open_peer(peer_class(name), self._comm, self._machine).named(name, self._nbytes)
+
+        opened, self.absent = those_that_work(self._comm, names, make)
+        self.present += opened.values()
 
     def close(self) -> None:
         """Close all contenders, the last one first. Collective."""
@@ -125,7 +103,7 @@ class Contenders:
             contender.first = contender.second = None
             # Keep the results even if closing the peer fails.
             with suppress(Exception) if not contender.own else nullcontext():
-                contender.peer.close()
+                contender.close()
 
     def measure(
         self, measuring: Measuring, content: Content, case: Case, checks: int, *, vary: bool = False
@@ -140,22 +118,11 @@ class Contenders:
                 silent[contender.name] = str(failure)
         return measuring.run(trials, silent)
 
-    def _open(self, name: str) -> Contender:
-        return self._with_arrays(name, open_peer(peer_class(name), self._comm, self._machine))
 
-    def _with_arrays(self, name: str, peer: Peer) -> Contender:
-        first, second = peer.allocate(self._nbytes), peer.allocate(self._nbytes)
-        with self._machine.current():
-            for array in (first, second):
-                array.fill(0)  # because calls that vary read bytes that no case has written, perhaps slow numbers
-        self._machine.finish()
-        return Contender(name, peer, first, second)
-
-
-def open_peer(made: Any, comm: Communicator, machine: Machine) -> Any:
+def open_peer(made: type[P], comm: Communicator, machine: Machine) -> P:
     """Open another library by its class. Collective. Raises `UnsupportedError` on all ranks."""
     if machine.stream is None and made is not PlainMpi:
-        raise UnsupportedError("it is for arrays on GPUs")
+        raise UnsupportedError("skipped, because it needs GPUs and these ranks are on the cpu")
     # All ranks check before one of them waits for another rank.
     reason = next((reason for reason in comm.allgather(made.missing()) if reason is not None), None)
     if reason is not None:
@@ -163,25 +130,11 @@ def open_peer(made: Any, comm: Communicator, machine: Machine) -> Any:
     return made(comm, machine)
 
 
-def open_peers(
-    classes: Mapping[str, Any], names: Sequence[str], comm: Communicator, machine: Machine
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the libraries of ``names`` that all ranks can open, and the reasons of the others. Collective."""
-    opened: dict[str, Any] = {}
-    absent: dict[str, str] = {}
-    for name in names:
-        try:
-            opened[name] = together(comm, partial(open_peer, classes[name], comm, machine))
-        except PeerFailureError as failure:
-            absent[name] = str(failure)
-    return opened, absent
-
-
 def _trials(
-    measuring: Measuring, content: Content, contender: Contender, case: Case, checks: int, *, vary: bool
+    measuring: Measuring, content: Content, contender: Peer, case: Case, checks: int, *, vary: bool
 ) -> list[Trial]:
     """Return a trial for each way of a contender. Raises `PeerFailureError`."""
-    effort, peer = measuring.effort, contender.peer
+    effort = measuring.effort
     scenes = [(case, contender.buffers(case))]
     if vary:
         checks *= _CHECKED
@@ -197,15 +150,15 @@ def _trials(
                 content.poison(contender.first[: scene[0].nbytes + ROOM_NBYTES])
             content.prepare(*scene)
 
-        exact, error = peer.exact, contender.error
+        exact, error = contender.exact, contender.error
         return CheckedCall(write, call, lambda: content.count_wrong(*scene, exact=exact, error=error))
 
-    prepared = measuring.step(lambda: [peer.prepare(*scene) for scene in scenes], own=contender.own)
+    prepared = measuring.step(lambda: [contender.prepare(*scene) for scene in scenes], own=contender.own)
     trials = []
     for way in prepared[0]:
         calls = [ways[way] for ways in prepared]
         trial = Trial(contender.name, _in_turn(calls, checks))
-        trial.own, trial.way, trial.capturable = contender.own, way, peer.capturable
+        trial.own, trial.way, trial.capturable = contender.own, way, contender.capturable
         trial.checks = [check(*each) for each in islice(cycle(zip(scenes, calls, strict=True)), checks)]
         trial.check_graph = not case.in_place
         if case.operation.reduces:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.bench.contenders import open_peers
+from mpicomm.bench.contenders import open_peer
 from mpicomm.bench.machine import Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Trial
+from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Trial, those_that_work
 from mpicomm.bench.torch_peers import TorchNccl
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -20,7 +20,7 @@ from mpicomm.experts.arrays import Received
 from mpicomm.experts.experts import Experts
 from mpicomm.experts.shape import BY_EXPERT, DTYPES, LAYOUTS
 from mpicomm.mpi.types import covered_dtype
-from mpicomm.sizes import format_line
+from mpicomm.sizes import Columns
 
 NAME = "experts"
 _PEERS = {"nccl": TorchNccl}  # through PyTorch
@@ -28,6 +28,7 @@ _ROOM = 2
 """A rank has room for so many times the rows that come if all experts get the same."""
 _ROUNDS = 7
 _CALLS = ("dispatch", "combine", "even", "copy")
+_COLUMNS = ("tokens", "layout", "dispatch", "rate", "combine", "rate", "even", "copy", "wrong")
 _NCCL_CALLS = ("nccl_dispatch", "nccl_combine", "nccl_even")
 
 
@@ -74,26 +75,25 @@ def main() -> int:
     about = [
         *header("bench experts", ranks, options.handle),
         f"hidden {options.hidden} of {options.datatype}, top {options.top_k} of {options.num_experts} experts",
-        "times in us; GB/s: the bytes that cross the links of a GPU, each way; even: an even Alltoall of as many rows "
-        "to each rank",
+        "GB/s: the bytes that cross the links of a GPU, each way; even: an even Alltoall of as many rows to each rank",
     ]
     command_line.show(*(f"# {line}" for line in about))
-    names = ["tokens", "layout", "dispatch", "GB/s", "combine", "GB/s", "even", "copy GB/s", "wrong"]
     measuring = Measuring(comm, machine, Effort(options.iters, 2, _ROUNDS, not on_host))
     rows = []
     with machine.current():
-        opened, absent = open_peers(_PEERS, options.compare, comm, machine)
+        opened, absent = those_that_work(comm, options.compare, lambda name: open_peer(_PEERS[name], comm, machine))
         command_line.show(*(f"# {name}: {reason}" for name, reason in absent.items()))
         peer: TorchNccl | None = opened.get("nccl")
         if peer is not None:
             command_line.show(f"# {peer.version}")
-            names += ["nccl disp.", "nccl comb.", "nccl even"]
-        widths = [11] * len(names)
-        command_line.show("#" + format_line(names, widths)[1:])
+        names = [*_COLUMNS, *(["nccl disp.", "nccl comb.", "nccl even"] if peer is not None else [])]
+        units = {"tokens": "", "layout": "", "rate": "(GB/s)", "copy": "(GB/s)", "wrong": ""}
+        table = Columns([(name, units.get(name, "(us)"), 11) for name in names])
+        command_line.show(*table.head())
         for count in options.tokens:
             for layout in options.layouts:
                 rows.append(_measure(options, measuring, count, layout, peer))
-                command_line.show(format_line(_cells(rows[-1])[: len(names)], widths))
+                command_line.show(table.line(_cells(rows[-1])[: len(names)]))
         if peer is not None:
             peer.close()
     wrong = sum(row["wrong"] for row in rows)

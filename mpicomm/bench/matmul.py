@@ -17,20 +17,21 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.contenders import OWN, open_peers
+from mpicomm.bench.contenders import open_peer
 from mpicomm.bench.machine import Call, Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Outcome, PeerFailureError, Trial
+from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Outcome, PeerFailureError, Trial, those_that_work
 from mpicomm.bench.nccl import Nccl
+from mpicomm.bench.peers import OWN, Peer
 from mpicomm.bench.torch_peers import FusedTorch
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.options import header, setting
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import covered_dtype
-from mpicomm.sizes import format_line
+from mpicomm.sizes import Columns
 
 NAME = "matmul"
-_PEERS = {"nccl": Nccl, "torch": FusedTorch}
+_PEERS: dict[str, type[Peer]] = {"nccl": Nccl, "torch": FusedTorch}
 _PARTS = ("collective", "product")
 _KINDS = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -83,33 +84,29 @@ class ProductCase:
     columns: int
     size: int
 
-    @property
-    def a_rows(self) -> int:
-        """The rows of this rank's input."""
-        return self.rows // self.size if self.kind == "allgather_matmul" else self.rows
-
-    @property
-    def out_rows(self) -> int:
-        """The rows of this rank's result."""
-        return self.rows // self.size if self.kind == "matmul_reduce_scatter" else self.rows
-
 
 class Matrices:
-    """The matrices of one case on one rank, of PyTorch on a GPU and of NumPy on the host."""
+    """The matrices of one case on one rank, of PyTorch on a GPU and of NumPy on the host.
+
+    Contenders are pairs: a call, and a function that returns the result of the last call, or None for a part.
+    """
 
     def __init__(self, case: ProductCase, comm: Communicator, dtype: str) -> None:
-        self.case, self._comm = case, comm
+        self.case, self._comm, self._dtype = case, comm, dtype
         self._on_gpu = isinstance(comm.device, int)
+        self._xp: Any = np
+        self._kind: dict[str, Any] = {"dtype": np.dtype(dtype) if not self._on_gpu else None}
         if self._on_gpu:
             import torch
 
-            self._torch = torch
-            self._kind: dict[str, Any] = {"device": torch.device("cuda", comm.device), "dtype": getattr(torch, dtype)}
-        self._dtype = dtype
-        self.a = self._empty(case.a_rows, case.inner)
+            self._xp = torch
+            self._kind = {"device": torch.device("cuda", comm.device), "dtype": getattr(torch, dtype)}
+        shard = case.rows // comm.size
+        gathers, scatters = case.kind == "allgather_matmul", case.kind == "matmul_reduce_scatter"
+        self.a = self._empty(shard if gathers else case.rows, case.inner)
         self.b = self._empty(case.inner, case.columns)
-        self.out = self._empty(case.out_rows, case.columns)
-        self.whole = self._empty(case.rows, case.inner if case.kind == "allgather_matmul" else case.columns)
+        self.out = self._empty(shard if scatters else case.rows, case.columns)
+        self.whole = self._empty(case.rows, case.inner if gathers else case.columns)
         """The gathered input, or the partial sums, of contenders that run one after the other."""
 
     def fill_exactly(self) -> None:
@@ -126,57 +123,59 @@ class Matrices:
             else:
                 array[...] = rng.standard_normal(array.shape)
 
-    def count_wrong(self, out: Any) -> int:
+    def count_wrong(self, result: Callable[[], Any]) -> int:
         """Return how many elements of a result are wrong, after `fill_exactly`."""
         case, comm = self.case, self._comm
-        ranks = [self._like(self._integers(rank, *self.a.shape)) for rank in range(comm.size)]
+        ranks = [self._integers(rank, *self.a.shape) for rank in range(comm.size)]
         if case.kind == "allgather_matmul":
-            whole = self._torch.cat(ranks) if self._on_gpu else np.concatenate(ranks)
-            wanted = whole @ self.b
+            wanted = self._xp.concatenate(ranks) @ self.b
         else:
-            total: Any = 0
-            for rank, a in enumerate(ranks):
-                total = total + a @ self._like(self._integers(100 + rank, *self.b.shape))
-            begin = comm.rank * case.out_rows if case.kind == "matmul_reduce_scatter" else 0
-            wanted = total[begin : begin + case.out_rows]
-        return int((out != self._like(wanted)).sum())
+            wanted = sum(a @ self._integers(100 + rank, *self.b.shape) for rank, a in enumerate(ranks))
+            rows = len(self.out)
+            begin = comm.rank * rows if case.kind == "matmul_reduce_scatter" else 0
+            wanted = wanted[begin : begin + rows]
+        return int((result() != wanted).sum())
 
-    def own(self) -> Product:
-        """Return mpicomm's call."""
-        call = getattr(self._comm, self.case.kind)
-        return lambda: call(self.a, self.b, self.out), lambda: self.out
-
-    def product(self) -> Product:
-        """Return the product alone, with whole matrices."""
-        a = self.whole if self.case.kind == "allgather_matmul" else self.a
-        return self._multiplying(a, self.b, self._empty(self.case.rows, self.case.columns)), None
-
-    def collective(self) -> Product:
-        """Return mpicomm's collective alone."""
-        comm = self._comm
-        calls: dict[str, Call] = {
+    def contenders(self, peers: Mapping[str, Any]) -> dict[str, Callable[[], Product]]:
+        """Return the functions that make each contender, by its name. They fail if a peer has no such call."""
+        comm, kind = self._comm, self.case.kind
+        collectives: dict[str, Call] = {
             "allgather_matmul": lambda: comm.Allgather(self.a, self.whole),
             "matmul_reduce_scatter": lambda: comm.Reduce_scatter_block(self.whole, self.out),
             "matmul_allreduce": lambda: comm.Allreduce(MPI.IN_PLACE, self.out),
         }
-        return calls[self.case.kind], None
+        collective, fused = collectives[kind], getattr(comm, kind)
+        product_out = self._empty(self.case.rows, self.case.columns)
+        a = self.whole if kind == "allgather_matmul" else self.a
+        made: dict[str, Callable[[], Product]] = {
+            "collective": lambda: (collective, None),
+            "product": lambda: (lambda: self._xp.matmul(a, self.b, out=product_out), None),
+            OWN: lambda: (lambda: fused(self.a, self.b, self.out), lambda: self.out),
+            "serial": lambda: self._serial(collective),
+        }
+        if "nccl" in peers:
+            made["nccl"] = lambda: self._serial(self._nccl_call(peers["nccl"]))
+        if "torch" in peers:
+            made["torch"] = lambda: peers["torch"].product(kind, self.a, self.b)
+        return made
 
-    def serial(self, collective: Call) -> Product:
+    def _serial(self, collective: Call) -> Product:
         """Return a collective and the product, one after the other."""
-        if self.case.kind == "allgather_matmul":
-            calls = (collective, self._multiplying(self.whole, self.b, self.out))
-        else:
-            partial = self.whole if self.case.kind == "matmul_reduce_scatter" else self.out
-            calls = (self._multiplying(self.a, self.b, partial), collective)
+        gathers = self.case.kind == "allgather_matmul"
+        a, out = (self.whole, self.out) if gathers else (self.a, self.whole)
+        if self.case.kind == "matmul_allreduce":
+            out = self.out
 
         def both() -> None:
-            for call in calls:
-                call()
+            if gathers:
+                collective()
+            self._xp.matmul(a, self.b, out=out)
+            if not gathers:
+                collective()
 
         return both, lambda: self.out
 
-    def serial_nccl(self, nccl: Nccl) -> Product:
-        """Return NCCL's collective and the product, one after the other."""
+    def _nccl_call(self, nccl: Nccl) -> Call:
         function, send, receive, counted = {
             "allgather_matmul": ("ncclAllGather", self.a, self.whole, self.a),
             "matmul_reduce_scatter": ("ncclReduceScatter", self.whole, self.out, self.out),
@@ -184,29 +183,19 @@ class Matrices:
         }[self.case.kind]
         memory = (send.data_ptr(), receive.data_ptr(), counted.numel())
         reduces = self.case.kind != "allgather_matmul"
-        return self.serial(nccl.on_memory(function, *memory, covered_dtype(self._dtype), reduces=reduces))
-
-    def _multiplying(self, a: Any, b: Any, out: Any) -> Call:
-        if self._on_gpu:
-            return lambda: self._torch.mm(a, b, out=out)
-        return lambda: np.matmul(a, b, out=out)
+        return nccl.on_memory(function, *memory, covered_dtype(self._dtype), reduces=reduces)
 
     def _integers(self, seed: int, rows: int, columns: int) -> Any:
         if self._on_gpu:
-            generator = self._torch.Generator(device=self._kind["device"]).manual_seed(seed)
+            generator = self._xp.Generator(device=self._kind["device"]).manual_seed(seed)
             kind = {"device": self._kind["device"], "generator": generator}
-            signs = self._torch.randint(-8, 9, (rows, columns), **kind)
+            signs = self._xp.randint(-8, 9, (rows, columns), **kind)
             return ((signs == 8).int() - (signs == -8).int()).to(self._kind["dtype"])
         signs = np.random.default_rng(seed).integers(-8, 9, (rows, columns))
         return (signs == 8).astype(self._dtype) - (signs == -8).astype(self._dtype)
 
-    def _like(self, array: Any) -> Any:
-        return array.to(self._kind["dtype"]) if self._on_gpu else np.asarray(array, self._dtype)
-
     def _empty(self, rows: int, columns: int) -> Any:
-        if self._on_gpu:
-            return self._torch.empty(rows, columns, **self._kind)
-        return np.empty((rows, columns), self._dtype)
+        return self._xp.empty((rows, columns), **self._kind)
 
 
 def main() -> int:
@@ -224,9 +213,10 @@ def main() -> int:
     ranks = comm.allgather(comm.describe())
     results, wrong = [], 0
     with _torch_stream(comm, machine):
-        opened, absent = open_peers(_PEERS, options.compare, comm, machine)
+        opened, absent = those_that_work(comm, options.compare, lambda name: open_peer(_PEERS[name], comm, machine))
         names = (*_PARTS, OWN, "serial", *opened)
-        widths = (24, 8, *[11] * len(names), 11, 8)
+        times_of = [(name, "(us)", 11) for name in names]
+        table = Columns([("call", "", 24), ("rows", "", 8), *times_of, ("ratio", "", 11), ("#wrong", "", 8)])
         about = [
             *header(f"bench {NAME}", ranks, options.handle),
             f"timed: {'graphs of ' if graphs else ''}{options.iters} calls, slowest rank, median of {options.rounds} "
@@ -234,10 +224,9 @@ def main() -> int:
             *(f"{name} {peer.version}" for name, peer in opened.items()),
             *(f"{name}: {reason}" for name, reason in absent.items()),
             *(["torch: call by call, not in graphs"] if graphs and "torch" in opened else []),
-            "times in us; ratio: mpicomm divided by the larger of collective and product",
+            "ratio: mpicomm divided by the larger of collective and product",
         ]
-        command_line.show(*(f"# {line}" for line in about))
-        command_line.show("#" + format_line(("call", "rows", *names, "ratio", "#wrong"), widths)[1:])
+        command_line.show(*(f"# {line}" for line in about), *table.head())
         # The products after an all-gather and before a reduction have transposed shapes, as in a layer.
         for kind, rows in itertools.product(_KINDS, options.rows):
             shape = (inner, columns) if kind == "allgather_matmul" else (columns, inner)
@@ -249,7 +238,7 @@ def main() -> int:
             results.append({**asdict(case), "times": found, "ratio": ratio, "missing": silent})
             cells = [times[name].time_us if name in times else None for name in names]
             bad = sum(each.wrong or 0 for each in times.values())
-            command_line.show(format_line((kind, rows, *cells, f"{ratio:.3f}", bad), widths))
+            command_line.show(table.line((kind, rows, *cells, f"{ratio:.3f}", bad)))
         for peer in opened.values():
             peer.close()
     peers = {name: peer.version for name, peer in opened.items()}
@@ -284,34 +273,16 @@ def _measure(
     measuring: Measuring, matrices: Matrices, peers: Mapping[str, Any]
 ) -> tuple[dict[str, Outcome], dict[str, str]]:
     matrices.fill_as_in_programs()  # before the parts, which have no check
-    collective, _ = matrices.collective()
-    make: dict[str, Callable[[], Product]] = {
-        "collective": matrices.collective,
-        "product": matrices.product,
-        OWN: matrices.own,
-        "serial": partial(matrices.serial, collective),
-    }
-    if "nccl" in peers:
-        make["nccl"] = partial(matrices.serial_nccl, peers["nccl"])
-    if "torch" in peers:
-        make["torch"] = partial(peers["torch"].product, matrices.case.kind, matrices.a, matrices.b)
     trials: list[Trial] = []
     silent: dict[str, str] = {}
-    for name, prepare in make.items():
+    for name, make in matrices.contenders(peers).items():
         try:
-            call, result = measuring.step(prepare, own=name not in peers)
+            call, result = measuring.step(make, own=name not in peers)
         except PeerFailureError as failure:
             silent[name] = str(failure)
             continue
-        checks = (
-            []
-            if result is None
-            else [CheckedCall(matrices.fill_exactly, call, partial(_count_wrong, matrices, result))]
-        )
+        count_wrong = partial(matrices.count_wrong, result) if result is not None else None
+        checks = [] if count_wrong is None else [CheckedCall(matrices.fill_exactly, call, count_wrong)]
         refresh = matrices.fill_as_in_programs
         trials.append(Trial(name, call, checks, name not in peers, capturable=name != "torch", refresh=refresh))
     return measuring.run(trials, silent)
-
-
-def _count_wrong(matrices: Matrices, result: Callable[[], Any]) -> int:
-    return matrices.count_wrong(result())

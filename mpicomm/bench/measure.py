@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from mpicomm.api.communicator import Communicator
@@ -55,6 +56,8 @@ class Outcome:
     """Why calls were issued one by one although the user asked for graphs; else empty."""
     way: str
     """The name of the way, if the library has several."""
+    spread: float = 0.0
+    """The slowest round minus the fastest one, divided by the median."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,20 @@ class Trial:
     rounds: list[CallTimes] = field(default_factory=list)
 
 
+def those_that_work(
+    comm: Communicator, names: Iterable[str], make: Callable[[str], T]
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Return what ``make`` makes of each name on all ranks, and the reasons of the names that fail. Collective."""
+    made: dict[str, T] = {}
+    failed: dict[str, str] = {}
+    for name in names:
+        try:
+            made[name] = together(comm, partial(make, name))
+        except PeerFailureError as failure:
+            failed[name] = str(failure)
+    return made, failed
+
+
 class Measuring:
     """Measures trials. All methods are collective."""
 
@@ -131,7 +148,7 @@ class Measuring:
         return result
 
     def _make_ready(self, trial: Trial) -> None:
-        """CheckedCall the results of a trial, warm it up, and capture it."""
+        """Check the results of a trial, warm it up, and capture it."""
         for check in trial.checks:
             self._check(trial, check)
         self.step(lambda: self._repeat(trial.call, self.effort.warmups), own=trial.own)
@@ -188,11 +205,13 @@ class Measuring:
         outcomes: dict[str, Outcome] = {}
         for index, trial in enumerate(trials):
             rounds = list(zip(*(of_rank[index][0] for of_rank in of_all), strict=True))
-            complete = statistics.median(max(times.complete for times in ranks) for ranks in rounds)
+            slowest = [max(times.complete for times in ranks) for ranks in rounds]
+            complete = statistics.median(slowest)
             issues = [[times.issue for times in ranks if times.issue is not None] for ranks in rounds]
             issue = statistics.median(map(max, issues)) * 1e6 if all(issues) else None
             wrong = None if trial.wrong is None else sum(of_rank[index][1] for of_rank in of_all)
-            outcome = Outcome(complete * 1e6, issue, wrong, trial.eager, trial.way)
+            spread = (max(slowest) - min(slowest)) / complete
+            outcome = Outcome(complete * 1e6, issue, wrong, trial.eager, trial.way, spread)
             if trial.name in outcomes:
                 ways = (outcomes[trial.name], outcome)
                 # The wrong elements of every way count, even if the table shows another way.

@@ -13,7 +13,7 @@ from mpicomm.bench.content import expected
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.measure import UnsupportedError
 from mpicomm.bench.operations import BARRIER, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers import view_bytes
+from mpicomm.bench.peers import Peer, view_bytes
 from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda import nccl
 from mpicomm.devices.cuda.driver import cuda_major
@@ -38,25 +38,19 @@ _COLLECTIVE_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
-class Nccl:
-    """A `Peer`: an NCCL communicator. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
+class Nccl(Peer):
+    """An NCCL communicator. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
 
-    exact = False
-    capturable = True
     result_at_front = False
 
     def __init__(self, comm: Communicator, machine: Machine) -> None:
+        super().__init__(comm, machine)
         self.version = nccl.version()
-        self._machine = machine
-        self._comm = nccl.NcclCommunicator(comm.size, command_line.on_first_rank(comm, nccl.unique_id), comm.rank)
+        self._nccl = nccl.NcclCommunicator(comm.size, command_line.on_first_rank(comm, nccl.unique_id), comm.rank)
 
     @staticmethod
     def missing() -> str | None:
-        """Return the package to install, or None. Local."""
         return nccl.missing()
-
-    def allocate(self, nbytes: int) -> Any:
-        return self._machine.empty(nbytes)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         return {"": self._call(case, _address(buffers.send), _address(buffers.receive), _type_of(case.dtype))}
@@ -66,13 +60,13 @@ class Nccl:
     ) -> Call:
         """Return a call of an NCCL function on memory at two addresses, with a sum if it reduces."""
         arguments = [_type_of(dtype), *([_OPS["sum"]] if reduces else [])]
-        return _bind(function, send, receive, count, *arguments, self._comm.handle, self._machine.stream.ptr)
+        return _bind(function, send, receive, count, *arguments, self._nccl.handle, self._machine.stream.ptr)
 
     def close(self) -> None:
-        self._comm.destroy()
+        self._nccl.destroy()
 
     def _call(self, case: Case, send: int, receive: int, dtype: int) -> Call:
-        operation, end = case.operation, (self._comm.handle, self._machine.stream.ptr)
+        operation, end = case.operation, (self._nccl.handle, self._machine.stream.ptr)
         reduction = [_OPS[case.op]]
         if operation is BARRIER:  # as in programs that use NCCL
             return _bind("ncclAllReduce", send, send, 1, dtype, *reduction, *end)
@@ -113,14 +107,14 @@ class SymmetricNccl(Nccl):
         whole = -(-nbytes // _GRANULARITY) * _GRANULARITY
         nccl.call("ncclMemAlloc", ctypes.byref(memory), whole)
         given = (memory, whole, ctypes.byref(window), _COLLECTIVE_SYMMETRIC)
-        nccl.call("ncclCommWindowRegister", self._comm.handle, *given)
+        nccl.call("ncclCommWindowRegister", self._nccl.handle, *given)
         self._windows.append((memory, window))
         assert memory.value is not None
         return view_bytes(memory.value, nbytes, self)
 
     def close(self) -> None:
         for memory, window in self._windows:
-            nccl.call("ncclCommWindowDeregister", self._comm.handle, window)
+            nccl.call("ncclCommWindowDeregister", self._nccl.handle, window)
             nccl.call("ncclMemFree", memory)
         super().close()
 

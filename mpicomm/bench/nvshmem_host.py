@@ -10,21 +10,18 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.measure import UnsupportedError
 from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers import view_bytes
+from mpicomm.bench.peers import Peer, view_bytes
 from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda.driver import cuda_major
 
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the other types have NumPy's names
 
 
-class Nvshmem:
-    """A `Peer`: NVSHMEM on its symmetric heap."""
-
-    exact = False
-    capturable = True
-    result_at_front = True
+class Nvshmem(Peer):
+    """NVSHMEM on its symmetric heap."""
 
     def __init__(self, comm: Communicator, machine: Machine) -> None:
+        super().__init__(comm, machine)
         import nvshmem.core as core
         from cuda.core import Device
         from nvshmem import bindings
@@ -42,7 +39,6 @@ class Nvshmem:
 
     @staticmethod
     def missing() -> str | None:
-        """Return the package to install, or None. Local."""
         if importlib.util.find_spec("nvshmem") is None:
             return f"not installed: pip install nvshmem4py-cu{cuda_major()}"
         return None

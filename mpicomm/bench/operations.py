@@ -6,7 +6,7 @@ rank: one block for each rank, except in reductions and the broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,18 +19,6 @@ ROOT = 0
 OUT_OF_PLACE, IN_PLACE = "out-of-place", "in-place"
 
 
-def _moved_once(size: int) -> float:
-    return (size - 1) / size
-
-
-def _moved_twice(size: int) -> float:
-    return 2 * (size - 1) / size
-
-
-def _all_of_it(size: int) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True, eq=False)
 class BenchOperation:
     """A collective, or one of the two calls that the table of collectives does not have."""
@@ -39,10 +27,10 @@ class BenchOperation:
     """Its name on the command line, the same as in nccl-tests."""
     collective: Collective | None
     """Its row in the table; None for `SENDRECV` and `BARRIER`."""
-    bus_factor: Callable[[int], float]
-    """Bus bandwidth divided by algorithm bandwidth, by the number of ranks.
+    crossings: int
+    """How often all bytes but a rank's own block cross a link; 0 if each byte crosses it once.
 
-    Bus bandwidth is comparable to the bandwidth of a link.
+    It gives the bus bandwidth, which is comparable to the bandwidth of a link.
     """
     places: tuple[str, ...] = (OUT_OF_PLACE, IN_PLACE)
 
@@ -67,23 +55,23 @@ class BenchOperation:
         return self.collective is not None and self.collective.receive != "one"
 
 
-SENDRECV = BenchOperation("sendrecv", None, _all_of_it, (OUT_OF_PLACE,))
+SENDRECV = BenchOperation("sendrecv", None, 0, (OUT_OF_PLACE,))
 """Every rank sends to the next rank, and receives from the previous rank."""
-BARRIER = BenchOperation("barrier", None, _all_of_it, (OUT_OF_PLACE,))
+BARRIER = BenchOperation("barrier", None, 0, (OUT_OF_PLACE,))
 
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        BenchOperation("allreduce", collectives.ALLREDUCE, _moved_twice),
-        BenchOperation("reduce_scatter", collectives.REDUCE_SCATTER_BLOCK, _moved_once),
-        BenchOperation("allgather", collectives.ALLGATHER, _moved_once),
-        BenchOperation("allgatherv", collectives.ALLGATHERV, _moved_once, (OUT_OF_PLACE,)),
-        BenchOperation("bcast", collectives.BCAST, _all_of_it, (IN_PLACE,)),  # it has one buffer
-        BenchOperation("reduce", collectives.REDUCE, _all_of_it),
-        BenchOperation("gather", collectives.GATHER, _moved_once),
-        BenchOperation("scatter", collectives.SCATTER, _moved_once),
-        BenchOperation("alltoall", collectives.ALLTOALL, _moved_once, (OUT_OF_PLACE,)),
-        BenchOperation("alltoallv", collectives.ALLTOALLV, _moved_once, (OUT_OF_PLACE,)),
+        BenchOperation("allreduce", collectives.ALLREDUCE, 2),
+        BenchOperation("reduce_scatter", collectives.REDUCE_SCATTER_BLOCK, 1),
+        BenchOperation("allgather", collectives.ALLGATHER, 1),
+        BenchOperation("allgatherv", collectives.ALLGATHERV, 1, (OUT_OF_PLACE,)),
+        BenchOperation("bcast", collectives.BCAST, 0, (IN_PLACE,)),  # it has one buffer
+        BenchOperation("reduce", collectives.REDUCE, 0),
+        BenchOperation("gather", collectives.GATHER, 1),
+        BenchOperation("scatter", collectives.SCATTER, 1),
+        BenchOperation("alltoall", collectives.ALLTOALL, 1, (OUT_OF_PLACE,)),
+        BenchOperation("alltoallv", collectives.ALLTOALLV, 1, (OUT_OF_PLACE,)),
         SENDRECV,
         BARRIER,
     )
@@ -198,7 +186,8 @@ class Case:
 
     def busbw_gb_s(self, time_us: float) -> float:
         """Return the bytes that each link must carry, divided by the time, in GB/s."""
-        return self.algbw_gb_s(time_us) * self.operation.bus_factor(self.size)
+        crossings = self.operation.crossings
+        return self.algbw_gb_s(time_us) * (crossings * (self.size - 1) / self.size if crossings else 1)
 
 
 def blocks_of(operation: BenchOperation, sizes: Iterable[int], dtype: np.dtype[Any], ranks: int) -> list[int]:

@@ -11,6 +11,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import OPS
 from mpicomm.bench.operations import ALIASES, BARRIER, OPERATIONS
 from mpicomm.bench.peers import PEERS
+from mpicomm.bench.torch_peers import TorchSymmetric
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.collectives.gpu.algorithms.registry import NAMES
@@ -97,6 +98,8 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         if row is None or not row.coded:
             raise InvalidUsageError("--wire-dtype is for allreduce, allgather and reduce_scatter: leave it out")
         wire.require(options.collective, covered_dtype(options.datatype), options.op if row.reduces else None)
+    if options.beside and comm.device != "cpu" and TorchSymmetric.missing():
+        raise InvalidUsageError(f"--beside needs PyTorch: {TorchSymmetric.missing()}, or leave it out")
     barrier = OPERATIONS[options.collective] is BARRIER
     on_host = comm.device == "cpu"
     for refused, why in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,10 +10,11 @@ from functools import partial
 from typing import Any
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.contenders import Contender, Contenders
+from mpicomm.bench.contenders import Contenders
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.measure import PeerFailureError, together
 from mpicomm.bench.operations import Case
+from mpicomm.bench.peers import Peer
 
 _EDGE = 8192
 _PRODUCTS = 20
@@ -48,7 +48,7 @@ def slowdowns(comm: Communicator, machine: Machine, contenders: Contenders, case
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
-    multiply = product(stream, comm.device)
+    multiply = _product(stream, comm.device)
 
     def time_products() -> float:
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()
@@ -65,18 +65,19 @@ def slowdowns(comm: Communicator, machine: Machine, contenders: Contenders, case
     alone = max(comm.allgather(time_products()))
     found = []
     for contender in contenders.present:
+        beside, spanned, failure = 0.0, False, ""
         try:
             beside, spanned = _time_beside(comm, machine, contender, case, time_products, alone)
-            found.append(Slowdown(contender.name, case.nbytes, alone, beside, spanned))
-        except PeerFailureError as failure:
-            found.append(Slowdown(contender.name, case.nbytes, alone, 0.0, False, str(failure)))
+        except PeerFailureError as error:
+            failure = str(error)
+        found.append(Slowdown(contender.name, case.nbytes, alone, beside, spanned, failure))
     return found
 
 
 def _time_beside(
     comm: Communicator,
     machine: Machine,
-    contender: Contender,
+    contender: Peer,
     case: Case,
     time_products: Callable[[], float],
     alone_us: float,
@@ -101,10 +102,10 @@ def _time_beside(
     return max(time for time, _ in everybody), all(spanned for _, spanned in everybody)
 
 
-def _fastest(comm: Communicator, machine: Machine, contender: Contender, case: Case) -> Call:
+def _fastest(comm: Communicator, machine: Machine, contender: Peer, case: Case) -> Call:
     """Return the call of the contender's fastest way."""
-    calls = together(comm, lambda: contender.peer.prepare(case, contender.buffers(case)))
-    if not contender.peer.capturable:
+    calls = together(comm, lambda: contender.prepare(case, contender.buffers(case)))
+    if not contender.capturable:
         raise PeerFailureError("its calls block the caller, so nothing runs beside them")
     times = {
         way: max(comm.allgather(together(comm, lambda: machine.time_calls(call, 5)).complete))  # noqa: B023
@@ -113,28 +114,17 @@ def _fastest(comm: Communicator, machine: Machine, contender: Contender, case: C
     return calls[min(times, key=lambda way: times[way])]
 
 
-def product(stream: Any, ordinal: int | str) -> Call:
-    """Return a product on a GPU's ``stream``: of bfloat16 by PyTorch if it is installed, else of float16 by CuPy."""
-    if importlib.util.find_spec("torch"):
-        import torch
+def _product(stream: Any, ordinal: int | str) -> Call:
+    """Return a product of bfloat16 by PyTorch on a GPU's ``stream``."""
+    import torch
 
-        device = torch.device("cuda", ordinal)
-        left, right, out = (torch.randn(_EDGE, _EDGE, device=device).to(torch.bfloat16) for _ in range(3))
-        torch.cuda.synchronize(device)
-        external = torch.cuda.ExternalStream(stream.ptr, device=device)
+    device = torch.device("cuda", ordinal)
+    left, right, out = (torch.randn(_EDGE, _EDGE, device=device).to(torch.bfloat16) for _ in range(3))
+    torch.cuda.synchronize(device)
+    external = torch.cuda.ExternalStream(stream.ptr, device=device)
 
-        def multiply() -> None:
-            with torch.cuda.stream(external):
-                torch.matmul(left, right, out=out)
+    def multiply() -> None:
+        with torch.cuda.stream(external):
+            torch.matmul(left, right, out=out)
 
-        return multiply
-    import cupy
-
-    left, right, out = (cupy.random.standard_normal((_EDGE, _EDGE), "f").astype("e") for _ in range(3))
-    cupy.cuda.Device().synchronize()
-
-    def multiply_with_cupy() -> None:
-        with stream:
-            cupy.matmul(left, right, out=out)
-
-    return multiply_with_cupy
+    return multiply

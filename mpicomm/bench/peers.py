@@ -1,11 +1,11 @@
-"""The libraries that the bench compares, behind one Protocol: mpicomm, MPI, and others in modules of their own."""
+"""The libraries that the bench compares, of one base: mpicomm, MPI, and others in modules of their own."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -14,7 +14,7 @@ import mpicomm
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.measure import UnsupportedError
-from mpicomm.bench.operations import IN_PLACE, ROOT, SENDRECV, Case, CaseBuffers
+from mpicomm.bench.operations import IN_PLACE, ROOT, SENDRECV, Case, CaseBuffers, buffers
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
 from mpicomm.collectives.operations import Operation as Collective
 from mpicomm.collectives.wire import Wire
@@ -28,41 +28,80 @@ PEERS = {
     "nvshmem": "nvshmem_host.Nvshmem",
     "mpi": "peers.PlainMpi",
 }
-"""Their names on the command line, and their classes, which take a communicator and a `Machine`.
-
-The function ``missing`` of a class names the package to install, or returns None. It is local.
-"""
+"""Their names on the command line, and their classes, which take a communicator and a `Machine`."""
 
 _LARGEST_STAGED = 64 << 20  # larger sizes take minutes and show nothing new
 _IN_RANK_ORDER = {algorithm.name for algorithm in ALGORITHMS if algorithm.in_rank_order}
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "avg": mpicomm.AVG}
 
 
-class Peer(Protocol):
-    """A library in use. All methods are collective."""
+P = TypeVar("P", bound="Peer")
+OWN = "mpicomm"
+ORDINARY = "mpicomm-ordinary"
+UNCODED = "mpicomm-uncoded"
 
-    version: str
-    exact: bool
+
+class Peer:
+    """A library in use, and the two arrays of its calls. All methods but `missing` are collective."""
+
+    name = ""
+    version = ""
+    exact = False
     """Whether its reductions are in rank order, so that the bench can compare every bit."""
-    capturable: bool
+    capturable = True
     """Whether CUDA graphs can capture its calls."""
-    result_at_front: bool
+    result_at_front = True
     """Whether an in-place reduce-scatter leaves its block at the front of the buffer."""
+    error = 0.0
+    """The most by which an element of each rank, of magnitude 1, may change on its way."""
+    first: Any = None
+    second: Any = None
+
+    def __init__(self, comm: Communicator, machine: Machine) -> None:
+        self._comm = comm
+        self._machine = machine
+
+    @property
+    def own(self) -> bool:
+        """Whether it is mpicomm. Failures of mpicomm end the run."""
+        return self.name in (OWN, ORDINARY, UNCODED)
+
+    @staticmethod
+    def missing() -> str | None:
+        """Return the package to install, or None. Local."""
+        return None
 
     def allocate(self, nbytes: int) -> Any:
         """Return memory of the kind that is fastest for this library, as a NumPy or CuPy array of bytes."""
+        return self._machine.empty(nbytes)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         """Return the ways to carry out a case, by name. The fastest way counts. Raises `UnsupportedError`."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free everything."""
 
+    def named(self: P, name: str, nbytes: int) -> P:
+        """Return the peer with a name and arrays of ``nbytes``."""
+        self.name = name
+        self.first, self.second = self.allocate(nbytes), self.allocate(nbytes)
+        with self._machine.current():
+            for array in (self.first, self.second):
+                array.fill(0)  # because calls that vary read bytes that no case has written, perhaps slow numbers
+        self._machine.finish()
+        return self
 
-def peer_class(name: str) -> Any:
+    def buffers(self, case: Case, shift: int = 0) -> CaseBuffers:
+        """Return the buffers of a case, ``shift`` bytes into the two arrays."""
+        return buffers(case, self.first[shift:], self.second[shift:], result_at_front=self.result_at_front)
+
+
+def peer_class(name: str) -> type[Peer]:
     """Return the class of a peer, without an import of the library itself."""
     module, _, cls = PEERS[name].partition(".")
-    return getattr(importlib.import_module(f"mpicomm.bench.{module}"), cls)
+    found: type[Peer] = getattr(importlib.import_module(f"mpicomm.bench.{module}"), cls)
+    return found
 
 
 def view_bytes(pointer: int, nbytes: int, owner: object) -> Any:
@@ -73,18 +112,15 @@ def view_bytes(pointer: int, nbytes: int, owner: object) -> Any:
     return cupy.ndarray((nbytes,), cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
 
 
-class Mpicomm:
-    """mpicomm's public calls, as a `Peer`. ``symmetric`` says whether its arrays come from ``comm.empty``."""
+class Mpicomm(Peer):
+    """mpicomm's public calls. ``symmetric`` says whether its arrays come from ``comm.empty``."""
 
     version = mpicomm.__version__
-    capturable = True
-    result_at_front = True
 
     def __init__(
         self, comm: Communicator, machine: Machine, *, symmetric: bool, algorithm: str, wire: Wire | None = None
     ) -> None:
-        self._comm = comm
-        self._machine = machine
+        super().__init__(comm, machine)
         self._symmetric = symmetric
         # On the host "auto" may leave a call to MPI, which reduces in any order.
         self.exact = machine.stream is not None if algorithm == "auto" else algorithm in _IN_RANK_ORDER
@@ -95,6 +131,7 @@ class Mpicomm:
             self._options["algorithm"] = algorithm
         if wire is not None:
             self._options["wire_dtype"] = wire.codes
+            self.error = wire.error
 
     def allocate(self, nbytes: int) -> Any:
         """Return an array. A symmetric array lives until the communicator is freed."""
@@ -103,29 +140,16 @@ class Mpicomm:
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         return {"": mpi_call(self._comm, case, buffers, self._options)}
 
-    def close(self) -> None:
-        """Do nothing, because the communicator frees its memory."""
 
+class PlainMpi(Peer):
+    """mpi4py's own methods, on host arrays directly, on device arrays through pinned host copies."""
 
-class PlainMpi:
-    """A `Peer`: mpi4py's own methods, on host arrays directly, on device arrays through pinned host copies."""
-
-    exact = False
     capturable = False
-    result_at_front = True
 
     def __init__(self, comm: Communicator, machine: Machine) -> None:
+        super().__init__(comm, machine)
         self.version = " ".join(MPI.Get_library_version().splitlines()[0].split())
-        self._comm = MPI.Intracomm(comm)
-        self._machine = machine
-
-    @staticmethod
-    def missing() -> str | None:
-        """Return None, because MPI is always there."""
-        return None
-
-    def allocate(self, nbytes: int) -> Any:
-        return self._machine.empty(nbytes)
+        self._mpi = MPI.Intracomm(comm)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         if case.operation.reduces and (types.mpi_datatype(case.dtype) is None or case.op == "avg"):
@@ -134,14 +158,14 @@ class PlainMpi:
             raise UnsupportedError(f"MPI has no {case.dtype}")
         stream = self._machine.stream
         if stream is None:
-            return {"": mpi_call(self._comm, case, buffers, {})}
+            return {"": mpi_call(self._mpi, case, buffers, {})}
         if case.nbytes > _LARGEST_STAGED:
             raise UnsupportedError("measured up to 64 MiB")
         if case.in_place and case.operation.places != (IN_PLACE,):
             raise UnsupportedError("copies through the host are never in place")
         send = _pinned(buffers.send)
         receive = send if buffers.receive is buffers.send else _pinned(buffers.receive)
-        call = mpi_call(self._comm, case, CaseBuffers(send, receive), {})
+        call = mpi_call(self._mpi, case, CaseBuffers(send, receive), {})
 
         def run() -> None:
             if send is not None:
@@ -152,9 +176,6 @@ class PlainMpi:
                 buffers.receive.set(receive, stream=stream)
 
         return {"": run}
-
-    def close(self) -> None:
-        """Do nothing, because the peer holds nothing."""
 
 
 def _pinned(array: Any) -> Any:

@@ -9,43 +9,42 @@ from typing import Any
 
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import ROOT, Case
-from mpicomm.sizes import format_cell, format_line
+from mpicomm.sizes import Columns, format_cell
 
-_PEER_WIDTHS = (10, 7)
 _NOISE = 0.03  # two runs on the same machine differ by as much
 
 
 class Table:
-    """The layout for these places and peers. With ``issue`` a column has the time for which a call holds the caller.
+    """The table for these places and peers. With ``issue`` a column has the time for which a call holds the caller.
 
-    Each other library has two columns: its time, and this time divided by mpicomm's.
+    ``+-`` is the spread of the rounds of mpicomm. Each other library has two columns: its time, and this time divided
+    by mpicomm's.
     """
 
     def __init__(self, places: Sequence[str], peers: Sequence[str], *, issue: bool) -> None:
         self._places, self._peers, self._issue = places, peers, issue
-        own = [("issue", "(us)", 10)] if issue else []
-        own += [("time", "(us)", 10), ("algbw", "(GB/s)", 9), ("busbw", "(GB/s)", 9), ("#wrong", "", 8)]
-        self._groups = [(sum(width for *_, width in own), own)]
-        for peer in peers:
-            width = max(sum(_PEER_WIDTHS), len(peer) + 2)
-            self._groups.append((width, [("time", "(us)", width - _PEER_WIDTHS[1]), ("ratio", "", _PEER_WIDTHS[1])]))
-
-    def head(self) -> list[str]:
-        """Return the lines above the rows."""
-        columns = [
-            ("size", "(B)", 11),
+        self._case = [
+            ("size", "(B)", 12),
             ("count", "(elements)", 13),
             ("type", "", 15),
             ("redop", "", 7),
             ("root", "", 6),
         ]
-        titles = " " * sum(width for *_, width in columns)
-        for place in self._places:
-            for title, (width, group) in zip((place, *self._peers), self._groups, strict=True):
-                titles += f"{title:^{width}}" if title == place else f"{title:>{width}}"
-                columns += group
-        names, units = ("".join(f"{column[row]:>{column[2]}}" for column in columns) for row in (0, 1))
-        return [titles, names, units]
+        self._own = [("issue", "(us)", 10)] if issue else []
+        self._own += [("time", "(us)", 10), ("+-", "(%)", 6)]
+        self._own += [("algbw", "(GB/s)", 9), ("busbw", "(GB/s)", 9), ("#wrong", "", 8)]
+        self._widths = [max(17, len(peer) + 2) for peer in peers]
+        of_place = [*self._own]
+        for width in self._widths:
+            of_place += [("time", "(us)", width - 7), ("ratio", "", 7)]
+        self._columns = Columns([*self._case, *of_place * len(places)])
+
+    def head(self) -> list[str]:
+        """Return the lines above the rows."""
+        own_width = sum(width for *_, width in self._own)
+        names = "".join(f"{peer:>{width}}" for peer, width in zip(self._peers, self._widths, strict=True))
+        places = "".join(f"{place:^{own_width}}{names}" for place in self._places)
+        return [f"#{' ' * (sum(width for *_, width in self._case) - 1)}{places}".rstrip(), *self._columns.head()]
 
     def row(self, case: Case, outcomes: Mapping[str, Mapping[str, Outcome]], own: str) -> str:
         """Return the line for outcomes by place and contender. It compares the others with ``own``."""
@@ -55,14 +54,14 @@ class Table:
         for place in self._places:
             found = outcomes.get(place, {})
             mine = found[own]
-            bandwidths = (case.algbw_gb_s(mine.time_us), case.busbw_gb_s(mine.time_us))
             cells += [mine.issue_us] if self._issue else []
-            cells += [format_time(mine), *bandwidths, "N/A" if mine.wrong is None else mine.wrong]
+            cells += [format_time(mine), f"{mine.spread:.0%}"[:-1]]
+            cells += [case.algbw_gb_s(mine.time_us), case.busbw_gb_s(mine.time_us)]
+            cells.append("N/A" if mine.wrong is None else mine.wrong)
             for peer in self._peers:
                 other = found.get(peer)
                 cells += [format_time(other), other.time_us / mine.time_us] if other else [None, None]
-        widths = [width for _, group in self._groups for *_, width in group]
-        return format_line(cells, [12, 13, 15, 7, 6, *widths * len(self._places)])
+        return self._columns.line(cells)
 
 
 def format_time(outcome: Outcome) -> str:
@@ -93,51 +92,38 @@ class Results:
             total[name] = total.get(name, 0) + (outcome.wrong or 0)
         return {name: count for name, count in total.items() if count}
 
-    def geometric_means(self) -> dict[str, dict[str, tuple[float, int]]]:
-        """Return, by contender and place, the geometric mean of time / mpicomm's time, and the number of sizes."""
-        ratios: dict[str, dict[str, list[float]]] = {}
+    def ratios(self) -> dict[str, dict[str, dict[int, float]]]:
+        """Return time / mpicomm's time by contender, place and size."""
+        ratios: dict[str, dict[str, dict[int, float]]] = {}
         for row, place, name, outcome in self._outcomes():
             if name != self.own:
-                ratio = outcome.time_us / row.outcomes[place][self.own].time_us
-                ratios.setdefault(name, {}).setdefault(place, []).append(ratio)
-        return {
-            name: {place: (geometric_mean(found), len(found)) for place, found in places.items()}
-            for name, places in ratios.items()
-        }
+                of_place = ratios.setdefault(name, {}).setdefault(place, {})
+                of_place[row.case.nbytes] = outcome.time_us / row.outcomes[place][self.own].time_us
+        return ratios
 
-    def slower(self) -> dict[str, list[tuple[int, str, float]]]:
-        """Return the size, place and ratio of each row in which a contender beats mpicomm by more than noise."""
-        found: dict[str, list[tuple[int, str, float]]] = {}
-        for row, place, name, outcome in self._outcomes():
-            ratio = outcome.time_us / row.outcomes[place][self.own].time_us
-            if ratio < 1 - _NOISE:
-                found.setdefault(name, []).append((row.case.nbytes, place, ratio))
-        return found
-
-    def average_busbw(self) -> float:
-        """Return the mean of mpicomm's bus bandwidths, as nccl-tests does."""
-        found = [row.case.busbw_gb_s(outcome.time_us) for row, _, name, outcome in self._outcomes() if name == self.own]
-        return sum(found) / len(found)
+    def geometric_means(self) -> dict[str, dict[str, float]]:
+        """Return the geometric means of `ratios`, by contender and place."""
+        of_all = self.ratios()
+        return {name: {at: geometric_mean(of.values()) for at, of in places.items()} for name, places in of_all.items()}
 
     def footer(self) -> list[str]:
         """Return the lines below the table."""
-        lines = [f"Avg bus bandwidth    : {self.average_busbw():.3f}"]
-        slower = self.slower()
-        for name, places in self.geometric_means().items():
-            means = ", ".join(f"{place} {mean:.3f} ({count} sizes)" for place, (mean, count) in places.items())
-            lines.append(f"{name} / {self.own}, geometric mean: {means}")
-            if name in slower:
-                _, place, ratio = worst = min(slower[name], key=lambda entry: entry[2])
-                lines.append(f"  faster at {len(slower[name])} of them, most at {worst[0]} B {place}: {ratio:.2f}")
+        own = [(row.case, outcome) for row, _, name, outcome in self._outcomes() if name == self.own]
+        average = sum(case.busbw_gb_s(outcome.time_us) for case, outcome in own) / len(own)  # as nccl-tests does
+        lines = [f"Avg bus bandwidth    : {average:.3f}"]
+        means = self.geometric_means()
+        for name, places in self.ratios().items():
+            said = ", ".join(f"{place} {means[name][place]:.3f} ({len(of)} sizes)" for place, of in places.items())
+            lines.append(f"{name} / {self.own}, geometric mean: {said}")
+            faster = [(ratio, nbytes, at) for at, of in places.items() for nbytes, ratio in of.items()]
+            faster = [each for each in faster if each[0] < 1 - _NOISE]
+            if faster:
+                ratio, nbytes, place = min(faster)
+                lines.append(f"  faster at {len(faster)} of them, most at {nbytes} B {place}: {ratio:.2f}")
         eager = {outcome.eager: name for _, _, name, outcome in self._outcomes() if outcome.eager}
         lines += [f"* {name} is timed call by call: {reason}" for reason, name in eager.items()]
-        silent = {
-            (name, reason): None
-            for row in self.rows
-            for reasons in row.silent.values()
-            for name, reason in reasons.items()
-        }
-        lines += [f"- {name}: {reason}" for name, reason in silent]
+        silent = (reasons.items() for row in self.rows for reasons in row.silent.values())
+        lines += dict.fromkeys(f"- {name}: {reason}" for each in silent for name, reason in each)
         lines += [f"{name}: {count} wrong" for name, count in self.wrong().items() if name != self.own]
         return lines
 
@@ -151,7 +137,14 @@ class Results:
                 "op": row.case.op if row.case.operation.reduces else None,
                 "root": ROOT if row.case.operation.rooted else None,
                 "places": {
-                    place: {name: _record(row.case, outcome) for name, outcome in found.items()}
+                    place: {
+                        name: {
+                            **asdict(outcome),
+                            "algbw_gb_s": row.case.algbw_gb_s(outcome.time_us),
+                            "busbw_gb_s": row.case.busbw_gb_s(outcome.time_us),
+                        }
+                        for name, outcome in found.items()
+                    }
                     for place, found in row.outcomes.items()
                 },
                 "missing": {place: dict(reasons) for place, reasons in row.silent.items() if reasons},
@@ -166,8 +159,3 @@ class Results:
             for place, found in row.outcomes.items()
             for name, outcome in found.items()
         ]
-
-
-def _record(case: Case, outcome: Outcome) -> dict[str, Any]:
-    bandwidths = {"algbw_gb_s": case.algbw_gb_s(outcome.time_us), "busbw_gb_s": case.busbw_gb_s(outcome.time_us)}
-    return {**asdict(outcome), **bandwidths}

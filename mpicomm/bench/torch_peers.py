@@ -12,12 +12,12 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.measure import UnsupportedError
 from mpicomm.bench.operations import Case, CaseBuffers
-from mpicomm.bench.peers import view_bytes
+from mpicomm.bench.peers import Peer, view_bytes
 from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda.driver import cuda_major
 
 
-class TorchGroup:
+class TorchGroup(Peer):
     """PyTorch's default group, with NCCL, over the ranks of ``comm``. Its calls go on the machine's stream.
 
     NCCL starts with the first collective of the group. ``options`` go to ``init_process_group``. If rank 0 cannot serve
@@ -28,6 +28,7 @@ class TorchGroup:
         import torch
         import torch.distributed as dist
 
+        super().__init__(comm, machine)
         self._torch, self._dist = torch, dist
         self.version = str(torch.__version__)
         assert isinstance(comm.device, int)
@@ -48,7 +49,6 @@ class TorchGroup:
 
     @staticmethod
     def missing() -> str | None:
-        """Return the package to install, or None. Local."""
         if importlib.util.find_spec("torch") is None:
             return "not installed: pip install torch"
         import torch
@@ -58,17 +58,12 @@ class TorchGroup:
         return None
 
     def close(self) -> None:
-        """End the group. Collective."""
         self._torch.cuda.set_stream(self._torch.cuda.default_stream(self._device))
         self._dist.destroy_process_group()
 
 
 class TorchSymmetric(TorchGroup):
-    """A `Peer`: one-shot and two-shot all-reduce on tensors that all ranks have mapped. The faster one counts."""
-
-    exact = False
-    capturable = True
-    result_at_front = True
+    """One-shot and two-shot all-reduce on tensors that all ranks have mapped. The faster one counts."""
 
     def __init__(self, comm: Communicator, machine: Machine) -> None:
         super().__init__(comm, machine)

@@ -124,9 +124,19 @@ def output_file(text: str) -> Path:
     path = Path(text).absolute()
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} exists and is no file: name another one")
-    if not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r}: {path.parent} is no directory that can be written to")
+    partial = _partial(path)
+    try:
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        reason = f"{path.parent} is no directory that can be written to ({error.strerror})"
+        raise argparse.ArgumentTypeError(f"{text!r}: {reason}") from None
     return path
+
+
+def _partial(path: Path) -> Path:
+    """Return the file that becomes ``path`` when it is complete."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +157,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 def write_json(path: Path, document: object) -> None:
     """Write a JSON file. It appears whole or not at all. Raises `InvalidUsageError` if it cannot be written."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = _partial(path)
     try:
         partial.write_text(json.dumps(document, indent=2) + "\n")
         partial.replace(path)

@@ -11,11 +11,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
+from rich.progress import track
 
 import mpicomm
 from mpicomm import environment
@@ -172,6 +173,11 @@ def show(*lines: str) -> None:
     if MPI.COMM_WORLD.rank == 0:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
+
+
+def tracked(items: Sequence[T], what: str) -> Iterable[T]:
+    """Yield the items. If rank 0 has a terminal, it shows the progress meanwhile, with lines of `show` above."""
+    return track(items, what, transient=True, disable=MPI.COMM_WORLD.rank != 0 or not sys.stdout.isatty())
 
 
 def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:

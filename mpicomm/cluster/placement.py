@@ -119,7 +119,7 @@ class Placement:
     def heading(self) -> Heading:
         """This rank's part of the page of the doctor that all communicators of this placement have in common."""
         processes = [Member(place.host, place.pid, place.number) for place in self.places]
-        return Heading(self.rank, processes, self.node_ranks, self.here.device)
+        return Heading(self.rank, processes, self.here.device)
 
     @cached_property
     def domains(self) -> tuple[tuple[int, ...], ...]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ from mpicomm.mpi.layout import Elements
 from mpicomm.mpi.location import is_on_device
 from mpicomm.session import Session
 
-Reread = Callable[[ArrayMemory], Operand]
-"""Reads an argument again, as if it were in the given memory."""
+Reread = Callable[..., Operand]
+"""Reads an argument again, as if it were in the given ``memory``."""
 
 BESIDE = (
     "the host copies the host array beside an array on a GPU: pass arrays on the GPU, or call it outside the capture"
@@ -50,9 +49,11 @@ def for_kernels(operand: Operand, reread: Reread, copies: PinnedCopies | None, *
             )
         memory = ArrayMemory(0, 0, None, False, None, None) if array is None else read(array, written, operand.name)
         memory.on_device = True
-        made = reread(memory)
-    begin, end = _extent(made)
-    return made if copies is None or begin == end else copies.add(made, begin, end, written=written)
+        made = reread(memory=memory)
+    extents = made.extents
+    if copies is None or not extents:
+        return made
+    return copies.add(made, min(begin for begin, _ in extents), max(end for _, end in extents), written=written)
 
 
 class PinnedCopies:
@@ -63,7 +64,8 @@ class PinnedCopies:
         self._operation = operation
         self._arguments = arguments
         self._stream = stream
-        self._copies: list[_Copy] = []
+        self._copies: list[tuple[int, npt.NDArray[np.uint8], bool, Any]] = []
+        """The address of each copied array, its copy, whether it receives, and the object that keeps it alive."""
 
     def __bool__(self) -> bool:
         return bool(self._copies)
@@ -74,56 +76,35 @@ class PinnedCopies:
         Local. The copy includes memory that receives, because the gaps between its elements must come back unchanged.
         Raises `InvalidUsageError` in a capture.
         """
-        # The elements keep their alignment, because kernels rely on it.
-        shift = begin % _ALIGNED_NBYTES
-        memory = self._pinned(end - begin + shift)[shift:]
+        backend = self._session.gpu(self._operation)
+        arrays = [each for each in self._arguments if each is not MPI.IN_PLACE and is_on_device(each)]
+        stream = backend.stream(self._stream, array_of(arrays[0]) if arrays else None)
+        require_no_graph(self._operation, backend, stream, BESIDE)  # before CUDA allocates, which a capture forbids
+        warn_of_host_array(self._operation)
+        shift = begin % _ALIGNED_NBYTES  # the elements keep their alignment, because kernels rely on it
+        memory = backend.pinned(end - begin + shift)[shift:]
         ctypes.memmove(memory.ctypes.data, begin, end - begin)
-        self._copies.append(_Copy(begin, memory, written, operand.owner))
+        self._copies.append((begin, memory, written, operand.owner))
         by = memory.ctypes.data - begin
         derived = operand.derived and tuple(Elements(each.address + by, each.layout) for each in operand.derived)
         device = self._session.placement.here.device
         assert isinstance(device, int)
         return replace(operand, pointer=operand.pointer + by, derived=derived, device=device)
 
-    def _pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        backend = self._session.gpu(self._operation)
-        arrays = [each for each in self._arguments if each is not MPI.IN_PLACE and is_on_device(each)]
-        stream = backend.stream(self._stream, array_of(arrays[0]) if arrays else None)
-        require_no_graph(self._operation, backend, stream, BESIDE)  # before CUDA allocates, which a capture forbids
-        warn_of_host_array(self._operation)
-        return backend.pinned(nbytes)
-
     def back(self) -> None:
         """Copy the results to the host arrays. The call must be over."""
-        for copy in self._copies:
-            if copy.written:
-                ctypes.memmove(copy.pointer, copy.memory.ctypes.data, copy.memory.nbytes)
+        for pointer, memory, written, _ in self._copies:
+            if written:
+                ctypes.memmove(pointer, memory.ctypes.data, memory.nbytes)
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """The bytes of a host array from its first element to its last one, in pinned memory."""
-
-    pointer: int
-    """The address of the first byte in the host array."""
-    memory: npt.NDArray[np.uint8]
-    written: bool
-    owner: Any
-    """The object that keeps the host array alive."""
-
-
-def _extent(operand: Operand) -> tuple[int, int]:
-    """Return the addresses of the first byte of the elements and after the last byte; equal if there are none."""
-    extents = operand.extents or [(operand.pointer, operand.pointer)]
-    return min(begin for begin, _ in extents), max(end for _, end in extents)
+_warned: set[str] = set()
 
 
 def warn_of_host_array(operation: str) -> None:
     """Log once per operation that a call with a host array beside a device array is slow. Local."""
-    tell_slow_way("a host array beside an array on a GPU goes through pinned memory")
-    _warn(operation)
-
-
-@cache
-def _warn(operation: str) -> None:
-    logger.warning("%s: a host array beside an array on a GPU goes through pinned memory, which is slower", operation)
+    reason = "a host array beside an array on a GPU goes through pinned memory"
+    tell_slow_way(reason)
+    if operation not in _warned:
+        _warned.add(operation)
+        logger.warning("%s: %s, which is slower", operation, reason)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +18,6 @@ from mpicomm.collectives.checks import (
     bound_epilogue,
     is_in_place,
     read_counts,
-    refuse_in_place,
     require_recvcounts,
     require_room,
     require_root,
@@ -110,20 +111,11 @@ class Call:
         self.device_array = array_of(given[0].spec) if given else None
         """The first array on the GPU. A call without a stream uses the current stream of this array's library."""
         self.copies = copies
-        if self.on_device:
-            in_place = self.in_place
-            receive = self._for_kernels(self.receive, copies)
-            self.send, self.receive = receive if in_place else self._for_kernels(self.send, copies), receive
-            if neighborhood is not None:
-                assert self.send is not None and self.receive is not None
-                self.send, self.receive, self._cuts = blocks_for_ranks(
-                    operation, self.send, self.receive, neighborhood, rank, size
-                )
-        self.packed = self._packed() if self.on_device else None
+        self.packed: Packed | None = None
         """The call on packed memory if a buffer has a derived datatype; else None."""
-        self._receives_typed = self.receive is not None and self.receive.derived is not None
-        if self.packed is not None:
-            self.send, self.receive = self.packed.send, self.packed.receive
+        self._receives_typed = False
+        if self.on_device:
+            self._place_for_kernels()
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
         self.op = op_name(arguments.op) if arguments.op is not None else None
         self.dtype = self._common_dtype()
@@ -222,7 +214,9 @@ class Call:
                 send_blocks = [self._in_units(given, block) for block in self._input_blocks(given)]
         if receive is not None:
             if operation.receive == "one":
-                output = self._output(receive, send_blocks)
+                output = self._in_units(receive, receive.whole())
+                if operation.reduces and send_blocks is not None:  # in place it has the whole input
+                    output = Span(receive.pointer, send_blocks[self._rank].count)
             else:
                 output_blocks = [self._in_units(receive, receive.block(peer)) for peer in range(self._size)]
         if self._converts and scratch is not None and output is not None:
@@ -255,19 +249,12 @@ class Call:
     def _in_units(self, operand: Operand, span: Span) -> Span:
         return Span(span.pointer, span.count * self._unit(operand))
 
-    def _output(self, receive: Operand, send_blocks: list[Span] | None) -> Span:
-        if self.operation.reduces and send_blocks is not None:
-            # The buffer may hold more: in place it has the whole input, and the result goes to its start.
-            return Span(receive.pointer, send_blocks[self._rank].count)
-        return self._in_units(receive, receive.whole())
-
     def _input_blocks(self, send: Operand) -> list[Span]:
         if self.operation.send != "counted":
             return [send.block(peer) for peer in range(self._size)]
         assert self.dtype is not None and self.arguments.counts is not None
         counts = read_counts(self.operation, self.arguments.counts)
-        starts = [sum(counts[:peer]) for peer in range(self._size)]
-        return patterns.blocks(send.pointer, counts, starts, self.dtype.itemsize)
+        return patterns.blocks(send.pointer, counts, [*accumulate(counts, initial=0)][:-1], self.dtype.itemsize)
 
     def _read_buffers(self) -> tuple[Operand | None, Operand | None]:
         arguments, operation = self.arguments, self.operation
@@ -283,8 +270,11 @@ class Call:
             return None, buf
         has_send = rooted != "send" or at_root
         has_receive = rooted != "receive" or at_root
-        if operation.of_neighbors:
-            refuse_in_place(operation, arguments.send, arguments.receive)
+        for name, given in (("sendbuf", arguments.send), ("recvbuf", arguments.receive)):
+            if operation.of_neighbors and given is MPI.IN_PLACE:
+                raise InvalidUsageError(
+                    f"{operation}: {name}=MPI.IN_PLACE: neighbours exchange no data in place: pass a buffer"
+                )
         may_be_in_place = has_send and rooted != "send" and not operation.of_neighbors
         send_in_place = may_be_in_place and is_in_place(arguments.send)
         receive_in_place = rooted == "send" and at_root and is_in_place(arguments.receive)
@@ -308,18 +298,38 @@ class Call:
             send = receive
         return send, receive
 
-    def _for_kernels(self, operand: Operand | None, copies: beside.PinnedCopies | None) -> Operand | None:
-        """Return a buffer of a call on GPUs as kernels see it."""
-        if operand is None or operand.on_device:
-            return operand
-        receives = operand is self.receive
-        shape, name = self.operation.receive if receives else self.operation.send, operand.name
+    def _place_for_kernels(self) -> None:
+        """Take host arrays beside device arrays, blocks of neighbours and derived datatypes as kernels see them."""
+        operation, in_place, given = self.operation, self.in_place, self.receive
+        is_bcast, is_root = operation.rooted == "bcast", self._rank == self.arguments.root
 
-        def reread(memory: ArrayMemory) -> Operand:
-            return self._read(operand.spec, shape, writable=receives, name=name, memory=memory)
+        def placed(operand: Operand | None) -> Operand | None:
+            if operand is None or operand.on_device:
+                return operand
+            receives = operand is given
+            shape = operation.receive if receives else operation.send
+            reread = partial(self._read, operand.spec, shape, writable=receives, name=operand.name)
+            return beside.for_kernels(operand, reread, self.copies, written=receives and not (is_bcast and is_root))
 
-        sends_alone = self.operation.rooted == "bcast" and self._rank == self.arguments.root
-        return beside.for_kernels(operand, reread, copies, written=receives and not sends_alone)
+        self.receive = placed(given)
+        self.send = self.receive if in_place else placed(self.send)
+        if self.neighborhood is not None:
+            assert self.send is not None and self.receive is not None
+            self.send, self.receive, self._cuts = blocks_for_ranks(
+                operation, self.send, self.receive, self.neighborhood, self._rank, self._size
+            )
+        self._receives_typed = self.receive is not None and self.receive.derived is not None
+        if operation.reduces:
+            return
+        self.packed = Packed.of(
+            self.send,
+            self.receive,
+            input_in_receive=is_root if is_bcast else self.send is None and operation.rooted != "send",
+            receives=not (is_bcast and is_root),
+            as_bytes=operation.send == "typed" or operation.of_neighbors,
+        )
+        if self.packed is not None:
+            self.send, self.receive = self.packed.send, self.packed.receive
 
     def _keep_for_mpi(self, send: Operand | None, receive: Operand | None) -> None:
         """Let ``arguments`` hold the buffers for MPI: the memory that an object has exported, and bytes for moved data.
@@ -332,21 +342,6 @@ class Call:
         received = given.receive if receive is None else of(receive)
         if sent is not given.send or received is not given.receive:
             self.arguments = replace(given, send=sent, receive=received)
-
-    def _packed(self) -> Packed | None:
-        """Return the call on packed memory; None unless kernels move elements of a derived datatype."""
-        operation, root = self.operation, self._rank == self.arguments.root
-        if operation.reduces:
-            return None
-        is_bcast = operation.rooted == "bcast"
-        input_in_receive = root if is_bcast else self.send is None and operation.rooted != "send"
-        return Packed.of(
-            self.send,
-            self.receive,
-            input_in_receive=input_in_receive,
-            receives=not (is_bcast and root),
-            as_bytes=operation.send == "typed" or operation.of_neighbors,
-        )
 
     def _read(
         self, spec: Any, shape: Shape, *, writable: bool, name: str, memory: ArrayMemory | None = None

@@ -32,15 +32,6 @@ def is_in_place(buffer: Any) -> bool:
     return buffer is MPI.IN_PLACE or buffer is None  # mpi4py treats None as MPI.IN_PLACE
 
 
-def refuse_in_place(operation: Operation, send: Any, receive: Any) -> None:
-    """Raise if a buffer is ``MPI.IN_PLACE``, because collectives of neighbours have no data in place."""
-    for name, buffer in (("sendbuf", send), ("recvbuf", receive)):
-        if buffer is MPI.IN_PLACE:
-            raise InvalidUsageError(
-                f"{operation}: {name}=MPI.IN_PLACE: neighbours exchange no data in place: pass a buffer"
-            )
-
-
 def read_counts(operation: Operation, counts: Any) -> list[int]:
     """Return ``recvcounts`` as Python's integers, because addresses may exceed the 64 bits of NumPy's integers."""
     try:

@@ -1,8 +1,8 @@
 """The table of MPI's collectives: a row holds all facts that the package knows about one collective.
 
 The API, the dispatcher, the engines, tuning, bench and tests read this table. No other file decides by name how a
-collective works; only tables of measured sizes have names as keys. scripts/write_methods.py writes the methods of
-Communicators from the table. The string below a row begins the docstring of the blocking method.
+collective works; only tables of measured sizes have names as keys. The methods of Communicators are made from the
+table (`mpicomm.api.methods`). The text below a row begins the docstring of the blocking method.
 """
 
 from __future__ import annotations
@@ -110,10 +110,14 @@ class Operation:
         return get
 
 
+DOCS: dict[Operation, str] = {}
+"""The text of the blocking method's docstring: what it does, its buffers, and an example."""
+
 ALLGATHER = Operation(
     "Allgather", "one", "blocks", patterns.allgather, traffic="even", into_all=True, coded=True, copies="one_shot"
 )
-"""Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``.
+DOCS[ALLGATHER] = """\
+Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``.
 
 ``sendbuf`` has n elements, n is the same on all ranks, and ``recvbuf`` has n for each rank, in rank order.
 
@@ -124,7 +128,8 @@ With ``wire_dtype`` elements travel as fp8 or int8: see `Allreduce`. Each rank a
 it, so all ranks have the same bits. An element differs from its input by at most e * A.
 """
 ALLGATHERV = Operation("Allgatherv", "one", "vector", patterns.allgather, counts="vector", traffic="uneven")
-"""Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``. Blocks differ in length.
+DOCS[ALLGATHERV] = """\
+Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``. Blocks differ in length.
 
 ``recvbuf`` is ``[array, counts]``, ``[array, (counts, displacements)]`` or ``[array, counts, displacements, type]``.
 Counts and displacements have an entry for each rank, in elements, and are the same on all ranks.
@@ -147,10 +152,42 @@ ALLREDUCE = Operation(
     tree=True,
     copies="two_shot",
 )
+DOCS[ALLREDUCE] = """\
+Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element.
+
+Both buffers have n elements of one type, and n is the same on all ranks.
+
+    x, y = cp.ones(8), cp.empty(8)
+    comm.Allreduce(x, y, op=MPI.MAX)
+
+``epilogue`` is applied to each element of the result before it is stored. It is an expression, or one of
+`mpicomm.epilogues`. In the expression v is the element and i its index. ``operands`` have their names there, and are
+numbers or arrays: ``epilogue="v * scale + bias[i]", scale=0.5, bias=b``. See `Epilogue`. In "one_shot" and "two_shot"
+on GPUs the kernel that reduces applies the epilogue. In other calls one more kernel follows and applies it, or NumPy
+does on host arrays.
+
+``wire_dtype`` is "float8_e4m3fn" or "int8", the same on all ranks. Elements of float32, float16 or bfloat16 then travel
+quantized, with a power of two as the scale of each block of 128. ``op`` is SUM or AVG. The sum travels quantized again,
+except with a pair such as ("int8", None). Its bits do not depend on rank, run, algorithm and device. Let A be the sum
+over the ranks of the largest magnitude in the block, and e be 1/16 for "float8_e4m3fn" and 1/127 for "int8". The sum
+differs from the exact sum by at most e * (2 + e) * A, or with a pair e * A, besides roundings to float32 and to the
+elements' type. AVG divides all that by the number of ranks. A block is NaN as a whole on all ranks if it has a NaN or
+an infinity on any rank, or if its sum exceeds float32. A magnitude within 1/32 of the largest number of its type may
+become infinite by rounding. Device arrays in several peer domains, and other types, operations and algorithms than
+"auto", "one_shot" and "two_shot", raise `InvalidUsageError`. It saves time on GPUs from 1 MiB on. Smaller calls, and
+calls on the host, may take longer than without ``wire_dtype``.
+
+``order="tree"`` adds with ``MPI.SUM`` along a binary tree: ranks 0 and 1, 2 and 3, ..., then pairs of their sums.
+`tree_sum` adds the leaves of a rank in the same way. So 1, 2, 4 or more ranks that hold the ``leaves`` of the
+`Communicator` in equal blocks get the same bits. All ranks pass the same ``order``. A number of ranks that is no power
+of two or exceeds ``leaves``, elements of 16 bits or fewer, and the algorithms "ring", "chain" and "mpi" raise
+`InvalidUsageError`.
+"""
 ALLTOALL = Operation(
     "Alltoall", "blocks", "blocks", patterns.alltoall, traffic="even", into_all=True, copies="one_shot"
 )
-"""Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s.
+DOCS[ALLTOALL] = """\
+Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s.
 
 Both buffers have n elements for each rank, in rank order, and n is the same on all ranks.
 
@@ -158,7 +195,8 @@ Both buffers have n elements for each rank, in rank order, and n is the same on 
     comm.Alltoall(x, y)
 """
 ALLTOALLV = Operation("Alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven")
-"""Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``. Blocks differ in length.
+DOCS[ALLTOALLV] = """\
+Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``. Blocks differ in length.
 
 A buffer is ``[array, counts]`` or ``[array, (counts, displacements)]``, with an entry for each rank, in elements. Rank
 r's count for s in ``sendbuf`` is rank s's count for r in ``recvbuf``.
@@ -174,7 +212,8 @@ call reads the counts of ``sendbuf`` in stream order, and writes the counts that
 ranks raise `InvalidUsageError` in the next call or in ``check``, and the communicator is unusable.
 """
 ALLTOALLW = Operation("Alltoallw", "typed", "typed", patterns.alltoall, counts="private", traffic="uneven")
-"""Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``. Blocks differ in datatype.
+DOCS[ALLTOALLW] = """\
+Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``. Blocks differ in datatype.
 
 A buffer is ``[array, counts, displacements, types]``, with an entry for each rank. Displacements are in bytes. On GPUs
 a kernel packs and unpacks derived datatypes.
@@ -195,7 +234,8 @@ BCAST = Operation(
     chain=patterns.chain_bcast,
     copies="two_shot",
 )
-"""Bring the root's ``buf`` to every rank's ``buf``.
+DOCS[BCAST] = """\
+Bring the root's ``buf`` to every rank's ``buf``.
 
 ``buf`` has the same number of elements on all ranks.
 
@@ -203,7 +243,8 @@ BCAST = Operation(
     comm.Bcast(x, root=0)
 """
 EXSCAN = Operation("Exscan", "one", "one", patterns.exscan, reduces=True)
-"""Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``. The ``recvbuf`` of rank 0 does not change.
+DOCS[EXSCAN] = """\
+Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``. The ``recvbuf`` of rank 0 does not change.
 
 Both buffers have n elements of one type, and n is the same on all ranks.
 
@@ -211,7 +252,8 @@ Both buffers have n elements of one type, and n is the same on all ranks.
     comm.Exscan(x, y)
 """
 GATHER = Operation("Gather", "one", "blocks", patterns.gather, rooted="receive", copies="one_shot")
-"""Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``.
+DOCS[GATHER] = """\
+Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``.
 
 ``sendbuf`` has n elements, n is the same on all ranks, and the root's ``recvbuf`` has n for each rank, in rank order.
 Other ranks pass None for it.
@@ -220,7 +262,8 @@ Other ranks pass None for it.
     comm.Gather(x, y if comm.rank == 0 else None, root=0)
 """
 GATHERV = Operation("Gatherv", "one", "vector", patterns.gather, rooted="receive", counts="private")
-"""Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``. Blocks differ in length.
+DOCS[GATHERV] = """\
+Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``. Blocks differ in length.
 
 The root's ``recvbuf`` is ``[array, counts]`` or ``[array, (counts, displacements)]``, with an entry for each rank, in
 elements. Other ranks pass None for it.
@@ -232,7 +275,8 @@ elements. Other ranks pass None for it.
 NEIGHBOR_ALLGATHER = Operation(
     "Neighbor_allgather", "one", "blocks", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
 )
-"""Receive a block from each neighbour, and send the same block to each.
+DOCS[NEIGHBOR_ALLGATHER] = """\
+Receive a block from each neighbour, and send the same block to each.
 
 ``sendbuf`` has n elements, and ``recvbuf`` n for each neighbour that sends, in MPI's order of neighbours.
 
@@ -243,7 +287,8 @@ NEIGHBOR_ALLGATHER = Operation(
 NEIGHBOR_ALLGATHERV = Operation(
     "Neighbor_allgatherv", "one", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
 )
-"""Receive a block from each neighbour, and send the same block to each. Blocks differ in length.
+DOCS[NEIGHBOR_ALLGATHERV] = """\
+Receive a block from each neighbour, and send the same block to each. Blocks differ in length.
 
 ``recvbuf`` is ``[array, counts]`` or ``[array, (counts, displacements)]``, with an entry for each neighbour that sends.
 
@@ -254,7 +299,8 @@ NEIGHBOR_ALLGATHERV = Operation(
 NEIGHBOR_ALLTOALL = Operation(
     "Neighbor_alltoall", "blocks", "blocks", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
 )
-"""Receive a block from each neighbour, and send another block to each.
+DOCS[NEIGHBOR_ALLTOALL] = """\
+Receive a block from each neighbour, and send another block to each.
 
 Both buffers have n elements for each neighbour, in MPI's order of neighbours.
 
@@ -265,7 +311,8 @@ Both buffers have n elements for each neighbour, in MPI's order of neighbours.
 NEIGHBOR_ALLTOALLV = Operation(
     "Neighbor_alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
 )
-"""Receive a block from each neighbour, and send another block to each. Blocks differ in length.
+DOCS[NEIGHBOR_ALLTOALLV] = """\
+Receive a block from each neighbour, and send another block to each. Blocks differ in length.
 
 A buffer is ``[array, counts]`` or ``[array, (counts, displacements)]``, with an entry for each neighbour, in elements.
 
@@ -276,7 +323,8 @@ A buffer is ``[array, counts]`` or ``[array, (counts, displacements)]``, with an
 NEIGHBOR_ALLTOALLW = Operation(
     "Neighbor_alltoallw", "typed", "typed", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
 )
-"""Receive a block from each neighbour, and send another block to each. Blocks differ in datatype.
+DOCS[NEIGHBOR_ALLTOALLW] = """\
+Receive a block from each neighbour, and send another block to each. Blocks differ in datatype.
 
 A buffer is ``[array, counts, displacements, types]``, with an entry for each neighbour. Displacements are in bytes.
 
@@ -297,7 +345,8 @@ REDUCE = Operation(
     tree=True,
     copies="one_shot",  # only the root has memory for a shard that copy engines would send on
 )
-"""Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element.
+DOCS[REDUCE] = """\
+Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element.
 
 Both buffers have n elements of one type, and n is the same on all ranks. Other ranks pass None for ``recvbuf``.
 
@@ -305,7 +354,8 @@ Both buffers have n elements of one type, and n is the same on all ranks. Other 
     comm.Reduce(x, y if comm.rank == 0 else None, op=MPI.MAX, root=0)
 """
 REDUCE_SCATTER = Operation("Reduce_scatter", "counted", "one", patterns.reduce_scatter, reduces=True, traffic="uneven")
-"""Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``. Blocks differ in length.
+DOCS[REDUCE_SCATTER] = """\
+Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``. Blocks differ in length.
 
 Block r has ``recvcounts[r]`` elements. Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which
 blocks. If the other ranks are in place, a rank with count 0 need not be in place, except in a persistent call on host
@@ -326,7 +376,8 @@ REDUCE_SCATTER_BLOCK = Operation(
     tree=True,
     copies="one_shot",
 )
-"""Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.
+DOCS[REDUCE_SCATTER_BLOCK] = """\
+Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.
 
 ``recvbuf`` has n elements, n is the same on all ranks, and ``sendbuf`` has n for each rank, in rank order.
 
@@ -337,7 +388,8 @@ With ``wire_dtype`` elements travel as fp8 or int8: see `Allreduce`. The blocks 
 sum differs from the exact sum by at most e * A, besides roundings to float32 and to the elements' type.
 """
 SCAN = Operation("Scan", "one", "one", patterns.scan, reduces=True)
-"""Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``.
+DOCS[SCAN] = """\
+Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``.
 
 Both buffers have n elements of one type, and n is the same on all ranks.
 
@@ -345,7 +397,8 @@ Both buffers have n elements of one type, and n is the same on all ranks.
     comm.Scan(x, y)
 """
 SCATTER = Operation("Scatter", "blocks", "one", patterns.scatter, rooted="send", copies="one_shot")
-"""Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``.
+DOCS[SCATTER] = """\
+Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``.
 
 ``recvbuf`` has n elements, n is the same on all ranks, and the root's ``sendbuf`` has n for each rank, in rank order.
 Other ranks pass None for it.
@@ -354,7 +407,8 @@ Other ranks pass None for it.
     comm.Scatter(x if comm.rank == 0 else None, y, root=0)
 """
 SCATTERV = Operation("Scatterv", "vector", "one", patterns.scatter, rooted="send", counts="private")
-"""Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``. Blocks differ in length.
+DOCS[SCATTERV] = """\
+Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``. Blocks differ in length.
 
 The root's ``sendbuf`` is ``[array, counts]`` or ``[array, (counts, displacements)]``, with an entry for each rank, in
 elements. Other ranks pass None for it.

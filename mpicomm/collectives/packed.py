@@ -1,4 +1,4 @@
-"""A collective on derived datatypes as a collective on packed memory, which one launch packs and another unpacks.
+"""Derived datatypes on GPUs: a collective on packed memory, and the tables of the kernel that packs and unpacks.
 
 MPI lets the ranks of a call use datatypes of different layout if they name the same basic elements. Packed memory holds
 these elements one after the other. So all algorithms serve all datatypes, and ranks with plain arrays can meet ranks
@@ -7,18 +7,32 @@ with derived datatypes. If each block of a buffer is one run of bytes, nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from mpicomm.collectives.pack_tables import PackJob
+from mpicomm.kernels.packing import ENTRY, ENTRY_NBYTES, LOOPS, UNIT_NBYTES, PackTable
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
-from mpicomm.mpi.layout import Elements
+from mpicomm.mpi.layout import DatatypeLayout, Elements, run_of
+from mpicomm.mpi.regions import Region, at_blocks, rounds_of
 
 _ALIGNED_NBYTES = 256
+_MOST_UNITS = 1 << 31  # the kernel counts the units of a region in 32 bits
+_MOST_RUN_NBYTES = 1 << 30
+_MOST_FIELDS = 16  # a thread passes all fields before its own
+
+
+@dataclass(frozen=True)
+class PackJob:
+    """Elements of a datatype at address ``memory``, and their place in packed memory."""
+
+    memory: int
+    layout: DatatypeLayout
+    packed: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,13 @@ def _pack(operand: Operand | None, dtype: np.dtype[Any], at: int) -> tuple[Opera
         return None, (), at
     if operand.derived is None:
         assert operand.dtype is not None
-        return _rescaled(operand, operand.dtype.itemsize // dtype.itemsize, dtype), (), at
+        factor = operand.dtype.itemsize // dtype.itemsize
+        counts, displs = (
+            None if numbers is None else tuple(number * factor for number in numbers)
+            for numbers in (operand.counts, operand.displs)
+        )
+        count, total = operand.count * factor, operand.total * factor
+        return replace(operand, dtype=dtype, count=count, total=total, counts=counts, displs=displs), (), at
     lengths = [block.layout.nbytes for block in operand.derived]
     if all(block.layout.is_run for block in operand.derived):
         starts = [block.address + block.layout.begin - operand.pointer for block in operand.derived]
@@ -112,13 +132,92 @@ def _in_elements(operand: Operand, lengths: Sequence[int], starts: Sequence[int]
     return replace(operand, pointer=operand.pointer + starts[0], dtype=dtype, count=total // parts, total=total)
 
 
-def _rescaled(operand: Operand, factor: int, dtype: np.dtype[Any]) -> Operand:
-    if factor == 1:
-        return replace(operand, dtype=dtype)
-    counts, displs = (
-        None if numbers is None else tuple(number * factor for number in numbers)
-        for numbers in (operand.counts, operand.displs)
-    )
-    return replace(
-        operand, dtype=dtype, count=operand.count * factor, total=operand.total * factor, counts=counts, displs=displs
+@lru_cache(maxsize=256)
+def table_for(layout: DatatypeLayout) -> PackTable:
+    """Return the table of one element. The launch gets the addresses of memory and packed memory as arguments."""
+    return table_of([PackJob(0, layout, 0)])
+
+
+def table_of_blocks(displs: Sequence[int], nbytes: Sequence[int]) -> PackTable:
+    """Return the table of blocks with these displacements and bytes, which are packed one after the other. Local."""
+    return table_of([PackJob(0, DatatypeLayout(at_blocks(run_of(1).regions, 1, displs, nbytes, 1), 0, None), 0)])
+
+
+def table_of(jobs: Iterable[PackJob]) -> PackTable:
+    """Return the table that packs or unpacks all of ``jobs`` in one launch. Local."""
+    structures = [
+        (job, fields)
+        for job in jobs
+        for fields in _structures(part for each in job.layout.regions for part in _parts(each))
+    ]
+    num_regions = sum(len(fields) for _, fields in structures)
+    lists: dict[bytes, int] = {}
+    """The lists behind the entries, by their offset in the table. Equal lists are stored once."""
+    end_of_lists, entries, units = ENTRY_NBYTES * num_regions, list[bytes](), 0
+    for job, fields in structures:
+        element_units = sum(map(_run_units, fields))
+        end = units + fields[0].runs * element_units
+        # The kernel takes the last region that begins at or before a unit. So all fields except the first begin at the
+        # end.
+        begins = [units, *[end] * (len(fields) - 1)]
+        for region, first_unit in zip(fields, begins, strict=True):
+            for loop in region.loops:
+                if loop.places and loop.places not in lists:
+                    lists[loop.places] = end_of_lists
+                    end_of_lists += len(loop.places)
+            entries.append(_entry(region, first_unit, job, element_units, lists))
+        units = end
+    return PackTable(b"".join([*entries, *lists]), num_regions, units, len(structures))
+
+
+def _structures(parts: Iterable[Region]) -> Iterator[list[Region]]:
+    """Join regions that are the fields of an array of structures. Yield every other region in a list with one item."""
+    fields: list[Region] = []
+    for part in parts:
+        if fields and not _is_next_field(fields, part):
+            yield fields
+            fields = []
+        fields.append(part)
+    if fields:
+        yield fields
+
+
+def _is_next_field(fields: Sequence[Region], part: Region) -> bool:
+    """Return whether the runs of a region follow the runs of ``fields``, in packed memory and in the same loops."""
+    last = fields[-1]
+    follows = part.loops == last.loops and part.packed == last.packed + last.run_nbytes
+    units = part.runs * sum(map(_run_units, [*fields, part]))
+    return bool(part.loops) and follows and len(fields) < _MOST_FIELDS and units < _MOST_UNITS
+
+
+def _run_units(region: Region) -> int:
+    return -(-region.run_nbytes // UNIT_NBYTES)
+
+
+def _parts(region: Region) -> Iterator[Region]:
+    """Cut a region into regions that the kernel can address, in the same order."""
+    fits = region.run_nbytes <= _MOST_RUN_NBYTES
+    if len(region.loops) <= LOOPS and region.runs * _run_units(region) < _MOST_UNITS and fits:
+        yield region
+    elif not region.loops:
+        for start in range(0, region.run_nbytes, _MOST_RUN_NBYTES):
+            yield replace(region.moved(start, start), run_nbytes=min(_MOST_RUN_NBYTES, region.run_nbytes - start))
+    else:
+        rounds = region.loops[0].rounds
+        step = 1 if len(region.loops) > LOOPS or not fits else -(-rounds // 2)
+        for start in range(0, rounds, step):
+            yield from _parts(rounds_of(region, start, min(start + step, rounds)))
+
+
+def _entry(region: Region, first_unit: int, job: PackJob, element_units: int, lists: dict[bytes, int]) -> bytes:
+    listed, found = LOOPS, 0
+    counts, strides, packed_strides = [1] * LOOPS, [0] * LOOPS, [0] * LOOPS
+    for place, loop in enumerate(reversed(region.loops)):
+        counts[place], strides[place], packed_strides[place] = loop.rounds, loop.stride, loop.packed
+        if loop.places:
+            listed, found = place, lists[loop.places]
+    return ENTRY.pack(
+        *((job.memory + region.offset) % (1 << 64), job.packed + region.packed, first_unit, found),
+        *(region.run_nbytes, _run_units(region), listed, element_units),
+        *(*counts, *strides, *packed_strides),
     )

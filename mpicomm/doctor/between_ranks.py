@@ -10,7 +10,6 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.api.communicator import Communicator
 from mpicomm.cli.options import open_communicator
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.roll_call import private_copy
@@ -30,7 +29,7 @@ def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list
     word = ctypes.c_uint32(_WORD)
 
     def look() -> RankFacts:
-        gpus, reason = find_gpus()
+        gpus, reason = _find_gpus()
         return replace(
             facts,
             rank=group.rank,
@@ -90,28 +89,14 @@ def _open_memory(device: str, handle: str) -> MemoryFacts:
         raise
     except MpicommError as error:
         return MemoryFacts(error=str(error))
-    try:
-        return _describe(comm)
-    finally:
-        comm.Free()
+    with comm:
+        info = comm.describe()
+        uuid = info.device_uuid.hex() if any(info.device_uuid) else ""
+        return MemoryFacts(str(info.device), uuid, info.handle, dict(info.rejected))
 
 
-def _describe(comm: Communicator) -> MemoryFacts:
-    info = comm.describe()
-    on_gpu = any(info.device_uuid)
-    return MemoryFacts(
-        device=str(info.device),
-        uuid=info.device_uuid.hex() if on_gpu else "",
-        handle=info.handle,
-        rejected=dict(info.rejected),
-    )
-
-
-def find_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
-    """Return the GPUs of this process, and the reason if there are none.
-
-    Local. It starts the driver, but creates no context.
-    """
+def _find_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
+    """Return the GPUs of this process, and the reason if there are none. Local; starts the driver without a context."""
     try:
         devices = visible_devices()
         driver: Any = importlib.import_module("cuda.bindings.driver")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,15 +27,27 @@ class Check:
     """The statement that is true without a fault."""
     fix: str
     """A command or a setting."""
-    find: Callable[[Job], list[str] | None]
-    """Returns a sentence for each fault, with the ranks and values of this job; None if there is nothing to check."""
-    nothing: str = ""
-    """Why there may be nothing to check."""
-    before_mpi: bool = False
+    find: Callable[[Job], list[str]]
+    """Returns a sentence for each fault, with the ranks and values of this job."""
+    before_mpi: bool
     """Whether the fault may end the process when MPI starts, so that the doctor must find it before."""
 
 
-def by_machine(job: Job) -> list[list[RankFacts]]:
+CHECKS: list[Check] = []
+Find = Callable[[Job], list[str]]
+
+
+def _check(name: str, title: str, fix: str, *, before_mpi: bool = False) -> Callable[[Find], Find]:
+    """Add the decorated function to `CHECKS`."""
+
+    def add(find: Find) -> Find:
+        CHECKS.append(Check(name, title, fix, find, before_mpi))
+        return find
+
+    return add
+
+
+def _by_machine(job: Job) -> list[list[RankFacts]]:
     """Return the ranks of each machine: one kernel, and one host name, because MPI tells machines by host names."""
     machines: dict[tuple[str, str], list[RankFacts]] = {}
     for one in job:
@@ -42,18 +55,33 @@ def by_machine(job: Job) -> list[list[RankFacts]]:
     return list(machines.values())
 
 
-def having(job: Job, condition: Callable[[RankFacts], bool]) -> list[int]:
-    """Return the ranks that fulfil a condition."""
-    return [one.rank for one in job if condition(one)]
+def _by_reason(job: Job, reason_of: Callable[[RankFacts], str]) -> list[str]:
+    """Return each reason that is not "", with its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for one in job:
+        if reason := reason_of(one):
+            ranks.setdefault(reason, []).append(one.rank)
+    return [f"{name_ranks(found)}: {reason}" for reason, found in ranks.items()]
 
 
-def library(job: Job) -> list[str]:
-    """MPI's library does not load."""
+@_check(
+    "library",
+    "mpi4py finds the library of its MPI",
+    '`pip install "mpi4py>=4.1" mpich`, or unset `MPI4PY_MPIABI` and `MPI4PY_LIBMPI`',
+    before_mpi=True,
+)
+def _library(job: Job) -> list[str]:
     return [f"mpi4py finds no library of an MPI that it is built for: {one.mpi_error}" for one in job if one.mpi_error]
 
 
-def launcher(job: Job) -> list[str]:
-    """The program that started the ranks belongs to another MPI than the library."""
+@_check(
+    "launcher",
+    "the launcher starts ranks of the MPI of mpi4py",
+    "`$(dirname $(which python))/mpiexec -n N ...` for an MPI of pip, else the mpiexec of that MPI; "
+    "`srun --mpi=list` shows what Slurm can start",
+    before_mpi=True,
+)
+def _launcher(job: Job) -> list[str]:
     one = job[0]
     if one.world_size is None:
         # Open MPI's mpiexec can start MPICH with PMIx. It ends the process of any other MPICH.
@@ -68,8 +96,12 @@ def launcher(job: Job) -> list[str]:
     return [f"{one.launch.family} has started {one.launch.size} ranks, but mpi4py uses {one.mpi_name}: {became}"]
 
 
-def mpiexec(job: Job) -> list[str]:
-    """The mpiexec that a shell finds belongs to another MPI. A rank that a launcher has started has no such fact."""
+@_check(
+    "mpiexec",
+    "the first mpiexec on the PATH belongs to this MPI",
+    "`export PATH=$(dirname $(which python)):$PATH` for an MPI of pip, else the folder of that MPI's mpiexec",
+)
+def _mpiexec(job: Job) -> list[str]:
     return [
         f"{one.mpiexec} belongs to {one.mpiexec_family}, but mpi4py uses {one.mpi_name}"
         for one in job
@@ -77,16 +109,25 @@ def mpiexec(job: Job) -> list[str]:
     ]
 
 
-def threads(job: Job) -> list[str]:
-    """MPI allows only one thread."""
-    found = having(job, lambda one: not one.threads_multiple)
+@_check(
+    "threads",
+    "MPI lets several threads call it at once",
+    "unset `MPI4PY_RC_THREAD_LEVEL`",
+)
+def _threads(job: Job) -> list[str]:
+    found = [one.rank for one in job if not one.threads_multiple]
     return [f"MPI on {name_ranks(found)} has started with less than MPI.THREAD_MULTIPLE"] if found else []
 
 
-def shm(job: Job) -> list[str]:
-    """/dev/shm is too small for the ranks of a machine."""
+@_check(
+    "shm",
+    "/dev/shm is large enough for the ranks",
+    "`docker run --shm-size=1g ...`; in Kubernetes an emptyDir with `medium: Memory` at /dev/shm",
+    before_mpi=True,
+)
+def _shm(job: Job) -> list[str]:
     found = []
-    for machine in by_machine(job):
+    for machine in _by_machine(job):
         for device in sorted({one.shm_device for one in machine}):
             here = [one for one in machine if one.shm_device == device]
             first = here[0]
@@ -100,8 +141,12 @@ def shm(job: Job) -> list[str]:
     return found
 
 
-def networks(job: Job) -> list[str]:
-    """Ranks of one kernel are in several network namespaces."""
+@_check(
+    "network",
+    "the ranks of a machine share its network",
+    "`docker run --network=host --ipc=host --pid=host ...`; in Kubernetes one pod per machine",
+)
+def _networks(job: Job) -> list[str]:
     kernels: dict[str, dict[str, list[int]]] = {}
     for one in job:
         if "MPICOMM_HOSTID" not in one.variables:
@@ -114,8 +159,13 @@ def networks(job: Job) -> list[str]:
     ]
 
 
-def process_memory(job: Job) -> list[str]:
-    """MPI cannot copy from the memory of another process."""
+@_check(
+    "process-memory",
+    "MPI may read the memory of other processes",
+    "`docker run --pid=host --cap-add=SYS_PTRACE ...`, or `MPIR_CVAR_CH4_CMA_ENABLE=0` for MPICH, "
+    "`OMPI_MCA_smsc=^cma` for Open MPI",
+)
+def _process_memory(job: Job) -> list[str]:
     found = []
     for one in job:
         switched_off = (
@@ -133,8 +183,12 @@ def process_memory(job: Job) -> list[str]:
     return found
 
 
-def locked(job: Job) -> list[str]:
-    """The limit of locked memory is too low for network cards or pinned memory."""
+@_check(
+    "locked",
+    "ranks may lock the memory that they need",
+    "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1 ...`",
+)
+def _locked(job: Job) -> list[str]:
     found = []
     for one in job:
         limit = one.locked_limit
@@ -144,36 +198,38 @@ def locked(job: Job) -> list[str]:
     return found
 
 
-def driver(job: Job) -> list[str]:
-    """There is an NVIDIA driver, but a rank cannot use its GPUs."""
-    reasons: dict[str, list[int]] = {}
-    for one in job:
-        newer = [name for name in one.cupy if one.driver_cuda and _cuda_of(name) > one.driver_cuda]
+@_check(
+    "driver",
+    "no GPU is unused because a driver or package is missing",
+    '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install -e ".[cuda13]"` (or cuda12, as `nvidia-smi` '
+    "shows); `docker run --gpus all ...`",
+)
+def _driver(job: Job) -> list[str]:
+    def reason_of(one: RankFacts) -> str:
         if len(one.cupy) > 1:
-            reason = f"several CuPys are installed and overwrite each other: {', '.join(one.cupy)}"
-        elif newer:
-            reason = f"{newer[0]} needs a newer driver than this one, which is for CUDA {one.driver_cuda}"
-        elif one.driver and not one.gpus:
-            reason = one.no_gpu_reason
-        else:
-            continue
-        reasons.setdefault(reason, []).append(one.rank)
-    return [f"{name_ranks(found)}: {reason}" for reason, found in reasons.items()]
+            return f"several CuPys are installed and overwrite each other: {', '.join(one.cupy)}"
+        for name in one.cupy:
+            built = re.fullmatch(r"cupy-cuda(\d+)x", name)  # a build from source has no such name
+            if built and one.driver_cuda and int(built[1]) > one.driver_cuda:
+                return f"{name} needs a newer driver than this one, which is for CUDA {one.driver_cuda}"
+        return one.no_gpu_reason if one.driver and not one.gpus else ""
+
+    return _by_reason(job, reason_of)
 
 
-def _cuda_of(cupy: str) -> int:
-    """Return the CUDA that a distribution of CuPy is for, or 0 for a build from source."""
-    return int(cupy.removeprefix("cupy-cuda").removesuffix("x")) if cupy.startswith("cupy-cuda") else 0
-
-
-def visible(job: Job) -> list[str]:
+@_check(
+    "visible",
+    "no cgroup keeps ranks from the GPUs of their peers",
+    "in Slurm `--gpus-per-node` in place of `--gpus-per-task` and `--gpu-bind`; `docker run --gpus all ...`",
+)
+def _visible(job: Job) -> list[str]:
     """A rank cannot open the memory of a GPU that it does not see.
 
     CUDA opens the memory of a GPU that CUDA_VISIBLE_DEVICES hides, but not of a GPU that a cgroup keeps from the
     process. So a hidden GPU is a fault only if a Communicator was refused.
     """
     found = []
-    for machine in by_machine(job):
+    for machine in _by_machine(job):
         for one in machine:
             seen = {gpu.uuid for gpu in one.gpus}
             hidden = [peer.rank for peer in machine if peer.memory.uuid and peer.memory.uuid not in seen]
@@ -186,8 +242,12 @@ def visible(job: Job) -> list[str]:
     return found
 
 
-def shared(job: Job) -> list[str]:
-    """Ranks share a GPU without the multi-process service."""
+@_check(
+    "shared",
+    "no ranks take turns on a GPU",
+    "`mpirun -np` with one rank per GPU, or `nvidia-cuda-mps-control -d`",
+)
+def _shared(job: Job) -> list[str]:
     users: dict[str, list[int]] = {}
     for one in job:
         if one.memory.uuid and not one.shared_service:
@@ -199,10 +259,14 @@ def shared(job: Job) -> list[str]:
     ]
 
 
-def instances(job: Job) -> list[str]:
-    """Ranks are on several MIG instances."""
+@_check(
+    "mig",
+    "no ranks are on different MIG instances",
+    "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance",
+)
+def _instances(job: Job) -> list[str]:
     found = []
-    for machine in by_machine(job):
+    for machine in _by_machine(job):
         users = {
             one.memory.uuid: one.rank
             for one in machine
@@ -213,16 +277,26 @@ def instances(job: Job) -> list[str]:
     return found
 
 
-def windows(job: Job) -> list[str]:
-    """WSL2 does not share GPU memory."""
-    found = having(job, lambda one: "microsoft" in one.kernel.lower() and bool(one.memory.rejected or one.memory.error))
-    return [f"{name_ranks(found)}: the driver of Windows below WSL2 refuses to share GPU memory"] if found else []
+@_check(
+    "wsl",
+    "no driver of Windows keeps GPU memory from ranks",
+    "Linux itself, or `MPICOMM_HANDLE=staged`",
+)
+def _windows(job: Job) -> list[str]:
+    refused = "the driver of Windows below WSL2 refuses to share GPU memory"
+    on_windows = [one for one in job if "microsoft" in one.kernel.lower()]
+    return _by_reason(on_windows, lambda one: refused if one.memory.rejected or one.memory.error else "")
 
 
-def access(job: Job) -> list[str]:
-    """GPUs of ranks cannot address each other's memory."""
+@_check(
+    "access",
+    "each GPU has access to the GPUs of its peers",
+    "`nvidia-smi topo -p2p r` shows the reason; switch ACS and the IOMMU off in the BIOS (`iommu=off`), or use "
+    "`MPICOMM_HANDLE=staged`",
+)
+def _access(job: Job) -> list[str]:
     found = []
-    for machine in by_machine(job):
+    for machine in _by_machine(job):
         for one in machine:
             for own in one.gpus:
                 peers = [peer.rank for peer in machine if peer.memory.uuid in own.unreachable]
@@ -233,141 +307,39 @@ def access(job: Job) -> list[str]:
     return found
 
 
-def memory(job: Job) -> list[str]:
-    """Ranks cannot open each other's memory, or not in the best way."""
-    explained = any(check(job) for check in (visible, instances, windows, access))
-    reasons: dict[str, list[int]] = {}
-    for one in job:
-        if one.memory.error:
-            reasons.setdefault(one.memory.error, []).append(one.rank)
-        elif "ipc" in one.memory.rejected and not explained:
-            differ = [name for name in ("ipc", "pid") if len({peer.namespaces.get(name) for peer in job}) > 1]
-            why = f" (the ranks are in different {' and '.join(differ)} namespaces)" if differ else ""
-            reasons.setdefault(f"CUDA IPC is refused{why}: {one.memory.rejected['ipc']}", []).append(one.rank)
-    return [f"{name_ranks(found)}: {reason}" for reason, found in reasons.items()]
+@_check(
+    "memory",
+    "ranks open each other's memory in the best way",
+    "`docker run --ipc=host --pid=host ...`, or `MPICOMM_HANDLE=fd`; `python -m mpicomm.info` shows all reasons",
+)
+def _memory(job: Job) -> list[str]:
+    explained = any(check(job) for check in (_visible, _instances, _windows, _access))
+    differ = [name for name in ("ipc", "pid") if len({one.namespaces.get(name) for one in job}) > 1]
+    why = f" (the ranks are in different {' and '.join(differ)} namespaces)" if differ else ""
+
+    def reason_of(one: RankFacts) -> str:
+        refused = "" if explained else one.memory.rejected.get("ipc", "")
+        return one.memory.error or (f"CUDA IPC is refused{why}: {refused}" if refused else "")
+
+    return _by_reason(job, reason_of)
 
 
-def pytorch(job: Job) -> list[str] | None:
-    """PyTorch allocates memory that no peer can open."""
-    found, setting, names = [], "backend:cudaMallocAsync", ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    if not any(one.torch or any(name in one.variables for name in names) for one in job):
-        return None
-    for name in names:
-        having_it = having(job, lambda one, n=name: setting in one.variables.get(n, "").replace(" ", ""))  # type: ignore[misc]
-        if having_it:
-            found.append(f"{name} on {name_ranks(having_it)} has {setting}: no peer can open such memory")
+@_check(
+    "pytorch",
+    "PyTorch allocates memory that peers can open",
+    "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`",
+)
+def _pytorch(job: Job) -> list[str]:
+    found, setting = [], "backend:cudaMallocAsync"
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        ranks = [one.rank for one in job if setting in one.variables.get(name, "").replace(" ", "")]
+        if ranks:
+            found.append(f"{name} on {name_ranks(ranks)} has {setting}: no peer can open such memory")
     return found
 
 
-CHECKS: tuple[Check, ...] = (
-    Check(
-        "library",
-        "mpi4py finds the library of its MPI",
-        '`pip install "mpi4py>=4.1" mpich`, or unset `MPI4PY_MPIABI` and `MPI4PY_LIBMPI`',
-        library,
-        before_mpi=True,
-    ),
-    Check(
-        "launcher",
-        "the launcher starts ranks of the MPI of mpi4py",
-        "`$(dirname $(which python))/mpiexec -n N ...` for an MPI of pip, else the mpiexec of that MPI; "
-        "`srun --mpi=list` shows what Slurm can start",
-        launcher,
-        before_mpi=True,
-    ),
-    Check(
-        "mpiexec",
-        "the first mpiexec on the PATH belongs to this MPI",
-        "`export PATH=$(dirname $(which python)):$PATH` for an MPI of pip, else the folder of that MPI's mpiexec",
-        mpiexec,
-    ),
-    Check(
-        "threads",
-        "MPI lets several threads call it at once",
-        "unset `MPI4PY_RC_THREAD_LEVEL`",
-        threads,
-    ),
-    Check(
-        "shm",
-        "/dev/shm is large enough for the ranks",
-        "`docker run --shm-size=1g ...`; in Kubernetes an emptyDir with `medium: Memory` at /dev/shm",
-        shm,
-        before_mpi=True,
-    ),
-    Check(
-        "network",
-        "the ranks of a machine share its network",
-        "`docker run --network=host --ipc=host --pid=host ...`; in Kubernetes one pod per machine",
-        networks,
-    ),
-    Check(
-        "process-memory",
-        "MPI may read the memory of other processes",
-        "`docker run --pid=host --cap-add=SYS_PTRACE ...`, or `MPIR_CVAR_CH4_CMA_ENABLE=0` for MPICH, "
-        "`OMPI_MCA_smsc=^cma` for Open MPI",
-        process_memory,
-    ),
-    Check(
-        "locked",
-        "ranks may lock the memory that they need",
-        "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1 ...`",
-        locked,
-    ),
-    Check(
-        "driver",
-        "no GPU is unused because a driver or package is missing",
-        '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install -e ".[cuda13]"` (or cuda12, as `nvidia-smi` '
-        "shows); `docker run --gpus all ...`",
-        driver,
-    ),
-    Check(
-        "visible",
-        "no cgroup keeps ranks from the GPUs of their peers",
-        "in Slurm `--gpus-per-node` in place of `--gpus-per-task` and `--gpu-bind`; `docker run --gpus all ...`",
-        visible,
-    ),
-    Check(
-        "shared",
-        "no ranks take turns on a GPU",
-        "`mpirun -np` with one rank per GPU, or `nvidia-cuda-mps-control -d`",
-        shared,
-    ),
-    Check(
-        "mig",
-        "no ranks are on different MIG instances",
-        "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance",
-        instances,
-    ),
-    Check(
-        "wsl",
-        "no driver of Windows keeps GPU memory from ranks",
-        "Linux itself, or `MPICOMM_HANDLE=staged`",
-        windows,
-    ),
-    Check(
-        "access",
-        "each GPU has access to the GPUs of its peers",
-        "`nvidia-smi topo -p2p r` shows the reason; switch ACS and the IOMMU off in the BIOS (`iommu=off`), or use "
-        "`MPICOMM_HANDLE=staged`",
-        access,
-    ),
-    Check(
-        "memory",
-        "ranks open each other's memory in the best way",
-        "`docker run --ipc=host --pid=host ...`, or `MPICOMM_HANDLE=fd`; `python -m mpicomm.info` shows all reasons",
-        memory,
-    ),
-    Check(
-        "pytorch",
-        "PyTorch allocates memory that peers can open",
-        "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`",
-        pytorch,
-        nothing="no rank has PyTorch, or a setting for it",
-    ),
-)
-
-Results = Sequence[tuple[Check, list[str] | None]]
-"""Each check with the faults that it has found; None if there was nothing to check."""
+Results = Sequence[tuple[Check, list[str]]]
+"""Each check with the faults that it has found."""
 
 
 def examine(job: Job, checks: Sequence[Check] = CHECKS) -> Results:
@@ -379,21 +351,12 @@ def lines(results: Results) -> list[str]:
     """Return the lines for people."""
     shown = []
     for check, faults in results:
-        if faults:
-            shown += [*(f"FAULT {check.name}: {fault}" for fault in faults), f"      fix: {check.fix}"]
-        elif faults is None:
-            shown.append(f"skip  {check.name}: {check.nothing}")
-        else:
-            shown.append(f"ok    {check.name}: {check.title}")
+        shown += [f"FAULT {check.name}: {fault}" for fault in faults]
+        shown.append(f"      fix: {check.fix}" if faults else f"ok    {check.name}: {check.title}")
     return shown
 
 
 def record(job: Job, results: Results) -> dict[str, Any]:
     """Return the JSON object."""
-    return {
-        "checks": [
-            {"name": check.name, "faults": faults or [], "fix": check.fix, "skipped": faults is None}
-            for check, faults in results
-        ],
-        "ranks": [dataclasses.asdict(one) for one in job],
-    }
+    checks = [{"name": check.name, "faults": faults, "fix": check.fix} for check, faults in results]
+    return {"checks": checks, "ranks": [dataclasses.asdict(one) for one in job]}

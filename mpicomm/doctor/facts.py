@@ -11,7 +11,6 @@ import socket
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 import mpi4py
@@ -87,8 +86,6 @@ class RankFacts:
     """The major version of CUDA that the driver is for."""
     cupy: tuple[str, ...] = ()
     """The installed distributions of CuPy."""
-    torch: bool = False
-    """Whether PyTorch is installed."""
     shared_service: bool = False
     """Whether NVIDIA's multi-process service (MPS) runs."""
     memory: MemoryFacts = MemoryFacts()
@@ -133,7 +130,19 @@ def facts_before_mpi() -> RankFacts:
     launch = launch_of(os.environ)
     mpiexec, family = ("", "") if launch.size else _find_mpiexec()
     mpi, error = _load_mpi()
-    shm_device, shm_free = _shm()
+    shm_device, shm_free, locked_limit = 0, None, None
+    with suppress(OSError):
+        size = os.statvfs("/dev/shm")
+        shm_device, shm_free = os.stat("/dev/shm").st_dev, size.f_bavail * size.f_frsize  # noqa: PTH116
+    capabilities = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit != resource.RLIM_INFINITY and not capabilities & _CAN_LOCK_ALL:
+        locked_limit = limit
+    cupy = []
+    for name in ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(name)
+            cupy.append(name)
     cuda = newest_cuda()
     return RankFacts(
         host=socket.gethostname(),
@@ -144,7 +153,7 @@ def facts_before_mpi() -> RankFacts:
         variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         shm_device=shm_device,
         shm_free=shm_free,
-        locked_limit=_locked_limit(),
+        locked_limit=locked_limit,
         infiniband=any(Path("/sys/class/infiniband").glob("*")),
         launch=launch,
         mpiexec=mpiexec,
@@ -153,8 +162,7 @@ def facts_before_mpi() -> RankFacts:
         mpi_error=error,
         driver=any(Path(name).exists() for name in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")),
         driver_cuda=cuda[0] if cuda else None,
-        cupy=_installed("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"),
-        torch=find_spec("torch") is not None,
+        cupy=tuple(cupy),
         shared_service=environment.multi_process_service(),
     )
 
@@ -181,29 +189,3 @@ def _find_mpiexec() -> tuple[str, str]:
         )
         return path, family_of(said.stdout)
     return path, ""
-
-
-def _shm() -> tuple[int, int | None]:
-    """Return the number of the file system /dev/shm and its free bytes."""
-    try:
-        size = os.statvfs("/dev/shm")
-        return os.stat("/dev/shm").st_dev, size.f_bavail * size.f_frsize  # noqa: PTH116
-    except OSError:
-        return 0, None
-
-
-def _locked_limit() -> int | None:
-    status = Path("/proc/self/status").read_text()
-    if int(status.partition("CapEff:")[2].split()[0], 16) & _CAN_LOCK_ALL:
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _installed(*names: str) -> tuple[str, ...]:
-    found = []
-    for name in names:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.version(name)
-            found.append(name)
-    return tuple(found)

@@ -12,6 +12,7 @@ from mpicomm.activity.reading import BlockedMessage, RankCalls, Step
 from mpicomm.doctor.running import Job, Rank
 
 _BUSY = 0.5  # the part of a core above which a process counts as busy
+_PREPOSITIONS = {"receive": "from", "send": "to"}
 _MOST_NAMED = 8  # ranks in one sentence, and ranks with a sentence of their own
 
 
@@ -51,6 +52,10 @@ class Line:
     waits: bool
 
 
+Members = dict[int, tuple[Rank, RankCalls]]
+"""The ranks of a communicator on this machine, by their numbers in it."""
+
+
 class Look:
     """A job at two moments: ``before`` has its ranks some time earlier, by process number."""
 
@@ -58,7 +63,7 @@ class Look:
         self._job = job
         self._before = before
         self._by_place = {(rank.world, rank.activity.world_rank): rank for rank in job.ranks}
-        self._communicators: dict[int, dict[int, tuple[Rank, RankCalls]]] = {}
+        self._communicators: dict[int, Members] = {}
         for rank in job.ranks:
             for calls in rank.activity.communicators:
                 self._communicators.setdefault(calls.key, {})[calls.rank] = rank, calls
@@ -70,13 +75,20 @@ class Look:
 
     def lines(self) -> list[Line]:
         """Return a line for each rank of each communicator with calls. Ranks that wait come first."""
-        found = [line for rank in self._job.ranks if (line := self._step_line(rank)) is not None]
+        found = []
+        for rank in self._job.ranks:
+            step = self._lasting_step(rank)
+            if step is not None:
+                missing, where = self._missing(rank, step), f"ranks {ranks_as_text(step.world_ranks)} of MPI.COMM_WORLD"
+                who = rank.activity.world_rank, rank.process.pid
+                since_s, names = _seconds(rank, step.since_ns), _named(missing) if missing else ""
+                found.append(Line(where, *who, step.text, 0, since_s, names, self._says(rank), bool(missing)))
         for members in self._communicators.values():
             most = max(calls.made for _, calls in members.values())
             disordered = [calls.rank for calls in self._disordered(members)]
             late = disordered or self._behind(members)
             for rank, calls in members.values():
-                if calls.made or most or calls.receive or calls.send:
+                if most or calls.receive or calls.send:
                     found.append(self._line(late, rank, calls, mutual=bool(disordered)))
         # The lines of one communicator follow each other. A communicator with trouble comes first.
         troubled = {line.communicator for line in found if line.waits}
@@ -88,93 +100,118 @@ class Look:
             step = self._lasting_step(rank)
             if step is not None:
                 steps.setdefault((rank.world, step.text, step.world_ranks), []).append((rank, step))
-        for (world, text, _), waiting in steps.items():
-            missing = self._missing(waiting[0][0], waiting[0][1])
+        for (world, name, _), waiting in steps.items():
+            missing = self._missing(*waiting[0])
             if not missing:
                 continue
-            seconds = max(_seconds(rank, step.since_ns) for rank, step in waiting)
             here = [rank.activity.world_rank for rank, _ in waiting]
-            others = f"{_named(here)} wait{'s' * (len(here) == 1)} in {text!r}"
-            said = f"{_named(missing)} of MPI.COMM_WORLD {'has' if len(missing) == 1 else 'have'} not come: {others}"
-            text = ". ".join([said, *(self._absent(world, each) for each in missing[:_MOST_NAMED])])
-            late = [self._by_place[place] for each in missing if (place := (world, each)) in self._by_place]
-            unseen = [self._job.unseen[place].pid for each in missing if (place := (world, each)) in self._job.unseen]
-            yield self._wait(text, seconds, True, late, unseen)
+            come, wait = "has" if len(missing) == 1 else "have", "waits" if len(here) == 1 else "wait"
+            sentences = [f"{_named(missing)} of MPI.COMM_WORLD {come} not come: {_named(here)} {wait} in {name!r}"]
+            late, unseen = [], []
+            for number in missing:
+                rank_there, process = self._by_place.get((world, number)), self._job.unseen.get((world, number))
+                if rank_there is not None:
+                    late.append(rank_there)
+                    said = f"Rank {number} {self._does(rank_there)}"
+                elif process is not None:
+                    unseen.append(process.pid)
+                    said = f"Rank {number}, process {process.pid}, has not begun to make a Communicator"
+                else:
+                    said = f"Rank {number} has no process on this machine: it has ended, or runs on another node"
+                if len(sentences) <= _MOST_NAMED:
+                    sentences.append(said)
+            seconds = max(_seconds(rank, step.since_ns) for rank, step in waiting)
+            yield self._wait(sentences, seconds, True, late, unseen)
 
     def _for_collectives(self) -> Iterator[RankWait]:
         for members in self._communicators.values():
-            behind = self._behind(members)
             most = max(calls.made for _, calls in members.values())
             ahead = [(rank, calls) for rank, calls in members.values() if calls.made == most]
-            disordered = self._disordered(members)
-            if disordered:
-                behind = []
-                said = (
-                    f"ranks called different things of {ahead[0][1].name}: {orders(disordered)}. MPI cannot end such "
-                    f"waits: end the job, and {WAY_OUT}"
+            name = ahead[0][1].name
+            names = {calls.last.partition("(")[0] for _, calls in ahead if calls.last}
+            late = []
+            if disordered := self._disordered(members):
+                late = [calls.rank for calls in disordered]
+                orders = "; ".join(
+                    f"rank {calls.rank}: {calls.last} by MPI, its call {calls.by_mpi} by MPI, after {_others(calls)}"
+                    for calls in disordered
                 )
-            elif behind:
-                made = _span({members[index][1].made for index in behind})
-                others = _span({calls.made for index, (_, calls) in members.items() if index not in behind})
-                names = "; ".join(sorted({calls.last for _, calls in ahead if calls.last}))
-                said = (
-                    f"{_named(behind)} {'is' if len(behind) == 1 else 'are'} behind: {_has(behind)} made {made} "
-                    f"call{'s' * (made != '1')} of {ahead[0][1].name}, the others {others} ({names})"
+                said = f"ranks called different things of {name}: {orders}. MPI cannot end such waits: {_WAY_OUT}"
+            elif behind := self._behind(members):
+                late = behind
+                have = (
+                    f"{_named(late)} is behind: it has" if len(late) == 1 else f"{_named(late)} are behind: they have"
                 )
-            elif self._differ(ahead):
-                said = f"ranks called different things as number {most} of {ahead[0][1].name}: " + "; ".join(
-                    f"rank {calls.rank}: {calls.last}" for _, calls in ahead
-                )
+                made = _span({members[index][1].made for index in late})
+                others = _span({calls.made for index, (_, calls) in members.items() if index not in late})
+                last = "; ".join(sorted({calls.last for _, calls in ahead if calls.last}))
+                said = f"{have} made {made} call{'s' * (made != '1')} of {name}, the others {others} ({last})"
+            elif len(names) > 1 and all(self._stays(*each) for each in ahead):
+                called = "; ".join(f"rank {calls.rank}: {calls.last}" for _, calls in ahead)
+                said = f"ranks called different things as number {most} of {name}: {called}"
             else:
                 continue
             times = [_seconds(rank, calls.since_ns) for rank, calls in ahead if calls.since_ns is not None]
-            seconds = max(times) if times else self._watched(ahead[0][0])
-            text = ". ".join([said, *(self._at(*members[each]) for each in behind[:_MOST_NAMED])])
-            late = behind or [calls.rank for calls in disordered]
-            yield self._wait(text, seconds, bool(times), [members[each][0] for each in late])
+            seconds = max(times) if times else self._watched_s(ahead[0][0])
+            described = () if disordered else late[:_MOST_NAMED]
+            sentences = [said, *(self._at(*members[each]) for each in described)]
+            yield self._wait(sentences, seconds, bool(times), [members[each][0] for each in late])
 
     def _for_messages(self) -> Iterator[RankWait]:
         for members in self._communicators.values():
             for rank, calls in members.values():
-                for message, verb in ((calls.receive, "receive from"), (calls.send, "send to")):
-                    if message is None or not self._lasts(rank, calls, message):
-                        continue
-                    said = f"rank {calls.rank} waits in a {verb} {_peer(calls, message)} of {calls.name}"
+                for name, message in self._blocked(rank, calls):
                     peers = [members[message.peer]] if message.peer in members else []
-                    text = ". ".join([said, *(self._at(*peer) for peer in peers)])
-                    yield self._wait(text, self._watched(rank), False, [peer for peer, _ in peers])
+                    end = f"{_PREPOSITIONS[name]} {_peer(calls, message)} of {calls.name}"
+                    said = f"rank {calls.rank} waits in a {name} {end}"
+                    sentences = [said, *(self._at(*peer) for peer in peers)]
+                    yield self._wait(sentences, self._watched_s(rank), False, [peer for peer, _ in peers])
 
-    def _disordered(self, members: Mapping[int, tuple[Rank, RankCalls]]) -> list[RankCalls]:
-        """Return the ranks that wait in MPI for each other in calls of different orders; else an empty list."""
-        return in_different_orders([calls for rank, calls in members.values() if self._stays(rank, calls)])
+    def _disordered(self, members: Members) -> list[RankCalls]:
+        """Return the ranks that wait in MPI for each other after calls in different orders; else an empty list.
 
-    def _behind(self, members: Mapping[int, tuple[Rank, RankCalls]]) -> list[int]:
-        """Return the ranks that have made fewer calls of a communicator than another rank, and none since the first
-        look.
+        MPI does not carry out all calls, and ranks make both kinds of call in one order. So ranks with equally many
+        calls by MPI have also made equally many other calls before. A rank with more calls by MPI than another rank has
+        not made fewer of the other calls. MPI can neither notice such a wait nor end it.
         """
+        waiting = [
+            calls
+            for rank, calls in members.values()
+            if self._stays(rank, calls) and calls.last and calls.since_ns is None
+        ]
+        for one, other in combinations(waiting, 2):
+            more, more_others = one.by_mpi - other.by_mpi, _posts(one) - _posts(other)
+            if more * more_others < 0 or (more == 0 and more_others != 0):
+                return waiting
+        return []
+
+    def _behind(self, members: Members) -> list[int]:
+        """Return the ranks that have made fewer calls than another rank, and none since the first look."""
         most = max(calls.made for _, calls in members.values())
         return sorted(
             index for index, (rank, calls) in members.items() if calls.made < most and self._stays(rank, calls)
         )
 
-    def _differ(self, ahead: Sequence[tuple[Rank, RankCalls]]) -> bool:
-        """Return whether ranks have called different collectives, and have not gone on since the first look."""
-        names = {calls.last.partition("(")[0] for _, calls in ahead if calls.last}
-        return len(names) > 1 and all(self._stays(rank, calls) for rank, calls in ahead)
+    def _earlier(self, rank: Rank, calls: RankCalls) -> RankCalls | None:
+        earlier = self._before.get(rank.process.pid)
+        communicators = earlier.activity.communicators if earlier is not None else ()
+        return next((each for each in communicators if each.key == calls.key), None)
 
     def _stays(self, rank: Rank, calls: RankCalls) -> bool:
         """Return whether a rank has begun no call of a communicator since the first look."""
         earlier = self._earlier(rank, calls)
         return earlier is not None and earlier.made == calls.made
 
-    def _lasts(self, rank: Rank, calls: RankCalls, message: BlockedMessage) -> bool:
+    def _blocked(self, rank: Rank, calls: RankCalls) -> list[tuple[str, BlockedMessage]]:
+        """Return the messages in which a rank has been since the first look, each with "receive" or "send"."""
         earlier = self._earlier(rank, calls)
-        return earlier is not None and message in (earlier.receive, earlier.send)
+        before = () if earlier is None else (earlier.receive, earlier.send)
+        both = ("receive", calls.receive), ("send", calls.send)
+        return [(name, message) for name, message in both if message is not None and message in before]
 
     def _lasting_step(self, rank: Rank) -> Step | None:
-        earlier = self._before.get(rank.process.pid)
-        step = rank.activity.step
-        return step if step is not None and earlier is not None and earlier.activity.step == step else None
+        earlier, step = self._before.get(rank.process.pid), rank.activity.step
+        return step if earlier is not None and earlier.activity.step == step else None
 
     def _missing(self, rank: Rank, step: Step) -> list[int]:
         """Return the ranks of MPI.COMM_WORLD that should be in a step, and are not."""
@@ -187,24 +224,15 @@ class Look:
         }
         return [each for each in step.world_ranks if each >= 0 and each not in here]
 
-    def _earlier(self, rank: Rank, calls: RankCalls) -> RankCalls | None:
-        earlier = self._before.get(rank.process.pid)
-        if earlier is None:
-            return None
-        return next((each for each in earlier.activity.communicators if each.key == calls.key), None)
-
-    def _watched(self, rank: Rank) -> float:
+    def _watched_s(self, rank: Rank) -> float:
         return _seconds(rank, self._before.get(rank.process.pid, rank).time_ns)
 
-    def _absent(self, world: int, number: int) -> str:
-        """Return the known facts of a rank of MPI.COMM_WORLD that has not come to a step."""
-        rank = self._by_place.get((world, number))
-        if rank is not None:
-            return f"Rank {number} {self._does(rank)}"
-        process = self._job.unseen.get((world, number))
-        if process is not None:
-            return f"Rank {number}, process {process.pid}, has not begun to make a Communicator"
-        return f"Rank {number} has no process on this machine: it has ended, or runs on another node"
+    def _wait(
+        self, sentences: Sequence[str], seconds: float, known: bool, late: Sequence[Rank], unseen: Sequence[int] = ()
+    ) -> RankWait:
+        idle = [rank.process.pid for rank in late if not self._known_wait(rank)]
+        is_first = len(idle) == len(late) and bool(idle or unseen)
+        return RankWait(". ".join(sentences), seconds, known, (*idle, *unseen), is_first)
 
     def _at(self, rank: Rank, calls: RankCalls) -> str:
         """Return a sentence on a rank for which others wait in a communicator."""
@@ -213,11 +241,8 @@ class Look:
             since = f", and has begun no collective call since {calls.last} {_seconds(rank, calls.since_ns):.1f} s ago"
         return f"Rank {calls.rank} {self._does(rank)}{since}"
 
-    def _wait(
-        self, text: str, seconds: float, known: bool, late: Sequence[Rank], unseen: Sequence[int] = ()
-    ) -> RankWait:
-        idle = [rank.process.pid for rank in late if not self._known_wait(rank)]
-        return RankWait(text, seconds, known, (*idle, *unseen), len(idle) == len(late) and bool(idle or unseen))
+    def _does(self, rank: Rank) -> str:
+        return f"(process {rank.process.pid}) {self._known_wait(rank) or self._says(rank)}"
 
     def _known_wait(self, rank: Rank) -> str:
         """Return the step or message of a rank since the first look, or "" for none."""
@@ -225,15 +250,12 @@ class Look:
         if step is not None:
             return f"is in {step.text!r}"
         for calls in rank.activity.communicators:
-            for message, verb in ((calls.receive, "receives from"), (calls.send, "sends to")):
-                if message is not None and self._lasts(rank, calls, message):
-                    return f"{verb} {_peer(calls, message)} of {calls.name}"
+            for name, message in self._blocked(rank, calls):
+                return f"{name}s {_PREPOSITIONS[name]} {_peer(calls, message)} of {calls.name}"
         return ""
 
-    def _does(self, rank: Rank) -> str:
-        return f"(process {rank.process.pid}) {self._known_wait(rank) or self._says(rank)}"
-
     def _says(self, rank: Rank) -> str:
+        """Return what the kernel says of a process."""
         process, earlier = rank.process, self._before.get(rank.process.pid)
         if process.state in "Tt":
             return "is stopped, by a signal or a debugger"
@@ -245,38 +267,24 @@ class Look:
             return "computes or polls"  # MPI and CUDA poll in their waits
         return "sleeps" + (f" ({process.sleeps_in})" if process.sleeps_in else "")
 
-    def _step_line(self, rank: Rank) -> Line | None:
-        step = self._lasting_step(rank)
-        if step is None:
-            return None
-        missing = self._missing(rank, step)
-        return Line(
-            f"ranks {ranks_as_text(step.world_ranks)} of MPI.COMM_WORLD",
-            rank.activity.world_rank,
-            rank.process.pid,
-            step.text,
-            0,
-            _seconds(rank, step.since_ns),
-            _named(missing) if missing else "",
-            self._says(rank),
-            bool(missing),
-        )
-
     def _line(self, late: Sequence[int], rank: Rank, calls: RankCalls, *, mutual: bool) -> Line:
         """Return the line of a rank; ``mutual`` says that the ranks that are ``late`` wait for each other, too."""
         call, number = calls.last or ("a call" if calls.made else "none yet"), calls.made
         seconds = None if calls.since_ns is None else _seconds(rank, calls.since_ns)
         others = [other for other in late if other != calls.rank]
-        waits_for = _named(others) if others and (mutual or calls.rank not in late) else ""
-        for message, name in ((calls.receive, "receive"), (calls.send, "send")):
-            if message is not None and self._lasts(rank, calls, message):
-                call, number, seconds, waits_for = name, message.number, None, _peer(calls, message)
-        does = self._says(rank)
+        waits_for, does = _named(others) if others and (mutual or calls.rank not in late) else "", self._says(rank)
+        for name, message in self._blocked(rank, calls):
+            call, number, seconds, waits_for = name, message.number, None, _peer(calls, message)
         if not waits_for and calls.on_gpu and calls.since_ns is not None:
             does = f"has enqueued it, and {does}"
-        return Line(
-            calls.name, calls.rank, rank.process.pid, call, number, seconds, waits_for, does, bool(waits_for or late)
-        )
+        who = calls.name, calls.rank, rank.process.pid
+        return Line(*who, call, number, seconds, waits_for, does, bool(waits_for or late))
+
+
+_WAY_OUT = (
+    "end the job, and make all collective calls on all ranks in one order, with device arrays on every rank or on no "
+    "rank"
+)
 
 
 def _seconds(rank: Rank, since_ns: int) -> float:
@@ -298,40 +306,8 @@ def _span(numbers: Collection[int]) -> str:
     return str(min(numbers)) if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
 
 
-def _has(ranks: Sequence[int]) -> str:
-    return "it has" if len(ranks) == 1 else "they have"
-
-
-WAY_OUT = "make all collective calls on all ranks in one order, with device arrays on every rank or on no rank"
-
-
-def in_different_orders(ranks: Sequence[RankCalls]) -> list[RankCalls]:
-    """Return the ranks with a last call by MPI that have not made their calls in one order; else an empty list.
-
-    ``ranks`` are of one communicator. MPI does not carry out all calls, and ranks make both kinds of call in one order.
-    So ranks with equally many calls by MPI have also made equally many other calls before. A rank with more calls by
-    MPI than another rank has not made fewer of the other calls.
-
-    Such ranks may wait in MPI for each other. MPI can neither notice it nor end the waits.
-    """
-    by_mpi = [calls for calls in ranks if calls.last and calls.since_ns is None]
-    return by_mpi if any(_differ(one, other) for one, other in combinations(by_mpi, 2)) else []
-
-
-def orders(ranks: Sequence[RankCalls]) -> str:
-    """Return the calls of the ranks of `in_different_orders`, as text."""
-    return "; ".join(
-        f"rank {calls.rank}: {calls.last} by MPI, its call {calls.by_mpi} by MPI, after {_others(calls)}"
-        for calls in ranks
-    )
-
-
-def _differ(one: RankCalls, other: RankCalls) -> bool:
-    more, more_others = one.by_mpi - other.by_mpi, _posts(one) - _posts(other)
-    return more_others != 0 if more == 0 else more * more_others < 0
-
-
 def _posts(calls: RankCalls) -> int:
+    """Return how many of the begun calls MPI does not carry out."""
     return calls.made - calls.by_mpi
 
 

@@ -1,6 +1,6 @@
 // Eight bits on the wire: floats as codes of 8 bits with a scale for each block. The compiler gets
 // MPICOMM_WIRE, the type of the codes: float8_e4m3fn or int8. The host's copy of this arithmetic is
-// collectives/eight_bits.py, with the same bits; a test compares them.
+// collectives/wire.py, with the same bits; a test compares them.
 //
 // A block has 128 elements. Its scale is a power of two, the least with which no element of the
 // block exceeds the largest code. So the products with scales are exact. Only the codes round: to

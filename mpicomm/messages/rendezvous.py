@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mpi4py import MPI
 
 from mpicomm.cluster.process import release_before_finalize
-from mpicomm.collectives.pack_tables import table_for
+from mpicomm.collectives.packed import table_for
 from mpicomm.devices.base import MessageCopy, Segment
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import MemoryHandle, MemoryUse

@@ -23,13 +23,13 @@ from mpicomm.mpi.layout import Capacity, Elements, elements_at, require_types
 from mpicomm.mpi.spec import (
     Shape,
     datatype_of,
-    device_addressed,
+    device_address,
+    displacements,
     index_of,
     indices_of,
     is_sequence,
     items,
     no_type,
-    uneven,
     with_buffer,
 )
 
@@ -143,40 +143,40 @@ def parse(
     elif datatype is None:
         raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
     elif buffer is MPI.BOTTOM:  # its addresses are addresses of a GPU or of the host
-        device = device_addressed(spec)
-        memory = ArrayMemory(0, 0, None, device is not None, device, None, by_address=device is not None)
+        found = device_address(spec)
+        memory = ArrayMemory(0, 0, None, found is not None, found and found[1], None, by_address=found is not None)
     else:
         memory = memory or ArrayMemory(0, 0, None, False, None, None, nowhere=True)
-    on_device = memory.on_device
+    derived: tuple[Elements, ...] | None
+    pointer, on_device, owner = memory.pointer, memory.on_device, memory.owner
     if not on_device and (shape == "typed" or (datatype is None and memory.dtype is None)):  # MPI may know the type
-        return Operand(
-            name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec, nowhere=memory.nowhere
-        )
+        return Operand(name, pointer, None, 0, 0, None, None, False, None, owner, None, spec, nowhere=memory.nowhere)
     number = 1 if shape in ("one", "counted") else blocks
+    room = Capacity(
+        name, pointer, memory.nbytes if memory.room is None else memory.room,
+        memory.device if buffer is MPI.BOTTOM else None,
+    )  # fmt: skip
     if shape == "typed":
         each, places, datatypes = typed_blocks(spec, size=number, name=name, peer=peer)
-        room = _room_of(memory, name, buffer)
-        found: list[Elements] = []
-        for one, n, place in zip(datatypes, each, places, strict=True):
-            found += elements_at(one, room, [(place, n)])
+        typed = zip(datatypes, places, each, strict=True)
+        derived = tuple(elements_at(one, room, [(place, n)])[0] for one, place, n in typed)
         return Operand(
-            name, memory.pointer, None, sum(each), sum(each), each, places, True, memory.device, memory.owner, None,
-            spec, memory.by_address, tuple(found),
+            name, pointer, None, sum(each), sum(each), each, places, True, memory.device, owner, None, spec,
+            memory.by_address, derived,
         )  # fmt: skip
-    elements = _elements_of(memory, buffer, datatype, name)
+    elements = _elements_of(memory, buffer, datatype, name, peer)
     dtype, mpi_type, extent = elements.dtype, elements.mpi_type, elements.extent
-    pointer, sizes, starts = memory.pointer, None, None
+    sizes, starts, derived = None, None, None
     if shape == "vector":
-        sizes, starts = elements.vector(counts, displs, number, peer)
+        sizes, starts = elements.vector(counts, displs, number)
         count = total = sum(sizes)
         extents = [*zip(starts, sizes, strict=True)]
     else:
-        start, count = elements.even(counts, displs, number, peer)
+        start, count = elements.even(counts, displs, number)
         total, extents = count * number, [(start, count * number)]
         pointer += start * extent
-    derived = None
     if (dtype is None or buffer is MPI.BOTTOM) and on_device and mpi_type is not None:
-        derived = elements_at(mpi_type, _room_of(memory, name, buffer), [(place * extent, n) for place, n in extents])
+        derived = elements_at(mpi_type, room, [(place * extent, n) for place, n in extents])
     if buffer is MPI.BOTTOM:
         dtype = None
     for_mpi = spec
@@ -184,7 +184,7 @@ def parse(
         with suppress(InvalidUsageError):  # the engines may know a type that MPI lacks
             for_mpi = with_buffer(spec, memory.exported, memory.dtype)
     return Operand(
-        name, pointer, dtype, count, total, sizes, starts, on_device, memory.device, memory.owner, mpi_type, for_mpi,
+        name, pointer, dtype, count, total, sizes, starts, on_device, memory.device, owner, mpi_type, for_mpi,
         memory.by_address, derived, memory.nowhere,
     )  # fmt: skip
 
@@ -205,12 +205,7 @@ def typed_blocks(
     return each, places, require_types(datatypes, each, name, peer)
 
 
-def _room_of(memory: ArrayMemory, name: str, buffer: Any) -> Capacity:
-    nbytes = memory.nbytes if memory.room is None else memory.room
-    return Capacity(name, memory.pointer, nbytes, memory.device if buffer is MPI.BOTTOM else None)
-
-
-def _elements_of(memory: ArrayMemory, buffer: Any, datatype: Any, name: str) -> _Elements:
+def _elements_of(memory: ArrayMemory, buffer: Any, datatype: Any, name: str, peer: str) -> _Elements:
     """Return the elements that a buffer holds. Raises `InvalidUsageError` if they have no type."""
     if datatype is not None:
         dtype, mpi_type = datatype_of(datatype, name)
@@ -218,16 +213,11 @@ def _elements_of(memory: ArrayMemory, buffer: Any, datatype: Any, name: str) -> 
         dtype, mpi_type = memory.dtype, None
     else:
         raise no_type(memory, name)
-    if dtype is not None:
-        extent = dtype.itemsize
-    else:
-        assert mpi_type is not None
-        extent = mpi_type.extent
+    of_element: Any = mpi_type if dtype is None else dtype
+    extent: int = of_element.extent if dtype is None else of_element.itemsize
     number, rest = divmod(memory.nbytes, extent) if extent > 0 else (0, 0)
     room = number if memory.room is None or extent <= 0 else memory.room // extent
-    # Only MPI knows how far elements of a derived datatype reach, and MPI.BOTTOM has no end.
-    bounded = buffer is None or (buffer is not MPI.BOTTOM and dtype is not None)
-    return _Elements(name, dtype, mpi_type, extent, memory.nbytes, number, rest, room, bounded, buffer is None)
+    return _Elements(name, peer, buffer, dtype, mpi_type, extent, memory.nbytes, number, rest, room)
 
 
 @dataclass(slots=True, eq=False)
@@ -235,6 +225,8 @@ class _Elements:
     """The elements that a buffer holds, out of which counts and displacements cut blocks."""
 
     name: str
+    peer: str
+    buffer: Any
     dtype: np.dtype[Any] | None
     mpi_type: MPI.Datatype | None
     extent: int
@@ -244,10 +236,8 @@ class _Elements:
     """The bytes after the last whole element."""
     room: int
     """The elements that counts may reach."""
-    bounded: bool
-    absent: bool
 
-    def even(self, count: Any, displ: Any, blocks: int, peer: str) -> tuple[int, int]:
+    def even(self, count: Any, displ: Any, blocks: int) -> tuple[int, int]:
         """Return the first element, and the elements of each of ``blocks``."""
         name = self.name
         start = 0 if displ is None else index_of(displ, "displacement", name)
@@ -258,19 +248,22 @@ class _Elements:
             raise InvalidUsageError(
                 f"{name}: displacement {start} lies outside the buffer, which holds {self.number} elements"
             )
-        if count is None:
-            self._require_whole()
-            each, rest = divmod(number, max(blocks, 1))  # a rank without neighbours has no blocks
-            if rest:
-                raise uneven(number, blocks, name, peer)
-            return start, each
-        count = index_of(count, "count", name)
-        self._require_room(count, 0, blocks * count, number)
-        return start, count
+        if count is not None:
+            count = index_of(count, "count", name)
+            self._require_room(count, 0, blocks * count, number)
+            return start, count
+        self._require_whole()
+        each, rest = divmod(number, max(blocks, 1))  # a rank without neighbours has no blocks
+        if rest:
+            raise InvalidUsageError(
+                f"{name}: {number} elements are no multiple of {blocks}, one block for each {self.peer}: pass a count, "
+                "or use the vector call (Allgatherv, Alltoallv, ...)"
+            )
+        return start, each
 
-    def vector(self, counts: Any, displs: Any, blocks: int, peer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def vector(self, counts: Any, displs: Any, blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the elements and the first element of each of ``blocks``."""
-        name = self.name
+        name, peer = self.name, self.peer
         if counts is None:
             self._require_whole()
             share, more = divmod(self.number, max(blocks, 1))
@@ -279,13 +272,7 @@ class _Elements:
             each = indices_of(counts, blocks, "counts", name, peer)
         else:
             each = (index_of(counts, "count", name),) * blocks
-        if displs is None:
-            places = (0, *accumulate(each))[:blocks]
-        elif is_sequence(displs):
-            places = indices_of(displs, blocks, "displacements", name, peer)
-        else:
-            distance = index_of(displs, "displacement", name)
-            places = tuple(distance * rank for rank in range(blocks))
+        places = (0, *accumulate(each))[:blocks] if displs is None else displacements(displs, blocks, name, peer)
         for n, place in zip(each, places, strict=True):
             self._require_room(n, place, place + n, self.room)
         return each, places
@@ -313,11 +300,11 @@ class _Elements:
         name = self.name
         if count < 0:
             raise RefusedByMpiError(f"{name}: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
-        if count == 0 or not self.bounded:
-            return
-        if self.absent:
+        if count and self.buffer is None:
             raise InvalidUsageError(f"{name}: the buffer is None, but its count is {count}: pass a buffer or count 0")
-        if start < 0 or end > number:
+        # MPI.BOTTOM has no end, and only MPI knows how far elements of a derived datatype reach.
+        unbounded = self.buffer is MPI.BOTTOM or self.dtype is None
+        if count and not unbounded and (start < 0 or end > number):
             raise InvalidUsageError(
                 f"{name}: elements {start} to {end} are asked for, but the buffer holds {max(number, 0)}"
                 f"{' from its displacement on' if number < self.number else ''}: pass a larger buffer or other counts"

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import ArrayMemory, read
-from mpicomm.mpi.spec import index_of, indices_of, is_sequence, items, parts_of
+from mpicomm.mpi.spec import displacements, items, parts_of
 
 _TYPES = ("int32", "int64")
 
@@ -78,8 +78,7 @@ def read_counted(send: Any, receive: Any, *, size: int, algorithm: str) -> Count
     Raises `InvalidUsageError` for counts on the GPU beside counts in host memory, for counts that are no integers or
     too few, and for buffers that kernels cannot carry.
     """
-    sides = (send, "sendbuf"), (receive, "recvbuf")
-    on_device = [name for spec, name in sides if has_device_counts(spec)]
+    on_device = [name for spec, name in ((send, "sendbuf"), (receive, "recvbuf")) if has_device_counts(spec)]
     if not on_device:
         return None
     if algorithm == "mpi":
@@ -89,23 +88,19 @@ def read_counted(send: Any, receive: Any, *, size: int, algorithm: str) -> Count
         )
     sent = _buffer(send, size=size, writable=False, name="sendbuf", beside=on_device[0])
     received = _buffer(receive, size=size, writable=True, name="recvbuf", beside=on_device[0])
-    buffers = CountedBuffers(sent, received)
-    if (
-        sent.operand.dtype is None
-        or received.operand.dtype is None
-        or (sent.operand.dtype.itemsize != received.operand.dtype.itemsize)
-    ):
+    types = sent.operand.dtype, received.operand.dtype
+    if types[0] is None or types[1] is None or types[0].itemsize != types[1].itemsize:
         raise InvalidUsageError(
-            f"Alltoallv: sendbuf has elements of {sent.operand.dtype}, recvbuf of {received.operand.dtype}: pass "
-            "elements of one size if counts are on the GPU"
+            f"Alltoallv: sendbuf has elements of {types[0]}, recvbuf of {types[1]}: pass elements of one size if "
+            "counts are on the GPU"
         )
     if not received.counts.is_wide and received.room > np.iinfo(np.int32).max:
         raise InvalidUsageError(
             f"Alltoallv: recvbuf holds {received.room} elements, more than its counts of type int32 can say: pass "
             "counts of type int64"
         )
-    _require_apart(buffers)
-    return buffers
+    _require_apart(sent, received)
+    return CountedBuffers(sent, received)
 
 
 def has_device_counts(spec: Any) -> bool:
@@ -129,10 +124,11 @@ def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> 
         raise InvalidUsageError(f"Alltoallv: {name}=MPI.IN_PLACE beside counts on the GPU: pass a separate buffer")
     buffer, counts, displs, datatype = items(spec, name, "vector")
     if not _is_on_device(counts):
+        shown = "missing" if counts is None else f"{counts!r} in host memory"
         also = "" if beside == name else f", and {beside} has counts on the GPU"
         raise InvalidUsageError(
-            f"Alltoallv: the counts of {name} are {_shown(counts)}{also}: pass an integer array on the GPU, of "
-            f"{size} items{', into which the call writes the counts' if writable else ''}"
+            f"Alltoallv: the counts of {name} are {shown}{also}: pass an integer array on the GPU, of {size} items"
+            f"{', into which the call writes the counts' if writable else ''}"
         )
     operand = parse([buffer, datatype] if datatype is not None else buffer, writable=writable, name=name)
     if not operand.on_device:
@@ -148,11 +144,8 @@ def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> 
     places: DeviceIndices | tuple[int, ...] | None = None
     if _is_on_device(displs):
         places = _indices(displs, size, f"the displacements of {name}", operand, writable=False)
-    elif displs is not None and is_sequence(displs):
-        places = indices_of(displs, size, "displacements", name, "rank")
     elif displs is not None:
-        distance = index_of(displs, "displacement", name)
-        places = tuple(distance * rank for rank in range(size))
+        places = displacements(displs, size, name, "rank")
     return CountedBuffer(operand, _indices(counts, size, f"the counts of {name}", operand, writable=writable), places)
 
 
@@ -171,20 +164,17 @@ def _indices(array: Any, size: int, what: str, operand: Operand, *, writable: bo
     return DeviceIndices(memory.pointer, memory.dtype.itemsize == 8, memory.nbytes)
 
 
-def _require_apart(buffers: CountedBuffers) -> None:
+def _require_apart(send: CountedBuffer, receive: CountedBuffer) -> None:
     """Raise if the call would write into an array that it reads."""
-    receive = buffers.receive
-    whole = receive.pointer, receive.operand.nbytes
-    written = [(whole, "recvbuf"), ((receive.counts.pointer, receive.counts.nbytes), "the counts of recvbuf")]
-    send = buffers.send
-    read_too = [((send.pointer, send.operand.nbytes), "sendbuf")]
-    read_too += [((each.pointer, each.nbytes), "counts or displacements of sendbuf") for each in send.indices()]
-    read_too += [((each.pointer, each.nbytes), "displacements of recvbuf") for each in [*receive.indices()][1:]]
-    for one, name in written:
-        for other, its_name in [*read_too, *([] if one is whole else [written[0]])]:
-            if one[1] and other[1] and one[0] < other[0] + other[1] and other[0] < one[0] + one[1]:
+    arrays = [(send.pointer, send.operand.nbytes, "sendbuf")]
+    arrays += [(each.pointer, each.nbytes, "counts or displacements of sendbuf") for each in send.indices()]
+    arrays += [(each.pointer, each.nbytes, "displacements of recvbuf") for each in [*receive.indices()][1:]]
+    for written, name in (
+        ((receive.pointer, receive.operand.nbytes), "recvbuf"),
+        ((receive.counts.pointer, receive.counts.nbytes), "the counts of recvbuf"),
+    ):
+        start, end = written[0], sum(written)
+        for other, nbytes, its_name in arrays:
+            if start < end and nbytes and start < other + nbytes and other < end:
                 raise InvalidUsageError(f"Alltoallv: {name} and {its_name} overlap: copy one of them")
-
-
-def _shown(counts: Any) -> str:
-    return "missing" if counts is None else f"{counts!r} in host memory"
+        arrays.append((*written, name))

@@ -13,7 +13,7 @@ from numpy import ndarray
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of, is_host_export, is_host_view, read
-from mpicomm.mpi.spec import device_addressed
+from mpicomm.mpi.spec import device_address
 
 _bottom = MPI.BOTTOM
 _in_place = MPI.IN_PLACE
@@ -26,7 +26,7 @@ def is_on_device(spec: Any) -> bool:
     """
     array = array_of(spec)
     if array is _bottom:
-        return device_addressed(spec) is not None
+        return device_address(spec) is not None
     if _is_plainly_host(array):
         return False
     try:
@@ -42,7 +42,7 @@ def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
     """
     array = array_of(spec)
     if array is _bottom:
-        return None if device_addressed(spec) is None else parse(spec, writable=writable, name=name)
+        return None if device_address(spec) is None else parse(spec, writable=writable, name=name)
     if _is_plainly_host(array):
         return None
     memory = read(array, writable, name)

@@ -32,7 +32,12 @@ class PartitionedRequest(PersistentRequest):
     """
 
     _request: MPI.Prequest
-    _copies: _PartitionCopies
+    _backend: Backend
+    _copy: HostCopy
+    _array: Any
+    _partitions: int
+    _start: int
+    _step: int
     _taken: set[int]
     """The partitions of a receive that are in the device array since the last start."""
     _lock: threading.RLock
@@ -45,25 +50,31 @@ class PartitionedRequest(PersistentRequest):
         receives = operation == "Precv_init"
         copy = host_copy(backend, arguments["buf"], writable=receives, name="buf")
         request: MPI.Prequest = call(**{**arguments, "buf": copy.spec})  # it raises for a bad number of partitions
-        copies = _PartitionCopies(backend, copy, arguments["buf"], arguments["partitions"])
 
         def begin() -> DeferredRequest:
-            stream = copies.stream()
-            if receives:
-                copies.move([0], stream, whole=True)  # MPI does not write the gaps of a datatype
+            stream = self._stream()
+            if receives:  # MPI does not write the gaps of a datatype
+                backend.copy(copy.host.ctypes.data, copy.memory.pointer, copy.memory.nbytes, stream)
+                backend.synchronize(stream)
             self._taken = set()
             request.Start()
             status = MPI.Status()
 
             def finish() -> None:
                 if receives:
-                    self._take(set(range(copies.partitions)) - self._taken, stream)
+                    self._take(set(range(self._partitions)) - self._taken, stream)
 
             work = DeferredRequest.of(lambda: request.Test(status), finish, status)
             return threads.add(work, backend.prepare_thread) if _COMPLETES_IN_THREADS else work
 
         self = cls.of(begin)
-        self._request, self._copies, self._taken, self._lock = request, copies, set(), threading.RLock()
+        self._request, self._backend, self._copy = request, backend, copy
+        self._array, self._partitions = array_of(arguments["buf"]), arguments["partitions"]
+        operand = parse(arguments["buf"], blocks=self._partitions, writable=receives, name="buf")
+        self._start = self._step = 0
+        if operand.dtype is not None:
+            self._start, self._step = operand.pointer - copy.memory.pointer, operand.count * operand.dtype.itemsize
+        self._taken, self._lock = set(), threading.RLock()
         return self
 
     def Pready(self, partition: int) -> None:
@@ -80,7 +91,7 @@ class PartitionedRequest(PersistentRequest):
     def Pready_list(self, partitions: Sequence[int]) -> None:
         """As `Pready`, for several partitions."""
         self._require_known(partitions)
-        self._copies.move(partitions, self._copies.stream())
+        self._move(partitions, self._stream(), to_device=False)
         self._request.Pready_list(list(partitions))
 
     def Parrived(self, partition: int) -> bool:
@@ -90,7 +101,7 @@ class PartitionedRequest(PersistentRequest):
             if self._started is not None and not self._started.over and partition not in self._taken:
                 if not self._request.Parrived(partition):
                     return False
-                self._take([partition], self._copies.stream())
+                self._take([partition], self._stream())
             return True
 
     def Free(self) -> None:
@@ -101,39 +112,24 @@ class PartitionedRequest(PersistentRequest):
 
     def _require_known(self, partitions: Iterable[int]) -> None:
         for partition in partitions:  # Open MPI 5 ends the program at a partition that does not exist
-            if not 0 <= partition < self._copies.partitions:
-                raise InvalidUsageError(f"partition={partition} does not exist: use 0 to {self._copies.partitions - 1}")
+            if not 0 <= partition < self._partitions:
+                raise InvalidUsageError(f"partition={partition} does not exist: use 0 to {self._partitions - 1}")
+
+    def _stream(self) -> int:
+        return self._backend.stream(None, self._array)
 
     def _take(self, partitions: Iterable[int], stream: int) -> None:
         with self._lock:
-            self._copies.move(partitions, stream, to_device=True)
+            self._move(partitions, stream, to_device=True)
             self._taken.update(partitions)
 
-
-class _PartitionCopies:
-    """The partitions of a device array, and of its copy in pinned host memory."""
-
-    def __init__(self, backend: Backend, copy: HostCopy, spec: Any, partitions: int) -> None:
-        self.partitions = partitions
-        self._backend = backend
-        self._array = array_of(spec)
-        self._on_host, self._on_device, self._nbytes = copy.host, copy.memory.pointer, copy.memory.nbytes
-        operand = parse(spec, blocks=partitions, writable=copy.written, name="buf")
-        self._start, self._step = 0, 0
-        if operand.dtype is not None:  # a datatype with gaps has no partitions here: `move` copies all of the array
-            self._start, self._step = operand.pointer - self._on_device, operand.count * operand.dtype.itemsize
-
-    def stream(self) -> int:
-        """Return the current stream of the array's library."""
-        return self._backend.stream(None, self._array)
-
-    def move(self, partitions: Iterable[int], stream: int, *, to_device: bool = False, whole: bool = False) -> None:
-        """Copy partitions, or with ``whole`` all of the array, to the other memory. Blocking."""
+    def _move(self, partitions: Iterable[int], stream: int, *, to_device: bool) -> None:
+        """Copy partitions to the other memory; all of the array for a datatype with gaps. Blocking."""
         for partition in partitions:
             start, nbytes = self._start + partition * self._step, self._step
-            if whole or nbytes == 0:
-                start, nbytes = 0, self._nbytes
-            there, here = self._on_device + start, self._on_host.ctypes.data + start
+            if nbytes == 0:
+                start, nbytes = 0, self._copy.memory.nbytes
+            there, here = self._copy.memory.pointer + start, self._copy.host.ctypes.data + start
             target, source = (there, here) if to_device else (here, there)
             self._backend.copy(target, source, nbytes, stream)
         self._backend.synchronize(stream)

@@ -1,8 +1,7 @@
 """mpi4py's calls on lists of requests, for lists that hold requests of this package.
 
-MPICH ends a program that gives such a call an open generalized request beside other requests. So MPI gets the list with
-null requests in place of this package's requests, and of the program's generalized requests. The calls ask these
-requests one by one. They keep their meaning for all other lists. The first request of this package replaces the calls.
+MPICH ends a program that gives such a call an open generalized request beside other requests. So these calls ask each
+request alone, in turn. The first request of this package replaces mpi4py's calls, which go on to serve all other lists.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ class Driven:
         """Return whether the request, which is active, is complete."""
         raise NotImplementedError
 
-    def has_failed(self) -> bool:
-        """Return whether `Wait` will raise for the request, which is complete."""
+    @property
+    def error(self) -> BaseException | None:
+        """The error that `Wait` will raise for the request, which is complete."""
         raise NotImplementedError
 
     def wait(self, status: MPI.Status | None = None) -> None:
@@ -70,14 +70,46 @@ class Driven:
         self.Cancel()  # type: ignore[attr-defined]
 
 
-_ASKED = (Driven, MPI.Grequest)
+_GENERALIZED = (Driven, MPI.Grequest)
 
 
 @functools.cache  # only the first call does anything
 def replace_list_calls() -> None:
     """Let mpi4py's calls on lists of requests take requests of this package. Local."""
-    for owner, name, made in _replacements():
-        replace(owner, name, made)
+    cases: tuple[Callable[[str], str], ...] = (str, str.lower)
+    for case in cases:
+        test_one, look_at_one = (getattr(MPI.Request, case(name)) for name in ("Testany", "Get_status_any"))
+        for name, one, take in (
+            ("Wait", test_one, "Wait"),
+            ("Test", test_one, "Wait"),
+            ("Get_status_", look_at_one, "Get_status"),
+        ):
+            with_objects = case is not str and take == "Wait"
+            for kind, find in (("all", _all), ("any", _any), ("some", _some)):
+                found = functools.partial(find, one, case(take))
+                answer = _waited if name == "Wait" else _tested
+                _replace_for_own(MPI.Request, case(name + kind), functools.partial(answer, kind, with_objects, found))
+    _replace_for_own(MPI.Prequest, "Startall", _start_all)
+
+
+def _replace_for_own(owner: type, name: str, call: Callable[..., Any]) -> None:
+    """Let a call of mpi4py take ``call`` for lists with requests of this package or generalized requests."""
+    original = getattr(owner, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def known(requests: Requests, *rest: Any, **named: Any) -> Any:
+        for request in requests:
+            if isinstance(request, _GENERALIZED):
+                return call(*signature.bind(requests, *rest, **named).args)
+        return original(requests, *rest, **named)
+
+    replace(owner, name, staticmethod(known))
+
+
+def _start_all(requests: Sequence[MPI.Prequest]) -> None:
+    for request in requests:
+        request.Start()
 
 
 def pauses() -> Iterator[None]:
@@ -94,176 +126,109 @@ def pauses() -> Iterator[None]:
             time.sleep(PAUSE_S)
 
 
-def _replacements() -> Iterator[tuple[type, str, Any]]:
-    for lower in (False, True):
-        case = str.lower if lower else str
-        named = functools.partial(_original, case)
-        test_any, test_some = named("Testany"), named("Testsome")
-        for name, call in (
-            ("Waitall", functools.partial(_wait_all, named("Waitall"))),
-            ("Testall", functools.partial(_test_all, named("Testall"), "Wait")),
-            ("Get_status_all", functools.partial(_test_all, named("Get_status_all"), "Get_status")),
-            ("Waitany", functools.partial(_wait_any, test_any)),
-            ("Testany", functools.partial(_test_any, test_any, "Wait")),
-            ("Get_status_any", functools.partial(_test_any, named("Get_status_any"), "Get_status")),
-            ("Waitsome", functools.partial(_wait_some, test_some)),
-            ("Testsome", functools.partial(_test_some, test_some, "Wait")),
-            ("Get_status_some", functools.partial(_test_some, named("Get_status_some"), "Get_status")),
-        ):
-            yield MPI.Request, case(name), staticmethod(_knowing(named(name), call))
-    yield (
-        MPI.Prequest,
-        "Startall",
-        staticmethod(_knowing(MPI.Prequest.Startall, functools.partial(_start_all, MPI.Prequest.Startall))),
-    )
+Found = tuple[Any, Any] | None
+"""The places of requests and the objects that their messages bring; None if the call has to wait for them."""
 
 
-def _original(case: Callable[[str], str], name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(MPI.Request, case(name))
-    return found
+def _tested(kind: str, with_objects: bool, find: Callable[..., Found], requests: Requests, statuses: Any = None) -> Any:
+    """Answer as mpi4py's test of requests: "all", "any" or "some" of them."""
+    found = find(requests, statuses)
+    if kind == "some":
+        places, objects = found or ([], [])
+        return (places, objects) if with_objects else places
+    if kind == "all":
+        flag, objects = found is not None, found and found[1]
+        return (flag, objects) if with_objects else flag
+    place, obj = found or (MPI.UNDEFINED, None)
+    return (place, found is not None, obj) if with_objects else (place, found is not None)
 
 
-def _knowing(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call that takes ``call`` for lists with requests of this package, and ``original`` for other lists."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def known(requests: Requests, *rest: Any, **named: Any) -> Any:
-        for request in requests:
-            if isinstance(request, _ASKED):
-                return call(*signature.bind(requests, *rest, **named).args)
-        return original(requests, *rest, **named)
-
-    return known
+def _waited(kind: str, with_objects: bool, find: Callable[..., Found], requests: Requests, statuses: Any = None) -> Any:
+    """Answer as mpi4py's wait for requests."""
+    for _ in pauses():
+        found = find(requests, statuses)
+        if found is not None:
+            break
+    assert found is not None
+    if kind == "all":
+        return found[1] if with_objects else True
+    return found if with_objects else found[0]
 
 
-def _for_mpi(requests: Requests) -> list[MPI.Request]:
-    return [_NULL if isinstance(request, _ASKED) else request for request in requests]
+# ``one`` is mpi4py's test of any of several requests. It gets one request at a time, because no other call tells
+# whether a persistent request of MPI is active. ``take`` is the method that takes a complete request, or looks at it.
 
 
-def _asked(requests: Requests) -> list[tuple[int, Any]]:
-    """Return the active requests that the call asks one by one, with their places."""
-    return [
-        (place, each)
-        for place, each in enumerate(requests)
-        if isinstance(each, _ASKED) and (each.is_active() if isinstance(each, Driven) else each != _NULL)
+def _all(one: Callable[..., Any], take: str, requests: Requests, statuses: Any) -> Found:
+    # The list asks each request, because each advances only when it is asked, and others may wait for its work.
+    complete = [
+        not request.is_active() or request.advance() if isinstance(request, Driven) else request.Get_status()
+        for request in requests
     ]
-
-
-def _advance(request: Any) -> bool:
-    return bool(request.advance() if isinstance(request, Driven) else request.Get_status())
-
-
-def _are_complete(asked: Sequence[tuple[int, Any]], others: Requests) -> bool:
-    """Return whether all requests that are asked one by one are complete. If not, let MPI advance the others."""
-    # The loop asks each request, because each advances only when it is asked, and others may wait for its work.
-    answers = [_advance(request) for _, request in asked]
-    if all(answers):
-        return True
-    for request in others:
-        request.Get_status()
-    return False
-
-
-def _finish(asked: Sequence[tuple[int, Any]], method: str, statuses: Sequence[MPI.Status] | None) -> None:
-    """Fill the statuses of requests that are complete. Raise the first error after all are finished."""
-    errors: list[BaseException] = []
-    for place, request in asked:
+    if not all(complete):
+        return None
+    objects, errors = [], list[Exception]()
+    if isinstance(statuses, list):
+        statuses.extend(MPI.Status() for _ in range(len(requests) - len(statuses)))
+    for place, request in enumerate(requests):
+        status = statuses[place] if statuses is not None and place < len(statuses) else None
         try:
-            getattr(request, method)(statuses[place] if statuses is not None and place < len(statuses) else None)
+            objects.append(getattr(request, take)(status))
         except Exception as error:
             errors.append(error)
     if errors:
         raise errors[0]
+    return range(len(requests)), objects
 
 
-def _wait_all(original: Callable[..., Any], requests: Requests, statuses: Any = None) -> Any:
-    asked, others = _asked(requests), _for_mpi(requests)
-    for _ in pauses():
-        if _are_complete(asked, others):
-            break
-    try:
-        return original(others, statuses)
-    finally:
-        _finish(asked, "Wait", statuses)
+def _any(one: Callable[..., Any], take: str, requests: Requests, status: MPI.Status | None) -> Found:
+    is_open = False
+    for place, request in enumerate(requests):
+        active, complete, obj = _ask(one, take, request, status)
+        if complete:
+            return place, obj
+        is_open |= active
+    if is_open:
+        return None
+    one([], status)  # which empties the status
+    return MPI.UNDEFINED, None
 
 
-def _test_all(original: Callable[..., Any], method: str, requests: Requests, statuses: Any = None) -> Any:
-    asked, others = _asked(requests), _for_mpi(requests)
-    if not _are_complete(asked, others):
-        return (False, None) if original.__name__ == "testall" else False
-    found = original(others, statuses)
-    if found is True or (isinstance(found, tuple) and found[0]):
-        _finish(asked, method, statuses)
-    return found
-
-
-def _test_any(original: Callable[..., Any], method: str, requests: Requests, statuses: Any = None) -> Any:
-    asked = _asked(requests)
-    nothing = (None,) if original.__name__ == "testany" else ()
-    for place, request in asked:
-        if _advance(request):
-            getattr(request, method)(statuses)
-            return (place, True, *nothing)
-    found = original(_for_mpi(requests), statuses)
-    return (MPI.UNDEFINED, False, *nothing) if asked and found[0] == MPI.UNDEFINED else found
-
-
-def _wait_any(test: Callable[..., Any], requests: Requests, statuses: Any = None) -> Any:
-    for _ in pauses():
-        place, flag, *content = _test_any(test, "Wait", requests, statuses)
-        if flag:
-            return (place, *content) if content else place
-    raise AssertionError("unreachable")
-
-
-def _test_some(original: Callable[..., Any], method: str, requests: Requests, statuses: Any = None) -> Any:
-    lower = original.__name__ == "testsome"
-    asked = _asked(requests)
-    complete = [(place, request) for place, request in asked if _advance(request)]
-    sound = [(place, each) for place, each in complete if not (isinstance(each, Driven) and each.has_failed())]
-    seen: list[MPI.Status] = []
-    found = original(_for_mpi(requests), seen)
-    places, contents = found if lower else (found, None)
-    if places is None and not asked:
-        return found
-    if not places and not sound and complete:
-        _finish(complete[:1], method, None)  # which raises; earlier calls have returned all requests without an error
-    done = {place: (seen[index], contents[index] if contents else None) for index, place in enumerate(places or ())}
-    for place, request in sound:
+def _some(one: Callable[..., Any], take: str, requests: Requests, statuses: Any) -> Found:
+    is_open, places, objects, seen = False, list[int](), list[Any](), list[MPI.Status]()
+    failed: Driven | None = None
+    for place, request in enumerate(requests):
+        if isinstance(request, Driven) and request.is_active() and request.advance() and request.error:
+            failed = failed or request
+            continue
         status = MPI.Status()
-        getattr(request, method)(status)
-        done[place] = status, None
-    order = sorted(done)
-    _fill(statuses, [done[place][0] for place in order])
-    return (order, [done[place][1] for place in order]) if lower else order
-
-
-def _wait_some(test: Callable[..., Any], requests: Requests, statuses: Any = None) -> Any:
-    for _ in pauses():
-        found = _test_some(test, "Wait", requests, statuses)
-        places = found[0] if isinstance(found, tuple) else found
-        if places is None or places:
-            return found
-    raise AssertionError("unreachable")
-
-
-def _fill(statuses: Any, seen: Sequence[MPI.Status]) -> None:
-    """Fill the first statuses of the caller's list, which grows if it is too short, as in mpi4py."""
-    if statuses is None:
-        return
+        active, complete, obj = _ask(one, take, request, status)
+        is_open |= active
+        if complete:
+            places.append(place)
+            objects.append(obj)
+            seen.append(status)
+    if failed is not None and not places:
+        getattr(failed, take)(None)  # which raises; earlier calls have returned all requests without an error
     if isinstance(statuses, list):
         statuses.extend(MPI.Status() for _ in range(len(seen) - len(statuses)))
-    for target, status in zip(statuses, seen, strict=False):
+    for target, status in zip(statuses or (), seen, strict=False):
         memmove(MPI._addressof(target), MPI._addressof(status), MPI._sizeof(MPI.Status))
+    if places:
+        return places, objects
+    return None if is_open or failed is not None else (None, None)
 
 
-def _start_all(original: Callable[..., None], requests: Sequence[MPI.Prequest]) -> None:
-    mine = [isinstance(request, Driven) and isinstance(request, MPI.Prequest) for request in requests]
-    for request, is_mine in zip(requests, mine, strict=True):
-        if is_mine:
-            request.Start()
-    original([request for request, is_mine in zip(requests, mine, strict=True) if not is_mine])
+def _ask(one: Callable[..., Any], take: str, request: Any, status: MPI.Status | None) -> tuple[bool, bool, Any]:
+    """Return whether a request is active, whether it is complete, and its object. Take a complete request."""
+    if isinstance(request, _GENERALIZED):
+        active = request.is_active() if isinstance(request, Driven) else request != _NULL
+        complete = active and (request.advance() if isinstance(request, Driven) else request.Get_status())
+        if complete:
+            getattr(request, take)(status)
+        return active, complete, None
+    place, flag, *content = one([request], status)
+    return place == 0 or not flag, place == 0, content[0] if content else None
 
 
 # Looked up once, because `super()` and attributes add their time to each request.

@@ -53,8 +53,8 @@ class DeferredRequest(Driven, MPI.Grequest):
     _turn: threading.Lock
     _status: MPI.Status | None = None
     _cancel: Callable[[], None] | None = None
-    _error: BaseException | None = None
     _raised_by_caller: bool
+    error: BaseException | None = None
     kept: Any
     """The buffers, which live until the work is done.
 
@@ -109,7 +109,7 @@ class DeferredRequest(Driven, MPI.Grequest):
                     if over:
                         self._finish()
                 except BaseException as error:
-                    self._error, over = error, True
+                    self.error, over = error, True
                 if over:
                     self.over = True
                     self.kept = None
@@ -122,11 +122,9 @@ class DeferredRequest(Driven, MPI.Grequest):
                         os.sched_yield()  # to the rank that this rank waits for, if ranks share cores
         return True
 
-    def look(self) -> bool:
-        """As `advance`, for a caller that calls `require_success` when the work is done."""
-        over = self.advance()
-        self._raised_by_caller = over
-        return over
+    def look(self) -> None:
+        """As `advance`, for a caller that raises the error of the work when it is done."""
+        self._raised_by_caller = self.advance()
 
     def drive(self) -> None:
         """Wait for the work in this thread. A wait in MPI would keep the completer's thread out for milliseconds.
@@ -149,15 +147,6 @@ class DeferredRequest(Driven, MPI.Grequest):
             if self._cancel is not None and not self.over:
                 self._cancel()
 
-    def has_failed(self) -> bool:
-        """Return whether `require_success` raises for the work, which is done."""
-        return self._error is not None
-
-    def require_success(self) -> None:
-        """Raise the error of the work, which is done, if it has an error."""
-        if self._error is not None:
-            raise self._error
-
     def _say(self, status: MPI.Status) -> None:
         known = self._status
         assert known is not None
@@ -165,23 +154,23 @@ class DeferredRequest(Driven, MPI.Grequest):
         status.Set_cancelled(known.Is_cancelled())
         status.Set_source(known.source)
         status.Set_tag(known.tag)
-        if isinstance(self._error, MPI.Exception) and not self._raised_by_caller:
-            raise self._error  # mpi4py hands it to MPI, which raises it in the waiting thread
+        if isinstance(self.error, MPI.Exception) and not self._raised_by_caller:
+            raise self.error  # mpi4py hands it to MPI, which raises it in the waiting thread
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises the error of the work."""
         self.drive()
         _wait(self, status)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the work is done. Raises the error of the work."""
         self.look()
         done = _test(self, status)
-        if done:
-            self.require_success()
+        if done and self.error is not None:
+            raise self.error
         return done
 
     def Cancel(self) -> None:
@@ -298,20 +287,17 @@ class PersistentRequest(Driven, MPI.Prequest):
         self._handle = _Handle.from_address(MPI._addressof(self))
         return self
 
-    # Between two starts the request is not null for the program, as in MPI, although its handle is null.
+    # Until it is freed, the request is not null for the program, as in MPI, although its handle is null between starts.
+    def __bool__(self) -> bool:
+        return self._begin is not None or super().__bool__()
+
     def __eq__(self, other: object) -> bool:
-        return self is other if self._is_inactive() else bool(super().__eq__(other))
+        return self is other if self and not self.is_active() else bool(super().__eq__(other))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     __hash__ = None  # type: ignore[assignment]  # as in mpi4py's requests
-
-    def __bool__(self) -> bool:
-        return self._is_inactive() or super().__bool__()
-
-    def _is_inactive(self) -> bool:
-        return self._begin is not None and self._handle.value == _NULL
 
     def is_active(self) -> bool:
         """Return whether a call is started and no wait has taken it yet."""
@@ -320,8 +306,9 @@ class PersistentRequest(Driven, MPI.Prequest):
     def advance(self) -> bool:
         return self._started is None or self._started.advance()
 
-    def has_failed(self) -> bool:
-        return self._started is not None and self._started.has_failed()
+    @property
+    def error(self) -> BaseException | None:
+        return None if self._started is None else self._started.error
 
     def Start(self) -> None:
         """Start the call once more, as the call without ``_init`` does."""
@@ -360,11 +347,11 @@ class PersistentRequest(Driven, MPI.Prequest):
         """Free the request, after a wait for the started call. A second call does nothing."""
         self._begin = None
         self.Wait()
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        if self._release is not None:
+            self._release()
+            self._release = None
 
     def _raise(self) -> None:
-        started, self._started = self._started, None
-        if started is not None:
-            started.require_success()
+        error, self._started = self.error, None
+        if error is not None:
+            raise error

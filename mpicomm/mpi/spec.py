@@ -150,12 +150,12 @@ def indices_of(values: Any, size: int, what: str, name: str, peer: str) -> tuple
     return indices
 
 
-def uneven(entries: int, blocks: int, name: str, peer: str) -> InvalidUsageError:
-    """Return the error for elements that do not make equal blocks."""
-    return InvalidUsageError(
-        f"{name}: {entries} elements are no multiple of {blocks}, one block for each {peer}: pass a count, or use the "
-        "vector call (Allgatherv, Alltoallv, ...)"
-    )
+def displacements(values: Any, size: int, name: str, peer: str) -> tuple[int, ...]:
+    """Return displacements, one for each peer. One integer is the distance between two blocks."""
+    if is_sequence(values):
+        return indices_of(values, size, "displacements", name, peer)
+    distance = index_of(values, "displacement", name)
+    return tuple(distance * number for number in range(size))
 
 
 def no_type(memory: ArrayMemory, name: str) -> UnknownElementsError:
@@ -167,18 +167,9 @@ def no_type(memory: ArrayMemory, name: str) -> UnknownElementsError:
     )
 
 
-def device_addressed(spec: Any) -> int | None:
-    """Return the ordinal of the GPU if ``spec`` names MPI.BOTTOM and an address in the memory of that GPU. Local.
-
-    Return None if all addresses are on the host, and for every other argument.
-    """
-    found = _first_on_device(spec)
-    return None if found is None else found[1]
-
-
 def require_host_addresses(spec: Any, name: str) -> None:
     """Raise `InvalidUsageError` if the argument ``name`` is MPI.BOTTOM with addresses of device memory. Local."""
-    found = _first_on_device(spec)
+    found = device_address(spec)
     if found is not None:
         address, device = found
         raise InvalidUsageError(
@@ -187,25 +178,27 @@ def require_host_addresses(spec: Any, name: str) -> None:
         )
 
 
-def _first_on_device(spec: Any) -> tuple[int, int] | None:
-    if not isinstance(spec, (list, tuple)) or not spec or spec[0] is not MPI.BOTTOM or not memory_location.has_driver():
+def device_address(spec: Any) -> tuple[int, int] | None:
+    """Return an address of device memory and the ordinal of its GPU if ``spec`` is MPI.BOTTOM with such an address.
+
+    Local. Return None if all addresses are on the host, and for every other argument.
+    """
+    if not isinstance(spec, _LISTS) or not spec or spec[0] is not MPI.BOTTOM or not memory_location.has_driver():
         return None
-    for address in _addresses(list(_flat(spec[1:]))):
-        device = memory_location.lies_on_device(address)
-        if device is not None:
-            return address, device
+    items = list(_flat(spec[1:]))
+    numbers = {0, *(int(each) for each in items if isinstance(each, Integral))}  # counts are too small to be addresses
+    for datatype in items:
+        if not isinstance(datatype, MPI.Datatype) or datatype == MPI.DATATYPE_NULL:
+            continue
+        starts = [datatype.Get_true_extent()[0]]
+        if datatype.combiner in (MPI.COMBINER_STRUCT, MPI.COMBINER_HINDEXED, MPI.COMBINER_HINDEXED_BLOCK):
+            starts += datatype.decode()[2]["displacements"]  # each part may lie in memory of another kind
+        for unit in {1, datatype.extent}:  # Alltoallw has displacements in bytes, the other calls in extents
+            for address in (number * unit + start for start in starts for number in numbers):
+                device = memory_location.lies_on_device(address)
+                if device is not None:
+                    return address, device
     return None
-
-
-def _addresses(items: list[Any]) -> Iterator[int]:
-    """Yield each address that the datatypes and displacements may name. Counts are too small to be addresses."""
-    datatypes = [each for each in items if isinstance(each, MPI.Datatype) and each != MPI.DATATYPE_NULL]
-    numbers = {0, *(int(each) for each in items if isinstance(each, Integral))}
-    for datatype in datatypes:
-        # Alltoallw has displacements in bytes, the other calls in extents of the datatype.
-        for unit in {1, datatype.extent}:
-            for start in _starts(datatype):
-                yield from (number * unit + start for number in numbers)
 
 
 def _flat(items: Iterable[Any]) -> Iterator[Any]:
@@ -216,11 +209,3 @@ def _flat(items: Iterable[Any]) -> Iterator[Any]:
             yield from _flat(item)
         else:
             yield item
-
-
-def _starts(datatype: MPI.Datatype) -> Iterator[int]:
-    """Yield where the memory of a datatype begins. For a type of several parts, yield where each part begins."""
-    yield datatype.Get_true_extent()[0]
-    if datatype.combiner in (MPI.COMBINER_STRUCT, MPI.COMBINER_HINDEXED, MPI.COMBINER_HINDEXED_BLOCK):
-        _, _, parameters = datatype.decode()
-        yield from parameters["displacements"]

@@ -11,18 +11,17 @@ from typing import NoReturn
 
 import mpicomm
 from mpicomm.cli import arguments, machine
-from mpicomm.cli.machine import launch_of
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.driver import NoGpuError, visible_devices
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.p2p.report import NBYTES_ON_GPUS, NOTES, Report, forbid_rank_arguments, link_matrices, parser
+from mpicomm.p2p.report import NBYTES_ON_GPUS, Report, link_matrices, parser
 
 # Functions import the modules that load MPI or CuPy, if they need them.
 
 
 def main() -> NoReturn:
     """Run the command line on all ranks of a job, or in only this process, without MPI."""
-    if launch_of(os.environ).size > 1:
+    if machine.launch_of(os.environ).size > 1:
         from mpicomm.cli import options as command_line
         from mpicomm.p2p import between_ranks
 
@@ -36,37 +35,36 @@ def main() -> NoReturn:
 
 
 def _in_one_process(options: argparse.Namespace) -> int:
-    forbid_rank_arguments(options)
+    for name in ("device", "handle"):
+        if getattr(options, name) != "auto":
+            raise InvalidUsageError(
+                f"--{name} is for ranks: start them with mpirun -np N python -m mpicomm.p2p, or leave --{name} out"
+            )
     options.bytes = options.bytes or NBYTES_ON_GPUS
-    report = Report("GPU")
+    report, wrong = Report("GPU"), 0
+    devices: list[DeviceInfo] = []
     host = f"{socket.gethostname()} ({machine.processor()})"
     try:
         devices = visible_devices()
     except NoGpuError as error:
         report.say(f"no GPU to measure on {host}: {error}")
-        _write(options, [], report, 0)
-        return 0
-    count = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
-    report.say(f"mpicomm {mpicomm.__version__} p2p: {count} on {host}")
-    report.say(*(f" GPU {each.ordinal:>2} [{each.pci_bus_id}] {each.name}" for each in devices))
+    if devices:
+        from mpicomm.p2p.one_process import OneProcess
 
-    from mpicomm.p2p.one_process import OneProcess
-
-    job = OneProcess(devices, options)
-    for matrix in (*link_matrices(job.links), *job.matrices()):
-        report.add(matrix)
-    _write(options, devices, report, job.wrong)
-    report.say(*NOTES, "OK" if job.wrong == 0 else f"FAILED: {job.wrong} wrong bytes")
-    return int(job.wrong > 0)
-
-
-def _write(options: argparse.Namespace, devices: list[DeviceInfo], report: Report, wrong: int) -> None:
+        count = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
+        report.say(f"mpicomm {mpicomm.__version__} p2p: {count} on {host}")
+        report.say(*(f" GPU {each.ordinal:>2} [{each.pci_bus_id}] {each.name}" for each in devices))
+        job = OneProcess(devices, options)
+        for matrix in (*link_matrices(job.links), *job.matrices()):
+            report.add(matrix)
+        wrong = job.wrong
     if options.json:
         gpus = [
             {"ordinal": each.ordinal, "name": each.name, "uuid": machine.format_uuid(each.uuid), "pci": each.pci_bus_id}
             for each in devices
         ]
         arguments.write_json(options.json, {**machine.run_record(options), "gpus": gpus, **report.record(wrong)})
+    return report.end_with(wrong) if devices else 0
 
 
 if __name__ == "__main__":

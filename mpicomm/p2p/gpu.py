@@ -2,69 +2,79 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from pathlib import Path
 
-import cupy
 import numpy as np
 
 from mpicomm.cli.pattern import Pattern
 from mpicomm.devices.base import DeviceInfo
-from mpicomm.devices.cuda.context import PrimaryContext
-from mpicomm.devices.cuda.load import kernels_of
-from mpicomm.p2p.kernels import (
-    COPY,
-    COPY_THREADS,
-    GATE,
-    PING_PONG,
-    POINTER_CHASE,
-    Copying,
-    Gate,
-    PingPong,
-    PointerChase,
-)
+from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.variant import Variant, u32, u64
 
-_GATE_NS = 500_000_000  # far longer than the host takes to enqueue the work
+COPY_THREADS = 512
 _BLOCKS = 4  # on each multiprocessor, so that it has as many threads as it holds
-_ROUNDS = 1000
+_GATE_NS = 500_000_000  # far longer than the host takes to enqueue the work
 _LOADS = 1000
-_BUDGET_NS = 100_000_000  # ranks that share a GPU take turns, some milliseconds each
-_LIMIT_NS = 5_000_000_000
+
+
+class Gate(ctypes.Structure):
+    """The host's copy of ``Gate`` in p2p.cu."""
+
+    _fields_ = [*u64("released", "limit_ns")]
+
+
+class Copying(ctypes.Structure):
+    """The host's copy of ``Copying`` in p2p.cu."""
+
+    _fields_ = [*u64("target", "source", "nbytes")]
+
+
+class PointerChase(ctypes.Structure):
+    """The host's copy of ``PointerChase`` in p2p.cu."""
+
+    _fields_ = [*u64("word", "result"), *u32("loads")]
+
+
+GATE, COPY, POINTER_CHASE = (
+    Variant(Path(__file__).with_name("p2p.cu"), f"mpicomm_p2p_{name}", options_for(None))
+    for name in ("gate", "copy", "pointer_chase")
+)
 
 
 class Gpu:
-    """A GPU. All methods are local. Methods with ``stream`` are stream-ordered, others block."""
+    """A GPU. All methods are local; `copy` is stream-ordered, the others block."""
 
     def __init__(self, info: DeviceInfo) -> None:
-        self.info = info
+        import cupy  # not above, because tests compile the kernels without CuPy
+
+        from mpicomm.devices.cuda.context import PrimaryContext
+        from mpicomm.devices.cuda.load import kernels_of
+
+        self._cupy = cupy
+        self.ordinal = info.ordinal
         self._context = PrimaryContext(info)  # as long as the process
         with self.current():
-            self.stream = self.new_stream()
+            self.stream = cupy.cuda.Stream(non_blocking=True)
             # All kernels are loaded before one can spin, because a load may wait for the whole device.
-            kernels = kernels_of(info)
-            self._gate, self._copy, self._ping_pong, self._pointer_chase = map(
-                kernels.load, (GATE, COPY, PING_PONG, POINTER_CHASE)
-            )
+            self._gate, self._copy, self._pointer_chase = map(kernels_of(info).load, (GATE, COPY, POINTER_CHASE))
             self.start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
             self.pattern = Pattern(cupy)
             self._blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
-        self._released = pinned(1, np.uint32)
-        self._result = pinned(2, np.uint64)
+        # Pinned memory, which all GPUs of the process access at its address.
+        self._released = np.frombuffer(cupy.cuda.alloc_pinned_memory(4), np.uint32, 1)
+        self._result = np.frombuffer(cupy.cuda.alloc_pinned_memory(16), np.uint64, 2)
 
     def current(self) -> AbstractContextManager[None]:
         """Return a ``with`` block in which this GPU is the current GPU."""
         return self._context.current()
 
-    def new_stream(self) -> Any:
-        """Return a CuPy stream of this GPU that waits for no other stream."""
-        with self.current():
-            return cupy.cuda.Stream(non_blocking=True)
-
     def synchronize(self) -> None:
         """Wait for all work of the GPU."""
         with self.current():
-            cupy.cuda.Device().synchronize()
+            self._cupy.cuda.Device().synchronize()
 
     def time_us(self, enqueue: Callable[[], object], meet: Callable[[], object] = lambda: None) -> float:
         """Return the time of the work that ``enqueue`` gives to `stream`.
@@ -73,9 +83,8 @@ class Gpu:
         """
         with self.current():
             self._released[0] = 0
-            self._gate.launch_structure(
-                self.stream.ptr, Gate(self._released.ctypes.data, _GATE_NS), blocks=1, threads=1
-            )
+            gate = Gate(self._released.ctypes.data, _GATE_NS)
+            self._gate.launch_structure(self.stream.ptr, gate, blocks=1, threads=1)
             try:
                 self.start.record(self.stream)
                 enqueue()
@@ -84,49 +93,20 @@ class Gpu:
             finally:
                 self._released[0] = 1
             self._stop.synchronize()
-            milliseconds: float = cupy.cuda.get_elapsed_time(self.start, self._stop)
+            milliseconds: float = self._cupy.cuda.get_elapsed_time(self.start, self._stop)
         return milliseconds * 1e3
 
-    def copy(self, stream: Any, target: int, source: int, nbytes: int) -> None:
-        """Let a kernel of this GPU copy between two addresses that it can access."""
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Let a kernel on `stream` copy between two addresses that this GPU can access."""
+        copying = Copying(target, source, nbytes)
         with self.current():
-            self._copy.launch_structure(
-                stream.ptr, Copying(target, source, nbytes), blocks=self._blocks, threads=COPY_THREADS
-            )
-
-    def serve(self, stream: Any, mine: int, theirs: int) -> None:
-        """Start the ping-pong of words with a kernel that `answer` launches, before or after; see `ping_pong_us`."""
-        self._result[:] = 0
-        self._play(stream, PingPong(mine, theirs, self._result.ctypes.data, _BUDGET_NS, _LIMIT_NS, _ROUNDS, 1))
-
-    def answer(self, stream: Any, mine: int, theirs: int) -> None:
-        """Answer the ping-pong of a kernel that `serve` launches."""
-        self._play(stream, PingPong(mine, theirs, 0, _BUDGET_NS, _LIMIT_NS, _ROUNDS, 0))
-
-    def ping_pong_us(self) -> float | None:
-        """Return the time from a store of a word until the other side sees it. The stream of `serve` must be done.
-
-        Return None if the two kernels did not run at the same time.
-        """
-        elapsed_ns, rounds = map(int, self._result)
-        return elapsed_ns / rounds / 2e3 if rounds else None
+            self._copy.launch_structure(self.stream.ptr, copying, blocks=self._blocks, threads=COPY_THREADS)
 
     def load_us(self, word: int) -> float:
-        """Return the time in which this GPU loads a word. The word is 0."""
+        """Return the time in which a kernel of this GPU loads a word of 64 bits. The word is 0."""
+        chase = PointerChase(word, self._result.ctypes.data, _LOADS)
         with self.current():
-            self._pointer_chase.launch_structure(
-                self.stream.ptr, PointerChase(word, self._result.ctypes.data, _LOADS), blocks=1, threads=1
-            )
+            self._pointer_chase.launch_structure(self.stream.ptr, chase, blocks=1, threads=1)
             self.stream.synchronize()
         elapsed_ns, loads = map(int, self._result)
         return elapsed_ns / loads / 1e3
-
-    def _play(self, stream: Any, ping_pong: PingPong) -> None:
-        with self.current():
-            self._ping_pong.launch_structure(stream.ptr, ping_pong, blocks=1, threads=1)
-
-
-def pinned(count: int, dtype: Any) -> Any:
-    """Return a NumPy array of host memory that all GPUs of the process access at its address."""
-    memory = cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
-    return np.frombuffer(memory, dtype, count)

@@ -1,59 +1,115 @@
-"""The command line of p2p, its matrices of results, and the report: tables for people, and the JSON file."""
+"""The matrices that p2p measures, the report of them (tables for people, and the JSON file), and the command line."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from mpicomm.cli import arguments
 from mpicomm.devices.base import Link
-from mpicomm.errors import InvalidUsageError
 from mpicomm.sizes import format_cell
 
 NBYTES_ON_GPUS, NBYTES_ON_HOST = 256 << 20, 16 << 20
+COPY_ENGINES, STORES, LOADS = "copy engines", "kernels that store", "kernels that load"
+POISON = 0xA5
+_SMALL_NBYTES = 16
+_SMALL_COPIES = 100
+_FILE_WIDTH = 1000  # wide enough to fold no cell, if no terminal sets the width
 
 Cell = float | int | bool | str | None
 """None if there is nothing to measure, or if the driver gives no value."""
+Transfer = tuple[int, int]
+"""The GPU or rank with the data, and the one into whose memory they go."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix. ``unit`` is "GB/s" or "us" for a measurement, and "" for an attribute."""
+    """Cells by source and target. ``unit`` is "GB/s" or "us" for a measurement, and "" for an attribute."""
 
     title: str
     unit: str
     cells: list[list[Cell]]
 
 
-def fill(title: str, unit: str, size: int, cell: Callable[[int, int], Cell]) -> Matrix:
-    """Return the matrix of ``cell(source, target)``."""
-    return Matrix(title, unit, [[cell(source, target) for target in range(size)] for source in range(size)])
+class Pairs:
+    """Measures all pairs of GPUs, or of ranks, pair by pair. A subclass moves the bytes and checks them."""
+
+    ways: Mapping[str, bool]
+    """The ways to move bytes; True if the target does the work, which means that it loads, else the source does."""
+    small_ways: Sequence[str]
+    """The ways for which small moves are timed."""
+    loads_words: bool
+    """Whether `load_us` works."""
+
+    def __init__(self, size: int, options: argparse.Namespace, *, shows: bool) -> None:
+        self.size = size
+        self.nbytes: int = options.bytes
+        self.copies: int = options.iters
+        self.rounds: int = options.rounds
+        self.wrong = 0
+        """The wrong bytes so far."""
+        self._shows = shows
+
+    def move_us(self, way: str, transfers: Sequence[Transfer], nbytes: int, copies: int) -> float | None:
+        """Return the time of ``copies`` copies of each transfer, side by side: the median of the rounds.
+
+        Return None if one has no access to the other. Count wrong bytes.
+        """
+        raise NotImplementedError
+
+    def load_us(self, source: int, target: int) -> float | None:
+        """Return the time in which a kernel of ``target`` loads a word of ``source``."""
+        raise NotImplementedError
+
+    def matrices(self) -> Iterator[Matrix]:
+        """Measure bandwidths, then latencies."""
+        for title, both in (("one way", False), ("both ways", True)):
+            for way in self.ways:
+                if self.size > 1 or not both:
+                    yield self._matrix(f"Bandwidth, {title}, {way}", "GB/s", partial(self._bandwidth, way, both))
+        for way in self.small_ways:
+            yield self._matrix(f"Latency, {way} of {_SMALL_NBYTES} bytes", "us", partial(self._small_us, way))
+        if self.loads_words:
+            yield self._matrix("Latency, a kernel's load", "us", self.load_us)
+
+    def _matrix(self, title: str, unit: str, cell: Callable[[int, int], Cell]) -> Matrix:
+        numbers = range(self.size)
+        hidden = not (self._shows and sys.stdout.isatty())
+        rows = track(numbers, title, transient=True, disable=hidden)
+        return Matrix(title, unit, [[cell(source, target) for target in numbers] for source in rows])
+
+    def _bandwidth(self, way: str, both: bool, source: int, target: int) -> Cell:
+        if both and source == target:
+            return None
+        transfers = [(source, target), (target, source)][: 2 if both else 1]
+        time_us = self.move_us(way, transfers, self.nbytes, self.copies)
+        return None if time_us is None else len(transfers) * self.copies * self.nbytes / time_us * 1e-3
+
+    def _small_us(self, way: str, source: int, target: int) -> Cell:
+        time_us = self.move_us(way, [(source, target)], min(_SMALL_NBYTES, self.nbytes), _SMALL_COPIES)
+        return None if time_us is None else time_us / _SMALL_COPIES
 
 
 def link_matrices(links: Sequence[Sequence[Link]]) -> list[Matrix]:
     """Return the matrices of links: the path, and CUDA's attributes if there are any."""
-    fields = ("path", "access", "performance_rank", "native_atomics")
-    titles = ("path to memory", "peer access", "performance rank (0 is the fastest)", "native atomics")
+    titles = {
+        "path": "path to memory",
+        "access": "peer access",
+        "performance_rank": "performance rank (0 is the fastest)",
+        "native_atomics": "native atomics",
+    }
     matrices = [
-        Matrix(title, "", [[getattr(link, name) for link in row] for row in links])
-        for title, name in zip(titles, fields, strict=True)
+        Matrix(title, "", [[getattr(link, name) for link in row] for row in links]) for name, title in titles.items()
     ]
     return [each for each in matrices if any(cell is not None for row in each.cells for cell in row)]
-
-
-NOTES = (
-    "Bandwidth counts each byte once; within one memory it is read and written there.",
-    "Latency of copies: the mean time of many in a row. Of a store: half of the time in which a word goes to the",
-    "target and back. Of a load: the mean time of many loads that wait for each other.",
-    "-: there is nothing to measure, no peer access, or the two kernels did not run at the same time.",
-)
-_FILE_WIDTH = 1000  # wide enough to fold no cell, if no terminal sets the width
 
 
 @dataclass
@@ -93,6 +149,17 @@ class Report:
         """Return the results for the JSON file."""
         return {"matrices": [asdict(matrix) for matrix in self.matrices], "wrong": wrong, "ok": wrong == 0}
 
+    def end_with(self, wrong: int) -> int:
+        """Print how the run ended, and return the exit code."""
+        self.say(
+            "Bandwidth counts each byte once; within one memory it is read and written there.",
+            "Latency of copies: the mean time of many in a row.",
+            "Latency of a load: the mean time of many loads that wait for each other.",
+            "-: there is nothing to measure, or no peer access.",
+            "OK" if wrong == 0 else f"FAILED: {wrong} wrong bytes",
+        )
+        return int(wrong > 0)
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
@@ -109,15 +176,5 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="copies in a round; default: 10")
     result.add_argument("-r", "--rounds", type=count(1), default=5, metavar="N", help="median of N; default: 5")
     arguments.add_file_arguments(result)
-    ranks = result.add_argument_group("between ranks")
-    arguments.add_communicator_arguments(ranks)
+    arguments.add_communicator_arguments(result.add_argument_group("between ranks"))
     return result
-
-
-def forbid_rank_arguments(options: argparse.Namespace) -> None:
-    """Raise `InvalidUsageError` for options that mean nothing in one process."""
-    for name in ("device", "handle"):
-        if getattr(options, name) != "auto":
-            raise InvalidUsageError(
-                f"--{name} is for ranks: start them with mpirun -np N python -m mpicomm.p2p, or leave --{name} out"
-            )

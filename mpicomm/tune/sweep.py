@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import mpicomm
-from mpicomm.bench.contenders import Contender, Contenders
+from mpicomm.bench.contenders import Contenders
 from mpicomm.bench.content import Content
 from mpicomm.bench.measure import Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, BenchOperation, Case, blocks_of
@@ -22,7 +22,7 @@ from mpicomm.cli import options as command_line
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, Measured, Row, Tuning, algorithms_of, kind_of
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.mpi.types import is_narrow
-from mpicomm.sizes import format_line
+from mpicomm.sizes import Columns
 
 GAIN = 0.03
 """The least gain for which the algorithm changes, because two runs on the same machine differ by as much."""
@@ -106,11 +106,12 @@ class Timing:
         An algorithm that fails on some rank has a reason in place of an outcome. The function raises an error that
         makes the communicator unusable.
         """
-        comm, machine = self._measuring.comm, self._measuring.machine
+        comm, machine, registered = self._measuring.comm, self._measuring.machine, subject.kind.registered
         contenders = Contenders(comm, machine, self._nbytes)
         for algorithm in subject.algorithms:
-            peer = self._peer(algorithm, subject.kind.registered)
-            contenders.present.append(Contender(algorithm, peer, *self._arrays[subject.kind.registered]))
+            peer = self._peer(algorithm, registered)
+            peer.name, (peer.first, peer.second) = algorithm, self._arrays[registered]
+            contenders.present.append(peer)
         longest = self._nbytes // subject.dtype.itemsize
         with machine.current():
             content = Content(machine.xp, subject.dtype, _OP, comm.size, longest, reduces=True)
@@ -142,15 +143,13 @@ def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tun
     algorithm works.
     """
     names = subject.algorithms
-    widths = (13, *[13] * len(names), 13)
-    units = format_line(("(B)", *["(us)"] * len(names), ""), widths)
-    head = (f" {subject}", format_line(("size", *names, "chosen"), widths)[1:], units[1:].rstrip())
-    command_line.show(*(f"#{line}" for line in head))
+    table = Columns([("size", "(B)", 13), *((name, "(us)", 13) for name in names), ("chosen", "", 13)])
+    command_line.show(f"# {subject}", *table.head())
     choices: list[tuple[int, str]] = []
     times_us: dict[int, dict[str, float]] = {}
     notes: dict[str, None] = {}
     wrong = 0
-    for case in cases:
+    for case in command_line.tracked(cases, str(subject)):
         outcomes, silent = measure(case)
         notes.update({f"- {name}: {reason}": None for name, reason in silent.items()})
         for name, outcome in outcomes.items():
@@ -167,7 +166,7 @@ def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tun
         if chosen != current:
             choices.append((case.nbytes if choices else 0, chosen))
         cells = [format_time(outcomes[name]) if name in outcomes else None for name in names]
-        command_line.show(format_line((case.nbytes, *cells, chosen), widths))
+        command_line.show(table.line((case.nbytes, *cells, chosen)))
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     measured = Measured(date, mpicomm.__version__, subject.dtype.name, times_us)
     row = before.continued(Row(subject.kind, cases[0].size, tuple(choices), measured))

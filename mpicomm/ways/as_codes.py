@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.collectives import eight_bits
+from mpicomm.collectives import wire
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL, Operation
 from mpicomm.devices.host import array_at
@@ -58,9 +58,9 @@ class AsCodes:
         else:
             assert whole is not None
             operation, given = ALLGATHER, [whole]
-        sent = np.empty((len(given), eight_bits.coded_nbytes(given[0].size)), np.uint8)
+        sent = np.empty((len(given), wire.coded_nbytes(given[0].size)), np.uint8)
         for block, coded in zip(given, sent, strict=True):
-            eight_bits.encode(block, codes, coded)
+            wire.encode(block, codes, coded)
         received = np.empty((self._size, sent.shape[1]), np.uint8)
         part = self._part(call, operation, sent.reshape(-1), received.reshape(-1))
 
@@ -69,8 +69,8 @@ class AsCodes:
                 if call.operation.reduces:
                     total = self._total(call, received, given[0].size)
                     if call.operation is ALLREDUCE and again:
-                        eight_bits.encode(total, codes, received[0])
-                        eight_bits.decode(received[0], codes, total)
+                        wire.encode(total, codes, received[0])
+                        wire.decode(received[0], codes, total)
                     _convert(total, outputs[0])
                 else:
                     self._decode(call, received, outputs)
@@ -98,7 +98,7 @@ class AsCodes:
         """Each rank reduces a shard, and sends it on."""
         assert call.wire is not None
         # Shards are whole blocks, so the result does not depend on the number of shards.
-        count = -(-eight_bits.blocks_of(given.size) // self._size) * eight_bits.BLOCK
+        count = -(-wire.blocks_of(given.size) // self._size) * wire.BLOCK
         starts = [min(rank * count, given.size) for rank in range(self._size + 1)]
         parts = [slice(start, stop) for start, stop in pairwise(starts)]
         total = self._reduce(call, [given[part] for part in parts], count)
@@ -115,12 +115,12 @@ class AsCodes:
     def _reduce(self, call: Call, blocks: Sequence[Array], count: int) -> npt.NDArray[np.float32]:
         """Return the reduction of this rank's block of all ranks. ``count`` are the most elements of a block."""
         assert call.wire is not None
-        codes, nbytes = call.wire.codes, eight_bits.coded_nbytes(count)
+        codes, nbytes = call.wire.codes, wire.coded_nbytes(count)
         sent = np.zeros((self._size, nbytes), np.uint8)
         for block, coded in zip(blocks, sent, strict=True):
             padded = np.zeros(count, block.dtype)
             padded[: block.size] = block
-            eight_bits.encode(padded, codes, coded)
+            wire.encode(padded, codes, coded)
         received = self._exchange(call, ALLTOALL, sent.reshape(-1), sent.nbytes).reshape(self._size, nbytes)
         return self._total(call, received, count)
 
@@ -128,9 +128,9 @@ class AsCodes:
         """Return the reduction of the codes of all ranks."""
         assert call.wire is not None
         codes, total = call.wire.codes, np.empty(count, np.float32)
-        eight_bits.decode(received[0], codes, total)
+        wire.decode(received[0], codes, total)
         for coded in received[1:]:
-            eight_bits.add(coded, codes, total)
+            wire.add(coded, codes, total)
         if call.op == "avg":
             with np.errstate(all="ignore"):
                 total /= np.float32(self._size)
@@ -139,8 +139,8 @@ class AsCodes:
     def _gather(self, call: Call, own: Array, outputs: Sequence[Array]) -> None:
         """Decode the codes of all ranks into ``outputs``. ``own`` has as many elements as the largest of them."""
         assert call.wire is not None
-        coded = np.empty(eight_bits.coded_nbytes(own.size), np.uint8)
-        eight_bits.encode(own, call.wire.codes, coded)
+        coded = np.empty(wire.coded_nbytes(own.size), np.uint8)
+        wire.encode(own, call.wire.codes, coded)
         gathered = self._exchange(call, ALLGATHER, coded, coded.nbytes * self._size)
         self._decode(call, gathered.reshape(self._size, -1), outputs)
 
@@ -149,7 +149,7 @@ class AsCodes:
         assert call.wire is not None
         decoded = np.empty(max(output.size for output in outputs), np.float32)
         for output, of_rank in zip(outputs, received, strict=True):
-            eight_bits.decode(of_rank, call.wire.codes, decoded)
+            wire.decode(of_rank, call.wire.codes, decoded)
             _convert(decoded[: output.size], output)
 
     def _exchange(self, call: Call, operation: Operation, sent: Bytes, nbytes: int) -> Bytes:

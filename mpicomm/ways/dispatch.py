@@ -34,7 +34,7 @@ from mpicomm.ways.by_mpi import MpiWay
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.on_gpus import OnGpus
-from mpicomm.ways.on_host import Deferred, InMappedMemory, OnCopies, WithEpilogue
+from mpicomm.ways.on_host import AsPacked, Deferred, InMappedMemory, OnCopies, WithEpilogue
 from mpicomm.ways.reader import Reader
 from mpicomm.ways.way import Begun, Way
 
@@ -72,6 +72,7 @@ class Dispatcher:
         self._deferred = Deferred(votes, session)
         self._epilogue = WithEpilogue(reader, self._carry, self._deferred)
         self._codes = AsCodes(session, reader, self._mapped, self._deferred)
+        self._packed = AsPacked(reader, self._carry, self._deferred)
         self._copies = OnCopies(session, reader, self._carry, self._prepare, self._deferred)
         facts = self._size, self._rank, self._nodes
         self._ordered = ordered = placement.here.reductions == "ordered"
@@ -330,29 +331,12 @@ class Dispatcher:
         self,
         error: BufferError | KeyError | ValueError | MPI.Exception,
         operation: Operation,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None = None,
-        root: int = 0,
-        counts: Sequence[int] | None = None,
-    ) -> None:
+        arguments: Arguments,
+        method: str,
+    ) -> Any:
         """Carry out a call whose arguments mpi4py has refused with ``error``, or raise; see `MpiWay.again`."""
-        self._mpi.again(error, operation, Arguments(send, receive, op, root, counts), operation.name)
-
-    def start_again(
-        self,
-        error: BufferError | KeyError | ValueError | MPI.Exception,
-        operation: Operation,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None = None,
-        root: int = 0,
-        counts: Sequence[int] | None = None,
-    ) -> MPI.Request:
-        """As `again`, for a nonblocking call."""
-        arguments = Arguments(send, receive, op, root, counts)
-        request: MPI.Request = self._mpi.again(error, operation, arguments, operation.nonblocking)
-        return holding(request, arguments)
+        result = self._mpi.again(error, operation, arguments, method)
+        return result if method == operation.name else holding(result, arguments)
 
     def _carry(self, call: Call, *, blocking: bool) -> Begun:
         """Enqueue a call that was read, by its way. Collective."""
@@ -368,6 +352,8 @@ class Dispatcher:
             return self._epilogue
         if call.wire is not None:
             return self._codes
+        if call.dtype is None and AsPacked.takes(call):
+            return self._packed
         if blocking:
             by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, ordered=self._ordered)
         else:

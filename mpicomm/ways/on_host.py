@@ -22,10 +22,11 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import EXSCAN, SCAN, Operation
 from mpicomm.devices.host import array_at
 from mpicomm.errors import PeerError
-from mpicomm.mpi.arguments import Span
+from mpicomm.mpi.arguments import Operand, Span
 from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
+from mpicomm.mpi.spec import Shape, items
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
@@ -180,6 +181,58 @@ class WithEpilogue:
         if begun is not None:
             return self._deferred.add(begun.Test, partial(epilogue.on_host, reduced, made))
         epilogue.on_host(reduced, made)
+        return None
+
+
+class AsPacked:
+    """Another way, on packed copies of derived datatypes, for a movement of host arrays with ``algorithm=``.
+
+    Ranks with plain elements take that way, too. Without ``algorithm=`` all of them go to MPI, which packs itself.
+    """
+
+    def __init__(self, reader: Reader, carry: Carry, deferred: Deferred) -> None:
+        self._reader = reader
+        self._carry = carry
+        self._deferred = deferred
+
+    @staticmethod
+    def takes(call: Call) -> bool:
+        """Return whether a call on host arrays needs packed copies. Local."""
+        operation = call.operation
+        moves = not (operation.reduces or operation.of_neighbors or operation.send == "typed")
+        asked = call.algorithm not in ("auto", "mpi")
+        return moves and asked and any(each.dtype is None and each.mpi_type is not None for each in call.operands)
+
+    def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
+        """See `Way.enqueue`."""
+        operation, given, pieces = call.operation, call.arguments, list[tuple[Any, Any]]()
+
+        def packed(operand: Operand | None, argument: Any, *, receives: bool) -> Any:
+            if operand is None or operand.mpi_type is None or operand.dtype is not None:
+                return argument
+            shape: Shape = operation.receive if receives else operation.send
+            buffer, _, displs, _ = items(operand.spec, operand.name, shape)
+            starts, counts = operand.displs or (displs or 0,), operand.counts or (operand.total,)
+            lengths = [n * operand.mpi_type.size for n in counts]
+            copy = np.empty(sum(lengths), _BYTE)
+            for start, n, part in zip(starts, counts, np.split(copy, np.cumsum(lengths)[:-1]), strict=True):
+                elements, as_bytes = [buffer, n, start, operand.mpi_type], [part, MPI.BYTE]
+                if n:
+                    MPI.COMM_SELF.Sendrecv(elements, 0, 0, as_bytes, 0, 0)  # an output may keep what it has
+                    pieces.extend([(as_bytes, elements)] * receives)
+            return copy if operand.counts is None else [copy, lengths]
+
+        send = packed(call.send, given.send, receives=False)
+        given = replace(given, send=send, receive=packed(call.receive, given.receive, receives=True))
+        begun = self._carry(self._reader.read(operation, given, call.algorithm, None), blocking=blocking)
+
+        def unpack() -> None:
+            for as_bytes, elements in pieces:
+                MPI.COMM_SELF.Sendrecv(as_bytes, 0, 0, elements, 0, 0)
+
+        if begun is not None:
+            return self._deferred.add(begun.Test, unpack)
+        unpack()
         return None
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from mpicomm.collectives.gpu.device import GrowingScratch
-from mpicomm.collectives.pack_tables import table_for
+from mpicomm.collectives.packed import table_for
 from mpicomm.devices.base import Scratch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError

@@ -13,8 +13,8 @@ import pdoc.doc
 
 import mpicomm
 from mpicomm import Communicator
+from mpicomm.api.collectives import NeighborCollectives
 from mpicomm.api.communicator import RankInfo
-from mpicomm.api.neighbors import NeighborCollectives
 from mpicomm.api.window_on_device import DeviceWindowCalls
 from mpicomm.recording.statistics import Statistics
 
@@ -41,13 +41,13 @@ class Purpose:
 
     title: str
     names: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    """The modules that define the methods; a method that ``names`` of any purpose has is only there."""
+    classes: tuple[str, ...] = ()
+    """The classes that define the methods; a method that ``names`` of any purpose has is only there."""
     text: str = ""
 
 
 PURPOSES = (
-    Purpose("The communicator", ("Communicator", "Communicator.__init__"), ("mpicomm.api.communicator",)),
+    Purpose("The communicator", ("Communicator", "Communicator.__init__"), ("Communicator",)),
     Purpose(
         "Where ranks are and what they call", ("Communicator.describe", "RankInfo", "Communicator.stats", "Statistics")
     ),
@@ -64,27 +64,26 @@ PURPOSES = (
         ("Win", "DeviceWindowCalls"),
         text="A window of device memory has the calls of `DeviceWindowCalls`.",
     ),
-    Purpose("Collectives", modules=("mpicomm.api.blocking",)),
-    Purpose("Nonblocking collectives", modules=("mpicomm.api.nonblocking",)),
-    Purpose("Persistent collectives", modules=("mpicomm.api.persistent",)),
+    Purpose("Collectives", classes=("BlockingCollectives",)),
+    Purpose("Nonblocking collectives", classes=("NonblockingCollectives",)),
+    Purpose("Persistent collectives", classes=("PersistentCollectives",)),
     Purpose(
         "Collectives of neighbours",
         ("NeighborCollectives",),
         text="Communicators of `Create_cart`, `Create_graph`, `Create_dist_graph` and `Create_dist_graph_adjacent` "
         "have these methods.",
     ),
-    Purpose("Matrix products", modules=("mpicomm.api.products",)),
+    Purpose("Matrix products", classes=("ProductCalls",)),
     Purpose("Mixture of experts", ("Experts", "Received")),
-    Purpose("Operations", ("AVG", "Op"), text="Epilogues are in [mpicomm.epilogues](mpicomm/epilogues.html)."),
     Purpose(
-        "Messages",
-        modules=("mpicomm.api.point_to_point", "mpicomm.api.persistent_messages", "mpicomm.api.probes"),
+        "Operations", ("AVG", "Op", "tree_sum"), text="Epilogues are in [mpicomm.epilogues](mpicomm/epilogues.html)."
     ),
-    Purpose("Python objects", modules=("mpicomm.api.objects",)),
-    Purpose("Making communicators", modules=("mpicomm.api.constructors",)),
+    Purpose("Messages", classes=("PointToPoint", "PersistentMessages", "Probes")),
+    Purpose("Python objects", classes=("ObjectCalls",)),
+    Purpose("Making communicators", classes=("Constructors",)),
     Purpose(
         "Calls of MPI",
-        modules=("mpicomm.api.host_staging",),
+        classes=("HostStaging",),
         text="MPI carries these calls out. Device arrays go through pinned host memory.",
     ),
     Purpose("Unchanged programs", ("install", "uninstall")),
@@ -160,10 +159,11 @@ def _package() -> Page:
     others = {cls.__name__: pdoc.doc.Class("mpicomm", cls.__name__, cls, (cls.__module__, "")) for cls in UNEXPORTED}
     everything = {**module.members, **methods, **others}
     named = {name for purpose in PURPOSES for name in purpose.names}
-    unplaced = {name: _owner(Communicator, method.name) for name, method in methods.items() if name not in named}
+    owners = {name: _owner(Communicator, method.name).__name__ for name, method in methods.items()}
+    unplaced = {name: owner for name, owner in owners.items() if name not in named}
     sections = []
     for purpose in PURPOSES:
-        names = [*purpose.names, *(name for name, owner in unplaced.items() if owner in purpose.modules)]
+        names = [*purpose.names, *(name for name, owner in unplaced.items() if owner in purpose.classes)]
         section = Section(purpose.title, purpose.text, [_with_members(everything[name]) for name in names])
         sections.append(section)
         named.update(names)
@@ -187,9 +187,9 @@ def _members(doc: pdoc.doc.Doc[Any]) -> list[pdoc.doc.Doc[Any]]:
 def _is_own(cls: type, name: str) -> bool:
     """Return whether mpicomm defines a member under a public name; the member "__init__" may be `__new__`, too."""
     names = ("__init__", "__new__") if name == "__init__" else () if name.startswith("_") else (name,)
-    return any(_owner(cls, each).startswith("mpicomm.") for each in names)
+    return any(_owner(cls, each).__module__.startswith("mpicomm.") for each in names)
 
 
-def _owner(cls: type, name: str) -> str:
-    """Return the module of the class that defines a member; it is the module of ``cls`` for an annotation."""
-    return next((base for base in cls.__mro__ if name in vars(base)), cls).__module__
+def _owner(cls: type, name: str) -> type:
+    """Return the class that defines a member; ``cls`` itself for an annotation."""
+    return next((base for base in cls.__mro__ if name in vars(base)), cls)

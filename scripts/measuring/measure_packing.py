@@ -27,7 +27,7 @@ from mpicomm.cli.arguments import output_file
 from mpicomm.cli.options import rank_record
 from mpicomm.collectives.gpu.device import pack_launches
 from mpicomm.collectives.gpu.plan import launching
-from mpicomm.collectives.pack_tables import PackJob
+from mpicomm.collectives.packed import PackJob
 from mpicomm.devices.cuda.backend import CudaBackend
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.mpi.layout import layout_of

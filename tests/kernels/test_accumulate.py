@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mpicomm.collectives.pack_tables import PackJob, table_of
+from mpicomm.collectives.packed import PackJob, table_of
 from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.kernels.window import (
     LOCATING,

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives import operations
-from mpicomm.collectives.eight_bits import BLOCK
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, parts_of
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
-from mpicomm.collectives.wire import Wire
+from mpicomm.collectives.wire import BLOCK, Wire
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs.patterns import Pattern, blocks
 from tests.helpers.references.coded import coded_sum, through_codes

@@ -54,7 +54,7 @@ from mpicomm.kernels.reductions import (  # noqa: E402
 )
 from mpicomm.kernels.variant import Variant  # noqa: E402
 from mpicomm.kernels.window import LOCATING, LOCK_KERNEL, MEET_KERNEL, MOVING, accumulate_kernel, swap_kernel  # noqa: E402  # noqa: E402
-from mpicomm.p2p.kernels import COPY, COPY_THREADS, GATE, PING_PONG, POINTER_CHASE  # noqa: E402
+from mpicomm.p2p.gpu import COPY, COPY_THREADS, GATE, POINTER_CHASE  # noqa: E402
 from tests.helpers.inputs.kernel_sources import INCLUDES  # noqa: E402
 from tests.helpers.jobs.mpiexec import ROOT  # noqa: E402
 
@@ -326,7 +326,7 @@ def test_chains_in_memory_of_the_host_take_fences_of_the_whole_system() -> None:
 @pytest.mark.parametrize("capability", OF_EACH_KIND, ids=lambda capability: "sm_{}{}".format(*capability))
 def test_kernels_of_one_source_compile_together(capability: tuple[int, int]) -> None:
     image = compile_kernel(GATE.source, capability, GATE.options)
-    assert all(variant.entry.encode() in image for variant in (GATE, COPY, PING_PONG, POINTER_CHASE))
+    assert all(variant.entry.encode() in image for variant in (GATE, COPY, POINTER_CHASE))
 
 
 # As a user would: only the directory that the package names.

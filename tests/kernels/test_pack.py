@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.collectives import pack_tables
-from mpicomm.collectives.pack_tables import PackJob, table_of
+from mpicomm.collectives import packed
+from mpicomm.collectives.packed import PackJob, table_of
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, blocks_for
 from mpicomm.mpi.layout import DatatypeLayout
 from tests.helpers.inputs.regions import layout as in_turn
@@ -128,8 +128,8 @@ def test_regions_beyond_the_limits_of_the_kernel_are_cut(
     builds: Builds, monkeypatch: pytest.MonkeyPatch, name: str, most_units: int
 ) -> None:
     whole = table_of([PackJob(0, LAYOUTS[name], 0)])
-    monkeypatch.setattr(pack_tables, "_MOST_UNITS", most_units + 1)
-    monkeypatch.setattr(pack_tables, "_MOST_RUN_NBYTES", 16 * most_units)
+    monkeypatch.setattr(packed, "_MOST_UNITS", most_units + 1)
+    monkeypatch.setattr(packed, "_MOST_RUN_NBYTES", 16 * most_units)
     cut = table_of([PackJob(0, LAYOUTS[name], 0)])
     assert cut.units == whole.units and cut.num_regions >= -(-whole.units // most_units)
     check(builds, LAYOUTS[name], 0)

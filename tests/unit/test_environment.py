@@ -19,7 +19,8 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_has_the_variables_that_the_functions_read() -> None:
     source = Path(environment.__file__).read_text()
-    assert {*re.findall(r'environ(?:\.get\(|\[)"(MPICOMM_[A-Z_]+)"', source)} == {*environment.NAMES}
+    read = re.findall(r'(?:environ\.get\(|environ\[|_chosen\(|_one_of\()"(MPICOMM_[A-Z_]+)"', source)
+    assert {*read} == {*environment.NAMES}
 
 
 def test_unknown_names_have_the_nearest_name_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:

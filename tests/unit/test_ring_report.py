@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from mpicomm import ring
 from mpicomm.api.communicator import RankInfo
 from mpicomm.cli import options as report
 from mpicomm.devices.base import Link
+from mpicomm.sizes import Columns
 
 CPU = RankInfo(
     rank=0,
@@ -59,10 +59,11 @@ def test_paths_have_a_row_and_a_column_for_each_rank() -> None:
     ]
 
 
-def test_table_columns_line_up() -> None:
-    row = ring.table_row(1 << 30, [ring.Measurement(1 << 30, 0, 4500.0), ring.Measurement(1 << 30, 3, 100.25)])
-    head = [f"#{line}" for line in ring.table_head(["put", "get"])]
-    assert row.split() == ["1073741824", "4500.00", "238.61", "0", "100.25", "10710.64", "3"]
-    ends = [row.index(cell) + len(cell) for cell in ("1073741824", "4500.00", "238.61")]
-    assert ends == [head[1].index(name) + len(name) for name in ("size", "time", "algbw")]
-    assert len(row) == len(head[1])
+def test_columns_line_up() -> None:
+    columns = Columns([("size", "(B)", 13), ("put", "(us)", 12), ("#wrong", "", 9)])
+    titles, units = columns.head()
+    row = columns.line([1 << 30, 4500.0, None])
+    assert (titles.split(), units.split()) == (["#", "size", "put", "#wrong"], ["#", "(B)", "(us)"])
+    assert row.split() == ["1073741824", "4500.00", "-"]
+    ends = [row.index(cell) + len(cell) for cell in row.split()]
+    assert ends == [titles.index(name) + len(name) for name in ("size", "put", "#wrong")]

@@ -134,6 +134,7 @@ def refused(call, *arguments):
     else:
         raise AssertionError(call)
 refused(MPI.Win.Create, device)
+refused(MPI.Session.Attach_buffer, MPI.Session(), device)
 window = MPI.Win.Create(np.zeros(8), comm=C)
 window.Fence()
 refused(window.Put, device, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpicomm import environment
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.pack_tables import PackJob, table_of
+from mpicomm.collectives.packed import PackJob, table_of
 from mpicomm.devices.base import Scratch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.epilogues.base import BoundEpilogue

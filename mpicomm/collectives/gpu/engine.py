@@ -43,7 +43,7 @@ from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, pack_la
 from mpicomm.collectives.gpu.plan import CopyStream, Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.pack_tables import PackJob
+from mpicomm.collectives.packed import PackJob
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import slowest_gb_s

@@ -40,21 +40,16 @@ _own_types: dict[int, np.dtype[Any]] = {}  # by the handle
 _own_objects: dict[int, np.dtype[Any]] = {}
 
 
-def _learn_types() -> None:
-    """Fill the tables of MPI's datatypes. An import may not do it, because it asks MPI, which may not run yet."""
-    if not _own_types:
-        for datatype in vars(MPI).values():
-            if type(datatype) is _Datatype and (dtype := numpy_dtype(datatype)) is not None and dtype in MPI_TYPES:
-                _own_types[datatype.handle] = _own_objects[id(datatype)] = dtype
-
-
 @lru_cache(maxsize=64)
 def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, PlainCheck]:
     """Return the checks of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
 
     The answers agree with `selection.goes_to_mpi`, which decides on ranks that pass their buffers in other forms.
     """
-    _learn_types()
+    if not _own_types:  # an import may not fill the tables, because it would ask MPI, which may not run yet
+        for datatype in vars(MPI).values():
+            if type(datatype) is _Datatype and (dtype := numpy_dtype(datatype)) is not None and dtype in MPI_TYPES:
+                _own_types[datatype.handle] = _own_objects[id(datatype)] = dtype
     checks: dict[str, PlainCheck] = {}
     for name, row in OPERATIONS.items():
         never = ordered and row.reduces
@@ -114,22 +109,16 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
     """Return the check of a collective that goes through mapped memory from ``least`` bytes on."""
     if row.send == "typed" or not row.in_mpi:
         return _never
-    reduces = row.reduces
-    read_sent, read_received = (_reader(shape, size, rank, reduces) for shape in (row.send, row.receive))
+    reduces, rooted, gathers = row.reduces, bool(row.rooted), row.rooted == "receive"
     # If recvcounts cut an input in place, MPI must get a copy of it. MPI may accept MPI.IN_PLACE of neighbours, which
     # `Call` refuses.
     only_arrays = row.send == "counted" or row.of_neighbors
-    reads_in_place = not reduces or row.send == "one"  # else a list counts the blocks in another way
-    blocks: dict[str, int] = {"one": 1, "blocks": size} if reads_in_place and not only_arrays else {}
-    sends, receives = blocks.get(row.send, 0), blocks.get(row.receive, 0)
-    gathers = row.rooted == "receive"
-    # MPI may miss that a rank sends more to itself than it receives.
-    compares = not reduces and not row.of_neighbors
-    only_root = bool(row.rooted)
-    ragged = "vector" in (row.send, row.receive)
+    list_in_place = not reduces or row.send == "one"  # else a list in place counts the blocks in another way
+    ragged = "vector" in (row.send, row.receive) and not row.of_neighbors
+    read_sent, read_received = (_reader(shape, size, rank, reduces) for shape in (row.send, row.receive))
     sent_blocks, received_blocks = (size if shape == "blocks" else 1 for shape in (row.send, row.receive))
 
-    # Each of these conditions begins with the first half of `are_apart`, because that nearly always answers.
+    # Straight-line code for two arrays. The begin of `are_apart` stands before it, because it answers nearly always.
 
     def reduces_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
         if type(send) is type(receive) is ndarray:
@@ -140,22 +129,12 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
         return is_plain(send, receive, op, root)
 
     def moves_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
-        if type(send) is type(receive) is ndarray:
+        if type(send) is type(receive) is ndarray and not ragged:
             if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
                 return False
-            if (only_root and rank != root) or send.nbytes * received_blocks == receive.nbytes * sent_blocks:
-                return send.dtype in MPI_TYPES
-            return False
-        return is_plain(send, receive, op, root)
-
-    def moves_uneven_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
-        if type(send) is type(receive) is ndarray:
-            if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
-                return False
-            sent = _own_nbytes(send, row.send, size, rank) if compares and not (only_root and rank != root) else None
-            if sent is not None and sent != _own_nbytes(receive, row.receive, size, rank):
-                return False
-            return send.dtype in MPI_TYPES
+            # MPI may miss that a rank sends more to itself than it receives. Neighbours are other ranks.
+            fits = send.nbytes * received_blocks == receive.nbytes * sent_blocks
+            return (fits or only_arrays or (rooted and rank != root)) and send.dtype in MPI_TYPES
         return is_plain(send, receive, op, root)
 
     def is_plain(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
@@ -163,68 +142,42 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
         if type(receive) is ndarray and (send is None or send is _in_place):
             if only_arrays or not (receive.base is None or is_host_view(receive)):
                 return False
-            array = receive
-        elif type(send) in _LISTS or type(receive) in _LISTS:
-            sent = _bare(send, sends) if type(send) in _LISTS else send
-            received = _bare(receive, receives) if type(receive) in _LISTS else receive
-            if type(sent) in _LISTS or type(received) in _LISTS:
-                return is_plain_in_lists(sent, received, op)
-            return check(sent, received, op, root)
-        elif receive is None and gathers and rank != root and type(send) is ndarray:
-            if not (send.base is None or is_host_view(send)):
-                return False
-            array = send
-        else:
-            return False
-        return array.dtype in MPI_TYPES and (not reduces or (type(op) is _Op and array.nbytes < least))
-
-    def is_plain_in_lists(send: Any, receive: Any, op: Any) -> bool:
+            return receive.dtype in MPI_TYPES and (not reduces or (type(op) is _Op and receive.nbytes < least))
         if only_arrays or (reduces and type(op) is not _Op):
             return False
-        if receive is None or receive is _in_place:
-            found = one = read_sent(send)
-        else:
-            found = one = read_received(receive)
-            if send is None or send is _in_place:
-                if not reads_in_place:
-                    return False
-            else:
-                found = read_sent(send)
-        if found is None or one is None:
+        in_place = send is None or send is _in_place
+        if in_place and not list_in_place:
             return False
-        a, nbytes, block = found
-        if found is one:
-            apart = a.base is None or is_host_view(a)
-        else:
-            b = one[0]
-            apart = block == one[2] and ((a.base is b.base is None and a is not b) or are_apart(a, b))
-        return apart and (not reduces or nbytes < least)
+        if type(send) in _LISTS or type(receive) in _LISTS:
+            a = _bare(send, sent_blocks) if type(send) in _LISTS else send
+            b = _bare(receive, received_blocks) if type(receive) in _LISTS else receive
+            if type(a) not in _LISTS and type(b) not in _LISTS:
+                return check(a, b, op, root)
+        if in_place or receive is None:
+            if not in_place and not (gathers and rank != root):
+                return False
+            found = read_received(receive) if in_place else read_sent(send)
+            if found is None:
+                return False
+            array, nbytes, _ = found
+            return (array.base is None or is_host_view(array)) and (not reduces or nbytes < least)
+        sent, received = read_sent(send), read_received(receive)
+        if sent is None or received is None:
+            return False
+        (a, nbytes, block), (b, _, room) = sent, received
+        if block != room or (reduces and nbytes >= least):
+            return False
+        return (a.base is b.base is None and a is not b) or are_apart(a, b)
 
-    check = is_plain
-    if reduces:
-        check = reduces_arrays
-    elif ragged or row.of_neighbors:
-        check = moves_uneven_arrays
-    elif row.rooted != "bcast":
-        check = moves_arrays
+    check = reduces_arrays if reduces else is_plain if row.rooted == "bcast" else moves_arrays
     return check
 
 
-def _own_nbytes(array: Any, shape: Shape, size: int, rank: int) -> int:
-    """Return the bytes of this rank's block. The first ranks have one more of the elements that remain."""
-    return int(array.nbytes if shape == "one" else (array.size + size - 1 - rank) // size * array.itemsize)
-
-
 def _bare(buffer: Any, blocks: int) -> Any:
-    """Return the array of a list with a type that only repeats the type of the array; else ``buffer`` itself.
-
-    The list may have a count if it repeats the size of the array, of so many ``blocks``. If ``blocks`` is 0, it has
-    none.
-    """
-    length = len(buffer)
-    if length == 2:
+    """Return the array of a list that only repeats the type of the array, and perhaps its size; else the list."""
+    if len(buffer) == 2:
         array, datatype = buffer
-    elif length == 3 and blocks:
+    elif len(buffer) == 3:
         array, count, datatype = buffer
         if type(count) is not int or type(array) is not ndarray or count * blocks != array.size:
             return buffer
@@ -245,18 +198,14 @@ def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any]
     def read(buffer: Any) -> tuple[Any, int, int] | None:
         kind = type(buffer)
         if kind is ndarray:
-            if is_vector or buffer.dtype not in MPI_TYPES:
+            array, counts, displs, datatype = buffer, None, None, None
+        else:
+            parts = parts_of(buffer) if kind is list or kind is tuple else None
+            if parts is None:
                 return None
-            nbytes = buffer.nbytes
-            return buffer, nbytes, nbytes // blocks
-        if kind is not list and kind is not tuple:
-            return None
-        parts = parts_of(buffer)
-        if parts is None:
-            return None
-        array, counts, displs, datatype = parts
-        if type(array) is not ndarray:
-            return None
+            array, counts, displs, datatype = parts
+            if type(array) is not ndarray:
+                return None
         if datatype is not None:
             itemsize = _itemsize(array, datatype, reduces)
         else:
@@ -267,11 +216,9 @@ def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any]
         if is_vector:
             reach, count = _reach(counts, displs, size, rank)
             return (array, room, count * itemsize) if 0 <= reach * itemsize <= room else None
-        if displs is not None:
-            return None
         if counts is None:
-            return (array, room, room // blocks) if room % (itemsize * blocks) == 0 else None
-        if type(counts) is not int or counts < 0 or counts * blocks * itemsize > room:
+            return (array, room, room // blocks) if displs is None and room % (itemsize * blocks) == 0 else None
+        if displs is not None or type(counts) is not int or counts < 0 or counts * blocks * itemsize > room:
             return None
         return array, counts * blocks * itemsize, counts * itemsize
 

@@ -19,7 +19,7 @@ from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches, pack
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
-from mpicomm.collectives.pack_tables import table_of_blocks
+from mpicomm.collectives.packed import table_of_blocks
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda.driver import DriverShutDownError

@@ -18,14 +18,14 @@ import pytest
 from cuda.bindings import driver
 
 from mpicomm.devices.base import DeviceInfo
-from mpicomm.p2p.kernels import Copying, Gate, PingPong, PointerChase
+from mpicomm.p2p.gpu import Copying, Gate, PointerChase
 
 # GB/s of copies within a GPU, from GPU 0 to GPU 1, between others, and through the host; kernels have one more.
 OWN, LINK, BACK, HOST = 1000.0, 200.0, 100.0, 20.0
 KERNEL = 1.0
-COPY_US, STORE_US, LOAD_US = 2.0, 0.5, 0.75
-"""Each copy adds it; words take so long."""
-_OVER_CUPY = [f"mpicomm.p2p.{name}" for name in ("gpu", "pairs", "one_process")]
+COPY_US, LOAD_US = 2.0, 0.75
+"""Each copy adds the first; a load of a word takes the second."""
+_OVER_CUPY = ["mpicomm.p2p.one_process"]
 
 
 class CUDARuntimeError(RuntimeError):
@@ -184,16 +184,11 @@ class FakeGpus:
             for address in (arguments.target, arguments.source):
                 self._require_access(here, address)
             self._move(arguments.target, arguments.source, arguments.nbytes, stream, "kernel")
-        elif isinstance(arguments, PingPong):
-            for address in (arguments.mine, arguments.theirs):
-                self._require_access(here, address)
-                assert ctypes.c_uint32.from_address(address).value == 0
-            if arguments.serves:
-                self._say(arguments.result, int(2e3 * STORE_US * arguments.rounds), arguments.rounds)
         elif isinstance(arguments, PointerChase):
             self._require_access(here, arguments.word)
             assert ctypes.c_uint64.from_address(arguments.word).value == 0
-            self._say(arguments.result, int(1e3 * LOAD_US * arguments.loads), arguments.loads)
+            result = (ctypes.c_uint64 * 2).from_address(arguments.result)
+            result[:] = [int(1e3 * LOAD_US * arguments.loads), arguments.loads]
         else:
             assert isinstance(arguments, Gate)
 
@@ -211,10 +206,6 @@ class FakeGpus:
         gb_s = OWN if ends[0] == ends[1] else HOST if not reached else LINK if ends == (1, 0) else BACK
         gb_s += KERNEL if kind == "kernel" else 0
         self.streams[stream].now_us += nbytes / gb_s * 1e-3 + (COPY_US if nbytes < 100 else 0)
-
-    @staticmethod
-    def _say(result: int, *values: int) -> None:
-        (ctypes.c_uint64 * 2).from_address(result)[:] = list(values)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import OPERATIONS
-from mpicomm.collectives.pack_tables import PackJob
+from mpicomm.collectives.packed import PackJob
 from mpicomm.devices.host import array_at
 from mpicomm.mpi.arguments import Span
 from tests.helpers.fakes import fake_driver

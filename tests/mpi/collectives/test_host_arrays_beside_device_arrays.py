@@ -104,7 +104,7 @@ def test_the_buffers_that_all_ranks_pass_say_where_a_rooted_call_is(
 def test_one_warning_tells_of_host_arrays(rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    beside._warn.cache_clear()
+    beside._warned.clear()
     target = on_gpu(rig, np.zeros(rig.size))
     for _ in range(3):
         rig.comm.Allgather(np.zeros(1), target)

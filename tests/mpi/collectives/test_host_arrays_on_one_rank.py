@@ -169,7 +169,7 @@ def test_one_warning_tells_of_the_rank_with_host_arrays(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    beside._warn.cache_clear()
+    beside._warned.clear()
     with on_gpus(device) as (comm, make):
         here = np.array if comm.rank == 0 else make
         for _ in range(3):

@@ -32,7 +32,7 @@ ALONE = [Member("host", 1, 0)]
 
 def opened(processes: list[Member], rank: int = 0) -> CommunicatorRow:
     row = CommunicatorRow()
-    row.open(Heading(rank, processes, [rank], "cpu"))
+    row.open(Heading(rank, processes, "cpu"))
     return row
 
 
@@ -51,7 +51,7 @@ def of(name: str) -> RankCalls:
 def test_calls_have_numbers_and_texts() -> None:
     row = opened([Member("host", 1, 41), Member("host", 2, 42), Member("other", 1, 50)], 1)
     before = of("ranks 41-42,50")
-    assert (before.rank, before.size, before.node_ranks, before.made, before.last) == (1, 3, (1,), 0, "")
+    assert (before.rank, before.size, before.made, before.last) == (1, 3, 0, "")
     row.log(0).post("Allreduce(float32)")
     posted = of("ranks 41-42,50")
     assert (posted.made, posted.last, posted.since_ns is not None) == (1, "Allreduce(float32)", True)
@@ -71,7 +71,7 @@ def test_calls_have_numbers_and_texts() -> None:
 
 def test_windows_have_rows_of_their_own() -> None:
     assert layout.MOST_RANKS == WINDOW_RANKS
-    heading = Heading(0, [Member("host", 1, 61), Member("host", 2, 62)], [0, 1], "cpu")
+    heading = Heading(0, [Member("host", 1, 61), Member("host", 2, 62)], "cpu")
     communicator, row = CommunicatorRow(), WindowRow()
     communicator.open(heading)
     row.open(heading.of_windows())
@@ -135,7 +135,7 @@ def test_a_communicator_has_the_same_key_in_all_processes() -> None:
     program = (
         "from mpicomm.activity.page import CommunicatorRow, Heading, Member;"
         "from mpicomm.activity.reading import read_activity; import os;"
-        "row = CommunicatorRow(); row.open(Heading(1, [Member('a', 1, 45), Member('b', 1, 46)], [1], 'cpu'));"
+        "row = CommunicatorRow(); row.open(Heading(1, [Member('a', 1, 45), Member('b', 1, 46)], 'cpu'));"
         "print(read_activity(os.getpid()).communicators[0].key)"
     )
     other = subprocess.run(
@@ -256,6 +256,31 @@ def test_a_page_of_another_version() -> None:
         with pytest.raises(OtherVersionError):
             read_activity(other.pid)
         other.kill()
+
+
+@pytest.mark.parametrize("reads", [1, 2, 5, 30])
+def test_a_page_that_its_process_truncates_while_it_is_read(monkeypatch: pytest.MonkeyPatch, reads: int) -> None:
+    row = opened([Member("host", 1, 66)])
+    row.log(0).post("Barrier")
+    memory = os.memfd_create(layout.MEMORY_NAME)
+    os.pwrite(memory, page().bytes, 0)
+    with subprocess.Popen(["sleep", "60"], pass_fds=[memory]) as other:
+        pread, whole = os.pread, iter(range(reads))
+
+        def read_and_truncate(*given: int) -> bytes:
+            if next(whole, None) is None:
+                os.ftruncate(memory, 0)
+            return pread(*given)
+
+        monkeypatch.setattr(os, "pread", read_and_truncate)
+        try:
+            found = read_activity(other.pid)
+        finally:
+            other.kill()
+    os.close(memory)
+    row.close()
+    assert found is not None
+    assert all(calls.last in ("", "Barrier") for calls in found.communicators)
 
 
 def test_the_descriptor_is_not_inherited() -> None:

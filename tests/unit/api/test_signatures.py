@@ -32,7 +32,9 @@ def test_stream_and_algorithm_are_passed_by_name(row: Operation, name: str) -> N
     parameters = inspect.signature(getattr(DistGraphCommunicator, name)).parameters.values()
     by_name = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
     expected = {"stream": None, "algorithm": "auto"} | ({"wire_dtype": None} if row.coded else {})
-    assert by_name == expected | ({"epilogue": None} if row.name == "Allreduce" else {})
+    assert by_name == expected | ({"order": "auto"} if row.tree else {}) | (
+        {"epilogue": None} if row.name == "Allreduce" else {}
+    )
 
 
 @pytest.mark.parametrize(("row", "name"), METHODS)

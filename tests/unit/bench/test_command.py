@@ -32,18 +32,18 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert (job.returncode, job.stderr) == (0, "")
     lines = job.stdout.splitlines()
     assert lines[0].startswith(f"# mpicomm {mpicomm.__version__} bench allreduce: 2 ranks")
-    assert "# nccl: it is for arrays on GPUs" in lines
+    assert "# nccl: skipped, because it needs GPUs and these ranks are on the cpu" in lines
     assert lines[-1] == "# OK"
     shown = rows(job.stdout)
     sizes = [8 << 3 * step for step in range(6)]
     assert [int(row[0]) for row in shown] == sizes
-    assert {len(row) for row in shown} == {5 + 2 * (4 + 2 * 2)}
-    assert all(row[8] == row[16] == "0" for row in shown)
+    assert {len(row) for row in shown} == {5 + 2 * (5 + 2 * 2)}
+    assert all(row[9] == row[18] == "0" for row in shown)
 
     report = json.loads(path.read_text())
     assert (report["ok"], report["wrong"], report["collective"]) == (True, 0, "allreduce")
     assert list(report["peers"]) == ["mpi"]
-    assert report["missing"] == {"nccl": "it is for arrays on GPUs"}
+    assert report["missing"] == {"nccl": "skipped, because it needs GPUs and these ranks are on the cpu"}
     assert report["options"]["iters"] == 2
     assert [info["rank"] for info in report["ranks"]] == [0, 1]
     assert set(report["geometric_means"]) == {"mpicomm-ordinary", "mpi"}
@@ -52,7 +52,7 @@ def test_all_is_well(tmp_path: Path) -> None:
         own = measured["places"]["out-of-place"]["mpicomm"]
         assert own["time_us"] == pytest.approx(float(row[5]), abs=0.0051)
         ratio = measured["places"]["in-place"]["mpi"]["time_us"] / measured["places"]["in-place"]["mpicomm"]["time_us"]
-        assert float(row[20]) == pytest.approx(ratio, abs=0.0051)
+        assert float(row[22]) == pytest.approx(ratio, abs=0.0051)
 
 
 def test_calls_with_codes_stand_beside_calls_without(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ mpicomm.Communicator.Allreduce = corrupt
     job = run_changed(tmp_path, code)
     assert (job.returncode, job.stderr) == (1, "")
     assert job.stdout.splitlines()[-1] == "# FAILED: 6 wrong"  # three sizes, in and out of place
-    assert all(row[8] == row[12] == "1" for row in rows(job.stdout))
+    assert all(row[9] == row[14] == "1" for row in rows(job.stdout))
 
 
 def test_a_call_that_does_nothing_fails_the_run(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ mpicomm.Communicator.Allreduce = stale
 """
     job = run_changed(tmp_path, code, "--vary")
     assert (job.returncode, job.stderr) == (1, "")
-    assert all(int(row[8]) > 0 and row[12] == "0" for row in rows(job.stdout))
+    assert all(int(row[9]) > 0 and row[14] == "0" for row in rows(job.stdout))
 
 
 @pytest.mark.parametrize("step", ["PlainMpi.__init__", "PlainMpi.prepare", "PlainMpi.close"])

@@ -12,12 +12,12 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.contenders import ROOM_NBYTES, Contender, Contenders, Variation, draw, mean_share
+from mpicomm.bench.contenders import ROOM_NBYTES, Contenders, Variation, draw, mean_share
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, CallTimes, Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers
-from mpicomm.bench.peers import Mpicomm
+from mpicomm.bench.peers import Mpicomm, Peer
 
 FLOAT = np.dtype(np.float32)
 CASE = Case(OPERATIONS["allreduce"], FLOAT, "sum", 100, False, 0, 1)
@@ -42,26 +42,17 @@ class Replaying(Machine):
         return CallTimes(7e-6)
 
 
-class Library:
+class Library(Peer):
     """A peer with these ways."""
 
-    version = "1"
-    capturable = True
-    result_at_front = True
     exact = True
 
     def __init__(self, ways: Mapping[str, Any]) -> None:
         self.ways = ways
         self.calls: dict[str, Call] = {}
 
-    def allocate(self, nbytes: int) -> Any:
-        return np.empty(nbytes, np.uint8)
-
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         return {way: partial(self._run, buffers, change) for way, change in self.ways.items()}
-
-    def close(self) -> None:
-        pass
 
     def _run(self, buffers: CaseBuffers, change: Any) -> None:
         buffers.receive[:] = buffers.send
@@ -83,7 +74,8 @@ def measure(
 ) -> tuple[dict[str, Outcome], dict[str, str]]:
     machine = machine or Replaying()
     contenders = Contenders(comm, machine, CASE.nbytes)
-    contenders.present.append(Contender(name, library, library.allocate(CASE.nbytes), library.allocate(CASE.nbytes)))
+    library.name, library.first, library.second = name, *(np.empty(CASE.nbytes, np.uint8) for _ in range(2))
+    contenders.present.append(library)
     content = Content(np, FLOAT, "sum", 1, CASE.count, reduces=True)
     return contenders.measure(Measuring(comm, machine, Effort(3, 1, 2, graphs)), content, CASE, checks=1)
 

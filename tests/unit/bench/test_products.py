@@ -19,13 +19,15 @@ def test_all_is_well(tmp_path: Path) -> None:
     job = run_job(2, *BENCH, "--rows", "8,64", "--compare", "nccl,torch", "-J", str(path))
     assert (job.returncode, job.stderr) == (0, "")
     lines = job.stdout.splitlines()
-    assert lines[-1] == "# OK" and "# nccl: it is for arrays on GPUs" in lines
+    assert lines[-1] == "# OK" and "# nccl: skipped, because it needs GPUs and these ranks are on the cpu" in lines
     rows = [line.split() for line in lines if not line.startswith("#")]
     assert [(row[0], int(row[1])) for row in rows] == [(kind, each) for kind in KINDS for each in (8, 64)]
     assert all(row[-1] == "0" for row in rows)
     report = json.loads(path.read_text())
     assert (report["ok"], report["wrong"]) == (True, 0)
-    assert report["absent"] == dict.fromkeys(("nccl", "torch"), "it is for arrays on GPUs")
+    assert report["absent"] == dict.fromkeys(
+        ("nccl", "torch"), "skipped, because it needs GPUs and these ranks are on the cpu"
+    )
     for row, result in zip(rows, report["results"], strict=True):
         times = {name: each["time_us"] for name, each in result["times"].items()}
         assert list(times) == ["collective", "product", "mpicomm", "serial"]

@@ -17,7 +17,7 @@ CASE = Case(OPERATIONS["allreduce"], np.dtype(np.float32), "sum", 1 << 28, False
 
 
 def outcome(time_us: float, wrong: int | None = 0, eager: str = "", issue_us: float | None = None) -> Outcome:
-    return Outcome(time_us, issue_us, wrong, eager, "")
+    return Outcome(time_us, issue_us, wrong, eager, "", 0.25)
 
 
 def results() -> Results:
@@ -45,16 +45,16 @@ def results() -> Results:
 
 def test_table_has_nccl_tests_columns_and_a_pair_for_each_peer() -> None:
     table = Table(PLACES, ["nccl", "mpi"], issue=False)
-    head = [f"#{line}" for line in table.head()]
+    head = table.head()
     first, last = (table.row(row.case, row.outcomes, "mpicomm") for row in results().rows)
-    own, peers = ["time", "algbw", "busbw", "#wrong"], ["time", "ratio"] * 2
+    own, peers = ["time", "+-", "algbw", "busbw", "#wrong"], ["time", "ratio"] * 2
     assert head[1].split() == ["#", "size", "count", "type", "redop", "root", *(own + peers) * 2]
     assert head[0].split() == ["#", "out-of-place", "nccl", "mpi", "in-place", "nccl", "mpi"]
-    out_of_place = "3.00 0.34 0.51 0 9.00 3.00 30.00* 10.00"
-    assert " ".join(first.split()) == f"1024 256 float32 sum -1 {out_of_place} 4.00 0.26 0.38 0 2.00 0.50 - -"
-    both = ("4200.00 255.65 383.48 0 4100.00 0.98 - -", "4200.00 255.65 383.48 5 4620.00 1.10 - -")
+    out_of_place = "3.00 25 0.34 0.51 0 9.00 3.00 30.00* 10.00"
+    assert " ".join(first.split()) == f"1024 256 float32 sum -1 {out_of_place} 4.00 25 0.26 0.38 0 2.00 0.50 - -"
+    both = ("4200.00 25 255.65 383.48 0 4100.00 0.98 - -", "4200.00 25 255.65 383.48 5 4620.00 1.10 - -")
     assert " ".join(last.split()) == f"1073741824 268435456 float32 sum -1 {' '.join(both)}"
-    assert len({len(line) for line in (head[0].ljust(len(first)), head[1], first, last)}) == 1
+    assert len({len(line) for line in (head[0].ljust(len(first)), head[1].ljust(len(first)), first, last)}) == 1
 
 
 def test_calls_one_by_one_have_a_column_for_what_the_caller_waits() -> None:
@@ -68,23 +68,23 @@ def test_a_barrier_has_no_size_and_a_broadcast_a_root() -> None:
     table = Table(["out-of-place"], [], issue=False)
     barrier = dataclasses.replace(CASE, operation=OPERATIONS["barrier"], block=1)
     cells = table.row(barrier, {"out-of-place": {"mpicomm": outcome(2.0, None)}}, "mpicomm").split()
-    assert cells == ["0", "0", "float32", "none", "-1", "2.00", "0.00", "0.00", "N/A"]
+    assert cells == ["0", "0", "float32", "none", "-1", "2.00", "25", "0.00", "0.00", "N/A"]
     bcast = dataclasses.replace(CASE, operation=OPERATIONS["bcast"])
     assert table.row(bcast, {"out-of-place": {"mpicomm": outcome(2.0)}}, "mpicomm").split()[3:5] == ["none", "0"]
 
 
 def test_geometric_means_and_what_is_faster() -> None:
     found = results()
-    means = found.geometric_means()
-    rounded = {name: {place: (round(mean, 3), n) for place, (mean, n) in of.items()} for name, of in means.items()}
-    assert rounded == {
-        "nccl": {"out-of-place": (1.711, 2), "in-place": (0.742, 2)},
-        "mpi": {"out-of-place": (10.0, 1)},
+    assert {
+        name: {place: round(mean, 3) for place, mean in of.items()} for name, of in found.geometric_means().items()
+    } == {
+        "nccl": {"out-of-place": 1.711, "in-place": 0.742},
+        "mpi": {"out-of-place": 10.0},
     }
-    assert found.slower() == {"nccl": [(1024, "in-place", 0.5)]}
     assert found.wrong() == {"mpicomm": 5, "nccl": 2}
     lines = found.footer()
     assert "nccl / mpicomm, geometric mean: out-of-place 1.711 (2 sizes), in-place 0.742 (2 sizes)" in lines
+    assert "  faster at 1 of them, most at 1024 B in-place: 0.50" in lines
     assert "* mpi is timed call by call: held" in lines
     assert lines.count("- mpi: too large") == 1
     assert "nccl: 2 wrong" in lines
@@ -102,5 +102,6 @@ def test_json_rows_hold_everything() -> None:
         "wrong": 5,
         "eager": "",
         "way": "",
+        "spread": 0.25,
     }
     assert rows[0]["missing"] == {"in-place": {"mpi": "not in place"}}

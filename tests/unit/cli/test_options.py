@@ -65,9 +65,11 @@ def test_counts_have_a_smallest_value() -> None:
 
 def test_output_file_needs_a_directory_to_write_to(tmp_path: Path) -> None:
     assert arguments.output_file(str(tmp_path / "new.json")) == tmp_path / "new.json"
-    for bad in (tmp_path, tmp_path / "missing" / "new.json", Path("/dev/null")):
+    # Even root, for whom every directory is writable, cannot make a file in /proc.
+    for bad in (tmp_path, tmp_path / "missing" / "new.json", Path("/dev/null"), Path("/proc/new.json")):
         with pytest.raises(argparse.ArgumentTypeError):
             arguments.output_file(str(bad))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_write_json_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:

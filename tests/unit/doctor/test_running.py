@@ -148,7 +148,7 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
 
 def test_no_rank_waits_in_a_single_process() -> None:
     row = CommunicatorRow()
-    row.open(Heading(0, [Member("host", os.getpid(), 0)], [0], "cpu"))
+    row.open(Heading(0, [Member("host", os.getpid(), 0)], "cpu"))
     row.log(0).post("Allreduce(float64, count=4)")
     said = doctor("--pid", str(os.getpid()), "--longer-than", str(LOOK_S))
     assert (said.returncode, said.stderr) == (0, "")
@@ -214,9 +214,8 @@ def hostile_pages(draw: st.DrawFn, pid: int) -> bytes:
         row[layout.KEY], row[layout.RANK], row[layout.SIZE] = draw(st.sampled_from([1, row[0]])), number, 4
         at = layout.ROWS_AT + number * layout.ROW_NBYTES
         struct.pack_into(f"{layout.WORDS}q", page, at, *row)
-        for place in (layout.NAME, layout.NODE_RANKS):
-            text = draw(TEXTS)[: place.stop - place.start]
-            page[at + place.start : at + place.start + len(text)] = text
+        name = draw(TEXTS)[: layout.NAME.stop - layout.NAME.start]
+        page[at + layout.NAME.start : at + layout.NAME.start + len(name)] = name
         for index in range(layout.LOGS):
             log = [draw(WORDS) for _ in range(layout.LOG_WORDS)]
             if draw(st.booleans()):
@@ -266,7 +265,7 @@ FORKS = """
 import os, sys, time
 from mpicomm.activity.page import CommunicatorRow, Heading, Member
 row = CommunicatorRow()
-row.open(Heading(0, [Member("host", os.getpid(), 0)], [0], "cpu"))
+row.open(Heading(0, [Member("host", os.getpid(), 0)], "cpu"))
 child = os.fork()
 if child == 0:
     row.close()  # as the garbage collector of the child may do

@@ -17,7 +17,7 @@ SUM = "Allreduce(float64, count=4, op=sum)"
 
 def calls(rank: int, made: int, last: str = SUM, *, ago_s: float | None = 10.0, size: int = 3) -> RankCalls:
     since_ns = None if ago_s is None else NOW_NS - int(ago_s * 1e9)
-    return RankCalls(7, "world", rank, size, tuple(range(size)), made, last, since_ns, False, None, None)
+    return RankCalls(7, "world", rank, size, made, last, since_ns, False, None, None)
 
 
 def rank(number: int, *communicators: RankCalls, step: Step | None = None, **process: object) -> Rank:

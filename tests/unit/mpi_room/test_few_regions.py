@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.collectives.pack_tables import table_for, table_of_blocks
+from mpicomm.collectives.packed import table_for, table_of_blocks
 from mpicomm.kernels.packing import ENTRY_NBYTES
 from mpicomm.mpi.layout import DatatypeLayout, layout_of, together
 from mpicomm.mpi.regions import Region

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from mpicomm.collectives.pack_tables import PackJob, table_of
+from mpicomm.collectives.packed import PackJob, table_of
 from mpicomm.mpi.layout import DatatypeLayout, layout_of
 from mpicomm.mpi.regions import Region, joined
 from tests.helpers.inputs.regions import region

@@ -42,6 +42,16 @@ class Interface:
         self.__cuda_array_interface__ = {"version": 3, "data": data, "shape": memory.shape, "typestr": memory.dtype.str}
 
 
+def test_mpi_gets_no_device_memory_for_buffered_sends(memory: npt.NDArray[np.uint8]) -> None:
+    for buffer in (MPI.memory.fromaddress(memory.ctypes.data, 256), Interface(memory)):
+        with pytest.raises(InvalidUsageError, match="Attach_buffer: buf lies in device memory"):
+            MPI.Attach_buffer(buffer)
+    host = bytearray(1024)
+    MPI.Attach_buffer(host)
+    MPI.COMM_SELF.Bsend(np.ones(1), MPI.PROC_NULL)
+    assert MPI.Detach_buffer() is host
+
+
 def test_buffers_around_device_memory_are_device_arrays(memory: npt.NDArray[np.uint8]) -> None:
     address = memory.ctypes.data
     by_address = MPI.memory.fromaddress(address, 256)

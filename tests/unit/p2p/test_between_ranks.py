@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 from collections.abc import Iterator
@@ -32,7 +33,6 @@ def test_three_ranks_on_the_host(tmp_path: Path) -> None:
     assert [matrix["title"] for matrix in measured] == [
         *(f"Bandwidth, {how}, copies {which}" for how in ("one way", "both ways") for which in WAYS),
         *(f"Latency, copies {which} of 16 bytes" for which in WAYS),
-        "Latency, signal",
     ]
     for matrix in measured:
         assert f"{matrix['title']} ({matrix['unit']})\n" in job.stdout
@@ -59,13 +59,13 @@ def run_changed(tmp_path: Path, nprocs: int, code: str) -> subprocess.CompletedP
 
 def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
     code = """
-time_us = between_ranks.HostMover.time_us
+round_us = between_ranks.BetweenRanks.round_us
 def corrupt(self, way, peer, nbytes, *options):
-    result = time_us(self, way, peer, nbytes, *options)
-    if RANK == 1 and self.ways[way] == between_ranks.PUT:
-        self._memory.window.peer(peer)[nbytes - 1] ^= 1
+    result = round_us(self, way, peer, nbytes, *options)
+    if RANK == 1 and not self.ways[way]:
+        self._window.peer(peer)[nbytes - 1] ^= 1
     return result
-between_ranks.HostMover.time_us = corrupt
+between_ranks.BetweenRanks.round_us = corrupt
 """
     job = run_changed(tmp_path, 2, code)
     assert (job.returncode, job.stderr) == (1, "")
@@ -75,10 +75,10 @@ between_ranks.HostMover.time_us = corrupt
 
 def test_copies_that_move_nothing_are_found(tmp_path: Path) -> None:
     code = """
-time_us = between_ranks.HostMover.time_us
+round_us = between_ranks.BetweenRanks.round_us
 def lose(self, way, *options):
-    return 1.0 if self.ways[way] == between_ranks.GET else time_us(self, way, *options)
-between_ranks.HostMover.time_us = lose
+    return 1.0 if self.ways[way] else round_us(self, way, *options)
+between_ranks.BetweenRanks.round_us = lose
 """
     job = run_changed(tmp_path, 2, code)
     assert (job.returncode, job.stderr) == (1, "")
@@ -93,12 +93,6 @@ def test_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
         "error: the matrices are of mapped memory and need all ranks on one node; these 2 ranks are on 2 nodes: start "
         "them on one\n"
     )
-
-
-def test_help_is_printed_once() -> None:
-    job = run_job(2, *P2P, "--help")
-    assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.count("usage: python -m mpicomm.p2p") == 1
 
 
 class Part:
@@ -131,26 +125,28 @@ def gpus() -> Iterator[Any]:
         yield gpus
 
 
-def test_a_rank_moves_bytes_and_words_of_gpus(gpus: Any) -> None:
-    from mpicomm.p2p.between_ranks import GET, GpuMover
-    from tests.helpers.fakes.fake_gpus import BACK, KERNEL, LINK, LOAD_US, STORE_US
+def test_a_rank_moves_bytes_of_gpus_and_loads_a_word(gpus: Any) -> None:
+    from mpicomm.p2p.between_ranks import BetweenRanks
+    from tests.helpers.fakes.fake_gpus import BACK, KERNEL, LINK, LOAD_US
 
     nbytes, count, met = 1 << 20, 3, []
-    memory: Any = SimpleNamespace(
-        data=Part(gpus, nbytes, np.uint8), window=Part(gpus, nbytes, np.uint8), words=Part(gpus, 48, np.uint64)
+
+    def empty(shape: int, dtype: Any) -> Part:
+        return Part(gpus, shape, dtype)
+
+    comm: Any = SimpleNamespace(
+        device=0, rank=0, size=2, empty=empty, zeros=empty, check=int, barrier=int, bcast=lambda found, root: found
     )
-    comm: Any = SimpleNamespace(device=0, rank=0)
-    mover = GpuMover(comm, memory)
-    for number, (way, direction) in enumerate(mover.ways.items(), start=1):
-        source, target = memory.data.local, memory.window.peer(1)
-        if direction == GET:
-            source, target = memory.data.peer(1), memory.window.local
+    job = BetweenRanks(comm, argparse.Namespace(bytes=nbytes, iters=count, rounds=1))
+    for number, (way, loads) in enumerate(job.ways.items(), start=1):
+        source, target = job._data.local, job._window.peer(1)
+        if loads:
+            source, target = job._data.peer(1), job._window.local
         source[:] = number
-        time_us = mover.time_us(way, 1, nbytes - 1, count, lambda: met.append(1))
-        gb_s = (BACK if direction == GET else LINK) + (KERNEL if "kernels" in way else 0)
+        time_us = job.round_us(way, 1, nbytes - 1, count, lambda: met.append(1))
+        gb_s = (BACK if loads else LINK) + (KERNEL if "kernels" in way else 0)
         assert time_us == pytest.approx(count * (nbytes - 1) / gb_s * 1e-3)
         assert (target[:-1] == number).all() and target[-1] != number
-    assert mover.word_us(0, 1, lambda: met.append(2)) == STORE_US
-    assert mover.word_us(1, 0, lambda: met.append(3)) is None  # rank 1 knows the time
-    assert mover.load_us(1) == LOAD_US
-    assert met == [1, 1, 1, 2, 3]
+    assert job.load_us(1, 0) == LOAD_US
+    assert job.load_us(0, 1) is None  # rank 1 knows the time
+    assert met == [1, 1, 1]

@@ -15,8 +15,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.host.agreed_error import AgreedError
-from mpicomm.collectives.host.channels import Channels
+from mpicomm.collectives.host.channels import AgreedError, Channels
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import HostBackend, fence
@@ -179,7 +178,7 @@ def test_ranks_that_give_up_at_once_give_the_same_agreed_error(
             time.sleep(2e-3 * rng.random())
         fence()
 
-    monkeypatch.setattr("mpicomm.collectives.host.agreed_error.fence", interrupted_fence)
+    monkeypatch.setattr("mpicomm.collectives.host.channels.fence", interrupted_fence)
     for number in range(rounds):
         agreed_error = AgreedError(node, memory[number * nbytes : (number + 1) * nbytes])
         assert not agreed_error.there() and agreed_error.read() is None

@@ -37,8 +37,11 @@ def buffers(operation: Operation, nbytes: int, size: int = 2) -> tuple[Any, Any]
     if operation.rooted == "bcast":
         return None, np.empty(nbytes // 8)
     apart = not operation.reduces and not operation.of_neighbors
-    factors = [size if apart and shape != "one" else 1 for shape in (operation.send, operation.receive)]
-    return np.empty(nbytes // 8 * factors[0]), np.empty(nbytes // 8 * factors[1])
+    made: list[Any] = []
+    for shape in (operation.send, operation.receive):
+        array = np.empty(nbytes // 8 * (size if apart and shape != "one" else 1))
+        made.append([array, [nbytes // 8] * size] if apart and shape == "vector" else array)
+    return made[0], made[1]
 
 
 @EVERY

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
-from mpicomm.collectives.eight_bits import BLOCK
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
@@ -30,6 +29,7 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
 )
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.patterns import shard_count
+from mpicomm.collectives.wire import BLOCK
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.symmetric.registry import Mapped
 

@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.collectives import eight_bits
 from mpicomm.collectives.gpu.algorithms import memory
 from mpicomm.collectives.gpu.algorithms.chain import plan as chain
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainArguments, HopArguments
@@ -23,13 +22,14 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
 from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvArguments, SendrecvSide
+from mpicomm.collectives.wire import BLOCK
 from mpicomm.devices.cuda.load import compile_kernel
 from mpicomm.kernels import epilogue, experts, message, packing, team, window
 from mpicomm.kernels import reductions as combine
 from mpicomm.kernels import window as accumulate
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.team import ABSENT, Faults, FlaggedInboxes, Team
-from mpicomm.p2p import kernels as p2p
+from mpicomm.p2p import gpu as p2p
 from tests.helpers.inputs.kernel_sources import INCLUDES
 from tests.helpers.references.reductions import SENTINELS
 
@@ -81,7 +81,6 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "p2p.cu": {
         "mpicomm::Gate": p2p.Gate,
         "mpicomm::Copying": p2p.Copying,
-        "mpicomm::PingPong": p2p.PingPong,
         "mpicomm::PointerChase": p2p.PointerChase,
     },
 }
@@ -249,7 +248,7 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
             "kWorkers": workers,
             "kParts": packets.parts_of(size, one_step=steps == "one"),
             "kPartElements": packets.CODES_OF_PACKET,
-            "kBlockElements": eight_bits.BLOCK,
+            "kBlockElements": BLOCK,
         }
         lines = [f"static_assert(mpicomm::{name} == {value});" for name, value in constants.items()]
         source.write_text("\n".join(['#include "packet_worker.cuh"', *lines]))

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mpicomm.collectives import eight_bits
+from mpicomm.collectives import wire
 from mpicomm.collectives.wire import CODED, CODES
 from tests.helpers.references.coded import BLOCK, ERROR, bound, coded_sum, through_codes
 from tests.helpers.references.reductions import Array, dtype_named
@@ -17,12 +17,12 @@ pytest.importorskip("ml_dtypes")
 
 
 def decoded(values: Array, codes: str) -> Array:
-    coded = np.empty(eight_bits.coded_nbytes(values.size), np.uint8)
-    eight_bits.encode(values, codes, coded)
+    coded = np.empty(wire.coded_nbytes(values.size), np.uint8)
+    wire.encode(values, codes, coded)
     assert not (coded[: -(values.size // -BLOCK) * BLOCK] == 0xFF).any()
     assert (coded[-(values.size // -BLOCK) * BLOCK :] != 0).all()
     result = np.empty(values.size, np.float32)
-    eight_bits.decode(coded, codes, result)
+    wire.decode(coded, codes, result)
     return result
 
 
@@ -30,9 +30,9 @@ def summed(parts: list[Array], codes: str, *, again: bool) -> Array:
     """Return the sum of the parts of several ranks, as the way of host arrays computes it."""
     total = decoded(parts[0], codes)
     for part in parts[1:]:
-        coded = np.empty(eight_bits.coded_nbytes(part.size), np.uint8)
-        eight_bits.encode(part, codes, coded)
-        eight_bits.add(coded, codes, total)
+        coded = np.empty(wire.coded_nbytes(part.size), np.uint8)
+        wire.encode(part, codes, coded)
+        wire.add(coded, codes, total)
     return (decoded(total, codes) if again else total).astype(parts[0].dtype)
 
 
@@ -110,7 +110,7 @@ def test_any_number_of_elements_and_of_blocks() -> None:
             got = decoded(values, codes)
             assert np.array_equal(got, through_codes(values, codes))
             total = np.ones(count, np.float32)
-            coded = np.empty(eight_bits.coded_nbytes(count), np.uint8)
-            eight_bits.encode(values, codes, coded)
-            eight_bits.add(coded, codes, total)
+            coded = np.empty(wire.coded_nbytes(count), np.uint8)
+            wire.encode(values, codes, coded)
+            wire.add(coded, codes, total)
             assert np.array_equal(total, np.float32(1) + got)
