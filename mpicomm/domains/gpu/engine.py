@@ -54,6 +54,7 @@ class DomainsPlan(AnyPlan):
 
     @property
     def is_old(self) -> bool:  # type: ignore[override]
+        """Whether a plan of its domain is old."""
         return any(item.is_old for piece in self.pieces for item in piece if isinstance(item, Plan))
 
 
