@@ -9,45 +9,13 @@ import mpi4py
 from mpi4py import MPI
 
 from mpicomm import environment
-from mpicomm.api.communicator import (
-    CartCommunicator,
-    Communicator,
-    DistGraphCommunicator,
-    GraphCommunicator,
-    named,
-)
+from mpicomm.api.communicator import Communicator, named
 from mpicomm.api.replacements import replacements
 from mpicomm.mpi.request_lists import replace
 from mpicomm.session import Session
 
 _replaced: list[tuple[Any, str, Any]] = []
 """The module or class of mpi4py, a name in it, and the original object of that name."""
-
-
-class InstalledCommunicator(Communicator):
-    """A Communicator of a program that knows only mpi4py. `handle` is MPI's; ``describe().handle`` is mpicomm's."""
-
-    handle = MPI.Intracomm.handle  # type: ignore[assignment]
-
-
-class InstalledCartCommunicator(InstalledCommunicator, CartCommunicator):
-    """An InstalledCommunicator of a Cartesian grid."""
-
-
-class InstalledGraphCommunicator(InstalledCommunicator, GraphCommunicator):
-    """An InstalledCommunicator of a graph."""
-
-
-class InstalledDistGraphCommunicator(InstalledCommunicator, DistGraphCommunicator):
-    """An InstalledCommunicator of a distributed graph, in which each rank knows its neighbours."""
-
-
-InstalledCommunicator._classes = {
-    MPI.UNDEFINED: InstalledCommunicator,
-    MPI.CART: InstalledCartCommunicator,
-    MPI.GRAPH: InstalledGraphCommunicator,
-    MPI.DIST_GRAPH: InstalledDistGraphCommunicator,
-}
 
 
 def install(
@@ -87,8 +55,8 @@ def install(
         channel = session.channel and session.channel.child([world.rank])
         alone = Session(own, session.placement.subset([world.rank]), channel=channel)
         for owner, name, replacement in (
-            (MPI, "COMM_WORLD", InstalledCommunicator.permanent(world, session, "COMM_WORLD")),
-            (MPI, "COMM_SELF", InstalledCommunicator.permanent(own, alone, "COMM_SELF")),
+            (MPI, "COMM_WORLD", Communicator.installed(world, session, "COMM_WORLD")),
+            (MPI, "COMM_SELF", Communicator.installed(own, alone, "COMM_SELF")),
             *replacements(by_program=is_running and not mpi4py.rc.initialize),
         ):
             _replaced.append((owner, name, replace(owner, name, replacement)))

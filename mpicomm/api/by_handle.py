@@ -7,14 +7,14 @@ from typing import Any
 
 from mpi4py import MPI
 
-_handle_of = MPI.Comm.handle.__get__  # type: ignore[attr-defined]  # MPI's, which a Communicator hides
+handle_of = MPI.Comm.handle.__get__  # type: ignore[attr-defined]  # MPI's, which a Communicator hides
 # A WeakValueDictionary would take several times as long. MPI uses handles again, so the entries do not become many.
 _known: dict[int, weakref.ref[MPI.Comm]] = {}
 
 
 def remember(comm: MPI.Intracomm) -> None:
     """Let `communicator_of` find the Communicator as long as the Communicator exists. Local."""
-    _known[_handle_of(comm)] = weakref.ref(comm)
+    _known[handle_of(comm)] = weakref.ref(comm)
 
 
 def communicator_of(plain: Any) -> Any:

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.api.at_first_use import AtFirstUse
-from mpicomm.api.by_handle import remember
+from mpicomm.api.by_handle import handle_of, remember
 from mpicomm.api.collectives import (
     BlockingCollectives,
     NeighborCollectives,
@@ -144,7 +144,7 @@ class Communicator(
         def Split(self, color: int = 0, key: int = 0) -> Communicator: ...
         def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Communicator: ...
         def Create_cart(
-            self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
+            self, dims: Sequence[int], periods: Sequence[bool] | bool | None = None, reorder: bool = False
         ) -> CartCommunicator: ...
         def Create_graph(
             self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
@@ -153,8 +153,8 @@ class Communicator(
             self,
             sources: Sequence[int] | None,
             destinations: Sequence[int] | None,
-            sourceweights: Sequence[int] | None = None,
-            destweights: Sequence[int] | None = None,
+            sourceweights: Sequence[int] | int | None = None,
+            destweights: Sequence[int] | int | None = None,
             info: MPI.Info = MPI.INFO_NULL,
             reorder: bool = False,
         ) -> DistGraphCommunicator: ...
@@ -163,7 +163,7 @@ class Communicator(
             sources: Sequence[int],
             degrees: Sequence[int],
             destinations: Sequence[int],
-            weights: Sequence[int] | None = None,
+            weights: Sequence[int] | int | None = None,
             info: MPI.Info = MPI.INFO_NULL,
             reorder: bool = False,
         ) -> DistGraphCommunicator: ...
@@ -172,6 +172,8 @@ class Communicator(
     _unfreed = False
     _name_in_mpi = ""
     """The name in ``mpi4py.MPI`` of a communicator that MPI frees itself."""
+    _is_installed = False
+    """Whether `install` has made the communicator, or one from which it is made."""
 
     def __new__(
         cls,
@@ -203,8 +205,8 @@ class Communicator(
         return self
 
     @classmethod
-    def permanent(cls, comm: MPI.Intracomm, session: Session, name: str) -> Self:
-        """Return a Communicator with the MPI handle of ``comm``, which MPI frees. Local.
+    def installed(cls, comm: MPI.Intracomm, session: Session, name: str) -> Self:
+        """Return a Communicator with the MPI handle of ``comm``, which MPI frees, for `install`. Local.
 
         ``name`` is its name in ``mpi4py.MPI``. The Communicator equals ``comm`` and has the same attributes, because it
         makes no duplicate for the user's messages.
@@ -212,6 +214,7 @@ class Communicator(
         self = MPI.Intracomm.__new__(cls, comm)
         self._begin(session)
         self._name_in_mpi = name
+        self._is_installed = True
         return self
 
     def __del__(self, is_finalized: Callable[[], bool] = MPI.Is_finalized) -> None:
@@ -254,7 +257,7 @@ class Communicator(
 
     @AtFirstUse
     def _in_stream_order(self) -> InStreamOrder:
-        return InStreamOrder(self._collectives, self._session)
+        return InStreamOrder(self._collectives.engines, self._session)
 
     @AtFirstUse
     def _door(self) -> Door:
@@ -302,8 +305,9 @@ class Communicator(
         """How the ranks of this node open memory: "ipc", "fd", "fabric", "staged", or "memfd" on the cpu.
 
         It hides mpi4py's attribute of that name. ``MPI.Intracomm(comm).handle`` is MPI's handle of the communicator.
+        The communicators of `install` have MPI's handle here, because programs that know only mpi4py expect it.
         """
-        return self._placement.here.handle
+        return handle_of(self) if self._is_installed else self._placement.here.handle
 
     @property
     def leaves(self) -> int:

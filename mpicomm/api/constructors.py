@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -43,24 +42,22 @@ class Constructors(MPI.Intracomm):
     """
 
     _session: Session
+    _is_installed: bool
     _row: memoryview
     _classes: ClassVar[dict[int, type[MPI.Intracomm]]] = {}
     """The class of a communicator that is made from this one, by MPI's number of its topology."""
 
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator. The duplicate has its own memory."""
-        made: Self = self._adopt_whole(self._when_all_are_here("Dup").Dup(info))
-        return made
+        return self._adopt_whole(self._when_all_are_here("Dup").Dup(info))
 
     def Dup_with_info(self, info: MPI.Info) -> Self:
         """Duplicate the communicator with the hints ``info``."""
-        made: Self = self._adopt_whole(self._when_all_are_here("Dup_with_info").Dup_with_info(info))
-        return made
+        return self._adopt_whole(self._when_all_are_here("Dup_with_info").Dup_with_info(info))
 
     def Clone(self) -> Self:
         """Duplicate the communicator: mpi4py's other name for `Dup`."""
-        made: Self = self._adopt_whole(self._when_all_are_here("Clone").Clone())
-        return made
+        return self._adopt_whole(self._when_all_are_here("Clone").Clone())
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
         """Duplicate without blocking. The new communicator may be used when the request is complete."""
@@ -103,9 +100,7 @@ class Constructors(MPI.Intracomm):
         """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
         return self._adopt_part(_intracomm(self._when_all_are_here("Split_type").Split_type(split_type, key, info)))
 
-    def Create_cart(
-        self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
-    ) -> MPI.Cartcomm:
+    def Create_cart(self, dims: Sequence[int], periods: Any = None, reorder: bool = False) -> MPI.Cartcomm:
         """Make a communicator of a Cartesian grid, a `CartCommunicator`. Collective, blocking.
 
         Ranks beyond the grid get COMM_NULL.
@@ -115,7 +110,7 @@ class Constructors(MPI.Intracomm):
         """
         self._when_all_are_here("Create_cart")
         edges = partial(edges_of_grid, dims, periods, self.size)
-        with self._linked_well("Create_cart", reorder, edges) as (plain, moves):
+        with linked_well(self, self._session, "Create_cart", reorder, edges) as (plain, moves):
             return self._adopt_linked(plain.Create_cart(dims, periods, moves), reorder)
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> MPI.Graphcomm:
@@ -125,15 +120,16 @@ class Constructors(MPI.Intracomm):
         raise it if two ranks do not name each other equally often.
         """
         require_graph(self._when_all_are_here("Create_graph"), index, edges)
-        with self._linked_well("Create_graph", reorder, partial(edges_of_graph, index, edges)) as (plain, moves):
+        found = partial(edges_of_graph, index, edges)
+        with linked_well(self, self._session, "Create_graph", reorder, found) as (plain, moves):
             return self._adopt_linked(plain.Create_graph(index, edges, moves), reorder)
 
     def Create_dist_graph_adjacent(
         self,
         sources: Sequence[int] | None,
         destinations: Sequence[int] | None,
-        sourceweights: Sequence[int] | None = None,
-        destweights: Sequence[int] | None = None,
+        sourceweights: Any = None,
+        destweights: Any = None,
         info: MPI.Info = MPI.INFO_NULL,
         reorder: bool = False,
     ) -> MPI.Distgraphcomm:
@@ -145,7 +141,12 @@ class Constructors(MPI.Intracomm):
         require_matching(
             self._when_all_are_here("Create_dist_graph_adjacent"), sources, destinations, sourceweights, destweights
         )
-        lists = _or_empty(sources), _or_empty(destinations), sourceweights, destweights
+        lists = (
+            () if sources is None else sources,
+            () if destinations is None else destinations,
+            sourceweights,
+            destweights,
+        )
         everyone: list[Lists] = []
 
         def edges() -> Edges:
@@ -153,9 +154,9 @@ class Constructors(MPI.Intracomm):
             everyone.extend(MPI.Intracomm.allgather(self, mine))
             return edges_of_lists(everyone)
 
-        with self._linked_well("Create_dist_graph_adjacent", reorder, edges) as (plain, moves):
+        with linked_well(self, self._session, "Create_dist_graph_adjacent", reorder, edges) as (plain, moves):
             # The lists belong to a position in the graph. The rank that takes the position passes its lists on.
-            passed = everyone[plain.rank] if everyone else lists
+            passed: tuple[Any, Any, Any, Any] = everyone[plain.rank] if everyone else lists
             return self._adopt_linked(plain.Create_dist_graph_adjacent(*passed, info, moves), reorder)
 
     def Create_dist_graph(
@@ -163,7 +164,7 @@ class Constructors(MPI.Intracomm):
         sources: Sequence[int],
         degrees: Sequence[int],
         destinations: Sequence[int],
-        weights: Sequence[int] | None = None,
+        weights: Any = None,
         info: MPI.Info = MPI.INFO_NULL,
         reorder: bool = False,
     ) -> MPI.Distgraphcomm:
@@ -177,15 +178,9 @@ class Constructors(MPI.Intracomm):
             mine = list(sources), list(degrees), list(destinations), listed(weights)
             return edges_of_parts(MPI.Intracomm.allgather(self, mine))
 
-        with self._linked_well("Create_dist_graph", reorder, edges) as (plain, moves):
-            made = plain.Create_dist_graph(sources, degrees, destinations, weights, info, moves)
-            return self._adopt_linked(made, reorder)
-
-    def _linked_well(
-        self, what: str, reorder: bool, edges: Callable[[], Edges]
-    ) -> AbstractContextManager[tuple[MPI.Intracomm, bool]]:
-        plain = MPI.Intracomm(self)
-        return linked_well(plain, self._session, what, edges) if reorder else nullcontext((plain, False))
+        with linked_well(self, self._session, "Create_dist_graph", reorder, edges) as (plain, moves):
+            graph = plain.Create_dist_graph(sources, degrees, destinations, weights, info, moves)
+            return self._adopt_linked(graph, reorder)
 
     def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
         """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
@@ -201,7 +196,7 @@ class Constructors(MPI.Intracomm):
         mine.Free()
         return ranks
 
-    def _adopt_whole(self, comm: MPI.Intracomm) -> Any:
+    def _adopt_whole(self, comm: MPI.Intracomm) -> Self:
         """Return a communicator of the same ranks as a Communicator like this one."""
         return self._adopt(comm, type(self), range(self.size))
 
@@ -224,20 +219,17 @@ class Constructors(MPI.Intracomm):
             ranks = group.Translate_ranks(range(comm.size), parent_group)
             group.Free()
             parent_group.Free()
-        made: AnyComm = self._adopt(comm, type(self) if keeps_class else self._classes[topology], ranks)
-        return made
+        made: Any = self._adopt(comm, type(self) if keeps_class else self._classes[topology], ranks)
+        return made  # type: ignore[no-any-return]
 
-    def _adopt(self, comm: MPI.Intracomm, cls: Any, ranks: Sequence[int]) -> Any:
+    def _adopt(self, comm: MPI.Intracomm, cls: type[AnyComm], ranks: Sequence[int]) -> AnyComm:
         """Return ``comm``, which MPI made from ``ranks``, as a ``cls``. It sets itself up at its first use."""
-        child = MPI.Intracomm.__new__(cls, comm)
+        child: Any = MPI.Intracomm.__new__(cls, comm)
         channel = self._session.channel
         made = None if channel is None else channel.child(ranks)
         child._begin(Session(comm, self._session.placement.subset(ranks), channel=made))
-        return child
-
-
-def _or_empty(ranks: Sequence[int] | None) -> Sequence[int]:
-    return () if ranks is None else ranks
+        child._is_installed = self._is_installed
+        return child  # type: ignore[no-any-return]
 
 
 def _intracomm(comm: MPI.Comm) -> MPI.Intracomm:

@@ -102,13 +102,14 @@ def _wrapped_class(cls: type) -> Callable[[Any], Any]:
 
 def wrapped_methods(cls: type) -> dict[str, Callable[..., Any]]:
     """Return the wrapped methods of the table that ``cls`` has. The version of MPI decides which methods these are."""
-    methods = {name: getattr(cls, name) for name in (*BUFFERS, *MAKERS) if hasattr(cls, name)}
-    if issubclass(cls, MPI.Message):
-        methods |= {name: _receiving_bytes(methods[name]) for name in BUFFERS if name in methods}
-    return {
-        name: _wrapped_maker(method) if name in MAKERS else _wrapped_call(cls, method, BUFFERS[name])
-        for name, method in methods.items()
-    }
+    made: dict[str, Callable[..., Any]] = {}
+    for name in (*BUFFERS, *MAKERS):
+        method = getattr(cls, name, None)
+        if method is not None:
+            if issubclass(cls, MPI.Message) and name in BUFFERS:
+                method = _receiving_bytes(method)
+            made[name] = _wrapped_maker(method) if name in MAKERS else _wrapped_call(cls, method, BUFFERS[name])
+    return made
 
 
 def _wrapped_call(cls: type, method: Callable[..., Any], buffers: Places) -> Callable[..., Any]:
@@ -171,39 +172,37 @@ def on_host_copies(
     call: Callable[..., Any], operation: str, given: dict[str, Any], buffers: Sequence[str], backend: GpuBackend
 ) -> Any:
     """Call ``call`` with the arguments ``given``, after host copies have replaced the device arrays. Blocking."""
-    copies = _copies(operation, given, buffers, backend)
-    result = call(**copies.arguments)
+    copies, arguments = _copies(operation, given, buffers, backend)
+    result = call(**arguments)
     copies.back()
     return result
 
 
-class _Copies(HostCopies):
-    """The host copies of a call, and the arguments that MPI gets."""
+def _copies(
+    operation: str, given: dict[str, Any], buffers: Sequence[str], backend: GpuBackend
+) -> tuple[HostCopies, dict[str, Any]]:
+    """Return the copies of the device arrays of a call, and the arguments for MPI. Blocking.
 
-    arguments: dict[str, Any]
-
-
-def _copies(operation: str, given: dict[str, Any], buffers: Sequence[str], backend: GpuBackend) -> _Copies:
-    """Copy the device arrays of a call to the host, in the order of the current stream of their library. Blocking."""
+    The copies are in the order of the current stream of the library that the arrays come from.
+    """
     arrays = [array_of(given[name]) for name in buffers if is_on_device(given.get(name))]
     stream = backend.stream(None, arrays[0])
     require_no_graph(operation, backend, stream, BY_MPI)
-    copies = _Copies(backend, stream)
-    copies.arguments = dict(given)
+    copies, arguments = HostCopies(backend, stream), dict(given)
     for name in buffers:
         if name in given:
             writable = name in _RECEIVE_BUFFERS or (name == "buf" and operation in _RECEIVE_INTO_BUF)
-            copies.arguments[name] = copies.spec(given[name], writable=writable, name=name)
+            arguments[name] = copies.spec(given[name], writable=writable, name=name)
     copies.ready()
-    return copies
+    return copies, arguments
 
 
 def _start(
     called: Any, cls: type, operation: str, given: dict[str, Any], buffers: list[str], backend: GpuBackend
 ) -> DeferredRequest:
     """Start MPI's nonblocking call on host copies. The work is done when the device arrays hold the result."""
-    copies = _copies(operation, given, buffers, backend)
-    request: MPI.Request = getattr(cls, operation)(called, **copies.arguments)
+    copies, arguments = _copies(operation, given, buffers, backend)
+    request: MPI.Request = getattr(cls, operation)(called, **arguments)
     # Only messages have a status, because Open MPI writes undefined memory into the status of other calls.
     status = MPI.Status() if "send" in operation or "recv" in operation else None
 
@@ -218,7 +217,7 @@ def _start(
 
 @functools.cache
 def _completer() -> Completer:
-    return Completer()
+    return Completer()  # not at import, because it asks MPI
 
 
 class HostStaging(MPI.Intracomm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpi4py import MPI
 from numpy import ndarray
@@ -17,7 +17,6 @@ from mpicomm.ways.in_stream_order import InStreamOrder
 
 if TYPE_CHECKING:
     from mpicomm.messages.calls import Messages
-    from mpicomm.messages.endpoint import Endpoint
 
 # These are MPI's own methods, looked up once, because `super()` takes a tenth of the time of a small call.
 _bsend = MPI.Intracomm.Bsend
@@ -32,6 +31,7 @@ _rsend = sending(MPI.Intracomm.Rsend)
 _ssend = sending(MPI.Intracomm.Ssend)
 _send = sending(MPI.Intracomm.Send)
 
+Sent = TypeVar("Sent")
 _ALGORITHMS = ("auto", "stream", "copy_engine")
 
 
@@ -115,15 +115,15 @@ class PointToPoint(MPI.Intracomm):
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
         """Send ``buf``; return when the receiver has matched the message; see mpi4py."""
-        self._blocking_send("Ssend", _ssend, buf, dest, tag, stream)
+        self._send("Ssend", _ssend, buf, dest, tag, stream)
 
     def Rsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
         """Send ``buf`` to a rank that has posted its receive; see mpi4py."""
-        self._blocking_send("Rsend", _rsend, buf, dest, tag, stream)
+        self._send("Rsend", _rsend, buf, dest, tag, stream)
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
         """Send ``buf`` through the buffer of `Attach_buffer`; see mpi4py."""
-        self._blocking_send("Bsend", _bsend, buf, dest, tag, stream)
+        self._send("Bsend", _bsend, buf, dest, tag, stream)
 
     def Recv(
         self,
@@ -261,19 +261,19 @@ class PointToPoint(MPI.Intracomm):
 
         Arguments and ``stream`` are as in `Send`.
         """
-        return self._nonblocking_send("Isend", _isend, buf, dest, tag, stream)
+        return self._send("Isend", _isend, buf, dest, tag, stream)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf``; the request is complete when the receiver has matched it; see mpi4py."""
-        return self._nonblocking_send("Issend", _issend, buf, dest, tag, stream)
+        return self._send("Issend", _issend, buf, dest, tag, stream)
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf`` through the buffer of `Attach_buffer`; see mpi4py."""
-        return self._nonblocking_send("Ibsend", _ibsend, buf, dest, tag, stream)
+        return self._send("Ibsend", _ibsend, buf, dest, tag, stream)
 
     def Irsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf`` to a rank that has posted its receive; see mpi4py."""
-        return self._nonblocking_send("Irsend", _irsend, buf, dest, tag, stream)
+        return self._send("Irsend", _irsend, buf, dest, tag, stream)
 
     def Irecv(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
@@ -348,37 +348,20 @@ class PointToPoint(MPI.Intracomm):
             end, dest, sendtag, end, messages.posted_beside_send(source, recvtag), replace=True
         )
 
-    def _blocking_send(
-        self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any
-    ) -> None:
-        buf, sent = self._sending(operation, buf, stream, dest)
-        if sent is not None:
-            self._messages.send(send, sent, dest, tag)
-            return
-        try:
-            send(self, buf, dest, tag)
-        except host_calls.REFUSALS:
-            send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
-
-    def _nonblocking_send(
-        self, operation: str, send: Callable[..., MPI.Request], buf: Any, dest: int, tag: int, stream: Any
-    ) -> MPI.Request:
-        buf, sent = self._sending(operation, buf, stream, dest)
-        if sent is not None:
-            return self._messages.start_send(send, sent, dest, tag)
+    def _send(self, operation: str, send: Callable[..., Sent], buf: Any, dest: int, tag: int, stream: Any) -> Sent:
+        """Send host memory by ``send``, the method ``operation`` of MPI, and a device array by its endpoint."""
+        if not (type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf))):
+            messages = self._messages
+            buf, sent = messages.read(operation, buf, stream, dest)
+            if sent is not None:
+                by_gpu: Callable[..., Any] = messages.start_send if operation[0] == "I" else messages.send
+                done: Sent = by_gpu(send, sent, dest, tag)
+                return done
+            refuse_stream(operation, stream)
         try:
             return send(self, buf, dest, tag)
         except host_calls.REFUSALS:
             return send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
-
-    def _sending(self, operation: str, buf: Any, stream: Any, dest: int) -> tuple[Any, Endpoint | None]:
-        """Return the buffer, with the endpoint of a device array, or with None for host memory, which MPI sends."""
-        if type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf)):
-            return buf, None
-        buf, sent = self._messages.read(operation, buf, stream, dest)
-        if sent is None:
-            refuse_stream(operation, stream)
-        return buf, sent
 
     def _kernels_match(self, operation: str, algorithm: str) -> bool:
         """Return whether ``algorithm`` lets kernels match the message. Raise if a call cannot have ``algorithm``."""

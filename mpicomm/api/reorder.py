@@ -23,16 +23,17 @@ Parts = tuple[list[int], list[int], list[int], Weights]
 
 @contextmanager
 def linked_well(
-    comm: MPI.Intracomm, session: Session, what: str, edges: Callable[[], Edges]
+    given: MPI.Intracomm, session: Session, what: str, reorder: bool, edges: Callable[[], Edges]
 ) -> Iterator[tuple[MPI.Intracomm, bool]]:
     """Give MPI's call a communicator of the same ranks, and its argument ``reorder``. Collective, blocking.
 
     ``what`` is the call. ``edges`` returns the edges of the topology, the same on all ranks. MPI decides on the order
     if `costs_between` returns None.
     """
-    costs = costs_between(comm, session, what)
+    comm = MPI.Intracomm(given)
+    costs = costs_between(comm, session, what) if reorder else None
     if costs is None:
-        yield comm, True
+        yield comm, reorder
         return
     order = best_order(costs, edges())
     if order == sorted(order):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mpi4py
@@ -47,14 +47,14 @@ def replacements(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
     for name in ("fromhandle", "fromint", "f2py"):
         yield MPI.Comm, name, classmethod(_from_number(getattr(MPI.Comm, name)))
     for owner, name in _LOCAL:
-        yield owner, name, _on_copies(owner, getattr(owner, name))
-    yield MPI.Session, "Attach_buffer", _guarded(MPI.Session.Attach_buffer, "Session.Attach_buffer", ("buf",))
+        yield owner, name, _diverted(getattr(owner, name), _on_copies)
+    yield MPI.Session, "Attach_buffer", _diverted(MPI.Session.Attach_buffer, functools.partial(_refuse, "Session"))
     yield MPI.Win, "Create", classmethod(_create_window)
     for cls in (MPI.Win, MPI.File):
         for name in sorted({*cls.__dict__} - {"Create"}):
             method = getattr(cls, name)
-            if name[0].isupper() and callable(method) and (buffers := _buffers_of(method)):
-                guarded = _guarded(method, f"{cls.__name__}.{name}", buffers)
+            if name[0].isupper() and callable(method) and _buffers_of(method):
+                guarded = _diverted(method, functools.partial(_refuse, cls.__name__))
                 yield cls, name, guarded if inspect.ismethoddescriptor(method) else staticmethod(guarded)
 
 
@@ -135,33 +135,6 @@ def _create_window(cls: type[MPI.Win], *arguments: Any, **keywords: Any) -> MPI.
     return made
 
 
-def _on_copies(owner: type, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method`` in a form that also takes device arrays. The method itself gets host copies of them."""
-    signature, buffers = inspect.signature(method), _buffers_of(method)
-
-    @functools.wraps(method)
-    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        try:
-            given = signature.bind(self, *arguments, **keywords).arguments
-        except TypeError:
-            return method(self, *arguments, **keywords)  # which raises mpi4py's error
-        if not any(is_on_device(given[name]) for name in buffers):
-            return method(self, *arguments, **keywords)
-
-        def on_copies(**arguments: Any) -> Any:
-            if owner is MPI.Datatype:  # the datatype is the type of its buffers
-                arguments.update({name: array_of(arguments[name]) for name in buffers})
-            return method(self, **arguments)
-
-        given.pop("self")
-        world = MPI.COMM_WORLD
-        assert isinstance(world, HostStaging)
-        announce(method.__name__, "only MPI has the call")
-        return on_host_copies(on_copies, method.__name__, given, buffers, world._gpu(method.__name__))
-
-    return call
-
-
 def _buffers_of(method: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of a method's buffer arguments, by mpi4py's annotations."""
     with contextlib.suppress(ValueError):
@@ -170,8 +143,11 @@ def _buffers_of(method: Callable[..., Any]) -> tuple[str, ...]:
     return ()
 
 
-def _guarded(method: Callable[..., Any], name: str, buffers: Sequence[str]) -> Callable[..., Any]:
-    signature = inspect.signature(method)
+def _diverted(
+    method: Callable[..., Any], divert: Callable[[Callable[..., Any], dict[str, Any], list[str]], Any]
+) -> Callable[..., Any]:
+    """Return ``method``, whose calls with device arrays go to ``divert``: method, arguments, names of these arrays."""
+    signature, buffers = inspect.signature(method), _buffers_of(method)
 
     @functools.wraps(method)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -179,12 +155,29 @@ def _guarded(method: Callable[..., Any], name: str, buffers: Sequence[str]) -> C
             given = signature.bind_partial(*arguments, **keywords).arguments
         except TypeError:
             return method(*arguments, **keywords)  # which raises mpi4py's error
-        for buffer in buffers:
-            if is_on_device(given.get(buffer)):
-                raise InvalidUsageError(
-                    f"{name}: {buffer} lies in device memory, which MPI cannot access: copy it to the host, or use "
-                    "comm.empty() for memory that all ranks of a node open"
-                )
-        return method(*arguments, **keywords)
+        on_device = [name for name in buffers if is_on_device(given.get(name))]
+        return divert(method, given, on_device) if on_device else method(*arguments, **keywords)
 
     return call
+
+
+def _refuse(owner: str, method: Callable[..., Any], given: dict[str, Any], on_device: list[str]) -> Any:
+    raise InvalidUsageError(
+        f"{owner}.{method.__name__}: {on_device[0]} lies in device memory, which MPI cannot access: copy it to the "
+        "host, or use comm.empty() for memory that all ranks of a node open"
+    )
+
+
+def _on_copies(method: Callable[..., Any], given: dict[str, Any], on_device: list[str]) -> Any:
+    """Call a method of MPI with host copies of device arrays."""
+    called, buffers = given.pop("self"), _buffers_of(method)
+
+    def on_copies(**arguments: Any) -> Any:
+        if isinstance(called, MPI.Datatype):  # the datatype is the type of its buffers
+            arguments.update({name: array_of(arguments[name]) for name in buffers if name in arguments})
+        return method(called, **arguments)
+
+    world = MPI.COMM_WORLD
+    assert isinstance(world, HostStaging)
+    announce(method.__name__, "only MPI has the call")
+    return on_host_copies(on_copies, method.__name__, given, buffers, world._gpu(method.__name__))

@@ -50,14 +50,14 @@ class Win(_Calls):
     `Create`, `Allocate`, `Allocate_shared` and `Create_dynamic` make it. All of them are *collective* and blocking.
     ``place`` says whose memory it has:
 
-    - ``"device"``: memory of the device of ``comm``, a Communicator. All ranks map it, as the memory of
-      ``comm.register`` and ``comm.empty``. On a ``"cpu"`` communicator it is shared host memory.
+    - ``"device"``: memory of the GPU of ``comm``, a Communicator. All ranks map it, as the memory of ``comm.register``
+      and ``comm.empty``. On a ``"cpu"`` communicator it is MPI's, and `Allocate` does as `Allocate_shared`.
     - ``"mpi"``: host memory. MPI carries out all calls. Accumulates of float16, bfloat16 and fp8, and by an `Op`, raise
       `InvalidUsageError`.
     - ``"auto"``: on a GPU `Create` takes the place where ``memory`` lies, and `Allocate` device memory. Without a GPU
       the memory is MPI's.
 
-    All ranks pass the same ``place``. A window of device memory needs ranks of one node. Its calls are stream-ordered,
+    All ranks pass the same ``place``. A window of GPU memory needs ranks of one node. Its calls are stream-ordered,
     take ``stream=``, and can be captured in CUDA graphs. Buffers may be device arrays or host arrays. A wait that lasts
     longer than ``timeout_s`` of the communicator is an error, as in collectives.
 
@@ -134,7 +134,8 @@ class Win(_Calls):
         comm = _checked("Win.Allocate", comm, info)
         if not _may_be_device(comm, place, "Win.Allocate"):
             part = checked_part(size, disp_unit, "Win.Allocate")
-            return _on_host(_allocate(cls, *part, info, comm), comm)
+            make = _allocate_shared if place == "device" else _allocate
+            return _on_host(make(cls, *part, info, comm), comm)
         return _new(comm, "Win.Allocate", size, disp_unit, info, MPI.WIN_FLAVOR_ALLOCATE)
 
     @classmethod
@@ -208,7 +209,7 @@ def _may_be_device(comm: Any, place: str, what: str) -> bool:
         if place == "device":
             raise InvalidUsageError(f"{what}: comm={comm!r} is no mpicomm.Communicator, which place='device' needs")
         return False
-    return place == "device" or (place == "auto" and comm.device != "cpu")
+    return place != "mpi" and comm.device != "cpu"
 
 
 def _new(comm: Any, what: str, size: Any, disp_unit: int, info: MPI.Info, flavor: int) -> Win:

@@ -379,7 +379,7 @@ class Call:
         if self.op is None:
             return None
         assert first is not None
-        check_legal(self.op, first, self.operands[0].mpi_type)
+        check_legal(self.op, first)
         return first if types.is_covered(first) else None
 
     def _require_agreeing_counts(self) -> None:

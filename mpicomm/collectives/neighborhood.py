@@ -47,7 +47,8 @@ class Neighborhood:
 
     def outgoing(self, size: int) -> list[tuple[int, ...]]:
         """Return the numbers of the blocks for each of ``size`` ranks, in the order of sending. Local."""
-        return _by_rank(self.destinations, range(len(self.destinations)), size)
+        destinations = self.destinations
+        return [tuple(n for n in range(len(destinations)) if destinations[n] == rank) for rank in range(size)]
 
     def incoming(self, size: int) -> list[tuple[int, ...]]:
         """Return the numbers of the blocks from each of ``size`` ranks, in the order of sending. Local.
@@ -55,8 +56,8 @@ class Neighborhood:
         A number counts the blocks of the receive buffer. In a crossed grid, the sender has this rank in the other
         direction of the same dimension.
         """
-        numbers = range(len(self.sources))
-        return _by_rank(self.sources, sorted(numbers, key=lambda number: number ^ self.crossed), size)
+        numbers = sorted(range(len(self.sources)), key=lambda number: number ^ self.crossed)
+        return [tuple(n for n in numbers if self.sources[n] == rank) for rank in range(size)]
 
 
 def neighborhood_of(comm: MPI.Topocomm) -> Neighborhood:
@@ -83,10 +84,6 @@ def require_symmetric(index: Sequence[int], edges: Sequence[int]) -> None:
                 f"{counts[peer, rank]} times as a neighbour of rank {peer}: name both equally often, or say who "
                 "sends to whom with Create_dist_graph_adjacent"
             )
-
-
-def _by_rank(peers: Sequence[int], numbers: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    return [tuple(number for number in numbers if peers[number] == rank) for rank in range(size)]
 
 
 @cache
@@ -145,8 +142,8 @@ def blocks_for_ranks(
     this rank is its own neighbour and its blocks to itself differ from its blocks from itself.
     """
     one = operation.send == "one"
-    outgoing = _blocks_of_ranks(send, neighborhood.destinations, neighborhood.outgoing(size), one=one)
-    incoming = _blocks_of_ranks(receive, neighborhood.sources, neighborhood.incoming(size))
+    outgoing = _blocks_of_ranks(send, neighborhood.outgoing(size), one=one)
+    incoming = _blocks_of_ranks(receive, neighborhood.incoming(size))
     sent, room = ([block.layout.nbytes for block in blocks[rank]] for blocks in (outgoing, incoming))
     if sent != room:
         raise InvalidUsageError(
@@ -157,26 +154,23 @@ def blocks_for_ranks(
     return _in_bytes(send, outgoing), _in_bytes(receive, incoming), cuts
 
 
-def _blocks_of_ranks(
-    operand: Operand, neighbors: Sequence[int], numbers: Sequence[Sequence[int]], *, one: bool = False
-) -> list[list[Elements]]:
+def _blocks_of_ranks(operand: Operand, numbers: Sequence[Sequence[int]], *, one: bool = False) -> list[list[Elements]]:
     """Return the blocks of each rank, as ``numbers`` lists them. With ``one`` all neighbours have the first block."""
-    blocks = [_block_of_neighbor(operand, 0 if one else number) for number in range(len(neighbors))]
-    return [[blocks[number] for number in each] for each in numbers]
 
+    @cache
+    def block(number: int) -> Elements:
+        if operand.dtype is not None:
+            span = operand.block(number)
+            return Elements(span.pointer, run_of(span.count * operand.dtype.itemsize))
+        assert operand.derived is not None
+        if operand.counts is not None:
+            return operand.derived[number]
+        assert operand.mpi_type is not None
+        element = layout_of(operand.mpi_type)
+        assert element is not None
+        return Elements(operand.pointer + number * operand.count * element.extent, element.repeated(operand.count))
 
-def _block_of_neighbor(operand: Operand, number: int) -> Elements:
-    """Return the elements of a block of a device buffer that kernels can read."""
-    if operand.dtype is not None:
-        span = operand.block(number)
-        return Elements(span.pointer, run_of(span.count * operand.dtype.itemsize))
-    assert operand.derived is not None
-    if operand.counts is not None:
-        return operand.derived[number]
-    assert operand.mpi_type is not None
-    element = layout_of(operand.mpi_type)
-    assert element is not None
-    return Elements(operand.pointer + number * operand.count * element.extent, element.repeated(operand.count))
+    return [[block(0 if one else number) for number in of_rank] for of_rank in numbers]
 
 
 def _in_bytes(operand: Operand, blocks: Sequence[Sequence[Elements]]) -> Operand:

@@ -418,12 +418,5 @@ elements. Other ranks pass None for it.
     comm.Scatterv([x, counts] if comm.rank == 0 else None, y, root=0)
 """
 
-OPERATIONS = {
-    row.name: row
-    for row in (
-        ALLGATHER, ALLGATHERV, ALLREDUCE, ALLTOALL, ALLTOALLV, ALLTOALLW, BCAST, EXSCAN, GATHER, GATHERV,
-        NEIGHBOR_ALLGATHER, NEIGHBOR_ALLGATHERV, NEIGHBOR_ALLTOALL, NEIGHBOR_ALLTOALLV, NEIGHBOR_ALLTOALLW, REDUCE,
-        REDUCE_SCATTER, REDUCE_SCATTER_BLOCK, SCAN, SCATTER, SCATTERV,
-    )
-}  # fmt: skip
+OPERATIONS = {row.name: row for row in list(globals().values()) if isinstance(row, Operation)}
 """All rows, by name."""

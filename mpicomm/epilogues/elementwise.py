@@ -15,7 +15,7 @@ from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, M
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.expression import Expression, parse, shown
 from mpicomm.expressions.functions import FUNCTIONS
-from mpicomm.expressions.tree import Array, Variable, bounds, indices
+from mpicomm.expressions.tree import Array, Variable, bounds, elements_of
 from mpicomm.kernels.epilogue import (
     EPILOGUE_THREADS,
     MOST_OPERANDS,
@@ -166,7 +166,7 @@ class BoundElementwise(BoundEpilogue):
         expression, arrays = self._expression, self._arrays
         ranges = {name: (number, number) for name, number in self._numbers.items() if isinstance(number, int)}
         ranges["i"] = (0, count - 1)
-        for element in indices(expression.tree) if count else ():
+        for element in elements_of(expression.tree) if count else ():
             try:
                 least, largest = bounds(element.index, ranges)
             except OverflowError:
@@ -193,7 +193,7 @@ class BoundElementwise(BoundEpilogue):
 
     @cached_property
     def _code(self) -> str:
-        return self._expression.cpp("State")
+        return self._expression.tree.cpp("State")
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         wide = _FLOAT32 if is_narrow(self.dtype) else self.dtype
@@ -207,7 +207,7 @@ class BoundElementwise(BoundEpilogue):
                 part = reduced[start : start + _BLOCK]
                 values["v"] = part.astype(wide)
                 values["i"] = np.arange(start, start + part.size, dtype=np.int64)
-                made = np.asarray(self._expression.evaluate(wide, values))
+                made = np.asarray(self._expression.tree.evaluate(wide, values))
                 if is_narrow(self.result):
                     made = _rounded_to_odd(made)  # NumPy rounds only a float32 once
                 np.copyto(out[start : start + _BLOCK], made, casting="unsafe")

@@ -47,7 +47,9 @@ def read_array(
 
     None as the first length of ``shape`` stands for any length.
     """
-    if not _is_c_contiguous(array):
+    flags = getattr(array, "flags", None)
+    in_order = array.is_contiguous() if hasattr(array, "is_contiguous") else flags is None or flags.c_contiguous
+    if not in_order:
         raise InvalidUsageError(f"{name} of shape {tuple(array.shape)} is not C-contiguous: copy it first")
     memory = read(array, writable, name)
     found = tuple(array.shape)
@@ -63,13 +65,6 @@ def read_array(
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return the name of a type."""
     return str(dtype.name)
-
-
-def _is_c_contiguous(array: Any) -> bool:
-    if hasattr(array, "is_contiguous"):
-        return bool(array.is_contiguous())
-    flags = getattr(array, "flags", None)
-    return flags is None or bool(flags.c_contiguous)
 
 
 def new_array(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, on_device: bool) -> Any:
@@ -201,5 +196,5 @@ class Received:
     @cached_property
     def pointers(self) -> dict[str, int]:
         """The addresses of the arrays, by their names."""
-        arrays = {name: getattr(self, name) for name in ARRAYS}
-        return {name: 0 if array is None else pointer_of(array) for name, array in arrays.items()}
+        arrays = ((name, getattr(self, name)) for name in ARRAYS)
+        return {name: 0 if array is None else pointer_of(array) for name, array in arrays}

@@ -105,7 +105,7 @@ class Experts:
             self._gpu = session.backend
             self._arena = share_arena(session, self._shape, self._gpu)
             self._launches = launches_of(session, self._shape, self._gpu, self._arena)
-        self._streams = StreamUse(self._gpu)
+        self._streams = None if self._gpu is None else StreamUse(self._gpu)
         self._host = HostWay(session, self._shape)
         self.closed = False
 
@@ -203,12 +203,11 @@ class Experts:
             quantize, x_and_scales = launches.quantize(dispatched.x.pointer, dispatched.received.num_tokens)
             steps.append(quantize)
         weights = 0 if dispatched.weights is None else dispatched.weights.pointer
-        wide = dispatched.ids.dtype.itemsize == 8
-        steps.append(
-            launches.dispatch(x_and_scales, dispatched.ids.pointer, weights, dispatched.received, wide_ids=wide)
-        )
+        ids, received = dispatched.ids, dispatched.received
+        arrays = received.pointers, received.num_tokens
+        steps.append(launches.dispatch(x_and_scales, ids.pointer, weights, *arrays, wide_ids=ids.dtype.itemsize == 8))
         self._enqueue(steps, x, stream)
-        return dispatched.received
+        return received
 
     def combine(
         self,
@@ -254,10 +253,9 @@ class Experts:
             assert self._launches is not None
             combined = given()
             numbers = (0, 0) if combined.values is None else (combined.values.pointer, pointer_of(combined.of_slots))
-            result = combined.result
-            made = self._launches.combine(
-                combined.rows.pointer, received, result.pointer, name_of(result.dtype), numbers, weighted=weighted
-            )
+            result, arrays = combined.result, (received.pointers, received.num_tokens)
+            output = result.pointer, name_of(result.dtype)
+            made = self._launches.combine(combined.rows.pointer, *arrays, *output, numbers, weighted=weighted)
             self._enqueue([made], z, stream)
         return combined.result.array if values is None else (combined.result.array, combined.of_slots)
 
@@ -279,7 +277,7 @@ class Experts:
 
     def _enqueue(self, steps: Sequence[Launch], array: Any, stream: Any) -> None:
         """Enqueue launches after the launches before them, on whichever streams they are."""
-        assert self._gpu is not None
+        assert self._gpu is not None and self._streams is not None
         where, captures = self._streams.resolve(stream, array)
         self._streams.before_synchronisation(where, captures=captures)
         for each in steps:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Protocol
 
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.device import device_facts
 from mpicomm.devices.base import Segment
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.shape import DTYPES, RowShape, Shape, round_up
+from mpicomm.experts.shape import DTYPES, Shape
 from mpicomm.kernels.experts import (
     BLOCKS_OF_A_MULTIPROCESSOR,
     DISPATCH_FEW_KERNEL,
@@ -19,6 +18,7 @@ from mpicomm.kernels.experts import (
     DISPATCH_THREADS,
     HEADS,
     PACKET_NBYTES,
+    PART_NBYTES,
     QUANTIZE_THREADS,
     SUM_THREADS,
     CombineExpertsArguments,
@@ -30,7 +30,6 @@ from mpicomm.kernels.experts import (
     quantize_experts_kernel,
 )
 from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
-from mpicomm.kernels.variant import Variant
 from mpicomm.session import Session
 from mpicomm.sharing.segments import SuspendedContent, share
 from mpicomm.symmetric.owner import SharedMemory
@@ -78,16 +77,6 @@ def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
     }
 
 
-class Filled(Protocol):
-    """The part of a `Received` that launches need."""
-
-    num_tokens: int
-
-    @property
-    def pointers(self) -> dict[str, int]:
-        """The addresses of the arrays, by their names."""
-
-
 class ExpertsMemory:
     """The layout of an arena for a `Shape`: see experts.cuh."""
 
@@ -95,34 +84,32 @@ class ExpertsMemory:
         self.shape = shape
         size = len(shape.experts_per_rank)
         seats = (size - 1) * shape.seats
-        self.routes = HEAD_NBYTES
         packets = size * (shape.seats * shape.top_k + HEADS)
-        self.row_flags = round_up(self.routes + packets * PACKET_NBYTES, LINE_NBYTES)
-        self.sum_flags = round_up(self.row_flags + seats * shape.row.parts * _WORD_NBYTES, LINE_NBYTES)
-        self.counted = round_up(self.sum_flags + seats * shape.sums.parts * _WORD_NBYTES, LINE_NBYTES)
-        self.histograms = round_up(self.counted + (MAX_BLOCKS + 3) * _WORD_NBYTES, LINE_NBYTES)
-        self.values = round_up(self.histograms + MAX_BLOCKS * (shape.firsts[-1] + size) * 4, LINE_NBYTES)
-        self.rows = round_up(self.values + shape.seats * shape.top_k * 4, LINE_NBYTES)
-        self.sums = round_up(self.rows + seats * shape.row.nbytes, LINE_NBYTES)
-        self.quantized = round_up(self.sums + seats * shape.sums.nbytes, LINE_NBYTES)
+        row_parts, sum_parts = (_parts_of(nbytes)[0] for nbytes in (shape.row_nbytes, shape.sum_nbytes))
+        self.routes = end = HEAD_NBYTES
+
+        def behind(nbytes: int) -> int:
+            nonlocal end
+            end = _round_up(end + nbytes, LINE_NBYTES)
+            return end
+
+        self.row_flags = behind(packets * PACKET_NBYTES)
+        self.sum_flags = behind(seats * row_parts * _WORD_NBYTES)
+        self.counted = behind(seats * sum_parts * _WORD_NBYTES)
+        self.histograms = self.zeroed_nbytes = behind((MAX_BLOCKS + 3) * _WORD_NBYTES)
+        """All before it is zero at first."""
+        self.values = behind(MAX_BLOCKS * (shape.firsts[-1] + size) * 4)
+        self.rows = behind(shape.seats * shape.top_k * 4)
+        self.sums = behind(seats * shape.row_nbytes)
+        self.quantized = behind(seats * shape.sum_nbytes)
         """Private memory for the tokens of this rank as they travel, if they are quantised."""
-        self.nbytes = self.quantized + (shape.max_tokens * shape.row.nbytes if shape.wire else 0)
-
-    @property
-    def zeroed_nbytes(self) -> int:
-        """The bytes from the start that are zero at first."""
-        return self.histograms
-
-    @property
-    def slots(self) -> tuple[int, int]:
+        self.nbytes = self.quantized + (shape.max_tokens * shape.row_nbytes if shape.wire else 0)
+        self.slots = (self.rows, self.quantized) if shape.in_packets else (0, 0)
         """The begin and the end of the memory that has slots of packets, all of them empty at first."""
-        return (self.rows, self.quantized) if self.shape.in_packets else (0, 0)
 
-    def arguments(self, team: Team, row: RowShape) -> ExpertsArguments:
-        """Return the part of the argument that dispatch and combine share, without the number of senders.
-
-        ``row`` is the row of the one or of the other.
-        """
+    def arguments(self, team: Team, row_nbytes: int) -> ExpertsArguments:
+        """Return the part of the argument that dispatch and combine share, without the number of senders."""
+        parts, part_nbytes = _parts_of(row_nbytes)
         shape = self.shape
         arguments = ExpertsArguments(
             team=team,
@@ -134,9 +121,9 @@ class ExpertsMemory:
             values=self.values,
             counted=self.counted,
             histograms=self.histograms,
-            row_nbytes=row.nbytes,
-            part_nbytes=row.part_nbytes,
-            parts=row.parts,
+            row_nbytes=row_nbytes,
+            part_nbytes=part_nbytes,
+            parts=parts,
             max_tokens=shape.max_tokens,
             few_tokens=shape.few_tokens,
             seats=shape.seats,
@@ -145,6 +132,16 @@ class ExpertsMemory:
         for rank, first in enumerate(shape.firsts):
             arguments.firsts[rank] = first
         return arguments
+
+
+def _parts_of(row_nbytes: int) -> tuple[int, int]:
+    """Return in how many parts a row travels, and the bytes of a part, in whole packets. The last may be shorter."""
+    parts = -(-row_nbytes // PART_NBYTES)
+    return parts, _round_up(-(-row_nbytes // parts), PACKET_NBYTES)
+
+
+def _round_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
 
 
 class ExpertsLaunches:
@@ -158,25 +155,30 @@ class ExpertsLaunches:
         self._memory = memory = ExpertsMemory(shape)
         self._quantized = team.arenas[team.rank] + memory.quantized
         self._dispatch = DispatchArguments(
-            experts=memory.arguments(team, shape.row),
+            experts=memory.arguments(team, shape.row_nbytes),
             capacity=shape.capacity,
             all_places=shape.places,
             alignment=shape.alignment,
         )
         for each in (self._dispatch.x, self._dispatch.rows):
             each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
-        self._combine = CombineExpertsArguments(experts=memory.arguments(team, shape.sums))
-        self._kernel, self._combines = dispatch_of(shape), combines_of(shape)
+        self._combine = CombineExpertsArguments(experts=memory.arguments(team, shape.sum_nbytes))
+        self._kernel = DISPATCH_FEW_KERNEL if shape.in_packets else DISPATCH_KERNEL
+        ways = {"by_token": shape.by_token, "in_packets": shape.in_packets}
+        self._combines = {result: combine_experts_kernel(shape.dtype.name, result, **ways) for result in DTYPES}
+        self.kernels = [self._kernel, *self._combines.values(), *([self._quantizes] if shape.scales else [])]
+        """The kernels of the launches."""
         for arguments, text in ((self._dispatch, "dispatch"), (self._combine, "combine")):
             arguments.experts.team.tags[:] = [zlib.crc32(text.encode())] * MAX_RANKS
 
-    def dispatch(self, x: tuple[int, int], ids: int, weights: int, received: Filled, *, wide_ids: bool) -> Launch:
+    def dispatch(
+        self, x: tuple[int, int], ids: int, weights: int, pointers: dict[str, int], tokens: int, *, wide_ids: bool
+    ) -> Launch:
         """Return the launch. The next call changes its argument.
 
-        ``x`` are the addresses of the rows and of their scales.
+        ``x`` are the addresses of the rows and of their scales, and ``pointers`` those of `Received`.
         """
-        arguments, pointers = self._dispatch, received.pointers
-        blocks = self._blocks_for("dispatch", received.num_tokens)
+        arguments, blocks = self._dispatch, self._blocks_for("dispatch", tokens)
         arguments.experts.senders = blocks.senders
         arguments.x.first, arguments.x.second = x
         arguments.ids, arguments.weights = ids, weights
@@ -188,7 +190,7 @@ class ExpertsLaunches:
         arguments.token_rows, arguments.place_rows = pointers["token_rows"], pointers["rows"]
         arguments.slot_ids, arguments.slot_weights = pointers["topk_ids"], pointers["topk_weights"]
         arguments.row_count = pointers["row_count"]
-        arguments.num_tokens, arguments.wide_ids = received.num_tokens, wide_ids
+        arguments.num_tokens, arguments.wide_ids = tokens, wide_ids
         return Launch(self._kernel, arguments, blocks.total, DISPATCH_THREADS)
 
     def quantize(self, x: int, tokens: int) -> tuple[Launch, tuple[int, int]]:
@@ -200,36 +202,29 @@ class ExpertsLaunches:
         return Launch(self._quantizes, QuantizeArguments(x, *places, groups), blocks, QUANTIZE_THREADS), places
 
     def combine(
-        self, rows: int, received: Filled, output: int, dtype: str, values: tuple[int, int] = (0, 0), *, weighted: bool
+        self,
+        rows: int,
+        pointers: dict[str, int],
+        tokens: int,
+        output: int,
+        dtype: str,
+        values: tuple[int, int] = (0, 0),
+        *,
+        weighted: bool,
     ) -> Launch:
-        """Return the launch. The next call changes its argument.
-
-        ``values`` are the addresses of the values of rows and of slots.
-        """
-        arguments, pointers = self._combine, received.pointers
-        blocks = self._blocks_for("combine", received.num_tokens)
+        """Return the launch, as `dispatch`. ``values`` are the addresses of the values of rows and of slots."""
+        arguments, blocks = self._combine, self._blocks_for("combine", tokens)
         arguments.experts.senders = blocks.senders
         arguments.rows, arguments.output = rows, output
         arguments.values, arguments.slot_values = values
         arguments.row_weights = pointers["weights"] if weighted else 0
         arguments.places, arguments.targets = pointers["places"], pointers["targets"]
         arguments.token_rows = pointers["token_rows"]
-        arguments.tokens, arguments.num_tokens = pointers["tokens"], received.num_tokens
+        arguments.tokens, arguments.num_tokens = pointers["tokens"], tokens
         return Launch(self._combines[dtype], arguments, blocks.total, SUM_THREADS)
 
     def _blocks_for(self, what: str, tokens: int) -> Blocks:
         return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
-
-
-def dispatch_of(shape: Shape) -> Variant:
-    """Return the kernel of a dispatch."""
-    return DISPATCH_FEW_KERNEL if shape.in_packets else DISPATCH_KERNEL
-
-
-def combines_of(shape: Shape) -> dict[str, Variant]:
-    """Return the kernel of a combine for each type of the result."""
-    ways = {"by_token": shape.by_token, "in_packets": shape.in_packets}
-    return {result: combine_experts_kernel(shape.dtype.name, result, **ways) for result in DTYPES}
 
 
 def require_one_domain(session: Session) -> None:
@@ -284,8 +279,8 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Shar
     team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=domain.size, rank=domain.rank)
     for index, rank in enumerate(domain.ranks):
         team.arenas[index], team.names[index] = arena.pointers[index], rank
+    launches = ExpertsLaunches(shape, team, blocks_of_modes(shape, most), multiprocessors)
     # Loading may wait for a device on which a kernel waits, so it comes before all launches.
-    quantizes = [quantize_experts_kernel(shape.dtype.name)] if shape.scales else []
-    for variant in (dispatch_of(shape), *combines_of(shape).values(), *quantizes):
-        backend.load(variant)
-    return ExpertsLaunches(shape, team, blocks_of_modes(shape, most), multiprocessors)
+    for kernel in launches.kernels:
+        backend.load(kernel)
+    return launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ class Combined:
 class HostWay:
     """Carries calls out between all ranks, also of several nodes. All methods are collective and block.
 
+    All tokens go to all ranks, so that each rank lays its rows out as NumPy indexes them.
     Before data goes, all ranks meet: an error of one rank is an error of all ranks, and they can go on.
     """
 
@@ -63,31 +65,49 @@ class HostWay:
 
         def routes() -> tuple[Array, Array]:
             made.append(given := prepare())
-            ids = self._checked_ids(given.ids)
+            ids = given.ids.on_host().astype(np.int64)
+            wrong = np.argwhere((ids < -1) | (ids >= self._shape.num_experts))
+            if len(wrong):
+                token, slot = wrong[0]
+                raise InvalidUsageError(
+                    f"Experts.dispatch: topk_ids of rank {self._rank} has the id {ids[token, slot]} at token {token}: "
+                    f"pass 0 to {self._shape.num_experts - 1}, or -1 for none"
+                )
             return ids, np.ones(ids.shape, np.float32) if given.weights is None else given.weights.on_host()
 
         all_ids, all_weights = zip(*self._session.group.exchange("Experts.dispatch", routes), strict=True)
-        given, received, ids = made[0], made[0].received, all_ids[self._rank]
+        given, received, counts = made[0], made[0].received, list(map(len, all_ids))
         # Every rank computes the rows of all ranks, so all ranks raise the same error.
         together = self._together(all_ids, -1)
         for rank in range(self._shape.size):
-            rows = self._rows_of(together, rank)
+            if self._shape.by_token:
+                rows = int(np.count_nonzero(self._are_of(together, rank).any(axis=2)))
+            else:
+                rows = int(self._layout(together, rank)[2][-1])
             if rows > self._shape.capacity:
                 raise InvalidUsageError(
                     f"Experts.dispatch: rank {rank} gets {rows} rows, more than capacity="
                     f"{self._shape.capacity} of the Experts: create it with a larger capacity",
                     ranks=[rank],
                 )
-        targets = self._targets(ids)
-        there = [(targets >> rank & 1) != 0 for rank in range(self._shape.size)]
-        taken = [(self._targets(each) >> self._rank & 1) != 0 for each in all_ids]
-        places = self._describe(received, together, all_weights)
-        for array, target in zip(_arrays_of(given), (received.x, received.scales), strict=False):
-            self._fill(host_view(target), self._exchanged([array[each] for each in there], taken), taken, places)
+        places, tokens, ranks, end = self._describe(received, together, all_weights)
+        x = given.x.on_host()
+        if given.scales is not None:
+            leaving: tuple[Array, ...] = x.view(covered_dtype(WIRE)), given.scales.on_host()
+        else:
+            leaving = quantized(x) if given.quantizes else (x,)
+        for array, target in zip(leaving, (received.x, received.scales), strict=False):
+            view, came = host_view(target), self._exchanged([array] * self._shape.size, counts)
+            view[:end] = 0
+            for rank, of_rank in enumerate(came):
+                view[places[ranks == rank]] = of_rank[tokens[ranks == rank]]
+        ids = all_ids[self._rank]
         slots = np.bitwise_or.reduce(np.where(ids >= 0, 1 << np.arange(self._shape.top_k), 0), axis=1)
-        sets = host_view(received.targets)[: len(targets)]
-        sets[:, 0], sets[:, 1] = targets, slots.astype(np.uint32).view(np.int32)
-        host_view(received.tokens)[:] = list(map(len, all_ids))
+        owners = np.searchsorted(self._firsts[1:], ids, side="right")
+        sets = host_view(received.targets)[: len(ids)]
+        sets[:, 0] = np.bitwise_or.reduce(np.where(ids >= 0, 1 << owners, 0), axis=1)
+        sets[:, 1] = slots.astype(np.uint32).view(np.int32)
+        host_view(received.tokens)[:] = counts
         return received
 
     def combine(self, prepare: Callable[[], Combined], *, weighted: bool) -> Combined:
@@ -95,36 +115,29 @@ class HostWay:
         made: list[Combined] = []
         self._session.group.exchange("Experts.combine", lambda: made.append(prepare()))
         given, received = made[0], made[0].received
-        rows, tokens = given.rows.on_host(), host_view(received.tokens)
-        all_places = [places[: tokens[source]] for source, places in enumerate(host_view(received.places))]
-        taken = [(each >= 0).any(axis=1) for each in all_places]
-        places = [each[mine] for each, mine in zip(all_places, taken, strict=True)]
+        rows, counts = given.rows.on_host(), host_view(received.tokens)
+        places = [each[:count] for each, count in zip(host_view(received.places), counts, strict=True)]
         summed, weights = places, host_view(received.weights) if weighted else None
         if self._shape.by_token:
-            of_tokens = zip(host_view(received.token_rows), all_places, taken, strict=True)
-            summed, weights = [each[: len(those), None][mine] for each, those, mine in of_tokens], None
-        targets = host_view(received.targets)[: received.num_tokens, 0]
-        there = [(targets >> rank & 1) != 0 for rank in range(self._shape.size)]
+            of_tokens = zip(host_view(received.token_rows), counts, strict=True)
+            summed, weights = [each[:count, None] for each, count in of_tokens], None
+        own = [received.num_tokens] * self._shape.size
         total = np.zeros((received.num_tokens, self._shape.hidden), np.float32)
-        partial = self._exchanged([self._sums(rows, each, weights) for each in summed], there)
-        for mine, sums in zip(there, partial, strict=True):
-            total[mine] += sums.astype(np.float32)
+        for sums in self._exchanged([self._sums(rows, each, weights) for each in summed], own):
+            total += sums.astype(np.float32)
         view = given.result.on_host()
         view[...] = total.astype(view.dtype)
         if given.values is not None:
             numbers, of_slots = given.values.on_host(), host_view(given.of_slots)
             of_slots[...] = 0
-            if self._shape.by_token:
-                found = [numbers[each[:, 0]] for each in summed]
-            else:
-                found = [numbers[each] for each in places]
+            found = [numbers[each[:, 0] if self._shape.by_token else each] for each in summed]
             sent = [np.where(each >= 0, those, np.float32(0)) for each, those in zip(places, found, strict=True)]
-            for mine, come in zip(there, self._exchanged(sent, there), strict=True):
-                of_slots[mine] += come
+            for come in self._exchanged(sent, own):
+                of_slots += come
         return given
 
     def _sums(self, rows: Array, places: Array, weights: Array | None) -> Array:
-        """Return the sum of the rows of each token in ``places``, in their order."""
+        """Return the sum of the rows of each token in ``places``, in their order; zeros for a token without places."""
         sums = np.zeros((len(places), self._shape.hidden), np.float32)
         for slot in range(places.shape[1]):
             here = np.flatnonzero(places[:, slot] >= 0)
@@ -132,24 +145,6 @@ class HostWay:
             terms = rows[taken].astype(np.float32)
             sums[here] += terms if weights is None else weights[taken, None] * terms
         return sums.astype(self._shape.dtype)
-
-    def _checked_ids(self, ids: GivenArray) -> Array:
-        found = ids.on_host().astype(np.int64)
-        wrong = np.argwhere((found < -1) | (found >= self._shape.num_experts))
-        if len(wrong):
-            token, slot = wrong[0]
-            raise InvalidUsageError(
-                f"Experts.dispatch: topk_ids of rank {self._rank} has the id {found[token, slot]} at token {token}: "
-                f"pass 0 to {self._shape.num_experts - 1}, or -1 for none"
-            )
-        return found
-
-    def _targets(self, ids: Array) -> npt.NDArray[np.int32]:
-        """Return the set of ranks of each token."""
-        owners = np.searchsorted(self._firsts[1:], ids, side="right")
-        sets = np.where(ids >= 0, 1 << owners, 0)
-        together: npt.NDArray[np.int32] = np.bitwise_or.reduce(sets, axis=1).astype(np.int32)
-        return together
 
     def _together(self, of_ranks: Sequence[Array], none: float) -> Array:
         """Return the slots of all ranks: ``[tokens, ranks, slots]``, with ``none`` for tokens that a rank lacks."""
@@ -169,18 +164,14 @@ class HostWay:
         aligned = -(-counts // self._shape.alignment) * self._shape.alignment
         return pairs, counts, np.concatenate([[0], np.cumsum(aligned)])
 
-    def _rows_of(self, ids: Array, rank: int) -> int:
-        """Return the number of rows of a rank."""
-        if not self._shape.by_token:
-            return int(self._layout(ids, rank)[2][-1])
-        return int(np.count_nonzero(self._are_of(ids, rank).any(axis=2)))
-
     def _are_of(self, ids: Array, rank: int) -> npt.NDArray[np.bool_]:
         """Return for each slot whether its expert is of ``rank``."""
         there: npt.NDArray[np.bool_] = (ids >= self._firsts[rank]) & (ids < self._firsts[rank + 1])
         return there
 
-    def _describe(self, received: Received, ids: Array, all_weights: Sequence[Array]) -> tuple[Array, ...]:
+    def _describe(
+        self, received: Received, ids: Array, all_weights: Sequence[Array]
+    ) -> tuple[Array, Array, Array, int]:
         """Write all that describes the rows. Return the number, token and rank of each row, and the end of all rows."""
         weights_of_all = self._together(all_weights, 0)
         pairs, counts, offsets = self._layout(ids, self._rank)
@@ -197,7 +188,7 @@ class HostWay:
         all_places[:] = -1
         all_places[ranks, tokens, slots] = places
         if not self._shape.by_token:
-            return places, tokens, ranks, offsets[-1:]
+            return places, tokens, ranks, int(offsets[-1])
         here = self._are_of(ids, self._rank)
         came = np.logical_or.reduce(here, axis=2)
         numbers = (np.cumsum(came) - 1).reshape(came.shape)
@@ -214,40 +205,19 @@ class HostWay:
             view[:count], view[count:] = np.where(here, slots_of_all, none)[came], none
         host_view(received.row_count)[:] = count
         tokens, ranks = np.nonzero(came)
-        return numbers[came], tokens, ranks, np.array([count])
+        return numbers[came], tokens, ranks, count
 
-    @staticmethod
-    def _fill(target: Array, rows: list[Array], taken: list[Array], where: tuple[Array, ...]) -> None:
-        """Write the rows, which have come from each rank in the order of its tokens, to their places."""
-        places, tokens, ranks, end = where
-        target[: end[0]] = 0
-        for rank, came in enumerate(taken):
-            number = np.cumsum(came) - 1  # of a token among the rows of its rank
-            mine = ranks == rank
-            target[places[mine]] = rows[rank][number[tokens[mine]]].reshape(-1, target.shape[1])
-
-    def _exchanged(self, sent: list[Array], taken: Sequence[npt.NDArray[np.bool_]]) -> list[Array]:
-        """Send rows to each rank, and return the rows of each rank: as many as there are True in its item of ``taken``.
-
-        ``sent`` has rows of the same length and type on all ranks.
-        """
+    def _exchanged(self, sent: Sequence[Array], counts: Sequence[int]) -> list[Array]:
+        """Send an array to each rank, and return the arrays of all ranks, which have ``counts`` rows."""
         together = np.concatenate(sent)
-        counts = [int(np.count_nonzero(each)) for each in taken]
         result = np.empty((sum(counts), *together.shape[1:]), together.dtype)
-        row_nbytes = together[:1].nbytes if len(together) else result[:1].nbytes
+        row_nbytes = math.prod(together.shape[1:]) * together.itemsize
+        # In bytes: MPI has no type for bfloat16, and the buffer protocol refuses it.
         self._session.private.Alltoallv(
-            [_bytes(together), [len(each) * row_nbytes for each in sent], MPI.BYTE],
-            [_bytes(result), [count * row_nbytes for count in counts], MPI.BYTE],
+            [together.reshape(-1).view(np.uint8), [len(each) * row_nbytes for each in sent], MPI.BYTE],
+            [result.reshape(-1).view(np.uint8), [count * row_nbytes for count in counts], MPI.BYTE],
         )
         return np.split(result, np.cumsum(counts)[:-1])
-
-
-def _arrays_of(given: Dispatched) -> list[Array]:
-    """Return the rows that travel, and their scales if they have scales."""
-    x = given.x.on_host()
-    if given.scales is not None:
-        return [x.view(covered_dtype(WIRE)), given.scales.on_host()]
-    return [*quantized(x)] if given.quantizes else [x]
 
 
 def quantized(x: Array) -> tuple[Array, Array]:
@@ -256,8 +226,3 @@ def quantized(x: Array) -> tuple[Array, Array]:
     largest = np.maximum(np.abs(groups).max(axis=2, initial=0), np.float32(_LEAST_LARGEST))
     values = groups * (np.float32(_LARGEST) / largest)[:, :, None]
     return values.reshape(x.shape).astype(covered_dtype(WIRE)), largest / np.float32(_LARGEST)
-
-
-def _bytes(array: Array) -> Array:
-    # MPI has no type for bfloat16, and the buffer protocol refuses it.
-    return array.reshape(-1).view(np.uint8)

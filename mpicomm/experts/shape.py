@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K, PACKET_NBYTES, PART_NBYTES
+from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K, PACKET_NBYTES
 from mpicomm.mpi.types import covered_dtype, torch_dtype
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -20,23 +20,6 @@ BY_EXPERT, BY_TOKEN = LAYOUTS = ("experts", "tokens")
 _SCALE_NBYTES = 4
 _HIDDEN_OF_WIRE = 4 * GROUP  # the scales of a row are whole packets
 _MOST_ROWS = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """The bytes of a row, which travels in parts."""
-
-    nbytes: int
-
-    @property
-    def parts(self) -> int:
-        """The number of parts."""
-        return -(-self.nbytes // PART_NBYTES)
-
-    @property
-    def part_nbytes(self) -> int:
-        """The bytes of a part, in whole packets. The last part may be shorter."""
-        return round_up(-(-self.nbytes // self.parts), PACKET_NBYTES)
 
 
 @dataclass(frozen=True)
@@ -94,14 +77,14 @@ class Shape:
         return self.size * self.max_tokens * self.top_k + max(self.experts_per_rank) * (self.alignment - 1)
 
     @property
-    def row(self) -> RowShape:
-        """A row of a dispatch."""
-        return RowShape(self.hidden * self.row_dtype.itemsize + self.scales * _SCALE_NBYTES)
+    def row_nbytes(self) -> int:
+        """The bytes of a row of a dispatch."""
+        return self.hidden * self.row_dtype.itemsize + self.scales * _SCALE_NBYTES
 
     @property
-    def sums(self) -> RowShape:
-        """A row of a combine."""
-        return RowShape(self.hidden * self.dtype.itemsize)
+    def sum_nbytes(self) -> int:
+        """The bytes of a row of a combine."""
+        return self.hidden * self.dtype.itemsize
 
     @property
     def few_tokens(self) -> int:
@@ -203,11 +186,6 @@ def checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
     if known is None or known.name not in DTYPES:
         raise InvalidUsageError(f"{what}: dtype={dtype!r}: pass one of {', '.join(DTYPES)}")
     return known
-
-
-def round_up(nbytes: int, multiple: int) -> int:
-    """Return the smallest multiple that holds so many bytes."""
-    return -(-nbytes // multiple) * multiple
 
 
 def _number(value: Any, name: str, least: int) -> int:

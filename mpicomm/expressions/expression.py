@@ -6,7 +6,7 @@ import ast
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -16,31 +16,20 @@ from mpicomm.expressions.functions import (
     AND,
     DIVIDE,
     FUNCTIONS,
+    IS_TRUE,
     KINDS,
-    MULTIPLY,
     NOT,
     OPERATORS,
     OR,
     POWER,
+    TRUTHS,
     WHERE,
     Function,
     Sort,
     kind_of,
+    power_of,
 )
-from mpicomm.expressions.tree import (
-    Apply,
-    Array,
-    AsNumber,
-    AsTruth,
-    Element,
-    ExpressionNode,
-    Number,
-    Power,
-    Truth,
-    Values,
-    Variable,
-    is_index,
-)
+from mpicomm.expressions.tree import Apply, Array, AsNumber, Element, ExpressionNode, Number, Variable, is_index
 
 LONGEST = 300
 """The most letters of an expression, so that a compiler meets no deeper nesting of calls than it takes."""
@@ -50,7 +39,7 @@ _LARGEST = 2**64 - 1
 _MOST_SHOWN = 80  # letters of an expression in an error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Expression:
     """An expression of numbers of one element type."""
 
@@ -68,21 +57,9 @@ class Expression:
         arrays = {node.array.name for node in nodes if isinstance(node, Element)}
         return frozenset(arrays | {node.name for node in (*nodes, *inside) if isinstance(node, Variable)})
 
-    def cpp(self, state: str) -> str:
-        """Return it in C++, without spaces: functions of expressions.cuh on numbers of the type ``state``."""
-        return self.tree.cpp(state)
-
-    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """Return its value on NumPy arrays of ``dtype``. The caller ignores floating-point errors."""
-        return self.tree.evaluate(dtype, values)
-
-    def undefined(self, dtype: str) -> str | None:
-        """Return why it is not defined on numbers of the dtype with this name, or None if it is defined."""
-        return _undefined(self.tree, dtype)
-
     def require_defined(self, dtype: str) -> None:
         """Raise `InvalidUsageError` unless it is defined on numbers of the dtype with this name."""
-        reason = self.undefined(dtype)
+        reason = undefined(self, dtype)
         if reason is not None:
             raise InvalidUsageError(f"{self.argument}={shown(self.text)} is not defined for {dtype}: {reason}")
 
@@ -93,29 +70,28 @@ def shown(text: Any) -> str:
 
 
 @lru_cache
-def _undefined(tree: ExpressionNode, dtype: str) -> str | None:
-    """Return why an expression is not defined on numbers of a dtype, or None if it is defined."""
+def undefined(expression: Expression, dtype: str) -> str | None:
+    """Return why an expression is not defined on numbers of the dtype with this name, or None if it is defined."""
     kind = kind_of(dtype)
     if kind is None:
         return "it is for numbers, and bool"
-    for node in tree.walk():
-        given = node.kind if isinstance(node, Variable) else None
-        if isinstance(node, Element):
-            given = kind_of(node.array.dtype)
-        if given is not None and KINDS.index(given) > KINDS.index(kind):
-            name = node.array.name if isinstance(node, Element) else node.name if isinstance(node, Variable) else ""
-            return f"{name} is {given}: convert it"
-        if isinstance(node, Number) and kind == "bool":
-            return f"{node.value} is no bool: use True or False"
-        if isinstance(node, Number) and kind == "integer":
-            if not isinstance(node.value, int):
+    for node in expression.tree.walk():
+        if isinstance(node, (Variable, Element)):
+            name, given = (
+                (node.name, node.kind) if isinstance(node, Variable) else (node.array.name, kind_of(node.array.dtype))
+            )
+            if given is not None and KINDS.index(given) > KINDS.index(kind):
+                return f"{name} is {given}: convert it"
+        elif isinstance(node, Number):
+            if kind == "bool":
+                return f"{node.value} is no bool: use True or False"
+            if kind == "integer" and not isinstance(node.value, int):
                 return f"{node.value} is no {dtype}: use an integer, or convert the data"
-            if node.value > np.iinfo(dtype).max:
+            if kind == "integer" and node.value > np.iinfo(dtype).max:
                 return f"{node.value} is no {dtype}: the largest is {np.iinfo(dtype).max}"
-        function = MULTIPLY if isinstance(node, Power) else node.function if isinstance(node, Apply) else None
-        if function is not None and kind not in function.kinds:
-            instead = function.instead or f"convert the {dtype}"
-            return f"{function.label} is for {', '.join(function.kinds)}: {instead}"
+        elif isinstance(node, Apply) and kind not in node.function.kinds:
+            instead = node.function.instead or f"convert the {dtype}"
+            return f"{node.function.label} is for {', '.join(node.function.kinds)}: {instead}"
     return None
 
 
@@ -141,7 +117,7 @@ def parse(
         parsed = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise reader.error(f"it is no expression of Python ({error})") from None
-    return Expression(argument, ast.unparse(parsed), reader.number(parsed))
+    return Expression(argument, ast.unparse(parsed), reader.read(parsed))
 
 
 class _Reader:
@@ -165,116 +141,82 @@ class _Reader:
     def error(self, reason: str) -> InvalidUsageError:
         return InvalidUsageError(f"{self._argument}={shown(self._text)}: {reason}")
 
-    def number(self, tree: ast.expr) -> ExpressionNode:
-        """Return a part as a number. A truth value becomes 1 or 0."""
+    def read(self, tree: ast.expr, sort: Sort = "number") -> ExpressionNode:
+        """Return a part as a number or as a truth value. A truth value becomes the number 1 or 0."""
         node = self._node(tree)
-        return node if node.gives == "number" else AsNumber(node)
-
-    def _truth(self, tree: ast.expr) -> ExpressionNode:
-        node = self._node(tree)
-        return node if node.gives == "truth" else AsTruth(node)
-
-    def _of_sort(self, tree: ast.expr, sort: Sort) -> ExpressionNode:
-        return self.number(tree) if sort == "number" else self._truth(tree)
-
-    def _apply(self, function: Function, *operands: ast.expr) -> ExpressionNode:
-        return Apply(function, tuple(map(self._of_sort, operands, function.takes)))
+        if node.gives == sort:
+            return node
+        return AsNumber(node) if sort == "number" else Apply(IS_TRUE, (node,))
 
     def _node(self, tree: ast.expr) -> ExpressionNode:
-        if isinstance(tree, ast.Constant):
-            return self._constant(tree)
-        if isinstance(tree, ast.Name):
-            if tree.id not in self._numbers:
-                raise self.error(f"{tree.id!r} is no name here: use {self._names}")
-            return self._numbers[tree.id]
-        if isinstance(tree, ast.Subscript):
-            return self._element(tree)
-        if isinstance(tree, ast.UnaryOp):
-            if isinstance(tree.op, ast.Not):
-                return self._apply(NOT, tree.operand)
-            if isinstance(tree.op, ast.UAdd):
-                return self.number(tree.operand)
-            return self._apply(OPERATORS[type(tree.op)], tree.operand)
-        if isinstance(tree, ast.BinOp):
-            return self._binary(tree)
-        if isinstance(tree, ast.BoolOp):
-            function = AND if isinstance(tree.op, ast.And) else OR
-            return self._joined(function, [self._truth(value) for value in tree.values])
-        if isinstance(tree, ast.Compare):
-            return self._comparison(tree)
-        if isinstance(tree, ast.IfExp):
-            return self._apply(WHERE, tree.test, tree.body, tree.orelse)
-        if isinstance(tree, ast.Call):
-            return self._call(tree)
+        match tree:
+            case ast.Constant(bool() as value):
+                return Apply(TRUTHS[value])
+            case ast.Constant(int() | float() as value):
+                if isinstance(value, int) and value > _LARGEST:
+                    raise self.error(f"{value} is too large: the largest integer is {_LARGEST}")
+                if not math.isfinite(value):
+                    raise self.error("a number is too large: use one below 1.8e308")
+                return Number(value)
+            case ast.Name(name):
+                if name not in self._numbers:
+                    raise self.error(f"{name!r} is no name here: use {self._names}")
+                return self._numbers[name]
+            case ast.Subscript(ast.Name(name), place) if name in self._arrays:
+                index = _Reader(self._text, self._indices, self._argument, (), ()).read(place)
+                if not is_index(index):
+                    raise self.error(f"{ast.unparse(place)!r} is no index: compute it of integers with + - * // %")
+                return Element(self._arrays[name], index)
+            case ast.UnaryOp(ast.UAdd(), operand):
+                return self.read(operand)
+            case ast.UnaryOp(unary, operand):
+                return self._apply(NOT if isinstance(unary, ast.Not) else OPERATORS[type(unary)], operand)
+            case ast.BinOp(base, ast.Pow(), exponent):
+                return self._power(base, exponent)
+            case ast.BinOp(left, binary, right) if type(binary) in OPERATORS:
+                return self._apply(OPERATORS[type(binary)], left, right)
+            case ast.BoolOp(joint, values):
+                function = AND if isinstance(joint, ast.And) else OR
+                return _joined(function, [self.read(value, "truth") for value in values])
+            case ast.Compare(left, signs, others) if all(type(sign) in OPERATORS for sign in signs):  # no `is` and `in`
+                operands = [self.read(operand) for operand in (left, *others)]
+                pairs = zip(signs, operands, operands[1:], strict=False)
+                return _joined(AND, [Apply(OPERATORS[type(sign)], (a, b)) for sign, a, b in pairs])
+            case ast.IfExp(test, body, orelse):
+                return self._apply(WHERE, test, body, orelse)
+            case ast.Call(called, operands_given, keywords):
+                return self._call(tree, called, operands_given, keywords)
         raise self._unknown(tree)
 
-    def _element(self, tree: ast.Subscript) -> ExpressionNode:
-        array = self._arrays.get(tree.value.id) if isinstance(tree.value, ast.Name) else None
-        if array is None:
-            raise self._unknown(tree)
-        index = _Reader(self._text, self._indices, self._argument, (), ()).number(tree.slice)
-        if not is_index(index):
-            raise self.error(f"{ast.unparse(tree.slice)!r} is no index: compute it of integers with + - * // %")
-        return Element(array, index)
+    def _apply(self, function: Function, *operands: ast.expr) -> ExpressionNode:
+        return Apply(function, tuple(map(self.read, operands, function.takes)))
 
-    def _constant(self, tree: ast.Constant) -> ExpressionNode:
-        value = tree.value
-        if isinstance(value, bool):
-            return Truth(value)
-        if isinstance(value, int) and value > _LARGEST:
-            raise self.error(f"{value} is too large: the largest integer is {_LARGEST}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise self.error("a number is too large: use one below 1.8e308")
-        if isinstance(value, (int, float)):
-            return Number(value)
-        raise self._unknown(tree)
+    def _power(self, base: ast.expr, exponent: ast.expr) -> ExpressionNode:
+        match exponent:
+            case ast.Constant(int() as constant) if not isinstance(constant, bool):
+                pass
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() as constant)) if not isinstance(constant, bool):
+                constant = -constant
+            case _:
+                return self._apply(POWER, base, exponent)
+        if not 0 < abs(constant) <= MOST_EXPONENT:
+            raise self.error(f"the exponent {constant} is not in 1 to {MOST_EXPONENT}, nor in -1 to -{MOST_EXPONENT}")
+        power = self._apply(power_of(abs(constant)), base)
+        return power if constant > 0 else Apply(DIVIDE, (Number(1), power))
 
-    def _binary(self, tree: ast.BinOp) -> ExpressionNode:
-        if isinstance(tree.op, ast.Pow):
-            return self._power(tree)
-        function = OPERATORS.get(type(tree.op))
+    def _call(
+        self, tree: ast.expr, called: ast.expr, operands: list[ast.expr], keywords: list[ast.keyword]
+    ) -> ExpressionNode:
+        function = FUNCTIONS.get(called.id) if isinstance(called, ast.Name) else None
         if function is None:
+            raise self.error(f"{ast.unparse(called)!r} is no function here: use {', '.join(FUNCTIONS)}")
+        if keywords or any(isinstance(operand, ast.Starred) for operand in operands):
             raise self._unknown(tree)
-        return self._apply(function, tree.left, tree.right)
-
-    def _power(self, tree: ast.BinOp) -> ExpressionNode:
-        base, exponent = self.number(tree.left), _constant_exponent(tree.right)
-        if exponent is None:
-            return Apply(POWER, (base, self.number(tree.right)))
-        if not 0 < abs(exponent) <= MOST_EXPONENT:
-            raise self.error(f"the exponent {exponent} is not in 1 to {MOST_EXPONENT}, nor in -1 to -{MOST_EXPONENT}")
-        power = Power(base, abs(exponent))
-        return power if exponent > 0 else Apply(DIVIDE, (Number(1), power))
-
-    def _comparison(self, tree: ast.Compare) -> ExpressionNode:
-        operands = [self.number(operand) for operand in (tree.left, *tree.comparators)]
-        compared = []
-        for number, op in enumerate(tree.ops):
-            function = OPERATORS.get(type(op))
-            if function is None:  # `is` and `in`
-                raise self._unknown(tree)
-            compared.append(Apply(function, (operands[number], operands[number + 1])))
-        return self._joined(AND, compared)
-
-    def _call(self, tree: ast.Call) -> ExpressionNode:
-        function = FUNCTIONS.get(tree.func.id) if isinstance(tree.func, ast.Name) else None
-        if function is None:
-            raise self.error(f"{ast.unparse(tree.func)!r} is no function here: use {', '.join(FUNCTIONS)}")
-        given, taken = len(tree.args), len(function.takes)
-        if tree.keywords or any(isinstance(argument, ast.Starred) for argument in tree.args):
-            raise self._unknown(tree)
-        if function.label in ("min", "max") and given > taken:
-            return self._joined(function, [self.number(argument) for argument in tree.args])
-        if given != taken:
-            raise self.error(f"{function.label} takes {taken} operands, not {given}")
-        return self._apply(function, *tree.args)
-
-    def _joined(self, function: Function, operands: Sequence[ExpressionNode]) -> ExpressionNode:
-        """Return a function of two operands, applied to several operands from the left to the right."""
-        joined = operands[0]
-        for operand in operands[1:]:
-            joined = Apply(function, (joined, operand))
-        return joined
+        if function.label in ("min", "max") and len(operands) > 2:
+            return _joined(function, [self.read(operand) for operand in operands])
+        if len(operands) != len(function.takes):
+            raise self.error(f"{function.label} takes {len(function.takes)} operands, not {len(operands)}")
+        return self._apply(function, *operands)
 
     def _unknown(self, tree: ast.expr) -> InvalidUsageError:
         return self.error(
@@ -283,11 +225,6 @@ class _Reader:
         )
 
 
-def _constant_exponent(tree: ast.expr) -> int | None:
-    """Return an exponent that is an integer literal, or None for all others."""
-    sign = 1
-    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-        sign, tree = -1, tree.operand
-    if isinstance(tree, ast.Constant) and type(tree.value) is int:
-        return sign * tree.value
-    return None
+def _joined(function: Function, operands: Sequence[ExpressionNode]) -> ExpressionNode:
+    """Return a function of two operands, applied to several operands from the left to the right."""
+    return reduce(lambda before, operand: Apply(function, (before, operand)), operands)

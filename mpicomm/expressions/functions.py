@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -43,7 +44,7 @@ class Function:
     label: str
     """Its name in an expression."""
     cpp: str
-    """Its name in namespace ``fn`` of expressions.cuh."""
+    """Its name in namespace ``mpicomm`` of C++."""
     numpy: Callable[..., Any]
     takes: tuple[Sort, ...]
     kinds: tuple[NumberKind, ...]
@@ -63,51 +64,53 @@ def power(base: Any, exponent: int) -> Any:
     return result
 
 
-def _larger(a: Any, b: Any) -> Any:
-    # This is not np.maximum, because NumPy does not say whether that returns 0.0 or -0.0.
-    return np.where((a > b) | (a != a), a, b)
-
-
-def _smaller(a: Any, b: Any) -> Any:
-    return np.where((a < b) | (a != a), a, b)
-
-
-def _unary(
-    label: str, cpp: str, numpy: Callable[..., Any], kinds: tuple[NumberKind, ...], instead: str = ""
+def _function(
+    label: str,
+    cpp: str,
+    numpy: Callable[..., Any],
+    kinds: tuple[NumberKind, ...],
+    instead: str = "",
+    *,
+    takes: tuple[Sort, ...] = ("number", "number"),
+    gives: Sort = "number",
 ) -> Function:
-    return Function(label, cpp, numpy, ("number",), kinds, instead=instead)
+    return Function(label, f"fn::{cpp}", numpy, takes, kinds, gives, instead)
 
 
-def _binary(
-    label: str, cpp: str, numpy: Callable[..., Any], kinds: tuple[NumberKind, ...], instead: str = ""
-) -> Function:
-    return Function(label, cpp, numpy, ("number", "number"), kinds, instead=instead)
+_unary, _comparison = partial(_function, takes=("number",)), partial(_function, gives="truth")
+_logical = partial(_function, kinds=KINDS, takes=("truth", "truth"), gives="truth")
+
+MULTIPLY = _function("*", "multiply", np.multiply, _NUMBER, "use and")
+DIVIDE = _function("/", "divide", np.divide, _FLOAT, "use // for integers")
+POWER = _function("**", "pow", np.power, _FLOAT, "use a constant exponent such as a ** 2")
+AND, OR = _logical("and", "both", np.logical_and), _logical("or", "either", np.logical_or)
+NOT = _logical("not", "negation", np.logical_not, takes=("truth",))
+WHERE = _function("where", "where", np.where, KINDS, takes=("truth", "number", "number"))
+TRUTHS = {  # in C++ bool() is false
+    value: Function(str(value), "bool" if not value else "!bool", partial(np.bool_, value), (), KINDS, "truth")
+    for value in (False, True)
+}
+IS_TRUE = Function("bool", "is_true", lambda number: number != 0, ("number",), KINDS, "truth")
 
 
-def _comparison(label: str, cpp: str, numpy: Callable[..., Any], kinds: tuple[NumberKind, ...]) -> Function:
-    return Function(label, cpp, numpy, ("number", "number"), kinds, "truth")
+def power_of(exponent: int) -> Function:
+    """Return the power by a constant, at least 1: multiplications, in C++ in the same order as in NumPy."""
+    numpy = partial(power, exponent=exponent)
+    return Function("**", f"fn::power<{exponent}>", numpy, ("number",), _NUMBER, instead="use and")
 
-
-MULTIPLY = _binary("*", "multiply", np.multiply, _NUMBER, "use and")
-DIVIDE = _binary("/", "divide", np.divide, _FLOAT, "use // for integers")
-POWER = _binary("**", "pow", np.power, _FLOAT, "use a constant exponent such as a ** 2")
-AND = Function("and", "both", np.logical_and, ("truth", "truth"), KINDS, "truth")
-OR = Function("or", "either", np.logical_or, ("truth", "truth"), KINDS, "truth")
-NOT = Function("not", "negation", np.logical_not, ("truth",), KINDS, "truth")
-WHERE = Function("where", "where", np.where, ("truth", "number", "number"), KINDS)
 
 OPERATORS: dict[type[ast.operator] | type[ast.unaryop] | type[ast.cmpop], Function] = {
-    ast.Add: _binary("+", "add", np.add, _NUMBER, "use or"),
-    ast.Sub: _binary("-", "subtract", np.subtract, _NUMBER, "use !="),
+    ast.Add: _function("+", "add", np.add, _NUMBER, "use or"),
+    ast.Sub: _function("-", "subtract", np.subtract, _NUMBER, "use !="),
     ast.Mult: MULTIPLY,
     ast.Div: DIVIDE,
-    ast.FloorDiv: _binary("//", "floor_divide", np.floor_divide, _INTEGER, "use floor(a / b) for floats"),
-    ast.Mod: _binary("%", "remainder", np.remainder, _INTEGER, "use a - floor(a / b) * b for floats"),
-    ast.BitAnd: _binary("&", "bit_and", np.bitwise_and, _BITS),
-    ast.BitOr: _binary("|", "bit_or", np.bitwise_or, _BITS),
-    ast.BitXor: _binary("^", "bit_xor", np.bitwise_xor, _BITS, "use ** for a power"),
-    ast.LShift: _binary("<<", "shift_left", np.left_shift, _INTEGER),
-    ast.RShift: _binary(">>", "shift_right", np.right_shift, _INTEGER),
+    ast.FloorDiv: _function("//", "floor_divide", np.floor_divide, _INTEGER, "use floor(a / b) for floats"),
+    ast.Mod: _function("%", "remainder", np.remainder, _INTEGER, "use a - floor(a / b) * b for floats"),
+    ast.BitAnd: _function("&", "bit_and", np.bitwise_and, _BITS),
+    ast.BitOr: _function("|", "bit_or", np.bitwise_or, _BITS),
+    ast.BitXor: _function("^", "bit_xor", np.bitwise_xor, _BITS, "use ** for a power"),
+    ast.LShift: _function("<<", "shift_left", np.left_shift, _INTEGER),
+    ast.RShift: _function(">>", "shift_right", np.right_shift, _INTEGER),
     ast.USub: _unary("-", "negative", np.negative, _NUMBER, "use not"),
     ast.Invert: _unary("~", "invert", np.invert, _INTEGER, "use not"),
     ast.Lt: _comparison("<", "less", np.less, _ORDERED),
@@ -127,8 +130,9 @@ FUNCTIONS = {
         _unary("exp", "exp", np.exp, _FLOAT),
         _unary("floor", "floor", np.floor, _FLOAT),
         _unary("log", "log", np.log, _FLOAT),
-        _binary("max", "max", _larger, _ORDERED),
-        _binary("min", "min", _smaller, _ORDERED),
+        # Not np.maximum and np.minimum, because NumPy does not say whether these return 0.0 or -0.0.
+        _function("max", "max", lambda a, b: np.where((a > b) | (a != a), a, b), _ORDERED),
+        _function("min", "min", lambda a, b: np.where((a < b) | (a != a), a, b), _ORDERED),
         _unary("sqrt", "sqrt", np.sqrt, _FLOAT),
         _unary("tanh", "tanh", np.tanh, _FLOAT),
         WHERE,

@@ -9,66 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.expressions.functions import Function, NumberKind, Sort, power
+from mpicomm.expressions.functions import Function, NumberKind, Sort
 
 _LARGEST = 2**63 - 1
-Range = tuple[int, int]
-"""The least and the largest value."""
-
-
-def is_index(node: ExpressionNode) -> bool:
-    """Return whether `bounds` knows all parts of a node."""
-    if isinstance(node, Apply):
-        return node.function.label in ("+", "-", "*", "//", "%") and all(map(is_index, node.arguments))
-    return isinstance(node, Variable) or (isinstance(node, Number) and isinstance(node.value, int))
-
-
-def bounds(node: ExpressionNode, values: Mapping[str, Range]) -> Range:
-    """Return bounds of an index. ``values`` has the range of each name; each value in a range may occur or not.
-
-    Raises OverflowError if a part of the index may need more than 64 bits, because it would wrap there.
-    """
-    low, high = _bounds(node, values)
-    if low < -_LARGEST or high > _LARGEST:
-        raise OverflowError
-    return low, high
-
-
-def _bounds(node: ExpressionNode, values: Mapping[str, Range]) -> Range:
-    if isinstance(node, Variable):
-        return values[node.name]
-    if isinstance(node, Number):
-        return int(node.value), int(node.value)
-    assert isinstance(node, Apply)
-    operands = [bounds(argument, values) for argument in node.arguments]
-    if len(operands) == 1:
-        return -operands[0][1], -operands[0][0]
-    (low, high), (low_of_other, high_of_other) = operands
-    label = node.function.label
-    if label == "+":
-        return low + low_of_other, high + high_of_other
-    if label == "-":
-        return low - high_of_other, high - low_of_other
-    if label == "*":
-        ends = [x * y for x in (low, high) for y in (low_of_other, high_of_other)]
-    elif low_of_other <= 0:  # so that no quotient or rest is larger than these
-        most = max(abs(each) for operand in operands for each in operand)
-        return -most, most
-    elif label == "//":
-        ends = [x // y for x in (low, high) for y in (low_of_other, high_of_other)]
-    else:
-        within = low >= 0 and high < low_of_other
-        return (low, high) if within else (0, high_of_other - 1)
-    return min(ends), max(ends)
-
-
-def indices(node: ExpressionNode) -> list[Element]:
-    """Return the elements of arrays that an expression uses."""
-    return [each for each in node.walk() if isinstance(each, Element)]
-
-
 _INDEX = np.dtype(np.int64)
 
+Range = tuple[int, int]
+"""The least and the largest value."""
 Values = Mapping[str, Any]
 """Arrays or scalars, by the names of an expression."""
 
@@ -92,7 +39,7 @@ class ExpressionNode(ABC):
 
     @abstractmethod
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """Return its value. A number has the type ``dtype``."""
+        """Return its value on NumPy arrays. A number has the type ``dtype``. Callers ignore floating-point errors."""
 
     def walk(self) -> Iterator[ExpressionNode]:
         """Yield it and all nodes below it."""
@@ -114,23 +61,6 @@ class Number(ExpressionNode):
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
         return dtype.type(self.value if dtype.kind in "iu" else float(self.value))
-
-
-@dataclass(frozen=True)
-class Truth(ExpressionNode):
-    """``True`` or ``False``."""
-
-    value: bool
-
-    @property
-    def gives(self) -> Sort:
-        return "truth"
-
-    def cpp(self, state: str) -> str:
-        return "true" if self.value else "false"
-
-    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        return np.bool_(self.value)
 
 
 @dataclass(frozen=True)
@@ -180,60 +110,17 @@ class Apply(ExpressionNode):
     """A function of other nodes. Each node gives the sort of value that the function takes."""
 
     function: Function
-    arguments: tuple[ExpressionNode, ...]
+    below: tuple[ExpressionNode, ...] = ()
 
     @property
     def gives(self) -> Sort:
         return self.function.gives
 
-    @property
-    def below(self) -> tuple[ExpressionNode, ...]:
-        return self.arguments
-
     def cpp(self, state: str) -> str:
-        return f"fn::{self.function.cpp}({','.join(argument.cpp(state) for argument in self.arguments)})"
+        return f"{self.function.cpp}({','.join(node.cpp(state) for node in self.below)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        return self.function.numpy(*(argument.evaluate(dtype, values) for argument in self.arguments))
-
-
-@dataclass(frozen=True)
-class Power(ExpressionNode):
-    """A node to the power of a constant, at least 1: multiplications, in C++ the same as in NumPy."""
-
-    base: ExpressionNode
-    exponent: int
-
-    @property
-    def below(self) -> tuple[ExpressionNode, ...]:
-        return (self.base,)
-
-    def cpp(self, state: str) -> str:
-        return f"fn::power<{self.exponent}>({self.base.cpp(state)})"
-
-    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        return power(self.base.evaluate(dtype, values), self.exponent)
-
-
-@dataclass(frozen=True)
-class AsTruth(ExpressionNode):
-    """The truth value of a number: whether it is not zero."""
-
-    number: ExpressionNode
-
-    @property
-    def gives(self) -> Sort:
-        return "truth"
-
-    @property
-    def below(self) -> tuple[ExpressionNode, ...]:
-        return (self.number,)
-
-    def cpp(self, state: str) -> str:
-        return f"is_true({self.number.cpp(state)})"
-
-    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        return self.number.evaluate(dtype, values) != dtype.type(0)
+        return self.function.numpy(*(node.evaluate(dtype, values) for node in self.below))
 
 
 @dataclass(frozen=True)
@@ -251,3 +138,53 @@ class AsNumber(ExpressionNode):
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
         return self.truth.evaluate(dtype, values).astype(dtype)
+
+
+def elements_of(node: ExpressionNode) -> list[Element]:
+    """Return the elements of arrays that an expression uses."""
+    return [each for each in node.walk() if isinstance(each, Element)]
+
+
+def is_index(node: ExpressionNode) -> bool:
+    """Return whether `bounds` knows all parts of a node."""
+    if isinstance(node, Apply):
+        return node.function.label in ("+", "-", "*", "//", "%") and all(map(is_index, node.below))
+    return isinstance(node, Variable) or (isinstance(node, Number) and isinstance(node.value, int))
+
+
+def bounds(node: ExpressionNode, ranges: Mapping[str, Range]) -> Range:
+    """Return bounds of an index. ``ranges`` has the range of each name; each value in a range may occur or not.
+
+    Raises OverflowError if a part of the index may need more than 64 bits, because it would wrap there.
+    """
+    if isinstance(node, Variable):
+        low, high = ranges[node.name]
+    elif isinstance(node, Number):
+        low = high = int(node.value)
+    else:
+        assert isinstance(node, Apply)
+        low, high = _bounds_of(node.function.label, [bounds(each, ranges) for each in node.below])
+    if low < -_LARGEST or high > _LARGEST:
+        raise OverflowError
+    return low, high
+
+
+def _bounds_of(label: str, operands: list[Range]) -> Range:
+    if len(operands) == 1:
+        return -operands[0][1], -operands[0][0]
+    (low, high), (low_of_other, high_of_other) = operands
+    if label == "+":
+        return low + low_of_other, high + high_of_other
+    if label == "-":
+        return low - high_of_other, high - low_of_other
+    if label == "*":
+        ends = [x * y for x in (low, high) for y in (low_of_other, high_of_other)]
+    elif low_of_other <= 0:  # so that no quotient or rest is larger than these
+        most = max(abs(each) for operand in operands for each in operand)
+        return -most, most
+    elif label == "//":
+        ends = [x // y for x in (low, high) for y in (low_of_other, high_of_other)]
+    else:
+        within = low >= 0 and high < low_of_other
+        return (low, high) if within else (0, high_of_other - 1)
+    return min(ends), max(ends)

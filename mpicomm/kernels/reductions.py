@@ -69,7 +69,7 @@ def options_for(reduction: Reduction | None) -> tuple[str, ...]:
     if dtype in REDUCTIONS and is_own(op):
         own = own_op(op)
         own.require_defined(dtype)
-        expression = f"-DMPICOMM_EXPRESSION={own.cpp('State')}"
+        expression = f"-DMPICOMM_EXPRESSION={own.tree.cpp('State')}"
         return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", "-DMPICOMM_OP=own", expression)
     if op not in REDUCTIONS.get(dtype, ()):
         raise InvalidUsageError(

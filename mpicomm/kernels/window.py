@@ -21,9 +21,7 @@ FENCE, START, WAIT, LOCK = 5, 6, 7, 8
 """The operations of windows in ``enum Operation``."""
 
 WORD_NBYTES = 8
-MUTEX_ROW = LOCK_ROW + 1
-"""The row that only windows of host memory have: see `mpicomm.windows.host_locks`."""
-BOARD_NBYTES = (MUTEX_ROW + 1) * ROW_WORDS * WORD_NBYTES
+BOARD_NBYTES = (LOCK_ROW + 1) * ROW_WORDS * WORD_NBYTES
 
 
 class SynchronisationArguments(ctypes.Structure):

@@ -9,7 +9,6 @@ This module imports no array library, because a program that passes a tensor has
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import sys
 from array import array as standard_array
@@ -74,7 +73,19 @@ def read(array: Any, writable: bool, name: str) -> ArrayMemory:
     Raises `TypeError` for an object that is no buffer. Raises `InvalidUsageError` for memory that is not contiguous,
     for read-only memory if ``writable``, and for memory neither on the host nor on a CUDA device.
     """
-    return _reader_of(type(array))(array, writable, name)
+    cls = type(array)
+    reader = _readers.get(cls)
+    if reader is None:
+        reader = _readers[cls] = _read_other
+        for module, attribute, of_library in (
+            ("numpy", "ndarray", _read_numpy),
+            ("cupy", "ndarray", _read_cupy),
+            ("torch", "Tensor", _read_torch),
+        ):
+            base = getattr(sys.modules.get(module), attribute, None)
+            if base is not None and issubclass(cls, base):
+                reader = _readers[cls] = of_library
+    return reader(array, writable, name)
 
 
 _HOST_CLASSES = (bytes, bytearray, mmap.mmap, standard_array)
@@ -100,22 +111,6 @@ def _by_address(owner: Any, pointer: int) -> memory_location.GpuLocation | None:
         return None
     place = memory_location.place_of(pointer)
     return None if place is None or place.managed else place
-
-
-def _reader_of(cls: type) -> Reader:
-    return _readers.get(cls) or _readers.setdefault(cls, _find_reader(cls))
-
-
-def _find_reader(cls: type) -> Reader:
-    for module, attribute, reader in (
-        ("numpy", "ndarray", _read_numpy),
-        ("cupy", "ndarray", _read_cupy),
-        ("torch", "Tensor", _read_torch),
-    ):
-        base = getattr(sys.modules.get(module), attribute, None)
-        if base is not None and issubclass(cls, base):
-            return reader
-    return _read_other
 
 
 def _read_numpy(array: Any, writable: bool, name: str) -> ArrayMemory:
@@ -179,11 +174,14 @@ def _read_other(array: Any, writable: bool, name: str) -> ArrayMemory:
     view = _view_of(array)
     if view is not None:
         return _read_view(array, view, writable, name)
-    if _has_dlpack(array):
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _read_dlpack(array, writable, name)
     if hasattr(array, "__cuda_array_interface__"):
         return _read_interface(array, writable, name)
-    raise no_buffer(array, name)
+    raise TypeError(
+        f"{name} is a {_class(array)}, which has neither the buffer protocol nor DLPack nor a CUDA array interface: "
+        "pass an array, or a list [array, count, type]"
+    )
 
 
 def _view_of(array: Any) -> memoryview | None:
@@ -192,21 +190,6 @@ def _view_of(array: Any) -> memoryview | None:
         return memoryview(array)
     except (TypeError, BufferError, ValueError, RuntimeError):
         return None
-
-
-def _has_dlpack(array: Any) -> bool:
-    return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
-
-
-def is_host_export(array: Any) -> bool:
-    """Return whether ``array`` exports host memory through DLPack. It does not export the memory. Local."""
-    if _reader_of(type(array)) is not _read_other or not _has_dlpack(array):
-        return False
-    try:
-        kind, _ = array.__dlpack_device__()
-    except Exception:  # `read` raises the error
-        return False
-    return int(kind) in _DLPACK_HOST or (int(kind) in _DLPACK_GPU and not memory_location.has_driver())
 
 
 def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> ArrayMemory:
@@ -268,15 +251,17 @@ def _unreadable(array: Any, protocol: str, name: str, error: Exception) -> Excep
 
 def _own_dtype(array: Any, kind: int) -> np.dtype[Any] | None:
     dtype = getattr(array, "dtype", None)
-    if dtype is None:
-        return exported_dtype(array, kind)
     try:
-        own: np.dtype[Any] = np.dtype(dtype)
-        # Warp's vectors have subarrays as types. A vector of float16 names integers, because ctypes has no float16.
-        return own if own.subdtype is None else exported_dtype(array, kind)
+        own: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
     except TypeError:
         name = str(dtype).rpartition(".")[2]
         return types.covered_dtype(name) if name in types.COVERED else None
+    if own is not None and own.subdtype is None:
+        return own
+    # Warp's vectors have subarrays as types. A vector of float16 names integers, because ctypes has no float16.
+    if hasattr(array, "__cuda_array_interface__"):
+        return types.interface_dtype(array.__cuda_array_interface__["typestr"], array)
+    return np.from_dlpack(array).dtype if kind in _DLPACK_HOST else None
 
 
 def _read_interface(array: Any, writable: bool, name: str) -> ArrayMemory:
@@ -289,14 +274,6 @@ def _read_interface(array: Any, writable: bool, name: str) -> ArrayMemory:
     on_device = place is not None or (not pointer and memory_location.has_driver())
     device = None if place is None else place.device
     return ArrayMemory(pointer, buffer.nbytes, dtype, on_device, device, array, exported=buffer)
-
-
-def no_buffer(array: Any, name: str) -> TypeError:
-    """Return the error for an object that is no buffer."""
-    return TypeError(
-        f"{name} is a {_class(array)}, which has neither the buffer protocol nor DLPack nor a CUDA array interface: "
-        "pass an array, or a list [array, count, type]"
-    )
 
 
 def _in_pieces(shape: Any, strides: Any, name: str) -> BufferRefusedError:
@@ -324,15 +301,6 @@ def array_of(spec: Any) -> Any:
     return spec[0] if isinstance(spec, (list, tuple)) and spec else spec
 
 
-_KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}  # of DLDataTypeCode
-_BFLOAT = 4
-_CPU = 1
-
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype = ctypes.c_void_p
-_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
-
-
 class Unversioned:
     """An object that exports ``array`` by the first version of DLPack.
 
@@ -350,34 +318,3 @@ class Unversioned:
         if not stream.keys() <= {"stream"}:
             raise TypeError("the first version of DLPack has no other argument than stream")
         return self._array.__dlpack__(**stream)
-
-
-class _Tensor(ctypes.Structure):
-    """The beginning of a DLTensor."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-    )
-
-
-def exported_dtype(array: Any, kind: int) -> np.dtype[Any] | None:
-    """Return the type of the elements that ``array`` exports, or None for a type that NumPy does not have. Local.
-
-    It exports the array once more, and drops the export. ``kind`` is DLPack's number of the type of the array's device.
-    """
-    capsule = array.__dlpack__() if kind == _CPU else array.__dlpack__(stream=-1)  # without an order of streams
-    tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
-    if tensor.lanes != 1:
-        return None
-    if tensor.code == _BFLOAT:
-        return types.covered_dtype("bfloat16") if tensor.bits == 16 else None
-    try:
-        return np.dtype(f"{_KINDS[tensor.code]}{tensor.bits // 8}")
-    except (KeyError, TypeError):
-        return None

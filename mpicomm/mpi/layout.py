@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.devices import memory_location
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.regions import Region, Regions, at_blocks, joined, packed_nbytes, repeated, rounds_of
+from mpicomm.mpi.regions import Region, Regions, at_blocks, joined, packed_nbytes, repeated
 
 _MOST_REPEATS = 64
 
@@ -81,61 +80,44 @@ def together(parts: Iterable[tuple[int, DatatypeLayout]]) -> DatatypeLayout:
 
 @dataclass
 class Known:
-    """The layout of a datatype, and whether MPI has said that the datatype is committed."""
+    """What is known of a datatype."""
 
     layout: DatatypeLayout | None
     """None only for DATATYPE_NULL.
 
     If other types also had None, ranks that name the same elements by different types would take different ways.
     """
-    committed: bool
-    """False also if no call has asked MPI yet."""
     whole_pairs: DatatypeLayout | None = None
     """The layout in which pairs of MPI have their gaps; None if no call has needed it."""
     key: Hashable = None
     """By which known calls recognise the datatype, see `plain_arrays`; None before the first such call."""
 
 
-def known_of(datatype: MPI.Datatype) -> Known:
-    """Return the layout of a datatype, and whether it is committed. Local.
+@cache
+def _keyval() -> int:
+    return MPI.Datatype.Create_keyval()
 
-    It makes the layout once per datatype, and MPI drops the layout with the datatype.
-    """
-    if datatype.is_predefined:
-        return Known(_decoded(datatype), True)
-    key = _key()
-    known: Any = datatype.Get_attr(key)
-    if known is None:
-        known = Known(_decoded(datatype), False)
-        datatype.Set_attr(key, known)
-    assert isinstance(known, Known)
-    return known
+
+def known_of(datatype: MPI.Datatype) -> Known:
+    """Return what is known of a datatype. Local. MPI drops the layout of a derived datatype with the datatype."""
+    if not datatype.is_predefined:
+        known: Any = datatype.Get_attr(_keyval())
+        if known is None:
+            known = Known(made_of(datatype, layout_of))
+            datatype.Set_attr(_keyval(), known)
+        assert isinstance(known, Known)
+        return known
+    if datatype == MPI.DATATYPE_NULL:
+        return Known(None)
+    extent, dtype = datatype.extent, types.numpy_dtype(datatype)
+    if datatype.Get_true_extent() != (0, datatype.size):  # a pair with a gap, such as SHORT_INT
+        return Known(DatatypeLayout(_measured_regions(datatype), extent, dtype))
+    return Known(replace(run_of(datatype.size), extent=extent, dtype=dtype))
 
 
 def layout_of(datatype: MPI.Datatype) -> DatatypeLayout | None:
     """Return the layout of a datatype; None if `known_of` has none. Local."""
     return known_of(datatype).layout
-
-
-_keys: list[int] = []
-
-
-def _key() -> int:
-    if not _keys:
-        _keys.append(MPI.Datatype.Create_keyval())
-    return _keys[0]
-
-
-def _decoded(datatype: MPI.Datatype) -> DatatypeLayout | None:
-    if not datatype.is_predefined:
-        return made_of(datatype, layout_of)
-    if datatype == MPI.DATATYPE_NULL:
-        return None
-    extent = datatype.extent
-    dtype = types.numpy_dtype(datatype)
-    if datatype.Get_true_extent() != (0, datatype.size):  # a pair with a gap, such as SHORT_INT
-        return DatatypeLayout(_measured_regions(datatype), extent, dtype)
-    return DatatypeLayout((Region(0, (), datatype.size),) if datatype.size else (), extent, dtype)
 
 
 def made_of(datatype: MPI.Datatype, part: Callable[[MPI.Datatype], DatatypeLayout | None]) -> DatatypeLayout:
@@ -161,14 +143,6 @@ def _in_turn(parts: Iterable[tuple[int, Regions]]) -> Iterator[Region]:
         for region in regions:
             yield region.moved(displ, packed)
         packed += packed_nbytes(regions)
-
-
-def _dup(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
-    return parts[0].regions
-
-
-def _contiguous(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
-    return repeated(parts[0].regions, parameters["count"], parts[0].extent)
 
 
 def _vector(parts: Sequence[DatatypeLayout], parameters: dict[str, Any], *, unit: int | None = None) -> Regions:
@@ -202,9 +176,9 @@ def _subarray(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Re
 
 
 _BLOCKS: dict[str, Callable[[Sequence[DatatypeLayout], dict[str, Any]], Regions]] = {
-    "DUP": _dup,
-    "RESIZED": _dup,
-    "CONTIGUOUS": _contiguous,
+    "DUP": lambda parts, parameters: parts[0].regions,
+    "RESIZED": lambda parts, parameters: parts[0].regions,
+    "CONTIGUOUS": lambda parts, parameters: repeated(parts[0].regions, parameters["count"], parts[0].extent),
     "VECTOR": _vector,
     "HVECTOR": partial(_vector, unit=1),
     "INDEXED": _indexed,
@@ -215,9 +189,6 @@ _BLOCKS: dict[str, Callable[[Sequence[DatatypeLayout], dict[str, Any]], Regions]
     "SUBARRAY": _subarray,
 }
 """For each combiner of MPI, a function that returns the regions of a datatype made from others."""
-
-
-_BYTE = (Region(0, (), 1),)
 
 
 def _measured_regions(datatype: MPI.Datatype) -> Regions:
@@ -232,26 +203,17 @@ def _measured_regions(datatype: MPI.Datatype) -> Regions:
     # The datatype need not be committed. mpi4py divides the memory by the extent to count the elements, so this copy
     # has the extent of the memory, and packs one element.
     alone = datatype.Create_resized(begin, nbytes).Commit()
-    try:
-        places = np.full(datatype.size, begin, np.int64)
-        for digit in range((max(nbytes - 1, 1).bit_length() + 7) // 8):
-            places += _packed(alone, begin, _digits(digit, nbytes)).astype(np.int64) << (8 * digit)
-    finally:
-        alone.Free()
-    return at_blocks(_BYTE, 1, places.tolist(), [1] * len(places), 1)
-
-
-def _digits(digit: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return one digit, to base 256, of each of the numbers from 0 to ``nbytes - 1``."""
-    return np.resize(np.repeat(np.arange(256, dtype=np.uint8), min(256**digit, nbytes)), nbytes)
-
-
-def _packed(datatype: MPI.Datatype, begin: int, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    packed = np.empty(datatype.Pack_size(1, MPI.COMM_SELF), np.uint8)
-    element = MPI.memory.fromaddress(memory.ctypes.data - begin, memory.nbytes)
-    end = datatype.Pack(element, packed, 0, MPI.COMM_SELF)
-    assert end == datatype.size, "MPI packs more than the elements"
-    return packed[:end]
+    packed = np.empty(alone.Pack_size(1, MPI.COMM_SELF), np.uint8)
+    places = np.full(datatype.size, begin, np.int64)
+    for digit in range((max(nbytes - 1, 1).bit_length() + 7) // 8):
+        # One digit, to base 256, of each of the numbers from 0 to ``nbytes - 1``.
+        digits = np.resize(np.repeat(np.arange(256, dtype=np.uint8), min(256**digit, nbytes)), nbytes)
+        element = MPI.memory.fromaddress(digits.ctypes.data - begin, nbytes)
+        end = alone.Pack(element, packed, 0, MPI.COMM_SELF)
+        assert end == datatype.size, "MPI packs more than the elements"
+        places += packed[:end].astype(np.int64) << (8 * digit)
+    alone.Free()
+    return at_blocks(run_of(1).regions, 1, places.tolist(), [1] * len(places), 1)
 
 
 @dataclass(frozen=True)
@@ -274,38 +236,28 @@ class Capacity:
 
     def require(self, address: int, count: int, block: DatatypeLayout) -> None:
         """Raise `InvalidUsageError` if ``count`` elements at ``address``, laid out as ``block``, exceed the memory."""
-        if self.device is not None:
-            for region in block.regions:
-                self._require_on_device(address, region, self.device)
-            return
         begin, end = (address - self.pointer + each for each in (block.begin, block.end))
-        if block.regions and (begin < 0 or end > self.nbytes):
+        if self.device is None and block.regions and (begin < 0 or end > self.nbytes):
             raise InvalidUsageError(
                 f"{self.name}: {count} elements of the datatype reach from byte {begin} to byte {end} of a buffer of "
                 f"{self.nbytes} bytes: pass a larger buffer or another count"
             )
-
-    def _require_on_device(self, address: int, region: Region, device: int) -> None:
-        begin, end = region.ends
-        if region.loops and not _lies_together(address + begin, end - begin):
-            for number in range(region.loops[0].rounds):  # each round may lie in another allocation
-                self._require_on_device(address, rounds_of(region, number, number + 1), device)
-            return
-        _require_device_addresses(address + begin, end - begin, device, self.name)
+        for region in block.regions if self.device is not None else ():
+            place = memory_location.place_of(address + region.offset)
+            if place is None or place.managed or place.device != self.device:
+                lies = "in host memory" if place is None or place.managed else f"on GPU {place.device}"
+                raise InvalidUsageError(
+                    f"{self.name}: MPI.BOTTOM with address {address + region.offset:#x}, which lies {lies}, and "
+                    f"another address on GPU {self.device}: let all addresses lie in memory of one kind"
+                )
 
 
 def elements_at(datatype: MPI.Datatype, room: Capacity, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...]:
     """Return the elements of each block. A block is a displacement in bytes and a count. Local.
 
-    Raises `InvalidUsageError` for a datatype that is not committed, and for elements that exceed the memory.
+    Raises `InvalidUsageError` for elements that exceed the memory. Kernels need no committed datatype.
     """
-    name = room.name
-    known = known_of(datatype)
-    known.committed = known.committed or is_committed(datatype)
-    if not known.committed:
-        which = datatype.name or f"of {datatype.size} bytes and extent {datatype.extent}"
-        raise RefusedByMpiError(f"{name}: the datatype {which} is not committed: call its Commit() first", MPI.ERR_TYPE)
-    layout = known.layout
+    layout = layout_of(datatype)
     assert layout is not None, "DATATYPE_NULL"
     found = []
     for displ, count in blocks:
@@ -343,47 +295,3 @@ def require_types(types: Any, counts: Sequence[int], name: str, peer: str) -> li
                 )
             datatypes[number] = MPI.BYTE
     return datatypes
-
-
-def is_committed(datatype: MPI.Datatype) -> bool:
-    """Return whether MPI takes a datatype for communication. Local.
-
-    MPI has no inquiry for it, but refuses other datatypes in messages. This function makes a request that it
-    never starts. MPI need not check the datatype of a message without elements or without a receiver. So this message
-    has an element and goes to this process.
-    """
-    own = MPI.Intracomm(MPI.COMM_SELF)
-    handler = own.Get_errhandler()
-    own.Set_errhandler(MPI.ERRORS_RETURN)  # the program may have chosen that errors end it
-    try:
-        own.Send_init([bytearray(1), 1, datatype], 0).Free()
-    except MPI.Exception as error:
-        if error.Get_error_class() != MPI.ERR_TYPE:
-            raise
-        return False
-    finally:
-        own.Set_errhandler(handler)
-        handler.Free()
-    return True
-
-
-def _require_device_addresses(address: int, nbytes: int, device: int, name: str) -> None:
-    """Raise `InvalidUsageError` unless the ``nbytes`` bytes at ``address`` are memory of that GPU. Local."""
-    place = memory_location.place_of(address)
-    if place is None or place.managed or place.device != device:
-        lies = "in host memory" if place is None or place.managed else f"on GPU {place.device}"
-        raise InvalidUsageError(
-            f"{name}: MPI.BOTTOM with address {address:#x}, which lies {lies}, and another address on GPU {device}: "
-            "let all addresses lie in memory of one kind"
-        )
-    if nbytes > place.nbytes:
-        raise InvalidUsageError(
-            f"{name}: MPI.BOTTOM: {nbytes} bytes at address {address:#x} on GPU {device} go beyond their allocation, "
-            f"which ends {place.nbytes} bytes after the address: pass other counts or datatypes"
-        )
-
-
-def _lies_together(address: int, nbytes: int) -> bool:
-    """Return whether the ``nbytes`` bytes at ``address`` lie in one allocation of a GPU. Local."""
-    place = memory_location.place_of(address)
-    return place is not None and nbytes <= place.nbytes

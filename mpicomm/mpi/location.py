@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.buffers import array_of, is_host_export, is_host_view, read
+from mpicomm.mpi.buffers import array_of, is_host_view, read
 from mpicomm.mpi.spec import device_address
 
 _bottom = MPI.BOTTOM
@@ -52,7 +52,7 @@ def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
 def _is_plainly_host(array: Any) -> bool:
     if type(array) is ndarray:
         return array.base is None or is_host_view(array)
-    return array is None or array is _in_place or is_host_export(array)
+    return array is None or array is _in_place
 
 
 def require_here(what: str, device: int | None, here: int | str) -> None:

@@ -132,7 +132,7 @@ def _reduced(expression: Expression, a: npt.NDArray[Any], b: npt.NDArray[Any]) -
     """Return the values of the expression; those of narrow floats are of `_WIDE`."""
     wide = _WIDE if is_narrow(a.dtype) else a.dtype
     with np.errstate(all="ignore"):
-        values: npt.NDArray[Any] = expression.evaluate(
+        values: npt.NDArray[Any] = expression.tree.evaluate(
             wide, {"a": a.astype(wide, copy=False), "b": b.astype(wide, copy=False)}
         )
         return values
@@ -193,21 +193,15 @@ _NAMES = {
     for name in ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
 }
 
-_LOGICAL = ("land", "lor", "lxor")
 # The kinds of elements for which the MPI standard defines each operation.
 _LEGAL = {
     **dict.fromkeys(("sum", "prod", "tree"), ("integer", "float", "complex")),
     **dict.fromkeys(("max", "min"), ("integer", "float")),
-    **dict.fromkeys(_LOGICAL, ("integer", "bool")),
+    **dict.fromkeys(("land", "lor", "lxor"), ("integer", "bool")),
     **dict.fromkeys(("band", "bor", "bxor"), ("integer", "byte")),
     "avg": ("float", "complex"),
 }
 _KINDS = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}
-_FORTRAN_INTEGERS = frozenset(
-    getattr(MPI, name).handle for name in ("INTEGER", "INTEGER1", "INTEGER2", "INTEGER4", "INTEGER8", "INTEGER16")
-) - {MPI.DATATYPE_NULL.handle}
-"""Types for which MPI defines no logical operations, because Fortran has LOGICAL for them."""
-
 _checked: set[tuple[str, np.dtype[Any]]] = set()
 
 
@@ -233,8 +227,8 @@ def op_name(op: MPI.Op) -> str | None:
     )
 
 
-def check_legal(name: str, dtype: np.dtype[Any], datatype: MPI.Datatype | None = None) -> None:
-    """Raise unless the operation ``name`` is defined for the element type ``dtype``, the caller's ``datatype``.
+def check_legal(name: str, dtype: np.dtype[Any]) -> None:
+    """Raise unless the operation ``name`` is defined for the element type ``dtype``.
 
     MPI itself decides on characters. Raises `RefusedByMpiError`, but `InvalidUsageError` for an expression, and for
     partial sums that would be rounded on each rank.
@@ -243,11 +237,6 @@ def check_legal(name: str, dtype: np.dtype[Any], datatype: MPI.Datatype | None =
         raise InvalidUsageError(
             f'order="tree" of {dtype}: each rank would round its sum, so the bits would depend on the number of ranks: '
             'pass the float32 that mpicomm.tree_sum returns, and to Allreduce also epilogue="v", which rounds once'
-        )
-    if datatype is not None and name in _LOGICAL and datatype.handle in _FORTRAN_INTEGERS:
-        raise RefusedByMpiError(
-            f"op={name} is not defined for {datatype.name}: name the elements by a type of C, such as MPI.INT32_T",
-            MPI.ERR_OP,
         )
     if (name, dtype) in _checked:
         return
@@ -262,8 +251,8 @@ def check_legal(name: str, dtype: np.dtype[Any], datatype: MPI.Datatype | None =
         return
     legal = [other for other, kinds in _LEGAL.items() if kind in kinds]
     raise RefusedByMpiError(
-        f"op={name} is not defined for {shown}, only for {_listed(_LEGAL[name])}; "
-        f"defined for {shown}: {_listed(legal) if legal else 'none, it can only be moved'}",
+        f"op={name} is not defined for {shown}, only for {', '.join(_LEGAL[name])}; "
+        f"defined for {shown}: {', '.join(legal) or 'none, it can only be moved'}",
         MPI.ERR_OP,
     )
 
@@ -274,7 +263,3 @@ def _kind(dtype: np.dtype[Any]) -> str | None:
     if dtype.isbuiltin == 2:  # a type that a package has added to NumPy; the engines know only floats among these
         return "float" if types.is_covered(dtype) else None
     return _KINDS.get(dtype.kind)
-
-
-def _listed(words: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(words)

@@ -243,8 +243,7 @@ def _type_key(datatype: Any) -> Hashable:
     if known.key is not None:
         return known.key
     layout = known.layout
-    # Only a call that is read in full asks MPI whether a datatype is committed.
-    if layout is None or not known.committed:
+    if layout is None:
         return None
     has_gaps = not layout.is_run or layout.begin or layout.nbytes != layout.extent
     if datatype.is_predefined:

@@ -102,16 +102,7 @@ def repeated(regions: Regions, count: int, stride: int) -> Regions:
     if count == 0 or not regions:
         return ()
     nbytes = packed_nbytes(regions)
-    if count == 1 or len(regions) == 1:
-        return tuple(_looped(region, count, stride, nbytes) for region in regions)
-    first, *middle, last = regions
-    next_first = first.moved(stride, nbytes)
-    if not _is_continued(last, next_first):
-        return tuple(_looped(region, count, stride, nbytes) for region in regions)
-    between = [*middle, replace(last, run_nbytes=last.run_nbytes + first.run_nbytes)]
-    counts = [count] * len(middle) + [count - 1]
-    loops = [_looped(region, n, stride, nbytes) for region, n in zip(between, counts, strict=True)]
-    return (first, *loops, last.moved((count - 1) * stride, (count - 1) * nbytes))
+    return tuple(_looped(region, count, stride, nbytes) for region in regions)
 
 
 def placed(regions: Regions, places: Places) -> Regions:
@@ -159,26 +150,20 @@ def joined(regions: Iterable[Region]) -> Regions:
     """Join neighbouring regions to runs, loops and lists as far as possible."""
     runs: list[Region] = []
     for region in regions:
-        if runs and _is_continued(runs[-1], region):
-            runs[-1] = replace(runs[-1], run_nbytes=runs[-1].run_nbytes + region.run_nbytes)
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and not last.loops
+            and not region.loops
+            and ((last.offset + last.run_nbytes, last.packed + last.run_nbytes) == (region.offset, region.packed))
+        ):
+            runs[-1] = replace(last, run_nbytes=last.run_nbytes + region.run_nbytes)
         else:
             runs.append(region)
     made: list[Region] = []
     for alike in _alike(runs):
-        for region in _as_one(alike) if len(alike) > 1 else alike:
-            longer = _longer(made[-1], region) if made else None
-            if longer is None:
-                made.append(region)
-            else:
-                made[-1] = longer
+        made += _as_one(alike) if len(alike) > 1 else alike
     return tuple(made)
-
-
-def _is_continued(last: Region, region: Region) -> bool:
-    """Return whether a run goes on with another run, in memory and in packed memory."""
-    if last.loops or region.loops:
-        return False
-    return (last.offset + last.run_nbytes, last.packed + last.run_nbytes) == (region.offset, region.packed)
 
 
 def _looped(region: Region, count: int, stride: int, packed: int) -> Region:
@@ -197,18 +182,11 @@ def _looped(region: Region, count: int, stride: int, packed: int) -> Region:
 
 def _listed(region: Region, places: Places, packed: int) -> Region | None:
     """Return copies of a region at listed places as one region, or None if it would have several lists."""
-    loops = region.loops
-    if any(loop.places for loop in loops):
-        inner = loops[0]
-        # A short list becomes part of the list around it. A long one is cheaper as several regions with one list.
-        short = _PLACE_NBYTES * inner.rounds <= _REGION_NBYTES
-        if not inner.places or not short or inner.rounds * inner.packed != packed:
-            return None
-        loops, packed = loops[1:], inner.packed
-        places = (places[:, None] + inner.listed()).ravel()
+    if any(loop.places for loop in region.loops):
+        return None
     first = int(places[0])
     loop = Loop(len(places), 0, packed, (places - first).tobytes())
-    return replace(region, offset=region.offset + first, loops=(loop, *loops))
+    return replace(region, offset=region.offset + first, loops=(loop, *region.loops))
 
 
 def _alike(regions: Sequence[Region]) -> Iterable[list[Region]]:
@@ -235,19 +213,3 @@ def _as_one(alike: Sequence[Region]) -> Sequence[Region]:
         return [_looped(alike[0], len(alike), int(steps[0]), packed)]
     listed = _listed(alike[0], places, packed)
     return alike if listed is None else [listed]
-
-
-def _longer(last: Region, region: Region) -> Region | None:
-    """Return both regions as one if the second continues the outermost loop of the first; else None."""
-    if not last.loops or last.loops[0].places or last.run_nbytes != region.run_nbytes:
-        return None
-    outer, inner = last.loops[0], last.loops[1:]
-    more = 1
-    if region.loops != inner:
-        if not region.loops or region.loops[1:] != inner or region.loops[0][1:] != outer[1:]:
-            return None
-        more = region.loops[0].rounds
-    there = (last.offset + outer.rounds * outer.stride, last.packed + outer.rounds * outer.packed)
-    if there != (region.offset, region.packed):
-        return None
-    return replace(last, loops=(outer._replace(rounds=outer.rounds + more), *inner))

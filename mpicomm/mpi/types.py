@@ -7,6 +7,7 @@ be moved and combined bit by bit, but are no numbers.
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -117,7 +118,14 @@ def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
     if datatype == MPI.DATATYPE_NULL:
         return None
     if datatype.is_predefined:
-        return _from_mpi.setdefault(handle, _predefined(datatype))
+        dtype = BYTE if datatype == MPI.BYTE else None
+        if dtype is None and datatype not in _NO_NUMBERS:
+            with suppress(TypeError):
+                dtype = np.dtype(datatype.typestr)
+            # The sizes differ for a type that NumPy lacks, such as REAL16 in some builds of MPI.
+            if dtype not in _plain or dtype.itemsize != datatype.extent:
+                dtype = None
+        return _from_mpi.setdefault(handle, dtype)
     if datatype.combiner != MPI.COMBINER_DUP:
         return None
     base, _, _ = datatype.decode()
@@ -128,19 +136,6 @@ def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
             base.Free()
 
 
-def _predefined(datatype: MPI.Datatype) -> np.dtype[Any] | None:
-    if datatype == MPI.BYTE:
-        return BYTE
-    if datatype in _NO_NUMBERS:
-        return None
-    try:
-        dtype = np.dtype(datatype.typestr)
-    except TypeError:
-        return None
-    # The sizes differ for a type that NumPy lacks, such as REAL16 in some builds of MPI.
-    return dtype if dtype in _plain and dtype.itemsize == datatype.extent else None
-
-
 _to_mpi: dict[np.dtype[Any], MPI.Datatype | None] = {BYTE: MPI.BYTE}
 
 
@@ -149,18 +144,13 @@ def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
     try:
         return _to_mpi[dtype]
     except KeyError:
-        return _to_mpi.setdefault(dtype, _find_mpi_datatype(dtype))
-
-
-def _find_mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
-    # Types that a package has added to NumPy have none. The char of bfloat16 is "E", which some MPI libraries take for
-    # a complex number of two halves.
-    if dtype.isbuiltin == 2 or not is_plain(dtype):
-        return None
-    try:
-        return MPI.Datatype.fromcode(dtype.char)
-    except ValueError:
-        return None
+        found = None
+        # Types that a package has added to NumPy have none. The char of bfloat16 is "E", which some MPI libraries take
+        # for a complex number of two halves.
+        if dtype.isbuiltin != 2 and is_plain(dtype):
+            with suppress(ValueError):
+                found = MPI.Datatype.fromcode(dtype.char)
+        return _to_mpi.setdefault(dtype, found)
 
 
 def from_code(code: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:

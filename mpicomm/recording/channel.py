@@ -108,8 +108,8 @@ class Channel:
             number = str(self._calls)
         record = Record(self.label, operation, category, 0, number, nbytes, dtype, details or {}, bool(records))
         records.append(record)
-        if self._recorder.ranges is not None:
-            self._recorder.ranges.begin(record)
+        size = "" if nbytes is None else f" {nbytes} B {dtype}".rstrip()
+        self._recorder.open_range(record, f"{operation}{size}")
         record.start_ns = now_ns()
         return record
 
@@ -119,8 +119,7 @@ class Channel:
         if record is None or record.algorithm:
             return
         record.algorithm, record.why = algorithm, why
-        if self._recorder.ranges is not None:
-            self._recorder.ranges.choose(record)
+        self._recorder.open_range(record, f"{record.operation} by {algorithm}")
 
     def end(self, record: Record) -> None:
         """End the record of a call of this thread."""
@@ -132,8 +131,7 @@ class Channel:
             record.algorithm = "mpi"  # all other calls name their algorithm
             if record.nbytes is not None and not record.slow_ways:
                 record.why = "MPI takes host arrays of this size and type"
-        if self._recorder.ranges is not None:
-            self._recorder.ranges.end(record)
+        self._recorder.close_ranges(record)
         self._recorder.add(record, self.ordinal, self.counts)
 
     def flush(self) -> None:

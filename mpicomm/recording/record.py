@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from mpicomm.devices.cuda.timeline import StreamInterval
 
 CLOCK = "mpicomm_clock"
 """The event with a reading of the rank's clock."""
@@ -13,21 +16,6 @@ DEVICE = "device"
 
 
 Category = Literal["collective", "message", "memory", "set-up", "wait"]
-
-
-class Interval(Protocol):
-    """A part of a stream's work, from one mark in the stream to another."""
-
-    stream: int
-
-    def extend(self) -> None:
-        """Let the interval end after the work that the stream has at this call. Local, does not block."""
-
-    def times_ns(self) -> tuple[int, int] | None:
-        """Return begin and end of the interval, by the host's clock; None before its end. Local, does not block.
-
-        No further call follows after it has returned times. Raises `HandleError` if the device has failed.
-        """
 
 
 # Not frozen, because a record is filled while its call goes on.
@@ -55,7 +43,7 @@ class Record:
     error: str = ""
     captured: bool = False
     """Whether some work of the call has become part of a CUDA graph. Launches of a graph have no record."""
-    intervals: list[Interval] = field(default_factory=list)
+    intervals: list[StreamInterval] = field(default_factory=list)
     """The work on devices, one interval for each stream."""
     ranges: int = 0
     """The NVTX ranges that are open."""

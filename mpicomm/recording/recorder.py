@@ -7,58 +7,18 @@ import importlib
 import os
 import sys
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicomm import environment, log
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.recording.record import Interval, Record, note_slow_way
+from mpicomm.recording.record import Record, note_slow_way
 from mpicomm.recording.statistics import Counts
 from mpicomm.recording.trace_file import TraceFile
 
+if TYPE_CHECKING:
+    from mpicomm.devices.cuda.timeline import StreamInterval
+
 _DOMAIN = "mpicomm"
-
-
-class Ranges:
-    """Opens a range for each call, with operation, bytes and type, and an inner range with the algorithm."""
-
-    def __init__(self, nvtx: Any) -> None:
-        self._nvtx = nvtx
-
-    @classmethod
-    def find(cls, *, required: bool) -> Ranges | None:
-        """Return ranges of the package nvtx, or None without the package.
-
-        Raises `InvalidUsageError` if the package is missing and ``required``.
-        """
-        try:
-            return cls(importlib.import_module("nvtx"))
-        except ImportError as error:
-            if not required:
-                return None
-            raise InvalidUsageError(
-                f'MPICOMM_TRACE="nvtx" needs the package nvtx: pip install -e ".[nvtx]", or name a file ({error})'
-            ) from error
-
-    def begin(self, record: Record) -> None:
-        """Open the range of a call."""
-        size = "" if record.nbytes is None else f" {record.nbytes} B {record.dtype}".rstrip()
-        self._nvtx.push_range(message=f"{record.operation}{size}", domain=_DOMAIN)
-        record.ranges += 1
-
-    def choose(self, record: Record) -> None:
-        """Open the range of the algorithm of a call."""
-        self._nvtx.push_range(message=f"{record.operation} by {record.algorithm}", domain=_DOMAIN)
-        record.ranges += 1
-
-    def end(self, record: Record) -> None:
-        """Close the ranges of a call. A call by MPI gets a mark, because MPI names its algorithm only at the end."""
-        if record.ranges == 1 and record.algorithm:
-            self._nvtx.mark(message=f"{record.operation} by {record.algorithm}", domain=_DOMAIN)
-        while record.ranges:
-            self._nvtx.pop_range(domain=_DOMAIN)
-            record.ranges -= 1
-
-
 NVTX = "nvtx"
 """The value of MPICOMM_TRACE that asks for only NVTX ranges."""
 
@@ -75,15 +35,28 @@ class Recorder:
         self._total = Counts()  # of all communicators
         self._reports = reports and settings.stats
         self._process = os.getpid()
-        self._pending: deque[tuple[Record, Interval, int, Counts]] = deque()
-        traces = settings.trace is not None
-        self.ranges = Ranges.find(required=settings.trace == NVTX) if traces else None
+        self._pending: deque[tuple[Record, StreamInterval, int, Counts]] = deque()
+        self._nvtx: Any = None if settings.trace is None else _nvtx(required=settings.trace == NVTX)
         self.file: TraceFile | None = None
         if settings.trace is not None and settings.trace != NVTX:
             self.file = TraceFile(log.file_name(settings.trace, number), number)
         if note_slow_way not in log.slow_way_listeners:
             log.slow_way_listeners.append(note_slow_way)
         atexit.register(self._finish)
+
+    def open_range(self, record: Record, text: str) -> None:
+        """Open an NVTX range of a call, if the package nvtx is there."""
+        if self._nvtx is not None:
+            self._nvtx.push_range(message=text, domain=_DOMAIN)
+            record.ranges += 1
+
+    def close_ranges(self, record: Record) -> None:
+        """Close the ranges of a call. A call by MPI gets a mark, because MPI names its algorithm only at the end."""
+        if record.ranges == 1 and record.algorithm:
+            self._nvtx.mark(message=f"{record.operation} by {record.algorithm}", domain=_DOMAIN)
+        while record.ranges:
+            self._nvtx.pop_range(domain=_DOMAIN)
+            record.ranges -= 1
 
     def add(self, record: Record, ordinal: int, counts: Counts) -> None:
         """Take the record of a call that is over on the host; ``ordinal`` is the device of its streams."""
@@ -141,3 +114,15 @@ class Recorder:
             # A file has no width. The table is for people, and stdout stays the program's.
             width = None if sys.stderr.isatty() else 140
             self._total.statistics().print(Console(stderr=True, width=width))
+
+
+def _nvtx(*, required: bool) -> Any:
+    """Return the package nvtx; None without it, or `InvalidUsageError` if it is ``required``."""
+    try:
+        return importlib.import_module("nvtx")
+    except ImportError as error:
+        if not required:
+            return None
+        raise InvalidUsageError(
+            f'MPICOMM_TRACE="nvtx" needs the package nvtx: pip install -e ".[nvtx]", or name a file ({error})'
+        ) from error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mpicomm.recording.record import Record
 from mpicomm.sizes import format_size
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _BOUNDS = tuple(1 << bits for bits in (8, 12, 16, 20, 24, 28))
 
 
-@dataclass(frozen=True)
+@dataclass
 class CallStatistics:
     """The calls of one operation, size class, algorithm and error on this rank."""
 
@@ -24,14 +24,14 @@ class CallStatistics:
     sizes: str
     """The size class, as in "<= 4K" or "> 256M"; "" for calls without buffers."""
     algorithm: str
-    calls: int
-    nbytes: int
+    calls: int = 0
+    nbytes: int = 0
     """The bytes of all calls; each call counts the larger of this rank's buffers."""
-    host_s: float
+    host_s: float = 0.0
     """The time in seconds that the calls took on the host."""
-    device_s: float
+    device_s: float = 0.0
     """The seconds between begin and end of each call in its stream, with the waits for other ranks."""
-    longest_s: float
+    longest_s: float = 0.0
     """The longest time in seconds that a call took on the host."""
     error: str = ""
     """The class of the error that the calls have raised; "" for calls that have returned."""
@@ -63,7 +63,18 @@ class Statistics:
         for name in ("calls", "total bytes", "host ms", "device ms", "mean us", "longest us"):
             table.add_column(name, justify="right")
         for row in sorted(self.rows, key=lambda row: -(row.host_s + row.device_s)):
-            table.add_row(*_cells(row))
+            mean_us = f"{row.host_s / row.calls * 1e6:.1f}" if row.calls else ""
+            table.add_row(
+                row.operation,
+                row.sizes,
+                ", ".join(filter(None, (row.algorithm, row.error and f"failed: {row.error}"))),
+                str(row.calls),
+                f"{row.nbytes:,}",
+                f"{row.host_s * 1e3:.3f}",
+                f"{row.device_s * 1e3:.3f}" if row.device_s else "",
+                mean_us,
+                f"{row.longest_s * 1e6:.1f}",
+            )
         console.print(table)
         if self.slow_ways:
             slow = Table(title="mpicomm: slow ways taken", title_justify="left")
@@ -75,80 +86,37 @@ class Statistics:
             console.print(slow)
 
 
-@dataclass(slots=True)
-class _Sums:
-    """The sums of one row; unlike `CallStatistics` they change with every call."""
-
-    calls: int = 0
-    nbytes: int = 0
-    host_ns: int = 0
-    device_ns: int = 0
-    longest_ns: int = 0
-
-
 class Counts:
     """Counts records of calls; for any thread."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, int, str, str], _Sums] = {}
+        self._rows: dict[tuple[str, int, str, str], CallStatistics] = {}
         self._slow_ways: Counter[tuple[str, str]] = Counter()
 
     def add(self, record: Record) -> None:
         """Count a call that has ended on the host."""
-        row, lasted_ns = self._row(record), record.stop_ns - record.start_ns
+        row, lasted_s = self._row(record), (record.stop_ns - record.start_ns) / 1e9
         row.calls += 1
         row.nbytes += record.nbytes or 0
-        row.host_ns += lasted_ns
-        row.longest_ns = max(row.longest_ns, lasted_ns)
+        row.host_s += lasted_s
+        row.longest_s = max(row.longest_s, lasted_s)
         for reason in record.slow_ways:
             self._slow_ways[record.operation, reason] += 1
 
     def add_device_time(self, record: Record, lasted_ns: int) -> None:
         """Add the time of a call on a device."""
-        self._row(record).device_ns += lasted_ns
+        self._row(record).device_s += lasted_ns / 1e9
 
     def statistics(self) -> Statistics:
         """Return the counts so far."""
-        rows = (
-            CallStatistics(
-                operation,
-                _size_class(place),
-                algorithm,
-                row.calls,
-                row.nbytes,
-                row.host_ns / 1e9,
-                row.device_ns / 1e9,
-                row.longest_ns / 1e9,
-                error,
-            )
-            for (operation, place, algorithm, error), row in self._rows.copy().items()
-        )
-        return Statistics(tuple(rows), dict(self._slow_ways))
+        return Statistics(tuple(map(replace, self._rows.copy().values())), dict(self._slow_ways))
 
-    def _row(self, record: Record) -> _Sums:
+    def _row(self, record: Record) -> CallStatistics:
         place = -1 if record.nbytes is None else bisect.bisect_left(_BOUNDS, record.nbytes)
         key = record.operation, place, record.algorithm, record.error
         row = self._rows.get(key)
         if row is None:
-            row = self._rows.setdefault(key, _Sums())
+            sizes = f"<= {format_size(_BOUNDS[place])}" if place < len(_BOUNDS) else f"> {format_size(_BOUNDS[-1])}"
+            made = CallStatistics(record.operation, "" if place < 0 else sizes, record.algorithm, error=record.error)
+            row = self._rows.setdefault(key, made)
         return row
-
-
-def _size_class(place: int) -> str:
-    if place < 0:
-        return ""
-    return f"<= {format_size(_BOUNDS[place])}" if place < len(_BOUNDS) else f"> {format_size(_BOUNDS[-1])}"
-
-
-def _cells(row: CallStatistics) -> tuple[Any, ...]:
-    return (
-        row.operation,
-        row.sizes,
-        ", ".join(filter(None, (row.algorithm, row.error and f"failed: {row.error}"))),
-        str(row.calls),
-        f"{row.nbytes:,}",
-        f"{row.host_s * 1e3:.3f}",
-        f"{row.device_s * 1e3:.3f}" if row.device_s else "",
-        f"{row.host_s / row.calls * 1e6:.1f}" if row.calls else "",
-        f"{row.longest_s * 1e6:.1f}",
-    )

@@ -10,7 +10,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -104,6 +103,17 @@ class TraceFile:
             logger.warning("MPICOMM_TRACE=%r cannot be written: %s: the trace ends here", self.path, error.strerror)
 
     def _slice(self, record: Record, track: int, start_ns: int, stop_ns: int, category: str) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "bytes": record.nbytes,
+            "dtype": record.dtype or None,
+            "algorithm": record.algorithm or None,
+            "why": record.why or None,
+            "slow": "; ".join(record.slow_ways) or None,
+            "comm": record.comm,
+            "number": record.number or None,
+            "captured": record.captured or None,
+            "error": record.error or None,
+        }
         return {
             "ph": "X",
             "name": record.operation,
@@ -112,7 +122,7 @@ class TraceFile:
             "dur": (stop_ns - start_ns) / 1000,
             "pid": self._rank,
             "tid": track,
-            "args": _facts(record),
+            "args": {**{name: value for name, value in facts.items() if value is not None}, **record.details},
         }
 
     def _thread(self) -> int:
@@ -134,18 +144,3 @@ class TraceFile:
             late = len(self._lines) >= _MOST_KEPT or now_ns() - self._written_ns > _LONGEST_KEPT_NS
         if late:
             self.flush()
-
-
-def _facts(record: Record) -> dict[str, Any]:
-    facts: Sequence[tuple[str, Any]] = (
-        ("bytes", record.nbytes),
-        ("dtype", record.dtype or None),
-        ("algorithm", record.algorithm or None),
-        ("why", record.why or None),
-        ("slow", "; ".join(record.slow_ways) or None),
-        ("comm", record.comm),
-        ("number", record.number or None),
-        ("captured", record.captured or None),
-        ("error", record.error or None),
-    )
-    return {**{name: value for name, value in facts if value is not None}, **record.details}

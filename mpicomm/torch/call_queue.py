@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
 from queue import SimpleQueue
@@ -13,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpicomm.torch.works import FOREVER, WAITS, PendingWork, Tensors, Work, ended, too_late, translated
+from mpicomm.torch.works import FOREVER, WAITS, PendingWork, Tensors, Work, too_late, translated
 from mpicomm.waiting import start_thread
 
 T = TypeVar("T")
@@ -82,7 +80,7 @@ class CallQueue:
 
     A thread carries out asynchronous calls, so that the program computes meanwhile, and so that ranks may begin calls
     of two groups in different orders. A blocking call runs in the caller's thread, after the calls before it. A call on
-    tensors of a GPU does not wait for its kernels. A ``with`` block is its turn.
+    tensors of a GPU does not wait for its kernels.
 
     A callback of a future may make calls. They come after the calls that the program had begun when it added the
     callback, and before later calls, on all ranks: a callback of a future that is not complete waits its turn in the
@@ -102,20 +100,16 @@ class CallQueue:
         self.turn = threading.Lock()
         self.end_turn = self.turn.release
 
-    def run(
-        self, call: Callable[[], None], outputs: Tensors, name: str, *, begin: bool, limit: timedelta | None = None
-    ) -> Work:
-        """Carry out a call, or begin it. This method or the work raises its errors, `translated`. Local.
+    def begin(self, call: Callable[[], None], outputs: Tensors, name: str, limit: timedelta | None = None) -> HostWork:
+        """Begin a call. The work raises its errors, `translated`. Local.
 
         Each wait for the call ends after ``limit``, and the call goes on.
         """
-        if begin or limit is not None:
-            work = self._begin(HostWork(self, call, outputs, name, limit))
-            if not begin:
-                work.wait()
-            return work
-        self.call(name, call)
-        return ended(outputs)
+        work = HostWork(self, call, outputs, name, limit)
+        # A callback may wait for the work of its call, so the thread would never come to the call in the queue.
+        if self.is_here() or not self._put(work.carry_out):
+            work.carry_out()
+        return work
 
     def call(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
         """Carry out ``call(*arguments)`` in its turn in the calling thread. Raises its errors `translated`."""
@@ -136,28 +130,8 @@ class CallQueue:
                 return
             self.turn.release()
         if not self.is_here():
-            self._begin(HostWork(self, lambda: None, (), "turn")).wait()
+            self.begin(lambda: None, (), "turn").wait()
         self.turn.acquire()  # the call of a callback comes before all calls in the queue
-
-    def __enter__(self) -> None:
-        self.take_turn()
-
-    def __exit__(self, *exception: object) -> None:
-        self.end_turn()
-
-    @contextmanager
-    def last_turn(self, limit_s: float) -> Iterator[bool]:
-        """Close the queue. The ``with`` block is the turn after all calls, also in callers' threads. Local.
-
-        If these calls have not ended within ``limit_s`` seconds, the block gets False, and no turn.
-        """
-        ends_s = time.monotonic() + limit_s
-        ended = self.close(limit_s) and self.turn.acquire(timeout=max(0.0, ends_s - time.monotonic()))
-        try:
-            yield ended
-        finally:
-            if ended:
-                self.turn.release()
 
     def close(self, limit_s: float) -> bool:
         """End the thread after the calls that it has. Return whether it has ended within ``limit_s`` seconds. Local.
@@ -200,12 +174,6 @@ class CallQueue:
             PENDING.pop(id(added), None)
             add(future, lambda _: place.set_result(None))
         return added
-
-    def _begin(self, work: HostWork) -> HostWork:
-        # A callback may wait for the work of its call, so the thread would never come to the call in the queue.
-        if self.is_here() or not self._put(work.carry_out):
-            work.carry_out()
-        return work
 
     def _put(self, item: Callable[[], object]) -> bool:
         """Give an item to the thread. Return False if the queue is closed."""

@@ -152,8 +152,12 @@ class CollectiveCalls(c10d.ProcessGroup):
         if self._streams is None:
             given = torch.zeros(1, dtype=torch.uint8, device="cpu"), dist.ReduceOp.SUM, "tensor", None
             meet = partial(self.collectives["all_reduce"].carry_out, *given)
-            return self._queue.run(meet, (), "barrier", begin=begin, limit=limit if limit > FOREVER else None)
-        work = self._queue.call("barrier", self._streams.barrier, max(limit, FOREVER))
+            if not begin and limit <= FOREVER:
+                self._queue.call("barrier", meet)
+                return ended(())
+            work: Work = self._queue.begin(meet, (), "barrier", limit if limit > FOREVER else None)
+        else:
+            work = self._queue.call("barrier", self._streams.barrier, max(limit, FOREVER))
         if not begin:
             work.wait()
         return work
@@ -182,7 +186,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         self._require_open(name)
         self._sequence += 1
         if not output.is_cuda:
-            work = self._queue.run(partial(call.carry_out, *given), [output], name, begin=True)
+            work = self._queue.begin(partial(call.carry_out, *given), [output], name)
             work.other_value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
@@ -234,7 +238,7 @@ class CollectiveCalls(c10d.ProcessGroup):
             finally:
                 queue.end_turn()
         elif begin or limit is not None:
-            work = queue.run(partial(call.carry_out, *given), outputs, name, begin=True, limit=limit)
+            work = queue.begin(partial(call.carry_out, *given), outputs, name, limit)
         else:
             queue.call(name, call.carry_out, *given)
         if not begin and work is not None:

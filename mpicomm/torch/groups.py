@@ -187,38 +187,29 @@ def wait_for_all(
     it, too. If rank 0 is late, it gets the error of the others. The errors begin like gloo's, because programs look for
     these words.
     """
-    result: tuple[str, list[int]] = "", []
-    if rank == 0:
-        result = _roll_call(store, size, timeout_s, name_all=name_all, step=step)
-    else:
+    text, missing = "", list[int]()
+    if rank:
         store.set(str(rank), "")
         # Rank 0 may come up to `timeout_s` after this rank. It writes the result at most `timeout_s` later.
         if not _comes(store, "result", 2 * timeout_s):
-            result = f"rank 0 did not come within {2 * timeout_s:g} s", [0]
+            text, missing = f"rank 0 did not come within {2 * timeout_s:g} s", [0]
+    elif timeout_s <= 0:
+        text = f"Rank 0 timed out in {step} after {timeout_s:g} s"
+    else:
+        end = time.monotonic() + timeout_s
+        for other in range(1, size):
+            if (name_all or not missing) and not _comes(store, str(other), end - time.monotonic()):
+                missing.append(other)
+        if missing:
+            names = ", ".join(map(str, missing))
+            text = f"Rank{'s' * (len(missing) > 1)} {names} failed to pass {step} in {timeout_s:g} s"
     # The first result that is written holds for all ranks. So rank 0 does not pass after another rank has given up.
-    text, missing = json.loads(store.compare_set("result", "", json.dumps(result)))
+    text, missing = json.loads(store.compare_set("result", "", json.dumps((text, missing))))
     if text and rank:
         reached = f"Rank {rank} successfully reached {step}"
         text = f"{reached}, but received errors while waiting for send/recv from rank 0: {text}"
     if text:
         raise GroupTimeoutError(text, ranks=missing)
-
-
-def _roll_call(store: c10d.Store, size: int, timeout_s: float, *, name_all: bool, step: str) -> tuple[str, list[int]]:
-    """Return why ``step`` has failed, or "" if all ranks have come, and the missing ranks."""
-    if timeout_s <= 0:
-        return f"Rank 0 timed out in {step} after {timeout_s:g} s", []
-    end = time.monotonic() + timeout_s
-    missing = []
-    for rank in range(1, size):
-        if not _comes(store, str(rank), end - time.monotonic()):
-            missing.append(rank)
-            if not name_all:
-                break
-    if not missing:
-        return "", []
-    names = ", ".join(map(str, missing))
-    return f"Rank{'s' * (len(missing) > 1)} {names} failed to pass {step} in {timeout_s:g} s", missing
 
 
 def _comes(store: c10d.Store, key: str, timeout_s: float) -> bool:

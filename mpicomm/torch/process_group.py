@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from threading import get_ident
@@ -130,8 +131,7 @@ class ProcessGroup(CollectiveCalls):
         """Return a tensor of ``size`` elements. On a GPU it lies in symmetric memory: see `SymmetricPool.allocate`."""
         if self._streams is None or torch.device(device).type != "cuda":
             return torch.empty(size, dtype=dtype, device=device)
-        with self._queue:
-            return self._streams.allocate(size, dtype)
+        return self._queue.call("allocate_tensor", self._streams.allocate, size, dtype)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Take the ``device_id`` of `torch.distributed.init_process_group`. Local."""
@@ -183,15 +183,18 @@ class ProcessGroup(CollectiveCalls):
             return
         self._open = False
         limit_s = min(self._timeout_s, _FREE_S)
-        # A free during a call would take away the memory that the call uses, and both would wait for the same messages.
-        with self._queue.last_turn(limit_s) as ended:
-            if not ended:
-                logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
-                return
-            try:
-                self.communicator._door.free_within(limit_s)
-            except MpicommError as error:
-                logger.warning("a process group is not freed on all ranks: %s", error)
+        until_s, turn = time.monotonic() + limit_s, self._queue.turn
+        # A free during a call, also in another thread, would take away the memory that the call uses, and both would
+        # wait for the same messages.
+        if not (self._queue.close(limit_s) and turn.acquire(timeout=max(0.0, until_s - time.monotonic()))):
+            logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
+            return
+        try:
+            self.communicator._door.free_within(limit_s)
+        except MpicommError as error:
+            logger.warning("a process group is not freed on all ranks: %s", error)
+        finally:
+            turn.release()
 
     def abort(self) -> None:
         """Refuse further calls. Local. Calls in progress end with the timeout of the group.

@@ -181,7 +181,7 @@ class Streams:
         work = StreamWork()
         work.side, work.name, work.ptr, work.kept, work._outputs = self, name, event.ptr, None, list(outputs)
         try:
-            self.marks.wait_stream_again(self._begin, address, current)
+            self.marks.wait_stream(address, current, self._begin)
             is_recorded = self.enqueue(call, given, event, beside=True)
             if self._pool.is_in_use:
                 self._note_use((*outputs, *inputs))
@@ -227,7 +227,7 @@ class Streams:
         # There is no work, because its creation and its mark would take the host half as long as the call.
         current, side = current_stream(self.gpu), self.stream
         try:
-            self.marks.wait_stream_again(self._begin, self._address, current)
+            self.marks.wait_stream(self._address, current, self._begin)
             self.enqueue(call, given, beside=True)
             for tensor in tensors:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from mpicomm.activity.reading import printable
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.recording.record import DEVICE
-from mpicomm.trace.merge import Clock, Event, Sum, Trace, clocks_of, find_waits, flows, read_traces, sums
+from mpicomm.trace.merge import Clock, Event, Trace, Wait, clocks_of, find_waits, flows, read_traces
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,7 +53,7 @@ def _merge(paths: list[Path], output: Path) -> None:
     by_wall_clock = [rank for rank, clock in clocks.items() if clock.by_wall_clock]
     if by_wall_clock:
         sys.stdout.write(f"{name_ranks(by_wall_clock)}: aligned by the wall clock, which may be off by milliseconds\n")
-    _print(sums(waits))
+    _print(waits)
 
 
 def aligned(traces: Sequence[Trace], clocks: dict[int, Clock]) -> list[Event]:
@@ -76,25 +77,28 @@ def aligned(traces: Sequence[Trace], clocks: dict[int, Clock]) -> list[Event]:
     return events
 
 
-def _print(pairs: Sequence[Sum]) -> None:
+def _print(waits: Sequence[Wait]) -> None:
+    """Print the waits by pairs of ranks, the longest total first."""
     from rich.console import Console
     from rich.table import Table
 
-    if not pairs:
+    if not waits:
         sys.stdout.write("no rank waited for another rank in a collective call\n")
         return
     table = Table(title="who waited for whom in collective calls", title_justify="left")
-    table.add_column("rank", justify="right")
-    table.add_column("waited for rank", justify="right")
-    table.add_column("calls", justify="right")
-    table.add_column("total ms", justify="right")
-    table.add_column("longest ms", justify="right")
+    for name in ("rank", "waited for rank", "calls", "total ms", "longest ms"):
+        table.add_column(name, justify="right")
     table.add_column("in")
-    for pair in pairs:
-        longest, facts = pair.longest, pair.longest.event["args"]
+    pairs: dict[tuple[int, int], list[Wait]] = defaultdict(list)
+    for wait in waits:
+        pairs[wait.rank, wait.late].append(wait)
+    rows = [(sum(wait.waited_us for wait in each), pair, each) for pair, each in pairs.items()]
+    for total_us, (rank, late), each in sorted(rows, key=lambda row: -row[0]):
+        longest = max(each, key=lambda wait: wait.waited_us)
+        facts = longest.event["args"]
         call = printable(f"{longest.operation} number {facts['number']} of communicator {facts['comm']}")
-        cells = (f"{pair.total_us / 1000:.3f}", f"{longest.waited_us / 1000:.3f}", call)
-        table.add_row(str(pair.rank), str(pair.late), str(pair.calls), *cells)
+        times = f"{total_us / 1000:.3f}", f"{longest.waited_us / 1000:.3f}"
+        table.add_row(str(rank), str(late), str(len(each)), *times, call)
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, markup=False, emoji=False).print(table)
 
 

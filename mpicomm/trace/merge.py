@@ -171,17 +171,6 @@ class Wait:
     """The part of the call with which the last rank came."""
 
 
-@dataclass(frozen=True)
-class Sum:
-    """All waits of one rank for another rank."""
-
-    rank: int
-    late: int
-    calls: int
-    total_us: float
-    longest: Wait
-
-
 def find_waits(events: Iterable[Event], clocks: Mapping[int, Clock]) -> Iterator[Wait]:
     """Yield the waits in events of all ranks, with times of the common clock.
 
@@ -193,11 +182,11 @@ def find_waits(events: Iterable[Event], clocks: Mapping[int, Clock]) -> Iterator
     for parts in _calls(events).values():
         if len(parts) < 2:
             continue
-        arrivals = {rank: min(events, key=_begin) for rank, events in parts.items()}
-        late = max(arrivals, key=lambda rank: (_begin(arrivals[rank]), rank))
-        last_us = _begin(arrivals[late])
+        arrivals = {rank: min(events, key=lambda event: float(event["ts"])) for rank, events in parts.items()}
+        late = max(arrivals, key=lambda rank: (arrivals[rank]["ts"], rank))
+        last_us = float(arrivals[late]["ts"])
         for rank, events_of_rank in parts.items():
-            waits = [(max(0.0, min(_end(event), last_us) - _begin(event)), event) for event in events_of_rank]
+            waits = [(max(0.0, min(_end(event), last_us) - event["ts"]), event) for event in events_of_rank]
             waited_us = sum(us for us, _ in waits)
             uncertain_us = (clocks[rank].uncertainty_ns + clocks[late].uncertainty_ns) / 1000
             if rank != late and waited_us > max(_LEAST_US, uncertain_us):
@@ -206,25 +195,13 @@ def find_waits(events: Iterable[Event], clocks: Mapping[int, Clock]) -> Iterator
                 yield Wait(operation, rank, late, waited_us, longest, arrivals[late])
 
 
-def sums(waits: Iterable[Wait]) -> list[Sum]:
-    """Return the waits by pairs of ranks, the longest total first."""
-    pairs: dict[tuple[int, int], list[Wait]] = defaultdict(list)
-    for wait in waits:
-        pairs[wait.rank, wait.late].append(wait)
-    found = [
-        Sum(rank, late, len(each), sum(wait.waited_us for wait in each), max(each, key=lambda wait: wait.waited_us))
-        for (rank, late), each in pairs.items()
-    ]
-    return sorted(found, key=lambda pair: -pair.total_us)
-
-
 def flows(waits: Sequence[Wait]) -> Iterator[Event]:
     """Yield the events that draw an arrow from the call of the last rank to each call that waited for it."""
     for number, wait in enumerate(waits):
         arrow = {"name": f"waited for rank {wait.late}", "cat": "waits", "id": number}
-        begin = _begin(wait.late_event)
+        begin = float(wait.late_event["ts"])
         yield {**arrow, "ph": "s", "ts": begin, "pid": wait.late, "tid": wait.late_event["tid"]}
-        end = min(max(begin, _begin(wait.event)), _end(wait.event))
+        end = min(max(begin, float(wait.event["ts"])), _end(wait.event))
         yield {**arrow, "ph": "f", "bp": "e", "ts": end, "pid": wait.rank, "tid": wait.event["tid"]}
 
 
@@ -240,10 +217,6 @@ def _calls(events: Iterable[Event]) -> dict[tuple[str, str], dict[int, list[Even
         if all(on_device.values()):
             parts.update(on_device)
     return calls
-
-
-def _begin(event: Event) -> float:
-    return float(event["ts"])
 
 
 def _end(event: Event) -> float:

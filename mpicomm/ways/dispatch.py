@@ -11,20 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call, in_order
 from mpicomm.collectives.call_location import CallLocation
-from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.fast_path import after_votes, at_once, plain_calls
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.ops import TREE, op_name
 from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
@@ -34,19 +32,8 @@ from mpicomm.ways.by_mpi import MpiWay
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.on_gpus import OnGpus
-from mpicomm.ways.on_host import AsPacked, Deferred, InMappedMemory, OnCopies, WithEpilogue
+from mpicomm.ways.on_host import AsPacked, Begun, Deferred, InMappedMemory, OnCopies, Way, WithEpilogue
 from mpicomm.ways.reader import Reader
-from mpicomm.ways.way import Begun, Way
-
-
-class MessageCall(NamedTuple):
-    """The arguments of a message in stream order, in the order in which `PlanCache.find_message` takes them."""
-
-    operation: str
-    send: Any
-    receive: Any
-    route: tuple[int, int, int, int]
-    """The destination and its tag, the source and its tag."""
 
 
 class Dispatcher:
@@ -242,18 +229,10 @@ class Dispatcher:
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
     ) -> MPI.Prequest:
         """Return a persistent collective."""
-        votes = self._votes
-        # A reduction is read, because MPI may refuse two empty buffers at one address: see `Call`.
-        plain = not operation.reduces and self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm)
-        if plain and votes.agree(operation) == "host":
-            return self._mpi.prepare(operation, arguments, info)
         call = self._reader.look(operation, arguments, algorithm, stream, only_to_check=True)
-        if plain:
-            call = self._reader.placed(call, "gpu")
-        else:
-            if votes.are_needed and call.on_device and not call.is_mpis:
-                votes.vote(operation, on_host=False)
-            call = self._located(call, blocking=False)
+        if self._votes.are_needed and call.on_device and not call.is_mpis:
+            self._votes.vote(operation, on_host=False)
+        call = self._located(call, blocking=False)
         return self._prepare(operation, arguments, info, stream, algorithm, call)
 
     def _prepare(
@@ -304,28 +283,6 @@ class Dispatcher:
             )
         engine = self.engines.on_gpu("Barrier").engine
         engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
-
-    def repeat_message(self, call: MessageCall, stream: Any) -> bool:
-        """Enqueue a message in stream order again; local. Return whether such a call was made before."""
-        gpu = self.engines.gpu
-        known = gpu and gpu.find_message(*call)
-        if not gpu or not known:
-            return False
-        gpu.enqueue(known, stream, call.send, call.receive)
-        return True
-
-    def enqueue_message(self, call: MessageCall, stream: Any, sent: Message | None, received: Message | None) -> None:
-        """Enqueue a message to one rank and a message from another rank, in stream order.
-
-        The first message of a communicator of GPUs is collective, and later messages are local.
-        """
-        session = self._session.set_up(call.operation)
-        session.require_usable(call.operation)
-        gpu = self.engines.on_gpu(call.operation)
-        plan = gpu.engine.prepare_messages(call.operation, sent, received)
-        by_output = call.send is None
-        gpu.add_message(plan, *call, sent, received, by_output=by_output)
-        gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
 
     def again(
         self,

@@ -184,14 +184,10 @@ class Engines:
         if group not in self._call_logs:
             index = int(group is not session.domain)
             self._call_logs[group] = session.keep(CallLog(group, session.row, index, session.calls_on_host.of))
-            session.awaited_elsewhere = self._awaited_elsewhere
-            session.group.absence_reason = session.node.absence_reason = session.domain.absence_reason = (
-                self._absence_reason
-            )
+            session.awaited_elsewhere = lambda: any(log.ahead() for log in self._call_logs.values())
+            for each in (session.group, session.node, session.domain):
+                each.absence_reason = self._absence_reason
         return self._call_logs[group]
-
-    def _awaited_elsewhere(self) -> bool:
-        return any(call_log.ahead() for call_log in self._call_logs.values())
 
     def _timeout_on_host(self) -> CollectiveTimeoutError | None:
         error = self._host and self._host.broken

@@ -9,9 +9,10 @@ from mpi4py import MPI
 from mpicomm.collectives.exchange import Message
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, Span, parse, require_separate
+from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import require_here
 from mpicomm.session import Session
-from mpicomm.ways.dispatch import Dispatcher, MessageCall
+from mpicomm.ways.engines import Engines
 
 End = tuple[Any, int, int]
 """A buffer, the rank that gets or fills it, and the tag. It is a plain tuple, because every message makes two."""
@@ -29,11 +30,11 @@ _NAMES = {
 class InStreamOrder:
     """The messages of one communicator that sendrecv.cu matches.
 
-    ``collectives`` has the engine that launches the kernel.
+    The first message of a communicator of GPUs sets up the engine that launches the kernel, collectively.
     """
 
-    def __init__(self, collectives: Dispatcher, session: Session) -> None:
-        self._collectives = collectives
+    def __init__(self, engines: Engines, session: Session) -> None:
+        self._engines = engines
         self._session = session
 
     def exchange(
@@ -45,10 +46,20 @@ class InStreamOrder:
         ``status`` with the length and the source that the caller names, because the host does not see the message.
         """
         (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
-        call = MessageCall(operation, sendbuf, recvbuf, (dest, sendtag, source, recvtag))
-        if not self._collectives.repeat_message(call, stream):
+        route = dest, sendtag, source, recvtag
+        gpu = self._engines.gpu
+        known = gpu and gpu.find_message(operation, sendbuf, recvbuf, route)
+        if gpu and known:
+            gpu.enqueue(known, stream, sendbuf, recvbuf)
+        else:
             session = self._session.set_up(operation)
-            self._collectives.enqueue_message(call, stream, *_read(operation, send, receive, session))
+            sent, received = _read(operation, send, receive, session)
+            session.require_usable(operation)
+            gpu = self._engines.on_gpu(operation)
+            plan = gpu.engine.prepare_messages(operation, sent, received)
+            by_output = sendbuf is None
+            gpu.add_message(plan, operation, sendbuf, recvbuf, route, sent, received, by_output=by_output)
+            gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(recvbuf if by_output else sendbuf)))
         if status is not None:
             status.Set_source(source)
             status.Set_tag(recvtag)  # MPI.ANY_TAG stays: the host does not learn the sender's tag

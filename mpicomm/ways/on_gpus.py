@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpicomm.collectives.call import Call, in_order
@@ -25,7 +26,12 @@ class OnGpus:
 
     def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
         """See `Way.enqueue`."""
-        operation, given, session = call.operation, call.given, self._ready(call)
+        operation, given, session = call.operation, call.given, self._session
+        session.require_gpu(operation.name)  # before anything looks at device memory
+        session.set_up(operation.name)
+        for operand in call.operands:
+            require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
+        session.require_usable(operation.name)
         if self._votes.are_needed and not (call.has_voted or call.joins):
             self._votes.vote(operation, on_host=False)  # first, because ranks with host arrays take part in the set-up
         gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
@@ -55,16 +61,6 @@ class OnGpus:
             call.copies.back()
         return None
 
-    def _ready(self, call: Call) -> Session:
-        """Return the session of a call whose arrays must be on this rank's GPU. Collective the first time."""
-        session, operation = self._session, call.operation.name
-        session.require_gpu(operation)  # before anything looks at device memory
-        session.set_up(operation)
-        for operand in call.operands:
-            require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
-        session.require_usable(operation)
-        return session
-
     def start_known(
         self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...], *, votes: bool = True
     ) -> DeferredRequest | None:
@@ -78,13 +74,10 @@ class OnGpus:
             return None
         backend, events = self._session.backend, gpu.engine.completions
         event = events.take()  # if the call raises, the event goes with its last reference
-        done = event.passed
         vote = self._votes.vote_for_gpus if votes else None
-        if not gpu.enqueue(known, stream, send, receive, event, vote=vote):
+        if gpu.enqueue(known, stream, send, receive, event, vote=vote):
+            done = event.passed
+        else:
             events.give_back(event)
-            done = _at_once
+            done = partial(bool, True)
         return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
-
-
-def _at_once() -> bool:
-    return True

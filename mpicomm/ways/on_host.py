@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import add
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +31,34 @@ from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.reader import Reader
-from mpicomm.ways.way import Carry
 
 _BYTE = np.dtype(np.uint8)
 _TEXT_NBYTES = 512  # longer calls differ by their hash
 _left: list[Any] = []
 """The memory of exchanges that no rank completes."""
 Prepare = Callable[[Operation, Arguments, MPI.Info, Any, str], MPI.Prequest]
+
+
+Begun = MPI.Request | None
+"""A call that was enqueued: MPI's request, or a `DeferredRequest`; None if no rank has to wait for it."""
+
+
+class Way(Protocol):
+    """Carries out calls of one communicator. All ranks take the same way for a call."""
+
+    def enqueue(self, call: Call, *, blocking: bool) -> Begun:
+        """Enqueue a call that was read. Collective.
+
+        When this returns, a ``blocking`` call has to be over, or in the order of its stream. The answer is None then.
+        Blocking, nonblocking and persistent calls differ in their use of the answer, see `dispatch`.
+        """
+
+
+class Carry(Protocol):
+    """Carries out another call, for a way on top of others: the way of that call enqueues it."""
+
+    def __call__(self, call: Call, *, blocking: bool) -> Begun:
+        """See `Way.enqueue`."""
 
 
 class InMappedMemory:

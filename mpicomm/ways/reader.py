@@ -10,8 +10,10 @@ from mpi4py import MPI
 from mpicomm.collectives.beside import BESIDE, PinnedCopies
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_location import CallLocation
+from mpicomm.collectives.host import selection
 from mpicomm.collectives.neighborhood import Neighborhood, crossed_by_places, mpi_crosses, neighborhood_of
 from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
@@ -19,8 +21,8 @@ from mpicomm.mpi.arguments import Operand, parse, typed_blocks
 from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError
 from mpicomm.mpi.host_calls import require_no_graph
 from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.ops import Op
 from mpicomm.session import Session
-from mpicomm.ways.algorithm_argument import require_known, require_possible
 
 REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
 """The errors with which mpi4py and MPI refuse the arguments of a call. `Reader.refused` puts them in words."""
@@ -58,7 +60,7 @@ class Reader:
         """
         given = arguments
         if algorithm != "auto":
-            require_known(operation, algorithm)
+            _require_known(operation, algorithm)
         if operation.send == "counted" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
@@ -88,7 +90,7 @@ class Reader:
             call.given, call.stream = given, stream
         operation, algorithm = call.operation, call.algorithm
         if algorithm != "auto":
-            require_possible(call)
+            _require_possible(call)
         if not operation.in_mpi and (call.dtype is None or algorithm == "mpi"):
             raise InvalidUsageError(
                 f"{operation} is not MPI's: it takes plain element types and predefined operations, and no "
@@ -179,3 +181,54 @@ class Reader:
         neighborhood, places = self.neighbors() if operation.of_neighbors else None, self._session.placement
         rank, size = places.rank, len(places.places)
         return Call(operation, arguments, rank, size, algorithm, neighborhood, place=place, copies=copies)
+
+
+def _require_known(operation: Operation, algorithm: str) -> None:
+    """Raise for an algorithm that does not exist, or that does not serve this collective."""
+    from mpicomm.collectives.gpu.algorithms import registry  # here, because few programs name an algorithm
+
+    known = ("auto", "mpi", *registry.NAMES)
+    if algorithm not in known:
+        raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(known)}")
+    if algorithm != "mpi" and algorithm not in registry.names_for(operation):
+        possible = ", ".join(registry.operations_for(algorithm))
+        raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
+
+
+def _require_possible(call: Call) -> None:
+    """Raise if the named algorithm does not support the type, the operation, or the location of the buffers."""
+    operation, algorithm, wire = call.operation, call.algorithm, call.arguments.wire
+    if wire is not None and algorithm not in ("one_shot", "two_shot"):
+        raise InvalidUsageError(
+            f'algorithm="{algorithm}" of {operation} sends no codes of 8 bits for wire_dtype="{wire}": use "auto"'
+        )
+    if algorithm == "mpi":
+        if call.op in ("avg", "tree"):
+            lacking = "AVG" if call.op == "avg" else 'order="tree"'
+            raise InvalidUsageError(
+                f'algorithm="mpi": MPI has no {lacking} for {operation}: leave algorithm= out, or use SUM'
+            )
+        if call.epilogue is not None and call.on_device:
+            raise InvalidUsageError(
+                f'algorithm="mpi": MPI applies no epilogue to device arrays of {operation}: use "auto"'
+            )
+        if operation.reduces and call.dtype is not None and types.mpi_datatype(call.dtype) is None:
+            raise InvalidUsageError(
+                f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out'
+            )
+    elif (operation.of_neighbors or operation.send == "typed") and not call.on_device:
+        raise InvalidUsageError(
+            f"algorithm={algorithm!r} of {operation} is for device arrays, and MPI carries it out on host arrays: "
+            "leave algorithm= out"
+        )
+    elif call.dtype is None:
+        return  # only MPI can carry it out, as with algorithm="auto"
+    elif algorithm == "ring" and isinstance(op := call.arguments.op, Op) and not op.commute:
+        raise InvalidUsageError(
+            f'algorithm="ring" of {operation}: the ring does not reduce in rank order, and {op!r} does not commute: '
+            'use "two_shot", or commute=True'
+        )
+    elif algorithm == "ring" and (refusal := ring_refusal(call.op or "")):
+        raise InvalidUsageError(f'algorithm="ring" of {operation}: {refusal}: use "auto"')
+    elif not call.on_device and algorithm not in selection.algorithms_for(operation):
+        raise InvalidUsageError(f'algorithm="{algorithm}" of {operation} is for device arrays: use "one_shot"')

@@ -79,8 +79,6 @@ def read_buffer(spec: Any, backend: Backend, *, writable: bool, name: str) -> Lo
         raise InvalidUsageError(f"{name}: MPI.BOTTOM has no meaning for a window of a device: pass the array itself")
     operand = parse(spec, writable=writable, name=name)
     if operand.on_device:
-        if backend.device == "cpu":
-            raise InvalidUsageError(f"{name} is on GPU {operand.device}, and the window is in host memory: copy it")
         require_here(name, operand.device, backend.device)
     return LocalBuffer(name, operand.pointer, _elements_of(operand, array, writable), operand.on_device, array)
 
@@ -124,12 +122,12 @@ def read_target(
     Local. Missing items are the items of ``like``, a buffer of this rank. Raises `InvalidUsageError` for elements
     outside the part of ``rank``, and for other bytes than the bytes of ``like``. ``convert`` has converted ``like``.
     """
-    items = _items(spec)
-    disp = 0 if items[0] is None else index_of(items[0], "displacement", "target")
-    count = like.elements.count if items[1] is None else index_of(items[1], "count", "target")
+    disp, count, datatype = items_of(spec)
+    disp = index_of(disp, "displacement", "target")
+    count = like.elements.count if count is None else index_of(count, "count", "target")
     if count < 0:
         raise RefusedByMpiError(f"{what}: target: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
-    elements = convert(_retyped(like.elements, count, items[2]))
+    elements = convert(_retyped(like.elements, count, datatype))
     address = memory.locate(rank, disp, elements.ends, what)
     if elements.nbytes != like.nbytes:
         raise RefusedByMpiError(
@@ -140,13 +138,14 @@ def read_target(
     return Target(rank, address, elements)
 
 
-def _items(spec: Any) -> tuple[Any, Any, Any]:
+def items_of(spec: Any) -> tuple[Any, Any, Any]:
+    """Return the displacement, the count and the datatype of the argument ``target``; None for a missing one."""
     if isinstance(spec, (list, tuple)):
         if len(spec) > 3:
             raise InvalidUsageError(f"target has {len(spec)} items: pass at most 3, (displacement, count, datatype)")
-        padded: tuple[Any, Any, Any] = (*spec, None, None, None)[:3]
-        return padded
-    return spec, None, None
+        disp, count, datatype = (*spec, None, None, None)[:3]
+        return 0 if disp is None else disp, count, datatype
+    return 0 if spec is None else spec, None, None
 
 
 def _retyped(like: TypedElements, count: int, datatype: Any) -> TypedElements:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Segment
-from mpicomm.devices.handle import PACKET_NBYTES, Descriptor, MemoryHandle
+from mpicomm.devices.handle import PACKET_NBYTES, MemoryHandle
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
@@ -25,7 +24,7 @@ from mpicomm.windows.memory import Part, WindowMemory, share_boards
 
 _ENTRIES = 256
 _ENTRY_NBYTES = 256
-_CONTENT = struct.Struct(f"<QQQQ{PACKET_NBYTES}s")
+_CONTENT = struct.Struct(f"<QQ{PACKET_NBYTES}s")
 _NUMBER_NBYTES = 8
 
 
@@ -38,10 +37,6 @@ class Attached:
     address: int
     """Its address on its rank."""
     nbytes: int
-    pid: int
-    """The process of its rank."""
-    fd: int
-    """The descriptor of host memory in that process; 0 for memory of a GPU."""
     packet: bytes
     """The handle of the memory."""
 
@@ -75,7 +70,7 @@ class Directory:
         ]
         self._made = 0
 
-    def add(self, address: int, nbytes: int, pid: int, fd: int, packet: bytes) -> None:
+    def add(self, address: int, nbytes: int, packet: bytes) -> None:
         """Add memory of this rank. Raises `InvalidUsageError` if it overlaps other memory, or if there is no entry."""
         for other in self.of(self._own):
             if address < other.address + other.nbytes and other.address < address + nbytes:
@@ -86,7 +81,7 @@ class Directory:
         slot = next((slot for slot in range(_ENTRIES) if not self._number(entries[slot])[0]), None)
         if slot is None:
             raise InvalidUsageError(f"Win.Attach: {_ENTRIES} arrays are attached: call Detach before it")
-        content = _CONTENT.pack(address, nbytes, pid, fd, packet)
+        content = _CONTENT.pack(address, nbytes, packet)
         entries[slot, _NUMBER_NBYTES : _NUMBER_NBYTES + len(content)] = np.frombuffer(content, np.uint8)
         fence()
         self._made += 1
@@ -143,7 +138,7 @@ class DynamicMemory(WindowMemory):
     def __init__(self, owner: Owner, boards: SharedSegments, directory: Directory) -> None:
         super().__init__(owner, [Part(0, 1)] * owner.node.size, boards, boards, allocated=False)
         self._directory = directory
-        self._attached: dict[int, tuple[Segment, Descriptor | None]] = {}
+        self._attached: dict[int, Segment] = {}  # by address
         self._opened: dict[tuple[int, int], tuple[int, Segment]] = {}  # by rank and slot: the number, and the memory
 
     def attach(self, array: Any) -> None:
@@ -159,25 +154,24 @@ class DynamicMemory(WindowMemory):
             for _, each in parts:
                 if each is not None:
                     on_failure.callback(each.close)
-            handle, fd = parts[0]
-            if fd is not None and backend.device != "cpu":
+            handle, descriptor = parts[0]
+            if descriptor is not None:
                 # A descriptor of GPU memory opens only in a process to which a message has carried it.
                 raise InvalidUsageError(
                     "Win.Attach: memory lies in virtual memory or in a stream-ordered pool, which ranks can open only "
                     "together: attach memory of cudaMalloc, such as of CuPy's default pool, or pass the array to "
                     "Win.Create"
                 )
-            number = 0 if fd is None else int(fd)
-            self._directory.add(segment.pointer, view.nbytes, os.getpid(), number, handle.pack())
+            self._directory.add(segment.pointer, view.nbytes, handle.pack())
             on_failure.pop_all()
-        self._attached[segment.pointer] = segment, fd
+        self._attached[segment.pointer] = segment
 
     def detach(self, array: Any) -> None:
         """Let other ranks access an array no more; local. Their accesses must be over."""
         view: Any = self.owner.backend.asarray(array, "memory")
         address = int(view.ctypes.data if hasattr(view, "ctypes") else view.data.ptr)
         self._directory.remove(address)
-        self._close_attached(address)
+        self._attached.pop(address).close()
 
     def locate(self, rank: int, disp: int, ends: tuple[int, int], what: str) -> int:
         """Return the address on this rank of the address ``disp`` of ``rank``; see `WindowMemory.locate`."""
@@ -200,7 +194,10 @@ class DynamicMemory(WindowMemory):
                 self.owner.backend.synchronize()  # accesses of this rank to the earlier memory may be in flight
                 segment.close()
                 del self._opened[rank, found.slot]
-            segment = _opened(self.owner, rank, found)
+            try:
+                segment = self.owner.backend.open(((MemoryHandle.unpack(found.packet), None),))
+            except HandleError as error:
+                raise HandleError(f"memory that rank {rank} has attached: {error}", ranks=[rank]) from error
             self._opened[rank, found.slot] = found.number, segment
         return segment
 
@@ -212,15 +209,9 @@ class DynamicMemory(WindowMemory):
 
     def close_own(self) -> None:
         super().close_own()
-        for address in list(self._attached):
-            self._close_attached(address)
+        while self._attached:
+            self._attached.popitem()[1].close()
         self._directory.close_own()
-
-    def _close_attached(self, address: int) -> None:
-        segment, fd = self._attached.pop(address)
-        segment.close()
-        if fd is not None:
-            fd.close()
 
 
 def share_dynamic_window(owner: Owner, what: str) -> DynamicMemory:
@@ -232,18 +223,3 @@ def share_dynamic_window(owner: Owner, what: str) -> DynamicMemory:
         boards.undo(f"{what}: undo directory")
         raise
     return owner.keep(DynamicMemory(owner, boards, directory))
-
-
-def _opened(owner: Owner, rank: int, found: Attached) -> Segment:
-    try:
-        handle = MemoryHandle.unpack(found.packet)
-        if not found.fd:
-            return owner.backend.open(((handle, None),))
-        # The kernel lets processes of one user open each other's descriptors, so the owner takes no part.
-        fd = Descriptor.of(os.open, f"/proc/{found.pid}/fd/{found.fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return owner.backend.open(((handle, fd),))
-        finally:
-            fd.close()
-    except (HandleError, OSError) as error:
-        raise HandleError(f"memory that rank {rank} has attached: {error}", ranks=[rank]) from error

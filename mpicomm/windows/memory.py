@@ -12,14 +12,12 @@ from mpi4py import MPI
 from mpicomm.activity.page import WindowRow
 from mpicomm.devices.base import Segment
 from mpicomm.devices.handle import MemoryUse
-from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
 from mpicomm.symmetric.owner import Owner
-from mpicomm.windows.host_locks import make_mutex
 
 BYTES = np.dtype(np.uint8)
 
@@ -178,8 +176,6 @@ def share_boards(owner: Owner, what: str) -> SharedSegments:
         try:
             # Before the exchange that tells the peers of the board, because it could wipe out a peer's first signal.
             backend.zero(segment.pointer, BOARD_NBYTES)
-            if isinstance(backend, HostBackend):
-                make_mutex(segment.pointer)
         except Exception:
             segment.close()
             raise

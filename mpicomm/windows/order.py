@@ -143,7 +143,7 @@ class StreamUse:
     CUDA refuses events across a capture. The program orders launches of its graphs.
     """
 
-    def __init__(self, backend: GpuBackend | None) -> None:
+    def __init__(self, backend: GpuBackend) -> None:
         self._backend = backend
         self._stream = 0  # the stream of the last synchronisation
         self._mark: Any = None  # the point after the last synchronisation; None if no other work has to follow it
@@ -156,34 +156,29 @@ class StreamUse:
 
         Raises the error of earlier work, if there is one.
         """
-        assert self._backend is not None
         eager = self._backend.eager_stream(stream, array)  # one question is cheaper than two
         return (self._backend.stream(stream, array), True) if eager is None else (eager, False)
 
     def before_access(self, stream: int, *, captures: bool) -> None:
         """Let ``stream``, on which an access goes next, follow the last synchronisation."""
-        if self._backend is None or self._mark is None or stream == self._stream or stream in self._followed:
-            return
-        if not captures:
+        if self._mark is not None and stream != self._stream and stream not in self._followed and not captures:
             self._backend.side_streams.follow(stream, self._mark)
             self._followed.add(stream)
 
     def after_access(self, stream: int, *, captures: bool) -> None:
         """Note an access on ``stream``, which is enqueued."""
-        if self._backend is None or captures:
+        if captures:
             return
         # A mark takes a microsecond. It is needed because the program may destroy the stream before the next
         # synchronisation. No program destroys a default stream, so that synchronisation waits for the stream itself.
         if stream in _DEFAULT_STREAMS and stream == self._stream:
             self._accessed_here = True
         else:
-            last = self._accesses.get(stream)
-            marks = self._backend.side_streams
-            self._accesses[stream] = marks.mark(stream) if last is None else marks.mark_again(last, stream)
+            self._accesses[stream] = self._backend.side_streams.mark(stream, self._accesses.get(stream))
 
     def before_synchronisation(self, stream: int, *, captures: bool) -> None:
         """Let ``stream``, on which a synchronisation goes next, follow all accesses and the last synchronisation."""
-        if self._backend is None or captures:
+        if captures:
             return
         for mark in self._accesses.values():
             self._backend.side_streams.follow(stream, mark)
@@ -196,9 +191,8 @@ class StreamUse:
 
     def after_synchronisation(self, stream: int, *, captures: bool) -> None:
         """Note a synchronisation on ``stream``, which is enqueued."""
-        if self._backend is None or captures:
-            return
-        self._stream, self._mark = stream, self._backend.side_streams.mark(stream)
-        self._accesses.clear()
-        self._accessed_here = False
-        self._followed.clear()
+        if not captures:
+            self._stream, self._mark = stream, self._backend.side_streams.mark(stream)
+            self._accesses.clear()
+            self._accessed_here = False
+            self._followed.clear()

@@ -1,15 +1,11 @@
-"""Steps: the parts of one-sided calls that a device carries out; the steps of GPUs, and their launches.
-
-Each kernel has one argument, into which each call writes its own fields.
-"""
+"""Steps: the kernels of windows. Each kernel has one argument, into which each call writes its own fields."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +15,6 @@ from mpicomm.devices.base import Scratch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packing import blocks_for
-from mpicomm.kernels.variant import Variant
 from mpicomm.kernels.window import (
     ACCUMULATE_THREADS,
     FENCE,
@@ -49,35 +44,6 @@ from mpicomm.windows.updates import Update, is_aligned
 
 _TIMES = 8
 """A launch that a program has made so many times, one after the other, is made ready for more."""
-
-
-class SynchronisationLaunch:
-    """Launches a kernel of window.cu. Construction loads it."""
-
-    def __init__(self, backend: GpuBackend, kernel: Variant, boards: int, rank: int) -> None:
-        faults = backend.faults
-        limits = backend.timeout_ns, faults.record, faults.failed
-        self._arguments = SynchronisationArguments(boards, 0, 0, *limits, rank)
-        self._enqueue = backend.launcher(kernel, self._arguments)
-        self._lock = threading.Lock()  # threads may call a window at once
-
-    def __call__(
-        self,
-        operation: int,
-        signals: int,
-        waits: int,
-        stream: int,
-        *,
-        kind: int = 0,
-        exclusive: bool = False,
-        yields: bool = False,
-    ) -> None:
-        """Enqueue the kernel."""
-        x = self._arguments
-        with self._lock:
-            x.operation, x.signals, x.waits = operation, signals, waits
-            x.kind, x.exclusive, x.yields = kind, exclusive, yields
-            self._enqueue(stream, 1, WINDOW_THREADS)
 
 
 class RunUpdate:
@@ -124,24 +90,7 @@ class RunUpdate:
             self._enqueue(stream, blocks, ACCUMULATE_THREADS)
 
 
-class SwapLaunch:
-    """Compares and swaps one element of ``nbytes`` bytes. Construction loads the kernel."""
-
-    def __init__(self, backend: GpuBackend, nbytes: int) -> None:
-        self._arguments = SwapArguments(failed=backend.faults.failed)
-        self._enqueue = backend.launcher(swap_kernel(nbytes), self._arguments)
-        self._lock = threading.Lock()
-
-    def __call__(self, target: int, value: int, compare: int, result: int, stream: int) -> None:
-        """Enqueue the kernel. All arguments are addresses."""
-        x = self._arguments
-        with self._lock:
-            x.target, x.value, x.compare, x.result = target, value, compare, result
-            self._enqueue(stream, 1, 1)
-
-
-@dataclass(frozen=True)
-class Count:
+class Count(NamedTuple):
     """A kind of count on the boards, and the operation that a fault record names for a wait."""
 
     kind: int
@@ -163,77 +112,42 @@ def ranks_in(ranks: int) -> Iterator[int]:
             yield rank
 
 
-class Steps(Protocol):
-    """Carries out steps on mapped memory, in the order of a stream. The host carries them out at once.
+class Steps:
+    """The parts of one-sided calls that kernels of this rank's GPU carry out, in the order of a stream.
 
-    A set of ranks is a number: see `set_of`.
+    A set of ranks is a number: see `set_of`. Construction loads the kernels that wait, before a kernel can spin.
     """
-
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy bytes between two addresses of the device or of the host."""
-
-    def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        """Pack elements, which lie from ``memory`` on, to ``packed``."""
-
-    def scatter(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        """Unpack elements from ``packed`` to their places from ``memory`` on."""
-
-    def scratch(self, nbytes: int, stream: int) -> int:
-        """Return the address of private memory, which is valid for the next steps on ``stream``."""
-
-    def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
-        """Signal ranks, after all earlier work of the stream, and then wait for ranks."""
-
-    def arrived(self, count: Count, ranks: int) -> bool:
-        """Return whether `meet` would wait for none of these ranks now."""
-
-    def lock(self, ranks: int, stream: int, *, exclusive: bool, yields: bool) -> None:
-        """Take the locks of ranks. ``yields`` lets exclusive locks pass first for which ranks wait."""
-
-    def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
-        """Give the locks of ranks up, after all earlier work of the stream."""
-
-    def require_updatable(self, update: Update, target: Target, what: str) -> None:
-        """Raise `InvalidUsageError` if `accumulate` cannot update these elements atomically. Local."""
-
-    def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
-        """Update elements, each atomically. ``values`` is the address of the contributions, one after the other.
-
-        ``result`` is the address for the previous elements; 0 if no code needs them.
-        """
-
-    def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
-        """Replace one element by the element at ``value`` if its bits are the bits at ``compare``; atomic."""
-
-
-class GpuSteps:
-    """The `Steps` of one GPU. Construction loads the kernels that wait, before a kernel can spin."""
 
     def __init__(self, backend: GpuBackend, boards: list[int], rank: int) -> None:
         self._backend = backend
         self._rank = rank
         self._boards = boards
-        self._table = backend.pointer_table(list(boards))
         self._scratch: dict[int, GrowingScratch] = {}
         self._captured: list[Scratch] = []
         self.copy = backend.copy
-        table = int(self._table.data.ptr)
-        self._meet, self._lock = (
-            SynchronisationLaunch(backend, kernel, table, rank) for kernel in (MEET_KERNEL, LOCK_KERNEL)
-        )
-        self._multiprocessors = backend.multiprocessors
+        faults = backend.faults
+        self._table = backend.pointer_table(list(boards))
+        limits = backend.timeout_ns, faults.record, faults.failed
+        self._arguments = SynchronisationArguments(int(self._table.data.ptr), 0, 0, *limits, rank)
+        self._threads = threading.Lock()  # threads may call a window at once
+        self._meet = backend.launcher(MEET_KERNEL, self._arguments)
+        self._lock = backend.launcher(LOCK_KERNEL, self._arguments)
         self.run_update = cache(partial(RunUpdate, backend))
         """Returns the launches that update consecutive elements. The first call loads their kernel."""
-        self._swap = cache(partial(SwapLaunch, backend))
 
     def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
+        """Pack elements, which lie from ``memory`` on, to ``packed``."""
         self._backend.pack(table_for(layout), memory, packed, stream, unpacks=False)
 
     def scatter(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
+        """Unpack elements from ``packed`` to their places from ``memory`` on."""
         self._backend.pack(table_for(layout), memory, packed, stream, unpacks=True)
 
     def scratch(self, nbytes: int, stream: int) -> int:
-        """Return memory of the stream. A captured graph gets separate memory, because it may run beside the stream."""
+        """Return the address of private memory, which is valid for the next steps on the stream.
+
+        A captured graph gets separate memory, because it may run beside the stream.
+        """
         if self._backend.is_capturing(stream):
             self._captured.append(self._backend.scratch(nbytes))
             return self._captured[-1].pointer
@@ -242,11 +156,15 @@ class GpuSteps:
         return part.pointer
 
     def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
+        """Signal ranks, after all earlier work of the stream, and then wait for ranks."""
         if signals or waits:
-            self._meet(count.operation, signals, waits, stream, kind=count.kind)
+            x = self._arguments
+            with self._threads:
+                x.operation, x.kind, x.signals, x.waits = count.operation, count.kind, signals, waits
+                self._meet(stream, 1, WINDOW_THREADS)
 
     def arrived(self, count: Count, ranks: int) -> bool:
-        """Read the counts beside all streams; blocking for some microseconds."""
+        """Return whether `meet` would wait for none of these ranks now. It blocks for some microseconds."""
         backend = self._backend
         row_nbytes = ROW_WORDS * WORD_NBYTES
         rows = backend.pinned(ROWS_OF_COUNTS * row_nbytes)
@@ -260,13 +178,18 @@ class GpuSteps:
         inbox, _, expected = rows.view(np.int64).reshape(ROWS_OF_COUNTS, ROW_WORDS)
         return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
 
-    def lock(self, ranks: int, stream: int, *, exclusive: bool, yields: bool) -> None:
-        self._lock(LOCK, 0, ranks, stream, exclusive=exclusive, yields=yields)
+    def lock(self, gives: int, takes: int, stream: int, *, exclusive: bool, yields: bool = False) -> None:
+        """Give up the locks of ranks, after all earlier work of the stream, and take those of other ranks.
 
-    def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
-        self._lock(LOCK, ranks, 0, stream, exclusive=exclusive)
+        ``yields`` lets exclusive locks pass first for which ranks wait.
+        """
+        x = self._arguments
+        with self._threads:
+            x.operation, x.signals, x.waits, x.exclusive, x.yields = LOCK, gives, takes, exclusive, yields
+            self._lock(stream, 1, WINDOW_THREADS)
 
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
+        """Raise `InvalidUsageError` if `accumulate` cannot update these elements atomically. Local."""
         dtype, nbytes = update.dtype, update.dtype.itemsize
         if nbytes not in UPDATED_SIZES or not (update.op in (*MOVING, *LOCATING) or is_covered(dtype)):
             raise InvalidUsageError(
@@ -284,6 +207,10 @@ class GpuSteps:
             )
 
     def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
+        """Update elements, each atomically. ``values`` is the address of the contributions, one after the other.
+
+        ``result`` is the address for the previous elements; 0 if no code needs them.
+        """
         elements, backend, itemsize = target.elements, self._backend, update.dtype.itemsize
         if elements.layout is None and elements.nbytes <= RunUpdate.MOST_NBYTES:
             captures = backend.is_capturing(stream)
@@ -293,9 +220,11 @@ class GpuSteps:
         regions = backend.pack_table(table)
         walk = table.arguments(regions, target.address, values, backend.faults.failed, unpacks=True)
         kernel = accumulate_kernel((update.kernel_type, update.op), itemsize)
-        blocks = blocks_for(elements.nbytes // itemsize, self._multiprocessors)
+        blocks = blocks_for(elements.nbytes // itemsize, backend.multiprocessors)
         arguments = AccumulateArguments(walk, result)
         backend.launch(kernel, arguments, stream, blocks=blocks, threads=ACCUMULATE_THREADS)
 
     def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
-        self._swap(target.elements.nbytes)(target.address, value, compare, result, stream)
+        """Replace one element by the element at ``value`` if its bits are the bits at ``compare``; atomic."""
+        swap = SwapArguments(target.address, value, compare, result, self._backend.faults.failed)
+        self._backend.launch(swap_kernel(target.elements.nbytes), swap, stream, blocks=1, threads=1)

@@ -17,10 +17,9 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
 from mpicomm.symmetric.owner import Owner
-from mpicomm.windows.host_steps import HostSteps
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.order import Epochs, StreamUse
-from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, GpuSteps, Steps, ranks_in, set_of
+from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, Steps, ranks_in, set_of
 
 _ASSERTIONS = {
     "Win.Fence": MPI.MODE_NOSTORE | MPI.MODE_NOPUT | MPI.MODE_NOPRECEDE | MPI.MODE_NOSUCCEED,
@@ -32,7 +31,7 @@ _ASSERTIONS = {
 
 
 class Synchronisation:
-    """The epochs of this rank. All calls are local, except `Fence`, and stream-ordered on a GPU; the host blocks."""
+    """The epochs of this rank. All calls are stream-ordered, and local except `Fence`."""
 
     def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group, links: Callable[[], Sequence[Link]]) -> None:
         """Begin without an epoch. Local. ``array`` of this rank's part has the library whose stream is current."""
@@ -42,7 +41,8 @@ class Synchronisation:
         self._group = group
         self._links = links
         self._epochs = Epochs()
-        self._backend = backend = owner.backend
+        assert not isinstance(owner.backend, HostBackend)
+        self._backend: GpuBackend = owner.backend
         self._owner: Owner = owner
         self._rank = owner.node.rank
         self._size = owner.node.size
@@ -50,13 +50,8 @@ class Synchronisation:
         self._is_waited: Callable[[], bool] = lambda: True
         self._nocheck: set[int] = set()
         self._without_atomics: dict[int, str] | None = None
-        self._gpu: GpuBackend | None = None
-        if isinstance(backend, HostBackend):
-            self._steps: Steps = HostSteps(backend, memory.boards, self._rank, owner.node.progress)
-        else:
-            self._gpu = backend
-            self._steps = GpuSteps(self._gpu, memory.boards, self._rank)
-        self._streams = StreamUse(self._gpu)
+        self._steps = Steps(self._backend, memory.boards, self._rank)
+        self._streams = StreamUse(self._backend)
         self._row = memory.row
 
     def _require_usable(self, what: str) -> None:
@@ -68,7 +63,7 @@ class Synchronisation:
     def Fence(self, assertion: int = 0, *, stream: Any = None) -> None:
         """End an epoch of all ranks, and begin the next. Collective. It holds the stream, not the host."""
         self._check("Win.Fence", assertion)
-        with self._waiting(stream) as where:
+        with self._synchronising(stream) as where:
             self._epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
             self._row.log(0).post("Win.Fence")
             others = self._everyone & ~(1 << self._rank)
@@ -93,7 +88,7 @@ class Synchronisation:
         if assertion & MPI.MODE_NOCHECK:
             self._epochs.start(targets)
             return
-        with self._waiting(stream) as where:
+        with self._synchronising(stream) as where:
             self._epochs.start(targets)
             self._steps.meet(POSTS, 0, set_of(targets), where)
 
@@ -133,8 +128,6 @@ class Synchronisation:
         reads the count that `Complete` has written on the peer's page. It orders no data: the wait that follows pairs
         with the signal of the peer's GPU.
         """
-        if self._gpu is None:
-            return False
         places, key = self._owner.placement.places, self._row.words[layout.KEY]
         for origin in origins:
             calls = calls_of(places[origin].pid, key)
@@ -155,9 +148,9 @@ class Synchronisation:
             return
         # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
         exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self._epochs.locks
-        with self._waiting(stream) as where:
+        with self._synchronising(stream) as where:
             self._epochs.lock(rank, lock_type)
-            self._steps.lock(1 << rank, where, exclusive=exclusive, yields=yields and not exclusive)
+            self._steps.lock(0, 1 << rank, where, exclusive=exclusive, yields=yields and not exclusive)
 
     def Unlock(self, rank: int, *, stream: Any = None) -> None:
         """End the epoch of `Lock`, after all accesses of this rank."""
@@ -168,7 +161,7 @@ class Synchronisation:
         with self._synchronising(stream) as where:
             lock_type = self._epochs.unlock(rank)
             if rank not in self._nocheck:
-                self._steps.unlock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
+                self._steps.lock(1 << rank, 0, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
         self._nocheck.discard(rank)
 
     def Lock_all(self, assertion: int = 0, *, stream: Any = None) -> None:
@@ -179,9 +172,9 @@ class Synchronisation:
             self._epochs.lock_all()
             self._nocheck.update(range(self._size))
             return
-        with self._waiting(stream) as where:
+        with self._synchronising(stream) as where:
             self._epochs.lock_all()
-            self._steps.lock(self._everyone, where, exclusive=False, yields=True)
+            self._steps.lock(0, self._everyone, where, exclusive=False, yields=True)
 
     def Unlock_all(self, *, stream: Any = None) -> None:
         """End the epoch of `Lock_all`."""
@@ -189,7 +182,7 @@ class Synchronisation:
         with self._synchronising(stream) as where:
             self._epochs.unlock_all()
             if not self._nocheck:
-                self._steps.unlock(self._everyone, where, exclusive=False)
+                self._steps.lock(self._everyone, 0, where, exclusive=False)
         self._nocheck.clear()
 
     def Flush(self, rank: int, *, stream: Any = None) -> None:
@@ -215,19 +208,17 @@ class Synchronisation:
         if not what.endswith("_all"):
             self._require_rank(what, "rank", rank)
         self._epochs.require_passive(what, rank)
-        with self._synchronising(stream) as where:
-            self._order_host_memory(where)
+        with self._synchronising(stream):
+            pass  # a stream orders the accesses of its rank
 
     def Sync(self, *, stream: Any = None) -> None:
         """Let later work of the stream see all that other ranks have published to this rank."""
         self._check("Win.Sync")
-        with self._synchronising(stream) as where:
-            self._order_host_memory(where)
+        with self._synchronising(stream):
+            pass  # a stream orders the accesses of its rank
 
     def _require_atomics(self, what: str, ranks: int) -> None:
         """Raise unless the links to ``ranks`` carry atomics. Local."""
-        if self._gpu is None:
-            return
         if self._without_atomics is None:
             self._without_atomics = {
                 rank: link.path
@@ -257,39 +248,12 @@ class Synchronisation:
     @contextlib.contextmanager
     def _synchronising(self, stream: Any) -> Iterator[int]:
         """Give the stream of a synchronisation in a ``with`` block, after all accesses of this rank."""
-        where, captures = self._resolve(stream, self._array)
+        where, captures = self._streams.resolve(stream, self._array)
         self._streams.before_synchronisation(where, captures=captures)
         yield where
         self._streams.after_synchronisation(where, captures=captures)
-        if self._gpu is not None and self._gpu.completes:
-            self._gpu.complete(where)
-
-    @contextlib.contextmanager
-    def _waiting(self, stream: Any) -> Iterator[int]:
-        """Do as `_synchronising` for a call that waits on the host. If the wait ends by an error, there was no call.
-
-        The error may be a Ctrl-C, after which the program calls again. `Steps` undo or repeat what they have done.
-        """
-        with self._synchronising(stream) as where:
-            log = self._row.log(0)
-            epochs, calls = vars(self._epochs).copy(), log.calls
-            try:
-                yield where
-            except BaseException:
-                vars(self._epochs).update(epochs)
-                log.calls = calls
-                raise
-
-    def _resolve(self, stream: Any, array: Any) -> tuple[int, bool]:
-        """Return the address of a ``stream=`` argument, and whether the stream captures a graph."""
-        if self._gpu is None:
-            return self._backend.stream(stream, array), False
-        return self._streams.resolve(stream, array)
-
-    def _order_host_memory(self, stream: int) -> None:
-        """Order this rank's accesses before and after the call, in the view of other ranks. A stream does so itself."""
-        if self._gpu is None:
-            self._backend.synchronize(stream)
+        if self._backend.completes:
+            self._backend.complete(where)
 
     def _ranks_of(self, group: Any, what: str) -> frozenset[int]:
         if not isinstance(group, MPI.Group) or group == MPI.GROUP_NULL:

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.kernels.window import LOCATING, MOVING
@@ -79,14 +78,6 @@ def _with_whole_pairs(datatype: MPI.Datatype) -> DatatypeLayout | None:
     if known.whole_pairs is None:
         known.whole_pairs = made_of(datatype, _with_whole_pairs)
     return known.whole_pairs
-
-
-def combine_pairs(op: str, now: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
-    """Replace each pair of ``now`` by the pair with the smaller or larger value; of equal values the smaller index."""
-    first, other = now["value"], values["value"]
-    wins = other < first if op == "minloc" else other > first
-    wins |= (other == first) & (values["index"] < now["index"])
-    now[wins] = values[wins]
 
 
 @dataclass(frozen=True)

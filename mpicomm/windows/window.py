@@ -11,29 +11,38 @@ from mpicomm.devices.base import Link
 from mpicomm.kernels.window import SWAPPED_SIZES
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.requests import Completer, DeferredRequest
-from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target
+from mpicomm.windows.buffers import LocalBuffer, Target, items_of, read_buffer, read_target
 from mpicomm.windows.dynamic import DynamicMemory
-from mpicomm.windows.known_calls import KnownAccesses, KnownCall, key_of
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.staging import Staging
-from mpicomm.windows.steps import GpuSteps
+from mpicomm.windows.steps import RunUpdate
 from mpicomm.windows.synchronisation import Synchronisation
 from mpicomm.windows.updates import Update, as_pairs, name_of, require_alike, require_bytes, require_one, update_of
+
+# These are plain tuples, because a tuple without names takes a third of the time to make.
+_Form = tuple[int, int, int, int, "RunUpdate | None"]
+"""The facts that calls of one form have in common: the address of the part of the target rank, its bytes and its
+displacement unit, the bytes of an element, and the launches of an update."""
+_KnownCall = tuple[int, int, int, int, "RunUpdate | None", int]
+"""The address of the elements of the target rank, the address of the origin, the address for previous elements or 0,
+the number of bytes, the launches of an update, and the stream."""
 
 
 class WindowCalls(Synchronisation):
     """The calls on memory that all ranks have mapped. All are local, except `Fence`.
 
-    Calls are stream-ordered on a GPU: they return when their steps are enqueued. They block on the host. Every fault of
-    an argument raises before the first step, so nothing is written then.
+    Calls are stream-ordered: they return when their steps are enqueued. Every fault of an argument raises before the
+    first step, so nothing is written then.
+
+    A call is *known* if it differs only in addresses and counts from an earlier call, which has passed all checks.
     """
 
     def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group, links: Callable[[], Sequence[Link]]) -> None:
         super()._begin(memory, array, group, links)
-        self._staging = Staging(self._gpu, self._steps)
-        # The memory of a dynamic window has no fixed parts.
-        self._known = KnownAccesses() if self._gpu is not None and not isinstance(memory, DynamicMemory) else None
+        self._staging = Staging(self._backend, self._steps)
+        self._forms: dict[tuple[Any, ...], _Form] = {}  # of known calls, by operation, target rank and types
         self._completer = Completer(by_itself=True)
 
     def Put(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> None:
@@ -43,7 +52,7 @@ class WindowCalls(Synchronisation):
             local = self._access("Win.Put", origin, target_rank, target, stream, self._move_out, writable=False)
             self._learn("put", origin, target_rank, target, local, None)
         else:
-            (address, pointer, _, nbytes, _), where = known
+            address, pointer, _, nbytes, _, where = known
             self._steps.copy(address, pointer, nbytes, where)
             self._streams.after_access(where, captures=False)
 
@@ -54,7 +63,7 @@ class WindowCalls(Synchronisation):
             local = self._access("Win.Get", origin, target_rank, target, stream, self._move_in, writable=True)
             self._learn("get", origin, target_rank, target, local, None)
         else:
-            (address, pointer, _, nbytes, _), where = known
+            address, pointer, _, nbytes, _, where = known
             self._steps.copy(pointer, address, nbytes, where)
             self._streams.after_access(where, captures=False)
 
@@ -124,9 +133,9 @@ class WindowCalls(Synchronisation):
     ) -> None:
         """Do as `Get_accumulate` with one element. Local, stream-ordered."""
         what = "Win.Fetch_and_op"
-        known = self._begin_known(what, key_of(op), origin, result, target_rank, target_disp, stream, 1)
+        known = self._begin_known(what, _key_of(op), origin, result, target_rank, target_disp, stream, 1)
         if known is not None:
-            self._update_known(*known)
+            self._update_known(known)
             return
         if self._is_nowhere(what, target_rank):
             return
@@ -189,7 +198,7 @@ class WindowCalls(Synchronisation):
         """Return the request of a call on ``local``, which is enqueued; None for MPI.PROC_NULL."""
         is_done: Callable[[], bool] = lambda: True  # noqa: E731
         if local is not None:
-            is_done = self._backend.completion(self._resolve(stream, self._array_of(local))[0])
+            is_done = self._backend.completion(self._streams.resolve(stream, self._array_of(local))[0])
         work = DeferredRequest.of(is_done, lambda: None)
         if not work.advance():
             work.kept = local
@@ -199,11 +208,11 @@ class WindowCalls(Synchronisation):
     def _accumulate(
         self, what: str, origin: Any, result: Any, target_rank: int, target: Any, op: MPI.Op, stream: Any
     ) -> None:
-        known = self._begin_known(what, key_of(op), origin, result, target_rank, target, stream)
+        known = self._begin_known(what, _key_of(op), origin, result, target_rank, target, stream)
         if known is None:
             self._update_elements(what, origin, result, target_rank, target, op, stream)
         else:
-            self._update_known(*known)
+            self._update_known(known)
 
     def _access(
         self,
@@ -262,7 +271,7 @@ class WindowCalls(Synchronisation):
             self._update(update, there, values, before, where)
             self._streams.after_access(where, captures=captures)
         if values is not None and not update.reads_only:
-            self._learn(key_of(op), origin, target_rank, target, values, update)
+            self._learn(_key_of(op), origin, target_rank, target, values, update)
         return local
 
     def _update(
@@ -275,9 +284,9 @@ class WindowCalls(Synchronisation):
         if before is not None and places[1]:
             self._staging.unpack(before, result, stream)
 
-    def _update_known(self, call: KnownCall, stream: int) -> None:
+    def _update_known(self, call: _KnownCall) -> None:
         """Carry out a known update."""
-        address, pointer, previous, nbytes, update = call
+        address, pointer, previous, nbytes, update, stream = call
         assert update is not None
         update(address, pointer, previous, nbytes, stream)
         self._streams.after_access(stream, captures=False)
@@ -292,21 +301,47 @@ class WindowCalls(Synchronisation):
         target: Any,
         stream: Any,
         count: int | None = None,
-    ) -> tuple[KnownCall, int] | None:
-        """Return the steps of a known call and its stream, as `_begin_access` does.
+    ) -> _KnownCall | None:
+        """Begin a known call as `_begin_access` does, after a check of its addresses, its counts and the epoch.
 
-        Return None for a call that is not known, or whose stream captures a graph.
+        Return None for a call that is not known, is wrong, or whose stream captures a graph. ``operation`` is "put",
+        "get", or the key of an operation of MPI. Without a result, ``result`` is None. If the call takes a certain
+        number of elements, ``count``, its target is a displacement.
         """
-        call = None if self._known is None else self._known.find(operation, origin, result, target_rank, target, count)
-        if call is None or self._gpu is None:
+        disp, datatype = target, None
+        if type(target) is not int:
+            if count is not None:
+                return None
+            disp, count, datatype = items_of(target)
+            if type(disp) is not int or not (count is None or type(count) is int):
+                return None
+        plain = plain_array(origin)
+        if plain is None or len(plain) != 3:
+            return None
+        pointer, elements, kind = plain
+        form = self._forms.get((operation, target_rank, kind, _key_of_type(datatype)))
+        if form is None or (count is not None and elements != count):
+            return None
+        part, nbytes_of_part, disp_unit, itemsize, update = form
+        start, nbytes, previous = disp * disp_unit, elements * itemsize, 0
+        if start < 0 or nbytes == 0 or start + nbytes > nbytes_of_part:
+            return None
+        if result is not None:
+            plain = plain_array(result)
+            if plain is None or plain[1:] != (elements, kind):
+                return None
+            previous = plain[0]
+        address = part + start
+        # GPUs update elements at multiples of their size.
+        if update is not None and (address | pointer | previous) % itemsize:
             return None
         self._require_usable(what)
         self._epochs.require_access(what, target_rank)
-        where = self._gpu.eager_stream(stream, array_of(origin))
+        where = self._backend.eager_stream(stream, array_of(origin))
         if where is None:
             return None
         self._streams.before_access(where, captures=False)
-        return call, where
+        return address, pointer, previous, nbytes, update, where
 
     def _learn(
         self,
@@ -318,39 +353,43 @@ class WindowCalls(Synchronisation):
         update: Update | None,
     ) -> None:
         """Learn the form of a call that has passed all checks. ``local`` is the buffer ``origin``."""
-        if self._known is None or operation is None or local is None or not local.on_device:
+        # The memory of a dynamic window has no fixed parts.
+        if operation is None or local is None or not local.on_device or isinstance(self._memory, DynamicMemory):
             return
-        assert isinstance(self._steps, GpuSteps)
-        part = self._memory.parts[target_rank]
+        plain, datatype = plain_array(origin), items_of(target)[2]
+        if plain is None or len(plain) != 3 or not plain[1]:
+            return
+        itemsize = local.nbytes // plain[1]
+        if type(datatype) is MPI.Datatype and not (
+            datatype.is_predefined and datatype.size == datatype.extent == itemsize
+        ):
+            return
         launches = None if update is None else self._steps.run_update(update)
-        place = self._memory.pointers[target_rank], part.nbytes, part.disp_unit
-        self._known.add(operation, origin, target_rank, target, place, local.nbytes, launches)
+        part = self._memory.parts[target_rank]
+        form = self._memory.pointers[target_rank], part.nbytes, part.disp_unit, itemsize, launches
+        self._forms[operation, target_rank, plain[2], _key_of_type(datatype)] = form
 
     def _move_out(self, local: LocalBuffer, there: Target, stream: int) -> None:
-        steps, layout = self._steps, there.elements.layout
-        if layout is None:
-            if local.elements.layout is None:
-                steps.copy(there.address, local.pointer, local.nbytes, stream)
-            elif self._staging.reaches(local):
-                steps.gather(local.elements.layout, local.pointer, there.address, stream)
-            else:
-                steps.copy(there.address, self._staging.packed(local, stream), local.nbytes, stream)
-        else:
+        steps, layout, own = self._steps, there.elements.layout, local.elements.layout
+        if layout is not None:
             steps.scatter(layout, there.address, self._staging.packed(local, stream), stream)
+        elif own is None:
+            steps.copy(there.address, local.pointer, local.nbytes, stream)
+        elif local.on_device:
+            steps.gather(own, local.pointer, there.address, stream)
+        else:
+            steps.copy(there.address, self._staging.packed(local, stream), local.nbytes, stream)
 
     def _move_in(self, local: LocalBuffer, there: Target, stream: int) -> None:
         steps, layout = self._steps, there.elements.layout
-        if local.elements.layout is None and self._staging.reaches(local):
-            if layout is None:
-                steps.copy(local.pointer, there.address, local.nbytes, stream)
-            else:
-                steps.gather(layout, there.address, local.pointer, stream)
+        if layout is None:
+            self._staging.unpack(local, there.address, stream)
             return
-        source = there.address
-        if layout is not None:
-            source = steps.scratch(local.nbytes, stream)
-            steps.gather(layout, there.address, source, stream)
-        self._staging.unpack(local, source, stream)
+        lies_ready = local.on_device and local.elements.layout is None
+        packed = local.pointer if lies_ready else steps.scratch(local.nbytes, stream)
+        steps.gather(layout, there.address, packed, stream)
+        if not lies_ready:
+            self._staging.unpack(local, packed, stream)
 
     def _read_pairs(self, spec: Any, name: str, *, writable: bool = False) -> LocalBuffer:
         """Read a buffer whose elements may be pairs."""
@@ -363,7 +402,7 @@ class WindowCalls(Synchronisation):
 
         The caller calls ``after_access`` later.
         """
-        where, captures = self._resolve(stream, self._array_of(local))
+        where, captures = self._streams.resolve(stream, self._array_of(local))
         self._streams.before_access(where, captures=captures)
         return where, captures
 
@@ -377,3 +416,13 @@ class WindowCalls(Synchronisation):
             return True
         self._require_rank(what, "target_rank", target_rank)
         return False
+
+
+def _key_of(op: Any) -> int | None:
+    """Return the key of an operation of MPI; None for an operation of the user."""
+    return op.handle if type(op) is MPI.Op else None
+
+
+def _key_of_type(datatype: Any) -> Any:
+    """Return MPI's handle of a datatype, because datatypes have no hash; 0 for None."""
+    return datatype.handle if type(datatype) is MPI.Datatype else 0

@@ -20,7 +20,7 @@ from mpicomm.recording.statistics import Statistics
 
 INTERNAL = frozenset(
     {
-        "Communicator.permanent",
+        "Communicator.installed",
         *(f"SymmetricArray.{name}" for name in ("__init__", "close_own", "close_peers", "memory_use")),
         *(f"SharedEvent.{name}" for name in ("__init__", "close_own", "close_peers", "memory_use")),
         *(f"Received.{name}" for name in ("__init__", "empty", "pointers", "on_device")),

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 CLIENTS = Path(__file__).parents[2] / ".clients"
-VERSIONS = {"mpi4py": version("mpi4py"), "mpi4py-fft": "2.0.6", "pylops-mpi": "0.8.0"}
+VERSIONS = {"mpi4py": version("mpi4py"), "mpi4py-fft": "2.0.6", "pylops-mpi": "0.8.0", "mpiarray": "0.2.1"}
 """mpi4py's own tests belong to the version that is installed."""
 
 

@@ -2,7 +2,8 @@
 
     python scripts/testing/clients.py [--ranks 2,3] [--cupy]
 
-The programs are mpi4py's own tests and demos, pylops-mpi's tests, and a distributed FFT by mpi4py-fft's pencils.
+The programs are mpi4py's own tests and demos, the tests of pylops-mpi and mpiarray, and a distributed FFT by
+mpi4py-fft's pencils.
 client_sources.py fetches them. Each program runs twice on the same number of ranks: by `python -m mpi4py` and by
 `python -m mpicomm`. A program that passes on mpi4py must pass on mpicomm, and a demo must print the same numbers. With
 --cupy the tests on mpicomm also have CuPy's arrays, and need a GPU.
@@ -107,6 +108,17 @@ PROGRAMS = (
         timed=True,
         variables_on_gpu=(("TEST_CUPY_PYLOPS", "1"), ("PYLOPS_MPI_CUDA_AWARE", "1"), ("NCCL_PYLOPS_MPI", "0")),
         package="pylops-mpi",
+        has_needs=True,
+    ),
+    Program(
+        "src/mpiarray/tests/unit",
+        # These two need astropy and xarray.
+        ("-q", *(f"--ignore={{source}}/src/mpiarray/tests/unit/test_{name}.py" for name in ("units", "xarray"))),
+        ("-m", "pytest"),
+        timed=True,
+        on_gpu=("-p", "scripts.testing.cunumpy_on_gpus"),
+        variables_on_gpu=(("CUNUMPY_BACKEND", "cupy"),),
+        package="mpiarray",
         has_needs=True,
     ),
     # The examples of MPI's first standard.

@@ -132,7 +132,8 @@ class ExpertsRig:
             given,
             machine.place(rank, ids).address,
             0 if weights is None else machine.place(rank, weights).address,
-            result,
+            result.pointers,
+            len(x),
             wide_ids=ids.dtype.itemsize == 8,
         )
         self._launch(rank, made, nap_us)
@@ -160,7 +161,8 @@ class ExpertsRig:
         of_slots = self.machine.allocate(rank, result.num_tokens * self.shape.top_k * 4)
         numbers = (0, 0) if values is None else (self.machine.place(rank, values).address, of_slots.address)
         name = np.dtype(dtype).name
-        made = self._launches[rank].combine(rows.address, result, output.address, name, numbers, weighted=weighted)
+        arrays = result.pointers, result.num_tokens
+        made = self._launches[rank].combine(rows.address, *arrays, output.address, name, numbers, weighted=weighted)
         self._launch(rank, made, nap_us)
         return output, of_slots
 

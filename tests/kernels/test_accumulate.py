@@ -23,6 +23,7 @@ from mpicomm.kernels.window import (
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.windows import updates
+from tests.helpers.fakes.window_devices import combine_pairs
 from tests.helpers.inputs.regions import layout, region
 from tests.helpers.references.reference_packing import pack, unpack
 from tests.kernels.build import Builds, Change
@@ -208,7 +209,7 @@ def test_pairs_are_compared(builds: Builds, name: str, op: str) -> None:
     machine.run(seed=5, jitter_us=100, limit_s=30)
     expected = parts[0, 0].copy()
     for row in parts.reshape(-1, 12):
-        updates.combine_pairs(op, expected, row)
+        combine_pairs(op, expected, row)
     found = target.view(dtype)
     assert [found[field].tolist() for field in ("value", "index")] == [
         expected[field].tolist() for field in ("value", "index")

@@ -179,50 +179,47 @@ class HostEngine:
         # Chunks hold whole elements, so that this rank can reduce every chunk. An element larger than a slot is cut
         # anywhere.
         step = self._slot_nbytes // itemsize * itemsize or self._slot_nbytes
-        outgoing = self._outgoing(exchange, itemsize)
-        incoming = [
-            (peer, span.pointer, span.count * itemsize)
-            for peer in reversed(self._peers)  # the rank before this one sends to this rank first
-            if (span := exchange.receives[peer]) is not None and span.count
-        ]
-        kept = _kept(exchange, self._node.rank)
-        reduction = exchange.reduction if exchange.reduction and exchange.reduction.output.count else None
-        reduce = self._reduction(reduction, exchange.dtype) if reduction else None
-
-        sizes = [nbytes for _, nbytes, _ in outgoing] + [nbytes for _, _, nbytes in incoming]
-        sizes.append(kept[2] if kept else 0)
-        sizes.append(reduction.output.count * itemsize if reduction else 0)
-        channels = self._channels
-        for start in range(0, max(sizes), step):
-            for pointer, nbytes, readers in outgoing:
-                if start < nbytes:
-                    channels.send(pointer + start, min(step, nbytes - start), readers)
-            # The copy comes after the sends, because they have brought the data into the cache, and before the waits
-            # for peers.
-            if kept and start < kept[2]:
-                ctypes.memmove(kept[1] + start, kept[0] + start, min(step, kept[2] - start))
-            for peer, pointer, nbytes in incoming:
-                if start < nbytes:
-                    size = min(step, nbytes - start)
-                    ctypes.memmove(pointer + start, channels.receive(peer, size), size)
-                    channels.release((peer,))
-            if reduce is not None and start < sizes[-1]:
-                reduce(start // itemsize, min(step, sizes[-1] - start) // itemsize)
-        if exchange.move is not None:
-            source, target = exchange.move
-            ctypes.memmove(target.pointer, source.pointer, target.count * itemsize)
-
-    def _outgoing(self, exchange: Exchange, itemsize: int) -> list[tuple[int, int, list[int]]]:
-        """Return address, bytes and readers of each message; peers that get the same data share a message.
-
-        Each rank begins with the next rank, so that not all ranks send to one rank at the same time.
-        """
+        # Peers that get the same data share a message. Each rank begins with the next rank, so that not all ranks send
+        # to one rank at the same time.
         readers: dict[Span, list[int]] = {}
         for peer in self._peers:
             span = exchange.sends[peer]
             if span is not None and span.count:
                 readers.setdefault(span, []).append(peer)
-        return [(span.pointer, span.count * itemsize, peers) for span, peers in readers.items()]
+        incoming = [
+            (peer, span)
+            for peer in reversed(self._peers)  # the rank before this one sends to this rank first
+            if (span := exchange.receives[peer]) is not None and span.count
+        ]
+        source, target = exchange.sends[self._node.rank], exchange.receives[self._node.rank]
+        kept = 0  # the bytes of this rank's copy to itself
+        if source is not None and target is not None and source.pointer != target.pointer:
+            kept = source.count * itemsize
+        reduced, reduce = 0, None
+        if exchange.reduction and exchange.reduction.output.count:
+            reduced = exchange.reduction.output.count * itemsize
+            reduce = self._reduction(exchange.reduction, exchange.dtype)
+        longest = max(span.count for span in (Span(0, 0), *readers, *(span for _, span in incoming))) * itemsize
+        channels = self._channels
+        for start in range(0, max(longest, kept, reduced), step):
+            for span, peers in readers.items():
+                if start < span.count * itemsize:
+                    channels.send(span.pointer + start, min(step, span.count * itemsize - start), peers)
+            # The copy comes after the sends, because they have brought the data into the cache, and before the waits
+            # for peers.
+            if start < kept:
+                assert source is not None and target is not None
+                ctypes.memmove(target.pointer + start, source.pointer + start, min(step, kept - start))
+            for peer, span in incoming:
+                if start < span.count * itemsize:
+                    size = min(step, span.count * itemsize - start)
+                    ctypes.memmove(span.pointer + start, channels.receive(peer, size), size)
+                    channels.release((peer,))
+            if reduce is not None and start < reduced:
+                reduce(start // itemsize, min(step, reduced - start) // itemsize)
+        if exchange.move is not None:
+            source, target = exchange.move
+            ctypes.memmove(target.pointer, source.pointer, target.count * itemsize)
 
     def _reduction(self, reduction: Reduction, dtype: np.dtype[Any]) -> Callable[[int, int], None]:
         """Return the function ``reduce(start, count)``, which receives and reduces ``count`` elements."""
@@ -271,14 +268,6 @@ class HostEngine:
     def _late_error(self, text: str, late: list[int], did: str) -> CollectiveTimeoutError:
         limit = f"within {self._node.timeout_s:g} s (collective number {self._call_log.calls} of the communicator)"
         return CollectiveTimeoutError(f"{text}: {name_ranks(late)} {did} {limit}", ranks=late)
-
-
-def _kept(exchange: Exchange, rank: int) -> tuple[int, int, int] | None:
-    """Return source, target and bytes of this rank's copy to itself; None if there is no such copy."""
-    source, target = exchange.sends[rank], exchange.receives[rank]
-    if source is None or target is None or source.pointer == target.pointer or not source.count:
-        return None
-    return source.pointer, target.pointer, source.count * exchange.dtype.itemsize
 
 
 @lru_cache(maxsize=1024)

@@ -55,7 +55,7 @@ def _own_function(op: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
     expression = own_op(op)
 
     def reduce(a: npt.NDArray[Any], b: npt.NDArray[Any], out: npt.NDArray[Any] | None = None) -> Any:
-        value = expression.evaluate(dtype, {"a": a, "b": b})
+        value = expression.tree.evaluate(dtype, {"a": a, "b": b})
         if out is None:
             return value
         np.copyto(out, value)

@@ -127,13 +127,16 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses of any device or of the host. Local, stream-ordered."""
-        if nbytes > 0:
-            # This look is cheaper than a change of context, and nearly always the device is this device.
-            if runtime.getDevice() == self._ordinal:
-                _copy(target, source, nbytes, stream)
-            else:
-                with self._context.current():
-                    _copy(target, source, nbytes, stream)
+        if nbytes == 0:
+            return
+        if runtime.getDevice() != self._ordinal:  # see StreamsOfGpu
+            with self._context.current():
+                self.copy(target, source, nbytes, stream)
+            return
+        try:
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
+        except runtime.CUDARuntimeError as error:
+            raise HandleError(f"cudaMemcpyAsync of {nbytes} bytes failed: {error}") from None
 
     def zero(self, pointer: int, nbytes: int) -> None:
         """Set bytes to zero. Blocking: the bytes are zero when this returns."""
@@ -402,10 +405,3 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
                 signal = module.kernel("mpicomm_signal", (pointer, pointer, pointer))
                 self._signals = self._signals or (signal, module.kernel("mpicomm_wait_signal", types))
         return self._signals
-
-
-def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    try:
-        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
-    except runtime.CUDARuntimeError as error:
-        raise HandleError(f"cudaMemcpyAsync of {nbytes} bytes failed: {error}") from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from cuda.bindings import driver
@@ -26,154 +27,136 @@ _TOO_LARGE = "make the array smaller, or free others (cupy.get_default_memory_po
 
 
 class CudaSegment:
-    """A `Segment` that this process owns or has mapped; subclasses allocate or map it, and release it.
+    """A `Segment` that this process owns or has mapped. Its memory is there already.
 
-    Subclasses call ``__init__`` last. After it `close` may come, at the latest when the backend closes.
+    ``release`` frees or unmaps it, in the context of the device, when `close` comes: at the latest when the backend
+    closes. ``export`` returns the parts of this segment. Without it the memory is a peer's. Both keep memory of the
+    user allocated while peers may access it.
     """
 
-    def __init__(self, context: PrimaryContext, pointer: int, nbytes: int) -> None:
+    def __init__(
+        self,
+        context: PrimaryContext,
+        pointer: int,
+        nbytes: int,
+        release: Callable[[], object],
+        export: Callable[[CudaSegment], Exported] | None = None,
+    ) -> None:
         self.pointer = pointer
         self.nbytes = nbytes
         self._context = context
+        self._release = release
+        self._export = export
         context.segments.add(self)
 
     def export(self) -> Exported:
         """Return the parts of this memory. The caller closes the descriptors."""
-        raise HandleError("this memory is a peer's: only the process that owns it can export it")
+        if self._export is None:
+            raise HandleError("this memory is a peer's: only the process that owns it can export it")
+        return self._export(self)
 
     def close(self) -> None:
         """Unmap the memory, and free it if this process owns it. A second call does nothing."""
         if self not in self._context.segments:
             return
         self._context.segments.remove(self)
+        release, self._release, self._export = self._release, _do_nothing, None
         with contextlib.suppress(DriverShutDownError), self._context.current():
-            self._release()
-
-    def _release(self) -> None:
-        raise NotImplementedError
+            release()
 
 
-class IpcSegment(CudaSegment):
-    """Memory of ``cuMemAlloc`` that this process shows to peers: its allocation, or memory of ``array``."""
-
-    def __init__(
-        self, context: PrimaryContext, pointer: int, nbytes: int, *, base: int, size: int, array: Any = None
-    ) -> None:
-        self._base = base
-        self._size = size
-        self._array = array  # keeps memory of the user allocated while peers may access it
-        super().__init__(context, pointer, nbytes)
-
-    @classmethod
-    def allocate(cls, context: PrimaryContext, nbytes: int) -> IpcSegment:
-        """Allocate at least ``nbytes`` bytes, in whole blocks."""
-        size = round_up(nbytes, BLOCK_NBYTES)
-        with context.current():
-            base = int(call(driver.cuMemAlloc, size, hint=cannot_allocate(size, context)))
-        return cls(context, base, size, base=base, size=size)
-
-    def export(self) -> Exported:
-        """Return the handle of the whole allocation, with the offset of this memory in it."""
-        with self._context.current():
-            key = bytes_of(call(driver.cuIpcGetMemHandle, self._base, hint=_NO_IPC))
-        uuid = self._context.device.uuid
-        return ((MemoryHandle("ipc", uuid, key, self._size, self.pointer - self._base, self.nbytes), None),)
-
-    def _release(self) -> None:
-        if self._array is None:
-            call(driver.cuMemFree, self._base)
-        self._array = None
+def _do_nothing() -> None: ...
 
 
-class OpenedIpcSegment(CudaSegment):
-    """IPC memory of a peer, mapped into this process."""
-
-    def __init__(self, context: PrimaryContext, handle: MemoryHandle) -> None:
-        self._key = handle.key
-        super().__init__(context, _open_ipc(context, handle.key) + handle.offset, handle.nbytes)
-
-    def _release(self) -> None:
-        _close_ipc(self._context, self._key)
+def allocate_ipc(context: PrimaryContext, nbytes: int) -> CudaSegment:
+    """Allocate at least ``nbytes`` bytes by ``cuMemAlloc``, in whole blocks."""
+    size = round_up(nbytes, BLOCK_NBYTES)
+    with context.current():
+        base = int(call(driver.cuMemAlloc, size, hint=cannot_allocate(size, context)))
+    export = partial(_export_ipc, context, base, size)
+    return CudaSegment(context, base, size, partial(call, driver.cuMemFree, base), export)
 
 
-@dataclass
-class _Mapping:
-    base: int
-    users: int
+def adopt_ipc(context: PrimaryContext, base: int, size: int, array: Any) -> CudaSegment:
+    """Return the memory of ``array`` in an allocation of ``cuMemAlloc``, with ``size`` bytes at ``base``."""
+    export = partial(_export_ipc, context, base, size, array=array)
+    return CudaSegment(context, array.data.ptr, array.nbytes, _do_nothing, export)
+
+
+def _export_ipc(context: PrimaryContext, base: int, size: int, segment: CudaSegment, array: Any = None) -> Exported:
+    """Return the handle of the whole allocation, with the offset of the segment in it."""
+    with context.current():
+        key = bytes_of(call(driver.cuIpcGetMemHandle, base, hint=_NO_IPC))
+    return ((MemoryHandle("ipc", context.device.uuid, key, size, segment.pointer - base, segment.nbytes), None),)
 
 
 # A handle names an allocation, so all arrays of one block of a pool arrive with the same handle. CUDA does not say that
 # one process may open a handle twice. So all communicators share one mapping per device, which its last user closes. A
 # thread holds the lock while the driver works. So a second thread neither opens the handle again nor takes a mapping
 # that the first thread is about to close.
-_mappings: dict[tuple[int, bytes], _Mapping] = {}
+_mappings: dict[tuple[int, bytes], list[int]] = {}
+"""The address of each mapping, and the number of its users."""
 _mappings_lock = threading.Lock()
 
 
-def _open_ipc(context: PrimaryContext, key: bytes) -> int:
+def open_ipc(context: PrimaryContext, handle: MemoryHandle) -> CudaSegment:
+    """Map IPC memory of a peer into this process."""
+    key = context.device.ordinal, handle.key
+
+    def release() -> None:
+        with _mappings_lock:
+            mapping = _mappings[key]
+            mapping[1] -= 1
+            if mapping[1] == 0:
+                del _mappings[key]
+                call(driver.cuIpcCloseMemHandle, mapping[0])
+
     with _mappings_lock:
-        mapping = _mappings.get((context.device.ordinal, key))
-        if mapping is None:
-            handle = driver.CUipcMemHandle()
-            ctypes.memmove(handle.getPtr(), key, KEY_NBYTES)
+        if key not in _mappings:
+            name = driver.CUipcMemHandle()
+            ctypes.memmove(name.getPtr(), handle.key, KEY_NBYTES)
             flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
             with context.current():
-                base = int(call(driver.cuIpcOpenMemHandle, handle, int(flags), hint=_NO_IPC))
-            mapping = _mappings[context.device.ordinal, key] = _Mapping(base, 0)
-        mapping.users += 1
-        return mapping.base
+                _mappings[key] = [int(call(driver.cuIpcOpenMemHandle, name, int(flags), hint=_NO_IPC)), 0]
+        _mappings[key][1] += 1
+        base = _mappings[key][0]
+    return CudaSegment(context, base + handle.offset, handle.nbytes, release)
 
 
-def _close_ipc(context: PrimaryContext, key: bytes) -> None:
-    with _mappings_lock:
-        mapping = _mappings[context.device.ordinal, key]
-        mapping.users -= 1
-        if mapping.users == 0:
-            del _mappings[context.device.ordinal, key]
-            call(driver.cuIpcCloseMemHandle, mapping.base)
+def allocate_staged(context: PrimaryContext, nbytes: int) -> CudaSegment:
+    """Allocate whole blocks of shared host memory and pin them."""
+    return _pinned(context, HostSegment.allocate(round_up(nbytes, BLOCK_NBYTES)), own=True)
 
 
-class StagedSegment(CudaSegment):
-    """Shared host memory, of this process or of a peer, pinned for the GPU. ``pointer`` is its device address."""
+def open_staged(context: PrimaryContext, handle: MemoryHandle, fd: int) -> CudaSegment:
+    """Map a peer's shared host memory and pin it for this process, too. The caller still owns ``fd``."""
+    return _pinned(context, HostSegment.open(fd, handle.offset, handle.nbytes), own=False)
 
-    def __init__(self, context: PrimaryContext, host: HostSegment, *, own: bool) -> None:
-        # This segment owns `host` from here on, and closes `host` if this raises.
-        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(host.close)
-            with context.current(), contextlib.ExitStack() as pinned:
-                call(driver.cuMemHostRegister, host.pointer, host.nbytes, flags, hint=_NO_STAGED)
-                pinned.callback(call, driver.cuMemHostUnregister, host.pointer)
-                pointer = int(call(driver.cuMemHostGetDevicePointer, host.pointer, 0))
-                pinned.pop_all()
-            on_failure.pop_all()
-        self._host = host
-        self._own = own
-        super().__init__(context, pointer, host.nbytes)
 
-    @classmethod
-    def allocate(cls, context: PrimaryContext, nbytes: int) -> StagedSegment:
-        """Allocate whole blocks of shared host memory and pin them."""
-        return cls(context, HostSegment.allocate(round_up(nbytes, BLOCK_NBYTES)), own=True)
+def _pinned(context: PrimaryContext, host: HostSegment, *, own: bool) -> CudaSegment:
+    """Pin shared host memory for the GPU; the address is its device address. An error closes the memory."""
+    flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(host.close)
+        with context.current(), contextlib.ExitStack() as pinned:
+            call(driver.cuMemHostRegister, host.pointer, host.nbytes, flags, hint=_NO_STAGED)
+            pinned.callback(call, driver.cuMemHostUnregister, host.pointer)
+            pointer = int(call(driver.cuMemHostGetDevicePointer, host.pointer, 0))
+            pinned.pop_all()
+        on_failure.pop_all()
 
-    @classmethod
-    def open(cls, context: PrimaryContext, handle: MemoryHandle, fd: int) -> StagedSegment:
-        """Map a peer's shared host memory and pin it for this process, too. The caller still owns ``fd``."""
-        return cls(context, HostSegment.open(fd, handle.offset, handle.nbytes), own=False)
-
-    def export(self) -> Exported:
-        """Return the handle, and the descriptor, which the caller closes. Each segment can be exported once."""
-        if not self._own:
-            return super().export()
-        fd = self._host.take_fd()
-        return ((MemoryHandle("staged", self._context.device.uuid, b"", self.nbytes, 0, self.nbytes), fd),)
-
-    def _release(self) -> None:
+    def release() -> None:
         # Unpin before the mapping goes, because the driver would keep pages pinned that no process maps.
         try:
-            call(driver.cuMemHostUnregister, self._host.pointer)
+            call(driver.cuMemHostUnregister, host.pointer)
         finally:
-            self._host.close()
+            host.close()
+
+    def export(segment: CudaSegment) -> Exported:
+        fd = host.take_fd()  # each segment can be exported once
+        return ((MemoryHandle("staged", context.device.uuid, b"", segment.nbytes, 0, segment.nbytes), fd),)
+
+    return CudaSegment(context, pointer, host.nbytes, release, export if own else None)
 
 
 def round_up(nbytes: int, multiple: int) -> int:

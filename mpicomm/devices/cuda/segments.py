@@ -13,12 +13,21 @@ from cuda.bindings import driver
 from mpicomm.devices.cuda.arrays import allocations_of
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, bytes_of
+from mpicomm.devices.cuda.memory import (
+    BLOCK_NBYTES,
+    CudaSegment,
+    adopt_ipc,
+    allocate_ipc,
+    allocate_staged,
+    bytes_of,
+    open_ipc,
+    open_staged,
+)
 from mpicomm.devices.cuda.virtual_memory import (
     NO_ACCESS,
-    AdoptedVirtualSegment,
     VirtualSegment,
     access_for,
+    adopt_virtual,
     handle_type,
 )
 from mpicomm.devices.handle import FD_KINDS, KEY_NBYTES, VIRTUAL_KINDS, Descriptor, Exported, Kind, MemoryHandle
@@ -26,62 +35,32 @@ from mpicomm.errors import HandleError
 from mpicomm.interrupts import uninterrupted
 
 
-class AdoptedPoolSegment(CudaSegment):
-    """Memory of ``array`` in a pool. ``base`` and ``size`` are its allocation in the pool."""
+def adopt_pool(context: PrimaryContext, base: int, size: int, array: Any) -> CudaSegment:
+    """Return the memory of ``array`` in a pool. ``base`` and ``size`` are its allocation in the pool.
 
-    def __init__(self, context: PrimaryContext, base: int, size: int, array: Any) -> None:
-        self._base = base
-        self._size = size
-        # While the array lives, the pool gives this memory to no other array.
-        self._array = array
-        with context.current():
-            # Streams order an allocation. A peer knows none of them, so the allocation has to be over before it.
-            call(driver.cuCtxSynchronize)
-        super().__init__(context, array.data.ptr, array.nbytes)
+    While the array lives, the pool gives this memory to no other array.
+    """
+    with context.current():
+        # Streams order an allocation. A peer knows none of them, so the allocation has to be over before it.
+        call(driver.cuCtxSynchronize)
 
-    def export(self) -> Exported:
+    def export(segment: CudaSegment) -> Exported:
         """Return the handle of the allocation, and a descriptor of the pool, which the caller closes."""
-        with self._context.current():
-            fd = _exported(_pool_of(self._base))
+        attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+        with context.current():
+            pool = call(driver.cuPointerGetAttribute, attribute, base)
+            with uninterrupted():  # the driver returns a descriptor as a plain number
+                fd = Descriptor(call(driver.cuMemPoolExportToShareableHandle, pool, handle_type("fd"), 0))
+            os.set_inheritable(fd, False)  # a child process must not keep the memory alive
             try:
-                key = bytes_of(call(driver.cuMemPoolExportPointer, self._base))
+                key = bytes_of(call(driver.cuMemPoolExportPointer, base))
             except HandleError:
                 fd.close()
                 raise
-        uuid, offset = self._context.device.uuid, self.pointer - self._base
-        return ((MemoryHandle("pool", uuid, key, self._size, offset, self.nbytes), fd),)
+        offset = array.data.ptr - base
+        return ((MemoryHandle("pool", context.device.uuid, key, size, offset, segment.nbytes), fd),)
 
-    def _release(self) -> None:
-        self._array = None
-
-
-class OpenedPoolSegment(CudaSegment):
-    """Memory of a peer's pool, mapped into this process. The owner may free it only after the `close` of all peers."""
-
-    def __init__(self, context: PrimaryContext, handle: MemoryHandle, fd: int) -> None:
-        with _lock, context.current():
-            self._pool = call(driver.cuMemPoolImportFromShareableHandle, fd, handle_type("fd"), 0)
-            try:
-                # At first only the GPU of the pool has access.
-                call(driver.cuMemPoolSetAccess, self._pool, [access_for(context.device.ordinal)], 1, hint=NO_ACCESS)
-                data = driver.CUmemPoolPtrExportData()
-                ctypes.memmove(data.getPtr(), handle.key, KEY_NBYTES)
-                self._base = int(call(driver.cuMemPoolImportPointer, self._pool, data))
-            except HandleError:
-                _destroy(self._pool)
-                raise
-            _users[self._base] += 1
-        super().__init__(context, self._base + handle.offset, handle.nbytes)
-
-    def _release(self) -> None:
-        with _lock:
-            _users[self._base] -= 1
-            try:
-                if not _users[self._base]:
-                    del _users[self._base]
-                    call(driver.cuMemFree, self._base)
-            finally:
-                _destroy(self._pool)
+    return CudaSegment(context, array.data.ptr, array.nbytes, lambda: None, export)
 
 
 # A process that imports an allocation again gets the same address. The driver does not count these imports, so the
@@ -92,22 +71,37 @@ _unused_pools: list[Any] = []
 _lock = threading.Lock()
 
 
-def _destroy(pool: Any) -> None:
-    """Destroy an imported pool as soon as the driver permits it: it may wait for allocations of other imports."""
-    _unused_pools.append(pool)
-    _unused_pools[:] = [each for each in _unused_pools if int(driver.cuMemPoolDestroy(each)[0]) != 0]
+def open_pool(context: PrimaryContext, handle: MemoryHandle, fd: int) -> CudaSegment:
+    """Map memory of a peer's pool into this process. The owner may free it only after the `close` of all peers."""
 
+    def destroy_pool() -> None:
+        # As soon as the driver permits it: it may wait for allocations of other imports.
+        _unused_pools.append(pool)
+        _unused_pools[:] = [each for each in _unused_pools if int(driver.cuMemPoolDestroy(each)[0]) != 0]
 
-def _pool_of(address: int) -> Any:
-    return call(driver.cuPointerGetAttribute, driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, address)
+    def release() -> None:
+        with _lock:
+            _users[base] -= 1
+            try:
+                if not _users[base]:
+                    del _users[base]
+                    call(driver.cuMemFree, base)
+            finally:
+                destroy_pool()
 
-
-def _exported(pool: Any) -> Descriptor:
-    """Return a new descriptor of a pool, which the caller closes."""
-    with uninterrupted():  # the driver returns a descriptor as a plain number
-        fd = Descriptor(call(driver.cuMemPoolExportToShareableHandle, pool, handle_type("fd"), 0))
-    os.set_inheritable(fd, False)  # a child process must not keep the memory alive
-    return fd
+    with _lock, context.current():
+        pool = call(driver.cuMemPoolImportFromShareableHandle, fd, handle_type("fd"), 0)
+        try:
+            # At first only the GPU of the pool has access.
+            call(driver.cuMemPoolSetAccess, pool, [access_for(context.device.ordinal)], 1, hint=NO_ACCESS)
+            data = driver.CUmemPoolPtrExportData()
+            ctypes.memmove(data.getPtr(), handle.key, KEY_NBYTES)
+            base = int(call(driver.cuMemPoolImportPointer, pool, data))
+        except HandleError:
+            destroy_pool()
+            raise
+        _users[base] += 1
+    return CudaSegment(context, base + handle.offset, handle.nbytes, release)
 
 
 LEAST_SUSPENDED_NBYTES = BLOCK_NBYTES
@@ -166,9 +160,9 @@ class SegmentsOfGpu:
         """Allocate memory in whole blocks of 2 MiB that hold nothing else."""
         with uninterrupted():
             if kind == "ipc":
-                return IpcSegment.allocate(self._context, nbytes)
+                return allocate_ipc(self._context, nbytes)
             if kind == "staged":
-                return StagedSegment.allocate(self._context, nbytes)
+                return allocate_staged(self._context, nbytes)
             if kind in ("fd", "fabric"):
                 return VirtualSegment.allocate(self._context, kind, nbytes)
         raise HandleError(f"handle={kind!r}: GPU memory is shared as {', '.join(self.kinds)}; use one of them")
@@ -177,17 +171,17 @@ class SegmentsOfGpu:
         """Return the memory of a C-contiguous ``cupy.ndarray``. Peers open the whole allocations that hold it."""
         if array.nbytes == 0:
             # An empty array lies in no allocation, but peers expect a handle that opens.
-            segment = IpcSegment.allocate(self._context, 1)
+            segment = allocate_ipc(self._context, 1)
             segment.nbytes = 0
             return segment
         with self._context.current():
             kind, allocations = allocations_of(array, self._context.device.ordinal)
         if kind == "fd":
-            return AdoptedVirtualSegment(self._context, allocations, array)
+            return adopt_virtual(self._context, allocations, array)
         ((base, size),) = allocations
         if kind == "pool":
-            return AdoptedPoolSegment(self._context, base, size, array)
-        return IpcSegment(self._context, array.data.ptr, array.nbytes, base=base, size=size, array=array)
+            return adopt_pool(self._context, base, size, array)
+        return adopt_ipc(self._context, base, size, array)
 
     def export(self, segment: Any) -> Exported:
         """Return the parts of a segment of this process. The caller closes the descriptors."""
@@ -207,11 +201,11 @@ class SegmentsOfGpu:
         handle, fd = parts[0]
         with uninterrupted():
             if handle.kind == "ipc":
-                return OpenedIpcSegment(self._context, handle)
+                return open_ipc(self._context, handle)
             if handle.kind == "staged":
                 assert fd is not None
-                return StagedSegment.open(self._context, handle, fd)
+                return open_staged(self._context, handle, fd)
             if handle.kind == "pool":
                 assert fd is not None
-                return OpenedPoolSegment(self._context, handle, fd)
+                return open_pool(self._context, handle, fd)
             return VirtualSegment.open(self._context, parts)

@@ -16,7 +16,7 @@ from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.stream_order import capture_of, relaxed, takes_part
 
 
-class CaptureStreams:
+class ForkedStream:
     """A stream for work beside a caller's stream, which forks to it and joins it by events. The device must be current.
 
     Each capture has another stream. A forked stream remains part of a capture until the capture ends, even after it has
@@ -27,41 +27,28 @@ class CaptureStreams:
     def __init__(self) -> None:
         self._eager: Any = cupy.cuda.Stream(non_blocking=True)
         self._captured: dict[int, Any] = {}  # by the capture that each stream forked into last
-
-    def of(self, stream: int) -> int:
-        """Return the stream beside ``stream``: one for all eager work, and one for each capture."""
-        pointer: int = (self._of_capture(stream) if runtime.streamIsCapturing(stream) else self._eager).ptr
-        return pointer
-
-    def close(self) -> None:
-        """Destroy the streams. A second call does nothing."""
-        self._eager = None
-        self._captured.clear()
-
-    def _of_capture(self, stream: int) -> Any:
-        capture = capture_of(stream)
-        if capture not in self._captured:
-            over = next((each for each, beside in self._captured.items() if not takes_part(beside.ptr)), None)
-            if over is not None:
-                self._captured[capture] = self._captured.pop(over)
-            else:
-                with relaxed():
-                    self._captured[capture] = cupy.cuda.Stream(non_blocking=True)
-        return self._captured[capture]
-
-
-class ForkedStream:
-    """A stream for work beside the work of a caller's stream. The device must be current."""
-
-    def __init__(self) -> None:
-        self._beside = CaptureStreams()
         self._forked = 0  # the stream of the last fork, for which the join waits
         self._fork: Any = cupy.cuda.Event(disable_timing=True)
         self._join: Any = cupy.cuda.Event(disable_timing=True)
 
+    def of(self, stream: int) -> int:
+        """Return the stream beside ``stream``: one for all eager work, and one for each capture."""
+        found = self._eager
+        if runtime.streamIsCapturing(stream):
+            capture = capture_of(stream)
+            if capture not in self._captured:
+                over = next((each for each, beside in self._captured.items() if not takes_part(beside.ptr)), None)
+                if over is not None:
+                    self._captured[capture] = self._captured.pop(over)
+                else:
+                    with relaxed():
+                        self._captured[capture] = cupy.cuda.Stream(non_blocking=True)
+            found = self._captured[capture]
+        return int(found.ptr)
+
     def fork(self, stream: int) -> int:
-        """Return the stream, which waits for all work that is enqueued on ``stream``."""
-        self._forked = self._beside.of(stream)
+        """Return the stream beside ``stream``, which waits for all work that is enqueued on ``stream``."""
+        self._forked = self.of(stream)
         runtime.eventRecord(self._fork.ptr, stream)
         runtime.streamWaitEvent(self._forked, self._fork.ptr)
         return self._forked
@@ -73,8 +60,8 @@ class ForkedStream:
 
     def close(self) -> None:
         """Destroy the streams and the events. A second call does nothing."""
-        self._fork = self._join = None
-        self._beside.close()
+        self._eager = self._fork = self._join = None
+        self._captured.clear()
 
 
 class _EventPool:
@@ -85,31 +72,19 @@ class _EventPool:
     """
 
     def __init__(self) -> None:
-        self._events: dict[int, LocalEvent] = {}
-        self._idle: list[int] = []
-        self._open = True
+        self.events: dict[int, LocalEvent] = {}
+        self.idle: list[int] = []
 
-    def take(self) -> int:
-        """Return the address of an event that nothing else uses. The device must be current."""
+    def recorded(self, stream: int) -> int:
+        """Return the address of an event that nothing else uses, recorded on ``stream``."""
         try:
-            return self._idle.pop()
+            pointer = self.idle.pop()
         except IndexError:  # a test beforehand is not enough: another thread may take the last event
             event = LocalEvent()
-            self._events[event.ptr] = event
-            return event.ptr
-
-    def give_back(self, pointer: int) -> None:
-        """Let `take` return an event again."""
-        if self._open:
-            self._idle.append(pointer)
-        else:
-            self._events.pop(pointer, None)
-
-    def close(self) -> None:
-        """Destroy all events but the marks' events, which end with their marks. A second call does nothing."""
-        self._open = False
-        while self._idle:
-            self._events.pop(self._idle.pop(), None)
+            self.events[event.ptr] = event
+            pointer = event.ptr
+        runtime.eventRecord(pointer, stream)
+        return pointer
 
 
 class Mark:
@@ -123,7 +98,7 @@ class Mark:
 
     def __del__(self) -> None:
         # A stream that waits for the event waits for the record at that time, whatever comes later.
-        self._pool.give_back(self.ptr)
+        self._pool.idle.append(self.ptr)
 
 
 class SideStreams:
@@ -131,6 +106,9 @@ class SideStreams:
 
     All methods are local, do not block except `wait`, and are for any thread.
     """
+
+    # Methods first look whether the device is current. The look is cheaper than a change of context, and the device
+    # nearly always is, because a new Communicator makes its GPU current. In its context they call themselves.
 
     def __init__(self, context: PrimaryContext) -> None:
         self._context = context
@@ -140,46 +118,40 @@ class SideStreams:
         self._streams: list[Any] = []
         self._events = _EventPool()
 
-    def mark(self, stream: int) -> Mark:
-        """Return a mark after the work that ``stream`` has at this call."""
-        # This look is cheaper than a change of context, and the device is nearly always this device, because a new
-        # Communicator makes its GPU current.
-        if runtime.getDevice() == self._ordinal:
-            return Mark(self._recorded(stream), self._events)
-        with self._context.current():
-            return Mark(self._recorded(stream), self._events)
+    def mark(self, stream: int, old: Mark | None = None) -> Mark:
+        """Return a mark after the work that ``stream`` has at this call.
+
+        It is cheaper with ``old``, a mark that the caller gives up.
+        """
+        # 0 to 2 name streams of the current device.
+        if (old is None or stream <= 2) and runtime.getDevice() != self._ordinal:
+            with self._context.current():
+                return self.mark(stream, old)
+        if old is None:
+            return Mark(self._events.recorded(stream), self._events)
+        runtime.eventRecord(old.ptr, stream)
+        return old
 
     def event(self) -> LocalEvent:
         """Return a new event, which the caller keeps. An engine records it."""
         with self._context.current():
             return LocalEvent()
 
-    def mark_again(self, mark: Mark, stream: int) -> Mark:
-        """Return a mark as `mark` does, and use ``mark`` for it, which the caller gives up; it is cheaper."""
-        if stream > 2 or runtime.getDevice() == self._ordinal:  # 0 to 2 name streams of the current device
-            runtime.eventRecord(mark.ptr, stream)
-        else:
-            with self._context.current():
-                runtime.eventRecord(mark.ptr, stream)
-        return mark
+    def wait_stream(self, stream: int, other: int, old: Mark | None = None) -> None:
+        """Let later work on ``stream`` wait for the work that the stream ``other`` has at this call.
 
-    def wait_stream(self, stream: int, other: int) -> None:
-        """Let later work on ``stream`` wait for the work that the stream ``other`` has at this call."""
-        if runtime.getDevice() == self._ordinal:
-            self._wait_stream(stream, other)
-        else:
+        It is cheaper with ``old``, a mark that no other code uses.
+        """
+        if runtime.getDevice() != self._ordinal:
             with self._context.current():
-                self._wait_stream(stream, other)
-
-    def wait_stream_again(self, mark: Mark, stream: int, other: int) -> None:
-        """As `wait_stream`, by ``mark``, which no other code may use; it is cheaper."""
-        if runtime.getDevice() == self._ordinal:
-            runtime.eventRecord(mark.ptr, other)
-            runtime.streamWaitEvent(stream, mark.ptr)
+                self.wait_stream(stream, other, old)
+        elif old is None:
+            event = self._events.recorded(other)
+            runtime.streamWaitEvent(stream, event)
+            self._events.idle.append(event)  # the stream waits for this record, whatever is recorded later
         else:
-            with self._context.current():
-                runtime.eventRecord(mark.ptr, other)
-                runtime.streamWaitEvent(stream, mark.ptr)
+            runtime.eventRecord(old.ptr, other)
+            runtime.streamWaitEvent(stream, old.ptr)
 
     def passed(self, mark: Mark) -> bool:
         """Return whether the work before a mark is done."""
@@ -193,11 +165,11 @@ class SideStreams:
 
     def follow(self, stream: int, mark: Mark) -> None:
         """Let later work on ``stream`` wait for a mark."""
-        if runtime.getDevice() == self._ordinal:
-            runtime.streamWaitEvent(stream, mark.ptr)
-        else:
+        if runtime.getDevice() != self._ordinal:
             with self._context.current():
-                runtime.streamWaitEvent(stream, mark.ptr)
+                self.follow(stream, mark)
+        else:
+            runtime.streamWaitEvent(stream, mark.ptr)
 
     def take(self, after: Mark | None = None) -> int:
         """Return an idle stream that only the caller uses, until `give_back`. Its work follows the mark ``after``."""
@@ -224,17 +196,9 @@ class SideStreams:
     def close(self) -> None:
         """Destroy the streams; the context must be current, and their work over. A second call does nothing."""
         self._free.clear()
-        self._events.close()
+        while self._events.idle:  # the events of marks end with the last mark, which then has the only pool
+            self._events.events.pop(self._events.idle.pop(), None)
+        self._events = _EventPool()
         while self._streams:
             with contextlib.suppress(DriverShutDownError):
                 call(driver.cuStreamDestroy, self._streams.pop())
-
-    def _wait_stream(self, stream: int, other: int) -> None:
-        event = self._recorded(other)
-        runtime.streamWaitEvent(stream, event)
-        self._events.give_back(event)  # the stream waits for this record, whatever is recorded later
-
-    def _recorded(self, stream: int) -> int:
-        event = self._events.take()
-        runtime.eventRecord(event, stream)
-        return event

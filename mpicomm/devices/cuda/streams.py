@@ -33,7 +33,7 @@ def resolve_stream(stream: Any, array: Any, ordinal: int) -> int:
             # The same as torch.cuda.current_stream(ordinal).cuda_stream, without the two objects that this makes.
             current = torch._C._cuda_getCurrentRawStream(ordinal)
         else:
-            current = cupy.cuda.get_current_stream(ordinal).ptr
+            current = get_current_stream(ordinal).ptr
         return current
     if isinstance(stream, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
         return int(stream.ptr)
@@ -57,14 +57,14 @@ def is_tensor(array: Any) -> bool:
 @functools.cache
 def threads_of(ordinal: int) -> ThreadsOfStreams:
     """Return the threads of each stream of GPU ``ordinal``: one object for all communicators of the process."""
-    return ThreadsOfStreams(functools.partial(_waits_for_null, ordinal))
 
+    def waits_for_null(stream: int) -> bool | None:
+        with cupy.cuda.Device(ordinal):
+            if runtime.streamIsCapturing(stream):
+                return None  # the query of flags would end the capture
+            return not int(call(driver.cuStreamGetFlags, stream)) & driver.CUstream_flags.CU_STREAM_NON_BLOCKING
 
-def _waits_for_null(ordinal: int, stream: int) -> bool | None:
-    with cupy.cuda.Device(ordinal):
-        if cupy.cuda.runtime.streamIsCapturing(stream):
-            return None  # the query of flags would end the capture
-        return not int(call(driver.cuStreamGetFlags, stream)) & driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+    return ThreadsOfStreams(waits_for_null)
 
 
 def _from_protocol(stream: Any) -> int:
@@ -132,24 +132,23 @@ class StreamsOfGpu:
         several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
         return several and not self.is_capturing(stream)
 
+    # The methods below first look whether the device is current. The look is cheaper than a change of context, and the
+    # device nearly always is, because a new Communicator makes its GPU current. In its context they call themselves.
+
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""
-        # This look is cheaper than a change of context, and the device is nearly always this device, because a new
-        # Communicator makes its GPU current.
-        if runtime.getDevice() == self._ordinal:
-            return bool(runtime.streamIsCapturing(stream))
-        with self._context.current():
-            return bool(runtime.streamIsCapturing(stream))
+        if runtime.getDevice() != self._ordinal:
+            with self._context.current():
+                return self.is_capturing(stream)
+        return bool(runtime.streamIsCapturing(stream))
 
     def completion(self, stream: int) -> Callable[[], bool]:
         """Return a function that says whether the work that ``stream`` has at this call is done.
 
         A stream that captures a graph runs nothing, so its work counts as done.
         """
-        if runtime.getDevice() != self._ordinal:  # as in `is_capturing`
-            with self._context.current():
-                return self._completion(stream)
-        return self._completion(stream)
+        event = self._recorded(stream)
+        return (lambda: True) if event is None else event.passed
 
     def wait(self, stream: int) -> None:
         """Wait for the work that ``stream`` has at this call, unless it captures.
@@ -157,26 +156,17 @@ class StreamsOfGpu:
         It waits for an event and not for the stream. Another thread may enqueue more work there, which waits for a peer
         that waits for this thread.
         """
-        if runtime.getDevice() != self._ordinal:
-            with self._context.current():
-                event = self._recorded(stream)
-        else:
-            event = self._recorded(stream)
+        event = self._recorded(stream)
         if event is not None:
             event.wait()
 
-    def _completion(self, stream: int) -> Callable[[], bool]:
-        event = self._recorded(stream)
-        return _always if event is None else event.passed
-
     def _recorded(self, stream: int) -> Completion | None:
         """Return an event after the work that ``stream`` has at this call; None if it captures."""
+        if runtime.getDevice() != self._ordinal:
+            with self._context.current():
+                return self._recorded(stream)
         if runtime.streamIsCapturing(stream):
             return None
         event = self._completions.take()
         runtime.eventRecord(event.ptr, stream)
         return event
-
-
-def _always() -> bool:
-    return True

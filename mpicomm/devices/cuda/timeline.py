@@ -98,7 +98,7 @@ class Timeline:
 
 @dataclass(slots=True, eq=False)
 class StreamInterval:
-    """An `Interval` of a stream's work, from one event to another."""
+    """A part of a stream's work, from one event to another. Its methods are local and do not block."""
 
     timeline: Timeline
     stream: int
@@ -108,10 +108,15 @@ class StreamInterval:
     stop: LocalEvent
 
     def extend(self) -> None:
+        """Let the interval end after the work that the stream has at this call."""
         with contextlib.suppress(HandleError), self.timeline.guarded():
             runtime.eventRecord(self.stop.ptr, self.stream)
 
     def times_ns(self) -> tuple[int, int] | None:
+        """Return begin and end of the interval, by the host's clock; None before its end.
+
+        No further call follows after it has returned times. Raises `HandleError` if the device has failed.
+        """
         with self.timeline.guarded():
             if not is_over(driver.cuEventQuery, self.stop.ptr):
                 return None

@@ -40,7 +40,7 @@ class VirtualSegment(CudaSegment):
         self._size = size
         self._own = own
         self._is_mapped = True
-        super().__init__(context, base + offset, nbytes)
+        super().__init__(context, base + offset, nbytes, self._unmap)
 
     @classmethod
     def allocate(cls, context: PrimaryContext, kind: Kind, nbytes: int) -> VirtualSegment:
@@ -97,44 +97,37 @@ class VirtualSegment(CudaSegment):
             return super().export()
         with self._context.current():
             exported = _exported(self._kind, self._base)
-        uuid = self._context.device.uuid
-        if isinstance(exported, Descriptor):
-            return ((MemoryHandle("fd", uuid, b"", self._size, 0, self.nbytes), exported),)
-        return ((MemoryHandle("fabric", uuid, exported, self._size, 0, self.nbytes), None),)
+        key, fd = (b"", exported) if isinstance(exported, Descriptor) else (exported, None)
+        return ((MemoryHandle(self._kind, self._context.device.uuid, key, self._size, 0, self.nbytes), fd),)
 
-    def _release(self) -> None:
+    def _unmap(self) -> None:
         self.suspend()
         call(driver.cuMemAddressFree, self._base, self._size)
 
 
-class AdoptedVirtualSegment(CudaSegment):
-    """Virtual memory of ``array``, which another allocator has mapped, such as PyTorch's expandable segments.
+def adopt_virtual(context: PrimaryContext, allocations: Sequence[tuple[int, int]], array: Any) -> CudaSegment:
+    """Return virtual memory of ``array``, which another allocator has mapped, such as PyTorch's expandable segments.
 
-    ``allocations`` hold the array, one after the other, each with its address and its bytes.
+    ``allocations`` hold the array, one after the other, each with its address and its bytes. While the array lives, its
+    allocator unmaps none of them.
     """
+    start, end = array.data.ptr, array.data.ptr + array.nbytes
 
-    def __init__(self, context: PrimaryContext, allocations: Sequence[tuple[int, int]], array: Any) -> None:
-        self._allocations = allocations
-        # While the array lives, its allocator unmaps none of them.
-        self._array = array
-        super().__init__(context, array.data.ptr, array.nbytes)
-
-    def export(self) -> Exported:
+    def export(_: CudaSegment) -> Exported:
         """Return each allocation with the range of this memory in it, and a descriptor, which the caller closes."""
-        uuid, end = self._context.device.uuid, self.pointer + self.nbytes
         exported: list[tuple[MemoryHandle, Descriptor]] = []
-        with self._context.current(), contextlib.ExitStack() as on_failure:
-            for base, size in self._allocations:
-                begins, ends = max(self.pointer, base), min(end, base + size)
+        with context.current(), contextlib.ExitStack() as on_failure:
+            for base, size in allocations:
+                begins, ends = max(start, base), min(end, base + size)
                 fd = _exported("fd", base)
                 assert isinstance(fd, Descriptor)
                 on_failure.callback(fd.close)
-                exported.append((MemoryHandle("fd", uuid, b"", size, begins - base, ends - begins), fd))
+                handle = MemoryHandle("fd", context.device.uuid, b"", size, begins - base, ends - begins)
+                exported.append((handle, fd))
             on_failure.pop_all()
         return tuple(exported)
 
-    def _release(self) -> None:
-        self._array = None
+    return CudaSegment(context, start, array.nbytes, lambda: None, export)
 
 
 def can_export(address: int) -> bool:
@@ -222,22 +215,17 @@ def _map_at(base: int, ordinal: int, allocations: Sequence[tuple[Any, int]]) -> 
 def _properties(ordinal: int, kind: Kind) -> Any:
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location = _location(ordinal)
+    properties.location = access_for(ordinal).location
     properties.requestedHandleTypes = handle_type(kind)
     return properties
 
 
-def _location(ordinal: int) -> Any:
-    location = driver.CUmemLocation()
-    location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    location.id = ordinal
-    return location
-
-
 def access_for(ordinal: int) -> Any:
     """Return the description of a device's access to memory: it may read and write."""
+    location = driver.CUmemLocation()
+    location.type, location.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, ordinal
     access = driver.CUmemAccessDesc()
-    access.location = _location(ordinal)
+    access.location = location
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     return access
 

@@ -9,7 +9,7 @@ from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import query_cuda_aware
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.cuda.side_streams import CaptureStreams
+from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.gpu.nccl_transport import NcclTransport, require_possible
 from mpicomm.domains.mapped import MappedChannels
@@ -31,7 +31,7 @@ class MappedTransport:
         self._backend = backend
         with backend.current():
             # Two streams, because a rank must receive while it waits for a slot.
-            self._out, self._into = CaptureStreams(), CaptureStreams()
+            self._out, self._into = ForkedStream(), ForkedStream()
 
     def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
         """See `Transport`; it does not block."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda import nccl
-from mpicomm.devices.cuda.side_streams import CaptureStreams, Mark
+from mpicomm.devices.cuda.side_streams import ForkedStream, Mark
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.steps import NetworkStep, TransportName
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
@@ -67,7 +67,7 @@ class NcclTransport:
         self._closed = threading.Event()
         self._watched: deque[_Watched] = deque()
         with backend.current():
-            self._beside = CaptureStreams()
+            self._beside = ForkedStream()
         self._thread = threading.Thread(target=self._watch, name="mpicomm-nccl", daemon=True)
         self._thread.start()
 

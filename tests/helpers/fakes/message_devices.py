@@ -101,13 +101,10 @@ class _SideStreams:
         self._free: list[int] = []
         self._made = 0
 
-    def mark(self, stream: int) -> threading.Event:
+    def mark(self, stream: int, old: threading.Event | None = None) -> threading.Event:
         reached = threading.Event()
         self._device.enqueue(stream, reached.set)
         return reached
-
-    def mark_again(self, mark: threading.Event, stream: int) -> threading.Event:
-        return self.mark(stream)
 
     def wait_stream(self, stream: int, other: int) -> None:
         self.follow(stream, self.mark(other))
@@ -254,7 +251,8 @@ class ThreadDevice:
         self._streams[stream].enqueue(act)
 
     def allocate(self, kind: Kind, nbytes: int) -> HostSegment:
-        assert kind == "ipc" and nbytes > 0
+        assert kind == "ipc"
+        nbytes = max(nbytes, 1)
         if self.refuses is not None:
             raise HandleError(self.refuses)
         self.allocated += nbytes

@@ -8,6 +8,7 @@ import fcntl
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ import numpy.typing as npt
 
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.base import Launch, Scratch
+from mpicomm.devices.handle import Descriptor
 from mpicomm.devices.host import array_at, fence
-from mpicomm.devices.host_memory import HostSegment
+from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
 from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
@@ -34,11 +36,81 @@ from mpicomm.kernels.window import (
     SynchronisationArguments,
     lock_of,
 )
+from mpicomm.mpi import plain_arrays
 from mpicomm.mpi.types import covered_dtype
+from mpicomm.windows.updates import kernel_types
+from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
 from tests.helpers.references.reference_packing import runs_of
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
+
+
+class SharedArray(DeviceArray):
+    """A `DeviceArray` in memory that other ranks can open, with methods of CuPy's arrays."""
+
+    def __init__(self, device: WindowDevice, memory: npt.NDArray[Any], fd: Descriptor) -> None:
+        self._device: WindowDevice = device
+        self.memory, self.dtype, self.itemsize, self.fd = memory, memory.dtype, memory.itemsize, fd
+        self.__cuda_array_interface__ = {
+            "shape": memory.shape,
+            "typestr": memory.dtype.str,
+            "data": (memory.ctypes.data, False),
+            "version": 3,
+        }
+        device.shared.add(self)
+
+    def __getitem__(self, where: slice) -> SharedArray:
+        return SharedArray(self._device, self.memory[where], self.fd)
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        self._device.enqueue(0, lambda: self.memory.__setitem__(where, value))
+
+    def __array__(self, *options: Any, **named: Any) -> npt.NDArray[Any]:
+        return self.get()
+
+    def __add__(self, other: Any) -> SharedArray:
+        return FakeCupy(self._device).array(self.get() + other)
+
+    def __mul__(self, other: Any) -> SharedArray:
+        return FakeCupy(self._device).array(self.get() * other)
+
+    def __iadd__(self, other: Any) -> SharedArray:
+        self._device.enqueue(0, lambda: np.add(self.memory, other, out=self.memory))
+        return self
+
+
+plain_arrays._readers[SharedArray] = plain_arrays._readers[DeviceArray]
+
+
+def combine_pairs(op: str, now: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+    """Replace each pair of ``now`` by the pair with the smaller or larger value; of equal values the smaller index."""
+    wins = values["value"] < now["value"] if op == "minloc" else values["value"] > now["value"]
+    wins |= (values["value"] == now["value"]) & (values["index"] < now["index"])
+    now[wins] = values[wins]
+
+
+class FakeCupy:
+    """Makes arrays of a device as CuPy does."""
+
+    def __init__(self, device: WindowDevice) -> None:
+        self._device = device
+
+    def array(self, values: Any, dtype: Any = None) -> SharedArray:
+        content = np.array(values, dtype)
+        fd = memfd_create(max(content.nbytes, 1))
+        memory = map_shared(fd, 0, max(content.nbytes, 1))
+        array = SharedArray(self._device, memory[: content.nbytes].view(content.dtype), fd)
+        array.memory[:] = content
+        self._device.own(memory)
+        fake_driver.own(memory)
+        return array
+
+    asarray = array
+
+    def __getattr__(self, name: str) -> Callable[..., SharedArray]:
+        """Return `zeros`, `ones`, `full` or `arange`."""
+        return lambda *arguments, **named: self.array(getattr(np, name)(*arguments, **named))
 
 
 class WindowDevice(ThreadDevice):
@@ -54,6 +126,7 @@ class WindowDevice(ThreadDevice):
         self.loaded: set[Variant] = set()
         self.launchers: list[Variant] = []
         self.fixed: list[Variant] = []
+        self.shared: weakref.WeakSet[SharedArray] = weakref.WeakSet()
         self._tables: dict[int, PackTable] = {}
         self._scratch: list[npt.NDArray[np.uint8]] = []
 
@@ -66,7 +139,9 @@ class WindowDevice(ThreadDevice):
         return array.memory
 
     def adopt(self, array: npt.NDArray[Any]) -> HostSegment:
-        raise NotImplementedError
+        """Take the memory of a `SharedArray`, or a part of it."""
+        found = next(each for each in self.shared if np.may_share_memory(each.memory, array))
+        return HostSegment(array.view(np.uint8), fd=Descriptor.of(os.dup, found.fd))
 
     def view(self, segment: HostSegment, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         assert segment.content is not None
@@ -160,7 +235,9 @@ class WindowDevice(ThreadDevice):
 
     def _accumulate(self, x: AccumulateArguments, variant: Variant) -> None:
         named = dict(option[2:].split("=", 1) for option in variant.options if "=" in option and "-D" in option)
-        dtype, op = covered_dtype(named["MPICOMM_DTYPE"].replace("boolean", "bool")), named["MPICOMM_OP"]
+        name, op = named["MPICOMM_DTYPE"], named["MPICOMM_OP"]
+        pairs = {name: dtype for dtype, name in kernel_types().items()}
+        dtype = pairs[name] if name in pairs else covered_dtype(name.replace("boolean", "bool"))
         walk = x.walk
         one = [(int(walk.first.memory), 0, int(walk.first.run_nbytes))]
         runs = list(runs_of(self._tables[walk.regions])) if walk.regions else one
@@ -177,6 +254,8 @@ class WindowDevice(ThreadDevice):
                 values = self._elements(walk.packed + packed, count, dtype)
                 if op == "replace":
                     now[:] = values
+                elif name in pairs:
+                    combine_pairs(op, now, values)
                 else:
                     Reducer(op, dtype).reduce([now.copy(), values], now)
 
@@ -190,7 +269,7 @@ class WindowDevice(ThreadDevice):
                 now[:] = value
 
     def _elements(self, pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        assert pointer % dtype.itemsize == 0, "misaligned"
+        assert pointer % min(dtype.itemsize, 16) == 0, "misaligned"
         assert self.owns(pointer) or count == 0, "a kernel accesses memory of the host"
         return array_at(pointer, count, dtype)
 

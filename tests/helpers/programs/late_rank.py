@@ -25,7 +25,6 @@ CALLS = (
     "Split",
     "Create_group",
     "Create_group in MPI",
-    "Win.Fence",
     "nothing",
     "progress",
     "Free",
@@ -46,13 +45,11 @@ def main(folder: Path) -> None:
     is_late = world.rank == LATE
     mine, ours = np.ones(4), np.empty(4)
     made: list[mpicomm.Communicator] = []
-    windows: list[mpicomm.Win] = []
     parts: list[MPI.Intracomm] = []
 
     def make() -> None:
         made.append(mpicomm.Communicator(device="cpu", timeout_s=HANG_S))
         made[0].Allreduce(mine, ours, algorithm="one_shot")  # the first one sets up memory
-        windows.append(mpicomm.Win.Allocate(8, 8, comm=made[0], place="device"))
 
     def message(send: Callable[[], object], receive: Callable[[], object]) -> None:
         if is_late:
@@ -65,10 +62,6 @@ def main(folder: Path) -> None:
         if world.rank in (0, LATE):
             everyone = parent.Get_group()
             parent.Create_group(everyone.Incl([0, LATE])).Free()
-
-    def free() -> None:
-        comm.Free()
-        windows[0].Free()
 
     def progress() -> None:
         """Exchange messages and sums until the file is there, most of the time in waits for the late rank."""
@@ -90,10 +83,9 @@ def main(folder: Path) -> None:
         "Split": lambda: parts.append(comm.Split(0)),
         "Create_group": lambda: group(comm),
         "Create_group in MPI": lambda: group(parts[0]),  # it is not set up, so the wait is MPI's
-        "Win.Fence": lambda: windows[0].Fence(MPI.MODE_NOSUCCEED),
         "nothing": lambda: wait(folder / "go-nothing"),
         "progress": progress,
-        "Free": free,
+        "Free": lambda: comm.Free(),
         "MPI_Finalize": lambda: None,
     }
     if is_late:

@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.programs.lock_deaths RESULTS DEVICE HOW TIMEOUT`: the last rank dies while it has a lock.
+"""`python -m tests.helpers.programs.lock_deaths RESULTS HOW TIMEOUT`: the last rank dies while it has a lock.
 
 HOW is `exclusive` or `shared`: the rank dies while it holds such a lock of rank 0. If HOW is `waiting`, the rank dies
 while it waits for the lock. All other ranks then make calls. Each writes a line of JSON per call into RESULTS.
@@ -34,7 +34,7 @@ class Call:
     seconds: float
 
 
-def main(results: Path, device: str, how: str, timeout_s: float) -> None:
+def main(results: Path, how: str, timeout_s: float) -> None:
     """Let the last rank die, and make the calls of the others."""
     from mpi4py import MPI  # imported here, because `begin_in_child` has to fork before MPI starts
 
@@ -42,7 +42,7 @@ def main(results: Path, device: str, how: str, timeout_s: float) -> None:
     from tests.helpers.rigs.communicators import array_module
 
     world = MPI.COMM_WORLD
-    comm = mpicomm.Communicator(world.Dup(), device="cpu" if device == "cpu" else "auto", timeout_s=timeout_s)
+    comm = mpicomm.Communicator(world.Dup(), timeout_s=timeout_s)
     win = mpicomm.Win.Allocate(8, 8, comm=comm, place="device")
     with array_module(comm) as xp:
         one, seen = xp.ones(1, "i8"), xp.zeros(1, "i8")
@@ -118,5 +118,5 @@ def require_file(path: Path) -> None:
 
 if __name__ == "__main__":
     begin_in_child(Path(sys.argv[1]))  # so that the launcher does not end the job with the victim
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
     os._exit(0)  # MPI_Finalize would wait for the victim

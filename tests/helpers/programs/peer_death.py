@@ -70,11 +70,10 @@ class Play:
             "first collective": lambda: self._allreduce(5, "one_shot"),
             "one_shot": lambda: self._allreduce(300_000, "one_shot"),
             "two_shot": lambda: self._allreduce(300_000, "two_shot"),
-            **({} if device == "cpu" else {"copy_engine": self._copies}),
+            **({} if device == "cpu" else {"copy_engine": self._copies, "window": self._window}),
             "Bcast": self._bcast,
             "shared_event": lambda: self._made.shared_event(),
             "signals": self._signals,
-            "window": self._window,
             # On GPUs the best kind of handle is of memory that cannot come back.
             **(
                 {"suspend": lambda: self._made.suspend(), "resume": lambda: self._made.resume()}
@@ -303,7 +302,7 @@ class Trials:
         # gone because of it. A duplicate of MPI's communicator cannot name the missing rank.
         names = list(Play(None, self._options.device, 0.0).steps)
         begun, failed = names.index(outcome.step), names.index(outcome.error_step)
-        indirect = any(begun <= names.index(waits) <= failed for waits in ("signals", "window"))
+        indirect = any(begun <= names.index(waits) <= failed for waits in ("signals", "window") if waits in names)
         place = self._alive.index(outcome.victim)
         if self._options.hosts > 1 and outcome.how in ("raise", "interrupt"):
             # The victim comes to `Free`, and misses a rank of its host that still waits for it.

@@ -53,10 +53,11 @@ class WindowRig:
 
 
 @contextlib.contextmanager
-def window_rig(
-    dtype: Any = np.int64, *, timeout_s: float = 20, atomics: Callable[[int], bool] = lambda rank: True
-) -> Iterator[WindowRig]:
-    with communicator("cpu") as parent:
+def on_window_device(
+    *, timeout_s: float = 20, atomics: Callable[[int], bool] = lambda rank: True
+) -> Iterator[tuple[mpicomm.Communicator, WindowDevice]]:
+    """Give a communicator whose device is a `WindowDevice`. The block frees its windows."""
+    with communicator("cpu", timeout_s=timeout_s) as parent:
         comm = parent.Dup()
         was = comm._session.placement
         device = WindowDevice(comm.rank, timeout_s)
@@ -66,13 +67,21 @@ def window_rig(
             Link("PCIe" if not atomics(rank) else "NVLink", native_atomics=atomics(rank)) for rank in range(comm.size)
         )
         comm._begin(session)
+        yield comm, device
+        comm.Free()
+        assert device.closed
+
+
+@contextlib.contextmanager
+def window_rig(
+    dtype: Any = np.int64, *, timeout_s: float = 20, atomics: Callable[[int], bool] = lambda rank: True
+) -> Iterator[WindowRig]:
+    with on_window_device(timeout_s=timeout_s, atomics=atomics) as (comm, device):
         rig = WindowRig(comm, device, dtype)
         yield rig
         if device.missed is None:
             rig.barrier()
             rig.win.Free()
-        comm.Free()
-        assert device.closed
 
 
 def placed(rig: WindowRig, values: npt.NDArray[Any]) -> Any:

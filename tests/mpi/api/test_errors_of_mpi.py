@@ -27,7 +27,6 @@ def _faults(comm: mpicomm.Communicator, n: int) -> dict[str, tuple[int, list[Cal
     a, b, blocks = np.ones(n), np.zeros(n), np.zeros(n * size)
     floats = [(a, b), ([a, MPI.DOUBLE], [b, MPI.DOUBLE]), (MPI.IN_PLACE, b)]
     whole, truths = np.ones(n, "D"), np.ones(n, "?")
-    integers, logic = np.ones(n, "i"), MPI.INTEGER
     null = [b, n, MPI.DATATYPE_NULL]
     typed = [[blocks, [n] * size, [0] * size, [MPI.DATATYPE_NULL] * size] for _ in range(2)]
     apart = MPI.DOUBLE.Create_contiguous(2)  # not committed
@@ -45,10 +44,6 @@ def _faults(comm: mpicomm.Communicator, n: int) -> dict[str, tuple[int, list[Cal
         "sum of truths": (MPI.ERR_OP, [("Allreduce", (truths, truths.copy(), MPI.SUM), none)]),
         "sum of bytes": (MPI.ERR_OP, [("Allreduce", ([a, MPI.BYTE], [b, MPI.BYTE]), none)]),
         "sum of characters": (MPI.ERR_OP, [("Allreduce", ([a, MPI.WCHAR], [b, MPI.WCHAR]), none)]),
-        "logic of Fortran's integers": (
-            MPI.ERR_OP,
-            [("Allreduce", ([integers, logic], [integers.copy(), logic], MPI.LAND), none)],
-        ),
         "average that MPI lacks": (
             MPI.ERR_OP,
             [("Allreduce", (np.ones(n, "i"), np.ones(n, "i"), mpicomm.AVG), none)],

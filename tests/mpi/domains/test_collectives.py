@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.inputs.communicator_calls import MOVEMENTS, OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
+from tests.helpers.inputs.communicator_calls import MOVEMENTS, REDUCTIONS, Case, Prepared, legal_ops, require_works
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.references.reductions import dtype_or_skip, reduced
 from tests.helpers.rigs.call_forms import complete
@@ -161,19 +161,6 @@ def test_parts_of_the_communicator(comm: mpicomm.Communicator, xp: Any, placemen
     half.Free()
 
 
-@pytest.mark.parametrize("op", ["sum", "avg"])
-def test_results_are_the_same_bits_on_all_ranks_and_in_every_run(comm: mpicomm.Communicator, xp: Any, op: str) -> None:
-    array = xp.asarray(np.random.default_rng(comm.rank).standard_normal(70_001).astype(np.float32))
-    results = []
-    for _ in range(2):
-        for algorithm in ("one_shot", "two_shot"):
-            result = xp.zeros_like(array)
-            comm.Allreduce(array, result, OPS[op], algorithm=algorithm)
-            comm.check()
-            results.append(result.tobytes())
-    assert set(WORLD.allgather(results[0])) == set(results)
-
-
 def test_ranks_in_different_calls_get_an_error(placement: str, device: str) -> None:
     if device != "cpu":
         pytest.skip("the kernels of a peer domain find other calls, and only a blocking engine those of other domains")
@@ -194,15 +181,6 @@ def test_messages_of_a_failed_call_reach_no_later_communicator(placement: str) -
             op = MPI.SUM if comm.rank % 2 else MPI.PROD
             with pytest.raises(mpicomm.MpicommError):
                 comm.Allreduce(array, total, op)
-
-
-def test_an_algorithm_of_one_group_is_refused(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
-    if len(groups_of(placement, comm.size, str(comm.device))) == 1:
-        pytest.skip("one peer domain has all algorithms")
-    array = xp.ones(5, np.float16)
-    with pytest.raises(mpicomm.InvalidUsageError, match=r'algorithm="ring" of Allreduce'):
-        comm.Allreduce(array, xp.empty_like(array), algorithm="ring")
-    assert OPERATIONS["Allreduce"].ring is not None
 
 
 def test_codes_of_eight_bits(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:

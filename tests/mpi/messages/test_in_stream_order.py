@@ -13,7 +13,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.collectives.exchange import Message
-from mpicomm.ways.dispatch import Dispatcher, MessageCall
+from mpicomm.ways.engines import Engines
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import Rig
@@ -30,12 +30,23 @@ def enqueued(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Messages:
     """The messages that are enqueued: operation, stream, sent and received data."""
     messages: Messages = []
 
-    def enqueue_message(
-        collectives: Dispatcher, call: MessageCall, stream: Any, sent: Message | None, received: Message | None
-    ) -> None:
-        messages.append((call.operation, stream, sent, received))
+    class Gpu:
+        """An engine that notes messages and knows none."""
 
-    monkeypatch.setattr(Dispatcher, "enqueue_message", enqueue_message)
+        def __init__(self) -> None:
+            self.engine = self
+
+        def prepare_messages(self, *message: Any) -> Any:
+            return message
+
+        def add_message(self, *message: Any, by_output: bool) -> None:
+            pass
+
+        def enqueue(self, message: Any, stream: int) -> None:
+            operation, sent, received = message
+            messages.append((operation, stream, sent, received))
+
+    monkeypatch.setattr(Engines, "on_gpu", lambda engines, operation: Gpu())
     return messages
 
 
@@ -54,9 +65,9 @@ def test_what_is_enqueued(rig: Rig, enqueued: Messages) -> None:
     ]
     assert said == [
         ("Send", 3, (rig.right, 20, 7), None),
-        ("Recv", None, None, (rig.left, 8, None)),
-        ("Sendrecv", None, (rig.right, 20, 1), (rig.left, 18, 2)),
-        ("Sendrecv", None, None, (rig.left, 18, None)),
+        ("Recv", 0, None, (rig.left, 8, None)),
+        ("Sendrecv", 0, (rig.right, 20, 1), (rig.left, 18, 2)),
+        ("Sendrecv", 0, None, (rig.left, 18, None)),
     ]
     assert (status.source, status.tag, status.Get_count(MPI.INT16_T)) == (rig.left, 2, 9)
     assert enqueued[0][2].span.pointer == out.memory.ctypes.data  # type: ignore[union-attr]

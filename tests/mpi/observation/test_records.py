@@ -206,9 +206,8 @@ def test_messages_of_device_arrays_have_tracks_of_their_streams(
     assert {(event["cat"], event["tid"] >= 1000) for event in device} == {("device", True)}
 
 
-@pytest.mark.parametrize("place", ["device", "mpi"])
-def test_calls_of_windows_are_in_the_trace(traced: mpicomm.Communicator, folder: Path, place: str) -> None:
-    win = mpicomm.Win.Allocate(80, 8, comm=traced, place=place)
+def test_calls_of_windows_are_in_the_trace(traced: mpicomm.Communicator, folder: Path) -> None:
+    win = mpicomm.Win.Allocate(80, 8, comm=traced)
     peer, ones, before = (traced.rank + 1) % traced.size, np.ones(3), np.zeros(1)
     win.Fence()
     win.Put(ones, peer, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,12 +37,12 @@ def test_free_waits_for_ranks_that_wait_in_a_call_which_this_rank_has_not_made()
         WORLD.Barrier()
 
 
-def reduce(comm: mpicomm.Communicator, array: mpicomm.SymmetricArray, win: mpicomm.Win) -> None:
+def reduce(comm: mpicomm.Communicator, array: mpicomm.SymmetricArray, win: Any) -> None:
     with array_module(comm) as xp:
         comm.Allreduce(xp.ones(64, "f4"), xp.empty(64, "f4"), algorithm="one_shot")
 
 
-CALLS: dict[str, Callable[[mpicomm.Communicator, mpicomm.SymmetricArray, mpicomm.Win], None]] = {
+CALLS: dict[str, Callable[[mpicomm.Communicator, mpicomm.SymmetricArray, Any], None]] = {
     "Allreduce": reduce,
     "wait_signal": lambda comm, array, win: array.wait_signal(FIRST_AND_LAST[-1]),
     "Fence": lambda comm, array, win: win.Fence(),
@@ -52,8 +53,11 @@ CALLS: dict[str, Callable[[mpicomm.Communicator, mpicomm.SymmetricArray, mpicomm
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", CALLS)
 def test_free_waits_for_no_rank_after_a_timeout(device: str, name: str) -> None:
+    if (device, name) == ("cpu", "Fence"):
+        pytest.skip("windows of the host are MPI's, which waits without a limit")
     comm = communicator(device, timeout_s=patience_s("cpu"))
-    array, win = comm.zeros(1), mpicomm.Win.Allocate(80, 8, comm=comm, place="device")
+    array: mpicomm.SymmetricArray = comm.zeros(1)
+    win = mpicomm.Win.Allocate(80, 8, comm=comm) if device == "cuda" else None
     reduce(comm, array, win)
     comm.check()
     if comm.rank == FIRST_AND_LAST[-1]:
@@ -63,7 +67,8 @@ def test_free_waits_for_no_rank_after_a_timeout(device: str, name: str) -> None:
             CALLS[name](comm, array, win)
             comm.check()
         array.close()
-        win.Free()
+        if win is not None:
+            win.Free()
         comm.Free()
         WORLD.Barrier()
     with suppress(CollectiveTimeoutError):  # of a rank whose first call this is

@@ -8,9 +8,34 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers.rigs.communicators import settle
+from tests.helpers.fakes.window_devices import FakeCupy
+from tests.helpers.rigs.communicators import array_module, settle
+from tests.helpers.rigs.window_rigs import on_window_device
+from tests.mpi.conftest import shared_by_tests
 
 MakeWindow = Callable[..., mpicomm.Win]
+
+
+@pytest.fixture(scope="module")
+def comm(device: str) -> Iterator[mpicomm.Communicator]:
+    """A communicator on GPUs; without GPUs their doubles, whose calls are complete on return."""
+    if device == "cuda":
+        with shared_by_tests(device) as shared:
+            yield shared
+    else:
+        with on_window_device() as (double, threads):
+            threads.completes = True
+            yield double
+
+
+@pytest.fixture
+def xp(comm: mpicomm.Communicator, device: str) -> Iterator[Any]:
+    """CuPy, or its double."""
+    if device == "cuda":
+        with array_module(comm) as module:
+            yield module
+    else:
+        yield FakeCupy(comm._session.backend)  # type: ignore[arg-type]
 
 
 @pytest.fixture

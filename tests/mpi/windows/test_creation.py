@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing.shared_memory as shared_memory
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from tests.helpers.jobs.pace import stretched
-from tests.helpers.rigs.communicators import communicator, to_host
+from tests.helpers.rigs.communicators import to_host
+from tests.helpers.rigs.window_rigs import on_window_device
 from tests.mpi.windows.conftest import MakeWindow
 
 
@@ -55,13 +55,8 @@ def test_ranks_without_memory_take_part(comm: mpicomm.Communicator, xp: Any) -> 
     win.Free()
 
 
-def test_memory_of_the_caller_becomes_a_window(comm: mpicomm.Communicator, xp: Any, device: str) -> None:
-    block = shared_memory.SharedMemory(create=True, size=64) if device == "cpu" else None
-    array: Any = xp.zeros(8, np.int64)
-    if block:
-        assert block.buf is not None
-        array = np.frombuffer(block.buf, np.int64)
-    array[...] = comm.rank
+def test_memory_of_the_caller_becomes_a_window(comm: mpicomm.Communicator, xp: Any) -> None:
+    array = xp.full(8, comm.rank)
     win = mpicomm.Win.Create(array, 8, MPI.INFO_NULL, comm, place="device")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     win.Fence()
@@ -69,29 +64,28 @@ def test_memory_of_the_caller_becomes_a_window(comm: mpicomm.Communicator, xp: A
     win.Fence()
     assert to_host(array).tolist() == [comm.rank] * 3 + [100 + left] + [comm.rank] * 4
     win.Free()
-    del array
-    if block:
-        block.close()
-        block.unlink()
 
 
-def test_memory_of_a_symmetric_array_becomes_a_window(host_comm: mpicomm.Communicator) -> None:
+def test_windows_of_a_communicator_on_the_host_are_mpis(host_comm: mpicomm.Communicator) -> None:
     comm = host_comm
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    array = comm.zeros(8, np.int64)
-    created = mpicomm.Win.Create(array.local, 8, comm=comm, place="device")
-    dynamic = mpicomm.Win.Create_dynamic(comm=comm, place="device")
-    dynamic.Attach(array.local)
-    there = comm.allgather(MPI.Get_address(array.local))[right]
-    created.Fence()
-    created.Put(np.array([10 + comm.rank]), right, 2)
-    created.Fence()
-    dynamic.Fence()
-    dynamic.Put(np.array([20 + comm.rank]), right, there + 8 * 5)
-    dynamic.Fence()
-    assert array.local.tolist() == [0, 0, 10 + left, 0, 0, 20 + left, 0, 0]
-    for each in (dynamic, created, array):
-        getattr(each, "Free", array.close)()
+    win = mpicomm.Win.Allocate(16, 8, comm=comm, place="device")
+    assert type(win) is mpicomm.Win and repr(win) == "<mpicomm.Win place='mpi'>"
+    win.tomemory().view(np.int64)[:] = -1
+    win.Fence()
+    win.Put(np.array([comm.rank]), right, 1)
+    win.Fence()
+    assert win.tomemory().view(np.int64).tolist() == [-1, left]
+    part, disp_unit = win.Shared_query(right)
+    assert (part.view(np.int64).tolist(), disp_unit) == ([-1, comm.rank], 8)
+    with pytest.raises(InvalidUsageError, match="stream"):
+        win.Fence(stream=1)
+    win.Fence()
+    win.Free()
+    for other in (mpicomm.Win.Create(np.zeros(2), comm=comm, place="device"),
+                  mpicomm.Win.Create_dynamic(comm=comm, place="device")):  # fmt: skip
+        assert type(other) is mpicomm.Win
+        other.Free()
 
 
 def test_host_memory_stays_with_mpi(comm: mpicomm.Communicator) -> None:
@@ -132,18 +126,14 @@ def test_bad_arguments_raise_on_all_ranks(comm: mpicomm.Communicator) -> None:
     comm.Barrier()
 
 
-def test_private_memory_of_one_rank_raises_on_all(host_comm: mpicomm.Communicator) -> None:
-    comm = host_comm
-    memory = np.zeros(4) if comm.rank == comm.size - 1 else None
-    with pytest.raises(InvalidUsageError, match="private memory"):
-        mpicomm.Win.Create(memory, comm=comm, place="device")
-    comm.Barrier()
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("make", ["Allocate", "Create_dynamic"])
 def test_a_rank_without_mpis_part_of_a_window_is_named_on_all(monkeypatch: pytest.MonkeyPatch, make: str) -> None:
-    comm = communicator("cpu", timeout_s=stretched(1.0))
+    with on_window_device(timeout_s=stretched(1.0)) as (comm, _):
+        require_named(comm, monkeypatch, make)
+
+
+def require_named(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch, make: str) -> None:
     given: Any = {} if make == "Create_dynamic" else {"size": 8}
     fails: list[BaseException] = [MPI.Exception(MPI.ERR_NO_MEM), KeyboardInterrupt()]
 
@@ -181,10 +171,9 @@ def test_open_epoch_of_one_rank_keeps_the_window_of_all(comm: mpicomm.Communicat
     win.Free()
 
 
-def test_communicator_frees_its_windows(device: str) -> None:
-    with communicator(device) as comm:
+def test_communicator_frees_its_windows() -> None:
+    with on_window_device() as (comm, _):
         win = mpicomm.Win.Allocate(64, comm=comm, place="device")
-        assert any(use.purpose == "windows" for use in comm.describe().memory)
     with pytest.raises(MPI.Exception, match=r"Win\.Fence: the window was freed"):
         win.Fence()
     win.Free()

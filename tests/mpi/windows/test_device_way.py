@@ -87,48 +87,6 @@ def test_accesses_are_complete_when_a_synchronisation_returns_that_completes_on_
         group.Free()
 
 
-@pytest.mark.parametrize("of_host", [False, True])
-def test_derived_datatypes_and_host_arrays_go_through_scratch_memory(of_host: bool) -> None:
-    with window_rig() as rig:
-        make: Any = (lambda values: np.array(values, np.int64)) if of_host else rig.of
-        win, three = rig.win, spread(3)
-        given, seen = make(np.arange(8)), make(np.zeros(8))
-        win.Fence()
-        win.Put([given, 1, three], rig.right, (0, 3, MPI.INT64_T))
-        win.Put([given, 3, MPI.INT64_T], rig.right, (4, 1, three))
-        win.Put([given, 1, three], rig.right, (10, 1, three))
-        win.Put([given, 2, MPI.INT64_T], rig.right, 20)
-        win.Fence()
-        win.Get([seen, 1, three], rig.right, (10, 1, three))
-        win.Fence()
-        mine = rig.mine()
-        assert mine[:10] == [0, 2, 4, -1, 0, -1, 1, -1, 2, -1]
-        assert mine[10:15] == [0, -1, 2, -1, 4] and mine[20:23] == [0, 1, -1]
-        found = seen if of_host else seen.get()
-        assert found.tolist() == [0, 0, 2, 0, 4, 0, 0, 0]
-        three.Free()
-
-
-def test_groups_wait_and_test() -> None:
-    with window_rig() as rig:
-        win = rig.win
-        everyone = win.Get_group()
-        right, left = everyone.Incl([rig.right]), everyone.Incl([rig.left])
-        for turn in range(6):
-            win.Post(left)
-            win.Start(right)
-            win.Put(rig.of([turn, turn]), rig.right, turn)
-            win.Complete()
-            if turn % 2:
-                win.Wait()
-            else:
-                while not win.Test():
-                    pass
-            assert rig.mine()[turn : turn + 2] == [turn, turn]
-        for group in (everyone, right, left):
-            group.Free()
-
-
 def test_test_sees_a_complete_whose_device_is_busy() -> None:
     with window_rig() as rig:
         win, everyone = rig.win, rig.win.Get_group()
@@ -213,38 +171,6 @@ def test_accumulates_take_derived_datatypes(of_host: bool) -> None:
         if rig.rank == 0:
             assert rig.mine()[2:7] == [expected[0], -1, expected[1], -1, expected[2]]
         three.Free()
-
-
-@pytest.mark.parametrize("of_host", [False, True])
-def test_numbers_are_fetched_and_swapped(of_host: bool) -> None:
-    with window_rig() as rig:
-        make: Any = (lambda value: np.array([value])) if of_host else (lambda value: rig.of([value]))
-        win, before = rig.win, [make(0) for _ in range(5)]
-        win.Lock_all()
-        for each in before:
-            win.Fetch_and_op(make(1), each, 0, 7)
-        win.Unlock_all()
-        rig.barrier()
-        drawn = [int((each if of_host else each.get())[0]) for each in before]
-        everyone = MPI.Intracomm.allgather(rig.comm, drawn)
-        assert sorted(n for each in everyone for n in each) == list(range(-1, 5 * rig.size - 1))
-        won = make(0)
-        win.Lock(0)
-        win.Compare_and_swap(make(100 + rig.rank), make(5 * rig.size - 1), won, 0, 7)
-        win.Unlock(0)
-        rig.barrier()
-        seen = MPI.Intracomm.allgather(rig.comm, int((won if of_host else won.get())[0]))
-        assert seen.count(5 * rig.size - 1) == 1
-
-
-def test_requests_are_done_with_their_work() -> None:
-    with window_rig() as rig:
-        rig.win.Lock(rig.rank)
-        requests = [rig.win.Rput(rig.of([each]), rig.rank, each, stream=each) for each in range(4)]
-        requests.append(rig.win.Raccumulate(rig.of([6]), rig.rank, 8))
-        MPI.Request.Waitall(requests)
-        assert rig.part[:4].tolist() == [0, 1, 2, 3] and rig.part[8] == 5
-        rig.win.Unlock(rig.rank)
 
 
 def test_graphs_take_device_arrays_and_refuse_copies_to_the_host() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,71 +13,58 @@ from mpicomm import HandleError, InvalidUsageError
 from tests.helpers.rigs.communicators import communicator, settle, to_host
 
 
-@contextlib.contextmanager
-def attachable(comm: mpicomm.Communicator, xp: Any, count: int) -> Iterator[Any]:
-    """Give an array of int64 that other ranks can open, filled with -1."""
-    if comm.device != "cpu":
-        yield xp.full(count, -1, np.int64)
-        return
-    with tempfile.NamedTemporaryFile() as file:
-        file.truncate(8 * count)
-        array = np.memmap(file.name, np.int64, "r+", shape=count)
-        array[:] = -1
-        yield array
-
-
 def test_attached_memory_is_accessed_by_its_address(comm: mpicomm.Communicator, xp: Any) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     win = mpicomm.Win.Create_dynamic(comm=comm, place="device")
     assert win.flavor == MPI.WIN_FLAVOR_DYNAMIC
-    with attachable(comm, xp, 6) as first, attachable(comm, xp, 3) as second:
-        for turn, array in enumerate((first, second, first)):
-            win.Attach(array)
-            settle(comm)
-            there = comm.allgather(MPI.Get_address(array))[right]
-            win.Lock(right)
-            win.Put(xp.array([turn, comm.rank]), right, there + 8)
-            win.Accumulate(xp.array([5]), right, there)
-            win.Unlock(right)
-            settle(comm)
-            assert to_host(array)[:3].tolist() == [4 if turn < 2 else 9, turn, left]
-            seen = xp.zeros(3, np.int64)
-            win.Lock_all()
-            win.Get(seen, right, (there, 3, MPI.INT64_T))
-            win.Unlock_all()
-            assert to_host(seen).tolist() == [4 if turn < 2 else 9, turn, comm.rank]
-            settle(comm)
-            win.Detach(array)
-            comm.Barrier()
-            win.Lock(right)
-            with pytest.raises(MPI.Exception, match=f"rank {right} has attached no memory that holds") as caught:
-                win.Put(xp.array([7]), right, there)
-            assert caught.value.Get_error_class() == MPI.ERR_RMA_RANGE
-            win.Unlock(right)
-            comm.Barrier()
-        win.Free()
+    first, second = xp.full(6, -1), xp.full(3, -1)
+    for turn, array in enumerate((first, second, first)):
+        win.Attach(array)
+        settle(comm)
+        there = comm.allgather(MPI.Get_address(array))[right]
+        win.Lock(right)
+        win.Put(xp.array([turn, comm.rank]), right, there + 8)
+        win.Accumulate(xp.array([5]), right, there)
+        win.Unlock(right)
+        settle(comm)
+        assert to_host(array)[:3].tolist() == [4 if turn < 2 else 9, turn, left]
+        seen = xp.zeros(3, np.int64)
+        win.Lock_all()
+        win.Get(seen, right, (there, 3, MPI.INT64_T))
+        win.Unlock_all()
+        assert to_host(seen).tolist() == [4 if turn < 2 else 9, turn, comm.rank]
+        settle(comm)
+        win.Detach(array)
+        comm.Barrier()
+        win.Lock(right)
+        with pytest.raises(MPI.Exception, match=f"rank {right} has attached no memory that holds") as caught:
+            win.Put(xp.array([7]), right, there)
+        assert caught.value.Get_error_class() == MPI.ERR_RMA_RANGE
+        win.Unlock(right)
+        comm.Barrier()
+    win.Free()
 
 
 def test_wrong_memory_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     win = mpicomm.Win.Create_dynamic(comm=comm, place="device")
-    with attachable(comm, xp, 6) as array:
-        win.Attach(array)
-        with pytest.raises(InvalidUsageError, match=r"Win\.Attach: memory overlaps 48 bytes"):
-            win.Attach(array[2:4])
-        with pytest.raises(InvalidUsageError, match=r"Win\.Detach: no memory is attached at address"):
-            win.Detach(array[1:])
-        win.Lock(comm.rank)
-        end = MPI.Get_address(array) + 40
-        with pytest.raises(MPI.Exception, match="has attached no memory that holds"):
-            win.Put(xp.ones(2, np.int64), comm.rank, end)
-        win.Put(xp.ones(1, np.int64), comm.rank, end)
-        win.Unlock(comm.rank)
-        comm.check()
-        assert to_host(array).tolist() == [-1] * 5 + [1]
-        with pytest.raises(MPI.Exception, match=r"Win\.Shared_query: ranks attach the memory"):
-            win.Shared_query(0)
-        comm.Barrier()
-        win.Free()
+    array = xp.full(6, -1)
+    win.Attach(array)
+    with pytest.raises(InvalidUsageError, match=r"Win\.Attach: memory overlaps 48 bytes"):
+        win.Attach(array[2:4])
+    with pytest.raises(InvalidUsageError, match=r"Win\.Detach: no memory is attached at address"):
+        win.Detach(array[1:])
+    win.Lock(comm.rank)
+    end = MPI.Get_address(array) + 40
+    with pytest.raises(MPI.Exception, match="has attached no memory that holds"):
+        win.Put(xp.ones(2, np.int64), comm.rank, end)
+    win.Put(xp.ones(1, np.int64), comm.rank, end)
+    win.Unlock(comm.rank)
+    comm.check()
+    assert to_host(array).tolist() == [-1] * 5 + [1]
+    with pytest.raises(MPI.Exception, match=r"Win\.Shared_query: ranks attach the memory"):
+        win.Shared_query(0)
+    comm.Barrier()
+    win.Free()
     with pytest.raises((InvalidUsageError, HandleError)):
         win.Attach(np.zeros(3))
 

@@ -248,9 +248,9 @@ WRONG: dict[str, tuple[str, Callable[[mpicomm.Win], object]]] = {
 
 @pytest.mark.parametrize("place", ["mpi", "device"])
 @pytest.mark.parametrize("call", WRONG)
-def test_arguments_of_wrong_classes_are_named(host_comm: mpicomm.Communicator, place: str, call: str) -> None:
+def test_arguments_of_wrong_classes_are_named(comm: mpicomm.Communicator, place: str, call: str) -> None:
     text, act = WRONG[call]
-    win = mpicomm.Win.Allocate(80, 8, comm=host_comm, place=place)
+    win = mpicomm.Win.Allocate(80, 8, comm=comm, place=place)
     with pytest.raises(TypeError, match=text):
         act(win)
     win.Free()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -148,6 +146,8 @@ def test_assertions_of_mpi_are_taken(comm: mpicomm.Communicator, xp: Any, window
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("call", ["Fence", "Start", "Wait", "Lock"])
 def test_rank_that_does_not_come_is_named(device: str, call: str) -> None:
+    if device == "cpu":
+        pytest.skip("doubles of GPUs have no records of faults")
     with communicator(device, timeout_s=patience_s(device)) as comm, array_module(comm):
         win = mpicomm.Win.Allocate(8, 8, comm=comm, place="device")
         last, other = comm.size - 1, group_of(win, 0)
@@ -177,77 +177,3 @@ def test_rank_that_does_not_come_is_named(device: str, call: str) -> None:
             with pytest.raises(CollectiveTimeoutError, match=words):
                 win.Fence()
         comm.Barrier()
-
-
-class Alarm(Exception):
-    """What the handler of a signal raises, as that of a Ctrl-C raises KeyboardInterrupt."""
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("call", ["Fence", "Start", "Wait", "Lock", "Lock_all"])
-def test_a_wait_that_a_signal_ends_can_be_repeated(host_comm: mpicomm.Communicator, call: str) -> None:
-    win = mpicomm.Win.Allocate(8, 8, comm=host_comm, place="device")
-    mine, last, mpi = win.tomemory().view(np.int64), host_comm.size - 1, MPI.Intracomm(MPI.COMM_WORLD)
-    first, others = group_of(win, 0), group_of(win, *range(1, host_comm.size))
-    steps: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "Fence": (win.Fence, win.Fence),
-        "Start": (lambda: win.Start(others), win.Complete),
-        "Wait": (win.Wait, lambda: None),
-        "Lock": (lambda: win.Lock(last), lambda: win.Unlock(last)),
-        "Lock_all": (win.Lock_all, win.Unlock_all),
-    }
-    begin, end = steps[call]
-    mine[0] = 0
-    if host_comm.rank == last and "Lock" in call:
-        win.Lock(last)
-    if host_comm.rank == 0:
-        if call == "Wait":
-            win.Post(others)
-        handler = signal.signal(signal.SIGALRM, raises_alarm)
-        mpi.Barrier()
-        for _ in range(3):
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(Alarm):
-                begin()
-        signal.signal(signal.SIGALRM, handler)
-        mpi.Barrier()
-        begin()
-    else:
-        mpi.Barrier()
-        mpi.Barrier()  # rank 0 has waited three times in vain
-        if "Lock" in call and host_comm.rank == last:
-            win.Put(np.array([5]), last)
-            win.Unlock(last)
-        elif call == "Start":
-            win.Post(first)
-        elif call == "Wait":
-            win.Start(first)
-            win.Put(np.array([5]), 0)
-            win.Complete()
-        elif call == "Fence":
-            win.Fence()
-            win.Put(np.array([5]), 0)
-    if host_comm.rank == 0 and call in ("Start", "Lock"):
-        win.Put(np.array([6]), last)
-    if host_comm.rank == 0 or call == "Fence":
-        end()
-    elif call == "Start":
-        win.Wait()
-    mpi.Barrier()
-    assert (
-        mine[0]
-        == {
-            "Fence": 5 * (host_comm.rank == 0),
-            "Start": 6 * (host_comm.rank == last),
-            "Wait": 5 * (host_comm.rank == 0),
-            "Lock": 6 * (host_comm.rank == last),
-            "Lock_all": 5 * (host_comm.rank == last),
-        }[call]
-    )
-    for group in (first, others):
-        group.Free()
-    win.Free()
-
-
-def raises_alarm(number: int, frame: object) -> None:
-    raise Alarm

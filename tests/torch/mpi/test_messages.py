@@ -1,4 +1,4 @@
-"""Messages, objects and functional collectives give the results of gloo."""
+"""Messages and functional collectives."""
 
 from __future__ import annotations
 
@@ -18,23 +18,18 @@ from tests.helpers.inputs.torch_cases import MOVABLE, Case, Op, reduced, require
 LARGE = 300_000  # elements: MPI receives so many only after it has met the receiver
 
 
-@pytest.fixture(params=["mpicomm", "gloo"])
-def group(request: pytest.FixtureRequest, world: dist.ProcessGroup, gloo: dist.ProcessGroup) -> dist.ProcessGroup:
-    return world if request.param == "mpicomm" else gloo
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("count", [0, 5, LARGE])
-def test_blocking_messages_around_a_ring(group: dist.ProcessGroup, count: int) -> None:
-    case = Case(group)
+def test_blocking_messages_around_a_ring(world: dist.ProcessGroup, count: int) -> None:
+    case = Case(world)
     after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
     got = case.empty(count)
     if case.rank == 0:
-        dist.send(case.own(count), group_dst=after, group=group)
-        assert dist.recv(got, group_src=before, group=group) == before
+        dist.send(case.own(count), group_dst=after)
+        assert dist.recv(got, group_src=before) == before
     else:
-        assert dist.recv(got, group_src=before, group=group) == before
-        dist.send(case.own(count), group_dst=after, group=group)
+        assert dist.recv(got, group_src=before) == before
+        dist.send(case.own(count), group_dst=after)
     require_same([got], [case.of(before, count)])
 
 
@@ -57,22 +52,6 @@ def require_batch_works(case: Case) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_messages_are_matched_by_tag(group: dist.ProcessGroup) -> None:
-    case = Case(group)
-    after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
-    sent = [dist.isend(case.own(4, salt=tag), group_dst=after, tag=tag, group=group) for tag in (1, 2)]
-    got = {tag: case.empty(4) for tag in (2, 1)}
-    for tag, tensor in got.items():
-        work = dist.irecv(tensor, group_src=before, tag=tag, group=group)
-        assert work is not None
-        work.wait()
-    for work in sent:
-        assert work is not None
-        work.wait()
-    require_same(list(got.values()), [case.of(before, 4, salt=tag) for tag in (2, 1)])
-
-
-@pytest.mark.mpi(min_size=2)
 def test_a_work_of_a_receive_says_its_source(world: dist.ProcessGroup) -> None:
     case = Case(world)
     if case.rank:
@@ -85,61 +64,44 @@ def test_a_work_of_a_receive_says_its_source(world: dist.ProcessGroup) -> None:
     assert sorted(work._source_rank() for work in works if work) == list(range(1, case.size))
 
 
-def test_functional_collectives(group: dist.ProcessGroup) -> None:
-    case = Case(group)
-    given = case.own(2 * case.size, 3)
-    everyone = case.all(2 * case.size, 3)
-    total = reduced(everyone, Op.SUM)
-    got = [
-        functional.all_reduce(given, "sum", group),
-        functional.all_reduce(given, "max", group),
-        functional.broadcast(given, 0, group),
-        functional.all_gather_tensor(given, 0, group),
-        functional.all_gather_tensor(given, 1, group),
-        functional.reduce_scatter_tensor(given, "sum", 0, group),
-        functional.all_to_all_single(given, None, None, group),
-        *functional.all_reduce_coalesced([given, given + 1], "sum", group),
-    ]
-    expected = [
-        total,
-        reduced(everyone, Op.MAX),
-        everyone[0],
-        torch.cat(everyone),
-        torch.cat(everyone, 1),
-        total.chunk(case.size)[case.rank],
-        torch.cat([each.chunk(case.size)[case.rank] for each in everyone]),
-        total,
-        total + case.size,
-    ]
-    require_same([functional.wait_tensor(each) for each in got], expected)
-    require_same([given], [everyone[case.rank]])
-
-
-def test_functional_collectives_that_gloo_lacks(world: dist.ProcessGroup) -> None:
+def test_functional_collectives(world: dist.ProcessGroup) -> None:
     case = Case(world)
     given = case.own(2 * case.size, 3)
     everyone = case.all(2 * case.size, 3)
-    total = reduced(everyone, Op.SUM)
-    splits = [(case.rank + peer) % 3 for peer in range(case.size)]  # the tensors that a rank sends and receives
-    uneven = case.own(sum(splits))
-    cut = [case.of(rank, sum((rank + peer) % 3 for peer in range(case.size))) for rank in range(case.size)]
-    parts = [each.split([(rank + peer) % 3 for peer in range(case.size)]) for rank, each in enumerate(cut)]
-    got = [
-        functional.all_reduce(given, "avg", world),
-        functional.all_to_all_single(uneven, splits, splits, world),
-        *functional.all_gather_into_tensor_coalesced([given, given + 1], world),
-        *functional.reduce_scatter_tensor_coalesced([given, given + 1], "sum", [0, 0], world),
+    total, gathered = reduced(everyone, Op.SUM), torch.cat(everyone)
+
+    def splits(rank: int) -> list[int]:  # the tensors that a rank sends and receives
+        return [(rank + peer) % 3 for peer in range(case.size)]
+
+    mine = splits(case.rank)
+    uneven = [case.of(rank, sum(splits(rank))).split(splits(rank)) for rank in range(case.size)]
+    part = total.chunk(case.size)[case.rank]
+    calls = [
+        (functional.all_reduce(given, "sum", world), total),
+        (functional.all_reduce(given, "max", world), reduced(everyone, Op.MAX)),
+        (functional.all_reduce(given, "avg", world), total / case.size),
+        (functional.broadcast(given, 0, world), everyone[0]),
+        (functional.all_gather_tensor(given, 0, world), gathered),
+        (functional.all_gather_tensor(given, 1, world), torch.cat(everyone, 1)),
+        (functional.reduce_scatter_tensor(given, "sum", 0, world), part),
+        (
+            functional.all_to_all_single(given, None, None, world),
+            torch.cat([each.chunk(case.size)[case.rank] for each in everyone]),
+        ),
+        (
+            functional.all_to_all_single(case.own(sum(mine)), mine, mine, world),
+            torch.cat([each[case.rank] for each in uneven]),
+        ),
     ]
-    gathered = torch.cat(everyone)
-    expected = [
-        total / case.size,
-        torch.cat([each[case.rank] for each in parts]),
-        gathered,
-        gathered + 1,
-        total.chunk(case.size)[case.rank],
-        total.chunk(case.size)[case.rank] + case.size,
+    pairs = [given, given + 1]
+    coalesced = [
+        (functional.all_reduce_coalesced(pairs, "sum", world), [total, total + case.size]),
+        (functional.all_gather_into_tensor_coalesced(pairs, world), [gathered, gathered + 1]),
+        (functional.reduce_scatter_tensor_coalesced(pairs, "sum", [0, 0], world), [part, part + case.size]),
     ]
-    require_same([functional.wait_tensor(each) for each in got], expected)
+    for got, expected in [*calls, *(pair for each in coalesced for pair in zip(*each, strict=True))]:
+        require_same([functional.wait_tensor(got)], [expected])
+    require_same([given], [everyone[case.rank]])
 
 
 def test_functional_permutation(world: dist.ProcessGroup) -> None:
@@ -158,13 +120,13 @@ def test_functional_collectives_pass_gradients(world: dist.ProcessGroup) -> None
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_message_moves_while_the_receiver_waits_elsewhere(group: dist.ProcessGroup) -> None:
-    case = Case(group)
+def test_a_message_moves_while_the_receiver_waits_elsewhere(world: dist.ProcessGroup) -> None:
+    case = Case(world)
     got = case.empty(LARGE)
-    work = dist.irecv(got, group_src=1, group=group) if case.rank == 0 else None
+    work = dist.irecv(got, group_src=1) if case.rank == 0 else None
     if case.rank == 1:
         send_large(case)
-    group.monitored_barrier(timedelta(seconds=5))
+    world.monitored_barrier(timedelta(seconds=5))
     if work is not None:
         work.wait()
         require_same([got], [case.of(1, LARGE)])

@@ -110,13 +110,6 @@ def test_data_parallel_repeats_its_buckets_beside_other_calls(world: dist.Proces
     require_trained(list(model.parameters()), steps)
 
 
-def test_data_parallel_with_the_hook(world: dist.ProcessGroup) -> None:
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.0005)
-    model.register_comm_hook(None, mpicomm.torch.allreduce_hook)
-    train(model, sgd(model.parameters()), share)
-    require_trained(list(model.parameters()))
-
-
 def test_data_parallel_gives_the_first_ranks_buffers_to_all(world: dist.ProcessGroup) -> None:
     model = DistributedDataParallel(nn.BatchNorm1d(WIDTH))
     for step in range(3):

@@ -181,28 +181,6 @@ def test_ranks_may_begin_calls_of_two_groups_in_different_orders(world: dist.Pro
     dist.destroy_process_group(other)
 
 
-@pytest.mark.host_alone  # as above
-def test_groups_in_several_threads(world: dist.ProcessGroup) -> None:
-    groups = [dist.new_group() for _ in range(3)]
-    case = Case(world)
-    sums: dict[int, torch.Tensor] = {}
-
-    def work(index: int) -> None:
-        tensor = case.own(1000, salt=index)
-        for _ in range(5):
-            dist.all_reduce(tensor, Op.MAX, group=groups[index])
-        sums[index] = tensor
-
-    threads = [threading.Thread(target=work, args=[index], daemon=True) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    require_same([sums[index] for index in range(3)], [reduced(case.all(1000, salt=i), Op.MAX) for i in range(3)])
-    for group in groups:
-        dist.destroy_process_group(group)
-
-
 def test_a_work_keeps_no_inputs_after_its_end(world: dist.ProcessGroup) -> None:
     case = Case(world)
     given = case.own(100)

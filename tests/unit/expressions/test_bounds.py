@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from mpicomm import InvalidUsageError
 from mpicomm.expressions.expression import parse
-from mpicomm.expressions.tree import Array, Element, Variable, bounds, indices
+from mpicomm.expressions.tree import Array, Element, Variable, bounds, elements_of
 
 INDEX, K = Variable("i", "i", "integer"), Variable("k", "k", "integer")
 
 
 def element(index: str) -> Element:
-    (found,) = indices(parse(f"x[{index}]", (), "epilogue", (Array("x", "x", "int8"),), (INDEX, K)).tree)
+    (found,) = elements_of(parse(f"x[{index}]", (), "epilogue", (Array("x", "x", "int8"),), (INDEX, K)).tree)
     return found
 
 

@@ -27,7 +27,7 @@ def read(text: str) -> Expression:
 
 def value(text: str, a: Any, b: Any) -> Any:
     with np.errstate(all="ignore"):
-        return read(text).evaluate(a.dtype, {"a": a, "b": b})
+        return read(text).tree.evaluate(a.dtype, {"a": a, "b": b})
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_is_no_text_is_a_type_error() -> None:
         ("sqrt(a)", "complex64", "sqrt is for float: convert the complex64"),
         ("a < b", "complex128", "< is for bool, integer, float"),
         ("a + b", "bool", "+ is for integer, float, complex: use or"),
-        ("a ** 2", "bool", "* is for integer, float, complex: use and"),
+        ("a ** 2", "bool", "** is for integer, float, complex: use and"),
         ("a or 1", "bool", "1 is no bool: use True or False"),
         ("a + 0.5", "uint8", "0.5 is no uint8: use an integer"),
         ("a & 256", "uint8", "256 is no uint8: the largest is 255"),
@@ -175,6 +175,12 @@ def test_types_for_which_an_expression_is_not_defined(text: str, dtype: str, sai
         read(text).require_defined(dtype)
     assert f"op={text!r} is not defined for {dtype}: " in str(raised.value)
     assert said in str(raised.value)
+
+
+def test_numbers_that_are_equal_have_types_of_their_own() -> None:
+    read("a + b * 1").require_defined("int32")
+    with pytest.raises(InvalidUsageError, match=r"1\.0 is no int32"):
+        read("a + b * 1.0").require_defined("int32")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "longdouble"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.expressions.expression import Expression, parse
+from mpicomm.expressions.expression import Expression, parse, undefined
 from mpicomm.expressions.functions import FUNCTIONS, OPERATORS
 from mpicomm.expressions.tree import Variable
 from mpicomm.kernels.reductions import cpp_name
@@ -74,8 +74,8 @@ def some_expression(rng: random.Random, depth: int) -> str:
 def expressions(dtype: str) -> list[Expression]:
     rng = random.Random(dtype)
     texts = every_function() + [some_expression(rng, 1 + number % 3) for number in range(400)]
-    defined = [parsed for text in texts if (parsed := parse(text, NAMES, "op")).undefined(dtype) is None]
-    return list(dict.fromkeys(defined))[:100]
+    defined = [parsed for text in texts if undefined(parsed := parse(text, NAMES, "op"), dtype) is None]
+    return [*{each.text: each for each in defined}.values()][:100]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     directory = tmp_path_factory.mktemp("expressions")
     source, target = directory / "expressions.cpp", directory / "expressions.so"
     functions = [
-        FUNCTION.format(name=f"{dtype}_{number}", dtype=cpp_name(dtype), text=expression.cpp("State"))
+        FUNCTION.format(name=f"{dtype}_{number}", dtype=cpp_name(dtype), text=expression.tree.cpp("State"))
         for dtype in DTYPES
         for number, expression in enumerate(expressions(dtype))
     ]
@@ -117,7 +117,7 @@ def test_has_the_bits_of_numpy(library: ctypes.CDLL, dtype: str) -> None:
         out = np.empty_like(a)
         getattr(library, f"{dtype}_{number}")(address(a), address(b), address(out), ctypes.c_uint64(out.size))
         with np.errstate(all="ignore"):
-            expected = np.broadcast_to(expression.evaluate(a.dtype, {"a": a, "b": b}), a.shape)
+            expected = np.broadcast_to(expression.tree.evaluate(a.dtype, {"a": a, "b": b}), a.shape)
         try:
             require_same(out, np.ascontiguousarray(expected))
         except AssertionError as error:

@@ -9,10 +9,8 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.mpi import layout
 from mpicomm.mpi.arguments import Operand, parse
 from tests.helpers.fakes.fake_driver import content
-from tests.helpers.jobs.mpiexec import run_job
 
 
 class DeviceBytes:
@@ -53,66 +51,7 @@ def column() -> Iterator[MPI.Datatype]:
 
 
 @IN_ALL_FORMS
-def test_a_datatype_has_to_be_committed(read: Parse, column: MPI.Datatype) -> None:
-    array = DeviceBytes(96)
-    for _ in range(2):
-        with pytest.raises(
-            InvalidUsageError, match=r"^recvbuf: the datatype of 24 bytes and extent 96 is not committed: call its Com"
-        ):
-            read(array, 1, column)
-    column.Set_name("column")
-    with pytest.raises(InvalidUsageError, match=r"^recvbuf: the datatype column is not committed"):
-        read(array, 1, column)
-    column.Commit()
-    found = read(array, 1, column).derived
-    assert found is not None and found[-1].layout.nbytes == 24
-
-
-def test_mpi_is_asked_once_whether_a_datatype_is_committed(
-    column: MPI.Datatype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[MPI.Datatype] = []
-
-    def ask(datatype: MPI.Datatype) -> bool:
-        asked.append(datatype)
-        return True
-
-    monkeypatch.setattr(layout, "is_committed", ask)
-    for _ in range(3):
-        _typed(DeviceBytes(96), 1, column)
-        _plain(DeviceBytes(96), 1, MPI.DOUBLE_INT)
-    assert asked == [column]
-
-
-def test_parts_of_a_datatype_need_not_be_committed(column: MPI.Datatype) -> None:
-    padded = column.Create_resized(0, 8).Commit()
-    assert _plain(DeviceBytes(104), 2, padded).derived is not None
-    padded.Free()
-
-
-def test_a_program_that_errors_of_mpi_end_learns_of_it_and_goes_on() -> None:
-    program = """
-from mpi4py import MPI
-from mpicomm.mpi.layout import is_committed
-datatypes = [
-    MPI.INT.Create_vector(3, 1, 2), MPI.INT.Create_contiguous(0), MPI.INT.Create_hvector(2, 1, -8),
-    MPI.Datatype.Create_struct([1, 1], [0, 1 << 40], [MPI.INT, MPI.DOUBLE]),
-]
-for handler in (MPI.ERRORS_ARE_FATAL, MPI.ERRORS_RETURN):
-    MPI.COMM_SELF.Set_errhandler(handler)
-    assert [is_committed(each) for each in datatypes] == [handler == MPI.ERRORS_RETURN] * len(datatypes)
-    assert MPI.COMM_SELF.Get_errhandler() == handler
-    for each in datatypes:
-        each.Commit()
-print("done")
-"""
-    result = run_job(1, "-c", program)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
-
-
-@IN_ALL_FORMS
 def test_elements_stay_in_the_array(read: Parse, column: MPI.Datatype) -> None:
-    column.Commit()
     assert read(DeviceBytes(80), 1, column).derived is not None  # its last byte is the 80th
     for nbytes, count, end in ((79, 1, 80), (96, 2, 176), (0, 1, 80)):
         with pytest.raises(
@@ -132,7 +71,6 @@ def test_elements_do_not_begin_before_the_array(read: Parse) -> None:
 
 
 def test_displacements_keep_elements_in_the_array(column: MPI.Datatype) -> None:
-    column.Commit()
     array = DeviceBytes(96)
     for displ, begin in ((-16, -8), (17, 25)):
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: 1 elements .* from byte {begin} to byte {begin + 72}"):
@@ -146,7 +84,6 @@ def test_displacements_keep_elements_in_the_array(column: MPI.Datatype) -> None:
 
 @IN_ALL_FORMS
 def test_negative_counts(read: Parse, column: MPI.Datatype) -> None:
-    column.Commit()
     with pytest.raises(InvalidUsageError, match=r"^recvbuf: count -2 is negative: pass 0 or more"):
         read(DeviceBytes(96), -2, column)
 
@@ -158,7 +95,6 @@ def test_the_null_datatype(read: Parse) -> None:
 
 
 def test_the_null_datatype_of_a_rank_that_gets_nothing(column: MPI.Datatype) -> None:
-    column.Commit()
     found = parse(
         [DeviceBytes(96), [0, 1], [0, 0], [MPI.DATATYPE_NULL, column]],
         shape="typed",
@@ -171,7 +107,6 @@ def test_the_null_datatype_of_a_rank_that_gets_nothing(column: MPI.Datatype) -> 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_each_rank_has_a_datatype(number: int, column: MPI.Datatype) -> None:
-    column.Commit()
     for spec in ([DeviceBytes(96), [column] * number], [DeviceBytes(96), [1, 1], [0, 0], [column] * number]):
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: {number} datatypes for 2 ranks: pass one for each"):
             parse(spec, shape="typed", blocks=2, writable=True, name="recvbuf")

@@ -56,15 +56,6 @@ def test_loops() -> None:
     assert _regions(MPI.FLOAT.Create_resized(0, 8), 7) == (region(0, ((7, 8),), 4),)
 
 
-def test_a_loop_goes_on_with_the_next_region() -> None:
-    vector = MPI.FLOAT.Create_vector(5, 1, 2)
-    once = MPI.Datatype.Create_struct([1, 1], [0, 40], [vector, MPI.FLOAT])
-    twice = MPI.Datatype.Create_struct([1, 1], [0, 40], [vector, vector])
-    vector.Free()
-    assert _regions(once) == (region(0, ((6, 8),), 4),)
-    assert _regions(twice) == (region(0, ((10, 8),), 4),)
-
-
 def test_equal_blocks_at_irregular_places_are_a_list() -> None:
     assert _regions(MPI.FLOAT.Create_indexed_block(2, [9, 0, 5])) == (region(36, ([0, -36, -16],), 8),)
     assert _regions(MPI.FLOAT.Create_hindexed_block(1, [0, 5, 30])) == (region(0, ([0, 5, 30],), 4),)
@@ -79,13 +70,6 @@ def test_equal_blocks_at_irregular_places_are_a_list() -> None:
 def test_a_list_is_repeated_by_a_loop() -> None:
     block = MPI.FLOAT.Create_indexed_block(1, [0, 5, 2])
     assert _regions(_freed(block, block.Create_resized(0, 64)), 9) == (region(0, ((9, 64), [0, 20, 8]), 4),)
-
-
-def test_a_list_of_short_lists_is_one_list() -> None:
-    inner = MPI.FLOAT.Create_indexed_block(1, [0, 5, 2])
-    outer = _freed(inner, inner.Create_hindexed_block(1, [0, 100, 50]))
-    places = [outer + inner for outer in (0, 100, 50) for inner in (0, 20, 8)]
-    assert _regions(outer) == (region(0, (places,), 4),)
 
 
 def test_long_lists_in_a_list_are_regions_with_one_list_in_the_table() -> None:
@@ -122,14 +106,6 @@ def test_each_field_of_an_array_of_structures_is_a_region() -> None:
     assert _regions(_freed(structure, structure.Create_indexed_block(1, [0, 5, 2]))) == (
         region(0, ([0, 160, 64],), 8, 0, (12,)),
         region(16, ([0, 160, 64],), 4, 8, (12,)),
-    )
-
-
-def test_the_last_field_of_a_structure_may_touch_the_first_one_of_the_next() -> None:
-    assert _regions(_structures(24, 20, MPI.FLOAT), 10) == (
-        region(0, (), 8),
-        region(20, ((9, 24),), 12, 8, (12,)),
-        region(236, (), 4, 116),
     )
 
 

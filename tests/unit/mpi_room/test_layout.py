@@ -135,14 +135,6 @@ def test_runs_that_touch_only_in_memory_stay_two_runs() -> None:
     assert places(joined(runs)) == places(runs)
 
 
-def test_a_loop_goes_on_only_if_it_does_in_packed_memory() -> None:
-    loop = region(0, ((3, 8),), 4, 0, (20,))
-    for packed in (60, 64):
-        regions = [loop, Region(24, (), 4, packed)]
-        assert len(joined(regions)) == (1 if packed == 60 else 2)
-        assert sorted(places(joined(regions))) == sorted(places(regions))
-
-
 def places(regions: Sequence[Region]) -> list[tuple[int, int, int]]:
     return list(runs_of(table_of([PackJob(0, DatatypeLayout(tuple(regions), 0, None), 0)])))
 

@@ -73,7 +73,7 @@ def test_the_reference_shows_public_names_and_no_others(site: Path) -> None:
     assert {*mpicomm.__all__} - {"__version__", "epilogues"} <= shown
     assert {"Communicator.Allreduce", "Communicator.Isend", "Communicator.stats", "SymmetricArray.put"} <= shown
     members = {name.rpartition(".")[2] for name in shown}
-    assert not members & {"permanent", "close_own", "close_peers", "memory_use", "BlockingCollectives"}
+    assert not members & {"installed", "close_own", "close_peers", "memory_use", "BlockingCollectives"}
     assert not {name for name in members if name.startswith("_") and name != "__init__"}
 
 

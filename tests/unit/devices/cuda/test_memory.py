@@ -28,11 +28,11 @@ def context(cuda: FakeCuda, memory: Any) -> Any:
 
 
 def opened(memory: Any, context: Any) -> Any:
-    return memory.OpenedIpcSegment(context, MemoryHandle("ipc", bytes(16), b"a".ljust(KEY_NBYTES, b"\0"), 64, 0, 64))
+    return memory.open_ipc(context, MemoryHandle("ipc", bytes(16), b"a".ljust(KEY_NBYTES, b"\0"), 64, 0, 64))
 
 
 def test_the_context_knows_the_open_memory(cuda: FakeCuda, memory: Any, context: Any) -> None:
-    own, peers = memory.IpcSegment.allocate(context, 5), opened(memory, context)
+    own, peers = memory.allocate_ipc(context, 5), opened(memory, context)
     assert context.segments == {own, peers}
     for _ in range(2):
         own.close()
@@ -55,7 +55,7 @@ def test_host_memory_that_cannot_be_pinned_is_given_back(
 ) -> None:
     cuda.refuses[refused] = HandleError
     with nothing_leaks(), pytest.raises(HandleError, match="refused") as error:  # the error holds its frames
-        memory.StagedSegment.allocate(context, 1)
+        memory.allocate_staged(context, 1)
     assert error.tb is not None
     registered = ["cuMemHostRegister", "cuMemHostUnregister"]
     assert cuda.calls == ([] if refused == "cuMemHostRegister" else registered)
@@ -65,7 +65,7 @@ def test_host_memory_that_cannot_be_pinned_is_given_back(
 def test_host_memory_that_was_exported_belongs_to_who_has_the_descriptor(
     no_leaks: None, memory: Any, context: Any
 ) -> None:
-    segment = memory.StagedSegment.allocate(context, 1)
+    segment = memory.allocate_staged(context, 1)
     ((handle, fd),) = segment.export()
     segment.close()
     assert isinstance(fd, Descriptor)

@@ -35,7 +35,7 @@ def context(cuda: FakeCuda, pools: Any) -> Any:
 def adopted(pools: Any, context: Any) -> Any:
     """An array that begins 1 KiB into an allocation of 4 KiB."""
     array = SimpleNamespace(data=SimpleNamespace(ptr=ADDRESS + KIB), nbytes=2 * KIB)
-    return pools.AdoptedPoolSegment(context, ADDRESS, 4 * KIB, array)
+    return pools.adopt_pool(context, ADDRESS, 4 * KIB, array)
 
 
 def test_the_allocation_is_over_before_a_peer_can_open_it(
@@ -57,7 +57,7 @@ def test_an_export_that_fails_half_way_keeps_no_descriptor(cuda: FakeCuda, pools
 
 
 def test_opened_memory_is_freed_before_its_pool(cuda: FakeCuda, pools: Any, context: Any) -> None:
-    segment = pools.OpenedPoolSegment(context, MemoryHandle("pool", UUID, KEY, 4 * KIB, KIB, 2 * KIB), 7)
+    segment = pools.open_pool(context, MemoryHandle("pool", UUID, KEY, 4 * KIB, KIB, 2 * KIB), 7)
     assert (segment.pointer, segment.nbytes) == (ADDRESS + KIB, 2 * KIB)
     assert cuda.calls.index("cuMemPoolSetAccess") < cuda.calls.index("cuMemPoolImportPointer")
     cuda.calls.clear()
@@ -67,13 +67,13 @@ def test_opened_memory_is_freed_before_its_pool(cuda: FakeCuda, pools: Any, cont
 
 def test_memory_that_is_opened_twice_is_freed_once(cuda: FakeCuda, pools: Any, context: Any) -> None:
     handle = MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB)
-    first, second = (pools.OpenedPoolSegment(context, handle, 7) for _ in range(2))
+    first, second = (pools.open_pool(context, handle, 7) for _ in range(2))
     cuda.calls.clear()
     first.close()
     assert cuda.calls == ["cuMemPoolDestroy"]
     second.close()
     assert cuda.calls == ["cuMemPoolDestroy", "cuMemFree", "cuMemPoolDestroy"]
-    pools.OpenedPoolSegment(context, handle, 7).close()
+    pools.open_pool(context, handle, 7).close()
     assert cuda.calls[-2:] == ["cuMemFree", "cuMemPoolDestroy"]
 
 
@@ -89,7 +89,7 @@ def test_a_pool_that_is_still_in_use_is_destroyed_later(
 
     monkeypatch.setattr(cuda, "cuMemPoolDestroy", destroy)
     handle = MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB)
-    first, second = (pools.OpenedPoolSegment(context, handle, 7) for _ in range(2))
+    first, second = (pools.open_pool(context, handle, 7) for _ in range(2))
     first.close()
     in_use = False
     second.close()
@@ -100,6 +100,6 @@ def test_a_pool_that_is_still_in_use_is_destroyed_later(
 def test_memory_that_cannot_be_opened_leaves_no_pool(cuda: FakeCuda, pools: Any, context: Any, name: str) -> None:
     cuda.refuses[name] = HandleError
     with pytest.raises(HandleError):
-        pools.OpenedPoolSegment(context, MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB), 7)
+        pools.open_pool(context, MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB), 7)
     assert cuda.calls[-1] == "cuMemPoolDestroy"
     assert not context.segments

@@ -47,7 +47,7 @@ def called(virtual: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any
 def adopted(virtual: Any, context: Any) -> Any:
     """An array that begins 1 MiB into the first of three allocations of 2 MiB, and ends 512 KiB into the last."""
     array = SimpleNamespace(data=SimpleNamespace(ptr=ADDRESS + MIB), nbytes=3 * MIB + MIB // 2)
-    return virtual.AdoptedVirtualSegment(context, [(ADDRESS + at * MIB, 2 * MIB) for at in (0, 2, 4)], array)
+    return virtual.adopt_virtual(context, [(ADDRESS + at * MIB, 2 * MIB) for at in (0, 2, 4)], array)
 
 
 def handle(size: int, offset: int, nbytes: int) -> MemoryHandle:

@@ -88,7 +88,7 @@ def test_nccl_is_aborted_if_another_rank_could_not_start_it(cuda: FakeCuda, monk
     monkeypatch.setattr(nccl, "missing", lambda: None)
     monkeypatch.setattr(nccl, "unique_id", lambda: b"")
     monkeypatch.setattr(nccl, "NcclCommunicator", lambda size, unique_id, rank: comm)
-    monkeypatch.setattr(transport, "CaptureStreams", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(transport, "ForkedStream", lambda: SimpleNamespace(close=lambda: None))
     backend: Any = SimpleNamespace(current=contextlib.nullcontext, prepare_thread=lambda: None)
     group, transfers = AnotherRankFails(MPI.COMM_SELF, [0], 5.0), None
     with pytest.raises(BackendUnavailableError, match="rank 1 could not start NCCL"):

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.mpi.layout import layout_of
-from mpicomm.windows.host_steps import gather, scatter
+from mpicomm.windows.staging import gather, scatter
 
 Bytes = npt.NDArray[np.uint8]
 DATATYPES: dict[str, Callable[[], MPI.Datatype]] = {
