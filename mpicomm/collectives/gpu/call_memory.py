@@ -5,7 +5,7 @@ LoggedCalls: how they wait for each other before. LongestMessage: how they agree
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -190,21 +190,13 @@ class CallMemory:
             requests = chosen.launcher.memory(longest, symmetric=symmetric)
             text = with_place(words, memory) if chosen.into_memory and memory is not None else words
             try:
-                # This check comes before the post, because a rank that has kept another algorithm's plan never comes
-                # here.
-                for request in requests:
-                    self._require_possible(request)
-                self._call_log.post(text)  # before this rank waits for ranks that may be in another call
-                for request in requests:
-                    self.provide(request)
+                self.provide(requests, text)
                 return chosen, AlgorithmChoice(chosen.choice.algorithm, first.choice.why, slow), text
             except NoMemoryError as error:
                 name = chosen.choice.algorithm
                 in_inboxes = name == "one_shot" and size > 1
                 if not in_inboxes and (decision.asked != "auto" or name == "one_shot"):
                     raise
-                for request in requests:
-                    self._remember_refusal(request, error)
                 slow = f"memory is short for {name!r}: {error}"
                 if in_inboxes:
                     _warn_of_memory(operation, "only in the inboxes of the arena", str(error))
@@ -214,22 +206,29 @@ class CallMemory:
                     without |= {name}
                     chosen = decision.at(longest, symmetric=symmetric, without=without)
 
-    def provide(self, request: Request) -> None:
-        """Set up memory for a request, unless there is some. A set-up is collective. Raises `NoMemoryError`."""
-        if not self._arena.has(request):
-            self._arena.require_room(request)
-            self._calls.require_same()
-            self._arena.set_up(request)
+    def provide(self, requests: Sequence[Request], text: str | None = None) -> None:
+        """Post a call, and set up the memory for its requests that is not there. Collective if some is not there.
 
-    def provide_for(self, text: str, request: Request) -> None:
-        """Post a call, and set up its memory as `provide`. The ranks never try a failed request again."""
-        self._require_possible(request)  # before the post, as in `provide_for_call`
-        self._call_log.post(text)
-        try:
-            self.provide(request)
-        except NoMemoryError as error:
-            self._remember_refusal(request, error)
-            raise
+        Raises `NoMemoryError` on all ranks if such memory exceeds the bound or failed before. This comes before the
+        post, because a rank that has kept another algorithm's plan never comes here. So the ranks never try a failed
+        request again.
+        """
+        missing = [request for request in requests if not self._arena.has(request)]
+        for request in missing:
+            least, error = self._refused.get(request.what, (request.nbytes + 1, None))
+            if error is not None and request.nbytes >= least:
+                raise equal_error(error)
+            self._arena.require_room(request)
+        if text is not None:
+            self._call_log.post(text)  # before this rank waits for ranks that may be in another call
+        for request in missing:
+            self._calls.require_same()
+            try:
+                self._arena.set_up(request)
+            except NoMemoryError as error:
+                least, _ = self._refused.get(request.what, (request.nbytes, error))
+                self._refused[request.what] = min(least, request.nbytes), equal_error(error)
+                raise
 
     def enlarge_inboxes(self, call: object, longest_nbytes: int) -> bool:
         """Set up larger inboxes for messages of any length if messages of ``longest_nbytes`` are then faster.
@@ -238,32 +237,13 @@ class CallMemory:
         """
         for request in larger_inboxes(self._domain, longest_nbytes):
             try:
-                self._require_possible(request)
-                self.provide(request)
+                self.provide([request])
             except NoMemoryError as error:
-                self._remember_refusal(request, error)
                 _warn_of_memory(str(call), "in smaller inboxes", str(error))
             else:
                 self._arena.any_length = inboxes_of(self._arena.layout, self._arena.region(request))
                 return True
         return False
-
-    def _require_possible(self, request: Request) -> None:
-        """Raise `NoMemoryError` if such memory exceeds the bound or failed before. Local, alike on all ranks.
-
-        The ranks never try a failed request again. A rank that repeats a call may have kept another algorithm's plan,
-        and would not come to the set-up.
-        """
-        if self._arena.has(request):
-            return
-        least, error = self._refused.get(request.what, (request.nbytes + 1, None))
-        if error is not None and request.nbytes >= least:
-            raise equal_error(error)
-        self._arena.require_room(request)
-
-    def _remember_refusal(self, request: Request, error: NoMemoryError) -> None:
-        least, _ = self._refused.get(request.what, (request.nbytes, error))
-        self._refused[request.what] = min(least, request.nbytes), equal_error(error)
 
 
 @lru_cache

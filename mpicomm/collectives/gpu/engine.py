@@ -256,7 +256,7 @@ class DeviceEngine:
         ranks.
         """
         self._require_open(text)
-        self._memory.provide_for(text, request)
+        self._memory.provide([request], text)
         scratch = self._scratch.of(scratch_nbytes)
         pointers = self._arena.region(request).pointers
         steps = steps_of(self._domain, pointers, 0 if scratch is None else scratch.pointer)
@@ -300,8 +300,7 @@ class DeviceEngine:
         self._require_open(text)
         request = sendrecv_request(self._sendrecv)
         if not self._arena.has(request):
-            self._call_log.post("the first message in the order of streams, for which all ranks set up memory")
-            self._memory.provide(request)
+            self._memory.provide([request], "the first message in stream order, for which all ranks set up memory")
         packed = [0 if end is None or end.elements is None else whole_lines(end.span.count) for end in (sent, received)]
         scratch = self._scratch.of(sum(packed))
         before, sent = self._packed_message(sent, scratch, 0, unpacks=False)

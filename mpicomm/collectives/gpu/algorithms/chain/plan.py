@@ -105,7 +105,7 @@ class ChainLauncher(KernelTemplate, FormLauncher):
         self.arguments = ChainArguments(team=domain.team, previous=(rank - 1) % size, next=(rank + 1) % size)
         for place, hop in zip(self.arguments.places, hops, strict=False):
             place.receives, place.sends = hop.receives, hop.sends
-        self._blocks = [(form.piece(hop.own).block, form.piece(hop.output).block) for hop in hops]
+        self._blocks = [(form.piece(hop.own)[0], form.piece(hop.output)[0]) for hop in hops]
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
         layout = layout_of(longest, self._links, self._domain)

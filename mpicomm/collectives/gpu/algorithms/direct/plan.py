@@ -123,7 +123,7 @@ class DirectLauncher(DirectTemplate, FormLauncher):
         for peer, (send, receive) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
             target = receive if peer == rank else exchange.lands[peer]
             if send is not None and target is not None and (peer != rank or target != send):
-                self._sources[peer], self._targets[peer] = form.piece(send).block, form.piece(target).block
+                self._sources[peer], self._targets[peer] = form.piece(send)[0], form.piece(target)[0]
             self._coming[peer] = receive is not None and peer != rank
 
     def fill(
