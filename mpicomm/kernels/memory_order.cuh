@@ -184,11 +184,10 @@ MPICOMM_DEVICE void fence_device() { __threadfence(); }
 // A barrier of `threads` threads of a block. They are whole warps, and all name the same `number`.
 // Numbers begin at 1, because 0 is the barrier of __syncthreads. It returns whether all threads
 // passed `ok`. Like __syncthreads, it orders the accesses of these threads before it against their
-// accesses after it. PTX lets the threads of a warp come one by one to a `barrier` without `.aligned`.
-// They still come together, because synccheck of compute-sanitizer calls them divergent otherwise.
+// accesses after it. The threads of a warp may come one by one, because PTX allows that for `barrier`
+// without `.aligned`. The tool synccheck of compute-sanitizer calls such threads divergent.
 MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) {
   u32 all;
-  __syncwarp();
   asm volatile(
       "{ .reg .pred mine, all;\n"
       "  setp.ne.u32 mine, %3, 0;\n"
