@@ -13,11 +13,10 @@ from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
-from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy, Step
-from mpicomm.collectives.gpu.decision import NO_END, Chosen, Decision, choice_at, enqueuers_of
-from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan
+from mpicomm.collectives.gpu.decision import NO_END, Decision, choice_at, enqueuers_of
+from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.signature import counted_hash
-from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.plain_arrays import is_counted
 from mpicomm.mpi.spec import Shape
@@ -105,7 +104,7 @@ class CollectiveTemplate(CallTemplate):
         ]
 
     def _read_blocks(self, call: Call, shapes: tuple[Shape, Shape], rank: int, size: int) -> None:
-        """Prepare `_add_uneven`."""
+        """Prepare `fill` for blocks of any lengths and places."""
         sends, receives, near = self._sends, self._receives, call.neighborhood
         self._counted, self._call_hash = call.operation.send == "counted", counted_hash(self._hash, None)
         # The numbers of the blocks that this rank sends to itself and takes from itself, if it has both.
@@ -122,7 +121,7 @@ class CollectiveTemplate(CallTemplate):
                 adders.append(partial(_add_whole, nbytes) if shape == "one" else partial(_add_blocks, size, nbytes))
         self._add_sent, self._add_received = adders
         if self._counted and call.in_place:
-            self._is_followed = True  # the result comes from scratch memory
+            self._is_followed = True
             self._add_received = partial(_add_result, self._scratch, rank)
 
     def takes(self, sent: Any, received: Any, *arrays: Any) -> bool:
@@ -165,12 +164,16 @@ class CollectiveTemplate(CallTemplate):
             call_hash = counted_hash(self._hash, self.count)
         else:
             lengths, begins = [], []
-            if not self._add_uneven(sent, received, lengths, begins):
+            if not (self._add_sent(sent, lengths, begins) and self._add_received(received, lengths, begins)):
                 return False
+            if self._own is not None and lengths[self._own[0]] != lengths[self._own[1]]:
+                return False  # this rank sends itself more than it takes, or less
             longest, call_hash = max(lengths), self._call_hash
             if longest == 0 and not self._is_private:
                 return False
-            if self._counted:
+            if self._counted:  # recvcounts cut all of the input, and all ranks know its length
+                if sum(sent[3]) != sent[1]:
+                    return False
                 self.count = sent[1]
                 call_hash = counted_hash(self._hash, self.count)
         (bounds, choices), memory = self._into_any, None
@@ -184,7 +187,8 @@ class CollectiveTemplate(CallTemplate):
             return False
         enqueue = chosen.enqueue_of(filled)
         if self._is_followed:
-            enqueue = self._followed(chosen, enqueue, send, lengths, begins)
+            output = 0 if self._is_even else send  # of a result that comes from scratch memory
+            enqueue = self._decision.followed(enqueue, chosen, lengths, begins, output, self._finish)
         self.launch = self.enqueue = enqueue
         self.choice, self.words, self.offset = chosen.choice, self._text, None
         if chosen.into_memory and memory is not None:
@@ -194,28 +198,6 @@ class CollectiveTemplate(CallTemplate):
         if self._is_private:
             self.private_nbytes = chosen.launcher.private_nbytes
         return True
-
-    def _add_uneven(self, sent: Any, received: Any, lengths: list[int], begins: list[int]) -> bool:
-        """Add the bytes and the addresses of blocks of any lengths; return whether the call has them."""
-        if not (self._add_sent(sent, lengths, begins) and self._add_received(received, lengths, begins)):
-            return False
-        if self._own is not None:
-            to_itself, of_itself = self._own
-            if lengths[to_itself] != lengths[of_itself]:
-                return False  # this rank sends itself more than it takes, or less
-        # Recvcounts cut all of the input, and all ranks know its length.
-        return not self._counted or sum(sent[3]) == sent[1]
-
-    def _followed(self, chosen: Chosen, enqueue: Enqueue, send: int, lengths: list[int], begins: list[int]) -> Enqueue:
-        """Return a function that enqueues a call, and then moves its result or applies the epilogue."""
-        steps: list[Step] = []
-        if self._finish is None:
-            if begins[-1]:
-                steps.append(Copy(send, begins[-1], lengths[-1], local=True))
-        elif not chosen.finishes:
-            reduced, domain = Span(begins[-1], lengths[-1] // self._unit_nbytes), self._decision.domain
-            steps += finish_launches(self._finish, reduced, domain.team.faults, domain.multiprocessors)
-        return self._decision.followed(enqueue, steps) if steps else enqueue
 
 
 class FinishedTemplate(CollectiveTemplate):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from math import floor, inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
@@ -23,6 +23,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 
 if TYPE_CHECKING:
@@ -131,22 +132,33 @@ class Decision:
 
         The other arguments are as in `FormLauncher.fill`.
         """
-        launcher, domain = chosen.launcher, self.domain
+        launcher = chosen.launcher
         lengths, begins = self.form.numbers(buffers)
         filled = launcher.fill(lengths, begins, max(lengths, default=0), hash32, memory, epilogue)
         if filled is None:
             return None
-        steps = launcher.steps_of(filled)
-        output = buffers.output
-        if buffers.scratch is not None and output is not None and output.count:
-            steps.append(Copy(output.pointer, begins[-1], lengths[-1], local=True))
-        if epilogue is not None and not chosen.finishes and output is not None:
-            steps += finish_launches(epilogue, output, domain.team.faults, domain.multiprocessors)
-        return steps
+        output = 0 if buffers.scratch is None or buffers.output is None else buffers.output.pointer
+        return launcher.steps_of(filled) + self._after(chosen, lengths, begins, output, epilogue)
 
-    def followed(self, enqueue: Enqueue, steps: Sequence[Step]) -> Enqueue:
-        """Return a function that enqueues a call, and then steps."""
-        return in_turn([enqueue, *self._loader.enqueuers(steps)])
+    def followed(self, enqueue: Enqueue, *call: Any) -> Enqueue:
+        """Return a function that enqueues a call, and then its steps of `_after`."""
+        steps = self._after(*call)
+        return in_turn([enqueue, *self._loader.enqueuers(steps)]) if steps else enqueue
+
+    def _after(
+        self, chosen: Chosen, lengths: list[int], begins: list[int], output: int, epilogue: BoundEpilogue | None
+    ) -> list[Step]:
+        """Return the steps after the launcher's, for a result that lies in the last block.
+
+        They move it to ``output`` if that is not 0, and apply the epilogue if the launcher does not.
+        """
+        steps: list[Step] = []
+        if output and lengths[-1]:
+            steps.append(Copy(output, begins[-1], lengths[-1], local=True))
+        if epilogue is not None and not chosen.finishes:
+            reduced, team = Span(begins[-1], lengths[-1] // self.form.itemsize), self.domain.team
+            steps += finish_launches(epilogue, reduced, team.faults, self.domain.multiprocessors)
+        return steps
 
     def _by_length(self, *, symmetric: bool, without: frozenset[str] = frozenset()) -> ByLength:
         """Return all choices of `at`; ``symmetric`` and ``without`` are as there."""

@@ -176,11 +176,10 @@ class DeviceEngine:
             steps = made.read(call.counted)
             alone = self._domain.size == 1
             return self._plan(made.words, steps, made.choice, None if alone else made.private_nbytes)
-        scratch, output, memory = self._scratch.of(call.scratch_nbytes), call.common_output, None
+        output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
-        buffers, signature = call.buffers(scratch), call.signature
-        decision = self._decision(Form.of_call(call, buffers), asked)
+        decision, buffers, scratch = self._decided(call, asked)
         before: list[Launch] = []
         after: list[Launch] = []
         if call.packed is not None and scratch is not None:
@@ -203,9 +202,13 @@ class DeviceEngine:
             return CountedTemplate(call.signature, call.counted, self._domain, self._loader)
         if not has_template(call):
             return None
+        return template_of(call, self._decided(call, asked)[0], mappings, self._scratch)
+
+    def _decided(self, call: Call, asked: str) -> tuple[Decision, Buffers, Span | None]:
+        """Return the decision of a read call, its memory, and the scratch memory in that."""
         scratch = self._scratch.of(call.scratch_nbytes)
-        decision = self._decision(Form.of_call(call, call.buffers(scratch)), asked)
-        return template_of(call, decision, mappings, self._scratch)
+        buffers = call.buffers(scratch)
+        return self._decision(Form.of_call(call, buffers), asked), buffers, scratch
 
     def _decision(self, form: Form, asked: str) -> Decision:
         key = form.key, asked
