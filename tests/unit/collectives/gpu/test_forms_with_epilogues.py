@@ -22,7 +22,7 @@ from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.references.reductions import dtype_named
-from tests.helpers.rigs.filled_calls import Device, Kind, as_read, plan_of
+from tests.helpers.rigs.filled_calls import Device, Kind, plan_of
 
 pytest.importorskip("ml_dtypes")
 
@@ -163,32 +163,6 @@ def test_a_filled_call_is_launched_as_if_it_had_been_read(data: st.DataObject) -
         key = key or call.key()[0]
         assert call.key()[0] == key  # `PlanCache` finds the form of the first call
         kind.require_alike(read, *call.plain())
-
-
-@pytest.mark.parametrize(
-    ("size", "hidden", "expected"),
-    [
-        (2, 4096, "one_shot"),
-        (2, 4097, "copy_engine + norm, one_shot + norm"),
-        (2, 40_960, "one_shot, one_shot + norm"),
-        (4, 4096, "one_shot, two_shot"),
-        (4, 4097, "copy_engine + norm, one_shot + norm, two_shot + norm"),
-        (8, 40_960, "one_shot, one_shot + norm, two_shot, two_shot + norm"),
-    ],
-)
-def test_calls_of_any_number_of_rows_share_a_form(size: int, hidden: int, expected: str) -> None:
-    device, mappings = Device(regions=True, size=size, rank=1, blocks=132, link_speed=1.0), Mappings()
-    plan, ways = None, set[str]()
-    bounds = [size * blocks + more for blocks in (1, 127, 131) for more in (0, 1)]
-    for number, rows in enumerate((1, 3, 20, 127, 128, 131, 132, 133, *bounds, 3000, 9000, 40_000)):
-        call = CallAt(rms, rows, hidden, number << 12, size=size)
-        plan = plan or plan_of(call.read(), device, "auto", mappings)
-        chosen, launched, _ = as_read(call.read(), device, "auto", mappings)
-        assert call.fill(plan)
-        device.launch(plan)
-        assert launched and device.launched == launched
-        ways.add(chosen.choice.algorithm + " + norm" * (launched[-1][0].entry == "mpicomm_norm"))
-    assert ", ".join(sorted(ways)) == expected
 
 
 NAMES = ("send", "receive", "residual", "weight", "scales", "scale")
