@@ -42,7 +42,6 @@ class CallTemplate(AnyPlan, ABC):
     steps = (None,)
     """Never empty: every rank launches something in a call that is filled in, so `enqueue` must not skip it."""
     private_nbytes: int | None = None
-    """See `Plan.private_nbytes`."""
     count = 0
     offset: int | None = None
     """The text and the numbers of the filled-in call, for `CallLog.post`."""

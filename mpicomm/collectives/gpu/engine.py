@@ -141,7 +141,6 @@ class DeviceEngine:
         self._calls = calls
         self._memory = CallMemory(self._domain, self._arena, call_log, calls)
         self._decisions: dict[Hashable, Decision] = {}
-        """The decisions of this rank's forms, by form and ``algorithm=``."""
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
         self._sendrecv = sendrecv_memory(node.size, channels)
         self._scratch = GrowingScratch(backend)

@@ -53,7 +53,6 @@ class Measured:
 
     date: str
     version: str
-    """The version of mpicomm."""
     datatype: str
     times_us: Mapping[int, Mapping[str, float]]
     """Microseconds by bytes of the call and algorithm."""
@@ -89,10 +88,8 @@ class Tuning:
     """A table of algorithms. All ranks of a communicator use the same table; else they would wait for each other."""
 
     source: str
-    """Where the table comes from, as text."""
     rows: tuple[Row, ...]
     device: str
-    """Name of the GPUs on which it was measured."""
     link_speed: float = 1.0
     """The speed of the slowest link between the ranks, relative to the links on which `BUILT_IN` was measured."""
 

@@ -95,7 +95,6 @@ class KernelTemplate(ABC):
     arguments: ctypes.Structure
     """The argument of the kernel. A launch copies it, so the next call may overwrite it after the launch."""
     early = False
-    """See `Launch.early`."""
 
     @abstractmethod
     def variant(self, kernel: Any) -> Variant:

@@ -53,7 +53,6 @@ class Form:
     wire: tuple[Wire, np.dtype[Any]] | None = None
     """How elements travel, and their type; None if they travel as they are."""
     cuts: tuple[tuple[int, int], ...] = ()
-    """See `Exchange.cuts`."""
 
     @classmethod
     def of_call(cls, call: Call, buffers: Buffers) -> Form:

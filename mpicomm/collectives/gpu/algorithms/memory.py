@@ -14,7 +14,6 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES as 
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, FlaggedInboxes
 
 Range = tuple[int, int]
-"""The begin and the end of a range of bytes."""
 
 PARITIES = 2
 CHUNK_SLOTS = 2  # kSlots in exchange.cu; a test compares them
@@ -41,7 +40,6 @@ class ChannelMemory:
     size: int
     channels: int
     channel_nbytes: int = 0
-    """The size of the slots of one channel."""
 
     @property
     def credits(self) -> int:
@@ -82,7 +80,6 @@ class ArenaLayout:
         self.sentinels = self.flagged + inboxes * self.flagged_inbox_nbytes
         """The inboxes of the sentinel protocol. They hold `ABSENT` at first; all other memory is zero."""
         self.escapes = self.sentinels + inboxes * self.sentinel_inbox_nbytes
-        """The escapes of these inboxes."""
         self.absent: Range = self.sentinels, self.escapes
         self.fences = whole_lines(self.escapes + escapes_nbytes(self.escapes - self.sentinels))
         """The words for fences between the threads of a block of packets.cu."""
@@ -175,9 +172,7 @@ class Arena(Protocol):
 
     layout: ArenaLayout
     flagged: Inboxes
-    """The inboxes of the LL protocol."""
     sentinels: Inboxes
-    """The inboxes of the sentinel protocol."""
     any_length: Inboxes
     """The inboxes for messages with a length that only two ranks know: `sentinels`, or larger inboxes. All ranks change
     them after the same call."""

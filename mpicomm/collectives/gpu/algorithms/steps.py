@@ -74,7 +74,6 @@ class AnyPlan:
 
     words: str
     choice: AlgorithmChoice = NO_CHOICE
-    """The algorithm of the call."""
     is_old = False
     """Whether the call has to be planned again, because ranks may change the memory that it uses."""
     by_output = False

@@ -171,7 +171,6 @@ class PacketConfig:
     step_nbytes: int
     """The longest message that goes in one step."""
     in_one_step: Stepped
-    """The launch for messages of at most `step_nbytes`."""
     row_nbytes: int = 0
     """The bytes as which all messages count if the kernel normalises rows: the bytes of all slots; else 0."""
 
@@ -210,7 +209,6 @@ class Coding:
     """How packets carry elements as codes."""
 
     element: str
-    """The element type, by its name."""
     itemsize: int
     codes: str
     codes_result: bool
