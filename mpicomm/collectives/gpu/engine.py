@@ -40,7 +40,7 @@ from mpicomm.collectives.gpu.call_templates import (
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision, require_algorithm
 from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, pack_launches
-from mpicomm.collectives.gpu.plan import CopyStream, Plan, StepLoader
+from mpicomm.collectives.gpu.plan import Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.packed import PackJob
@@ -150,8 +150,7 @@ class DeviceEngine:
         with backend.current():
             self._order = StreamOrder(backend.current, backend.lasting_streams)
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
-            self._copies = CopyStream()
-            self._loader = StepLoader(backend, kernels_of(backend.info), self._copies)
+            self._loader = StepLoader(backend, kernels_of(backend.info))
         self.completions = self._order.completions
         backend.calls = calls.different
 
@@ -425,7 +424,7 @@ class DeviceEngine:
             for plan in self._plans:
                 plan.drop_graph()
             self._capturing = None
-            self._copies.close()
+            self._loader.close()
             self._order.close()
         self._arena.close_own()
 

@@ -80,37 +80,21 @@ class Plan(AnyPlan):
         self.launch = self._graph = None
 
 
-class CopyStream:
-    """The stream on which a communicator's copies run beside its kernels. The device must be current."""
+class StepLoader:
+    """Makes the steps of one communicator ready. If a kernel is not loaded, the device's context must be current.
 
-    def __init__(self) -> None:
-        self._stream = ForkedStream()
+    Copies run on a stream beside the kernels. The device must be current for their steps.
+    """
+
+    def __init__(self, backend: GpuBackend, kernels: KernelCache) -> None:
+        self._backend = backend
+        self._kernels = kernels
+        self._copies = ForkedStream()
         self._forked = 0  # the copies after a fork use it
-        self.join = self._stream.join
-        """Lets a stream wait for all enqueued copies."""
-
-    def fork(self, stream: int) -> None:
-        """Let all later copies wait for all work that is enqueued on ``stream``."""
-        self._forked = self._stream.fork(stream)
 
     def close(self) -> None:
         """Destroy the streams and the events. A second call does nothing."""
-        self._stream.close()
-
-    def copying(self, copy: Copy) -> Enqueue:
-        """Return the copy as a step of a plan."""
-        return lambda stream: runtime.memcpyAsync(
-            copy.target, copy.source, copy.nbytes, runtime.memcpyDeviceToDevice, stream if copy.local else self._forked
-        )
-
-
-class StepLoader:
-    """Makes the steps of one communicator ready. If a kernel is not loaded, the device's context must be current."""
-
-    def __init__(self, backend: GpuBackend, kernels: KernelCache, copies: CopyStream) -> None:
-        self._backend = backend
-        self._kernels = kernels
-        self._copies = copies
+        self._copies.close()
 
     def enqueuers(self, steps: Sequence[Step]) -> list[Enqueue]:
         """Return for each step a function that enqueues it, each time with the content of its arguments then."""
@@ -132,10 +116,17 @@ class StepLoader:
             assert kernel is not None
             return launching(kernel, step)
         if isinstance(step, Copy):
-            return self._copies.copying(step)
+            return partial(self._copy, step)
         if isinstance(step, LibraryWork):
             return step.enqueue
-        return self._copies.fork if isinstance(step, Fork) else self._copies.join
+        return self._fork if isinstance(step, Fork) else self._copies.join
+
+    def _fork(self, stream: int) -> None:
+        self._forked = self._copies.fork(stream)
+
+    def _copy(self, copy: Copy, stream: int) -> None:
+        where = stream if copy.local else self._forked
+        runtime.memcpyAsync(copy.target, copy.source, copy.nbytes, runtime.memcpyDeviceToDevice, where)
 
 
 def launching(kernel: Kernel, launch: Launch) -> Enqueue:
