@@ -13,7 +13,7 @@ from mpicomm.bench.measure import Measuring
 from mpicomm.bench.operations import DTYPES
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.collectives.gpu import tuning_file
+from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.devices.base import slowest_gb_s
 from mpicomm.errors import InvalidUsageError
@@ -73,7 +73,7 @@ def require_possible(comm: Communicator, ranks: Sequence[RankInfo]) -> None:
 
 def open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
     """Return the file to write and the table in it. Raises `InvalidUsageError`."""
-    path = output or tuning_file.default_file(device)
+    path = output or tuning.default_file(device)
     if path is None:
         raise InvalidUsageError("this user has no cache directory to keep the table in: name a file with --output")
     try:
@@ -83,7 +83,7 @@ def open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
         raise InvalidUsageError(f"the table cannot be kept: {error}; name another file with --output") from error
     if not path.exists():
         return path, Tuning(f"{path} ({device})", (), device)
-    table = tuning_file.load(path)
+    table = tuning.load(path)
     if table.device != device:
         raise InvalidUsageError(f"{path} is for {table.device}, this is {device}: name another file with --output")
     return path, table
@@ -99,7 +99,7 @@ def main() -> int:
     subjects = subjects_of(options.operations, covered_dtype(options.datatype))
     swept = run.swept_sizes()
     path, table = command_line.on_first_rank(comm, lambda: open_table(options.output, ranks[0].device_name))
-    before = table.completed(tuning_file.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
+    before = table.completed(tuning.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
 
     run.introduce(
         "tune",
@@ -120,7 +120,7 @@ def main() -> int:
         command_line.show(f"# FAILED: {wrong} wrong; nothing was written")
         return 1
     table = table.updated(row for row, _ in results)
-    command_line.save(path, tuning_file.to_json(table))
+    command_line.save(path, tuning.to_json(table))
     command_line.show("# wrote", *(f"# {line}" for line in table.describe()), "# OK")
     return 0
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
+from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
-from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce, landing_place
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.mpi.arguments import Span
@@ -47,8 +49,9 @@ class DirectRig:
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         self._changes = changes
+        arena: Any = SimpleNamespace(layout=layout)
         self._templates = [
-            DirectTemplate(machine.team(self.arenas, rank, timeout_s), layout, blocks, early=False)
+            DirectTemplate(Domain(machine.team(self.arenas, rank, timeout_s), arena, blocks, early=False))
             for rank in range(self.size)
         ]
 
@@ -82,7 +85,7 @@ class DirectRig:
             if receive is not None and peer != rank:
                 coming[peer] = receive.count * exchange.dtype.itemsize
         template = self._templates[rank]
-        (launch,) = template.steps(template.write(sends, targets, going, coming, exchange.longest_nbytes, 1))
+        (launch,) = template.steps_of(template.write(sends, targets, going, coming, exchange.longest_nbytes, 1))
         assert isinstance(launch, Launch)
         self._enqueue(rank, launch, nap_us)
 
