@@ -43,7 +43,6 @@ QUICK_RUNS_EVERY = {
     f"{MPI}domains/test_collectives.py::test_reductions": 5,
     f"{MPI}messages/test_derived_messages.py::test_kernels_pack_and_unpack": 4,
     f"{MPI}messages/test_point_to_point.py::test_one_side_on_the_host": 3,
-    f"{MPI}messages/test_short_messages.py::test_one_side_is_in_host_memory": 4,
     f"{MPI}symmetric/test_array.py::test_dtype_and_every_shape": 3,
     # Jobs of ranks: further ends of programs, planted faults and numbers of ranks.
     f"{UNIT}bench/test_command.py::test_a_peer_that_fails_is_a_line_and_no_more": 3,
