@@ -55,6 +55,7 @@ bins.Lock_all()
 counter.Lock_all()
 while True:
     counter.Fetch_and_op(one, drawn, 0, op=MPI.SUM)  # no other rank gets the same number
+    counter.Flush(0)
     chunk = int(drawn[0])  # on a GPU this waits for the stream
     if chunk >= CHUNKS:
         break

@@ -78,6 +78,7 @@ def work(*, steals: bool) -> list[tuple[float, float, bool]]:
         owner = (comm.rank + number) % comm.size
         while True:
             queue.Fetch_and_op(one, drawn, owner, op=MPI.SUM)  # no other rank gets the same number
+            queue.Flush(owner)
             task = starts[owner] + int(drawn[0])  # on a GPU this waits for the stream
             if task >= starts[owner + 1]:
                 break

@@ -17,7 +17,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.cli import arguments, machine
 from mpicomm.cli import options as command_line
 from mpicomm.cluster.process import query_cuda_aware
-from mpicomm.collectives.gpu import tuning_file
+from mpicomm.collectives.gpu import tuning
 from mpicomm.devices.base import Link, slowest_gb_s
 from mpicomm.errors import InvalidUsageError, MpicommError
 
@@ -63,7 +63,7 @@ def first_calls(comm: Communicator) -> str:
 def algorithms(device_name: str, links: Iterable[Link]) -> list[str]:
     """Return the algorithms of collectives on GPU arrays, for these links of the first rank, or the table's error."""
     try:
-        return tuning_file.find(device_name, lambda: slowest_gb_s(links)).describe()
+        return tuning.find(device_name, lambda: slowest_gb_s(links)).describe()
     except InvalidUsageError as error:
         return [str(error)]
 

@@ -14,7 +14,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.collectives.operations import OPERATIONS, Operation
-from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.device_counts import has_device_counts
 from mpicomm.mpi.spec import Shape
 from mpicomm.recording.channel import Channel
@@ -211,8 +211,14 @@ def _size_of(call: str, name: str, buffer: Any, called: Any) -> tuple[int, str] 
     nbytes, dtype = getattr(buffer, "nbytes", None), getattr(buffer, "dtype", None)
     if isinstance(nbytes, int) and dtype is not None:  # an array of any library, which only the call exports
         return nbytes, _type_name(dtype)
+    row, blocks = _ROWS.get(call), 1
+    shape: Shape = "one" if row is None or name == "buf" else row.send if name == "sendbuf" else row.receive
     try:
-        operand = _parse(call, name, buffer, called)
+        if shape == "vector" and has_device_counts(buffer):
+            buffer, shape = buffer[0], "one"  # only the GPU knows the counts
+        elif row is not None and shape != "one":
+            blocks = len(called.inoutedges[name == "sendbuf"]) if row.of_neighbors else called.size
+        operand = parse(buffer, shape=shape, blocks=blocks, writable=False, name=name)
     except Exception:  # the call reports the fault, unless it ignores the buffer
         return None
     of_mpi = operand.mpi_type  # only MPI knows the bytes of some datatypes
@@ -223,16 +229,3 @@ def _size_of(call: str, name: str, buffer: Any, called: Any) -> tuple[int, str] 
 @functools.lru_cache
 def _type_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")  # NumPy takes a microsecond for the text
-
-
-def _parse(call: str, name: str, buffer: Any, called: Any) -> Operand:
-    row = _ROWS.get(call)
-    shape: Shape = "one"
-    if row is not None and name != "buf":
-        shape = row.send if name == "sendbuf" else row.receive
-    if shape == "vector" and has_device_counts(buffer):
-        return parse(buffer[0], writable=False, name=name)  # only the GPU knows the counts
-    blocks = 1
-    if row is not None and shape != "one":
-        blocks = len(called.inoutedges[name == "sendbuf"]) if row.of_neighbors else called.size
-    return parse(buffer, shape=shape, blocks=blocks, writable=False, name=name)

@@ -16,7 +16,6 @@ import numpy as np
 from mpicomm.api.communicator import Communicator
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.cli.options import header, paths, setting
 from mpicomm.cli.pattern import Pattern
 from mpicomm.sizes import Columns
 from mpicomm.symmetric.array import SymmetricArray
@@ -99,32 +98,26 @@ class RingWindow:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m mpicomm.ring",
-        description="Every rank moves bytes to and from its neighbours in a ring, checks each, and is timed.",
+    result = arguments.measuring_parser(
+        "ring", "Every rank moves bytes to and from its neighbours in a ring, checks each, and is timed."
     )
     arguments.add_sweep_arguments(result, smallest=1 << 10, factor=4)
     result.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: both")
-    arguments.add_communicator_arguments(result)
-    arguments.add_file_arguments(result)
     return result
 
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    options = command_line.parse_args(parser())
-    comm = command_line.open_communicator(options.device, options.handle)
-    command_line.require_one_node(comm, "the ring goes through mapped memory and needs all ranks on one node")
-    swept = command_line.swept_sizes(options, comm)
+    run = command_line.Run(parser(), one_node="the ring goes through mapped memory and needs all ranks on one node")
+    options, comm, swept = run.options, run.comm, run.swept_sizes()
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
 
-    ranks = comm.allgather(comm.describe())
     columns = [("size", "(B)", 13)]
     for direction in directions:
         columns += [(direction, "(us)", 12), ("algbw", "(GB/s)", 9), ("#wrong", "", 9)]
     table = Columns(columns)
-    about = (*header("ring", ranks, options.handle), *paths([info.links for info in ranks]), "")
-    command_line.show(*(f"# {line}".rstrip() for line in about), *table.head())
+    run.introduce("ring", *command_line.paths([info.links for info in run.ranks]), "")
+    command_line.show(*table.head())
 
     xp = importlib.import_module("numpy" if comm.device == "cpu" else "cupy")
     pattern = Pattern(xp)
@@ -138,8 +131,7 @@ def main() -> int:
         results.append({"nbytes": nbytes, **found})
         wrong += sum(each["wrong"] for each in found.values())
         command_line.show(table.line([nbytes, *(cell for each in found.values() for cell in each.values())]))
-    document = {**setting(ranks, options), "results": results}
-    return command_line.finish(comm, options.json, document, wrong)
+    return run.finish({"results": results}, wrong)
 
 
 if __name__ == "__main__":

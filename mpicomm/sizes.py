@@ -1,4 +1,4 @@
-"""Sizes and cells of tables as text."""
+"""Sizes, cells and columns of tables as text."""
 
 from __future__ import annotations
 

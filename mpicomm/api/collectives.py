@@ -56,10 +56,11 @@ class BlockingCollectives(MPI.Intracomm):
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
     accumulated in float32 and rounded once. Each peer domain reduces in the order of its ranks. Then the results of the
-    domains are reduced in the order of the domains. Only "ring", and calls that MPI carries out, such as calls on small
-    host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN. If MPI reduces, ranks may have different results of
-    ``MAX``, ``MIN``, ``MAXLOC`` and ``MINLOC`` of NaNs, and different signs of a zero. ``reductions="ordered"`` of the
-    `Communicator` leaves only ``MAXLOC``, ``MINLOC`` and types that mpicomm lacks to MPI.
+    domains are reduced in the order of the domains. Only "ring", ``order="tree"``, and calls that MPI carries out, such
+    as calls on small host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN. If MPI reduces, ranks may have
+    different results of ``MAX``, ``MIN``, ``MAXLOC`` and ``MINLOC`` of NaNs, and different signs of a zero.
+    ``reductions="ordered"`` of the `Communicator` leaves only ``MAXLOC``, ``MINLOC`` and types that mpicomm lacks to
+    MPI.
 
     **Movements.** Collectives that only move data move bytes. The buffers of one call, and the buffers of two ranks,
     may have different types of the same length in bytes.

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpicomm import environment
-from mpicomm.api.at_first_use import AtFirstUse
-from mpicomm.api.by_handle import handle_of, remember
 from mpicomm.api.collectives import (
     BlockingCollectives,
     NeighborCollectives,
@@ -20,13 +18,12 @@ from mpicomm.api.collectives import (
     PersistentCollectives,
 )
 from mpicomm.api.constructors import Constructors
-from mpicomm.api.freed import mark_freed
 from mpicomm.api.host_staging import HostStaging
+from mpicomm.api.lifetime import AtFirstUse, handle_of, mark_freed, remember
 from mpicomm.api.memory import MemoryCalls
-from mpicomm.api.objects import ObjectCalls
+from mpicomm.api.objects import ObjectCalls, Probes
 from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
-from mpicomm.api.probes import Probes
 from mpicomm.api.products import ProductCalls
 from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
@@ -358,7 +355,7 @@ class Communicator(
         session = self._session.set_up("describe")
         placement, here = session.placement, session.placement.here
         device = here.devices[here.device] if isinstance(here.device, int) else None
-        internode = self._collectives.engines.internode("describe")
+        internode, internode_rejected = self._collectives.engines.internode("describe")
         return RankInfo(
             rank=self.rank,
             host=here.host,
@@ -372,8 +369,8 @@ class Communicator(
             handle=session.kind,
             rejected=here.rejected,
             links=session.links(),
-            internode=internode.name if internode else "",
-            internode_rejected=internode.rejected if internode else {},
+            internode=internode,
+            internode_rejected=internode_rejected,
             memory=session.memory_use(),
             suspended=session.is_suspended,
             products=self._products.describe(),

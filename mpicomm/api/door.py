@@ -6,13 +6,14 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.gpu.plan_cache import KnownCall, PlanCache
+from mpicomm.collectives.gpu.algorithms.steps import AnyPlan
+from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.host.selection import best_mapped as mapped_algorithm
 from mpicomm.devices.cuda.types import SideStreams
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 
-__all__ = ["Door", "KnownCall", "PlanCache", "mapped_algorithm"]
+__all__ = ["AnyPlan", "Door", "PlanCache", "mapped_algorithm"]
 
 
 class Door:

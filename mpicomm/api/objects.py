@@ -1,18 +1,30 @@
-"""The blocking calls of a Communicator on Python objects. MPI carries them out, and the doctor sees them."""
+"""The blocking calls of a Communicator on Python objects, and its probes.
+
+MPI carries out the calls on objects, and the doctor sees them. Receives of objects find the messages that probes took.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from mpi4py import MPI
 
 from mpicomm.activity.page import begin_by_mpi, by_mpi
-from mpicomm.mpi.shown import sending
+from mpicomm.api.host_staging import HostStaging
+from mpicomm.mpi.shown import probe, receiving, recv_object, sending, sendrecv_object
+
+if TYPE_CHECKING:
+    from mpicomm.messages.calls import Messages
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+
+_iprobe = MPI.Intracomm.Iprobe  # looked up once, because `super()` takes half of the time of a probe
+_improbe = MPI.Intracomm.improbe
+_mprobe = receiving(HostStaging.Mprobe, 0)
+_mprobe_object = receiving(MPI.Intracomm.mprobe, 0)
 
 
 def _counted(method: Callable[Concatenate[Any, Given], Result]) -> Callable[Concatenate[Any, Given], Result]:
@@ -44,3 +56,103 @@ class ObjectCalls(MPI.Intracomm):
     exscan = _counted(MPI.Intracomm.exscan)
     send = sending(MPI.Intracomm.send)
     ssend = sending(MPI.Intracomm.ssend)
+
+
+class Probes(MPI.Intracomm):
+    """mpi4py's probes. Local. `Probe` and `Mprobe` block until a message is there.
+
+    On a communicator of GPUs MPI carries rendezvous headers in place of long messages of GPU arrays. The probes still
+    fill statuses with the length of the data. An array of the host or of a GPU receives the message that ``Mprobe`` or
+    ``Improbe`` returns. A probe takes a header from MPI to read it. After that only the receives of this communicator
+    find the message.
+    """
+
+    _messages: Messages
+
+    def Probe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> Literal[True]:
+        """Wait for a message; see mpi4py."""
+        if not self._messages.by_rendezvous:
+            probe(self, source, tag, status)
+            return True
+        self._messages.unexpected.probe(source, tag, status, wait=True)
+        return True
+
+    def Iprobe(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None) -> bool:
+        """Return whether there is a message; see mpi4py."""
+        if not self._messages.by_rendezvous:
+            return _iprobe(self, source, tag, status)
+        return self._messages.unexpected.probe(source, tag, status, wait=False)
+
+    def Mprobe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> MPI.Message:
+        """Wait for a message and return it; see mpi4py."""
+        if not self._messages.on_gpu:
+            return _mprobe(self, source, tag, status)
+        message = self._messages.unexpected.match(source, tag, status, wait=True)
+        assert message is not None
+        return message
+
+    def Improbe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> MPI.Message | None:
+        """Return a message if there is one; see mpi4py."""
+        if not self._messages.on_gpu:
+            return super().Improbe(source, tag, status)
+        return self._messages.unexpected.match(source, tag, status, wait=False)
+
+    probe = Probe
+    iprobe = Iprobe
+
+    def mprobe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> MPI.Message:
+        """Wait for a message of a Python object and return it; see mpi4py."""
+        if not self._messages.on_gpu:
+            return _mprobe_object(self, source, tag, status)  # mpi4py's message keeps the pickled object
+        return self.Mprobe(source, tag, status)
+
+    def improbe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> MPI.Message | None:
+        """Return a message of a Python object if there is one; see mpi4py."""
+        if not self._messages.on_gpu:
+            return _improbe(self, source, tag, status)
+        return self.Improbe(source, tag, status)
+
+    def recv(
+        self,
+        buf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Receive a Python object; see mpi4py."""
+        kept = self._messages.unexpected.take(source, tag)
+        return recv_object(self, buf, source, tag, status) if kept is None else kept.recv(status)
+
+    def irecv(self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Request:
+        """Start to receive a Python object; see mpi4py."""
+        kept = self._messages.unexpected.take(source, tag)
+        return super().irecv(buf, source, tag) if kept is None else kept.irecv()
+
+    def sendrecv(
+        self,
+        sendobj: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Send a Python object and receive another; see mpi4py."""
+        kept = self._messages.unexpected.take(source, recvtag)
+        if kept is None:
+            return sendrecv_object(self, sendobj, dest, sendtag, recvbuf, source, recvtag, status)
+        request = self.isend(sendobj, dest, sendtag)
+        received = kept.recv(status)
+        request.wait()
+        return received

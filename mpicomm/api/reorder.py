@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.linked_order import Edges, best_order, cost_of
@@ -71,7 +72,7 @@ def edges_of_grid(dims: Sequence[int], periods: Sequence[bool] | bool | None, si
         beside = [*place]
         beside[number] = (place[number] + 1) % dims[number]
         if beside[number] or periodic[number]:
-            edges[_rank_at(place, dims), _rank_at(beside, dims)] += 1
+            edges[int(np.ravel_multi_index(place, dims)), int(np.ravel_multi_index(beside, dims))] += 1
     return edges
 
 
@@ -117,10 +118,3 @@ def listed(weights: Any) -> Weights:
 
 def _each(weights: Weights, edges: list[int]) -> list[int]:
     return [1] * len(edges) if weights is None else weights
-
-
-def _rank_at(place: Sequence[int], dims: Sequence[int]) -> int:
-    rank = 0
-    for coordinate, dim in zip(place, dims, strict=True):
-        rank = rank * dim + coordinate
-    return rank

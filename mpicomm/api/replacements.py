@@ -12,8 +12,8 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.api.by_handle import communicator_of
 from mpicomm.api.host_staging import HostStaging, Wrapped, on_host_copies, wrap
+from mpicomm.api.lifetime import communicator_of
 from mpicomm.api.window import Win
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of, read

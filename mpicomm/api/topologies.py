@@ -39,7 +39,7 @@ def require_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> None:
             raise InvalidUsageError(f"edges has {len(peers)} items, but index says {starts[-1]}: pass all of them")
         _require_ranks("edges", peers, nodes)
 
-    _raise_together(comm, "Create_graph", _fault(comm, check))
+    _raise_together(comm, "Create_graph", check)
 
 
 def require_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: Any, weights: Any) -> None:
@@ -55,7 +55,7 @@ def require_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations:
         _require_ranks("destinations", ends, comm.size)
         _require_weights("weights", weights, len(ends))
 
-    _raise_together(comm, "Create_dist_graph", _fault(comm, check))
+    _raise_together(comm, "Create_dist_graph", check)
 
 
 def require_matching(
@@ -75,34 +75,28 @@ def require_matching(
             _require_weights(name_of_weights, weights, len(peers))
             np.add.at(counts, [peer for peer in peers if peer != MPI.PROC_NULL], 1)
 
-    fault = _fault(comm, check)
+    def compare() -> None:
+        for peer in np.flatnonzero(named != expected).tolist():
+            raise InvalidUsageError(
+                f"rank {peer} names rank {rank} {named[peer]} times as a destination, and this rank names rank {peer} "
+                f"{expected[peer]} times as a source: let both ranks name each other equally often"
+            )
+
+    _raise_together(comm, "Create_dist_graph_adjacent", check)
     comm.Alltoall(sent, named)
-    mismatch = next(
-        (
-            f"rank {peer} names rank {rank} {named[peer]} times as a destination, rank {rank} names rank {peer} "
-            f"{expected[peer]} times as a source: let both ranks name each other equally often"
-            for peer in np.flatnonzero(named != expected).tolist()
-        ),
-        "",
-    )
-    _raise_together(comm, "Create_dist_graph_adjacent", fault, mismatch)
+    _raise_together(comm, "Create_dist_graph_adjacent", compare)
 
 
-def _fault(comm: MPI.Intracomm, check: Callable[[], None]) -> str:
-    """Return the fault that ``check`` finds on this rank, or "". Local."""
+def _raise_together(comm: MPI.Intracomm, what: str, check: Callable[[], None]) -> None:
+    """Raise the error of ``check`` on all ranks if it raises on one. Collective."""
+    fault = ""
     try:
         check()
     except (InvalidUsageError, TypeError) as error:
-        return f"rank {comm.rank}: {error}"
-    return ""
-
-
-def _raise_together(comm: MPI.Intracomm, what: str, *faults: str) -> None:
-    """Raise the first fault that a rank has found, on all ranks. Faults of the first kind come first. Collective."""
-    for said in zip(*comm.allgather(faults), strict=True):
-        for rank, fault in enumerate(said):
-            if fault:
-                raise InvalidUsageError(f"{what}: {fault}", ranks=[rank])
+        fault = f"rank {comm.rank}: {error}"
+    for rank, said in enumerate(comm.allgather(fault)):
+        if said:
+            raise InvalidUsageError(f"{what}: {said}", ranks=[rank])
 
 
 def _integers(name: str, values: Any, count: int | None = None) -> list[int]:

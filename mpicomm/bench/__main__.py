@@ -19,7 +19,6 @@ from mpicomm.bench.report import ResultRow, Results, Table
 from mpicomm.bench.torch_peers import TorchSymmetric
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.cli.options import header, setting
 from mpicomm.collectives.gpu.algorithms.registry import NAMES
 from mpicomm.collectives.wire import CODES, as_wire
 from mpicomm.errors import InvalidUsageError
@@ -37,9 +36,9 @@ _NCCL_TESTS_NAMES = {
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m mpicomm.bench",
-        description="Time a collective, check its results, and compare with other libraries. Options are as in "
+    result = arguments.measuring_parser(
+        "bench",
+        "Time a collective, check its results, and compare with other libraries. Options are as in "
         "nccl-tests; on GPUs -n calls make a CUDA graph, which is timed -G times (-G 0 or --eager: call by call).",
     )
     count = arguments.count_from
@@ -81,14 +80,11 @@ def parser() -> argparse.ArgumentParser:
     )
     arguments.add_compare_argument(result, PEERS)
     result.add_argument("--beside", choices=("matmul",), help="time a matrix product during calls of the largest size")
-    arguments.add_file_arguments(result)
-    arguments.add_communicator_arguments(result)
     return result
 
 
 def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
     """Raise `InvalidUsageError`, on all ranks, for options that would fail after a long run or have no effect here."""
-    command_line.require_one_node(comm, "the bench is for ranks of one node")
     row = OPERATIONS[options.collective].collective
     wire = as_wire(options.wire_dtype)
     if wire is not None:
@@ -115,13 +111,13 @@ def main() -> int:
         return matmul.main()
     if sys.argv[1:2] == [experts.NAME]:
         return experts.main()
-    options = command_line.parse_args(parser())
-    comm = command_line.open_communicator(options.device, options.handle)
+    run = command_line.Run(parser(), one_node="the bench is for ranks of one node")
+    options, comm = run.options, run.comm
     operation, dtype = OPERATIONS[options.collective], covered_dtype(options.datatype)
     if operation.reduces:
         check_legal(options.op, dtype)
     require_possible(options, comm)
-    swept = command_line.swept_sizes(options, comm)
+    swept = run.swept_sizes()
 
     machine = machine_of(comm)
     cases = []
@@ -133,19 +129,17 @@ def main() -> int:
     contenders.open_own(kinds, options.algorithm, as_wire(options.wire_dtype))
     contenders.open_peers(options.compare)
 
-    ranks = comm.allgather(comm.describe())
     graphs = machine.stream is not None and not (options.eager or options.vary) and options.cudagraph > 0
     how = f"{options.cudagraph} launches of a graph of {options.iters} calls" if graphs else f"{options.iters} calls"
     how += ", each of another size and at other addresses" if options.vary else ""
-    about = [
-        *header(f"bench {operation.name}", ranks, options.handle),
+    run.introduce(
+        f"bench {operation.name}",
         f"timed: {how}, slowest rank, median; algorithm {options.algorithm}; {' and '.join(kinds)} arrays"
         f"{f', elements travel as {options.wire_dtype}' if options.wire_dtype else ''}",
         *(f"{contender.name} {contender.version}" for contender in contenders.present if not contender.own),
         *(f"{name}: {reason}" for name, reason in contenders.absent.items()),
         "",
-    ]
-    command_line.show(*(f"# {line}".rstrip() for line in about))
+    )
 
     # At least one call comes before a capture, because a graph cannot capture the set-up of a first call.
     warmups = max(1, options.warmup_iters) if graphs else options.warmup_iters
@@ -174,7 +168,6 @@ def main() -> int:
     peers = {each.name: each.version for each in contenders.present if not each.own or each.name == UNCODED}
     command_line.show(*(f"# {line}" for line in results.footer()), *(f"# {slowdown}" for slowdown in beside))
     document = {
-        **setting(ranks, options),
         "collective": options.collective,
         "peers": peers,
         "missing": contenders.absent,
@@ -182,7 +175,7 @@ def main() -> int:
         "geometric_means": results.geometric_means(),
         "beside": [asdict(slowdown) for slowdown in beside],
     }
-    return command_line.finish(comm, options.json, document, wrong, close=contenders.close)
+    return run.finish(document, wrong, close=contenders.close)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from mpicomm.bench.measure import CheckedCall, Measuring, Trial, those_that_work
 from mpicomm.bench.torch_peers import TorchNccl
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.cli.options import header, setting
 from mpicomm.experts.arrays import Received
 from mpicomm.experts.experts import Experts
 from mpicomm.experts.shape import BY_EXPERT, DTYPES, LAYOUTS
@@ -34,9 +33,9 @@ _NCCL_CALLS = ("nccl_dispatch", "nccl_combine", "nccl_even")
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m mpicomm.bench experts",
-        description="Time dispatch and combine of a mixture of experts, and check every row. On GPUs -n calls make a "
+    result = arguments.measuring_parser(
+        "bench experts",
+        "Time dispatch and combine of a mixture of experts, and check every row. On GPUs -n calls make a "
         "CUDA graph. Each token has --top-k different experts, which are drawn at random.",
     )
     count = arguments.count_from
@@ -57,27 +56,23 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--blocks", type=count(2), metavar="N", help="the most blocks of a launch")
     result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="timed iterations; default: 10")
     arguments.add_compare_argument(result, _PEERS)
-    arguments.add_file_arguments(result)
-    arguments.add_communicator_arguments(result)
     return result
 
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    options = command_line.parse_args(parser())
-    comm = command_line.open_communicator(options.device, options.handle)
+    run = command_line.Run(parser())
+    options, comm = run.options, run.comm
     machine = machine_of(comm)
     on_host = machine.stream is None
     tokens, hidden, dtype = ([16, 128], 1024, "float32") if on_host else ([128, 4096], 7168, "bfloat16")
     options.tokens, options.hidden = options.tokens or tokens, options.hidden or hidden
     options.datatype = options.datatype or dtype
-    ranks = comm.allgather(comm.describe())
-    about = [
-        *header("bench experts", ranks, options.handle),
+    run.introduce(
+        "bench experts",
         f"hidden {options.hidden} of {options.datatype}, top {options.top_k} of {options.num_experts} experts",
         "GB/s: the bytes that cross the links of a GPU, each way; even: an even Alltoall of as many rows to each rank",
-    ]
-    command_line.show(*(f"# {line}" for line in about))
+    )
     measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=_ROUNDS, graphs=not on_host)
     rows = []
     with machine.current():
@@ -97,8 +92,7 @@ def main() -> int:
         if peer is not None:
             peer.close()
     wrong = sum(row["wrong"] for row in rows)
-    document = {**setting(ranks, options), "absent": absent, "experts": rows}
-    return command_line.finish(comm, options.json, document, wrong, "wrong rows")
+    return run.finish({"absent": absent, "experts": rows}, wrong, "wrong rows")
 
 
 def _cells(row: dict[str, Any]) -> list[object]:

@@ -25,7 +25,6 @@ from mpicomm.bench.peers import OWN, Peer
 from mpicomm.bench.torch_peers import FusedTorch
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.cli.options import header, setting
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.sizes import Columns
@@ -42,9 +41,9 @@ Product = tuple[Call, Callable[[], Any] | None]
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog=f"python -m mpicomm.bench {NAME}",
-        description="Time products that overlap with a collective, check their results, and compare with their parts "
+    result = arguments.measuring_parser(
+        f"bench {NAME}",
+        "Time products that overlap with a collective, check their results, and compare with their parts "
         "and with other libraries.",
     )
     result.add_argument("matmul", choices=(NAME,), help=argparse.SUPPRESS)
@@ -58,8 +57,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("-G", "--rounds", type=count(1), default=7, metavar="N", help="timed rounds; default: 7")
     result.add_argument("--eager", action="store_true", help="no graphs, on GPUs")
     arguments.add_compare_argument(result, _PEERS)
-    arguments.add_file_arguments(result)
-    arguments.add_communicator_arguments(result)
     return result
 
 
@@ -200,8 +197,8 @@ class Matrices:
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    options = command_line.parse_args(parser())
-    comm = command_line.open_communicator(options.device, options.handle)
+    run = command_line.Run(parser(), one_node="the bench is for ranks of one node")
+    options, comm = run.options, run.comm
     on_host = comm.device == "cpu"
     options.rows = options.rows or ([256, 512] if on_host else [1024, 4096, 16384])
     inner, columns = options.shape = options.shape or ((1024, 512) if on_host else (8192, 7168))
@@ -210,23 +207,22 @@ def main() -> int:
     machine = machine_of(comm)
     graphs = not on_host and not options.eager
     measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=options.rounds, graphs=graphs)
-    ranks = comm.allgather(comm.describe())
     results, wrong = [], 0
     with _torch_stream(comm, machine):
         opened, absent = those_that_work(comm, options.compare, lambda name: open_peer(_PEERS[name], comm, machine))
         names = (*_PARTS, OWN, "serial", *opened)
         times_of = [(name, "(us)", 11) for name in names]
         table = Columns([("call", "", 24), ("rows", "", 8), *times_of, ("ratio", "", 11), ("#wrong", "", 8)])
-        about = [
-            *header(f"bench {NAME}", ranks, options.handle),
+        run.introduce(
+            f"bench {NAME}",
             f"timed: {'graphs of ' if graphs else ''}{options.iters} calls, slowest rank, median of {options.rounds} "
             f"rounds; {dtype}",
             *(f"{name} {peer.version}" for name, peer in opened.items()),
             *(f"{name}: {reason}" for name, reason in absent.items()),
             *(["torch: call by call, not in graphs"] if graphs and "torch" in opened else []),
             "ratio: mpicomm divided by the larger of collective and product",
-        ]
-        command_line.show(*(f"# {line}" for line in about), *table.head())
+        )
+        command_line.show(*table.head())
         # The products after an all-gather and before a reduction have transposed shapes, as in a layer.
         for kind, rows in itertools.product(_KINDS, options.rows):
             shape = (inner, columns) if kind == "allgather_matmul" else (columns, inner)
@@ -242,12 +238,11 @@ def main() -> int:
         for peer in opened.values():
             peer.close()
     peers = {name: peer.version for name, peer in opened.items()}
-    document = {**setting(ranks, options), "datatype": dtype, "peers": peers, "results": results, "absent": absent}
-    return command_line.finish(comm, options.json, document, wrong)
+    document = {"datatype": dtype, "peers": peers, "results": results, "absent": absent}
+    return run.finish(document, wrong)
 
 
 def _require_possible(options: argparse.Namespace, comm: Communicator) -> None:
-    command_line.require_one_node(comm, "the bench is for ranks of one node")
     size, wrong_rows = comm.size, [rows for rows in options.rows if rows % comm.size]
     if wrong_rows:
         raise InvalidUsageError(f"--rows {wrong_rows[0]}: {size} ranks cannot share them: pass a multiple of {size}")

@@ -23,9 +23,14 @@ def add_communicator_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the option of the file with the results."""
-    parser.add_argument("-J", "--json", type=output_file, metavar="FILE", help="write the results there")
+def measuring_parser(name: str, description: str, *, saves: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of a command, with the options that all measurements have."""
+    parser = argparse.ArgumentParser(prog=f"python -m mpicomm.{name}", description=description)
+    ranks = parser.add_argument_group("ranks and results")
+    add_communicator_arguments(ranks)
+    if saves:
+        ranks.add_argument("-J", "--json", type=output_file, metavar="FILE", help="write the results there")
+    return parser
 
 
 def add_compare_argument(parser: argparse.ArgumentParser, peers: Collection[str]) -> None:
@@ -34,12 +39,17 @@ def add_compare_argument(parser: argparse.ArgumentParser, peers: Collection[str]
     parser.add_argument("--compare", type=peer, default=[], metavar="PEER,...", help=", ".join(peers))
 
 
-def add_sweep_arguments(parser: argparse.ArgumentParser, *, smallest: int, factor: int) -> None:
+def add_sweep_arguments(
+    parser: argparse.ArgumentParser, *, smallest: int, factor: int, largest: int | None = None
+) -> None:
     """Add nccl-tests' options for the sizes to measure and the numbers of iterations."""
     parser.add_argument(
         "-b", "--minbytes", type=parse_size, default=smallest, metavar="SIZE", help=f"default: {format_size(smallest)}"
     )
-    parser.add_argument("-e", "--maxbytes", type=parse_size, metavar="SIZE", help="default: 64M on the cpu, 1G on GPUs")
+    default = "64M on the cpu, 1G on GPUs" if largest is None else format_size(largest)
+    parser.add_argument(
+        "-e", "--maxbytes", type=parse_size, default=largest, metavar="SIZE", help=f"default: {default}"
+    )
     parser.add_argument(
         "-f", "--stepfactor", type=count_from(2), default=factor, metavar="N", help=f"default: {factor}"
     )

@@ -107,10 +107,57 @@ def open_communicator(device: str, handle: str) -> Communicator:
     return comm
 
 
-def require_one_node(comm: Communicator, why: str) -> None:
-    """Raise `InvalidUsageError`, on all ranks, if they are on several nodes. ``why`` begins the error."""
-    if comm.num_nodes > 1:
-        raise InvalidUsageError(f"{why}; these {comm.size} ranks are on {comm.num_nodes} nodes: start them on one")
+class Run:
+    """A measurement on all ranks: its options, a communicator, and what the ranks say of themselves.
+
+    Its creation is collective. Raises `InvalidUsageError`, on all ranks, if they are on several nodes and ``one_node``
+    says why they must not be.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser, *, one_node: str = "") -> None:
+        self.options = parse_args(parser)
+        self.comm = comm = open_communicator(self.options.device, self.options.handle)
+        if one_node and comm.num_nodes > 1:
+            nodes = f"these {comm.size} ranks are on {comm.num_nodes} nodes"
+            raise InvalidUsageError(f"{one_node}; {nodes}: start them on one")
+        self.ranks: list[RankInfo] = comm.allgather(comm.describe())
+
+    def swept_sizes(self) -> list[int]:
+        """Return the sizes that the options ask for, with the largest one if the steps reach it.
+
+        Sets ``options.maxbytes`` if the user named no largest size. Raises `InvalidUsageError` if there is no size.
+        """
+        if self.options.maxbytes is None:
+            largest = 64 << 20 if self.comm.device == "cpu" else 1 << 30
+            self.options.maxbytes = max(self.options.minbytes, largest)
+        return arguments.required_sizes(self.options)
+
+    def introduce(self, title: str, *lines: str) -> None:
+        """Print the command, the ranks, and ``lines``."""
+        show(*(f"# {line}".rstrip() for line in (*header(title, self.ranks, self.options.handle), *lines)))
+
+    def setting(self) -> dict[str, Any]:
+        """Return the date, the command and the machine, for the JSON file."""
+        ranks = [rank_record(info) for info in self.ranks]
+        return {**machine.run_record(self.options), "ranks": ranks, "handle": self.ranks[0].handle}
+
+    def finish(
+        self,
+        document: dict[str, Any],
+        wrong: int,
+        what: str = "wrong",
+        *,
+        close: Callable[[], object] = lambda: None,
+    ) -> int:
+        """Save the results, ``close``, free the communicator, and say on rank 0 how it ended. Collective.
+
+        Return the exit code. ``wrong`` counts the errors on all ranks.
+        """
+        save(self.options.json, {**self.setting(), **document, "wrong": wrong, "ok": wrong == 0})
+        close()  # after the results are saved, because a library may end the process here
+        self.comm.Free()
+        show("# OK" if wrong == 0 else f"# FAILED: {wrong} {what}")
+        return int(wrong > 0)
 
 
 def on_first_rank(comm: MPI.Intracomm, make: Callable[[], T]) -> T:
@@ -148,26 +195,6 @@ def save_or_show(path: Path | None, document: object) -> None:
         save(path, document)
 
 
-def finish(
-    comm: Communicator,
-    path: Path | None,
-    document: dict[str, Any],
-    wrong: int,
-    what: str = "wrong",
-    *,
-    close: Callable[[], object] = lambda: None,
-) -> int:
-    """Save the results of a measurement, ``close``, free ``comm``, and say on rank 0 how it ended. Collective.
-
-    Return the exit code. ``wrong`` counts the errors on all ranks.
-    """
-    save(path, {**document, "wrong": wrong, "ok": wrong == 0})
-    close()  # after the results are saved, because a library may end the process here
-    comm.Free()
-    show("# OK" if wrong == 0 else f"# FAILED: {wrong} {what}")
-    return int(wrong > 0)
-
-
 def show(*lines: str) -> None:
     """Print lines on rank 0."""
     if MPI.COMM_WORLD.rank == 0:
@@ -178,16 +205,6 @@ def show(*lines: str) -> None:
 def tracked(items: Sequence[T], what: str) -> Iterable[T]:
     """Yield the items. If rank 0 has a terminal, it shows the progress meanwhile, with lines of `show` above."""
     return track(items, what, transient=True, disable=MPI.COMM_WORLD.rank != 0 or not sys.stdout.isatty())
-
-
-def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:
-    """Return the sizes that the options ask for, with the largest one if the steps reach it.
-
-    Sets ``options.maxbytes`` if the user named no largest size. Raises `InvalidUsageError` if there is no size.
-    """
-    if options.maxbytes is None:
-        options.maxbytes = max(options.minbytes, 64 << 20 if comm.device == "cpu" else 1 << 30)
-    return arguments.required_sizes(options)
 
 
 def rank_record(info: RankInfo) -> dict[str, Any]:
@@ -217,12 +234,3 @@ def paths(links: Sequence[Sequence[Link]]) -> list[str]:
     width = max(len(link.path) for row in links for link in row) + 2
     lines = ["path (row: rank, column: peer)", " " * 4 + "".join(f"{peer:>{width}}" for peer in range(len(links)))]
     return lines + [f"{rank:>4}" + "".join(f"{link.path:>{width}}" for link in row) for rank, row in enumerate(links)]
-
-
-def setting(ranks: Sequence[RankInfo], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the date, the command and the machine of a measurement, for the JSON file."""
-    return {
-        **machine.run_record(options),
-        "ranks": [rank_record(info) for info in ranks],
-        "handle": ranks[0].handle,
-    }

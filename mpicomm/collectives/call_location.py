@@ -13,7 +13,7 @@ all ranks, or that all ranks learn:
 * A buffer without elements at address 0 belongs to no kind of memory.
 
 If MPI carries out a call wherever its arrays are, each rank copies its own device arrays, and makes the same call of
-MPI as the others: see `mpicomm.ways.on_host.OnCopies`.
+MPI as the others: see `mpicomm.ways.around.on_copies`.
 """
 
 from __future__ import annotations

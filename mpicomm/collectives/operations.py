@@ -336,6 +336,8 @@ Both buffers have n elements of one type, and n is the same on all ranks. Other 
 
     x, y = cp.ones(8), cp.empty(8)
     comm.Reduce(x, y if comm.rank == 0 else None, op=MPI.MAX, root=0)
+
+With ``order="tree"`` the bits of a sum do not depend on the number of ranks: see `Allreduce`.
 """
 REDUCE_SCATTER = Operation("Reduce_scatter", "counted", "one", patterns.reduce_scatter, reduces=True, traffic="uneven")
 DOCS[REDUCE_SCATTER] = """\
@@ -363,6 +365,8 @@ Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.
 
 With ``wire_dtype`` elements travel as fp8 or int8: see `Allreduce`. The blocks of 128 elements begin with block r. The
 sum differs from the exact sum by at most e * A, besides roundings to float32 and to the elements' type.
+
+With ``order="tree"`` the bits of a sum do not depend on the number of ranks: see `Allreduce`.
 """
 SCAN = Operation("Scan", "one", "one", patterns.scan, reduces=True)
 DOCS[SCAN] = """\

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import Link, Scratch
+from mpicomm.devices.base import Link
 from mpicomm.devices.handle import Exported, Kind, MemoryHandle, MemoryUse
 from mpicomm.devices.host_memory import HostSegment
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, equal_error
@@ -141,12 +141,10 @@ class HostBackend:
         count, box = _word_at(expected), _word_at(inbox)
         target = int(count[0]) + 1
         if not wait_until(lambda: int(box[0]) >= target, self.timeout_s):
-            self.fail(
-                CollectiveTimeoutError(
-                    f"wait_signal: number {target} from rank {peer} did not come within {self.timeout_s:g} s; the "
-                    "communicator is unusable: create another",
-                    ranks=[peer],
-                )
+            self._error = CollectiveTimeoutError(
+                f"wait_signal: number {target} from rank {peer} did not come within {self.timeout_s:g} s; the "
+                "communicator is unusable: create another",
+                ranks=[peer],
             )
             self.check()
         count[0] = target
@@ -158,21 +156,9 @@ class HostBackend:
         if self._error is not None:
             raise equal_error(self._error)
 
-    def fail(self, error: CollectiveTimeoutError) -> None:
-        """Let every later `check` raise an equal error."""
-        self._error = equal_error(error)
-
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return host memory. All host memory is memory of this device."""
         return np.empty(nbytes, np.uint8)
-
-    @staticmethod
-    def scratch(nbytes: int) -> Scratch:
-        array = np.empty(nbytes, np.uint8)
-        return Scratch(array.ctypes.data, nbytes, array)
-
-    def completion(self, stream: int) -> Callable[[], bool]:
-        return lambda: True
 
     def create_event(self) -> HostEvent:
         return HostEvent()

@@ -148,7 +148,8 @@ class BoundElementwise(BoundEpilogue):
         super().__init__(text, dtype, result, arrays)
         self._expression = expression
         self._numbers = numbers
-        self._operands = EpilogueOperands(tuple(map(_word, numbers.values())))
+        packed = (struct.pack("<d" if isinstance(each, float) else "<q", each) for each in numbers.values())
+        self._operands = EpilogueOperands(tuple(struct.unpack("<Q", word)[0] for word in packed))
         self.place(result.pointer, result.total, [(array.pointer, array.total) for array in arrays.values()])
 
     def place(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
@@ -192,7 +193,7 @@ class BoundElementwise(BoundEpilogue):
         return KernelCall(variant, arguments, blocks_for(nbytes, multiprocessors), EPILOGUE_THREADS)
 
     @cached_property
-    def _code(self) -> str:
+    def _code(self) -> str:  # not at once, because calls on the host bind each time
         return self._expression.tree.cpp("State")
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
@@ -239,7 +240,3 @@ def _rounded_to_odd(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     inexact, beyond = nearest != values, np.abs(nearest) > np.abs(values)
     odd: npt.NDArray[np.float32] = ((bits - beyond) | inexact).view(np.float32)
     return odd
-
-
-def _word(number: int | float) -> int:
-    return int(struct.unpack("<Q", struct.pack("<d" if isinstance(number, float) else "<q", number))[0])

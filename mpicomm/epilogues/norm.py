@@ -48,23 +48,23 @@ class Norm(Epilogue):
         scale: Any,
         layout: str,
     ) -> None:
-        self._name = name
-        self._number = None if scale is None else number_of(scale)
-        scale_array = scale if self._number is None else None
+        self.name = name
+        self.scale = None if scale is None else number_of(scale)
+        scale_array = scale if self.scale is None else None
         given = zip(_ARRAYS, (residual, weight, bias, linear_bias, scales, scale_array), strict=True)
         self.arrays = {name: array for name, array in given if array is not None or name in ("residual", "weight")}
-        self._eps = float(eps)
+        self.eps = float(eps)
         self._layout = layout
-        if not 0 <= self._eps < np.inf:
+        if not 0 <= self.eps < np.inf:
             raise InvalidUsageError(f"eps={eps!r} of {name} is no small number: pass one such as 1e-6")
         if layout not in _LAYOUTS:
             raise InvalidUsageError(f"scale_layout={layout!r} of {name}: use one of {', '.join(_LAYOUTS)}")
         if layout != "linear" and scales is None:
             raise InvalidUsageError(f"scale_layout={layout!r} of {name} is for scales: pass scales")
-        self.facts = name, self._eps, self._number, layout, *self.arrays
+        self.facts = name, self.eps, self.scale, layout, *self.arrays
 
     def __repr__(self) -> str:
-        return f"{self._name}(..., eps={self._eps})"
+        return f"{self.name}(..., eps={self.eps})"
 
     def elements_in(self, result: Operand) -> int:
         """See `Epilogue`. Two codes of 4 bits lie in a byte."""
@@ -109,7 +109,7 @@ class Norm(Epilogue):
             for other in read.values():
                 if other is not changed and overlaps(changed, other):
                     raise InvalidUsageError(f"{said}: {changed.name} and {other.name} overlap: copy one of them")
-        return BoundNorm(self._name, dtype, result, read, self._eps, codes, self._number, tuple(written))
+        return BoundNorm(self, dtype, result, read, codes, tuple(written))
 
     def _has_four_bits(self, result: Operand) -> bool:
         assert result.dtype is not None
@@ -122,7 +122,7 @@ class Norm(Epilogue):
         assert result.dtype is not None
         read = dict[str, Operand]()
         has_scales, has_scale = "scales" in self.arrays, "scale" in self.arrays
-        if not has_scales and not has_scale and self._number is None:
+        if not has_scales and not has_scale and self.scale is None:
             return None, read
         code = "float4_e2m1fn" if self._has_four_bits(result) else result.dtype.name
         named = "scales" if has_scales else "scale"
@@ -172,25 +172,22 @@ class BoundNorm(BoundEpilogue):
 
     def __init__(
         self,
-        name: str,
+        norm: Norm,
         dtype: np.dtype[Any],
         result: Operand,
         arrays: dict[str, Operand],
-        eps: float,
         codes: Codes | None,
-        scale: float | None,
         writes: tuple[Operand, ...],
     ) -> None:
-        weight = arrays["weight"]
+        weight, self._eps, scale = arrays["weight"], norm.eps, norm.scale
         has = "".join(f", {each}" for each in ("bias", "linear_bias", "scale") if each in arrays)
         made = result.dtype if codes is None else f"{codes}, scale={scale}"
-        text = f"{name}, {weight.total} {weight.dtype}{has}, eps={eps}, to {made}"
+        text = f"{norm.name}, {weight.total} {weight.dtype}{has}, eps={self._eps}, to {made}"
         super().__init__(text, dtype, result, arrays)
         self.writes = writes
         self.row_nbytes = weight.total * dtype.itemsize
         self.in_element = 1 if codes is None else codes.in_byte
-        self._centred = name == "layer_norm"
-        self._eps = eps
+        self._centred = norm.name == "layer_norm"
         self._codes = codes
         self._scale = 1.0 if scale is None else float(scale)
         self._hidden = weight.total

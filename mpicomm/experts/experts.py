@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
+import numpy as np
+
 from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.process import close_after
 from mpicomm.collectives.gpu.algorithms.steps import Launch
@@ -338,8 +340,11 @@ class Experts:
     ) -> GivenArray:
         """Read the argument ``name``, which must have one of the dtypes, the shape, and lie where the call works.
 
-        None as the first length of ``shape`` stands for any length. Raises `InvalidUsageError`.
+        None as the first length of ``shape`` stands for any length. NumPy's input is copied if it is not C-contiguous.
+        Raises `InvalidUsageError`.
         """
+        if type(array) is np.ndarray and not writable:
+            array = np.ascontiguousarray(array)
         flags = getattr(array, "flags", None)
         in_order = array.is_contiguous() if hasattr(array, "is_contiguous") else flags is None or flags.c_contiguous
         if not in_order:

@@ -54,16 +54,6 @@ class Function:
     """The way out for kinds without it."""
 
 
-def power(base: Any, exponent: int) -> Any:
-    """Return a power as multiplications in the order of ``fn::power``, so that both have the same bits."""
-    result = base
-    for bit in bin(exponent)[3:]:
-        result = result * result
-        if bit == "1":
-            result = result * base
-    return result
-
-
 def _function(
     label: str,
     cpp: str,
@@ -94,9 +84,17 @@ IS_TRUE = Function("bool", "is_true", lambda number: number != 0, ("number",), K
 
 
 def power_of(exponent: int) -> Function:
-    """Return the power by a constant, at least 1: multiplications, in C++ in the same order as in NumPy."""
-    numpy = partial(power, exponent=exponent)
-    return Function("**", f"fn::power<{exponent}>", numpy, ("number",), _NUMBER, instead="use and")
+    """Return the power by a constant, at least 1: multiplications, in the order of ``fn::power`` for the same bits."""
+
+    def power(base: Any) -> Any:
+        result = base
+        for bit in bin(exponent)[3:]:
+            result = result * result
+            if bit == "1":
+                result = result * base
+        return result
+
+    return Function("**", f"fn::power<{exponent}>", power, ("number",), _NUMBER, instead="use and")
 
 
 OPERATORS: dict[type[ast.operator] | type[ast.unaryop] | type[ast.cmpop], Function] = {

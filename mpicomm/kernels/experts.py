@@ -14,8 +14,7 @@ SUM_THREADS = 256
 QUANTIZE_THREADS = 384
 MOST_EXPERTS = 512
 MOST_TOP_K = 32
-DISPATCH, COMBINE, ROUTES, ROOM = 9, 10, 11, 12
-"""The operations of experts in ``enum Operation``."""
+DISPATCH, COMBINE, ROUTES, ROOM = 9, 10, 11, 12  # of ``enum Operation``
 
 BLOCKS_OF_A_MULTIPROCESSOR = 2  # of __launch_bounds__ of both kernels
 PACKET_NBYTES = 16

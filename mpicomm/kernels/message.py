@@ -30,7 +30,6 @@ BLOCK_NBYTES = 16 << 10
 """The bytes that a block copies, if `MESSAGE_WORDS` blocks are enough."""
 
 MESSAGE_KERNEL = Variant(SHARED / "message.cu", "mpicomm_message", options_for(None))
-"""Carries out a step of a message."""
 
 
 def blocks_of_message(nbytes: int) -> int:

@@ -61,7 +61,6 @@ class PackTable:
 
 
 PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))
-"""Packs and unpacks memory."""
 
 
 def blocks_for(units: int, multiprocessors: int) -> int:

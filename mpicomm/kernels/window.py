@@ -17,8 +17,7 @@ LOCK_ROW = 9
 EXCLUSIVE_SHIFT = 56
 COMES_FIRST = 1
 """The sequence number of a fault of `LOCK` whose peer does not hold the lock, but has its turn before this rank."""
-FENCE, START, WAIT, LOCK = 5, 6, 7, 8
-"""The operations of windows in ``enum Operation``."""
+FENCE, START, WAIT, LOCK = 5, 6, 7, 8  # of ``enum Operation``
 
 WORD_NBYTES = 8
 BOARD_NBYTES = (LOCK_ROW + 1) * ROW_WORDS * WORD_NBYTES
@@ -44,13 +43,6 @@ def lock_of(board: int) -> LockWords:
     return LockWords.from_address(board + LOCK_ROW * ROW_WORDS * WORD_NBYTES)
 
 
-def late_lock(peer: int, *, comes_first: bool) -> str:
-    """Return the reason why a rank waited in vain for a lock, up to the time."""
-    if comes_first:
-        return f"rank {peer} has its turn to take the lock first, and did not take it"
-    return f"rank {peer} holds the lock, and did not give it up"
-
-
 MEET_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_meet", options_for(None))
 """Signals ranks, then waits for ranks."""
 LOCK_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_lock", options_for(None))
@@ -66,9 +58,7 @@ LOCATING = ("minloc", "maxloc")
 _TYPE_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 """For each size of an element a type that `MOVING` operations take."""
 UPDATED_SIZES = tuple(_TYPE_OF_SIZE)
-"""The sizes of elements that `accumulate_kernel` has."""
 SWAPPED_SIZES = (1, 2, 4, 8)
-"""The sizes of elements that `swap_kernel` has."""
 WIDE_NBYTES = 16
 """The size of elements that only GPUs of compute capability 9.0 or newer update atomically."""
 

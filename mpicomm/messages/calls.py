@@ -20,7 +20,7 @@ from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.reader import EndpointReader, parse_any
 from mpicomm.messages.receive_buffer import PendingReceive, ReceiveBuffer, StagingMemory, receive_buffer
 from mpicomm.messages.rendezvous import MessageMemory
-from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import array_of, is_host_view
 from mpicomm.mpi.requests import Completer, DeferredRequest
@@ -81,8 +81,9 @@ class Messages:
         assert device is not None and stream is not None
         if sent.captured:
             raise refused_capture(sent)
-        streams, aside = device.side_streams, sent.is_flat and is_cut(sent.nbytes)
-        # Later work of the user's stream does not wait for the copies of a message in several pieces.
+        # Later work of the user's stream does not wait for the copies of a message in several pieces, which takes long
+        # enough to be worth a side stream.
+        streams, aside = device.side_streams, sent.is_flat and sent.nbytes > rendezvous_header.LEAST_PIECE_NBYTES
         with SideStream(streams, streams.mark(stream)) if aside else contextlib.nullcontext(stream) as copies:
             buffer = self._outgoing.buffer(send, sent, dest, copies)
             request = buffer.hand_over(send, self._comm, dest, tag)
@@ -106,13 +107,16 @@ class Messages:
         The length of most messages shows that they are data, so they need no endpoint.
         """
         status = MPI.Status() if status is None else status
+        saved = b""
+        if self.by_rendezvous and (not buf.flags.forc or not buf.flags.writeable):
+            parse_any(buf, True, "buf")  # raises
         if self.by_rendezvous and buf.nbytes < HEADER_NBYTES:
-            if not buf.flags.forc or not buf.flags.writeable:
-                parse_any(buf, True, "buf")  # raises
             staging = np.empty(HEADER_NBYTES, np.uint8)
             received, room = [staging, HEADER_NBYTES, MPI.PACKED], staging
         else:
             received, room = buf, buf
+            if self.by_rendezvous:
+                saved = ctypes.string_at(_address(buf), HEADER_NBYTES)
         try:
             incoming.recv_into(received, status)
         except host_calls.REFUSALS:  # MPI has no type for the elements, and has not received yet
@@ -120,6 +124,7 @@ class Messages:
         nbytes = status.Get_count(MPI.BYTE)
         if self.by_rendezvous and nbytes == HEADER_NBYTES:
             buffer = self._receive_buffer(self._reader.parse_receive(operation, buf, None, "buf"))
+            buffer.saved = saved
             if room is not buf:
                 assert buffer.staging is not None
                 ctypes.memmove(buffer.staging.pointer, _address(room), nbytes)

@@ -80,6 +80,10 @@ class ReceiveBuffer:
         """The slot of the message; None if MPI has received the data itself."""
         self._pointer = pointer
         self._elements = elements
+        self.saved = b""
+        """What a header in the user's memory has overwritten: the message may be shorter than the header."""
+        if staging is None and rendezvous.expects_headers:
+            self.saved = ctypes.string_at(pointer, HEADER_NBYTES)
 
     def arrived(self, status: MPI.Status) -> bool:
         """Read the message that MPI has received, and correct its status. Return whether it needs `deliver`.
@@ -144,6 +148,8 @@ class ReceiveBuffer:
         device, staging = self.rendezvous.device, self.staging
         if self.slot is not None:
             pointer = self._pointer if self.kind == "host" or staging is None else staging.pointer
+            if self.nbytes < len(self.saved):
+                ctypes.memmove(pointer + self.nbytes, self.saved[self.nbytes :], len(self.saved) - self.nbytes)
             self.rendezvous.pull(self.slot, self.nbytes, pointer, stream)
             device.synchronize(stream)
             device.check()  # raises if the sender did not fill its outbox in time

@@ -15,6 +15,7 @@ from mpicomm.devices.base import MessageCopy, Segment
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import MemoryHandle, MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
+from mpicomm.kernels.message import blocks_of_message
 from mpicomm.log import logger
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint
@@ -26,8 +27,8 @@ from mpicomm.messages.rendezvous_header import (
     START,
     Places,
     RendezvousHeader,
-    blocks_of,
     counts_of,
+    is_for_kernels,
     pieces,
     require_room,
 )
@@ -175,7 +176,7 @@ class Rendezvous:
                 self._opened.popitem()[1].close()
 
     def _wait(self, slot: PeerSlot, nbytes: int, count: int, stream: int) -> None:
-        blocks = blocks_of(nbytes)
+        blocks = blocks_of_message(nbytes) if is_for_kernels(nbytes) else 1
         self._steps.wait(stream, ready=slot.ready, done=slot.done, count=count, blocks=blocks, peer=slot.source)
 
     def _reach(self, header: RendezvousHeader, source: int) -> PeerSlot:

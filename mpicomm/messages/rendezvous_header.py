@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from mpicomm.cluster.placement import SECRET_NBYTES
 from mpicomm.devices.handle import PACKET_NBYTES
 from mpicomm.errors import HandleError
-from mpicomm.kernels.message import blocks_of_message
 
 KERNEL_NBYTES = 16 << 20
 """The longest message that kernels copy, in one extent.
@@ -59,14 +58,6 @@ def is_for_kernels(nbytes: int) -> bool:
     return nbytes <= KERNEL_NBYTES
 
 
-def is_cut(nbytes: int) -> bool:
-    """Return whether a message of ``nbytes`` bytes goes in several pieces.
-
-    Such a message takes long enough to be worth a side stream, on which it does not hold up the user's stream.
-    """
-    return nbytes > LEAST_PIECE_NBYTES
-
-
 def pieces(places: Places, nbytes: int) -> Iterator[tuple[int, int]]:
     """Cut a message in a slot into pieces that are copied and counted one by one: the address and bytes of each piece.
 
@@ -84,11 +75,6 @@ def pieces(places: Places, nbytes: int) -> Iterator[tuple[int, int]]:
 def counts_of(places: Places, nbytes: int) -> int:
     """Return the number that sender and receiver of a message in a slot add to the words."""
     return 1 if is_for_kernels(nbytes) else sum(1 for _ in pieces(places, nbytes))
-
-
-def blocks_of(nbytes: int) -> int:
-    """Return the blocks of the kernel that copies a message into the outbox."""
-    return blocks_of_message(nbytes) if is_for_kernels(nbytes) else 1
 
 
 @dataclass(frozen=True)

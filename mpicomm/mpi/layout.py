@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,6 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.regions import Region, Regions, at_blocks, joined, packed_nbytes, repeated
-
-_MOST_REPEATS = 64
 
 
 # Layouts compare by identity, because keys of known calls hold layouts, and a comparison of regions takes long.
@@ -52,20 +50,12 @@ class DatatypeLayout:
 
     def repeated(self, count: int) -> DatatypeLayout:
         """Return the layout of ``count`` elements that follow each other."""
-        if count == 1:
-            return self
-        found = self._repeats.get(count)
-        if found is None:
-            if len(self._repeats) >= _MOST_REPEATS:
-                self._repeats.clear()
-            regions = repeated(self.regions, count, self.extent)
-            found = self._repeats[count] = replace(self, regions=regions, extent=count * self.extent)
-        return found
+        return self if count == 1 else _repeated(self, count)
 
-    @cached_property
-    def _repeats(self) -> dict[int, DatatypeLayout]:
-        """The layouts that `repeated` has made, because a program repeats its calls."""
-        return {}
+
+@lru_cache(maxsize=1024)  # because a program repeats its calls
+def _repeated(layout: DatatypeLayout, count: int) -> DatatypeLayout:
+    return replace(layout, regions=repeated(layout.regions, count, layout.extent), extent=count * layout.extent)
 
 
 def run_of(nbytes: int) -> DatatypeLayout:
@@ -243,13 +233,15 @@ class Capacity:
                 f"{self.nbytes} bytes: pass a larger buffer or another count"
             )
         for region in block.regions if self.device is not None else ():
-            place = memory_location.place_of(address + region.offset)
-            if place is None or place.managed or place.device != self.device:
-                lies = "in host memory" if place is None or place.managed else f"on GPU {place.device}"
-                raise InvalidUsageError(
-                    f"{self.name}: MPI.BOTTOM with address {address + region.offset:#x}, which lies {lies}, and "
-                    f"another address on GPU {self.device}: let all addresses lie in memory of one kind"
-                )
+            begin, end = region.ends
+            for at in (address + begin, address + end - 1):
+                place = memory_location.place_of(at)
+                if place is None or place.managed or place.device != self.device:
+                    lies = "in no memory of a GPU" if place is None or place.managed else f"on GPU {place.device}"
+                    raise InvalidUsageError(
+                        f"{self.name}: MPI.BOTTOM with address {at:#x}, which lies {lies}, and another address on GPU "
+                        f"{self.device}: let all elements lie in memory of one GPU, and none beyond its allocation"
+                    )
 
 
 def elements_at(datatype: MPI.Datatype, room: Capacity, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...]:

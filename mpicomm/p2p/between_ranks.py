@@ -12,7 +12,6 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.cli import options as command_line
-from mpicomm.cli.options import header, setting
 from mpicomm.cli.pattern import Pattern
 from mpicomm.p2p.report import (
     COPY_ENGINES,
@@ -38,7 +37,6 @@ class BetweenRanks(Pairs):
         self._data, self._window = comm.empty(options.bytes, np.uint8), comm.empty(options.bytes, np.uint8)
         self._zero = comm.zeros(1, np.uint64)
         self._gpu: Any = None
-        self.loads_words = comm.device != "cpu"
         if comm.device == "cpu":
             self.ways = {"copies to the target": False, "copies from the source": True}
             self.small_ways = tuple(self.ways)
@@ -115,18 +113,16 @@ class BetweenRanks(Pairs):
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    options = command_line.parse_args(parser())
-    comm = command_line.open_communicator(options.device, options.handle)
-    command_line.require_one_node(comm, "the matrices are of mapped memory and need all ranks on one node")
+    run = command_line.Run(parser(), one_node="the matrices are of mapped memory and need all ranks on one node")
+    options, comm = run.options, run.comm
     options.bytes = options.bytes or (NBYTES_ON_HOST if comm.device == "cpu" else NBYTES_ON_GPUS)
     report = Report("rank", shows=comm.rank == 0)
-    ranks = comm.allgather(comm.describe())
-    report.say(*header("p2p", ranks, options.handle))
-    for matrix in link_matrices([info.links for info in ranks]):
+    report.say(*command_line.header("p2p", run.ranks, options.handle))
+    for matrix in link_matrices([info.links for info in run.ranks]):
         report.add(matrix)
     job = BetweenRanks(comm, options)
     for matrix in job.matrices():
         report.add(matrix)
-    command_line.save(options.json, {**setting(ranks, options), **report.record(job.wrong)})
+    command_line.save(options.json, {**run.setting(), **report.record(job.wrong)})
     comm.Free()
     return report.end_with(job.wrong)

@@ -42,7 +42,6 @@ class OneProcess(Pairs):
 
     ways = {COPY_ENGINES: False, STORES: False, LOADS: True, _THROUGH_HOST: False}
     small_ways = (COPY_ENGINES, _THROUGH_HOST)
-    loads_words = True
 
     def __init__(self, devices: Sequence[DeviceInfo], options: argparse.Namespace) -> None:
         super().__init__(len(devices), options, shows=True)

@@ -46,8 +46,6 @@ class Pairs:
     """The ways to move bytes; True if the target does the work, which means that it loads, else the source does."""
     small_ways: Sequence[str]
     """The ways for which small moves are timed."""
-    loads_words: bool
-    """Whether `load_us` works."""
 
     def __init__(self, size: int, options: argparse.Namespace, *, shows: bool) -> None:
         self.size = size
@@ -66,8 +64,8 @@ class Pairs:
         raise NotImplementedError
 
     def load_us(self, source: int, target: int) -> float | None:
-        """Return the time in which a kernel of ``target`` loads a word of ``source``."""
-        raise NotImplementedError
+        """Return the time in which a kernel of ``target`` loads a word of ``source``; None on the host."""
+        return None
 
     def matrices(self) -> Iterator[Matrix]:
         """Measure bandwidths, then latencies."""
@@ -77,7 +75,7 @@ class Pairs:
                     yield self._matrix(f"Bandwidth, {title}, {way}", "GB/s", partial(self._bandwidth, way, both))
         for way in self.small_ways:
             yield self._matrix(f"Latency, {way} of {_SMALL_NBYTES} bytes", "us", partial(self._small_us, way))
-        if self.loads_words:
+        if LOADS in self.ways:
             yield self._matrix("Latency, a kernel's load", "us", self.load_us)
 
     def _matrix(self, title: str, unit: str, cell: Callable[[int, int], Cell]) -> Matrix:
@@ -163,9 +161,9 @@ class Report:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m mpicomm.p2p",
-        description="Measure bandwidth and latency between each two GPUs of this machine, by copy engines and by "
+    result = arguments.measuring_parser(
+        "p2p",
+        "Measure bandwidth and latency between each two GPUs of this machine, by copy engines and by "
         "kernels, with peer access and through host memory, and check every byte. If mpirun starts several ranks, "
         "measure between each two ranks, on GPUs or on the host, through the memory that they open for each other.",
     )
@@ -175,6 +173,4 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="copies in a round; default: 10")
     result.add_argument("-r", "--rounds", type=count(1), default=5, metavar="N", help="median of N; default: 5")
-    arguments.add_file_arguments(result)
-    arguments.add_communicator_arguments(result.add_argument_group("between ranks"))
     return result

@@ -14,8 +14,7 @@ from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
-from mpicomm.collectives.gpu.decision import AlgorithmChoice
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, LibraryWork, Step
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
 from mpicomm.products.operands import Operands
@@ -105,8 +104,6 @@ class Overlapped:
             self._operands, self._matrices = None, {}
 
     def _plan(self, operands: Operands, way: ProductWay, kept: int) -> tuple[Plan, dict[str, Any]]:
-        from mpicomm.collectives.gpu.engine import OwnCall
-
         library, facts, cut = operands.library, way.facts, way.cut
         assert cut is not None
         own: dict[str, Any] = {}
@@ -135,10 +132,10 @@ class Overlapped:
         request = Request("products", 1 << (_shared_nbytes(facts, cut) - 1).bit_length())
         scratch_nbytes = facts.rows * facts.row_nbytes if facts.kind == "matmul_reduce_scatter" else 0
         choice = AlgorithmChoice("overlap", way.why)
-        return self._engine.prepare_own(OwnCall(operands.text, choice, request, scratch_nbytes, steps)), own
+        return self._engine.prepare_own(operands.text, choice, request, scratch_nbytes, steps), own
 
     def _steps(self, actions: Iterable[Action], operands: Operands, domain: Domain) -> Iterator[Step]:
-        template, tag, barriers = DirectTemplate.of(domain), zlib.crc32(operands.text.encode()), 0
+        template, tag, barriers = DirectTemplate(domain), zlib.crc32(operands.text.encode()), 0
         for action in actions:
             if isinstance(action, Barrier):
                 yield template.barrier(launch_tag(tag, barriers), after_copies=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,25 +21,18 @@ from mpicomm.log import logger
 from mpicomm.sharing.segments import share
 
 
-class NoKindError(HandleError):
-    """The ranks of a node cannot open each other's memory in any way."""
-
-
-def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict[str, str]]:
+def _choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind | None, dict[str, str], list[int]]:
     """Return the best kind that works between all ranks of the node, and why better kinds do not. Collective.
 
-    ``request`` is a kind, which has to work, or "auto". With "auto" it raises `NoKindError` if no kind works. Every
-    rank of the node raises the same error.
+    ``request`` is a kind, which has to work, or "auto". With "auto" the kind is None if no kind works, and the last
+    result are the ranks at fault. Every rank of the node returns or raises the same.
     """
-    if request == "auto":
-        candidates = backend.kinds
-    else:
-        candidates = tuple(kind for kind in backend.kinds if kind == request)
-        if not candidates:
-            raise InvalidUsageError(
-                f'handle="{request}" does not go with device={backend.device!r}, which has {", ".join(backend.kinds)}; '
-                'use handle="auto"'
-            )
+    candidates = [kind for kind in backend.kinds if request in ("auto", kind)]
+    if not candidates:
+        raise InvalidUsageError(
+            f'handle="{request}" does not go with device={backend.device!r}, which has {", ".join(backend.kinds)}; '
+            'use handle="auto"'
+        )
     rejected: dict[str, str] = {}
     culprits: set[int] = set()
     for kind in candidates:
@@ -52,9 +46,8 @@ def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict
             rejected[kind] = str(error)
             culprits.update(error.ranks)
         else:
-            return kind, rejected
-    said = f"no handle kind works between the ranks of this node: {rejected}"
-    raise NoKindError(said, ranks=sorted(culprits))
+            return kind, rejected, []
+    return None, rejected, sorted(culprits)
 
 
 def probe(node: Group, backend: Backend, kind: Kind) -> None:
@@ -114,31 +107,32 @@ def choose_handles(group: Group, placement: Placement, backend: Backend) -> Plac
     container cannot open each other's memory, every rank raises the same `HandleError`.
     """
     request = placement.here.handle
-    first: NoKindError | None = None  # of the whole node, because it says most
+    first: HandleError | None = None  # of the whole node, because it says most
     while True:
         node = node_of(group, placement)
-
-        def choose(node: Group = node) -> tuple[Kind, dict[str, str]] | NoKindError:
-            try:
-                return choose_kind(node, backend, request)
-            except NoKindError as error:  # all ranks of the node raise it
-                return NoKindError(str(error), ranks=error.ranks)
-
-        found = group.exchange("Communicator: choose handle", choose)
-        chosen = [each for each in found if not isinstance(each, NoKindError)]
-        if len(chosen) == len(found):
+        found = group.exchange("Communicator: choose handle", partial(_choose_kind, node, backend, request))
+        failed = [rank for rank, (kind, _, _) in enumerate(found) if kind is None]
+        if not failed:
             break
-        errors = {rank: each for rank, each in enumerate(found) if isinstance(each, NoKindError)}
-        first = first or next(iter(errors.values()))
-        parted = placement.parted(errors.keys())
+        _, rejected, culprits = found[failed[0]]
+        said = f"no handle kind works between the ranks of this node: {rejected}"
+        first = first or HandleError(said, ranks=culprits)
+        parted = placement.parted(set(failed))
         if parted is None:
-            raise HandleError(str(first), ranks=first.ranks)
+            raise first
         if group.rank == 0:
-            ranks = ", ".join(map(str, errors))
+            ranks = ", ".join(map(str, failed))
             logger.warning("the ranks %s share no memory and count as several nodes: %s", ranks, first)
         placement = parted
+    chosen = [(kind, rejected) for kind, rejected, _ in found if kind is not None]
     if node.rank == 0:
-        _announce(backend, request, *chosen[group.rank])
+        kind, rejected = chosen[group.rank]
+        if request == kind:
+            reason = "as asked"
+        else:
+            reason = "; ".join(f"not {other}: {why}" for other, why in rejected.items()) or "the best there is"
+        say = logger.warning if kind == "staged" else logger.info
+        say("device %s, memory handles %s: %s", backend.device, kind, reason)
     return placement.with_handles(chosen)
 
 
@@ -147,12 +141,3 @@ def node_of(group: Group, placement: Placement) -> Group:
     if len(placement.node_ranks) == group.size:
         return group
     return group.subgroup(placement.node_ranks, tag=_NODE_TAG)
-
-
-def _announce(backend: Backend, request: str, kind: Kind, rejected: dict[str, str]) -> None:
-    if request == kind:
-        reason = "as asked"
-    else:
-        reason = "; ".join(f"not {other}: {why}" for other, why in rejected.items()) or "the best there is"
-    say = logger.warning if kind == "staged" else logger.info
-    say("device %s, memory handles %s: %s", backend.device, kind, reason)

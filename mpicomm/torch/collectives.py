@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.api.door import KnownCall, PlanCache, mapped_algorithm
+from mpicomm.api.door import AnyPlan, PlanCache, mapped_algorithm
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
 from mpicomm.mpi.plain_arrays import IN_PLACE, NOTHING, plain_tensor, tensor_in_blocks
@@ -32,7 +32,7 @@ class TensorCall:
         """Carry out the call. On tensors of a GPU, enqueue it on PyTorch's current stream."""
         self._function(*given)
 
-    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         """Return the call with these arguments if the cache knows it; else None, also for wrong arguments. Local.
 
         It reads each tensor once, because a read takes as long as the rest of a known call. A call that it has found is
@@ -72,7 +72,7 @@ class AllReduce(Collective):
         self._call(memory, send, memory, reduction.op, wire_dtype=None if wire is None else wire.codes)
         reduction.finish(memory, self._size)
 
-    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         tensor, op, name, wire = given
         plain = plain_tensor(tensor) if type(tensor) is Tensor else None
         if plain is None:
@@ -93,7 +93,7 @@ class ReduceToRoot(Collective):
         if receive is not None:
             reduction.finish(receive, self._size)
 
-    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         tensor, op, root = given
         plain = plain_tensor(tensor) if type(tensor) is Tensor else None
         if plain is None:
@@ -110,7 +110,7 @@ class Broadcast(Collective):
         memory = movable(flat(tensor, self._output))
         self._call(memory, memory, root)
 
-    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         tensor, root = given
         plain = plain_tensor(tensor) if type(tensor) is Tensor else None
         return None if plain is None else gpu.find_plain(self._operation, "auto", NOTHING, plain, None, root)
@@ -126,7 +126,7 @@ class AllGather(Collective):
         self._call(whole.memory, own.buffer(sent), whole.buffer())
         whole.put_back()
 
-    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         output, own = given
         if not type(output) is type(own) is Tensor:
             return None
@@ -179,7 +179,7 @@ class ReduceScatter(Collective):
         reduction.finish(receive, self._size)
         own.put_back()
 
-    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         output, whole, op = given
         if not type(output) is type(whole) is Tensor:
             return None
@@ -204,7 +204,7 @@ class AllToAll(Collective):
         self._call(memory, sent.buffer(apart(sent.filled(), memory)), received.buffer())
         received.put_back()
 
-    def find(self, gpu: PlanCache, given: Given) -> KnownCall | None:
+    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         output, whole, output_splits, input_splits = given
         if not type(output) is type(whole) is Tensor:
             return None

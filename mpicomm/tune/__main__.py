@@ -13,8 +13,7 @@ from mpicomm.bench.measure import Measuring
 from mpicomm.bench.operations import DTYPES
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.cli.options import header
-from mpicomm.collectives.gpu import tuning_file
+from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.devices.base import slowest_gb_s
 from mpicomm.errors import InvalidUsageError
@@ -26,17 +25,14 @@ _LAUNCHES = 7
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m mpicomm.tune",
-        description="Time the algorithms of the collectives on GPU arrays between the started ranks. Write the fastest "
+    result = arguments.measuring_parser(
+        "tune",
+        "Time the algorithms of the collectives on GPU arrays between the started ranks. Write the fastest "
         "for each size to a file from which later runs choose. Other entries of the file stay. Sizes above the largest "
         "measured size keep their algorithm, from that file or from the built-in table.",
-        conflict_handler="resolve",
+        saves=False,
     )
-    arguments.add_sweep_arguments(result, smallest=1 << 10, factor=2)
-    result.add_argument(  # replaces the option that add_sweep_arguments added
-        "-e", "--maxbytes", type=arguments.parse_size, default=256 << 20, metavar="SIZE", help="default: 256M"
-    )
+    arguments.add_sweep_arguments(result, smallest=1 << 10, factor=2, largest=256 << 20)
     result.add_argument(
         "--operations",
         type=arguments.names_from(NAMES, "operation with a choice"),
@@ -55,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--output", type=arguments.output_file, metavar="FILE", help="default: the file that later runs look for"
     )
-    arguments.add_communicator_arguments(result)
     return result
 
 
@@ -78,7 +73,7 @@ def require_possible(comm: Communicator, ranks: Sequence[RankInfo]) -> None:
 
 def open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
     """Return the file to write and the table in it. Raises `InvalidUsageError`."""
-    path = output or tuning_file.default_file(device)
+    path = output or tuning.default_file(device)
     if path is None:
         raise InvalidUsageError("this user has no cache directory to keep the table in: name a file with --output")
     try:
@@ -88,7 +83,7 @@ def open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
         raise InvalidUsageError(f"the table cannot be kept: {error}; name another file with --output") from error
     if not path.exists():
         return path, Tuning(f"{path} ({device})", (), device)
-    table = tuning_file.load(path)
+    table = tuning.load(path)
     if table.device != device:
         raise InvalidUsageError(f"{path} is for {table.device}, this is {device}: name another file with --output")
     return path, table
@@ -96,23 +91,22 @@ def open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    options = command_line.parse_args(parser())
     # All calls name their algorithm, so a broken file must not stop the run. `find` returns the built-in table.
     os.environ["MPICOMM_TUNING"] = "off"
-    comm = command_line.open_communicator(options.device, options.handle)
-    ranks = comm.allgather(comm.describe())
+    run = command_line.Run(parser())
+    options, comm, ranks = run.options, run.comm, run.ranks
     require_possible(comm, ranks)
     subjects = subjects_of(options.operations, covered_dtype(options.datatype))
-    swept = command_line.swept_sizes(options, comm)
+    swept = run.swept_sizes()
     path, table = command_line.on_first_rank(comm, lambda: open_table(options.output, ranks[0].device_name))
-    before = table.completed(tuning_file.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
+    before = table.completed(tuning.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
 
-    about = [
-        *header("tune", ranks, options.handle),
+    run.introduce(
+        "tune",
         f"timed: {_LAUNCHES} launches of a graph of {options.iters} calls, slowest rank, median; a change of algorithm "
         f"has to gain {GAIN:.0%}",
-    ]
-    command_line.show(*(f"# {line}" for line in about), "#")
+        "",
+    )
     longest = max(swept[-1], 8 * comm.size)  # at least one element for each rank
     effort = {"iterations": options.iters, "warmups": max(1, options.warmup_iters), "rounds": _LAUNCHES}
     timing = Timing(Measuring(comm, machine_of(comm), **effort, graphs=True), longest)
@@ -126,7 +120,7 @@ def main() -> int:
         command_line.show(f"# FAILED: {wrong} wrong; nothing was written")
         return 1
     table = table.updated(row for row, _ in results)
-    command_line.save(path, tuning_file.to_json(table))
+    command_line.save(path, tuning.to_json(table))
     command_line.show("# wrote", *(f"# {line}" for line in table.describe()), "# OK")
     return 0
 

@@ -37,8 +37,11 @@ class MpiWay:
 
     def carry_out(self, operation: Operation, arguments: Arguments, *, blocking: bool) -> MPI.Request | None:
         """Like `enqueue`, for a call that is certainly MPI's, so that only MPI reads its arguments."""
-        if operation.send == "counted":
-            arguments = self._out_of_place(arguments)
+        if operation.send == "counted" and arguments.counts is not None and is_in_place(arguments.send):
+            # MPICH 5 ends the program if a block overlaps its result, so MPI gets a copy of the input. Ranks that
+            # receive nothing need not be in place, so all ranks must still take MPI's way.
+            send, receive = out_of_place(arguments.receive, arguments.counts, self._comm.rank)
+            arguments = replace(arguments, send=send, receive=receive)
         if blocking:
             self.call(operation, arguments, operation.name)
             return None
@@ -101,14 +104,3 @@ class MpiWay:
         self._session.row.words[CALLS_BY_MPI] -= 1  # the other ranks' counts do not have this call before it is made
         self._votes.withdraw()
         raise refused from error
-
-    def _out_of_place(self, arguments: Arguments) -> Arguments:
-        """Return the arguments for MPI: an input in place that ``recvcounts`` cuts is copied.
-
-        MPICH 5 ends the program if a block overlaps its result. Ranks that receive nothing need not be in place, so all
-        ranks must still take MPI's way.
-        """
-        if arguments.counts is None or not is_in_place(arguments.send):
-            return arguments
-        send, receive = out_of_place(arguments.receive, arguments.counts, self._comm.rank)
-        return replace(arguments, send=send, receive=receive)

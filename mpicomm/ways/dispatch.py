@@ -18,7 +18,7 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call, in_order
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.host import selection
-from mpicomm.collectives.host.fast_path import after_votes, at_once, plain_calls
+from mpicomm.collectives.host.fast_path import after_votes, plain_calls
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
@@ -27,12 +27,12 @@ from mpicomm.mpi.ops import TREE, op_name
 from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
-from mpicomm.ways.as_codes import AsCodes
+from mpicomm.ways.around import around, copied, is_for_kernels, on_copies
 from mpicomm.ways.by_mpi import MpiWay
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.on_gpus import OnGpus
-from mpicomm.ways.on_host import AsPacked, Begun, Deferred, InMappedMemory, OnCopies, Way, WithEpilogue
+from mpicomm.ways.on_host import Begun, Deferred, InMappedMemory, Way
 from mpicomm.ways.reader import Reader
 
 
@@ -44,9 +44,7 @@ class Dispatcher:
 
     def __init__(self, comm: MPI.Intracomm, session: Session) -> None:
         placement = session.placement
-        self._comm = comm
         self._session = session
-        self._rank = placement.rank
         self._size = len(placement.places)
         self._nodes = len(placement.nodes)
         self.engines = engines = Engines(session)
@@ -57,14 +55,9 @@ class Dispatcher:
         self._gpus = OnGpus(session, engines, votes)
         self._mapped = InMappedMemory(engines)
         self._deferred = Deferred(votes, session)
-        self._epilogue = WithEpilogue(reader, self._carry, self._deferred)
-        self._codes = AsCodes(session, reader, self._mapped, self._deferred)
-        self._packed = AsPacked(reader, self._carry, self._deferred)
-        self._copies = OnCopies(session, reader, self._carry, self._prepare, self._deferred)
-        facts = self._size, self._rank, self._nodes
+        facts = self._size, placement.rank, self._nodes
         self._ordered = ordered = placement.here.reductions == "ordered"
-        self._plain = plain_calls(*facts, ordered=ordered)
-        self._alike = checks = at_once(*facts, ordered=ordered)
+        self._plain = checks = plain_calls(*facts, ordered=ordered)
         self.at_once = after_votes(checks, self._is_on_host) if votes.are_needed else checks
         """The checks of the calls that methods hand to MPI without this class."""
         self._joins = False
@@ -108,7 +101,7 @@ class Dispatcher:
 
     def expect_alike(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
-        self._votes.are_needed, self._vote, self.at_once = False, None, self._alike
+        self._votes.are_needed, self._vote, self.at_once = False, None, self._plain
 
     def in_order(self, operation: Operation, op: MPI.Op, order: str) -> MPI.Op:
         """Return the operation of a reduction with ``order``, which is not "auto". Local.
@@ -147,7 +140,9 @@ class Dispatcher:
         if not call.is_mpis:
             if not call.on_device:
                 # Mapped memory alone limits the time of calls on host arrays, and has no nonblocking calls.
-                limited = blocking and self._way_of(call, blocking=True) not in (self._mpi, self._copies)
+                steps = around(call)
+                by_mpi = self._way_of(call, blocking=True) is self._mpi if steps is None else steps is on_copies
+                limited = blocking and not by_mpi
                 place = self._votes.agree(call.operation, partial(self._mapped.give_up, call) if limited else None)
         elif self._votes.are_needed:
             self._votes.vote(call.operation, on_host=True)
@@ -172,19 +167,11 @@ class Dispatcher:
         request = None if votes.queue else self._gpus.start_known(operation, stream, algorithm, given)
         if request is None:
             arguments = Arguments(*given)
-            begun: Begun
-            plain = self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm)
-            if not votes.are_needed:
-                if plain:
-                    begun = self._mpi.carry_out(operation, arguments, blocking=False)
-                else:
-                    begun = self._carry(self._reader.read(operation, arguments, algorithm, stream), blocking=False)
-            elif plain:
-                number = votes.vote(operation, on_host=True)
-                begun = votes.start(number, partial(self._begin_plain, operation, arguments))
+            if self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
+                begin = partial(self._begin_plain, operation, arguments)
+                begun = votes.start(votes.vote(operation, on_host=True), begin) if votes.are_needed else begin("host")
             else:
-                begun = self._start_by_vote(self._reader.look(operation, arguments, algorithm, stream))
-            assert begun is not None
+                begun = self._start(self._reader.look(operation, arguments, algorithm, stream))
             if not isinstance(begun, DeferredRequest):
                 return begun
             request = begun
@@ -192,12 +179,14 @@ class Dispatcher:
             request.kept = given
         return request
 
-    def _start_by_vote(self, call: Call) -> MPI.Request:
-        """Start a nonblocking call that was read, after a vote."""
+    def _start(self, call: Call) -> MPI.Request:
+        """Start a nonblocking call that was read, after a vote if the ranks vote."""
         votes = self._votes
+        here: CallLocation = "gpu" if call.on_device else "host"
+        if not votes.are_needed:
+            return self._begin(call, here)
         if call.is_mpis:
             votes.vote(call.operation, on_host=True)
-            here: CallLocation = "gpu" if call.on_device else "host"
             call = self._reader.placed(call, here)
             return votes.start(0, lambda place: self._begin(call, here))
         if not call.on_device:
@@ -232,26 +221,17 @@ class Dispatcher:
         call = self._reader.look(operation, arguments, algorithm, stream, only_to_check=True)
         if self._votes.are_needed and call.on_device and not call.is_mpis:
             self._votes.vote(operation, on_host=False)
-        call = self._located(call, blocking=False)
-        return self._prepare(operation, arguments, info, stream, algorithm, call)
+        return self._prepare(self._located(call, blocking=False), info)
 
-    def _prepare(
-        self,
-        operation: Operation,
-        arguments: Arguments,
-        info: MPI.Info,
-        stream: Any,
-        algorithm: str,
-        call: Call | None = None,
-    ) -> MPI.Prequest:
-        """Return a persistent collective at its location, where ``call`` is, or else its arrays."""
-        if call is None:
-            call = self._reader.read(operation, arguments, algorithm, stream)
-        way = self._way_of(call, blocking=False)
-        if way is self._copies:
-            return self._copies.prepare(call, info)
+    def _prepare(self, call: Call, info: MPI.Info) -> MPI.Prequest:
+        """Return a persistent collective that was read, at its location."""
+        operation, arguments, stream, algorithm = call.operation, call.given, call.stream, call.algorithm
+        steps = around(call)
+        if steps is on_copies:
+            return self._prepare_on_copies(call, info)
         # For an input in place that recvcounts cut, MPI would get a copy with the content of this moment.
-        if way is self._mpi and not (operation.send == "counted" and call.in_place):
+        whole = not (operation.send == "counted" and call.in_place)
+        if steps is None and whole and self._way_of(call, blocking=False) is self._mpi:
             return self._mpi.prepare(operation, call.arguments, info)
         if call.on_device:
             self._session.require_gpu(operation.name)
@@ -272,6 +252,20 @@ class Dispatcher:
             return begun if isinstance(begun, DeferredRequest) else self._deferred.add(begun.Test, lambda: None)
 
         return PersistentRequest.of(begin)
+
+    def _prepare_on_copies(self, call: Call, info: MPI.Info) -> MPI.Prequest:
+        """Return a persistent call that makes its copies at each start. The other ranks have MPI's request."""
+        copies, given = copied(self._reader, call)
+        prepared = self._prepare(self._reader.read(call.operation, given, call.algorithm, None), info)
+        backend = self._session.backend
+
+        def begin() -> DeferredRequest:
+            copies.again(backend.stream(call.stream, call.device_array))
+            copies.ready()
+            prepared.Start()
+            return self._deferred.add(prepared.Test, copies.back, backend.prepare_thread)
+
+        return PersistentRequest.of(begin, prepared.Free)
 
     def barrier(self, stream: Any) -> None:
         """Hold a stream of this rank's GPU until the streams of all ranks have come here."""
@@ -296,21 +290,23 @@ class Dispatcher:
         return result if method == operation.name else holding(result, arguments)
 
     def _carry(self, call: Call, *, blocking: bool) -> Begun:
-        """Enqueue a call that was read, by its way. Collective."""
-        return self._way_of(call, blocking=blocking).enqueue(call, blocking=blocking)
+        """Enqueue a call that was read, with the steps around it. Collective."""
+        steps = around(call)
+        if steps is None:
+            return self._way_of(call, blocking=blocking).enqueue(call, blocking=blocking)
+        part, finish = steps(self._reader, call)
+        begun = self._carry(part, blocking=blocking)
+        if begun is None:
+            finish()
+            return None
+        if call.device_array is None:
+            return self._deferred.add(begun.Test, finish)
+        return self._deferred.add(begun.Test, finish, self._session.backend.prepare_thread)
 
     def _way_of(self, call: Call, *, blocking: bool) -> Way:
-        """Return the way of a call. Local."""
-        if call.on_device and call.dtype is not None and call.algorithm != "mpi":
+        """Return the way of a call without steps around it. Local."""
+        if is_for_kernels(call):
             return self._gpus
-        if call.device_array is not None:
-            return self._copies
-        if call.epilogue is not None:
-            return self._epilogue
-        if call.wire is not None:
-            return self._codes
-        if call.dtype is None and AsPacked.takes(call):
-            return self._packed
         if selection.goes_to_mpi(call, self._size, self._nodes, blocking=blocking, ordered=self._ordered):
             return self._mpi
         return self._mapped if blocking else self._deferred

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
@@ -23,13 +23,6 @@ if TYPE_CHECKING:
     from mpicomm.domains.steps import DomainLayout
 
 
-class InternodeEngine(NamedTuple):
-    """The engine between peer domains, by the name of `Transport.name`, and the reasons against better engines."""
-
-    name: str
-    rejected: dict[str, str]
-
-
 class Engines:
     """The engines of the communicator of ``session``, and the call logs in which its ranks post their calls.
 
@@ -45,7 +38,7 @@ class Engines:
         self._host_domains: HostDomains | None = None
         self.gpu: PlanCache | None = None
         """The engine for device arrays, after a call has needed it. Every known call reads this public field."""
-        self._internode: InternodeEngine | None = None
+        self._internode: tuple[str, dict[str, str]] = "", {}
         self._transfers: list[Transfers] = []
         session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
 
@@ -54,16 +47,14 @@ class Engines:
         """Whether all ranks are on one node."""
         return len(self._session.placement.nodes) == 1
 
-    def internode(self, operation: str) -> InternodeEngine | None:
-        """Return the engine that moves memory of the device between peer domains, None in one peer domain.
+    def internode(self, operation: str) -> tuple[str, dict[str, str]]:
+        """Return the name of the transport between peer domains, "" in one domain, and the reasons against better ones.
 
         Collective if it sets up the engine, else local.
         """
-        if len(self._session.placement.domains) == 1:
-            return None
-        if isinstance(self._session.placement.here.device, str):
-            return InternodeEngine("mpi", {})
-        if not self._session.is_suspended:  # it makes no engine
+        if len(self._session.placement.domains) > 1 and isinstance(self._session.placement.here.device, str):
+            return "mpi", {}
+        if len(self._session.placement.domains) > 1 and not self._session.is_suspended:  # it makes no engine
             self.on_gpu(operation)
         return self._internode
 
@@ -170,7 +161,7 @@ class Engines:
 
         on_one_node = channels if len(session.placement.nodes) == 1 else None
         transport, rejected = choose_transport(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
-        self._internode = InternodeEngine(transport.name, rejected)
+        self._internode = transport.name, rejected
         return session.keep(DomainsEngine(layout, engine, backend, transport))
 
     def _transfers_of(self, session: Session, layout: DomainLayout, waits: NetworkWaits) -> Transfers:

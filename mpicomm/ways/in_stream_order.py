@@ -53,12 +53,17 @@ class InStreamOrder:
             gpu.enqueue(known, stream, sendbuf, recvbuf)
         else:
             session = self._session.set_up(operation)
-            sent, received = _read(operation, send, receive, session)
+            outward, inward = _NAMES[operation]
+            sent = _read_end(operation, send, outward, session)
+            received = _read_end(operation, receive, inward, session, receives=True)
+            if sent is not None and received is not None:
+                require_separate(sent[0], received[0])
+            messages = sent and sent[1], received and received[1]
             session.require_usable(operation)
             gpu = self._engines.on_gpu(operation)
-            plan = gpu.engine.prepare_messages(operation, sent, received)
+            plan = gpu.engine.prepare_messages(operation, *messages)
             by_output = sendbuf is None
-            gpu.add_message(plan, operation, sendbuf, recvbuf, route, sent, received, by_output=by_output)
+            gpu.add_message(plan, operation, sendbuf, recvbuf, route, *messages, by_output=by_output)
             gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(recvbuf if by_output else sendbuf)))
         if status is not None:
             status.Set_source(source)
@@ -67,16 +72,6 @@ class InStreamOrder:
             nbytes = 0 if nothing else parse(recvbuf, writable=True, name="recvbuf").packed_nbytes
             status.Set_elements(MPI.BYTE, nbytes)
             status.Set_cancelled(False)
-
-
-def _read(operation: str, send: End, receive: End, session: Session) -> tuple[Message | None, Message | None]:
-    """Parse and check both ends of a call."""
-    outward, inward = _NAMES[operation]
-    sent = _read_end(operation, send, outward, session)
-    received = _read_end(operation, receive, inward, session, receives=True)
-    if sent is not None and received is not None:
-        require_separate(sent[0], received[0])
-    return sent and sent[1], received and received[1]
 
 
 def _read_end(

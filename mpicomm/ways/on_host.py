@@ -1,11 +1,9 @@
-"""The ways of calls on the host that MPI does not carry out directly, because of the arrays or of the call."""
+"""The ways of calls on host arrays that MPI does not carry out: mapped memory, and requests that compute."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from operator import add
 from typing import Any, Protocol
 
@@ -14,31 +12,23 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.activity.page import begin_by_mpi
-from mpicomm.collectives import beside
-from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.reduction import Reducer
-from mpicomm.collectives.operations import EXSCAN, SCAN, Operation
+from mpicomm.collectives.operations import EXSCAN, SCAN
 from mpicomm.devices.host import array_at
 from mpicomm.errors import PeerError
-from mpicomm.mpi.arguments import Operand, Span
-from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
-from mpicomm.mpi.location import require_here
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
-from mpicomm.mpi.spec import Shape, items
+from mpicomm.mpi.arguments import Span
+from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
-from mpicomm.ways.reader import Reader
 
 _BYTE = np.dtype(np.uint8)
 _TEXT_NBYTES = 512  # longer calls differ by their hash
 _left: list[Any] = []
 """The memory of exchanges that no rank completes."""
-Prepare = Callable[[Operation, Arguments, MPI.Info, Any, str], MPI.Prequest]
-
-
 Begun = MPI.Request | None
 """A call that was enqueued: MPI's request, or a `DeferredRequest`; None if no rank has to wait for it."""
 
@@ -52,13 +42,6 @@ class Way(Protocol):
         When this returns, a ``blocking`` call has to be over, or in the order of its stream. The answer is None then.
         Blocking, nonblocking and persistent calls differ in their use of the answer, see `dispatch`.
         """
-
-
-class Carry(Protocol):
-    """Carries out another call, for a way on top of others: the way of that call enqueues it."""
-
-    def __call__(self, call: Call, *, blocking: bool) -> Begun:
-        """See `Way.enqueue`."""
 
 
 class InMappedMemory:
@@ -178,145 +161,3 @@ def _different(said: npt.NDArray[np.uint8]) -> PeerError:
     calls = [bytes(each[8:]).rstrip(b"\0").decode(errors="ignore") for each in said]
     words = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
     return PeerError(f"ranks called different things: {words}", ranks=range(len(calls)))
-
-
-class WithEpilogue:
-    """An all-reduce by another way, then its epilogue."""
-
-    def __init__(self, reader: Reader, carry: Carry, deferred: Deferred) -> None:
-        self._reader = reader
-        self._carry = carry
-        self._deferred = deferred
-
-    def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
-        """See `Way.enqueue`."""
-        epilogue, receive, given = call.epilogue, call.receive, call.arguments
-        assert epilogue is not None and receive is not None and call.send is not None
-        made = array_at(receive.pointer, receive.nbytes, _BYTE).view(epilogue.result)
-        reduced, target = made, given.receive
-        if epilogue.converts:
-            reduced = target = np.empty(call.send.total, epilogue.dtype)
-        part = self._reader.read(call.operation, Arguments(given.send, target, given.op), call.algorithm, None)
-        part.of_call = call.signature  # with the epilogue, so that ranks compare it
-        begun = self._carry(part, blocking=blocking)
-        if begun is not None:
-            return self._deferred.add(begun.Test, partial(epilogue.on_host, reduced, made))
-        epilogue.on_host(reduced, made)
-        return None
-
-
-class AsPacked:
-    """Another way, on packed copies of derived datatypes, for a movement of host arrays with ``algorithm=``.
-
-    Ranks with plain elements take that way, too. Without ``algorithm=`` all of them go to MPI, which packs itself.
-    """
-
-    def __init__(self, reader: Reader, carry: Carry, deferred: Deferred) -> None:
-        self._reader = reader
-        self._carry = carry
-        self._deferred = deferred
-
-    @staticmethod
-    def takes(call: Call) -> bool:
-        """Return whether a call on host arrays needs packed copies. Local."""
-        operation = call.operation
-        moves = not (operation.reduces or operation.of_neighbors or operation.send == "typed")
-        asked = call.algorithm not in ("auto", "mpi")
-        return moves and asked and any(each.dtype is None and each.mpi_type is not None for each in call.operands)
-
-    def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
-        """See `Way.enqueue`."""
-        operation, given, pieces = call.operation, call.arguments, list[tuple[Any, Any]]()
-
-        def packed(operand: Operand | None, argument: Any, *, receives: bool) -> Any:
-            if operand is None or operand.mpi_type is None or operand.dtype is not None:
-                return argument
-            shape: Shape = operation.receive if receives else operation.send
-            buffer, _, displs, _ = items(operand.spec, operand.name, shape)
-            starts, counts = operand.displs or (displs or 0,), operand.counts or (operand.total,)
-            lengths = [n * operand.mpi_type.size for n in counts]
-            copy = np.empty(sum(lengths), _BYTE)
-            for start, n, part in zip(starts, counts, np.split(copy, np.cumsum(lengths)[:-1]), strict=True):
-                elements, as_bytes = [buffer, n, start, operand.mpi_type], [part, MPI.BYTE]
-                if n:
-                    MPI.COMM_SELF.Sendrecv(elements, 0, 0, as_bytes, 0, 0)  # an output may keep what it has
-                    pieces.extend([(as_bytes, elements)] * receives)
-            return copy if operand.counts is None else [copy, lengths]
-
-        send = packed(call.send, given.send, receives=False)
-        given = replace(given, send=send, receive=packed(call.receive, given.receive, receives=True))
-        begun = self._carry(self._reader.read(operation, given, call.algorithm, None), blocking=blocking)
-
-        def unpack() -> None:
-            for as_bytes, elements in pieces:
-                MPI.COMM_SELF.Sendrecv(as_bytes, 0, 0, elements, 0, 0)
-
-        if begun is not None:
-            return self._deferred.add(begun.Test, unpack)
-        unpack()
-        return None
-
-
-class OnCopies:
-    """Another way, on copies of this rank's device arrays in pinned memory, for a call on the host.
-
-    It carries out calls that MPI carries out wherever the arrays are, and rooted calls in which only the root's second
-    buffer is a device array: see `mpicomm.collectives.call_location`. The other ranks do not notice the copies, and
-    may pass host arrays. So this rank makes MPI's call in the same form as a rank with host arrays: MPI does not match
-    a blocking collective with a nonblocking or persistent one. No rank sets anything up here, because ranks with host
-    arrays would not take part.
-    """
-
-    def __init__(self, session: Session, reader: Reader, carry: Carry, prepare: Prepare, deferred: Deferred) -> None:
-        self._session = session
-        self._reader = reader
-        self._deferred = deferred
-        self._carry = carry
-        self._prepare = prepare
-
-    def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
-        """See `Way.enqueue`."""
-        copies, given = self._copies(call)
-        begun = self._carry(self._reader.read(call.operation, given, call.algorithm, None), blocking=blocking)
-        if begun is not None:
-            return self._deferred.add(begun.Test, copies.back, self._session.backend.prepare_thread)
-        copies.back()
-        return None
-
-    def prepare(self, call: Call, info: MPI.Info) -> MPI.Prequest:
-        """Return a persistent call that makes its copies at each start. The other ranks have MPI's request."""
-        copies, given = self._copies(call)
-        prepared = self._prepare(call.operation, given, info, None, call.algorithm)
-        backend = self._session.backend
-
-        def begin() -> DeferredRequest:
-            copies.again(backend.stream(call.stream, call.device_array))
-            copies.ready()
-            prepared.Start()
-            return self._deferred.add(prepared.Test, copies.back, backend.prepare_thread)
-
-        return PersistentRequest.of(begin, prepared.Free)
-
-    def _copies(self, call: Call) -> tuple[HostCopies, Arguments]:
-        """Return copies of the device arrays, and the arguments with them. Local, blocking.
-
-        Raises `InvalidUsageError` in a capture, and for an array of another GPU. In a call on device arrays it also
-        raises the error of earlier calls.
-        """
-        operation, given = call.operation.name, call.arguments
-        backend = self._session.gpu(operation)
-        for operand in call.operands:
-            require_here(f"{operation}: {operand.name}", operand.device, backend.device)
-        stream = backend.stream(call.stream, call.device_array)
-        if call.on_device:
-            self._session.require_usable(operation)
-            require_no_graph(operation, backend, stream, BY_MPI)
-            announce(operation, "only MPI can carry it out, or algorithm= asks for it")
-        else:
-            require_no_graph(operation, backend, stream, beside.BESIDE)
-            beside.warn_of_host_array(operation)
-        copies = HostCopies(backend, stream)
-        send = copies.spec(given.send, writable=False, name="sendbuf", operand=call.send)
-        receive = copies.spec(given.receive, writable=True, name="recvbuf", operand=call.receive)
-        copies.ready()
-        return copies, replace(given, send=send, receive=receive)

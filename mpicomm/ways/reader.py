@@ -34,7 +34,7 @@ class Reader:
 
     def __init__(self, comm: MPI.Intracomm, session: Session) -> None:
         self._comm = comm
-        self._session = session
+        self.session = session
         placement = session.placement
         self._on_gpus = isinstance(placement.here.device, int) and len(placement.places) > 1
         self._neighborhood: Neighborhood | None = None
@@ -66,7 +66,7 @@ class Reader:
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
         copies = None
         if self._on_gpus and algorithm != "mpi" and not only_to_check:
-            copies = PinnedCopies(self._session, operation.name, (arguments.send, arguments.receive), stream)
+            copies = PinnedCopies(self.session, operation.name, (arguments.send, arguments.receive), stream)
         try:
             call = self._call(operation, arguments, algorithm, place, copies)
         except RefusedByMpiError as error:
@@ -76,7 +76,7 @@ class Reader:
             refuse_stream(operation.name, stream)  # before this rank waits for the votes of others
         elif self._on_gpus and not call.on_device:
             # The root's other buffer: a capture is refused here, because the vote after it waits for other ranks.
-            device = self._session.gpu(operation.name)
+            device = self.session.gpu(operation.name)
             require_no_graph(operation.name, device, device.stream(stream, call.device_array), BESIDE)
         call.given, call.stream = given, stream
         return call
@@ -162,7 +162,7 @@ class Reader:
 
     def _require_blocks(self, call: Call) -> None:
         """Raise the error of counts, displacements and datatypes in host memory, which otherwise only MPI reads."""
-        sends = receives = len(self._session.placement.places)
+        sends = receives = len(self.session.placement.places)
         peer = "rank"
         if call.operation.of_neighbors:
             sends, receives, peer = len(self.neighbors().destinations), len(self.neighbors().sources), "neighbour"
@@ -178,7 +178,7 @@ class Reader:
         place: CallLocation | None = None,
         copies: PinnedCopies | None = None,
     ) -> Call:
-        neighborhood, places = self.neighbors() if operation.of_neighbors else None, self._session.placement
+        neighborhood, places = self.neighbors() if operation.of_neighbors else None, self.session.placement
         rank, size = places.rank, len(places.places)
         return Call(operation, arguments, rank, size, algorithm, neighborhood, place=place, copies=copies)
 

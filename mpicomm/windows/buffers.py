@@ -127,7 +127,12 @@ def read_target(
     count = like.elements.count if count is None else index_of(count, "count", "target")
     if count < 0:
         raise RefusedByMpiError(f"{what}: target: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
-    elements = convert(_retyped(like.elements, count, datatype))
+    elements = like.elements
+    if datatype is None and elements.layout is None:
+        elements = TypedElements(count, elements.extent, elements.dtype, None)
+    elif datatype is not None or count != elements.count:
+        elements = _of_type(elements.datatype if datatype is None else datatype, count, "target")
+    elements = convert(elements)
     address = memory.locate(rank, disp, elements.ends, what)
     if elements.nbytes != like.nbytes:
         raise RefusedByMpiError(
@@ -146,17 +151,6 @@ def items_of(spec: Any) -> tuple[Any, Any, Any]:
         disp, count, datatype = (*spec, None, None, None)[:3]
         return 0 if disp is None else disp, count, datatype
     return 0 if spec is None else spec, None, None
-
-
-def _retyped(like: TypedElements, count: int, datatype: Any) -> TypedElements:
-    if datatype is None:
-        if like.layout is None:
-            return TypedElements(count, like.extent, like.dtype, None)
-        if count == like.count:
-            return like
-        assert like.datatype is not None
-        datatype = like.datatype
-    return _of_type(datatype, count, "target")
 
 
 def _of_type(datatype: Any, count: int, name: str) -> TypedElements:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +27,7 @@ _CONTENT = struct.Struct(f"<QQ{PACKET_NBYTES}s")
 _NUMBER_NBYTES = 8
 
 
-@dataclass(frozen=True)
-class Attached:
+class Attached(NamedTuple):
     """Memory that a rank has attached. ``number`` tells it from earlier memory in the same ``slot``."""
 
     slot: int

@@ -85,7 +85,7 @@ class Epochs:
             raise _wrong(f"Win.Lock: this rank has locked rank {target} already: call Unlock({target}) before it")
         self._require_no("Win.Lock", others=("Start", "Lock_all"))
         self._end_fence("Win.Lock")
-        self._locked = {**self._locked, target: lock_type}  # a new one, so that a copy of this object keeps its own
+        self._locked[target] = lock_type
 
     def unlock(self, target: int) -> int:
         """End the epoch of `lock`, and return the type of the lock."""

@@ -15,7 +15,7 @@ import mpicomm
 from mpicomm import Communicator
 from mpicomm.api.collectives import NeighborCollectives
 from mpicomm.api.communicator import RankInfo
-from mpicomm.api.window_on_device import DeviceWindowCalls
+from mpicomm.api.window import DeviceWindowCalls
 from mpicomm.recording.statistics import Statistics
 
 INTERNAL = frozenset(

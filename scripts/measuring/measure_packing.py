@@ -26,7 +26,7 @@ from mpicomm.bench.machine import GpuMachine
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.options import rank_record
 from mpicomm.collectives.gpu.device import pack_launches
-from mpicomm.collectives.gpu.step_loader import launching
+from mpicomm.collectives.gpu.plan import launching
 from mpicomm.collectives.packed import PackJob
 from mpicomm.devices.cuda.backend import CudaBackend
 from mpicomm.devices.cuda.load import kernels_of

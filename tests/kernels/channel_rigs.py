@@ -17,10 +17,9 @@ from mpicomm.collectives.gpu.algorithms.memory import (
     ArenaLayout,
     ArenaRegion,
     ChannelMemory,
-    ChannelWords,
     escapes_nbytes,
 )
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate, sendrecv_memory
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, Team
@@ -39,7 +38,7 @@ class ChannelRig:
     def __init__(
         self,
         machine: Machine,
-        words: ChannelWords,
+        words: ChannelMemory,
         arena_nbytes: int,
         memory_nbytes: int,
         *,
@@ -63,7 +62,7 @@ class ChannelRig:
         """Let all counts be as if ``epoch`` chunks had gone each way on all channels."""
         for words in self._words_of:
             words[: 2 * self.size * self._words.channels * 4].view(np.uint32)[:] = epoch
-            words[self._words.credits : self._words.words_nbytes].view(np.uint64)[:] = epoch << 32
+            words[self._words.credits : self._words.slots].view(np.uint64)[:] = epoch << 32
 
     def epoch(self, rank: int, peer: int, *, sent: bool) -> int:
         """Return the number of chunks that ``rank`` has counted on its first channel to ``peer``, or from it."""
@@ -88,7 +87,7 @@ class ExchangeRig(ChannelRig):
         timeout_s: float = 20,
     ) -> None:
         self.layout = layout = ArenaLayout(machine.size, channels)
-        words = ChannelWords(machine.size, channels)
+        words = ChannelMemory(machine.size, channels)
         super().__init__(
             machine,
             words,
@@ -128,7 +127,7 @@ class ChainRig(ChannelRig):
         self.layout = layout = chain_layout(nbytes, 1, Domain(Team(), nowhere, blocks))
         super().__init__(machine, layout, HEAD_NBYTES, _with_escapes(layout), changes=changes, timeout_s=timeout_s)
         for place in self.memory:
-            place.bytes[layout.slots : layout.nbytes].view(np.uint32)[:] = ABSENT
+            place.bytes[layout.slots : layout.slots + layout.slots_nbytes].view(np.uint32)[:] = ABSENT
         self._domains = [self._domain(team, blocks) for team in self.teams]
 
     def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0) -> None:
@@ -137,11 +136,11 @@ class ChainRig(ChannelRig):
         lengths, begins = pattern.form.numbers(pattern.buffers)
         filled = launcher.fill(lengths, begins, max(lengths), signature.hash32)
         assert filled is not None
-        self.launch(rank, launcher.launch(filled), nap_us=nap_us)
+        self.launch(rank, launcher.launch_of(filled), nap_us=nap_us)
 
     def _domain(self, team: Team, blocks: int) -> Domain:
         memory = tuple(self.machine.addresses(self.memory, team.rank))
-        region = ArenaRegion(memory, self.layout.nbytes - self.layout.slots)
+        region = ArenaRegion(memory, self.layout.slots_nbytes)
         arena: Any = SimpleNamespace(has=lambda request: True, region=lambda request: region)
         return Domain(team, arena, blocks)
 
@@ -154,7 +153,7 @@ class SendrecvRig(ChannelRig):
     ) -> None:
         layout = sendrecv_memory(machine.size, channels)
         super().__init__(machine, layout, HEAD_NBYTES, _with_escapes(layout), changes=changes, timeout_s=timeout_s)
-        self._planners = [SendrecvPlanner(team, layout) for team in self.teams]
+        self._layout = layout
 
     def message(self, peer: int, place: Place, tag: int | None = 0) -> Message:
         """Return all of a place as a message."""
@@ -170,12 +169,13 @@ class SendrecvRig(ChannelRig):
         nap_us: int = 0,
     ) -> None:
         """Enqueue a rank's part; blocks of ``threads`` instead of as many as the package wants."""
-        template = self._planners[rank].template(sent, received, self.machine.addresses(self.memory, rank))
+        memory = self.machine.addresses(self.memory, rank)
+        template = SendrecvTemplate(self.teams[rank], self._layout, memory, sent, received)
         send, receive = (Span(0, 0) if message is None else message.span for message in (sent, received))
-        for step in template.steps(template.fill(send.pointer, send.count, receive.pointer, receive.count)):
+        for step in template.steps_of(template.fill(send.pointer, send.count, receive.pointer, receive.count)):
             assert isinstance(step, Launch)
             self.launch(rank, step, threads=threads, nap_us=nap_us)
 
 
 def _with_escapes(layout: ChannelMemory) -> int:
-    return layout.nbytes + escapes_nbytes(layout.nbytes - layout.slots)
+    return layout.slots + layout.slots_nbytes + escapes_nbytes(layout.slots_nbytes)

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
-from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets, plain_side
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.call_templates import CountedTemplate
+from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import ABSENT
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
@@ -45,10 +44,13 @@ class CountedCall:
 
 
 class CountedRig(PacketRig):
-    """A `PacketRig` for sentinels."""
+    """A `PacketRig` for sentinels, on which each rank fills its calls into the templates of their kinds."""
 
-    outputs: Sequence[Place] = ()
-    """The outputs of the last call."""
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.outputs: Sequence[Place] = ()
+        """The outputs of the last call."""
+        self._templates: dict[Hashable, CountedTemplate] = {}
 
     def enqueue(
         self, call: CountedCall, rng: np.random.Generator, *, nap_us: int = 0, without: Sequence[int] = ()
@@ -98,10 +100,18 @@ class CountedRig(PacketRig):
         return check
 
     def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
-        domain = self._domains[rank]
-        way = PacketConfig.of("sentinel", domain.arena.sentinels, self._geometry)
-        packets = CountedPackets(domain, buffers, call.tag, lambda _: way)
-        return packets.launch(packets.fill(plain_side(buffers.send), plain_side(buffers.receive)))
+        plain = [_plain(side) for side in (buffers.send, buffers.receive)]
+        key = rank, call.dtype, call.wide, call.tag, *(type(displs) for *_, displs in plain)
+        if key not in self._templates:
+            loader: Any = SimpleNamespace(enqueuers=lambda steps: [lambda stream, step=step: step for step in steps])
+            signature = Signature("Alltoallv", f"elements of {buffers.itemsize} bytes", call.tag)
+            domain = self._domains[rank]
+            config = PacketConfig.of("sentinel", domain.arena.sentinels, self._geometry)
+            self._templates[key] = CountedTemplate(signature, buffers, domain, loader, lambda _: config)
+        template = self._templates[key]
+        assert template.takes(*plain) and template.fill(*plain)
+        launch: Any = template.launch
+        return cast(Launch, launch(7))
 
     def _indices(self, rank: int, values: Array, *, wide: bool) -> DeviceIndices:
         place = self.machine.place(rank, np.asarray(values, np.int64 if wide else np.int32))
@@ -122,26 +132,6 @@ class CountedRig(PacketRig):
         if displs is not None:
             known = tuple(map(int, displs[rank])) if call.host_displs else self._indices(rank, displs[rank], wide=True)
         return CountedBuffer(cast(Any, operand), counts, known)
-
-
-class FilledCountedRig(CountedRig):
-    """A `CountedRig` on which each rank fills its calls into the plans of their forms."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._plans: dict[Hashable, CountedTemplate] = {}
-
-    def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
-        plain = [_plain(side) for side in (buffers.send, buffers.receive)]
-        key = rank, call.dtype, call.wide, *(type(displs) for *_, displs in plain)
-        if key not in self._plans:
-            loader: Any = SimpleNamespace(enqueuers=lambda steps: [lambda stream, step=step: step for step in steps])
-            signature = Signature("Alltoallv", f"elements of {buffers.itemsize} bytes")
-            self._plans[key] = CountedTemplate(signature, buffers, self._domains[rank], loader)
-        plan = self._plans[key]
-        assert plan.takes(*plain) and plan.fill(*plain)
-        launch: Any = plan.launch
-        return cast(Launch, launch(7))
 
 
 def _plain(side: CountedBuffer) -> tuple[Any, ...]:

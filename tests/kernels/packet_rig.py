@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,19 +37,19 @@ STARTS = {"2^30": 2**30 - 1, "2^32": 2**32 - 100}
 _ANY_NBYTES = 1 << 30  # assumed for a longest message that not all ranks know
 
 
-@dataclass(frozen=True)
 class SmallLayout(ArenaLayout):
     """The package's layout, with inboxes of any size."""
 
-    flagged_inbox_nbytes: int = 0
-    sentinel_inbox_nbytes: int = 0
+    def __init__(self, size: int, channels: int, flagged_inbox_nbytes: int, sentinel_inbox_nbytes: int = 0) -> None:
+        self.flagged_inbox_nbytes, self.sentinel_inbox_nbytes = flagged_inbox_nbytes, sentinel_inbox_nbytes
+        super().__init__(size, channels)
 
 
 class SimulatedArena:
     """An arena as one rank sees it, with ``regions`` beyond it."""
 
     def __init__(self, layout: SmallLayout, arenas: Sequence[int], regions: Mapping[str, ArenaRegion]) -> None:
-        self.layout = layout
+        self.layout: ArenaLayout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
         self.any_length = self.sentinels

@@ -13,8 +13,8 @@ from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, Request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
-from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.decision import Decision
+from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import ABSENT, Team
 from mpicomm.symmetric.registry import Mapped
@@ -31,9 +31,9 @@ MOST_STAGED_NBYTES = 96 << 10  # less than a message, so that regions are used a
 class Layout(SmallLayout):
     """A layout whose inboxes have their largest size, so that longer messages use them again."""
 
-    @property
-    def most_inbox_nbytes(self) -> int:
-        return INBOX_NBYTES
+    def __init__(self, size: int) -> None:
+        super().__init__(size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
+        self.most_inbox_nbytes = INBOX_NBYTES
 
 
 class ProgramRig:
@@ -48,14 +48,14 @@ class ProgramRig:
         self.size = machine.size
         self.requests: list[Request] = []
         """The memory that algorithms have asked for."""
-        layout = Layout(self.size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
+        layout = Layout(self.size)
         # The largest slots of a chain; smaller ones of a message fit into them.
         nowhere: Any = None
         chain = layout_of(1 << 30, 1, Domain(Team(), nowhere, BLOCKS))
         requests = [
             Request("collectives: slots", layout.slots_nbytes),
             Request("collectives: copies", STAGING_NBYTES),
-            Request("collectives: chain", chain.nbytes - chain.slots, words_nbytes=chain.slots, sentinel=True),
+            Request("collectives: chain", chain.slots_nbytes, words_nbytes=chain.slots, sentinel=True),
         ]
         arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
         places: dict[Layout | Request, list[Place]] = {

@@ -13,9 +13,9 @@ from cuda.bindings import nvrtc
 
 import mpicomm
 from mpicomm.collectives.gpu.algorithms.chain.plan import CHAIN_THREADS, chain_kernel
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import THREADS, exchange_kernel
+from mpicomm.collectives.gpu.algorithms.chunks.plan import THREADS, exchange_kernel
 from mpicomm.collectives.gpu.algorithms.copies.plan import REDUCTION_THREADS, local_reduction_kernel
-from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_KERNEL, DIRECT_THREADS
+from mpicomm.collectives.gpu.algorithms.direct.plan import DIRECT_KERNEL, DIRECT_THREADS
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     OVERSEERS,
     Steps,

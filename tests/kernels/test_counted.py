@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets
+from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, MISMATCH, OF_RECEIVE
 from tests.kernels.build import Builds, Change
-from tests.kernels.counted_rig import UNTOUCHED, CountedCall, CountedRig, FilledCountedRig
+from tests.kernels.counted_rig import UNTOUCHED, CountedCall, CountedRig
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE
 from tests.kernels.machine import Array, Machine, RunFailedError, require_seen
@@ -32,10 +32,9 @@ def rig_of(
     changes: Sequence[Change] = (),
     timeout_s: float = 20,
     laps: int = 6,
-    kind: type[CountedRig] = CountedRig,
 ) -> CountedRig:
     machine, inbox_nbytes = Machine(builds, size), laps * _STEP * 4
-    return kind(machine, "sentinel", SMALL, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
+    return CountedRig(machine, "sentinel", SMALL, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
 
 
 def random_call(rng: np.random.Generator, size: int, lengths: Sequence[int] = LENGTHS) -> CountedCall:
@@ -135,7 +134,7 @@ def test_random_calls_have_the_results_of_numpy(builds: Builds, size: int, seed:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_filled_calls(builds: Builds, size: int) -> None:
-    rig, rng = rig_of(builds, size, kind=FilledCountedRig), np.random.default_rng(size)
+    rig, rng = rig_of(builds, size), np.random.default_rng(size)
     for _ in range(3):
         calls = [random_call(rng, size) for _ in range(8)] + [step_call(rng, size) for _ in range(8)]
         checks = [rig.enqueue(calls[number], rng, nap_us=1000) for number in rng.permutation(len(calls))]
@@ -149,17 +148,17 @@ def test_a_stale_value_of_a_filled_call_is_noticed(
     builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: int | None, side: int
 ) -> None:
     """The negative control of `test_filled_calls`: an address, the room, or the address of counts or displacements."""
-    fill, first = CountedPackets.fill, dict[int, Sequence[Any]]()
+    fill, first = CountedTemplate._write, dict[int, Sequence[Any]]()
 
-    def fill_stale(self: CountedPackets, *sides: Any) -> Any:
+    def fill_stale(self: CountedTemplate, *sides: Any) -> Any:
         kept = first.setdefault(id(self), sides)
         mixed = [*map(list, sides)]
         if stale is not None:
             mixed[side][stale] = kept[side][stale]
         return fill(self, *map(tuple, mixed))
 
-    monkeypatch.setattr(CountedPackets, "fill", fill_stale)
-    rig, rng = rig_of(builds, 2, kind=FilledCountedRig, timeout_s=2), np.random.default_rng(7)
+    monkeypatch.setattr(CountedTemplate, "_write", fill_stale)
+    rig, rng = rig_of(builds, 2, timeout_s=2), np.random.default_rng(7)
     counts = np.array([[6, 50], [40, 3]])
 
     def run(number: int) -> None:

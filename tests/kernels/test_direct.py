@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
+from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
-from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce, landing_place
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.mpi.arguments import Span
@@ -47,8 +49,9 @@ class DirectRig:
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         self._changes = changes
+        arena: Any = SimpleNamespace(layout=layout)
         self._templates = [
-            DirectTemplate(machine.team(self.arenas, rank, timeout_s), layout, blocks, early=False)
+            DirectTemplate(Domain(machine.team(self.arenas, rank, timeout_s), arena, blocks, early=False))
             for rank in range(self.size)
         ]
 
@@ -82,7 +85,7 @@ class DirectRig:
             if receive is not None and peer != rank:
                 coming[peer] = receive.count * exchange.dtype.itemsize
         template = self._templates[rank]
-        (launch,) = template.steps(template.write(sends, targets, going, coming, exchange.longest_nbytes, 1))
+        (launch,) = template.steps_of(template.write(sends, targets, going, coming, exchange.longest_nbytes, 1))
         assert isinstance(launch, Launch)
         self._enqueue(rank, launch, nap_us)
 
@@ -196,13 +199,20 @@ def test_no_race(watched_builds: Builds) -> None:
 
 @pytest.mark.parametrize(
     "reduction",
-    [("float32", "sum"), ("bfloat16", "avg"), ("complex128", "prod"), ("int8", "max"), ("bfloat16", "a * 2 - b")],
+    [
+        ("float32", "sum"),
+        ("bfloat16", "avg"),
+        ("complex128", "prod"),
+        ("int8", "max"),
+        ("float32", "tree"),
+        ("bfloat16", "a * 2 - b"),
+    ],
 )
 def test_local_reductions(builds: Builds, reduction: tuple[str, str]) -> None:
     machine, rng = Machine(builds, 1), np.random.default_rng(3)
     dtype = dtype_named(reduction[0])
     for count, offset in ((1, 0), (1000, 0), (4099, 0), (1001, dtype.itemsize)):
-        parts = [samples(dtype, count, rng) for _ in range(3)]
+        parts = [samples(dtype, count, rng) for _ in range(5)]  # a tree of three adds in their order
         sources = [machine.place(0, part, offset=offset) for part in parts]
         output = sources[1] if count == 1000 else machine.place(0, np.zeros_like(parts[0]))
         action = Reduce(tuple(source.address for source in sources), output.address, parts[0].nbytes)

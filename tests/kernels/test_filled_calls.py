@@ -16,16 +16,17 @@ from mpi4py import MPI
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkTemplate
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
-from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.device import GrowingScratch
+from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import Scratch
 from mpicomm.mpi.arguments import Span
@@ -180,7 +181,7 @@ def test_filled_calls_with_recvcounts(builds: Builds, monkeypatch: pytest.Monkey
 def straight(builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int) -> FilledRig:
     """Return a rig with symmetric memory, into which messages go straight."""
     read_device_arrays(monkeypatch)
-    monkeypatch.setattr(direct_plan, "_most_copied_nbytes", lambda size: 15)  # longer messages go straight
+    monkeypatch.setattr(direct_plan, "most_copied_nbytes", lambda *_: 15)  # longer messages go straight
     return FilledRig(Machine(builds, size), 256 << 10)
 
 
@@ -203,19 +204,6 @@ def require_noticed(rig: FilledRig, make: Callable[[int], Check], stale: object)
     rig.machine.run([make(1)], seed=1)
     with pytest.raises(AssertionError) if stale else nullcontext():
         rig.machine.run([make(2)], seed=2)
-
-
-def keep_first(monkeypatch: pytest.MonkeyPatch, template: Any, stale: Sequence[str]) -> None:
-    """Let the arguments of a template keep these values of its first call, as if later calls did not write them."""
-    write, names = template.write, [*inspect.signature(template.write).parameters][1:]
-    first: dict[int, dict[str, Any]] = {}
-
-    def write_stale(self: Any, *values: Any) -> Any:
-        given = dict(zip(names, values, strict=True))
-        kept = first.setdefault(id(self), given)
-        return write(self, *(kept[name] if name in stale else given[name] for name in names))
-
-    monkeypatch.setattr(template, "write", write_stale)
 
 
 def keep_first_values(monkeypatch: pytest.MonkeyPatch, places: Sequence[str], stale: str | None) -> None:
@@ -245,7 +233,15 @@ def two(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> tuple[FilledRig, Cal
 def test_a_stale_value_of_a_call_into_symmetric_memory_is_noticed(
     builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
 ) -> None:
-    keep_first(monkeypatch, DirectTemplate, stale)
+    write, names = DirectTemplate.write, [*inspect.signature(DirectTemplate.write).parameters][1:]
+    first: dict[int, dict[str, Any]] = {}
+
+    def write_stale(self: Any, *values: Any) -> Any:
+        given = dict(zip(names, values, strict=True))
+        kept = first.setdefault(id(self), given)
+        return write(self, *(kept[name] if name in stale else given[name] for name in names))
+
+    monkeypatch.setattr(DirectTemplate, "write", write_stale)
     rig, rng = straight(builds, monkeypatch, 2), np.random.default_rng(2)
 
     def make(number: int) -> Check:
@@ -259,7 +255,19 @@ def test_a_stale_value_of_a_call_in_chunks_is_noticed(
     two: tuple[FilledRig, Calls], monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
 ) -> None:
     rig, calls = two
-    keep_first(monkeypatch, ChunkTemplate, stale)
+    launch, first = ChunkTemplate.launch, dict[int, Exchange]()
+
+    def launch_stale(self: ChunkTemplate, exchange: Exchange, *others: Any) -> Any:
+        kept = first.setdefault(id(self), exchange)
+        old, new = kept.reduction, exchange.reduction
+        assert old is not None and new is not None
+        pointer = (old if "output" in stale else new).output.pointer
+        count = (old if "receives" in stale else new).output.count
+        new = replace(new, own=(old if "own" in stale else new).own, output=Span(pointer, count))
+        exchange = replace(exchange, sends=(kept if "sends" in stale else exchange).sends, reduction=new)
+        return launch(self, exchange, *others)
+
+    monkeypatch.setattr(ChunkTemplate, "launch", launch_stale)
     require_noticed(rig, lambda number: calls.scan("int32", "sum", INBOX_NBYTES // 4 + 100 * number), stale)
     assert rig.kernels == {"mpicomm_exchange"}
 

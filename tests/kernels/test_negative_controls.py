@@ -10,8 +10,8 @@ import itertools
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import SLOTS
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
+from mpicomm.collectives.gpu.algorithms.memory import CHUNK_SLOTS
 from tests.kernels.build import Builds, Change
 from tests.kernels.channel_rigs import ExchangeRig
 from tests.kernels.kernel_calls import Calls, random_counts, sizes_around
@@ -22,7 +22,6 @@ REDUCTIONS = [
     ("bool", "land"),
     ("float8_e4m3fn", "avg"),
     ("float32", "sum"),
-    ("complex64", "tree"),
     ("complex128", "prod"),
     ("float32", "a * 2 - b"),
 ]
@@ -31,7 +30,7 @@ REDUCTIONS = [
 def limits(rig: ExchangeRig) -> tuple[int, ...]:
     """Bytes at which a message gets a further block, a further chunk, or chunks that reuse a slot."""
     channels, slots_nbytes = rig.layout.channels, rig.layout.channels * rig.layout.slot_nbytes
-    return (16, CHANNEL_NBYTES, channels * CHANNEL_NBYTES, slots_nbytes, slots_nbytes * SLOTS)
+    return (16, CHANNEL_NBYTES, channels * CHANNEL_NBYTES, slots_nbytes, slots_nbytes * CHUNK_SLOTS)
 
 
 @pytest.mark.parametrize(("size", "channels"), [(1, 2), (3, 1), (4, 2)])

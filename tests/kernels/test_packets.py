@@ -139,7 +139,6 @@ TYPES = (
     ("complex64", "sum"),
     ("complex128", "sum"),
     ("int16", "sum"),
-    ("float32", "tree"),
     ("float16", "a * 2 - b"),
     ("int64", "a * 2 - b"),
 )

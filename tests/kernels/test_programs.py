@@ -40,6 +40,9 @@ def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
         checks.append(calls.allgather(4 * count))
         checks.append(calls.reduce_scatter(name, "sum", [count] * size, in_place=True))
         checks.append(calls.reduce(name, "sum", count, "two_shot", in_place=False))
+        if size == 4:  # three ranks make no tree of their own
+            checks += [calls.allreduce("float32", "tree", count, two_shot=two_shot) for two_shot in (False, True)]
+            checks.append(calls.reduce_scatter("complex64", "tree", [count] * size))
         rig.machine.run(checks, seed=count, jitter_us=200)
         rig.machine.clear()
 

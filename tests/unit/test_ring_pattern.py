@@ -41,18 +41,10 @@ def test_write_covers_every_byte_and_nothing_else(nbytes: int) -> None:
 @given(st.data())
 def test_a_flipped_bit_anywhere_is_one_wrong_byte(data: Any) -> None:
     nbytes = data.draw(st.sampled_from(SIZES))
-    index = data.draw(st.integers(0, nbytes - 1))
+    index = data.draw(st.one_of(st.sampled_from([0, nbytes - 1]), st.integers(0, nbytes - 1)))
     array = written(nbytes, 1, 2)
     array[index] ^= np.uint8(1 << data.draw(st.integers(0, 7)))
     assert pattern.count_wrong(array, 1, 2) == 1
-
-
-@pytest.mark.parametrize("nbytes", SIZES)
-def test_first_and_last_byte_are_compared(nbytes: int) -> None:
-    for index in {0, nbytes - 1}:
-        array = written(nbytes)
-        array[index] ^= np.uint8(0x80)
-        assert pattern.count_wrong(array, 0, 0) == 1
 
 
 def test_patterns_of_other_ranks_and_iterations_are_mostly_wrong() -> None:
@@ -73,9 +65,3 @@ def test_shifted_data_is_wrong(shift: int) -> None:
 def test_a_longer_pattern_begins_like_a_shorter_one() -> None:
     # Of a message that was cut short, only the missing bytes are wrong.
     assert np.array_equal(written(2 * CHUNK + 3)[: CHUNK + 1], written(CHUNK + 1))
-
-
-def test_every_byte_value_occurs_about_equally() -> None:
-    counts = np.bincount(written(CHUNK), minlength=256)
-    assert counts.min() > 0.9 * CHUNK / 256
-    assert counts.max() < 1.1 * CHUNK / 256

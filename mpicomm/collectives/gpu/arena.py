@@ -45,12 +45,8 @@ class DeviceArena:
         self._regions: dict[Request, SharedSegments] = {}
         self.pointers = tuple(self._segments.pointers)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
-        """The inboxes of the LL protocol."""
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
-        """The inboxes of the sentinel protocol."""
         self.any_length = self.sentinels
-        """The inboxes for messages with a length that only two ranks know. All ranks change them after the same
-        call."""
 
     def has(self, request: Request) -> bool:
         """Return whether a request fits into a region. Local, the same on all ranks."""

@@ -1,19 +1,166 @@
-"""CallMemory: the memory that ranks set up together when a call needs more than their arenas."""
+"""CallMemory: the memory that ranks set up together when a call needs more than their arenas.
+
+LoggedCalls: how they wait for each other before. LongestMessage: how they agree if only two ranks know a length.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
+from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.gpu.algorithms.base import Domain, with_place
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.packets.plan import inboxes_for, larger_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.configs import inboxes_of
+from mpicomm.collectives.gpu.algorithms.packets.plan import larger_inboxes
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
-from mpicomm.collectives.gpu.decision import AlgorithmChoice, Chosen, Decision
-from mpicomm.collectives.gpu.mismatch import LoggedCalls
-from mpicomm.errors import equal_error
+from mpicomm.collectives.gpu.decision import Chosen, Decision
+from mpicomm.devices.cuda.faults import called_differently
+from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.errors import CollectiveTimeoutError, PeerError, equal_error, name_ranks
 from mpicomm.log import logger
 from mpicomm.symmetric.registry import Mapped
+from mpicomm.waiting import wait_until
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.plan import Plan
+
+_LATE_S = 0.5  # how long an error waits for the calls of ranks that are a little late
+_MOST_CALLS_BETWEEN = 1024
+
+
+class LoggedCalls:
+    """The calls of the ranks of a node, as its call log has them. All methods are local."""
+
+    def __init__(self, node: Group, call_log: CallLog, backend: GpuBackend, arena: DeviceArena) -> None:
+        self._node = node
+        self._call_log = call_log
+        self._backend = backend
+        self._arena = arena
+
+    def different(self, *, wait: bool) -> list[str]:
+        """Return the text of each rank's call if the ranks called different things; else an empty list.
+
+        A rank that has not come may be in a call by MPI instead.
+
+        ``wait`` gives ranks some time to post their calls, because the data of a rank may arrive before its post.
+        """
+        if wait:
+            wait_until(self._call_log.all_differ, _LATE_S)
+        if not (self._call_log.differ() or self._call_log.by_mpi()):
+            return []
+        said = self._call_log.read()
+        return [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, said, strict=True)]
+
+    def require_same(self) -> None:
+        """Wait until all ranks are in this rank's call, before they set up memory together.
+
+        Raises as `wait_for`.
+        """
+        self.wait_for(self._call_log.behind)
+
+    def meet(self) -> None:
+        """Wait until all ranks are about to launch this rank's next launch. Raises as `wait_for`.
+
+        A rank in the same call may still have to load its kernel, which waits for other threads or the device.
+        """
+        self.wait_for(self._call_log.not_ready)
+
+    def wait_for(self, missing: Callable[[], list[int]]) -> None:
+        """Wait until ``missing``, which returns indices in the node, returns no rank.
+
+        Raises `PeerError` if a rank has called something else, because that rank may be in a kernel and never come.
+        Raises `CollectiveTimeoutError` for a rank that does not come in time. Every later check of the backend raises
+        the same error.
+        """
+        wait_until(lambda: not missing() or self._call_log.differ(), self._node.timeout_s)
+        behind = [self._node.ranks[index] for index in missing()]
+        differ = self._call_log.differ()
+        different = self.different(wait=differ) if differ or behind else []
+        error: CollectiveTimeoutError | PeerError
+        if different:
+            error = called_differently(different, self._node.ranks)
+            self._arena.abort()  # so that ranks in a kernel leave before their time is up
+        elif behind:
+            late = f"collective: {name_ranks(behind)} did not come within {self._node.timeout_s:g} s"
+            error = CollectiveTimeoutError(f"{late}; the communicator is unusable: create another", ranks=behind)
+        else:
+            return
+        self._backend.fail(error)
+        raise error
+
+
+class LongestMessage:
+    """Counts the calls with private lengths. After some of them, the checkpoints, ranks read all longest messages.
+
+    All ranks count alike, because each rank takes part in every such call, with data or without. So all ranks have the
+    same checkpoints, and the calls in between cost nothing more.
+
+    At checkpoint n a rank reads the longest message that each rank has written at checkpoint n-1, and then writes its
+    own. It overwrites its message of checkpoint n-2. All ranks read the same numbers: this rank has seen that each rank
+    wrote at n-1, and each rank reads n-2 before it writes at n-1. A rank waits only for a rank that has not come to
+    checkpoint n-1. The work that it has enqueued since then waits for that rank, too.
+    """
+
+    def __init__(self, call_log: CallLog, calls: LoggedCalls) -> None:
+        self._call_log = call_log
+        self._ranks = calls
+        self._calls = 0
+        self._next = 1
+        self._checkpoints = 0
+        self._nbytes = 0
+        self._plans: WeakSet[Plan] = WeakSet()
+
+    def keep(self, plan: Plan, nbytes: int) -> None:
+        """Count a plan from now on. The longest message of its call has ``nbytes`` on this rank. Local."""
+        plan.private_nbytes = nbytes
+        self._plans.add(plan)
+
+    def count(self, nbytes: int) -> bool:
+        """Count a call with a longest message of ``nbytes`` on this rank; return whether `agree` follows. Local.
+
+        Checkpoints become rarer and rarer. So a program of a few calls soon sets up the memory that it needs, and a
+        long program hardly ever waits. The distance between checkpoints has a limit, so that no program has slow calls
+        for long.
+        """
+        self._calls += 1
+        if nbytes > self._nbytes:
+            self._nbytes = nbytes
+        if self._calls < self._next:
+            return False
+        self._next += max(1, min(self._calls // 4, _MOST_CALLS_BETWEEN))
+        return True
+
+    def agree(self) -> int:
+        """Return the longest message of all ranks in all calls up to the previous checkpoint, the same on all ranks.
+
+        The first checkpoint has no previous checkpoint, so its own messages count. Ranks wait there, as in every first
+        call. Raises as `LoggedCalls.wait_for`.
+        """
+        call_log, number = self._call_log, self._checkpoints
+        self._checkpoints = number + 1
+        if number == 0:
+            call_log.write_longest(0, self._nbytes)
+        before = max(0, number - 1)
+        if call_log.without_longest(before):
+            self._ranks.wait_for(lambda: call_log.without_longest(before))
+        longest = call_log.longest(before)
+        if number:
+            call_log.write_longest(number, self._nbytes)
+        return longest
+
+    def make_plans_old(self) -> None:
+        """Mark all plans of calls with private lengths as old. Local; all ranks call it after the same call.
+
+        A rank that kept a plan for other inboxes would not meet its peers.
+        """
+        for plan in self._plans:
+            plan.is_old = True
+        self._plans.clear()
 
 
 class CallMemory:
@@ -43,21 +190,13 @@ class CallMemory:
             requests = chosen.launcher.memory(longest, symmetric=symmetric)
             text = with_place(words, memory) if chosen.into_memory and memory is not None else words
             try:
-                # This check comes before the post, because a rank that has kept another algorithm's plan never comes
-                # here.
-                for request in requests:
-                    self._require_possible(request)
-                self._call_log.post(text)  # before this rank waits for ranks that may be in another call
-                for request in requests:
-                    self.provide(request)
+                self.provide(requests, text)
                 return chosen, AlgorithmChoice(chosen.choice.algorithm, first.choice.why, slow), text
             except NoMemoryError as error:
                 name = chosen.choice.algorithm
                 in_inboxes = name == "one_shot" and size > 1
                 if not in_inboxes and (decision.asked != "auto" or name == "one_shot"):
                     raise
-                for request in requests:
-                    self._remember_refusal(request, error)
                 slow = f"memory is short for {name!r}: {error}"
                 if in_inboxes:
                     _warn_of_memory(operation, "only in the inboxes of the arena", str(error))
@@ -67,22 +206,29 @@ class CallMemory:
                     without |= {name}
                     chosen = decision.at(longest, symmetric=symmetric, without=without)
 
-    def provide(self, request: Request) -> None:
-        """Set up memory for a request, unless there is some. A set-up is collective. Raises `NoMemoryError`."""
-        if not self._arena.has(request):
-            self._arena.require_room(request)
-            self._calls.require_same()
-            self._arena.set_up(request)
+    def provide(self, requests: Sequence[Request], text: str | None = None) -> None:
+        """Post a call, and set up the memory for its requests that is not there. Collective if some is not there.
 
-    def provide_for(self, text: str, request: Request) -> None:
-        """Post a call, and set up its memory as `provide`. The ranks never try a failed request again."""
-        self._require_possible(request)  # before the post, as in `provide_for_call`
-        self._call_log.post(text)
-        try:
-            self.provide(request)
-        except NoMemoryError as error:
-            self._remember_refusal(request, error)
-            raise
+        Raises `NoMemoryError` on all ranks if such memory exceeds the bound or failed before. This comes before the
+        post, because a rank that has kept another algorithm's plan never comes here. So the ranks never try a failed
+        request again.
+        """
+        missing = [request for request in requests if not self._arena.has(request)]
+        for request in missing:
+            least, error = self._refused.get(request.what, (request.nbytes + 1, None))
+            if error is not None and request.nbytes >= least:
+                raise equal_error(error)
+            self._arena.require_room(request)
+        if text is not None:
+            self._call_log.post(text)  # before this rank waits for ranks that may be in another call
+        for request in missing:
+            self._calls.require_same()
+            try:
+                self._arena.set_up(request)
+            except NoMemoryError as error:
+                least, _ = self._refused.get(request.what, (request.nbytes, error))
+                self._refused[request.what] = min(least, request.nbytes), equal_error(error)
+                raise
 
     def enlarge_inboxes(self, call: object, longest_nbytes: int) -> bool:
         """Set up larger inboxes for messages of any length if messages of ``longest_nbytes`` are then faster.
@@ -91,32 +237,13 @@ class CallMemory:
         """
         for request in larger_inboxes(self._domain, longest_nbytes):
             try:
-                self._require_possible(request)
-                self.provide(request)
+                self.provide([request])
             except NoMemoryError as error:
-                self._remember_refusal(request, error)
                 _warn_of_memory(str(call), "in smaller inboxes", str(error))
             else:
-                self._arena.any_length = inboxes_for(self._domain, request)
+                self._arena.any_length = inboxes_of(self._arena.layout, self._arena.region(request))
                 return True
         return False
-
-    def _require_possible(self, request: Request) -> None:
-        """Raise `NoMemoryError` if such memory exceeds the bound or failed before. Local, alike on all ranks.
-
-        The ranks never try a failed request again. A rank that repeats a call may have kept another algorithm's plan,
-        and would not come to the set-up.
-        """
-        if self._arena.has(request):
-            return
-        least, error = self._refused.get(request.what, (request.nbytes + 1, None))
-        if error is not None and request.nbytes >= least:
-            raise equal_error(error)
-        self._arena.require_room(request)
-
-    def _remember_refusal(self, request: Request, error: NoMemoryError) -> None:
-        least, _ = self._refused.get(request.what, (request.nbytes, error))
-        self._refused[request.what] = min(least, request.nbytes), equal_error(error)
 
 
 @lru_cache

@@ -10,56 +10,38 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from math import floor, inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Copy, Step
 from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 
 if TYPE_CHECKING:
-    from mpicomm.collectives.gpu.step_loader import StepLoader
+    from mpicomm.collectives.gpu.plan import StepLoader
     from mpicomm.devices.cuda.stream_order import Enqueue
 
 NO_END = 1 << 62  # more bytes than any call has
 
 
-class AlgorithmChoice(NamedTuple):
-    """The algorithm of a call, as text for records of calls."""
-
-    algorithm: str = ""
-    why: str = ""
-    slow: str = ""
-    """Why the call takes a slow way; "" if it does not."""
-
-
-NO_CHOICE = AlgorithmChoice()
-"""The choice of plans that are parts of calls."""
-
-
-class _Enqueuers(dict[Filled, "Enqueue"]):
-    """The launches of a template, whose kernels are loaded at first need."""
-
-    def __init__(self, template: KernelTemplate, loader: StepLoader) -> None:
-        self._template = template
-        self._loader = loader
-
-    def __missing__(self, filled: Filled) -> Enqueue:
-        (self[filled],) = self._loader.enqueuers([self._template.launch(filled)])
-        return self[filled]
-
-
 def enqueuers_of(template: KernelTemplate, loader: StepLoader) -> Callable[[Filled], Enqueue]:
-    """Return a function that returns the function which enqueues a written call."""
-    return _Enqueuers(template, loader).__getitem__
+    """Return a function that returns the function which enqueues a written call. Kernels are loaded at first need."""
+
+    @cache
+    def enqueue_of(filled: Filled) -> Enqueue:
+        (enqueue,) = loader.enqueuers([template.launch_of(filled)])
+        return enqueue
+
+    return enqueue_of
 
 
 def in_turn(steps: Sequence[Enqueue]) -> Enqueue:
@@ -80,10 +62,12 @@ class Chosen:
         self.choice = AlgorithmChoice(name, why)
         self.into_memory, self.finishes = launcher.into_memory, launcher.finishes
         self.fill = launcher.fill
-        self.enqueue_of: Callable[[Filled], Enqueue] = lambda filled: in_turn(loader.enqueuers(filled[0]))
+        self.enqueue_of: Callable[[Filled], Enqueue]
         """Returns the function that enqueues a filled-in call."""
         if isinstance(launcher, KernelTemplate):
             self.enqueue_of = enqueuers_of(launcher, loader)
+        else:
+            self.enqueue_of = lambda filled: in_turn(loader.enqueuers(filled[0]))
 
 
 ByLength = tuple[list[int], list[Chosen]]
@@ -110,7 +94,9 @@ class Decision:
             # "one_shot" carries out the calls with nothing to choose.
             may_be_taken = algorithm.in_rank_order if asked == "auto" else algorithm.name in (asked, "one_shot")
             if may_be_taken and algorithm.serves(form.operation):
-                offered = algorithm.serve(form, domain)
+                offered: Sequence[FormLauncher] | str = "it sends no codes of 8 bits"
+                if form.wire is None or algorithm.sends_codes:
+                    offered = algorithm.serve(form, domain)
                 if isinstance(offered, str):
                     refusals[algorithm.name] = offered
                 else:
@@ -146,22 +132,33 @@ class Decision:
 
         The other arguments are as in `FormLauncher.fill`.
         """
-        launcher, domain = chosen.launcher, self.domain
+        launcher = chosen.launcher
         lengths, begins = self.form.numbers(buffers)
         filled = launcher.fill(lengths, begins, max(lengths, default=0), hash32, memory, epilogue)
         if filled is None:
             return None
-        steps = launcher.steps(filled)
-        output = buffers.output
-        if buffers.scratch is not None and output is not None and output.count:
-            steps.append(Copy(output.pointer, begins[-1], lengths[-1], local=True))
-        if epilogue is not None and not chosen.finishes and output is not None:
-            steps += finish_launches(epilogue, output, domain.team.faults, domain.multiprocessors)
-        return steps
+        output = 0 if buffers.scratch is None or buffers.output is None else buffers.output.pointer
+        return launcher.steps_of(filled) + self._after(chosen, lengths, begins, output, epilogue)
 
-    def followed(self, enqueue: Enqueue, steps: Sequence[Step]) -> Enqueue:
-        """Return a function that enqueues a call, and then steps."""
-        return in_turn([enqueue, *self._loader.enqueuers(steps)])
+    def followed(self, enqueue: Enqueue, *call: Any) -> Enqueue:
+        """Return a function that enqueues a call, and then its steps of `_after`."""
+        steps = self._after(*call)
+        return in_turn([enqueue, *self._loader.enqueuers(steps)]) if steps else enqueue
+
+    def _after(
+        self, chosen: Chosen, lengths: list[int], begins: list[int], output: int, epilogue: BoundEpilogue | None
+    ) -> list[Step]:
+        """Return the steps after the launcher's, for a result that lies in the last block.
+
+        They move it to ``output`` if that is not 0, and apply the epilogue if the launcher does not.
+        """
+        steps: list[Step] = []
+        if output and lengths[-1]:
+            steps.append(Copy(output, begins[-1], lengths[-1], local=True))
+        if epilogue is not None and not chosen.finishes:
+            reduced, team = Span(begins[-1], lengths[-1] // self.form.itemsize), self.domain.team
+            steps += finish_launches(epilogue, reduced, team.faults, self.domain.multiprocessors)
+        return steps
 
     def _by_length(self, *, symmetric: bool, without: frozenset[str] = frozenset()) -> ByLength:
         """Return all choices of `at`; ``symmetric`` and ``without`` are as there."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import cupy
@@ -16,29 +16,31 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu import tuning_file
+from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SENDRECV_BLOCKS, SendrecvPlanner, sendrecv_memory
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request, whole_lines
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
+    SENDRECV_BLOCKS,
+    SendrecvTemplate,
+    sendrecv_memory,
+    sendrecv_request,
+)
+from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
-from mpicomm.collectives.gpu.call_memory import CallMemory
+from mpicomm.collectives.gpu.call_memory import CallMemory, LoggedCalls, LongestMessage
 from mpicomm.collectives.gpu.call_templates import (
     BY_KERNELS,
     CallTemplate,
-    CountedTemplate,
     MessageTemplate,
     has_template,
     template_of,
 )
-from mpicomm.collectives.gpu.decision import NO_CHOICE, AlgorithmChoice, Decision, require_algorithm
+from mpicomm.collectives.gpu.counted_template import CountedTemplate
+from mpicomm.collectives.gpu.decision import Decision, require_algorithm
 from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, pack_launches
-from mpicomm.collectives.gpu.longest_message import LongestMessage
-from mpicomm.collectives.gpu.mismatch import LoggedCalls
-from mpicomm.collectives.gpu.plan import Plan
-from mpicomm.collectives.gpu.step_loader import CopyStream, StepLoader
+from mpicomm.collectives.gpu.plan import Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.packed import PackJob
@@ -53,37 +55,17 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
-from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
+from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.mpi.arguments import Span
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.registry import Mapped, Mappings
 
-_MOST_FORMS = 256
+_MOST_DECISIONS = 256
 MAX_CHANNELS = 128
 """The most blocks of a kernel of exchange.cu: half of an H200's 132 multiprocessors keep the links nearly full."""
 _MESSAGE_CHANNELS = 128  # between two ranks each way: the blocks that send, and the blocks that receive
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # staging memory takes at most this fraction of a device's memory
-
-
-class OwnCall(NamedTuple):
-    """A collective whose steps the caller plans."""
-
-    text: str
-    choice: AlgorithmChoice
-    request: Request
-    """The shared memory of each rank."""
-    scratch_nbytes: int
-    """The private memory of this rank."""
-    steps: Callable[[Domain, Sequence[int], int], Iterable[Step]]
-    """It gets the address of each rank's shared memory, and the address of the private memory."""
-
-
-def _packed_nbytes(message: Message | None) -> int:
-    """Return the bytes of packed memory that a message needs; 0 unless it has a derived datatype."""
-    if message is None or message.elements is None:
-        return 0
-    return -(-message.span.count // LINE_NBYTES) * LINE_NBYTES
 
 
 class DeviceEngine:
@@ -128,7 +110,7 @@ class DeviceEngine:
             return slowest_gb_s(backend.link(each.uuid, kind) for each in devices[1:])
 
         def find() -> Tuning | None:
-            return tuning_file.find(backend.info.name, link_gb_s) if node.rank == 0 else None
+            return tuning.find(backend.info.name, link_gb_s) if node.rank == 0 else None
 
         found = node.exchange("collectives: table", find)[0]
         assert found is not None
@@ -159,9 +141,8 @@ class DeviceEngine:
         self._calls = calls
         self._memory = CallMemory(self._domain, self._arena, call_log, calls)
         self._decisions: dict[Hashable, Decision] = {}
-        """The decisions of this rank's forms, by form and ``algorithm=``."""
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
-        self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
+        self._sendrecv = sendrecv_memory(node.size, channels)
         self._scratch = GrowingScratch(backend)
         self._plans: WeakSet[Plan] = WeakSet()  # weak, because the callers who enqueue plans keep them alive
         self._open = True
@@ -169,8 +150,7 @@ class DeviceEngine:
         with backend.current():
             self._order = StreamOrder(backend.current, backend.lasting_streams)
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
-            self._copies = CopyStream()
-            self._loader = StepLoader(backend, kernels_of(backend.info), self._copies)
+            self._loader = StepLoader(backend, kernels_of(backend.info))
         self.completions = self._order.completions
         backend.calls = calls.different
 
@@ -187,12 +167,17 @@ class DeviceEngine:
         """
         self._require_open(call.operation.name)
         if call.counted is not None:
-            return self._prepare_counted(call, asked)
-        scratch, output, memory = self._scratch.of(call.scratch_nbytes), call.common_output, None
+            if asked != "auto":
+                require_algorithm(call.operation, asked)
+            made = CountedTemplate(call.signature, call.counted, self._domain, self._loader)
+            self._call_log.post(made.words)
+            steps = made.read(call.counted)
+            alone = self._domain.size == 1
+            return self._plan(made.words, steps, made.choice, None if alone else made.private_nbytes)
+        output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
-        buffers, signature = call.buffers(scratch), call.signature
-        decision = self._decision(Form.of_call(call, buffers), asked)
+        decision, buffers, scratch = self._decided(call, asked)
         before: list[Launch] = []
         after: list[Launch] = []
         if call.packed is not None and scratch is not None:
@@ -215,15 +200,19 @@ class DeviceEngine:
             return CountedTemplate(call.signature, call.counted, self._domain, self._loader)
         if not has_template(call):
             return None
+        return template_of(call, self._decided(call, asked)[0], mappings, self._scratch)
+
+    def _decided(self, call: Call, asked: str) -> tuple[Decision, Buffers, Span | None]:
+        """Return the decision of a read call, its memory, and the scratch memory in that."""
         scratch = self._scratch.of(call.scratch_nbytes)
-        decision = self._decision(Form.of_call(call, call.buffers(scratch)), asked)
-        return template_of(call, decision, mappings, self._scratch)
+        buffers = call.buffers(scratch)
+        return self._decision(Form.of_call(call, buffers), asked), buffers, scratch
 
     def _decision(self, form: Form, asked: str) -> Decision:
         key = form.key, asked
         decision = self._decisions.get(key)
         if decision is None:
-            if len(self._decisions) >= _MOST_FORMS:
+            if len(self._decisions) >= _MOST_DECISIONS:
                 self._decisions.clear()
             decision = Decision(form, asked, self.tuning, self._domain, self._loader)
             self._decisions[key] = decision
@@ -245,39 +234,34 @@ class DeviceEngine:
         chosen, choice, text = self._memory.provide_for_call(decision, longest, words, memory)
         steps = decision.steps(chosen, buffers, hash32, memory, epilogue)
         assert steps is not None, text
-        plan = self._plan(text, [*before, *steps, *after], choice)
-        if chosen.launcher.private_nbytes is not None:
-            self._longest.keep(plan, chosen.launcher.private_nbytes)
-        return plan
-
-    def _prepare_counted(self, call: Call, asked: str) -> Plan:
-        if asked != "auto":
-            require_algorithm(call.operation, asked)
-        assert call.counted is not None
-        made = CountedTemplate(call.signature, call.counted, self._domain, self._loader)
-        self._call_log.post(made.words)
-        plan = self._plan(made.words, made.steps_of(call.counted), made.choice)
-        if self._domain.size > 1 and made.private_nbytes is not None:
-            self._longest.keep(plan, made.private_nbytes)
-        return plan
+        return self._plan(text, [*before, *steps, *after], choice, chosen.launcher.private_nbytes)
 
     def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
         """Return a plan in which this rank waits for no other rank; ``text`` names its call. Local."""
         self._require_open(text)
         return self._plan(text, steps, collective=False)
 
-    def prepare_own(self, call: OwnCall) -> Plan:
+    def prepare_own(
+        self,
+        text: str,
+        choice: AlgorithmChoice,
+        request: Request,
+        scratch_nbytes: int,
+        steps_of: Callable[[Domain, Sequence[int], int], Iterable[Step]],
+    ) -> Plan:
         """Return a plan of a collective whose steps the caller plans; no launch of it makes a graph.
 
-        Collective if the call needs more memory than all earlier calls of its purpose, else local. This posts the call
-        to the call log, so the first `enqueue` of the plan does not. Raises `NoMemoryError` on all ranks.
+        ``steps_of`` gets the address of each rank's shared memory for ``request``, and the address of this rank's
+        private memory. Collective if the call needs more memory than all earlier calls of its purpose, else local. This
+        posts the call to the call log, so the first `enqueue` of the plan does not. Raises `NoMemoryError` on all
+        ranks.
         """
-        self._require_open(call.text)
-        self._memory.provide_for(call.text, call.request)
-        scratch = self._scratch.of(call.scratch_nbytes)
-        pointers = self._arena.region(call.request).pointers
-        steps = [*call.steps(self._domain, pointers, 0 if scratch is None else scratch.pointer)]
-        plan = self._plan(call.text, steps, call.choice)
+        self._require_open(text)
+        self._memory.provide([request], text)
+        scratch = self._scratch.of(scratch_nbytes)
+        pointers = self._arena.region(request).pointers
+        steps = steps_of(self._domain, pointers, 0 if scratch is None else scratch.pointer)
+        plan = self._plan(text, [*steps], choice)
         plan.launch = plan.enqueue  # in place of a graph, because work of another library may differ each time
         return plan
 
@@ -305,7 +289,7 @@ class DeviceEngine:
         signature = Signature("Barrier", "uint8")
         self._require_open(signature.operation)
         self._call_log.post(str(signature))
-        barrier = DirectTemplate.of(self._domain).barrier(signature.hash32, after_copies=False)
+        barrier = DirectTemplate(self._domain).barrier(signature.hash32, after_copies=False)
         return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
@@ -315,17 +299,17 @@ class DeviceEngine:
         their other messages and to collectives.
         """
         self._require_open(text)
-        request = self._sendrecv.request
+        request = sendrecv_request(self._sendrecv)
         if not self._arena.has(request):
-            self._call_log.post("the first message in the order of streams, for which all ranks set up memory")
-            self._memory.provide(request)
-        scratch = self._scratch.of(_packed_nbytes(sent) + _packed_nbytes(received))
+            self._memory.provide([request], "the first message in stream order, for which all ranks set up memory")
+        packed = [0 if end is None or end.elements is None else whole_lines(end.span.count) for end in (sent, received)]
+        scratch = self._scratch.of(sum(packed))
         before, sent = self._packed_message(sent, scratch, 0, unpacks=False)
-        after, received = self._packed_message(received, scratch, _packed_nbytes(sent), unpacks=True)
-        template = self._sendrecv.template(sent, received, self._arena.region(request).pointers)
+        after, received = self._packed_message(received, scratch, packed[0], unpacks=True)
+        template = self._sendrecv_template(sent, received)
         (send, receive) = (Span(0, 0) if message is None else message.span for message in (sent, received))
         filled = template.fill(send.pointer, send.count, receive.pointer, receive.count)
-        return self._plan(text, [*before, *template.steps(filled), *after], BY_KERNELS, collective=False)
+        return self._plan(text, [*before, *template.steps_of(filled), *after], BY_KERNELS, collective=False)
 
     def message_template(
         self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
@@ -334,8 +318,11 @@ class DeviceEngine:
 
         The messages differ in addresses and in numbers of elements.
         """
-        template = self._sendrecv.template(sent, received, self._arena.region(self._sendrecv.request).pointers)
-        return MessageTemplate(text, template, self._loader, element_nbytes)
+        return MessageTemplate(text, self._sendrecv_template(sent, received), self._loader, element_nbytes)
+
+    def _sendrecv_template(self, sent: Message | None, received: Message | None) -> SendrecvTemplate:
+        memory = self._arena.region(sendrecv_request(self._sendrecv)).pointers
+        return SendrecvTemplate(self._domain.team, self._sendrecv, memory, sent, received)
 
     def _packed_message(
         self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool
@@ -349,10 +336,18 @@ class DeviceEngine:
         return launches, replace(message, span=Span(pointer, message.span.count))
 
     def _plan(
-        self, text: str, steps: Sequence[Step], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
+        self,
+        text: str,
+        steps: Sequence[Step],
+        choice: AlgorithmChoice = NO_CHOICE,
+        private_nbytes: int | None = None,
+        *,
+        collective: bool = True,
     ) -> Plan:
         plan = Plan(text, self._loader.enqueuers(steps), choice, collective=collective)
         self._plans.add(plan)
+        if private_nbytes is not None:
+            self._longest.keep(plan, private_nbytes)
         return plan
 
     def enqueue(self, plan: Plan, stream: int, event: LocalEvent | None = None, meets: bool = False) -> bool:
@@ -384,7 +379,7 @@ class DeviceEngine:
         if not plan.steps:
             return False
         # A rank that meets its peers makes no graph, because making a graph may wait for other threads.
-        eager = plan.launch or (plan.enqueue if is_new or meets else partial(self._launch, plan))
+        eager = plan.launch or (plan.enqueue if is_new or meets else partial(self._launch_graph, plan))
         # This check is cheaper than a change of context. It nearly always succeeds, because creating a Communicator
         # makes its GPU the current device.
         if runtime.getDevice() == self._ordinal:
@@ -400,7 +395,7 @@ class DeviceEngine:
                 self._longest.make_plans_old()
         return pending
 
-    def _launch(self, plan: Plan, stream: int) -> None:
+    def _launch_graph(self, plan: Plan, stream: int) -> None:
         """Make a plan a graph and enqueue it."""
         with self._backend.loading():
             plan.make_graph(self._capturing)
@@ -429,7 +424,7 @@ class DeviceEngine:
             for plan in self._plans:
                 plan.drop_graph()
             self._capturing = None
-            self._copies.close()
+            self._loader.close()
             self._order.close()
         self._arena.close_own()
 

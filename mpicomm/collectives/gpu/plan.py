@@ -1,28 +1,34 @@
-"""Plan: the steps of a collective on GPUs, ready to be enqueued again and again; and the interface of engines."""
+"""Plan: the steps of a collective on GPUs, ready to be enqueued again and again. StepLoader: makes steps ready."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import runtime
 
-from mpicomm.collectives.gpu.decision import NO_CHOICE, AlgorithmChoice
+from mpicomm.collectives.gpu.algorithms.steps import (
+    NO_CHOICE,
+    AlgorithmChoice,
+    AnyPlan,
+    Copy,
+    Fork,
+    Launch,
+    LibraryWork,
+    Step,
+)
+from mpicomm.devices.cuda.load import Kernel, KernelCache
+from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.stream_order import Enqueue
+from mpicomm.devices.cuda.types import GpuBackend
 
 if TYPE_CHECKING:
     import cupy
 
-    from mpicomm.collectives.call import Call
-    from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.call_templates import CallTemplate, MessageTemplate
-    from mpicomm.devices.cuda.events import Completions, LocalEvent
-    from mpicomm.symmetric.registry import Mappings
 
-
-class Plan:
+class Plan(AnyPlan):
     """The steps of one call, ready to be enqueued.
 
     ``text`` names the call in errors. ``choice`` names its algorithm in records. ``collective`` is whether all ranks
@@ -32,7 +38,7 @@ class Plan:
     def __init__(
         self, text: str, steps: Sequence[Enqueue], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
     ) -> None:
-        self.text = self.words = text
+        self.words = text
         self.count = 0
         self.offset: int | None = None
         """The text and the numbers of the call for `CallLog.post`."""
@@ -42,15 +48,10 @@ class Plan:
         """This rank's longest message if only the two ranks of a message know its length; else None."""
         self.is_new = True
         """Whether the plan was not enqueued yet. Then the call log has the call already."""
-        self.is_old = False
-        """Whether the call has to be planned again, because ranks may change the memory that it uses."""
         self.steps = tuple(steps)
         self.launch: Enqueue | None = None
         """Enqueues the steps as a graph; None until there is a graph."""
         self._graph: Any = None
-
-    def __str__(self) -> str:
-        return self.text
 
     def enqueue(self, stream: int) -> None:
         """Enqueue the steps one by one; the device's context must be current."""
@@ -79,47 +80,55 @@ class Plan:
         self.launch = self._graph = None
 
 
-class AnyPlan(Protocol):
-    """A call that an engine can enqueue repeatedly. Its ``str`` is `text`, for errors."""
+class StepLoader:
+    """Makes the steps of one communicator ready. If a kernel is not loaded, the device's context must be current.
 
-    @property
-    def text(self) -> str:
-        """The text of the call, for errors."""
+    Copies run on a stream beside the kernels. The device must be current for their steps.
+    """
 
-    @property
-    def choice(self) -> AlgorithmChoice:
-        """The algorithm of the call."""
+    def __init__(self, backend: GpuBackend, kernels: KernelCache) -> None:
+        self._backend = backend
+        self._kernels = kernels
+        self._copies = ForkedStream()
+        self._forked = 0  # the copies after a fork use it
 
-    @property
-    def is_old(self) -> bool:
-        """Whether the call has to be planned again."""
+    def close(self) -> None:
+        """Destroy the streams and the events. A second call does nothing."""
+        self._copies.close()
+
+    def enqueuers(self, steps: Sequence[Step]) -> list[Enqueue]:
+        """Return for each step a function that enqueues it, each time with the content of its arguments then."""
+        # All kernels are loaded before any of them can run. Loading may wait for the device, and a kernel that runs
+        # there may wait for the peers.
+        # `find` comes before `load`, because `load` takes a lock, and another thread may hold the lock while it waits
+        # for the device.
+        variants = [step.variant for step in steps if isinstance(step, Launch)]
+        missing = [variant for variant in variants if self._kernels.find(variant) is None]
+        if missing:
+            with self._backend.loading():
+                for variant in missing:
+                    self._kernels.load(variant)
+        return [self._enqueuer(step) for step in steps]
+
+    def _enqueuer(self, step: Step) -> Enqueue:
+        if isinstance(step, Launch):
+            kernel = self._kernels.find(step.variant)
+            assert kernel is not None
+            return launching(kernel, step)
+        if isinstance(step, Copy):
+            return partial(self._copy, step)
+        if isinstance(step, LibraryWork):
+            return step.enqueue
+        return self._fork if isinstance(step, Fork) else self._copies.join
+
+    def _fork(self, stream: int) -> None:
+        self._forked = self._copies.fork(stream)
+
+    def _copy(self, copy: Copy, stream: int) -> None:
+        where = stream if copy.local else self._forked
+        runtime.memcpyAsync(copy.target, copy.source, copy.nbytes, runtime.memcpyDeviceToDevice, where)
 
 
-class Engine(Protocol):
-    """An engine for device arrays: `DeviceEngine`, or the engine of several peer domains together."""
-
-    completions: Completions
-    """The events that callers pass to `enqueue`."""
-
-    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
-        """See `DeviceEngine.prepare_call`."""
-
-    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
-        """See `DeviceEngine.template`."""
-
-    def prepare_barrier(self) -> AnyPlan:
-        """See `DeviceEngine.prepare_barrier`."""
-
-    def require_same(self, text: str) -> None:
-        """See `DeviceEngine.require_same`."""
-
-    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> AnyPlan:
-        """See `DeviceEngine.prepare_messages`."""
-
-    def message_template(
-        self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
-    ) -> MessageTemplate:
-        """See `DeviceEngine.message_template`."""
-
-    def enqueue(self, plan: Any, stream: int, event: LocalEvent | None = None, meets: bool = False) -> bool:
-        """See `DeviceEngine.enqueue`."""
+def launching(kernel: Kernel, launch: Launch) -> Enqueue:
+    """Return the step that launches a loaded kernel."""
+    return kernel.launcher(launch.arguments, launch.blocks, launch.threads, early=launch.early).launch

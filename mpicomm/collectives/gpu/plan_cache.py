@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpi4py import MPI
 
@@ -24,40 +24,50 @@ from mpicomm.mpi.plain_arrays import (
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
+    from mpicomm.collectives.gpu.algorithms.steps import AnyPlan
     from mpicomm.collectives.gpu.call_templates import CallTemplate
-    from mpicomm.collectives.gpu.plan import AnyPlan, Engine
     from mpicomm.collectives.wire import Wire
-    from mpicomm.devices.cuda.events import LocalEvent
+    from mpicomm.devices.cuda.events import Completions, LocalEvent
     from mpicomm.epilogues.base import Epilogue
     from mpicomm.session import Session
+    from mpicomm.symmetric.registry import Mappings
 
-_MOST = 1024  # calls of a form that are kept, and calls without a form
-_MOST_FORMS = 256
+_MOST = 1024  # kinds that are kept, and calls of a kind
 _TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
 
 
-@dataclass(slots=True)
-class KnownCall:
-    """A call that was made before."""
+class Engine(Protocol):
+    """An engine for device arrays: `DeviceEngine`, which explains its methods, or one for several peer domains."""
 
-    plan: AnyPlan
+    completions: Completions
+    """The events that callers pass to `enqueue`."""
+
+    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan: ...
+
+    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None: ...
+
+    def prepare_barrier(self) -> AnyPlan: ...
+
+    def require_same(self, text: str) -> None: ...
+
+    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> AnyPlan: ...
+
+    def message_template(
+        self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
+    ) -> CallTemplate: ...
+
+    def enqueue(self, plan: Any, stream: int, event: LocalEvent | None = None, meets: bool = False) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The calls of one kind: an operation on plain arrays of two kinds. The calls differ in addresses and counts."""
+
     op: MPI.Op | None
-    """The operation. The cache keeps it alive, because another object could otherwise get its id, a part of the key."""
-    by_output: bool
-    """Whether the library of the receive buffer decides the stream, because MPI ignores the send buffer."""
-    by_address: bool = False
-    """Whether an address names a buffer. The caller's later work on the buffer may be on any stream."""
-
-
-@dataclass(slots=True)
-class _Form:
-    """The calls of one form: an operation on plain arrays of two kinds. The calls differ in addresses and counts."""
-
-    fill: Callable[..., bool]
-    """See `CallTemplate.fill`."""
-    filled: KnownCall
-    """The call that was filled in last."""
-    calls: dict[Hashable, KnownCall | int]
+    """The cache keeps it alive, because another object could otherwise get its id, a part of the key."""
+    template: CallTemplate | None
+    """It fills in new calls; None if calls of the kind have to be read one by one."""
+    calls: dict[Hashable, AnyPlan | int]
     """The plans of repeated calls by their buffers. Other calls have the number of times that they were filled in."""
 
 
@@ -70,17 +80,14 @@ class PlanCache:
     predefined types of MPI, or by their layout. The handle of a derived datatype is no key, because MPI may reuse it
     for another datatype.
 
-    The cache first looks up a collective on plain arrays by its form. A new call of a known form fills the plan of the
-    form.
+    The cache looks up a call by its kind, then by its arrays. A new call of a known kind fills its template.
     """
 
     def __init__(self, session: Session, engine: Engine) -> None:
         self._session = session
         self._mappings = session.mappings
         self.engine = engine
-        self._forms: dict[Hashable, _Form] = {}
-        self._others: dict[Hashable, KnownCall] = {}
-        """The calls without a form, by all of their arguments."""
+        self._kinds: dict[Hashable, _Kind] = {}
         self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
 
@@ -95,8 +102,8 @@ class PlanCache:
         counts: Sequence[int] | None,
         epilogue: Epilogue | None = None,
         wire: Wire | None = None,
-    ) -> KnownCall | None:
-        """Return a call that was made before, or that has a known form; None for all other calls."""
+    ) -> AnyPlan | None:
+        """Return a call that was made before, or that has a known kind; None for all other calls."""
         sent: Any
         received: Any
         finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
@@ -127,34 +134,35 @@ class PlanCache:
         root: int,
         finish: Hashable = (),
         arrays: tuple[Any, ...] = (),
-    ) -> KnownCall | None:
+    ) -> AnyPlan | None:
         """As `find`, for buffers as `plain_array` reads them. Raises `TypeError` for a root that is a list.
 
         ``finish`` and ``arrays`` are the result of `Epilogue.key`. Without an epilogue ``finish`` is the wire, or ().
         """
         if self._mappings.version != self._version:
             self._forget_memory()
-        kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
-        form, call = self._forms.get(kinds), (sent, received, *arrays)
-        if form is None:
-            return self._of_key((kinds, call))
-        calls = form.calls
+        key, call = (operation, sent[2], received[2], id(op), root, finish, algorithm), (sent, received, *arrays)
+        kind = self._kinds.get(key)
+        if kind is None:
+            return None
+        calls, template = kind.calls, kind.template
+        if template is None:
+            plan: Any = calls.get(call)
+            return None if plan is None or plan.is_old else plan
         number = len(calls)
         kept = calls.setdefault(call, 1)  # one look-up for a new call, too
         if not isinstance(kept, int):
-            return None if kept.plan.is_old else kept
+            return None if kept.is_old else kept
         if len(calls) == number:
             if kept >= _TIMES:
                 return None  # a repeated call gets a separate plan, because a graph launches faster
             calls[call] = kept + 1
         elif number >= _MOST:
             _make_room(calls)
-        is_filled = form.fill(*call) if arrays else form.fill(sent, received)
-        return form.filled if is_filled else None
+        is_filled = template.fill(*call) if arrays else template.fill(sent, received)
+        return template if is_filled else None
 
-    def find_message(
-        self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]
-    ) -> KnownCall | None:
+    def find_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> AnyPlan | None:
         """Return a message in stream order that was sent before, or whose kind was; None for all others.
 
         ``route`` is its destination, the tag there, its source, and the tag from there.
@@ -169,7 +177,7 @@ class PlanCache:
 
     def enqueue(
         self,
-        call: KnownCall,
+        plan: AnyPlan,
         stream: Any,
         send: Any,
         receive: Any,
@@ -177,15 +185,15 @@ class PlanCache:
         blocking: bool = False,
         vote: Callable[[], None] | None = None,
     ) -> bool:
-        """Enqueue the plan of a call with these buffers again, as `DeviceEngine.enqueue` does. Local.
+        """Enqueue the plan of a known call with these buffers again, as `DeviceEngine.enqueue` does. Local.
 
         A ``blocking`` collective may wait as `carry_out` does, and has no ``event``. ``vote`` says that the call is on
         GPUs, when it certainly is made. Raises the error of an earlier call, and `InvalidUsageError` if the
         communicator was freed.
         """
-        session, plan = self._session, call.plan
+        session = self._session
         session.require_usable(plan)
-        array = receive if call.by_output else send
+        array = receive if plan.by_output else send
         if type(array) is not self._cupy:
             array = array_of(array)
         backend: Any = session.backend
@@ -198,14 +206,13 @@ class PlanCache:
         else:
             pending = self.engine.enqueue(plan, resolved, event)
         # No library knows which stream next uses memory that an address names.
-        if blocking and (backend.completes or (call.by_address and stream is None)):
+        if blocking and (backend.completes or (plan.by_address and stream is None)):
             backend.complete(resolved)
         return pending
 
-    def enqueue_on(self, call: KnownCall, stream: int, event: LocalEvent | None = None) -> bool:
+    def enqueue_on(self, plan: AnyPlan, stream: int, event: LocalEvent | None = None) -> bool:
         """As `enqueue`, on the stream with this address. Return whether ``event`` is recorded after the call. Local."""
         session: Any = self._session
-        plan = call.plan
         session.require_usable(plan)
         session.backend.note(stream)
         return self.engine.enqueue(plan, stream, event)
@@ -241,26 +248,27 @@ class PlanCache:
     ) -> None:
         """Keep the plan of a call with the arguments of `find`, if the cache can recognise them; local.
 
-        ``read`` is the same call, as read. With it, `find` also finds other calls of its form from now on.
+        ``read`` is the same call, as read. With it, `find` also finds other calls of its kind from now on.
         """
         operation, algorithm, send, receive, op, root, counts, epilogue, wire = call
         finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
         if finish is None:
             return
-        by_address = read is not None and any(operand.by_address for operand in read.operands)
-        known = KnownCall(plan, op, by_output, by_address)
         sent, received = _plain(operation, send, receive, counts)
         if received is None:
             return
-        kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
+        plan.by_output = by_output
+        plan.by_address = read is not None and any(operand.by_address for operand in read.operands)
+        key = operation, sent[2], received[2], id(op), root, finish, algorithm
+        template = None
         # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
         # kinds have another form.
-        has_form = kinds in self._forms or not (has_template_kind(sent) and has_template_kind(received))
-        if not has_form and read is not None and (send is MPI.IN_PLACE or not read.in_place):
-            filled = self.engine.template(read, self._mappings, algorithm)
-            if filled is not None and filled.takes(sent, received, *arrays):
-                self._add_form(kinds, filled, known)
-        self._keep_plain(kinds, (sent, received, *arrays), known)
+        if read is not None and self._lacks_template(key) and (send is MPI.IN_PLACE or not read.in_place):
+            if has_template_kind(sent) and has_template_kind(received):
+                template = self.engine.template(read, self._mappings, algorithm)
+            if template is not None and not template.takes(sent, received, *arrays):
+                template = None
+        self._keep(key, (sent, received, *arrays), plan, op, template)
 
     def add_message(
         self,
@@ -279,54 +287,47 @@ class PlanCache:
         ``to_peer`` and ``from_peer`` are the messages of the call. From now on `find_message` also finds others of its
         kind.
         """
-        known = KnownCall(plan, None, by_output)
         sent, received = known_buffer(send), known_buffer(receive)
         if sent is None or received is None:
             return
-        kinds = operation, sent[2], received[2], id(None), 0, route, "stream"
-        ends = (sent, to_peer), (received, from_peer)
+        plan.by_output = by_output
+        key = operation, sent[2], received[2], id(None), 0, route, "stream"
+        template, ends = None, ((sent, to_peer), (received, from_peer))
         # The lengths of blocks add up in another way, and an empty message does not tell the bytes of an element.
-        if kinds not in self._forms and all(len(plain) == 3 and (end is None or end.span.count) for plain, end in ends):
+        if self._lacks_template(key) and all(
+            len(plain) == 3 and (end is None or end.span.count) for plain, end in ends
+        ):
             send_nbytes, receive_nbytes = (0 if end is None else end.span.count // plain[1] for plain, end in ends)
-            filled = self.engine.message_template(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
-            self._add_form(kinds, filled, known)
-        self._keep_plain(kinds, (sent, received), known)
+            template = self.engine.message_template(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
+        self._keep(key, (sent, received), plan, None, template)
 
-    def _add_form(self, kinds: Hashable, plan: CallTemplate, known: KnownCall) -> None:
-        if len(self._forms) >= _MOST_FORMS:
-            self._forms.clear()
-        self._forms[kinds] = _Form(plan.fill, replace(known, plan=plan), {})
+    def _lacks_template(self, key: Hashable) -> bool:
+        kind = self._kinds.get(key)
+        return kind is None or kind.template is None
 
-    def _keep_plain(self, kinds: Hashable, call: tuple[Any, ...], known: KnownCall) -> None:
-        form = self._forms.get(kinds)
-        if form is None:
-            self._keep((kinds, call), known)
-        else:
-            if len(form.calls) >= _MOST:
-                _make_room(form.calls)
-            form.calls[call] = known
-
-    def _keep(self, key: Hashable, known: KnownCall) -> None:
-        if key is not None:
-            if len(self._others) >= _MOST:
-                self._others.clear()
-            self._others[key] = known
+    def _keep(
+        self, key: Hashable, call: tuple[Any, ...], plan: AnyPlan, op: MPI.Op | None, template: CallTemplate | None
+    ) -> None:
+        kind = self._kinds.get(key)
+        if kind is None:
+            if len(self._kinds) >= _MOST:
+                self._kinds.clear()
+            kind = self._kinds[key] = _Kind(op, template, {})
+        if template is not None:
+            kind.template = template
+            template.by_output, template.by_address = plan.by_output, plan.by_address
+        if len(kind.calls) >= _MOST:
+            _make_room(kind.calls)
+        kind.calls[call] = plan
 
     def _forget_memory(self) -> None:
         """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
         self._version = self._mappings.version
-        self._others.clear()
-        for form in self._forms.values():
-            form.calls.clear()
-
-    def _of_key(self, key: Hashable) -> KnownCall | None:
-        if self._mappings.version != self._version:
-            self._forget_memory()
-        known = self._others.get(key)
-        return None if known is None or known.plan.is_old else known
+        for kind in self._kinds.values():
+            kind.calls.clear()
 
 
-def _make_room(calls: dict[Hashable, KnownCall | int]) -> None:
+def _make_room(calls: dict[Hashable, AnyPlan | int]) -> None:
     """Drop the calls that were only filled in, and if many are left, all calls."""
     plans = {call: kept for call, kept in calls.items() if not isinstance(kept, int)}
     calls.clear()

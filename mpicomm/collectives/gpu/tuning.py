@@ -1,19 +1,26 @@
 """Tuning: the table that says which algorithm ``algorithm="auto"`` takes for a collective on GPU arrays.
 
-tuning_file.py reads and writes such a table, built_in.py holds the table of the package.
+The package has a table that was measured on H200s. ``python -m mpicomm.tune`` writes another one to a JSON file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from mpicomm import environment
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.errors import InvalidUsageError
 
-KIB, MIB = 1 << 10, 1 << 20
+_KIB, _MIB = 1 << 10, 1 << 20
+_FORMAT = 2
 
 
 def algorithms_of(operation: str) -> tuple[str, ...]:
@@ -46,7 +53,6 @@ class Measured:
 
     date: str
     version: str
-    """The version of mpicomm."""
     datatype: str
     times_us: Mapping[int, Mapping[str, float]]
     """Microseconds by bytes of the call and algorithm."""
@@ -62,31 +68,19 @@ class Row:
     """Pairs of the fewest bytes and the algorithm from there on, in ascending order; the first pair begins at 0."""
     measured: Measured | None = None
 
-    def algorithm(self, nbytes: int, size: int) -> str:
-        """Return the last choice that ``nbytes`` reach between ``size`` ranks, at least as many as the row has."""
-        return next(name for begin, name in reversed(self.choices) if nbytes >= self._begin(begin, name, size))
-
     def choices_above(self, nbytes: int, size: int) -> list[tuple[int, str]]:
-        """Return the answers of `algorithm` above ``nbytes``, as the ``choices`` of a row for ``size`` ranks."""
+        """Return the choices above ``nbytes`` between ``size`` ranks, at least as many as the row has."""
         found: list[tuple[int, str]] = []
         for begin, name in reversed(self.choices):
-            begin = max(nbytes + 1, self._begin(begin, name, size))
+            # Between more ranks one hop sends more bytes, so two hops pay sooner. And a copy is a smaller part of the
+            # call. The scaling applies to the last size below the bound, because a bound comes directly after a
+            # measured size.
+            hops = name in ("one_shot", "two_shot")
+            theirs, ours = (size - 1, self.size - 1) if hops else (self.size, size)
+            begin = max(nbytes + 1, (begin - 1) * ours // theirs + 1)
             if not found or begin < found[-1][0]:  # else a later choice covers this one
                 found.append((begin, name))
         return found[::-1]
-
-    def _begin(self, begin: int, name: str, size: int) -> int:
-        # Between more ranks one hop sends more bytes, so two hops pay sooner. And a copy is a smaller part of the call.
-        # The scaling applies to the last size below the bound, because a bound comes directly after a measured size.
-        theirs, ours = (size - 1, self.size - 1) if name in ("one_shot", "two_shot") else (self.size, size)
-        return (begin - 1) * ours // theirs + 1
-
-    def _described(self) -> tuple[str, str]:
-        """Return the kind and the choices as text."""
-        first, *rest = self.choices
-        operation, registered, coded = self.kind
-        calls = operation + ", symmetric output" * registered + ", codes of 8 bits" * coded
-        return calls, ", ".join([first[1], *(f"{name} from {_size(begin)}" for begin, name in rest)])
 
 
 @dataclass(frozen=True)
@@ -94,29 +88,23 @@ class Tuning:
     """A table of algorithms. All ranks of a communicator use the same table; else they would wait for each other."""
 
     source: str
-    """Where the table comes from, as text."""
     rows: tuple[Row, ...]
     device: str
-    """Name of the GPUs on which it was measured."""
     link_speed: float = 1.0
-    """The speed of the slowest link between the ranks, relative to the links on which built_in.py was measured."""
+    """The speed of the slowest link between the ranks, relative to the links on which `BUILT_IN` was measured."""
 
-    def algorithm(self, operation: str, nbytes: int, size: int, *, registered: bool, coded: int = 0) -> str:
-        """Return the algorithm for a call of ``nbytes`` in all, as `Call.nbytes` counts, between ``size`` ranks. Local.
+    def choices(self, operation: str, size: int, *, registered: bool, coded: int = 0) -> list[tuple[int, str]]:
+        """Return pairs of the fewest bytes of a call and the algorithm from there on, ascending. Local.
 
-        ``registered`` is whether the output lies in a SymmetricArray on all ranks. If the table has no row for that,
-        the row for any output decides. ``coded`` is the size of an element if elements travel as codes, else 0.
+        Bytes count as in `Call.nbytes`. ``registered`` is whether the output lies in a SymmetricArray on all ranks. If
+        the table has no row for that, the row for any output decides. ``coded`` is the size of an element if elements
+        travel as codes, else 0.
 
         If a number of ranks has no row, the row of the next smaller number decides, with scaled bounds. The bounds of
         "one_shot" and "two_shot" keep the bytes that one rank sends in one hop, nbytes * (size - 1). The bounds of the
         other algorithms keep the bytes of one copy, nbytes / size. Rows of 2 ranks are only for 2 ranks, because a
         second hop saves nothing between them. Without any row the algorithm is "one_shot".
         """
-        row = self._find(kind_of(operation, registered=registered, coded=coded > 0), size)
-        return row.algorithm(nbytes // (coded or 1), size) if row else "one_shot"
-
-    def choices(self, operation: str, size: int, *, registered: bool, coded: int = 0) -> list[tuple[int, str]]:
-        """Return all answers of `algorithm` as pairs of the fewest bytes and the algorithm from there on, ascending."""
         row = self._find(kind_of(operation, registered=registered, coded=coded > 0), size)
         found = row.choices_above(-1, size) if row else [(0, "one_shot")]
         return [(begin * (coded or 1), name) for begin, name in found]
@@ -159,9 +147,17 @@ class Tuning:
         """Return the table as lines of text; numbers of ranks with the same choices share a line."""
         sizes: dict[tuple[str, str], list[int]] = {}
         for row in self.rows:
-            sizes.setdefault(row._described(), []).append(row.size)
-        ranks = {key: ", ".join(map(str, sorted(found))) for key, found in sizes.items()}
-        return [self.source, *(f"{what}, {ranks[what, says]} ranks: {says}" for what, says in sizes)]
+            operation, registered, coded = row.kind
+            calls = operation + ", symmetric output" * registered + ", codes of 8 bits" * coded
+            choices: list[str] = []
+            for begin, name in row.choices:
+                unit, text = (_MIB, "MiB") if begin >= _MIB else (_KIB, "KiB")
+                choices.append(f"{name} from {begin / unit:.4g} {text}" if choices else name)
+            sizes.setdefault((calls, ", ".join(choices)), []).append(row.size)
+        return [
+            self.source,
+            *(f"{what}, {', '.join(map(str, sorted(ranks)))} ranks: {says}" for (what, says), ranks in sizes.items()),
+        ]
 
     @cached_property
     def _rows_by_kind(self) -> dict[Kind, dict[int, Row]]:
@@ -179,6 +175,167 @@ class Tuning:
         return None
 
 
-def _size(nbytes: int) -> str:
-    unit, name = (MIB, "MiB") if nbytes >= MIB else (KIB, "KiB")
-    return f"{nbytes / unit:.4g} {name}"
+_LINK_GB_S = 478.0
+"""The speed of an H200's links each way: 18 NVLinks of 26.6 GB/s."""
+
+
+def _row(operation: str, size: int, *changes: tuple[int, str], registered: bool = False, coded: bool = False) -> Row:
+    return Row(kind_of(operation, registered=registered, coded=coded), size, ((0, "one_shot"), *changes))
+
+
+def _allreduce(copies_from: dict[int, int], *, registered: bool = False) -> list[Row]:
+    # Rows for two ranks have no "two_shot", because one hop between two ranks moves no more bytes than two hops.
+    two_hops = {3: 384, 4: 256, 6: 152, 8: 176}
+    return [
+        _row(
+            "Allreduce",
+            size,
+            *([(two_hops[size] * _KIB + 1, "two_shot")] if size > 2 else []),
+            (begin * _MIB, "copy_engine"),
+            registered=registered,
+        )
+        for size, begin in copies_from.items()
+    ]
+
+
+_ROWS = (
+    *_allreduce({2: 240, 3: 192, 4: 176, 6: 160, 8: 192}),
+    *_allreduce({2: 112, 3: 112, 4: 112, 6: 96, 8: 120}, registered=True),
+    # Calls with codes, measured on H100s. Two hops between two ranks move as many bytes as one hop, but each rank codes
+    # and reduces only half of the results. Up to 2944 KiB of codes two hops take one step.
+    _row("Allreduce", 2, (_MIB + 1, "two_shot"), (2944 * _KIB + 1, "one_shot"), (3584 * _KIB, "two_shot"), coded=True),
+    _row("Allreduce", 3, (384 * _KIB + 1, "two_shot"), coded=True),
+    _row("Allreduce", 4, (256 * _KIB + 1, "two_shot"), coded=True),
+    # Between 4 ranks a chain wins from 384 KiB on if call follows call. A chain adds 2 us for each rank on its way. So
+    # a single call by a chain is as fast as two hops only from 2 MiB on. The bound lies in between, where one use loses
+    # as much as the other gains. For 6 and 8 ranks the bound of the chain is computed from these times.
+    _row("Bcast", 3, (896 * _KIB, "chain")),
+    _row("Bcast", 4, (576 * _KIB, "chain")),
+    _row("Bcast", 6, (448 * _KIB, "two_shot"), (1280 * _KIB, "chain")),
+    _row("Bcast", 8, (384 * _KIB, "two_shot"), (2048 * _KIB, "chain")),
+    _row("Bcast", 2, (144 * _MIB, "copy_engine")),
+    _row("Bcast", 2, (80 * _MIB, "copy_engine"), registered=True),
+    *(
+        _row("Reduce", size, (begin * _KIB, "two_shot"), (chain * _KIB, "chain"))
+        for size, begin, chain in ((3, 1024, 2560), (4, 1024, 3072), (6, 576, 3584), (8, 448, 4608))
+    ),
+    _row("Reduce", 2, (160 * _MIB, "copy_engine")),
+    *(
+        _row(name, size, (begin * _MIB, "copy_engine"), registered=True)
+        for name in ("Allgather", "Alltoall")
+        for size, begin in ((2, 152), (3, 120), (4, 160), (6, 144), (8, 176))
+    ),
+    *(
+        _row(name, size, (begin * _MIB, "copy_engine"))
+        for name in ("Allgather", "Alltoall")
+        for size, begin in ((2, 416), (3, 224), (4, 320))
+    ),
+    *(
+        _row(name, size, (begin * _MIB, "copy_engine"))
+        for name in ("Gather", "Scatter")
+        for size, begin in ((2, 224), (3, 224), (4, 320))
+    ),
+    *(
+        _row("Reduce_scatter_block", size, (begin * _MIB, "copy_engine"))
+        for size, begin in ((2, 512), (3, 240), (4, 240), (6, 176), (8, 176))
+    ),
+)
+
+BUILT_IN = Tuning("built in, measured on H200s", _ROWS, "NVIDIA H200")
+
+
+def scaled(link_gb_s: float) -> Tuning:
+    """Return the table for links that carry ``link_gb_s`` each way.
+
+    The model: an algorithm for large messages has more launches and barriers, which take the same time on any GPU, and
+    saves time on the links. So bounds grow with the speed of the links.
+    """
+    speed = link_gb_s / _LINK_GB_S
+    rows = tuple(
+        replace(row, choices=tuple((round(begin * speed), name) for begin, name in row.choices))
+        for row in BUILT_IN.rows
+    )
+    source = f"{BUILT_IN.source}, scaled to links of {link_gb_s:.3g} GB/s"
+    return replace(BUILT_IN, source=source, rows=rows, link_speed=speed)
+
+
+def find(device_name: str, link_gb_s: Callable[[], float | None]) -> Tuning:
+    """Return the table for GPUs of this name: a file's table and the built-in table, or only the latter. Local.
+
+    MPICOMM_TUNING names the file, which has to exist; "off" means no file. Without the variable it is the
+    `default_file`, if that exists. The built-in table is scaled if it was measured on other GPUs. ``link_gb_s`` returns
+    the GB/s that the slowest link between the GPUs carries each way, or None if that is not known. Raises as `load`.
+    """
+    bandwidth = None if device_name == BUILT_IN.device else link_gb_s()
+    built_in = BUILT_IN if bandwidth is None else scaled(bandwidth)
+    named = environment.tuning()
+    path = Path(named) if named else default_file(device_name)
+    # Not Path.exists, because that raises for a home directory that this user may not enter.
+    if named == "off" or path is None or not (named or os.access(path, os.F_OK)):
+        return built_in
+    return replace(load(path).completed(built_in), link_speed=built_in.link_speed)
+
+
+def default_file(device_name: str) -> Path | None:
+    """Return the file for GPUs of this name; None without a cache directory."""
+    directory = environment.cache_directory()
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    return directory / f"tuning-{slug}.json" if directory is not None else None
+
+
+def to_json(table: Tuning) -> dict[str, Any]:
+    """Return a table as JSON types. `load` reads them back from a file."""
+    return {"format": _FORMAT, "device": table.device, "rows": [_row_to_json(row) for row in table.rows]}
+
+
+def load(path: Path) -> Tuning:
+    """Read a file of `to_json`. Local; raises `InvalidUsageError` with the file and the problem."""
+    try:
+        document = json.loads(path.read_bytes())
+        if document["format"] != _FORMAT:
+            raise ValueError(f"it has format {document['format']!r}, and this mpicomm reads format {_FORMAT}")
+        rows = [_row_from_json(record) for record in document["rows"]]
+        device = str(document["device"])
+        return Tuning(f"{path} ({device})", (), device).updated(rows)
+    except OSError as error:
+        raise InvalidUsageError(
+            f"tuning file {path}: {error.strerror}; set MPICOMM_TUNING to a file that python -m mpicomm.tune has "
+            "written, or to off"
+        ) from error
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise InvalidUsageError(
+            f"tuning file {path}: {error!r}; delete it and run python -m mpicomm.tune, or set MPICOMM_TUNING=off"
+        ) from error
+
+
+def _row_to_json(row: Row) -> dict[str, Any]:
+    measured = row.measured
+    return {
+        "operation": row.kind.operation,
+        "registered": row.kind.registered,
+        "ranks": row.size,
+        "choices": [{"from_nbytes": begin, "algorithm": name} for begin, name in row.choices],
+        "measured": measured
+        and {
+            "date": measured.date,
+            "mpicomm": measured.version,
+            "datatype": measured.datatype,
+            "times": [{"nbytes": nbytes, "us": dict(times_us)} for nbytes, times_us in measured.times_us.items()],
+        },
+    }
+
+
+def _row_from_json(record: Any) -> Row:
+    operation, size, source = record["operation"], int(record["ranks"]), record["measured"]
+    choices = tuple((int(choice["from_nbytes"]), choice["algorithm"]) for choice in record["choices"])
+    begins = [begin for begin, _ in choices]
+    if operation not in TUNED or size < 2 or begins[0] != 0 or begins != sorted(set(begins)):
+        raise ValueError(f"no row of {operation} between {size} ranks can begin at {begins}")
+    for _, name in choices:
+        if name not in algorithms_of(operation):  # such as the ring, which reduces in another order
+            raise ValueError(f"a table cannot choose {name} for {operation}")
+    measured = None
+    if source is not None:
+        times_us = {int(line["nbytes"]): dict(line["us"]) for line in source["times"]}
+        measured = Measured(source["date"], source["mpicomm"], source["datatype"], times_us)
+    return Row(kind_of(operation, registered=bool(record["registered"])), size, choices, measured)

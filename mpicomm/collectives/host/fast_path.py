@@ -58,19 +58,8 @@ def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> d
     return checks
 
 
-@lru_cache(maxsize=64)
-def at_once(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, PlainCheck]:
-    """Return the checks of `plain_calls` for calls that go to MPI at once. Local.
-
-    Collectives of neighbours never do, because their first call checks the topology.
-    """
-    of_neighbors = {name for row in OPERATIONS.values() if row.of_neighbors for name in row.methods}
-    checks = plain_calls(size, rank, nodes, ordered=ordered)
-    return {name: _never if name in of_neighbors else check for name, check in checks.items()}
-
-
 def after_votes(checks: dict[str, PlainCheck], is_on_host: Callable[[Operation], bool]) -> dict[str, PlainCheck]:
-    """Return the checks of `at_once` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
+    """Return the checks of `plain_calls` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
 
     ``is_on_host`` finds that out for a blocking call. Starts never go to MPI at once: see `location_votes`.
     """
@@ -113,7 +102,7 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
     # If recvcounts cut an input in place, MPI must get a copy of it. MPI may accept MPI.IN_PLACE of neighbours, which
     # `Call` refuses.
     only_arrays = row.send == "counted" or row.of_neighbors
-    list_in_place = not reduces or row.send == "one"  # else a list in place counts the blocks in another way
+    no_list_in_place = reduces and row.send != "one"  # because it counts the blocks in another way
     ragged = "vector" in (row.send, row.receive) and not row.of_neighbors
     read_sent, read_received = (_reader(shape, size, rank, reduces) for shape in (row.send, row.receive))
     sent_blocks, received_blocks = (size if shape == "blocks" else 1 for shape in (row.send, row.receive))
@@ -145,14 +134,14 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
             return receive.dtype in MPI_TYPES and (not reduces or (type(op) is _Op and receive.nbytes < least))
         if only_arrays or (reduces and type(op) is not _Op):
             return False
-        in_place = send is None or send is _in_place
-        if in_place and not list_in_place:
+        if no_list_in_place and (send is None or send is _in_place):
             return False
         if type(send) in _LISTS or type(receive) in _LISTS:
-            a = _bare(send, sent_blocks) if type(send) in _LISTS else send
-            b = _bare(receive, received_blocks) if type(receive) in _LISTS else receive
-            if type(a) not in _LISTS and type(b) not in _LISTS:
-                return check(a, b, op, root)
+            send = _bare(send, sent_blocks) if type(send) in _LISTS else send
+            receive = _bare(receive, received_blocks) if type(receive) in _LISTS else receive
+            if type(send) not in _LISTS and type(receive) not in _LISTS:
+                return check(send, receive, op, root)
+        in_place = send is None or send is _in_place
         if in_place or receive is None:
             if not in_place and not (gathers and rank != root):
                 return False

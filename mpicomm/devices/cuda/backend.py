@@ -7,7 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import cupy
@@ -25,12 +25,15 @@ from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.devices.cuda.launches import LaunchGraph, MessageSteps
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
-from mpicomm.devices.cuda.segments import LEAST_SUSPENDED_NBYTES, ScratchMemory, SegmentsOfGpu
+from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment
+from mpicomm.devices.cuda.segments import SegmentsOfGpu
 from mpicomm.devices.cuda.side_streams import SideStreams
 from mpicomm.devices.cuda.stream_order import relax, relaxed
 from mpicomm.devices.cuda.streams import StreamsOfGpu
-from mpicomm.devices.handle import Kind, MemoryUse
+from mpicomm.devices.cuda.virtual_memory import VirtualSegment
+from mpicomm.devices.handle import VIRTUAL_KINDS, Kind, MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
+from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import SHARED, Variant
@@ -74,7 +77,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         self._stream: Any = None
         self._faults: FaultPage | None = None
         self._closed = False
-        self._scratch = ScratchMemory(self._context)
+        self._large_scratch: list[VirtualSegment] = []
         try:
             with self._context.current():
                 # Non-blocking: else this stream would wait for the user's work on the null stream.
@@ -314,22 +317,31 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         return np.frombuffer(memory, np.uint8, nbytes)
 
     def scratch(self, nbytes: int) -> Scratch:
-        """Return device memory straight from the driver, which `close` frees."""
-        with self.loading():
-            return Scratch(self._scratch.allocate(nbytes, self.kind), nbytes, None)
+        """Return device memory straight from the driver.
+
+        It stays until `close`, because a captured graph may use it, and a pool could give it to other users. Memory of
+        whole blocks can be suspended if the communicator's memory can.
+        """
+        with self.loading(), uninterrupted():
+            if self.kind in VIRTUAL_KINDS and nbytes >= BLOCK_NBYTES:
+                self._large_scratch.append(VirtualSegment.allocate(self._context, self.kind, nbytes))
+                return Scratch(self._large_scratch[-1].pointer, nbytes, None)
+            pointer = int(call(driver.cuMemAlloc, max(nbytes, 1)))
+            CudaSegment(self._context, pointer, nbytes, partial(call, driver.cuMemFree, pointer))
+            return Scratch(pointer, nbytes, None)
 
     def suspend(self) -> None:
         """Give large scratch memory of `VIRTUAL_KINDS` back, and keep its addresses. No work may use it."""
-        with self._context.current():
-            self._scratch.suspend()
+        for segment in self._large_scratch:
+            segment.suspend()
 
     def resume(self) -> None:
         """Take scratch memory again, with undefined contents. Tables of datatypes return with their contents."""
-        with self._context.current():
-            self._scratch.resume()
+        for segment in self._large_scratch:
+            segment.resume()
         with self._tables_lock:
             for content, pointer in self._tables.items():
-                if len(content) >= LEAST_SUSPENDED_NBYTES:
+                if len(content) >= BLOCK_NBYTES:
                     self._copy_table(content, pointer)
 
     def create_event(self) -> CudaEvent:
@@ -360,8 +372,9 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         """Release the fault page, scratch memory, streams and the context. A second call does nothing.
 
         No kernel of this backend may run, and its segments and events must be closed. A Ctrl-C between two steps of a
-        set-up may have left a segment open, which this closes. Otherwise a peer's memory would stay mapped as long as
-        the process lives. Then the driver may refuse to map later memory of the peer at the same address.
+        set-up may have left a segment open, which this closes, as it does scratch memory. Otherwise a peer's memory
+        would stay mapped as long as the process lives. Then the driver may refuse to map later memory of the peer at
+        the same address.
         """
         if self._closed:
             return
@@ -373,7 +386,6 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         # context on the first GPU.
         with suppress(DriverShutDownError), self._context.current():
             self._completions.close()
-            self._scratch.close()
             if faults is not None:
                 self.side_streams.close()
             if self._stream is not None:

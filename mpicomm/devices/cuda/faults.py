@@ -19,7 +19,7 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommErr
 from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
 from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, EXCHANGE, MESSAGE, MISMATCH, OF_RECEIVE, Faults
 from mpicomm.kernels.variant import u32, u64
-from mpicomm.kernels.window import COMES_FIRST, FENCE, LOCK, START, WAIT, late_lock
+from mpicomm.kernels.window import COMES_FIRST, FENCE, LOCK, START, WAIT
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
 _OPERATIONS = {
@@ -128,8 +128,10 @@ class FaultPage:
         if operation in _INVALID:
             return InvalidUsageError(f"{_INVALID[operation].format(rank, number)}; {_UNUSABLE}", ranks=[rank])
         late = f"number {number} from rank {rank} did not come"
-        if operation == LOCK:
-            late = late_lock(rank, comes_first=number == COMES_FIRST)
+        if operation == LOCK and number == COMES_FIRST:
+            late = f"rank {rank} has its turn to take the lock first, and did not take it"
+        elif operation == LOCK:
+            late = f"rank {rank} holds the lock, and did not give it up"
         time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
         text = f"{_OPERATIONS.get(operation, f'operation {operation}')}: {late} {time} (block {record.block})"
         return CollectiveTimeoutError(f"{text}; {_UNUSABLE}", ranks=[rank])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cuda.bindings import driver
@@ -117,13 +117,11 @@ class MessageSteps:
         """Return the argument of a step without a copy."""
         return Argument(0, 0, 0, ready, done, *self._limits, awaits, sent, taken, peer)
 
-    def enqueue(self, stream: int, launches: Iterable[MessageLaunch]) -> None:
+    def enqueue(self, stream: int, launches: Sequence[MessageLaunch]) -> None:
         """Enqueue launches. For any thread."""
-        # Cheaper than a change of context, and nearly always false: a new Communicator makes its GPU current.
-        if runtime.getDevice() != self.ordinal:
+        if runtime.getDevice() != self.ordinal:  # see StreamsOfGpu
             with self._context.current():
-                for blocks, threads, argument in launches:
-                    self._launch_at(stream, argument.address, blocks, threads)
+                self.enqueue(stream, launches)
             return
         for blocks, threads, argument in launches:
             self._launch_at(stream, argument.address, blocks, threads)

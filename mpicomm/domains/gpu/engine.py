@@ -13,9 +13,8 @@ import numpy as np
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.registry import names_for
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy, Launch
 from mpicomm.collectives.gpu.call_templates import MessageTemplate
-from mpicomm.collectives.gpu.decision import AlgorithmChoice
 from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.plan import Plan
@@ -40,7 +39,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 @dataclass(eq=False)
-class DomainsPlan:
+class DomainsPlan(AnyPlan):
     """This rank's part of a call, ready to be enqueued again and again: plans of its domain, and network steps."""
 
     call: Signature
@@ -51,15 +50,11 @@ class DomainsPlan:
 
     @cached_property
     def text(self) -> str:
-        """The text of the call, for errors."""
         return str(self.call)
 
-    def __str__(self) -> str:
-        return self.text
-
     @property
-    def is_old(self) -> bool:
-        """Whether the call has to be planned again, because ranks may change the memory that it uses."""
+    def is_old(self) -> bool:  # type: ignore[override]
+        """Whether a plan of its domain is old."""
         return any(item.is_old for piece in self.pieces for item in piece if isinstance(item, Plan))
 
 

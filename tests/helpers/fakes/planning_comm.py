@@ -6,8 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE
 from mpicomm.collectives.gpu.call_templates import CallTemplate
-from mpicomm.collectives.gpu.decision import NO_CHOICE
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.symmetric.registry import Mappings

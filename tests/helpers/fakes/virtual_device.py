@@ -31,11 +31,6 @@ class VirtualDevice(WindowDevice):
         context: Any = importlib.import_module("mpicomm.devices.cuda.context").PrimaryContext
         self._context = context(SimpleNamespace(ordinal=0, uuid=_UUID))
 
-    @property
-    def mapped_nbytes(self) -> int:
-        """The memory of this process and of its peers that is mapped."""
-        return sum(size for size, _ in self.cuda.mapped.values())
-
     def owns(self, pointer: int) -> bool:
         mapped = any(at <= pointer < at + size for at, (size, _) in self.cuda.mapped.items())
         return mapped or super().owns(pointer)

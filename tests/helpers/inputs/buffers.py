@@ -11,6 +11,7 @@ import numpy as np
 from tests.helpers.references.reductions import Array, samples
 
 _GUARD = 64
+ROOM_NBYTES = 2 * _GUARD
 _GUARD_BYTE = 0xA5
 _POOL = 1 << 16
 
@@ -50,12 +51,19 @@ class Foreign:
 
 
 class Placed:
-    """Elements in host or GPU memory, at any address, between guards that nothing may write into."""
+    """Elements in host or GPU memory, at any address, between guards that nothing may write into.
 
-    def __init__(self, xp: Any, content: Array, *, offset: int = 0, fortran: bool = False) -> None:
+    ``memory`` is a contiguous array in which they lie, with `ROOM_NBYTES` bytes more than they have and the ``offset``.
+    """
+
+    def __init__(self, xp: Any, content: Array, *, offset: int = 0, fortran: bool = False, memory: Any = None) -> None:
         self.dtype = content.dtype
         self._start, self._stop = _GUARD + offset, _GUARD + offset + content.nbytes
-        self._raw = xp.full(self._stop + _GUARD, _GUARD_BYTE, np.uint8)
+        if memory is None:
+            self._raw = xp.full(self._stop + _GUARD, _GUARD_BYTE, np.uint8)
+        else:
+            self._raw = memory.view(np.uint8)[: self._stop + _GUARD]
+            self._raw[:] = _GUARD_BYTE
         region = self._raw[self._start : self._stop]
         rows = 2 if fortran and content.size % 2 == 0 else 1
         shape = (rows, content.size // rows) if fortran else (content.size,)

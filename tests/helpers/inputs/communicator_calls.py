@@ -89,16 +89,21 @@ Argument = int | list[tuple[int, int]] | MPI.InPlaceType | None
 
 
 class Prepared:
-    """This rank's part of a case: its buffers, its arguments, and the check of its result."""
+    """This rank's part of a case: its buffers, its arguments, and the check of its result.
 
-    def __init__(self, case: Case, rank: int, size: int, xp: Any) -> None:
+    Its receive buffer lies in ``memory``, or in memory of its own.
+    """
+
+    def __init__(self, case: Case, rank: int, size: int, xp: Any, memory: Any = None) -> None:
         self._rank, self._size, self._xp = rank, size, xp
         self._came: Any = None
         """The array into which a call with counts on the GPU writes the counts."""
         self._plan(case)
         self._buffers = [
-            None if content is None else Placed(xp, content, offset=case.offset, fortran=case.form == "fortran")
-            for content in self._contents
+            None
+            if content is None
+            else Placed(xp, content, offset=case.offset, fortran=case.form == "fortran", memory=place)
+            for content, place in zip(self._contents, (None, memory), strict=True)
         ]
 
     def run(self, comm: mpicomm.Communicator) -> None:

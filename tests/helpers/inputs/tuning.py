@@ -18,4 +18,5 @@ def table(*rows: Row) -> Tuning:
 
 
 def chosen(tuning: Tuning, nbytes: int, size: int, operation: str = "Allreduce", *, registered: bool = False) -> str:
-    return tuning.algorithm(operation, nbytes, size, registered=registered)
+    choices = tuning.choices(operation, size, registered=registered)
+    return [name for begin, name in choices if begin <= nbytes][-1]

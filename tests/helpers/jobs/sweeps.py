@@ -38,14 +38,11 @@ QUICK_RUNS_EVERY = {
     # On ranks: further types, shapes, and places of arrays.
     f"{MPI}collectives/host/test_engine.py::test_every_operation_on_every_dtype": 3,
     f"{MPI}collectives/test_collectives.py::test_every_reduction_of_every_type": 3,
-    f"{MPI}collectives/test_unaligned_arrays.py::test_unaligned_arrays_on_one_rank": 4,
     f"{MPI}collectives/test_ways.py::test_ranks_without_memory_go_the_way_of_the_others": 3,
     f"{MPI}domains/test_collectives.py::test_movements": 4,
     f"{MPI}domains/test_collectives.py::test_reductions": 5,
     f"{MPI}messages/test_derived_messages.py::test_kernels_pack_and_unpack": 4,
-    f"{MPI}messages/test_mixed_messages.py::test_a_host_array_receives_from_a_device_array": 3,
     f"{MPI}messages/test_point_to_point.py::test_one_side_on_the_host": 3,
-    f"{MPI}messages/test_short_messages.py::test_one_side_is_in_host_memory": 4,
     f"{MPI}symmetric/test_array.py::test_dtype_and_every_shape": 3,
     # Jobs of ranks: further ends of programs, planted faults and numbers of ranks.
     f"{UNIT}bench/test_command.py::test_a_peer_that_fails_is_a_line_and_no_more": 3,
@@ -60,7 +57,7 @@ QUICK_RUNS_EVERY = {
     f"{UNIT}test_process_end.py::test_clean_end_is_clean": 4,
     f"{UNIT}test_ring_command.py::test_all_is_well": 2,
     f"{UNIT}test_ring_command.py::test_one_direction": 2,
-    f"{UNIT}test_ring_command.py::test_one_wrong_byte_of_a_put_is_found": 3,
+    f"{UNIT}test_ring_command.py::test_a_fault_is_found": 2,
 }
 """Of the parameters of a test the quick run takes the last one of so many; of a test with 0 it takes none."""
 

@@ -258,7 +258,7 @@ def windows(comm: mpicomm.Communicator) -> None:
 
 def large_messages() -> None:
     """Let direct.cu take these messages for messages larger than any here."""
-    direct_plan._most_copied_nbytes = lambda size: 1 << 10
+    direct_plan.most_copied_nbytes = lambda operation, domain: 1 << 10
     with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:  # another communicator, which knows no calls
         check(movements(comm, 300007, len(COUNTS)))
         each_way(comm)

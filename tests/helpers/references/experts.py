@@ -63,15 +63,6 @@ def by_token(
     return laid
 
 
-def owner_of(expert: int, experts_per_rank: Sequence[int]) -> int:
-    """Return the rank of an expert."""
-    for rank, count in enumerate(experts_per_rank):
-        if expert < count:
-            return rank
-        expert -= count
-    raise AssertionError(expert)
-
-
 def dispatched(
     xs: Sequence[Array],
     ids: Sequence[Array],

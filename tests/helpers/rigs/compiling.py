@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]], comm: MPI.Intracomm) -> None:
     """Let each rank compile some of the kernels for these ``(dtype, op)``, for all. Collective."""
-    from mpicomm.collectives.gpu.algorithms.chunks.arguments import exchange_kernel
+    from mpicomm.collectives.gpu.algorithms.chunks.plan import exchange_kernel
     from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, Steps, flags_can_carry, packet_kernel
     from mpicomm.devices.cuda.load import compile_kernel
 

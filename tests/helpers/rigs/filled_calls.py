@@ -16,10 +16,10 @@ from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, 
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
-from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.call_templates import CallTemplate, CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.collectives.gpu.device import GrowingScratch
+from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.devices.base import Scratch
@@ -126,12 +126,41 @@ def as_read(
     return chosen, None if steps is None else [*map(as_enqueued, steps)], text
 
 
-def fill(plan: CollectiveTemplate, call: Call) -> bool:
+class Kind:
+    """The calls of one kind. The first makes the template; each call in it is compared with the same call as read."""
+
+    def __init__(self, device: Device, asked: str = "auto", mappings: Mappings | None = None) -> None:
+        self._device, self._asked, self._mappings = device, asked, mappings or Mappings()
+        self.template: Any = None
+
+    def require_alike(self, call: Call, *buffers: Any) -> None:
+        """Fill a call with these buffers, as `plain_array` reads them, into the template, if it can be filled in."""
+        if self.template is None:
+            self.template = plan_of(call, self._device, self._asked, self._mappings)
+        chosen, launched, text = as_read(call, self._device, self._asked, self._mappings)
+        template = self.template
+        assert None not in buffers and template.takes(*buffers)
+        if not template.fill(*buffers):
+            assert not launched
+            return
+        self._device.launch(template)
+        assert self._device.launched == launched
+        assert template.text == text
+        assert template.choice == chosen.choice
+        assert template.private_nbytes == chosen.launcher.private_nbytes
+        assert (template.private_nbytes is not None) == (call.operation.counts == "private")
+
+
+def plain_of(call: Call) -> list[Any]:
+    """Return both buffers of a call without lists, as `plain_array` reads them."""
     (send, sent), (receive, received) = (
         (0, 0) if operand is None else (operand.pointer, operand.total) for operand in (call.send, call.receive)
     )
-    first = (0, 0, None) if call.in_place else (send, sent, None)
-    return plan.fill(first, (receive, received, None))
+    return [(0, 0, None) if call.in_place else (send, sent, None), (receive, received, None)]
+
+
+def fill(plan: CollectiveTemplate, call: Call) -> bool:
+    return plan.fill(*plain_of(call))
 
 
 def packet_launch(template: PacketTemplate, tag: int, way: PacketConfig, nbytes: int, itemsize: int) -> Launch:
@@ -140,4 +169,4 @@ def packet_launch(template: PacketTemplate, tag: int, way: PacketConfig, nbytes:
     addresses = [span.pointer if span is not None and span.count else 0 for span in template.places]
     number = len(lengths)
     template.bind(range(number), range(number, 2 * number), 2 * number)
-    return template.launch(template.write([*addresses, *lengths], max(lengths), nbytes, tag, way))
+    return template.launch_of(template.write([*addresses, *lengths], max(lengths), nbytes, tag, way))

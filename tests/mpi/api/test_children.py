@@ -127,16 +127,6 @@ def test_halves_work_at_the_same_time(comm: mpicomm.Communicator) -> None:
         assert int(inner.local[0]) == 10 + half.allgather(comm.rank)[(half.rank - 1) % half.size]
 
 
-def test_topologies_stay_mpi4pys(comm: mpicomm.Communicator) -> None:
-    ring = comm.Create_cart([comm.size], periods=[True])
-    try:
-        assert isinstance(ring, MPI.Cartcomm)
-        assert ring.Shift(0, 1) == ((comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size)
-        assert ring.allreduce(1) == comm.size
-    finally:
-        ring.Free()
-
-
 @pytest.mark.mpi(min_size=2)
 def test_intercommunicators_stay_mpi4pys(comm: mpicomm.Communicator) -> None:
     half = halves(comm)

@@ -250,7 +250,7 @@ def test_addresses_of_the_host_and_of_a_device_are_refused_together(rig: Rig) ->
     address, of_host = array.memory.ctypes.data, MPI.Get_address(host)
     mixed = MPI.Datatype.Create_struct([4, 4], [of_host, address], [MPI.INT32_T] * 2).Commit()
     long = MPI.INT32_T.Create_hindexed([5], [address]).Commit()
-    for datatype, text in ((mixed, "lies in host memory, and another address on GPU 0"), (long, "beyond their alloc")):
+    for datatype in (mixed, long):
         several = [MPI.BOTTOM, ([1] * rig.size, [0] * rig.size), [datatype] * rig.size]
         for call, *arguments in (
             (rig.comm.Send, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
@@ -258,6 +258,6 @@ def test_addresses_of_the_host_and_of_a_device_are_refused_together(rig: Rig) ->
             (rig.comm.Bcast, [MPI.BOTTOM, 1, datatype]),
             (rig.comm.Alltoallw, several, several),
         ):
-            with pytest.raises(InvalidUsageError, match=text):
+            with pytest.raises(InvalidUsageError, match="lies in no memory of a GPU, and another address on GPU 0"):
                 call(*arguments)
         datatype.Free()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,31 +46,21 @@ def check(made: Any, call: NeighborCall, turn: int, sent: Any, received: Any) ->
     np.testing.assert_array_equal(to_host(sent), call.sent(turn))
 
 
-def test_blocking(made: Any, call: NeighborCall, xp: Any) -> None:
+@pytest.mark.parametrize("form", ["Neighbor_{}", "Ineighbor_{}", "Neighbor_{}_init"])
+def test_results(made: Any, call: NeighborCall, xp: Any, form: str) -> None:
     sent, received = xp.asarray(call.sent(0)), xp.asarray(call.nothing())
+    begin = functools.partial(getattr(made, form.format(call.name)), *call.arguments(sent, received))
+    prepared = begin() if form.endswith("_init") else None
     for turn in range(TURNS):
         sent[...], received[...] = xp.asarray(call.sent(turn)), -1
-        getattr(made, f"Neighbor_{call.name}")(*call.arguments(sent, received))
+        request = begin() if prepared is None else prepared
+        if prepared is not None:
+            prepared.Start()
+        if request is not None:
+            request.Wait()
         check(made, call, turn, sent, received)
-
-
-def test_nonblocking(made: Any, call: NeighborCall, xp: Any) -> None:
-    sent, received = xp.asarray(call.sent(0)), xp.asarray(call.nothing())
-    for turn in range(TURNS):
-        sent[...], received[...] = xp.asarray(call.sent(turn)), -1
-        getattr(made, f"Ineighbor_{call.name}")(*call.arguments(sent, received)).Wait()
-        check(made, call, turn, sent, received)
-
-
-def test_persistent(made: Any, call: NeighborCall, xp: Any) -> None:
-    sent, received = xp.asarray(call.sent(0)), xp.asarray(call.nothing())
-    request = getattr(made, f"Neighbor_{call.name}_init")(*call.arguments(sent, received))
-    for turn in range(TURNS):
-        sent[...], received[...] = xp.asarray(call.sent(turn)), -1
-        request.Start()
-        request.Wait()
-        check(made, call, turn, sent, received)
-    request.Free()
+    if prepared is not None:
+        prepared.Free()
 
 
 def test_arguments_by_name_and_by_mpi(made: Any, call: NeighborCall, xp: Any) -> None:

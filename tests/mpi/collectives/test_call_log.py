@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpicomm.activity.layout import COUNT_IN_TEXT, OFFSET_IN_TEXT
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import FOR_GPUS, FOR_HOST, CallLog
-from mpicomm.collectives.gpu.mismatch import LoggedCalls
+from mpicomm.collectives.gpu.call_memory import LoggedCalls
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.jobs.pace import stretched

@@ -26,7 +26,7 @@ from tests.helpers.inputs.communicator_calls import (
     compile_reductions,
     legal_ops,
 )
-from tests.helpers.references.reductions import Array, dtype_named, dtype_or_skip, reduced, require_same
+from tests.helpers.references.reductions import Array, dtype_or_skip, reduced, require_same
 from tests.helpers.rigs.communicators import array_module, communicator
 
 FLOAT32 = np.dtype(np.float32)
@@ -106,37 +106,6 @@ def test_every_movement_of_every_type(comm: mpicomm.Communicator, xp: Any, name:
     run(comm, xp, cases)
 
 
-@pytest.mark.parametrize("operation", OF_ONE_TYPE)
-def test_buffers_at_any_address(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
-    names = ("int64", "float32", "float16", "complex128")
-    in_place = (False,) if operation == "Bcast" else (False, True)
-    choices = itertools.product((1, 2, 4, 8), names, ("one_shot", "auto"), in_place, (5, 3001))
-    run(
-        comm,
-        xp,
-        [
-            # mpi4py itself takes no NumPy array at an odd address without its type.
-            Case(operation, dtype_named(name), count, "sum", 0, "typed", place, algorithm, offset, seed=offset)
-            for offset, name, algorithm, place, count in choices
-        ],
-    )
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("nbytes", [256 * KIB - 4, 256 * KIB, MIB - 4, MIB, MIB + 4, 5 * MIB + 12])
-def test_reductions_around_the_switch_points(comm: mpicomm.Communicator, xp: Any, nbytes: int, in_place: bool) -> None:
-    cases = []
-    for operation in REDUCTIONS:
-        count = nbytes // 4 // (comm.size if operation == "Reduce_scatter_block" else 1)
-        cases.append(Case(operation, FLOAT32, count, "sum", comm.size - 1, "plain", in_place, seed=nbytes))
-    run(comm, xp, cases)
-
-
-@pytest.mark.parametrize("count", [64 * KIB, 256 * KIB + 1])
-def test_movements_around_the_switch_points(comm: mpicomm.Communicator, xp: Any, count: int) -> None:
-    run(comm, xp, [Case(operation, FLOAT32, count, root=comm.size - 1, form="four") for operation in MOVEMENTS])
-
-
 @pytest.mark.parametrize(
     ("name", "op"),
     [
@@ -165,11 +134,6 @@ def test_reductions_in_rank_order_are_bitwise_the_same_on_every_rank_and_for_eve
             digests.append(digest([each.result() for each in run(comm, xp, [case])]))
         everyone = MPI.COMM_WORLD.allgather(digests)
         assert len({each for rank in everyone for each in rank}) == 1, f"{name} {count}: {everyone}"
-
-
-@pytest.mark.parametrize("operation", ["Reduce_scatter", "Reduce_scatter_block", "Scan", "Reduce"])
-def test_other_reductions_equal_allreduce_bitwise(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
-    run(comm, xp, [Case(operation, FLOAT32, 5003, root=comm.size - 1, algorithm="one_shot", wild=True)])
 
 
 @pytest.mark.parametrize("ignored", [0, 5, 1 << 19])

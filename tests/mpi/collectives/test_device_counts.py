@@ -125,19 +125,6 @@ def test_nonblocking_and_persistent_calls(comm: mpicomm.Communicator, xp: Any) -
     persistent.Free()
 
 
-def test_tensors_of_torch(comm: mpicomm.Communicator, xp: Any) -> None:
-    torch = pytest.importorskip("torch")
-    rng, size = np.random.default_rng(9), comm.size
-    where = torch.device("cuda", int(comm.device))
-    for _ in range(12):
-        case = Case(comm, matrix_of(rng, size, 300), size * 300)
-        x, y = torch.from_numpy(case.data).to(where), torch.full((size * 300,), UNTOUCHED, device=where)
-        counts, came = torch.from_numpy(case.counts).to(where), torch.zeros(size, dtype=torch.int64, device=where)
-        comm.Alltoallv([x, counts], [y, came])
-        assert came.tolist() == case.coming.tolist()
-        assert (y.cpu().numpy() == case.expected).all()
-
-
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_new_arrays_in_each_call(comm: mpicomm.Communicator, xp: Any, library: str) -> None:
     """Each call has other addresses, rooms and counts, and the arrays of the calls before stay."""

@@ -45,73 +45,57 @@ def on_gpus(device: str) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
             child.Free()
 
 
-@pytest.mark.parametrize("host", [0, LAST])
-@pytest.mark.parametrize("form", FORMS)
-def test_mpi_takes_host_arrays_on_one_rank(device: str, form: str, host: int) -> None:
+def check_rows(comm: Any, here: Callable[[Any], Any], form: str, **options: Any) -> None:
+    """Make a call of each kind on arrays that ``here`` makes, and compare the results."""
     rank, size, root = WORLD.rank, WORLD.size, LAST
     everybody = (10 * np.arange(size)[:, None] + np.arange(3)).astype(np.int32)
     block, blocks, counts = everybody[rank], np.tile(everybody[rank], size), [3] * size
+    for name, sent, result in (
+        ("Bcast", None, everybody[root]),  # the first call of the communicator
+        ("Allreduce", block, everybody.sum(0, np.int32)),
+        ("Allgather", block, everybody),
+        ("Gather", block, everybody if rank == root else None),
+        ("Scatter", everybody if rank == root else None, block),
+        ("Alltoallv", blocks, everybody),
+        ("Reduce_scatter", np.concatenate(everybody), size * block),
+        ("Scan", block, everybody[: rank + 1].sum(0, np.int32)),
+    ):
+        received: Any = None if result is None else here(np.full(result.size, -1, np.int32))
+        given = [None if sent is None else here(sent.copy()), received]
+        if name == "Bcast":
+            received = here(block.copy())
+            given = [received]
+        elif name == "Alltoallv":
+            given = [[array, counts] for array in given]
+        more = {"root": root} if name in ("Bcast", "Gather", "Scatter") else {}
+        complete(getattr(comm, method_name(form, name))(*given, **more, **options), starts=2)
+        if result is not None:
+            assert np.array_equal(values_of(received).ravel(), result.ravel()), (name, options)
 
+
+@pytest.mark.parametrize("host", [0, LAST])
+@pytest.mark.parametrize("form", FORMS)
+def test_mpi_takes_host_arrays_on_one_rank(device: str, form: str, host: int) -> None:
     def add(a: Any, b: Any, datatype: MPI.Datatype) -> None:
         total = np.frombuffer(b, np.int32)
         total += np.frombuffer(a, np.int32)
 
     own = MPI.Op.Create(add)
-    by_mpi = {"algorithm": "mpi"}
     with on_gpus(device) as (comm, make):
-        here = np.array if rank == host else make
-        for name, sent, result, options in (
-            ("Bcast", None, everybody[root], by_mpi),  # the first call of the communicator
-            ("Allreduce", block, everybody.sum(0, np.int32), by_mpi),
-            ("Allreduce", block, everybody.sum(0, np.int32), {"op": own}),  # MPI carries it out without a name
-            ("Allgather", block, everybody, by_mpi),
-            ("Gather", block, everybody if rank == root else None, {"root": root, **by_mpi}),
-            ("Scatter", everybody if rank == root else None, block, {"root": root, **by_mpi}),
-            ("Alltoallv", blocks, everybody, by_mpi),
-            ("Reduce_scatter", np.concatenate(everybody), size * block, by_mpi),
-        ):
-            received: Any = None if result is None else here(np.full(result.size, -1, np.int32))
-            given = [None if sent is None else here(sent.copy()), received]
-            if name == "Bcast":
-                received = here(block.copy())
-                given, options = [received], {"root": root, **options}
-            elif name == "Alltoallv":
-                given = [[array, counts] for array in given]
-            complete(getattr(comm, method_name(form, name))(*given, **options), starts=2)
-            if result is not None:
-                got = received if isinstance(received, np.ndarray) else received.get()
-                assert np.array_equal(got.ravel(), result.ravel()), (name, options)
+        here = np.array if WORLD.rank == host else make
+        check_rows(comm, here, form, algorithm="mpi")
+        sent, received = here(np.full(3, WORLD.rank, np.int32)), here(np.zeros(3, np.int32))
+        # MPI carries it out without a name.
+        complete(getattr(comm, method_name(form, "Allreduce"))(sent, received, own))
+        assert (values_of(received) == sum(range(WORLD.size))).all()
     own.Free()
 
 
 @pytest.mark.parametrize("on_gpu", [{0}, {LAST}, set(range(WORLD.size)) - {LAST}])
 @pytest.mark.parametrize("form", FORMS)
 def test_host_arrays_join_a_call_on_gpus(device: str, form: str, on_gpu: set[int]) -> None:
-    rank, size, root = WORLD.rank, WORLD.size, LAST
-    everybody = (10 * np.arange(size)[:, None] + np.arange(3)).astype(np.int32)
-    block, blocks, counts = everybody[rank], np.tile(everybody[rank], size), [3] * size
     with on_gpus(device) as (comm, make):
-        here = make if rank in on_gpu else np.array
-        for name, sent, result, options in (
-            ("Bcast", None, everybody[root], {"root": root}),  # the first call of the communicator
-            ("Allreduce", block, everybody.sum(0, np.int32), {}),
-            ("Allgather", block, everybody, {}),
-            ("Gather", block, everybody if rank == root else None, {"root": root}),
-            ("Scatter", everybody if rank == root else None, block, {"root": root}),
-            ("Alltoallv", blocks, everybody, {}),
-            ("Reduce_scatter", np.concatenate(everybody), size * block, {}),
-            ("Scan", block, everybody[: rank + 1].sum(0, np.int32), {"algorithm": "one_shot"}),
-        ):
-            received: Any = None if result is None else here(np.full(result.size, -1, np.int32))
-            given = [None if sent is None else here(sent.copy()), received]
-            if name == "Bcast":
-                received = here(block.copy())
-                given = [received]
-            elif name == "Alltoallv":
-                given = [[array, counts] for array in given]
-            complete(getattr(comm, method_name(form, name))(*given, **options), starts=2)
-            if result is not None:
-                assert np.array_equal(values_of(received).ravel(), result.ravel()), (name, options)
+        check_rows(comm, make if WORLD.rank in on_gpu else np.array, form)
         comm.check()
 
 

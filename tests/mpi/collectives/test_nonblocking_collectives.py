@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -24,46 +23,8 @@ FLOAT32 = np.dtype(np.float32)
 REPEATS = 50
 
 
-def cases_of(operation: str, comm: mpicomm.Communicator) -> list[Case]:
-    in_place = (False,) if operation == "Bcast" else (False, True)
-    choices = itertools.product(("auto", "one_shot"), ("plain", "four"), in_place, (0, 5, 4097))
-    return [
-        Case(operation, FLOAT32, count, "sum", comm.size - 1, form, place, algorithm, seed=seed)
-        for seed, (algorithm, form, place, count) in enumerate(choices)
-    ]
-
-
 def sum_of(comm: mpicomm.Communicator, name: str, count: int = 101, **more: Any) -> Case:
     return Case("Allreduce", dtype_or_skip(name), count, **more)
-
-
-@pytest.mark.parametrize("operation", OF_ONE_TYPE)
-def test_each_with_its_request(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
-    for number, case in enumerate(cases_of(operation, comm)):
-        prepared = Prepared(case, comm.rank, comm.size, xp)
-        request = prepared.start(comm)
-        if number % 2:
-            while not request.Test():
-                pass
-        else:
-            assert request.Wait() is True
-        # A complete request stays complete.
-        assert request.Test()
-        request.Wait()
-        prepared.check()
-
-
-@pytest.mark.parametrize("operation", OF_ONE_TYPE)
-def test_persistent_with_changing_values(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
-    for case in cases_of(operation, comm)[2::5]:
-        prepared = Prepared(case, comm.rank, comm.size, xp)
-        request = prepared.prepare(comm)
-        for number in range(3):
-            prepared.renew(1000 + number)
-            request.Start()
-            request.Wait()
-            prepared.check()
-        request.Free()
 
 
 @pytest.mark.parametrize("name", ["float32", "int64", "float16", "bfloat16"])
@@ -84,16 +45,6 @@ def test_a_persistent_request_works_again_and_again(comm: mpicomm.Communicator, 
     request.Wait()
     assert request.Test()
     request.Free()
-
-
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("operation", ["Allreduce", "Allgather", "Bcast"])
-def test_types_that_mpi_lacks(comm: mpicomm.Communicator, xp: Any, operation: str, name: str) -> None:
-    dtype = dtype_or_skip(name)
-    several = [Prepared(Case(operation, dtype, n, seed=n, wild=True), comm.rank, comm.size, xp) for n in (1, 17, 4097)]
-    for prepared, request in [(each, each.start(comm)) for each in several]:
-        request.Wait()
-        prepared.check()
 
 
 def calls_of_every_kind(comm: mpicomm.Communicator) -> list[Case]:
@@ -142,21 +93,6 @@ def test_nonblocking_calls_that_differ_are_told(host_comm: mpicomm.Communicator)
     request = host_comm.Iallreduce(half, half.copy(), MPI.MAX if host_comm.rank else MPI.SUM)
     with pytest.raises(PeerError, match=r"rank 0: Allreduce\(float16, count=5, op=sum\); rank 1: .*op=max"):
         request.Wait()
-
-
-def test_average(comm: mpicomm.Communicator, xp: Any) -> None:
-    prepared = Prepared(sum_of(comm, "float32", op="avg", wild=True), comm.rank, comm.size, xp)
-    prepared.start(comm).Wait()
-    prepared.check()
-
-
-def test_requests_complete_in_any_order(comm: mpicomm.Communicator, xp: Any) -> None:
-    names = ["float32", "float16", "int32", "float32"]
-    several = [Prepared(sum_of(comm, names[n % 4], 10 + n, seed=n), comm.rank, comm.size, xp) for n in range(12)]
-    requests = [each.start(comm) for each in several]
-    for index in np.random.default_rng(3).permutation(len(requests)):
-        requests[index].Wait()
-        several[index].check()
 
 
 def mixture(comm: mpicomm.Communicator, xp: Any) -> tuple[list[Prepared], list[MPI.Request], Any]:

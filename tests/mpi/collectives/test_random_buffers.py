@@ -63,11 +63,13 @@ class Forms:
         if total == 0 and datatype not in ("e", "bfloat16"):
             holder = self.one_of([holder, None, MPI.memory.fromaddress(0, 0)])
         counts = [n * each for n in units]
+        plain = [memory.view("i8")] if datatype is MPI.INT64_T else []
         if shape == "vector":
             displs = [sum(counts[:index]) for index in range(len(counts))]
             forms: list[Any] = [[holder, counts, displs, datatype], [holder, (counts, displs), datatype]]
             forms += [(holder, tuple(counts), None, datatype), [holder, (counts, None), datatype]]
             forms += [[holder, np.array(counts), np.array(displs), datatype]]
+            forms += [[each, counts] for each in plain]
         else:
             forms = [
                 [holder, counts[0], datatype],
@@ -76,6 +78,7 @@ class Forms:
             ]
             if holder is not None:
                 forms += [[holder, datatype], (holder, None, datatype)]
+            forms += [form for each in plain for form in (each, [each, counts[0]])]
         return self.one_of(forms)
 
 
@@ -122,14 +125,14 @@ def test_collectives(pair: tuple[Any, Any], name: str, n: int, form: str, seed: 
         (plain, simple, [(MPI.INT64_T, 8)] if row.reduces else [(MPI.BYTE, 1)], "{}"),
         (comm, forms, kinds, form),
     ):
-        memory = received.copy()
+        memory, source = (_copy(content, odd=each is comm and forms.one_of((0, 0, 1))) for content in (received, sent))
         if row.reduces:  # both buffers of one rank have one type
             types = [forms.one_of(types)]
         if row.rooted == "bcast":
             given = [drawn.buffer(memory, "one", [n], types, reads=rank == root)]
         else:
             given = [
-                drawn.buffer(sent, row.send, send_units, types, reads=True),
+                drawn.buffer(source, row.send, send_units, types, reads=True),
                 drawn.buffer(memory, row.receive, receive_units, types, reads=False),
             ]
             if row.rooted == "receive" and rank != root:
@@ -145,6 +148,13 @@ def test_collectives(pair: tuple[Any, Any], name: str, n: int, form: str, seed: 
         results.append(memory)
     different = "" if (results[0] == results[1]).all() else "another result"
     require_success(different, f"{form} {name} of {n}, seed {seed}")
+
+
+def _copy(content: Any, *, odd: int) -> Any:
+    """Return a copy of bytes. At an ``odd`` address larger elements are unaligned: mpi4py has no type for them."""
+    copy = np.empty(content.size + 1, np.uint8)[odd : odd + content.size]
+    copy[:] = content
+    return copy
 
 
 def require_success(failure: str, what: str) -> None:
@@ -180,6 +190,7 @@ def test_messages_in_a_row_with_walls(pair: tuple[Any, Any], n: int, seed: int, 
     rank, size, forms = comm.rank, comm.size, Forms(seed, comm.rank)
     left, right = (each if 0 <= each < size else MPI.PROC_NULL for each in (rank - 1, rank + 1))
     sent, received = np.full(UNIT * n, rank, np.uint8), np.full(UNIT * n, 99, np.uint8)
+    sent, received = (_copy(each, odd=forms.one_of((0, 0, 1))) for each in (sent, received))
     send = forms.one_of(JUNK) if right == MPI.PROC_NULL else forms.buffer(sent, "one", [n], MOVED, reads=True)
     receive = forms.one_of(JUNK) if left == MPI.PROC_NULL else forms.buffer(received, "one", [n], MOVED, reads=False)
     if way == "Sendrecv":

@@ -13,16 +13,16 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError, PeerError
 from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.inputs.buffers import values
+from tests.helpers.inputs.buffers import ROOM_NBYTES, values
+from tests.helpers.inputs.communicator_calls import Case, Prepared
 from tests.helpers.jobs.pace import stretched
-from tests.helpers.references.reductions import reduced, require_same
+from tests.helpers.references.reductions import reduced
 from tests.helpers.rigs.communicators import communicator, to_host
 
 FLOAT32 = np.dtype(np.float32)
 COUNTS = (1, 5, 4097, 70_001, 1_050_000)
 STORED = 20_000_000
 """As many elements from each of 2, 3 or 4 GPUs are stored or copied right into symmetric memory."""
-Check = Callable[[], None]
 
 
 def on_device(xp: Any, array: Any) -> Any:
@@ -37,75 +37,26 @@ def algorithms(comm: mpicomm.Communicator, *more: str) -> tuple[str, ...]:
 
 
 def call(
-    comm: mpicomm.Communicator, xp: Any, operation: str, count: int, algorithm: str, output: Any, seed: int
-) -> Check:
-    """Call an operation with the first elements of ``output`` and return the check of its result."""
-    rank, size = comm.rank, comm.size
+    comm: mpicomm.Communicator, xp: Any, name: str, count: int, algorithm: str, output: Any, seed: int, offset: int = 0
+) -> Callable[[], None]:
+    """Call an operation whose result goes into the array ``output``; return the check of its result."""
+    operation, _, place = name.partition(" ")
     # The ring reduces in another order, and so does MPI; "auto" may leave a call on host arrays to MPI.
     wild = algorithm != "ring" and (comm.device != "cpu" or algorithm != "auto")
-    parts = [values(FLOAT32, count * size, peer, seed, wild=wild) for peer in range(size)]
-    if operation == "Allreduce":
-        mine, target = on_device(xp, parts[rank][:count]), output[:count]
-        comm.Allreduce(mine, target, algorithm=algorithm)
-        expected = reduced("sum", [part[:count] for part in parts])
-    elif operation == "Allreduce in place":
-        target = output[:count]
-        target[:] = on_device(xp, parts[rank][:count])
-        comm.Allreduce(MPI.IN_PLACE, target, algorithm=algorithm)
-        expected = reduced("sum", [part[:count] for part in parts])
-    elif operation == "Allgather":
-        target = output[: count * size]
-        comm.Allgather(on_device(xp, parts[rank][:count]), target, algorithm=algorithm)
-        expected = np.concatenate([part[:count] for part in parts])
-    elif operation == "Allgather in place":
-        target = output[: count * size]
-        target[rank * count : (rank + 1) * count] = on_device(xp, parts[rank][:count])
-        comm.Allgather(MPI.IN_PLACE, target, algorithm=algorithm)
-        expected = np.concatenate([part[:count] for part in parts])
-    elif operation == "Reduce":
-        target, root = output[: count if rank == seed % size else 0], seed % size
-        comm.Reduce(
-            on_device(xp, parts[rank][:count]), target if rank == root else None, root=root, algorithm=algorithm
-        )
-        expected = reduced("sum", [part[:count] for part in parts])[: len(target)]
-    elif operation == "Reduce_scatter_block":
-        target = output[:count]
-        comm.Reduce_scatter_block(on_device(xp, parts[rank]), target, algorithm=algorithm)
-        expected = reduced("sum", [part[rank * count : (rank + 1) * count] for part in parts])
-    elif operation == "Reduce_scatter_block in place":
-        whole, target = output[: count * size], output[:count]
-        whole[:] = on_device(xp, parts[rank])
-        comm.Reduce_scatter_block(MPI.IN_PLACE, whole, algorithm=algorithm)
-        expected = reduced("sum", [part[rank * count : (rank + 1) * count] for part in parts])
-    elif operation == "Gather":
-        target, root = output[: count * size if rank == seed % size else 0], seed % size
-        comm.Gather(
-            on_device(xp, parts[rank][:count]), target if rank == root else None, root=root, algorithm=algorithm
-        )
-        expected = np.concatenate([part[:count] for part in parts])[: len(target)]
-    elif operation == "Scatter":
-        target, root = output[:count], seed % size
-        comm.Scatter(on_device(xp, parts[root]) if rank == root else None, target, root=root, algorithm=algorithm)
-        expected = parts[root][rank * count : (rank + 1) * count]
-    elif operation == "Alltoall in place":
-        target = output[: count * size]
-        target[:] = on_device(xp, parts[rank])
-        comm.Alltoall(MPI.IN_PLACE, target, algorithm=algorithm)
-        expected = np.concatenate([part[rank * count : (rank + 1) * count] for part in parts])
-    elif operation == "Alltoall":
-        target = output[: count * size]
-        comm.Alltoall(on_device(xp, parts[rank]), target, algorithm=algorithm)
-        expected = np.concatenate([part[rank * count : (rank + 1) * count] for part in parts])
-    else:
-        target, root = output[:count], seed % size
-        target[:] = on_device(xp, parts[rank][:count])
-        comm.Bcast(target, root=root, algorithm=algorithm)
-        expected = parts[root][:count]
-
-    def check() -> None:
-        require_same(to_host(target), expected)
-
-    return check
+    case = Case(
+        operation,
+        FLOAT32,
+        count,
+        root=seed % comm.size,
+        in_place=bool(place),
+        algorithm=algorithm,
+        offset=4 * offset,
+        seed=seed,
+        wild=wild,
+    )
+    prepared = Prepared(case, comm.rank, comm.size, xp, output)
+    prepared.run(comm)
+    return prepared.check
 
 
 OPERATIONS = ("Allreduce", "Allreduce in place", "Allgather", "Allgather in place", "Alltoall", "Bcast")
@@ -116,11 +67,11 @@ def test_into_symmetric_memory(comm: mpicomm.Communicator, xp: Any, operation: s
     around = ("two_shot", "ring")
     along = ("two_shot", "chain") if comm.device != "cpu" else ("two_shot",)
     more = {"Allreduce": around, "Allreduce in place": around, "Bcast": along}
-    with comm.empty(max(COUNTS) * comm.size + 4, FLOAT32) as array:
+    with comm.empty(max(COUNTS) * comm.size + 4 + ROOM_NBYTES, FLOAT32) as array:
         for count in COUNTS:
             for seed, algorithm in enumerate(algorithms(comm, *more.get(operation, ()))):
                 for offset in (0, 1, 4):  # elements: the second is not at a multiple of 16 bytes
-                    check = call(comm, xp, operation, count, algorithm, array.local[offset:], seed)
+                    check = call(comm, xp, operation, count, algorithm, array.local, seed, offset)
                     comm.check()
                     check()
                     comm.Barrier()  # the other ranks may write into the memory that is read here from now on
@@ -255,16 +206,16 @@ def test_copy_engines_into_ordinary_memory(
     """By way of staging memory, in one part and in many."""
     if xp is np:
         with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match="is for device arrays"):
-            call(comm, xp, operation, 5, "copy_engine", xp.zeros(5 * comm.size, FLOAT32), 0)
+            call(comm, xp, operation, 5, "copy_engine", None, 0)
         return
     from mpicomm.collectives.gpu.algorithms.copies import plan as device_copies
 
-    output = xp.empty(max(COUNTS) * comm.size + 4, FLOAT32)
+    output = xp.empty(max(COUNTS) * comm.size + 4 + ROOM_NBYTES, FLOAT32)
     for smallest in (24 << 20, 64 << 10):
         monkeypatch.setattr(device_copies, "_SMALLEST_NBYTES", smallest)
         for count in COUNTS:
             for seed, offset in enumerate((0, 1)):  # elements: the second is not at a multiple of 16 bytes
-                check = call(comm, xp, operation, count, "copy_engine", output[offset:], seed)
+                check = call(comm, xp, operation, count, "copy_engine", output, seed, offset)
                 comm.check()
                 check()
 

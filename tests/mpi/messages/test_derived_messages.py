@@ -82,19 +82,6 @@ def test_structures_meet_lists(rig: Rig, on_device: Any) -> None:
     assert rig.device.packed == 2 and rig.device.host_copies == 0
 
 
-@pytest.mark.parametrize("host", ["sender", "receiver"])
-def test_one_side_is_in_host_memory(rig: Rig, on_device: Any, host: str) -> None:
-    for count in (2, 300, 9000):
-        sent, received = grid(rig.rank, count), np.full((count, 8), -1, np.int32)
-        array = on_device(received)
-        with committed(columns(count)) as (datatype,):
-            request = rig.comm.Irecv([received if host == "receiver" else array, 1, datatype], rig.left)
-            rig.comm.Isend([sent if host == "sender" else on_device(sent), 1, datatype], rig.right).Wait()
-            request.Wait()
-        found = received if host == "receiver" else array.get()
-        assert (found[:, :3] == grid(rig.left, count)[:, :3]).all() and (found[:, 3:] == -1).all()
-
-
 def test_a_message_that_is_shorter_than_the_datatypes(rig: Rig, on_device: Any) -> None:
     received, status = on_device(np.full((100, 8), -1, np.int32)), MPI.Status()
     with committed(columns(10)) as (datatype,), committed(datatype.Create_resized(0, 320)) as (resized,):

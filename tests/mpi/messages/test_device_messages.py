@@ -19,23 +19,9 @@ from mpicomm.mpi.buffers import read
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.jobs.pace import HANG_S, stretched
-from tests.helpers.rigs.message_rigs import LARGE, SIZES, Rig, content, on_threads, same, take_for_gpu
+from tests.helpers.rigs.message_rigs import LARGE, Rig, content, on_threads, same, take_for_gpu
 
 Array = npt.NDArray[Any]
-
-
-@pytest.mark.parametrize("method", ["Send", "Isend", "Ssend", "Issend"])
-def test_ring(rig: Rig, method: str) -> None:
-    for tag, count in enumerate(SIZES):
-        received, status = rig.empty(count + 5), MPI.Status()
-        request = rig.comm.Irecv(received, rig.left, tag)
-        sent = getattr(rig.comm, method)(rig.of(rig.rank, count, tag), rig.right, tag)
-        if sent is not None:
-            sent.Wait()
-        request.Wait(status)
-        assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, tag, count)
-        same(received, content(rig.left, count, tag))
-        assert not received.get()[count:].any()
 
 
 def test_blocking_calls_leave_the_order_to_the_stream(rig: Rig) -> None:
@@ -62,24 +48,6 @@ def test_streams_of_the_caller(rig: Rig) -> None:
     rig.device.copy(copy.memory.ctypes.data, received.memory.ctypes.data, received.memory.nbytes, 8)
     request.Wait()
     same(copy, np.full(LARGE, rig.left, np.int32))
-
-
-@pytest.mark.parametrize("count", [100, LARGE])
-def test_sendrecv_and_its_kin(rig: Rig, count: int) -> None:
-    status = MPI.Status()
-    sent, received = rig.of(rig.rank, count), rig.empty(count)
-    rig.comm.Sendrecv(sent, rig.right, 1, received, rig.left, MPI.ANY_TAG, status)
-    assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, 1, count)
-    sent.fill(0)  # later work: the message must not have it
-    same(received, content(rig.left, count))
-    received = rig.empty(count)
-    rig.comm.Isendrecv(rig.of(rig.rank, count), rig.right, 2, received, rig.left, 2).Wait(status)
-    assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, 2, count)
-    same(received, content(rig.left, count))
-    replaced = rig.of(rig.rank, count)
-    rig.comm.Sendrecv_replace(replaced, rig.right, 3, rig.left, 3, status)
-    assert status.Get_count(MPI.INT32_T) == count
-    same(replaced, content(rig.left, count))
 
 
 def test_tags_out_of_order_and_many_in_flight(rig: Rig) -> None:

@@ -58,27 +58,6 @@ def test_a_started_request_is_refused_a_second_start(rig: Rig) -> None:
     assert not send and send == MPI.REQUEST_NULL
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("method", ["Bsend", "Ibsend", "Irsend"])
-def test_modes_of_sends(rig: Rig, method: str, count: int) -> None:
-    received = rig.empty(count)
-    receive = rig.comm.Irecv(received, rig.left, 1)
-    rig.comm.Barrier()
-    request = getattr(rig.comm, method)(rig.of(rig.rank, count), rig.right, 1)
-    if request is not None:
-        request.Wait()
-    receive.Wait()
-    same(received, content(rig.left, count))
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_isendrecv_replace(rig: Rig, count: int) -> None:
-    replaced, status = rig.of(rig.rank, count), MPI.Status()
-    rig.comm.Isendrecv_replace(replaced, rig.right, 3, rig.left, 3).Wait(status)
-    assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, 3, count)
-    same(replaced, content(rig.left, count))
-
-
 def test_a_message_in_several_pieces_replaces_the_one_before(rig: Rig) -> None:
     count = 20 * LARGE
     for turn in range(4):

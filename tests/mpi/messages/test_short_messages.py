@@ -31,30 +31,6 @@ def test_between_devices(rig: Rig, count: int) -> None:
     assert rig.device.allocated < 8 << 20
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("host", ["sender", "receiver"])
-@pytest.mark.parametrize("blocking", [True, False])
-def test_one_side_is_in_host_memory(rig: Rig, count: int, host: str, blocking: bool) -> None:
-    for number in range(5):
-        sent: Any = content(rig.rank, count, number)
-        received: Any = np.zeros(count, np.int32)
-        array: Any = rig.empty(count)
-        target = received if host == "receiver" else array
-        source = sent if host == "sender" else rig.of(rig.rank, count, number)
-        status = MPI.Status()
-        if blocking:
-            request = rig.comm.Isend(source, rig.right)
-            rig.comm.Recv(target, rig.left, MPI.ANY_TAG, status)
-        else:
-            request = rig.comm.Irecv(target, rig.left)
-            rig.comm.Send(source, rig.right)
-            request.Wait(status)
-        request.Wait()
-        found = received if host == "receiver" else array.get()
-        assert (found == content(rig.left, count, number)).all()
-        assert (status.source, status.Get_count(MPI.INT32_T)) == (rig.left, count)
-
-
 @pytest.mark.parametrize("sender", ["host", "device"])
 @pytest.mark.parametrize("receiver", ["host", "device", "probed"])
 def test_a_message_that_is_too_long(rig: Rig, sender: str, receiver: str) -> None:

@@ -153,26 +153,6 @@ def test_accumulates_combine_and_fetch(origin: str) -> None:
         assert holder is None or holder.memory.size
 
 
-@pytest.mark.parametrize("of_host", [False, True])
-def test_accumulates_take_derived_datatypes(of_host: bool) -> None:
-    with window_rig(np.float32) as rig:
-        win, three = rig.win, spread(3, MPI.FLOAT)
-        numbers = np.arange(6, dtype=np.float32)
-        given: Any = numbers if of_host else rig.of(numbers)
-        seen: Any = np.zeros(6, np.float32) if of_host else rig.of(np.zeros(6))
-        win.Fence()
-        win.Accumulate([given, 1, three], 0, (2, 1, three))
-        win.Fence()
-        win.Get_accumulate([given, 3, MPI.FLOAT], [seen, 1, three], 0, (2, 1, three), MPI.NO_OP)
-        win.Fence()
-        expected = [rig.size * each - 1 for each in (0, 2, 4)]
-        found = seen if of_host else seen.get()
-        assert found[[0, 2, 4]].tolist() == expected and not found[[1, 3, 5]].any()
-        if rig.rank == 0:
-            assert rig.mine()[2:7] == [expected[0], -1, expected[1], -1, expected[2]]
-        three.Free()
-
-
 def test_graphs_take_device_arrays_and_refuse_copies_to_the_host() -> None:
     with window_rig() as rig:
         rig.win.Fence()

@@ -50,7 +50,7 @@ def test_a_call_is_known_after_it_was_made(comm: PlanningComm, name: str) -> Non
     assert call.find(comm.cache, given) is None
     call.carry_out(*given)
     known = call.find(comm.cache, given)
-    assert known is not None and known.plan.text == name.split()[0]
+    assert known is not None and known.text == name.split()[0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from mpicomm.api.at_first_use import AtFirstUse
+from mpicomm.api.lifetime import AtFirstUse
 
 
 class Owner:

@@ -11,6 +11,7 @@ import pytest
 from mpicomm.bench.content import Content, expected, random_data, reduce_in_order
 from mpicomm.bench.operations import BARRIER, OPERATIONS, Case, CaseBuffers, blocks_of, buffers
 from mpicomm.mpi.types import covered_dtype
+from tests.helpers.references.reductions import reduced
 
 FLOAT = np.dtype(np.float32)
 
@@ -173,18 +174,9 @@ def test_data_from_elsewhere_in_the_array_is_found() -> None:
 def test_the_reference_takes_ranks_in_order_and_rounds_once(name: str, op: str) -> None:
     dtype = covered_dtype(name)
     data = [random_data(dtype, 1000, rank) for rank in range(3)]
-    wide = np.float32 if dtype.itemsize < 4 else dtype
-    a, b, c = (part.astype(wide) for part in data)
-    result = {
-        "sum": (a + b) + c,
-        "prod": (a * b) * c,
-        "max": np.maximum(np.maximum(a, b), c),
-        "min": np.minimum(np.minimum(a, b), c),
-        "avg": ((a + b) + c) / np.float32(3).astype(wide),
-    }[op]
     found = reduce_in_order(op, data)
     assert found.dtype == dtype
-    assert found.tobytes() == result.astype(dtype).tobytes()
+    assert found.tobytes() == reduced(op, data).tobytes()
 
 
 def test_sums_in_another_order_are_near_but_not_the_same() -> None:

@@ -1,4 +1,7 @@
-"""The blocks of a rank and of its neighbours that match, and calls of neighbours as all-to-alls between ranks."""
+"""The blocks of a rank and of its neighbours that match, and calls of neighbours as all-to-alls between ranks.
+
+test_packed.py has calls with equal blocks and with derived datatypes.
+"""
 
 from __future__ import annotations
 
@@ -133,38 +136,6 @@ def expected_of(
         ]
         for rank, each in enumerate(neighbors)
     }
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("operation", ["Neighbor_allgather", "Neighbor_alltoall"])
-@pytest.mark.parametrize("columns", [False, True])
-def test_equal_blocks(topology: str, operation: str, columns: bool) -> None:
-    """With ``columns``, blocks are columns of a matrix on odd ranks and plain on even ones."""
-    neighbors, same, count = TOPOLOGIES[topology], operation == "Neighbor_allgather", 3
-    size = len(neighbors)
-    arrays, parts, made = [], [], []
-    for rank, each in enumerate(neighbors):
-        blocks, rooms = 1 if same else len(each.destinations), len(each.sources)
-        content = np.array([values(rank, block, count) for block in range(blocks)], np.int32).reshape(blocks, count)
-        into = np.full((rooms, count), OLD, np.int32)
-        if columns and rank % 2:
-            send, receive = (OnDevice(np.ascontiguousarray(array.T)) for array in (content, into))
-            for width in (blocks, rooms):
-                vector = MPI.INT32_T.Create_vector(count, 1, max(width, 1))
-                made += [vector, vector.Create_resized(0, 4).Commit()]
-            buffers: list[Any] = [[send, 1, made[-3]], [receive, 1, made[-1]]]
-        else:
-            send, receive = OnDevice(content), OnDevice(into)
-            buffers = [send, [receive, MPI.INT32_T]]
-        arrays.append((receive, columns and rank % 2))
-        parts.append(Part.of(operation, buffers, rank, size, each))
-    exchange(parts)
-    room = {(rank, block): count for rank, each in enumerate(neighbors) for block in range(len(each.sources))}
-    for rank, expected in expected_of(neighbors, room, same=same).items():
-        array, is_transposed = arrays[rank]
-        assert (array.memory.T if is_transposed else array.memory).tolist() == expected
-    for datatype in made:
-        datatype.Free()
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -18,9 +18,8 @@ import mpicomm
 from mpicomm.bench.machine import Machine
 from mpicomm.bench.measure import Measuring, Outcome
 from mpicomm.bench.operations import Case
-from mpicomm.collectives.gpu import tuning_file
-from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning
-from mpicomm.collectives.gpu.tuning_file import load, to_json
+from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning, load, to_json
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.tune import __main__ as tune
 from mpicomm.tune.sweep import Measure, Subject, Timing, choose, subjects_of, sweep
@@ -242,7 +241,7 @@ def test_a_table_that_cannot_be_kept_is_refused_before_the_run(tmp_path: Path, m
     for path in (tmp_path / "file/table.json", tmp_path):
         with pytest.raises(InvalidUsageError, match=r"the table cannot be kept: .*; name another file with --output"):
             tune.open_table(path, "NVIDIA H200")
-    monkeypatch.setattr(tuning_file, "default_file", lambda device: None)
+    monkeypatch.setattr(tuning, "default_file", lambda device: None)
     with pytest.raises(InvalidUsageError, match="no cache directory"):
         tune.open_table(None, "NVIDIA H200")
 
@@ -281,7 +280,7 @@ DRIVER = """
 import time
 import mpicomm
 from mpicomm.cli import options as command_line
-from mpicomm.collectives.gpu.tuning_file import find
+from mpicomm.collectives.gpu.tuning import find
 from mpicomm.tune import __main__ as tune, sweep
 tune.require_possible = lambda comm, ranks: None
 sweep.algorithms_of = lambda operation: ("one_shot", "two_shot", "magic")

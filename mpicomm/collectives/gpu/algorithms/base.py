@@ -1,6 +1,6 @@
 """Algorithm: one way to carry out collectives on GPUs. FormLauncher: the same for the calls of one form.
 
-A new algorithm is a folder with an `Algorithm` in its plan.py, and a line in registry.py.
+A new algorithm is a folder with launchers in its plan.py, and an `Algorithm` in registry.py.
 
 Ranks that decide differently wait for each other for ever. So everything that decides how a call is carried out is a
 pure function of facts that all its ranks share: the `Form` without this rank's buffers, the `Domain` without its team,
@@ -14,10 +14,10 @@ import ctypes
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Arena, Request
@@ -60,6 +60,11 @@ class Domain:
         """The number of ranks."""
         return int(self.team.size)
 
+    @property
+    def most_blocks(self) -> int:
+        """The most blocks of a launch, because all of them must run at once; an H200 has 132 multiprocessors."""
+        return min(128, self.multiprocessors)
+
 
 def launch_tag(hash32: int, step: int = 0, memory: Mapped | None = None) -> int:
     """Return a number made of the facts in which ranks must agree in one launch.
@@ -90,22 +95,21 @@ class KernelTemplate(ABC):
     arguments: ctypes.Structure
     """The argument of the kernel. A launch copies it, so the next call may overwrite it after the launch."""
     early = False
-    """See `Launch.early`."""
 
     @abstractmethod
     def variant(self, kernel: Any) -> Variant:
         """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
 
-    def launch(self, filled: Filled) -> Launch:
+    def launch_of(self, filled: Filled) -> Launch:
         """Return the launch with `arguments`, which later calls overwrite."""
         kernel, blocks, threads = filled
         return Launch(self.variant(kernel), self.arguments, blocks, threads, self.early)
 
-    def steps(self, filled: Filled) -> list[Step]:
+    def steps_of(self, filled: Filled) -> list[Step]:
         """Return the written call as steps of its own, which later calls do not overwrite."""
         if not filled[1]:
             return []
-        launch = self.launch(filled)
+        launch = self.launch_of(filled)
         launch.arguments = type(self.arguments).from_buffer_copy(self.arguments)
         return [launch]
 
@@ -146,7 +150,7 @@ class FormLauncher(ABC):
         """
 
     @abstractmethod
-    def steps(self, filled: Filled) -> list[Step]:
+    def steps_of(self, filled: Filled) -> list[Step]:
         """Return the filled-in call as steps of its own, which later calls do not overwrite."""
 
 
@@ -170,7 +174,7 @@ class StepLauncher(FormLauncher):
             return None
         return self.made(self._form.buffers(lengths, begins), hash32, memory), 0, 0
 
-    def steps(self, filled: Filled) -> list[Step]:
+    def steps_of(self, filled: Filled) -> list[Step]:
         made: list[Step] = filled[0]
         return made
 
@@ -179,22 +183,16 @@ class StepLauncher(FormLauncher):
         """Return this rank's steps, in order. The arena has all `memory`."""
 
 
-class Algorithm(ABC):
+class Algorithm(NamedTuple):
     """One way to carry out collectives."""
 
-    name: ClassVar[str]
+    name: str
     """The value of ``algorithm=`` that selects it; several algorithms may have one name."""
-    in_rank_order: ClassVar[bool] = True
+    serves: Callable[[Operation], bool]
+    """Returns whether it can carry out some calls of a collective."""
+    serve: Callable[[Form, Domain], Sequence[FormLauncher] | str]
+    """Returns launchers for calls of a form of a collective that it `serves`; else the reason, for an error."""
+    in_rank_order: bool = True
     """Whether it reduces in the order of ranks; "auto" takes no other algorithm."""
-
-    @abstractmethod
-    def serves(self, operation: Operation) -> bool:
-        """Return whether it can carry out some calls of this collective."""
-
-    @abstractmethod
-    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
-        """Return launchers for calls of a form of a collective that it `serves`; else the reason, for an error."""
-
-
-NO_CODES = "it sends no codes of 8 bits"
-"""The reason of an algorithm against a call with ``wire_dtype``."""
+    sends_codes: bool = False
+    """Whether elements may travel as codes of 8 bits."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,18 +28,6 @@ _UNIT = np.dtype("V128")
 _BYTE = np.dtype(np.uint8)
 _BLOCK_BITS = 40
 """Block k of a form begins at address (k + 1) << 40."""
-
-
-class Piece(NamedTuple):
-    """A piece of memory in a form."""
-
-    block: int
-    """The number of the block; -1 for no data, or for data that the rank does not store."""
-    shard: int
-    """The number of the shard of the block; -1 for no data."""
-
-
-_NO_PIECE = Piece(-1, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +53,6 @@ class Form:
     wire: tuple[Wire, np.dtype[Any]] | None = None
     """How elements travel, and their type; None if they travel as they are."""
     cuts: tuple[tuple[int, int], ...] = ()
-    """See `Exchange.cuts`."""
 
     @classmethod
     def of_call(cls, call: Call, buffers: Buffers) -> Form:
@@ -151,18 +138,20 @@ class Form:
         assert self.operation.chain is not None
         return self.operation.chain(self._units(1))
 
-    def piece(self, span: Span | None, alike: Span | None = None) -> Piece:
-        """Return the piece for which a span of `one_shot`, `two_shot` or `chain` stands.
+    def piece(self, span: Span | None, alike: Span | None = None) -> tuple[int, int]:
+        """Return the block and its shard for which a span of `one_shot`, `two_shot` or `chain` stands.
+
+        They are -1 for no data. The block is also -1 for data that the rank does not store.
 
         A span without an address has only a length. For such a span, ``alike`` is a span of the same shard with an
         address.
         """
         if span is None or span.count == 0:
-            return _NO_PIECE
+            return -1, -1
         if span.pointer == 0:
-            return Piece(-1, self.piece(alike).shard)
+            return -1, self.piece(alike)[1]
         block, offset = divmod(span.pointer, 1 << _BLOCK_BITS)
-        return Piece(block - 1, offset // (_UNIT.itemsize * span.count))
+        return block - 1, offset // (_UNIT.itemsize * span.count)
 
     def numbers(self, b: Buffers) -> tuple[list[int], list[int]]:
         """Return the bytes and the addresses of the blocks of a call. A block without bytes has address 0."""

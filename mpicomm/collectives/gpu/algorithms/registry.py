@@ -1,26 +1,26 @@
-"""The algorithms of collectives on GPUs. A new algorithm is a line here."""
+"""The algorithms of collectives on GPUs. A new algorithm is an entry here."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from mpicomm.collectives.gpu.algorithms.base import Algorithm
-from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks
-from mpicomm.collectives.gpu.algorithms.chunks import plan as chunks
-from mpicomm.collectives.gpu.algorithms.copies.plan import CopyEngines
-from mpicomm.collectives.gpu.algorithms.direct.plan import IntoMemory
-from mpicomm.collectives.gpu.algorithms.packets import plan as packets
+from mpicomm.collectives.gpu.algorithms.chain.plan import serve_chain
+from mpicomm.collectives.gpu.algorithms.chunks.plan import serve_chunks, serve_ring
+from mpicomm.collectives.gpu.algorithms.copies.plan import CopyLauncher
+from mpicomm.collectives.gpu.algorithms.direct.plan import serve_direct
+from mpicomm.collectives.gpu.algorithms.packets.plan import serve_any_length, serve_one_shot, serve_two_shot
 from mpicomm.collectives.operations import OPERATIONS, Operation
 
-ALGORITHMS: tuple[Algorithm, ...] = (
-    IntoMemory(),
-    packets.AnyLengthPackets(),
-    packets.PacketOneShot(),
-    chunks.ChunkedOneShot(),
-    packets.PacketTwoShot(),
-    AlongRanks(),
-    CopyEngines(),
-    chunks.Ring(),
+ALGORITHMS = (
+    Algorithm("one_shot", lambda operation: operation.into_all and not operation.reduces, serve_direct),
+    Algorithm("one_shot", lambda operation: True, serve_any_length, sends_codes=True),
+    Algorithm("one_shot", lambda operation: True, serve_one_shot, sends_codes=True),
+    Algorithm("one_shot", lambda operation: True, serve_chunks, sends_codes=True),
+    Algorithm("two_shot", lambda operation: operation.two_shot is not None, serve_two_shot, sends_codes=True),
+    Algorithm("chain", lambda operation: operation.chain is not None, serve_chain),
+    Algorithm("copy_engine", lambda operation: bool(operation.copies), lambda *given: [CopyLauncher(*given)]),
+    Algorithm("ring", lambda operation: operation.ring is not None, serve_ring, in_rank_order=False),
 )
 """If algorithms share a name, the first that serves a call carries it out."""
 
@@ -37,8 +37,4 @@ def names_for(operation: Operation, *, in_rank_order: bool = False) -> tuple[str
 
 def operations_for(name: str) -> tuple[str, ...]:
     """Return the collectives that an algorithm of that name serves."""
-    return tuple(
-        operation.name
-        for operation in OPERATIONS.values()
-        if any(algorithm.name == name and algorithm.serves(operation) for algorithm in ALGORITHMS)
-    )
+    return tuple(operation.name for operation in OPERATIONS.values() if name in names_for(operation))

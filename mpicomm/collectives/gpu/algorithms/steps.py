@@ -1,10 +1,11 @@
-"""Steps: the work that one rank enqueues for a collective on GPUs. They know no device, so tests need none."""
+"""Steps: the work that one rank enqueues for a collective on GPUs. AnyPlan: a call of steps. They know no device."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpicomm.kernels.variant import Variant
 
@@ -53,3 +54,37 @@ class LibraryWork:
 
 
 Step = Launch | Copy | Fork | Join | LibraryWork
+
+
+class AlgorithmChoice(NamedTuple):
+    """The algorithm of a call, as text for records of calls."""
+
+    algorithm: str = ""
+    why: str = ""
+    slow: str = ""
+    """Why the call takes a slow way; "" if it does not."""
+
+
+NO_CHOICE = AlgorithmChoice()
+"""The choice of plans that are parts of calls."""
+
+
+class AnyPlan:
+    """A call that an engine can enqueue repeatedly. Its ``str`` is `text`."""
+
+    words: str
+    choice: AlgorithmChoice = NO_CHOICE
+    is_old = False
+    """Whether the call has to be planned again, because ranks may change the memory that it uses."""
+    by_output = False
+    """Whether the library of the receive buffer decides the stream, because MPI ignores the send buffer."""
+    by_address = False
+    """Whether an address names a buffer. The caller's later work on the buffer may be on any stream."""
+
+    @property
+    def text(self) -> str:
+        """The text of the call, for errors."""
+        return self.words
+
+    def __str__(self) -> str:
+        return self.text

@@ -1,4 +1,4 @@
-"""HostEngine on real ranks: every pattern, chunk boundaries, in place, and its life."""
+"""HostEngine on real ranks: every reduction, odd messages, and its life. test_engine_order.py has every pattern."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.reduction import OPERATIONS
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Span
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import NARROW, dtype_or_skip, has_result, require_same
-from tests.helpers.references.ring_order import ring_reduced
-from tests.helpers.rigs.host_engines import CALL, FLOAT32, SMALL, Array, engine_of, meet, parts_of, span, spans, wanted
+from tests.helpers.rigs.host_engines import CALL, FLOAT32, SMALL, engine_of, meet, parts_of, span, wanted
 
 
 @pytest.fixture(scope="module")
@@ -31,39 +29,6 @@ def engine() -> Iterator[HostEngine]:
     with engine_of(MPI.COMM_WORLD) as (engine, _, _):
         yield engine
         meet(MPI.COMM_WORLD, engine)
-
-
-COUNTS = [0, 1, 2, 1023, 1024, 1025, 2048, 2049, 5 * 1024 + 7]  # a slot has 1024 float32
-
-
-@pytest.mark.parametrize("piece_nbytes", [None, 4, 3000, 1 << 20])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_allreduce(comm_world: MPI.Intracomm, engine: HostEngine, in_place: bool, piece_nbytes: int | None) -> None:
-    for count in COUNTS if piece_nbytes != 4 else (0, 1, 2, 50):
-        parts = parts_of(comm_world, FLOAT32, count, count)
-        send = parts[comm_world.rank].copy()
-        out = send if in_place else np.zeros_like(send)
-        steps = patterns.allreduce(
-            comm_world.rank, comm_world.size, FLOAT32, span(send), span(out), "sum", piece_nbytes=piece_nbytes
-        )
-        engine.run(steps, CALL)
-        require_same(out, wanted("sum", parts))
-        if not in_place:
-            assert send.tobytes() == parts[comm_world.rank].tobytes()
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int64"])
-def test_ring_allreduce(comm_world: MPI.Intracomm, engine: HostEngine, name: str, in_place: bool) -> None:
-    rank, size, dtype = comm_world.rank, comm_world.size, dtype_or_skip(name)
-    for count in {*COUNTS, size - 1, size + 1, 1024 * size + 1}:
-        parts = parts_of(comm_world, dtype, count, (name, count))
-        send = parts[rank].copy()
-        out = send if in_place else np.zeros_like(send)
-        engine.run(patterns.ring_allreduce(rank, size, dtype, span(send), span(out), "sum"), CALL)
-        require_same(out, ring_reduced("sum", parts))
-        if not in_place:
-            assert send.tobytes() == parts[rank].tobytes()
 
 
 @pytest.mark.parametrize("name", [*"?bBhHiIqQfdFD", *NARROW])
@@ -103,114 +68,6 @@ def test_result_is_bitwise_the_same_on_every_rank_however_it_is_computed(
         assert len(set(itertools.chain(*comm_world.allgather(results)))) == 1
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_reduce(comm_world: MPI.Intracomm, engine: HostEngine, in_place: bool) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    for root, count in itertools.product(range(size), COUNTS):
-        parts = parts_of(comm_world, FLOAT32, count, (root, count))
-        send = parts[rank].copy()
-        out = send if in_place and rank == root else np.full(count, -1, np.float32)
-        output = span(out) if rank == root else None
-        engine.run(patterns.reduce(rank, size, FLOAT32, span(send), output, "sum", root), CALL)
-        if rank == root:
-            require_same(out, wanted("sum", parts))
-        else:
-            assert (out == -1).all() and send.tobytes() == parts[rank].tobytes()
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("shape", ["equal", "ragged", "one"])
-def test_reduce_scatter(comm_world: MPI.Intracomm, engine: HostEngine, shape: str, in_place: bool) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    for base in (0, 1, 1024, 3333):
-        counts = {
-            "equal": [base] * size,
-            "ragged": [base * (size - index) % 3500 + index for index in range(size)],
-            "one": [base if index == size - 1 else 0 for index in range(size)],
-        }[shape]
-        parts = parts_of(comm_world, FLOAT32, sum(counts), (shape, base))
-        send = parts[rank].copy()
-        out = send[: counts[rank]] if in_place else np.zeros(counts[rank], np.float32)
-        output = Span(send.ctypes.data if in_place else out.ctypes.data, counts[rank])
-        memory = np.zeros(counts[rank], np.float32)
-        scratch = span(memory) if in_place else None
-        steps = patterns.reduce_scatter(rank, size, FLOAT32, spans(send, counts), output, "sum", scratch=scratch)
-        engine.run(steps, CALL)
-        start = sum(counts[:rank])
-        require_same(out, wanted("sum", parts)[start : start + counts[rank]])
-        assert send[counts[rank] :].tobytes() == parts[rank][counts[rank] :].tobytes()
-
-
-RAGGED = [[5, 1024, 0, 2500], [0, 0, 3000, 1], [1025, 7, 1, 0], [4097, 4096, 4095, 4096], [0, 0, 0, 0]]
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("counts", RAGGED, ids=str)
-def test_gathering_and_scattering(
-    comm_world: MPI.Intracomm, engine: HostEngine, counts: list[int], in_place: bool
-) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    counts = counts[:size]
-    dtype = np.dtype("i2")
-    values = [((np.arange(count) + 1000 * index) % 32768).astype(dtype) for index, count in enumerate(counts)]
-    whole, start = np.concatenate(values), sum(counts[:rank])
-    mine = slice(start, start + counts[rank])
-
-    out = np.full(sum(counts), -1, dtype)
-    send = out[mine] if in_place else values[rank].copy()
-    send[:] = values[rank]
-    engine.run(patterns.allgather(rank, size, dtype, span(send), spans(out, counts)), CALL)
-    assert out.tolist() == whole.tolist()
-
-    for root in range(size):
-        out = np.full(sum(counts), -1, dtype)
-        send = out[mine] if in_place and rank == root else values[rank].copy()
-        send[:] = values[rank]
-        blocks = spans(out, counts)
-        engine.run(patterns.gather(rank, size, dtype, span(send), blocks if rank == root else None, root), CALL)
-        assert out.tolist() == (whole.tolist() if rank == root else [-1] * out.size)
-
-        source = whole + root
-        target = source[mine] if in_place and rank == root else np.full(counts[rank], -1, dtype)
-        blocks = spans(source, counts)
-        engine.run(patterns.scatter(rank, size, dtype, blocks if rank == root else None, span(target), root), CALL)
-        assert target.tolist() == (values[rank] + root).tolist()
-        assert source.tolist() == (whole + root).tolist()
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("scale", [0, 1, 700, 1024, 5000])
-def test_alltoall(comm_world: MPI.Intracomm, engine: HostEngine, scale: int, in_place: bool) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    dtype = np.dtype("u4")
-
-    def count(source: int, target: int) -> int:
-        low, high = sorted((source, target)) if in_place else (source, target)
-        return scale * ((3 * low + high) % 4)
-
-    def value(source: int, target: int) -> Array:
-        return (np.arange(count(source, target)) + 10**6 * source + 10**5 * target).astype(dtype)
-
-    send = np.concatenate([value(rank, peer) for peer in range(size)])
-    incoming = [count(peer, rank) for peer in range(size)]
-    out = send if in_place else np.zeros(sum(incoming), dtype)
-    send_blocks = spans(send, [count(rank, peer) for peer in range(size)])
-    engine.run(patterns.alltoall(rank, size, dtype, send_blocks, spans(out, incoming)), CALL)
-    assert out.tolist() == np.concatenate([value(peer, rank) for peer in range(size)]).tolist()
-
-
-@pytest.mark.parametrize("piece_nbytes", [None, 100, 6000])
-def test_bcast(comm_world: MPI.Intracomm, engine: HostEngine, piece_nbytes: int | None) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    dtype = np.dtype([("x", "<f4"), ("n", "u1")])  # NumPy need not be able to reduce the moved data
-    for root, count in itertools.product(range(size), [0, 1, 819, 820, 5000]):
-        expected = np.frombuffer(np.random.default_rng(root).bytes(5 * count), dtype)
-        buffer = expected.copy() if rank == root else np.zeros(count, dtype)
-        if count < 5000 or piece_nbytes != 100:
-            engine.run(patterns.bcast(rank, size, dtype, span(buffer), root, piece_nbytes=piece_nbytes), CALL)
-            assert buffer.tobytes() == expected.tobytes()
-
-
 def test_messages_that_lie_differently_in_cache_lines(comm_world: MPI.Intracomm) -> None:
     """In any place, a message that fills its slot does not change the slot beside it, which no rank has read."""
     memory = np.zeros(10 * SMALL, np.uint8)
@@ -235,19 +92,6 @@ def test_elements_larger_than_a_slot(comm_world: MPI.Intracomm, engine: HostEngi
     buffer = expected.copy() if comm_world.rank == 0 else np.zeros(3, dtype)
     engine.run(patterns.bcast(comm_world.rank, comm_world.size, dtype, span(buffer), 0), CALL)
     assert buffer.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_scan_and_exscan(comm_world: MPI.Intracomm, engine: HostEngine, in_place: bool) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    for count in COUNTS:
-        parts = parts_of(comm_world, FLOAT32, count, count)
-        for pattern, before in ((patterns.scan, rank + 1), (patterns.exscan, rank)):
-            send = parts[rank].copy()
-            out = send if in_place else np.full(count, -1, np.float32)
-            untouched = out.copy()
-            engine.run(pattern(rank, size, FLOAT32, span(send), span(out), "sum"), CALL)
-            require_same(out, wanted("sum", parts[:before]) if before else untouched)
 
 
 def test_messages_beyond_any_pattern(comm_world: MPI.Intracomm, engine: HostEngine) -> None:

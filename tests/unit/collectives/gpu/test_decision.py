@@ -21,14 +21,14 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import (
     BATCH_NBYTES,
     CHAIN_SLOTS,
     CHAIN_THREADS,
-    AlongRanks,
     ChainLauncher,
     cut,
     layout_of,
+    serve_chain,
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     SLOT_NBYTES,
@@ -36,18 +36,15 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     most_workers,
 )
 from mpicomm.collectives.gpu.algorithms.packets.configs import (
-    MAX_BLOCKS,
     Geometry,
     ProtocolLimits,
-    one_shot_limits,
-    packet_protocol,
+    limits_of,
     sized_configs,
 )
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.decision import Chosen, Decision
-from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.collectives.gpu.tuning import BUILT_IN, Tuning
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.wire import Wire
@@ -59,7 +56,7 @@ from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.tuning import row, table
 from tests.helpers.references.reductions import dtype_named
-from tests.helpers.rigs.filled_calls import packet_launch
+from tests.helpers.rigs.filled_calls import Arena, packet_launch
 
 SIZES = st.integers(2, 8)
 KIB, MIB = 1 << 10, 1 << 20
@@ -75,15 +72,13 @@ def test_a_protocol_carries_the_type_and_as_much_as_it_may(
     nbytes: int, dtype: str | None, link_speed: float, operation: Operation
 ) -> None:
     reduction = (dtype, "sum") if dtype else None
-    limits = one_shot_limits(operation, reduction, node_of(0, 4, link_speed=link_speed))
-    protocol, (flagged, sentinel) = packet_protocol(nbytes, limits), limits
-    if protocol == "flagged":
-        assert 0 < nbytes <= flagged
-        assert dtype is None or flags_can_carry(dtype)
-    if protocol == "sentinel":
-        assert 0 < nbytes <= sentinel
-    if protocol is None:
-        assert nbytes == 0 or nbytes > sentinel
+    node = node_of(0, 4, link_speed=link_speed)
+    limits = limits_of(reduction, node, to_all=operation.traffic == "even")
+    config = sized_configs(limits, node).of(nbytes)
+    assert (config is None) == (nbytes == 0 or nbytes > limits.sentinel)
+    if config is not None:
+        assert (config.protocol == "flagged") == (nbytes <= limits.flagged)
+        assert config.protocol == "sentinel" or dtype is None or flags_can_carry(dtype)
 
 
 def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
@@ -102,7 +97,7 @@ def test_inboxes_that_are_used_again_hold_enough_steps(size: int, multiprocessor
     for exponent in range(3, 31):
         share = -(-(1 << exponent) // size)
         for nbytes in (1 << exponent, (1 << exponent) + 16, share, share - share % 16 or 16):
-            geometry = geometry_of(-(-nbytes // 16), min(MAX_BLOCKS, multiprocessors), size, fan_out=fan_out)
+            geometry = geometry_of(-(-nbytes // 16), min(128, multiprocessors), size, fan_out=fan_out)
             inbox = layout.sentinel_inbox_nbytes
             if nbytes > inbox:
                 inbox = layout.large_inbox_nbytes(nbytes)
@@ -110,7 +105,7 @@ def test_inboxes_that_are_used_again_hold_enough_steps(size: int, multiprocessor
             assert (nbytes <= inbox) == (nbytes <= layout.most_inbox_nbytes)
 
 
-@given(units=st.integers(1, 1 << 32), blocks=st.integers(1, MAX_BLOCKS), size=SIZES, fan_out=st.booleans())
+@given(units=st.integers(1, 1 << 32), blocks=st.integers(1, 128), size=SIZES, fan_out=st.booleans())
 def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int, fan_out: bool) -> None:
     geometry = geometry_of(units, blocks, size, fan_out=fan_out)
     most = most_workers(size, fan_out=fan_out, one_step=units <= geometry.threads)
@@ -133,8 +128,7 @@ def test_a_slot_of_a_chain_holds_the_batch_of_a_channel(nbytes: int, multiproces
 
 def test_slots_of_a_chain_grow_with_its_messages() -> None:
     def nbytes_of(nbytes: int, hops: int) -> int:
-        layout = layout_of(nbytes, hops, node_of(0, 4))
-        return layout.nbytes - layout.slots
+        return layout_of(nbytes, hops, node_of(0, 4)).slots_nbytes
 
     assert [nbytes_of(size * MIB, 3) // MIB for size in (1, 2, 3, 8, 9, 1024)] == [4, 4, 16, 16, 64, 64]
     assert [nbytes_of(size * MIB, 4) // MIB for size in (1, 2, 4, 5)] == [4, 16, 16, 64]
@@ -159,7 +153,7 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
     launcher = ChainLauncher(patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").form, node)
     filled = launcher.fill([MIB], [4096], MIB, tag)
     assert filled is not None
-    options = launcher.launch(filled).variant.options
+    options = launcher.launch_of(filled).variant.options
     assert (HOST_SLOTS[0] in options) == host_slots
 
 
@@ -168,26 +162,8 @@ def test_an_arena_takes_no_more_than_it_says() -> None:
         assert ArenaLayout(size, 64).nbytes <= 64 * MIB
 
 
-class Arena:
-    """An arena of ``size`` ranks with any region that is asked for."""
-
-    def __init__(self, size: int) -> None:
-        self.layout = ArenaLayout(size, 64)
-        bases = tuple(rank << 40 for rank in range(1, size + 1))
-        self.flagged = Inboxes(bases, self.layout.flagged_inbox_nbytes)
-        self.sentinels = Inboxes(bases, self.layout.sentinel_inbox_nbytes)
-        self.any_length = self.sentinels
-        self._bases = bases
-
-    def has(self, request: Request) -> bool:
-        return True
-
-    def region(self, request: Request) -> ArenaRegion:
-        return ArenaRegion(self._bases, request.slots_nbytes)
-
-
 def node_of(rank: int, size: int, *, link_speed: float = 1.0) -> Domain:
-    return Domain(Team(size=size, rank=rank), Arena(size), 132, link_speed, most_staged_nbytes=1 << 30)
+    return Domain(Team(size=size, rank=rank), Arena(size, regions=True), 132, link_speed, most_staged_nbytes=1 << 30)
 
 
 class CallOf:
@@ -315,7 +291,7 @@ def test_sizes_are_scaled_by_the_speed_of_the_links(link_speed: float) -> None:
 
 def can_chain(operation: Operation, dtype: str, op: str = "sum", root: int = 0) -> bool:
     call = CallOf(operation, 0, [8] * 4, op=op, root=root, dtype=dtype)
-    return not isinstance(AlongRanks().serve(call.form, node_of(0, 4)), str)
+    return not isinstance(serve_chain(call.form, node_of(0, 4)), str)
 
 
 def test_what_goes_along_a_chain() -> None:

@@ -13,13 +13,13 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, has_template
-from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
-from tests.helpers.rigs.filled_calls import Device, as_read, call_of, fill, plan_of
+from tests.helpers.rigs.filled_calls import Device, Kind, call_of, fill, plain_of, plan_of
 
 OPERATIONS_OF_FORMS = [row for row in OPERATIONS.values() if row.counts == "same" and row.send != "counted"]
 
@@ -48,50 +48,21 @@ def test_a_filled_call_is_launched_as_if_it_had_been_read(data: st.DataObject) -
         blocks=data.draw(st.sampled_from([16, 132]), "blocks"),
         link_speed=data.draw(st.sampled_from([0.5, 1.0]), "link speed"),
     )
-    kind: dict[str, Any] = {"in_place": in_place, "wire": wire}
-    first = call_of(operation, rank, size, data.draw(counts, "first"), dtype, root, at=0, **kind)
+    facts: dict[str, Any] = {"in_place": in_place, "wire": wire}
+    first = call_of(operation, rank, size, data.draw(counts, "first"), dtype, root, at=0, **facts)
     assume(has_template(first))
     symmetric, mappings = data.draw(st.booleans(), "symmetric"), Mappings()
+    calls = Kind(device, asked, mappings)
     try:
-        plan = plan_of(first, device, asked, mappings)
+        calls.template = plan_of(first, device, asked, mappings)
     except InvalidUsageError:
         return
     if symmetric:
         mappings.add([(1 << 51) + (abs(each - rank) << 48) for each in range(size)], rank, 1 << 45)
     for number in range(1, 4):  # later calls follow earlier ones in the same memory
         count = data.draw(counts, "count")
-        call = call_of(operation, rank, size, count, dtype, root, at=number, **kind)
-        chosen, launched, text = as_read(call, device, asked, mappings)
-        filled = fill(plan, call)
-        assert filled == (launched is not None)
-        if filled:
-            device.launch(plan)
-            assert device.launched == launched
-            assert plan.text == text
-            assert plan.choice == chosen.choice
-
-
-@pytest.mark.parametrize("operation", OPERATIONS_OF_FORMS, ids=str)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_call_of_any_length_is_filled_in(operation: Operation, rank: int, symmetric: bool, in_place: bool) -> None:
-    device, mappings = Device(regions=True, size=4, rank=rank, blocks=132, link_speed=1.0), Mappings()
-    if symmetric:
-        mappings.add([(1 << 51) + (abs(each - rank) << 48) for each in range(4)], rank, 1 << 45)
-    calls = [
-        call_of(operation, rank, 4, kib << 8, np.dtype("f4"), 0, in_place=in_place, at=0)
-        for kib in (1, 64, 400, 600, 3000, 4097, 40_000, 50_000, 70_000, 100_000, 200_000)
-    ]
-    plan = plan_of(calls[0], device, "auto", mappings)
-    ways = []
-    for call in calls:
-        chosen, launched, _ = as_read(call, device, "auto", mappings)
-        assert fill(plan, call)
-        ways.append(type(chosen.launcher))
-        device.launch(plan)
-        assert device.launched == launched
-    assert len({*ways}) > 1
+        call = call_of(operation, rank, size, count, dtype, root, at=number, **facts)
+        calls.require_alike(call, *plain_of(call))
 
 
 @pytest.mark.parametrize(

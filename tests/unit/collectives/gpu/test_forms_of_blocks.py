@@ -16,7 +16,7 @@ from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi.plain_arrays import has_template_kind, plain_array
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
-from tests.helpers.rigs.filled_calls import Device, as_read, plan_of
+from tests.helpers.rigs.filled_calls import Device, Kind, as_read, plan_of
 
 OPERATIONS_OF_BLOCKS = [
     row for row in OPERATIONS.values() if "vector" in (row.send, row.receive) and not row.of_neighbors
@@ -71,22 +71,10 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_read(data: st.D
     def call(arguments: tuple[Any, Any]) -> Call:
         return Call(operation, Arguments(*arguments, None, root), rank, size)
 
-    plan = None
+    kind = Kind(device)
     for number in range(4):
         arguments = draw(number)
-        read = call(arguments)
-        chosen, launched, text = as_read(read, device)
-        plan = plan or plan_of(read, device, "auto")
-        sent, received = map(plain_array, arguments)
-        assert sent is not None and received is not None and plan.takes(sent, received)
-        filled = plan.fill(sent, received)
-        assert filled == bool(launched)
-        if filled:
-            device.launch(plan)
-            assert device.launched == launched
-            assert plan.text == text
-            assert plan.private_nbytes == chosen.launcher.private_nbytes
-            assert (plan.private_nbytes is not None) == (operation.counts == "private")
+        kind.require_alike(call(arguments), *map(plain_array, arguments))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS_OF_BLOCKS, ids=str)
@@ -114,7 +102,7 @@ def test_a_filled_call_with_datatypes_is_launched_as_if_it_had_been_read(data: s
     size = data.draw(st.integers(2, 8), "size")
     rank, operation = data.draw(st.integers(0, size - 1), "rank"), OPERATIONS["Alltoallw"]
     device = Device(regions=data.draw(st.booleans()), size=size, rank=rank, blocks=132, link_speed=1.0)
-    in_place, plan = data.draw(st.booleans(), "in place"), None
+    in_place, kind = data.draw(st.booleans(), "in place"), Kind(device)
     pair = MPI.FLOAT.Create_contiguous(2).Commit()
     blocks_of_rank = st.lists(
         st.tuples(
@@ -138,22 +126,13 @@ def test_a_filled_call_with_datatypes_is_launched_as_if_it_had_been_read(data: s
             array = DeviceArray((1 << 50 + index) + 128 * number, end // 4 + 1, np.dtype("f4"))
             datatypes, counts, _ = zip(*blocks, strict=True)
             arguments[index] = [array, counts, displs, [*datatypes]]
-        read = Call(operation, Arguments(*arguments), rank, size)
-        chosen, launched, text = as_read(read, device)
-        plan = plan or plan_of(read, device, "auto")
-        sent, received = map(plain_array, arguments)
-        assert sent is not None and received is not None and plan.takes(sent, received)
-        assert plan.fill(sent, received)
-        device.launch(plan)
-        assert device.launched == launched
-        assert plan.text == text
-        assert plan.private_nbytes == chosen.launcher.private_nbytes
+        kind.require_alike(Call(operation, Arguments(*arguments), rank, size), *map(plain_array, arguments))
     pair.Free()
 
 
 def test_datatypes_with_gaps_are_left_to_the_reader() -> None:
     here, there = (DeviceArray(at, 10, np.dtype("f4")) for at in (1 << 50, 1 << 51))
-    pair, once = MPI.FLOAT.Create_contiguous(2).Commit(), MPI.FLOAT.Create_contiguous(2)
+    pair = MPI.FLOAT.Create_contiguous(2)  # kernels need no committed datatype
     wide, shifted = pair.Create_resized(0, 12).Commit(), MPI.FLOAT.Create_hindexed([1], [4]).Commit()
 
     def blocks(*datatypes: Any, counts: Any = (1, 2), displs: Any = (0, 8), array: Any = here) -> Any:
@@ -163,7 +142,6 @@ def test_datatypes_with_gaps_are_left_to_the_reader() -> None:
         arguments = blocks(*datatypes), blocks(*datatypes, array=there)
         return Call(OPERATIONS["Alltoallw"], Arguments(*arguments), 0, 2)
 
-    assert plain_array(blocks(MPI.FLOAT, pair)) is None  # until MPI has said that it is committed
     assert has_template(call(MPI.FLOAT, pair)) and has_template(call(pair, MPI.DOUBLE))
     assert not has_template(call(MPI.FLOAT, wide))
     read = plain_array(blocks(MPI.FLOAT, pair))
@@ -172,7 +150,6 @@ def test_datatypes_with_gaps_are_left_to_the_reader() -> None:
     for spec in (
         blocks(MPI.FLOAT, wide),
         blocks(MPI.FLOAT, shifted),
-        blocks(MPI.FLOAT, once),
         blocks(MPI.FLOAT, MPI.SHORT_INT),
         blocks(MPI.FLOAT, MPI.DATATYPE_NULL),
         blocks(MPI.FLOAT, "f"),
@@ -196,7 +173,7 @@ def test_datatypes_with_gaps_are_left_to_the_reader() -> None:
     assert not fits(blocks(pair, pair), other)  # this rank sends itself 8 bytes, and takes 4
     assert not fits(blocks(MPI.FLOAT, pair, displs=[0, 25]), other)
     assert not fits(blocks(MPI.FLOAT, pair, counts=[1, -1]), other)
-    for datatype in (pair, once, wide, shifted):
+    for datatype in (pair, wide, shifted):
         datatype.Free()
 
 
@@ -206,25 +183,18 @@ def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_read(data: 
     rank, operation = data.draw(st.integers(0, size - 1), "rank"), OPERATIONS["Reduce_scatter"]
     dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "c16"])))
     device = Device(regions=data.draw(st.booleans()), size=size, rank=rank, blocks=132, link_speed=1.0)
-    in_place, plan = data.draw(st.booleans(), "in place"), None
+    in_place, kind = data.draw(st.booleans(), "in place"), Kind(device)
     for number in range(4):
         counts_of = st.lists(st.integers(0, 9) | st.integers(0, 9_000_000), min_size=size, max_size=size)
         counts = data.draw(counts_of.filter(any), f"counts of call {number}")
         send = DeviceArray((1 << 50) + 128 * number, sum(counts), dtype)
         receive = DeviceArray((1 << 51) + 128 * number, counts[rank], dtype)
         given: tuple[Any, Any] = (MPI.IN_PLACE, send) if in_place else (send, receive)
-        read = Call(operation, Arguments(*given, MPI.SUM, 0, counts), rank, size)
-        _, launched, text = as_read(read, device)
-        plan = plan or plan_of(read, device, "auto")
         sent: Any = (*plain_array(send), tuple(counts), None)  # type: ignore[misc]
         received = plain_array(MPI.IN_PLACE if in_place else receive)
-        assert received is not None and plan.takes(sent, received)
-        assert plan.fill(sent, received) == bool(launched)
-        if launched:
-            device.launch(plan)
-            assert device.launched == launched
-            assert plan.text == text
-        assert not plan.fill((sent[0], sent[1] + 1, *sent[2:]), received)  # recvcounts do not cut all of it
+        kind.require_alike(Call(operation, Arguments(*given, MPI.SUM, 0, counts), rank, size), sent, received)
+        # Recvcounts must cut all of the input.
+        assert not kind.template.fill((sent[0], sent[1] + 1, *sent[2:]), received)
 
 
 def test_a_result_longer_than_the_scratch_memory_is_left_to_the_reader() -> None:
@@ -258,8 +228,7 @@ def test_a_filled_call_of_neighbours_is_launched_as_if_it_had_been_read(data: st
     sources, destinations = ((*ranks, *[MPI.PROC_NULL] * data.draw(st.integers(0, 1))) for ranks in peers)
     own = rank in sources
     assume(own == (rank in destinations))
-    neighborhood = Neighborhood(sources, destinations)
-    plan = None
+    neighborhood, kind = Neighborhood(sources, destinations), Kind(device)
     for number in range(4):
         count = data.draw(st.integers(0, 9_000), f"count of call {number}")
         arguments: list[Any] = []
@@ -274,16 +243,8 @@ def test_a_filled_call_of_neighbours_is_launched_as_if_it_had_been_read(data: st
             else:
                 arguments.append(DeviceArray(at, count * (len(ranks) if shape == "blocks" else 1), dtype))
         read = Call(operation, Arguments(*arguments), rank, size, "auto", neighborhood)
-        chosen, launched, text = as_read(read, device)
         assert has_template(read)
-        plan = plan or plan_of(read, device, "auto")
-        sent, received = map(plain_array, arguments)
-        assert plan.takes(sent, received)
-        assert plan.fill(sent, received)
-        device.launch(plan)
-        assert device.launched == launched
-        assert plan.text == text
-        assert plan.private_nbytes == chosen.launcher.private_nbytes
+        kind.require_alike(read, *map(plain_array, arguments))
 
 
 def test_a_rank_that_is_a_neighbour_twice_has_no_template() -> None:

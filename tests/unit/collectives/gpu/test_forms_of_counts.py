@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes
-from mpicomm.collectives.gpu.call_templates import CountedTemplate
+from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import plain_arrays
@@ -48,7 +48,7 @@ def require_read_alike(plan: CountedTemplate, call: Call, device: Device) -> Non
     """Require that the call in ``plan`` is the call as the engine reads it."""
     assert call.counted is not None
     read = plan_of(call, device)
-    steps = read.steps_of(call.counted)
+    steps = read.read(call.counted)
     device.launch(plan)
     assert device.launched == [*map(as_enqueued, steps)]
     assert plan.text == plan.words == read.text

@@ -22,7 +22,7 @@ from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.references.reductions import dtype_named
-from tests.helpers.rigs.filled_calls import Device, as_read, plan_of
+from tests.helpers.rigs.filled_calls import Device, Kind, plan_of
 
 pytest.importorskip("ml_dtypes")
 
@@ -123,10 +123,11 @@ class CallAt:
 
     def fill(self, plan: CollectiveTemplate) -> bool:
         """Fill the call into a plan as `PlanCache` does."""
-        _, arrays = self.key()
-        buffers = [plain_array(each) for each in self.given]
-        assert plan.takes(*buffers, *arrays)
-        return plan.fill(*buffers, *arrays)
+        assert plan.takes(*self.plain())
+        return plan.fill(*self.plain())
+
+    def plain(self) -> list[Any]:
+        return [*map(plain_array, self.given), *self.key()[1]]
 
 
 @given(data=st.data())
@@ -148,10 +149,10 @@ def test_a_filled_call_is_launched_as_if_it_had_been_read(data: st.DataObject) -
         blocks=data.draw(st.sampled_from([16, 132]), "blocks"),
         link_speed=1.0,
     )
-    symmetric, mappings, plan = data.draw(st.booleans(), "symmetric"), Mappings(), None
+    symmetric, mappings = data.draw(st.booleans(), "symmetric"), Mappings()
     if symmetric:
         mappings.add([(2 << 45) + (abs(each - rank) << 55) for each in range(size)], rank, 1 << 44)
-    key = None
+    key, kind = None, Kind(device, asked, mappings)
     for number in range(4):
         rows = data.draw(counts, f"rows of call {number}")
         names = data.draw(st.sets(st.sampled_from(["residual", "weight", "bias", "receive", "send"])), "odd")
@@ -159,41 +160,9 @@ def test_a_filled_call_is_launched_as_if_it_had_been_read(data: st.DataObject) -
         call = CallAt(of, rows, hidden, number << 12, in_place=in_place, moved=moved, size=size, rank=rank)
         read = call.read()
         assert has_template(read)
-        plan, key = plan or plan_of(read, device, asked, mappings), key or call.key()[0]
+        key = key or call.key()[0]
         assert call.key()[0] == key  # `PlanCache` finds the form of the first call
-        chosen, launched, text = as_read(read, device, asked, mappings)
-        assert call.fill(plan) == (launched is not None)
-        if launched is not None:
-            device.launch(plan)
-            assert device.launched == launched
-            assert plan.choice == chosen.choice
-            assert plan.text == text
-
-
-@pytest.mark.parametrize(
-    ("size", "hidden", "expected"),
-    [
-        (2, 4096, "one_shot"),
-        (2, 4097, "copy_engine + norm, one_shot + norm"),
-        (2, 40_960, "one_shot, one_shot + norm"),
-        (4, 4096, "one_shot, two_shot"),
-        (4, 4097, "copy_engine + norm, one_shot + norm, two_shot + norm"),
-        (8, 40_960, "one_shot, one_shot + norm, two_shot, two_shot + norm"),
-    ],
-)
-def test_calls_of_any_number_of_rows_share_a_form(size: int, hidden: int, expected: str) -> None:
-    device, mappings = Device(regions=True, size=size, rank=1, blocks=132, link_speed=1.0), Mappings()
-    plan, ways = None, set[str]()
-    bounds = [size * blocks + more for blocks in (1, 127, 131) for more in (0, 1)]
-    for number, rows in enumerate((1, 3, 20, 127, 128, 131, 132, 133, *bounds, 3000, 9000, 40_000)):
-        call = CallAt(rms, rows, hidden, number << 12, size=size)
-        plan = plan or plan_of(call.read(), device, "auto", mappings)
-        chosen, launched, _ = as_read(call.read(), device, "auto", mappings)
-        assert call.fill(plan)
-        device.launch(plan)
-        assert launched and device.launched == launched
-        ways.add(chosen.choice.algorithm + " + norm" * (launched[-1][0].entry == "mpicomm_norm"))
-    assert ", ".join(sorted(ways)) == expected
+        kind.require_alike(read, *call.plain())
 
 
 NAMES = ("send", "receive", "residual", "weight", "scales", "scale")

@@ -25,9 +25,8 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SL
 from mpicomm.collectives.gpu.algorithms.packets.configs import geometry_within
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
-from mpicomm.collectives.gpu.call_memory import CallMemory
+from mpicomm.collectives.gpu.call_memory import CallMemory, LongestMessage
 from mpicomm.collectives.gpu.decision import Chosen, Decision
-from mpicomm.collectives.gpu.longest_message import LongestMessage
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.arguments import Span

@@ -8,118 +8,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.collectives.gpu.built_in import BUILT_IN, scaled
-from mpicomm.collectives.gpu.tuning import TUNED, Kind, Measured, Row, Tuning, algorithms_of
+from mpicomm.collectives.gpu.tuning import BUILT_IN, Kind, Measured, Row, Tuning, algorithms_of, scaled
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs.tuning import KIB, MIB, NEVER, chosen, row, table
 
 EVERY_OPERATION = st.sampled_from(list(OPERATIONS))
 
-MEASURED = (2, 3, 4, 6, 8)  # ranks
-TWO_SHOT_FROM = {
-    "Allreduce": {3: 384 * KIB + 1, 4: 256 * KIB + 1, 6: 152 * KIB + 1, 8: 176 * KIB + 1},
-    "Bcast": {6: 448 * KIB, 8: 384 * KIB},
-    "Reduce": {3: MIB, 4: MIB, 6: 576 * KIB, 8: 448 * KIB},
-}
-CHAIN_FROM = {
-    "Bcast": {3: 896 * KIB, 4: 576 * KIB, 6: 1280 * KIB, 8: 2048 * KIB},
-    "Reduce": {3: 2560 * KIB, 4: 3072 * KIB, 6: 3584 * KIB, 8: 4608 * KIB},
-}
 
-
-@pytest.mark.parametrize("size", MEASURED)
-@pytest.mark.parametrize("operation", TUNED)
-def test_two_shot_begins_at_the_size_where_it_was_faster(operation: str, size: int) -> None:
-    begin = TWO_SHOT_FROM.get(operation, {}).get(size, NEVER)
-    near = set() if begin == NEVER else {begin - 1, begin, begin + 1}
-    for nbytes in {0, 1, *near, *(1 << exponent for exponent in range(22))}:
-        if nbytes >= CHAIN_FROM.get(operation, {}).get(size, NEVER):
-            continue
-        algorithm = BUILT_IN.algorithm(operation, nbytes, size, registered=False)
-        assert algorithm == ("two_shot" if begin <= nbytes and begin != NEVER else "one_shot"), nbytes
+def test_the_built_in_table_has_bounds_by_the_number_of_ranks_and_the_memory() -> None:
+    for begin, size, operation, registered in (
+        (256 * KIB + 1, 4, "Allreduce", False),
+        (448 * KIB, 6, "Bcast", True),
+        (MIB, 3, "Reduce", False),
+        (112 * MIB, 2, "Allreduce", True),
+        (240 * MIB, 2, "Allreduce", False),
+        (80 * MIB, 2, "Bcast", True),
+        (160 * MIB, 4, "Allgather", True),
+        (200 * MIB - 1, 5, "Alltoall", True),  # by the row of 4 ranks
+        (512 * MIB, 2, "Reduce_scatter_block", False),
+    ):
+        below, above = (chosen(BUILT_IN, begin + step, size, operation, registered=registered) for step in (-1, 0))
+        assert below != above, operation
 
 
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_rows_of_calls_with_codes_count_codes(itemsize: int, registered: bool) -> None:
-    for codes, algorithm in (
-        (0, "one_shot"),
-        (MIB, "one_shot"),
-        (MIB + 1, "two_shot"),
-        (3 * MIB, "one_shot"),
-        (1 << 30, "two_shot"),
-    ):
-        nbytes = codes * itemsize
-        assert BUILT_IN.algorithm("Allreduce", nbytes, 2, registered=registered, coded=itemsize) == algorithm
-        choices = BUILT_IN.choices("Allreduce", 2, registered=registered, coded=itemsize)
-        assert [name for begin, name in choices if begin <= nbytes][-1] == algorithm
-        assert BUILT_IN.algorithm("Allgather", nbytes, 2, registered=registered, coded=itemsize) == "one_shot"
-
-
-@pytest.mark.parametrize("registered", [True, False])
-@pytest.mark.parametrize("size", MEASURED)
-@pytest.mark.parametrize("operation", CHAIN_FROM)
-def test_chains_begin_at_the_size_where_they_were_faster(operation: str, size: int, registered: bool) -> None:
-    begin = CHAIN_FROM[operation].get(size, NEVER)
-    for nbytes in (min(begin, 1 << 30) - 1, min(begin, 1 << 40)):
-        algorithm = BUILT_IN.algorithm(operation, nbytes, size, registered=registered)
-        assert (algorithm == "chain") == (nbytes >= begin)
-
-
-BLOCKS_FROM = {2: 152, 3: 120, 4: 160, 5: 200, 6: 144, 7: 168, 8: 176}  # 5 and 7 are scaled
-
-
-@pytest.mark.parametrize(
-    ("operation", "size", "begin"),
-    [("Allreduce", 2, 112), ("Allreduce", 3, 112), ("Allreduce", 4, 112), ("Allreduce", 6, 96), ("Allreduce", 8, 120)]
-    + [("Bcast", 2, 80)]
-    + [(operation, *each) for operation in ("Allgather", "Alltoall") for each in BLOCKS_FROM.items()],
-)
-def test_copies_begin_at_the_size_where_they_were_faster(operation: str, size: int, begin: int) -> None:
-    for nbytes in (begin * MIB - KIB, begin * MIB, 1 << 40):
-        copies = nbytes >= begin * MIB
-        assert (chosen(BUILT_IN, nbytes, size, operation, registered=True) == "copy_engine") == copies
-
-
-@pytest.mark.parametrize(
-    ("operation", "size", "begin"),
-    [("Allreduce", 2, 240), ("Allreduce", 3, 192), ("Allreduce", 4, 176), ("Allreduce", 6, 160), ("Allreduce", 8, 192)]
-    + [(operation, size, 80 * size) for operation in ("Allgather", "Alltoall") for size in range(4, 9)]
-    + [(operation, 2, 416) for operation in ("Allgather", "Alltoall")]
-    + [(operation, 3, 224) for operation in ("Allgather", "Alltoall", "Gather", "Scatter")]
-    + [
-        ("Bcast", 2, 144),
-        ("Bcast", 3, None),
-        ("Gather", 2, 224),
-        ("Reduce", 2, 160),
-        ("Reduce_scatter_block", 2, 512),
-        ("Reduce_scatter_block", 4, 240),
-        ("Reduce_scatter_block", 8, 176),
-        ("Reduce", 4, None),
-        ("Scatter", 2, 224),
-        ("Gather", 4, 320),
-        ("Scatter", 4, 320),
-    ],
-)
-def test_copies_into_ordinary_memory_begin_later(operation: str, size: int, begin: int | None) -> None:
-    bound = NEVER if begin is None else begin * MIB
-    for nbytes in (min(bound, 1 << 39) - KIB, min(bound, 1 << 39), 1 << 40):
-        copies = nbytes >= bound
-        assert (chosen(BUILT_IN, nbytes, size, operation, registered=False) == "copy_engine") == copies
-
-
-@pytest.mark.parametrize("size", range(2, 9))
-def test_below_the_copies_a_symmetric_output_changes_nothing(size: int) -> None:
-    for operation in TUNED:
-        for nbytes in (1 << exponent for exponent in range(26)):
-            both = {BUILT_IN.algorithm(operation, nbytes, size, registered=registered) for registered in (False, True)}
-            assert len(both) == 1, (operation, nbytes)
+    choices = BUILT_IN.choices("Allreduce", 2, registered=registered, coded=itemsize)
+    bounds = (0, "one_shot"), (MIB + 1, "two_shot"), (2944 * KIB + 1, "one_shot"), (3584 * KIB, "two_shot")
+    assert choices == [(codes * itemsize, name) for codes, name in bounds]
+    assert BUILT_IN.choices("Allgather", 2, registered=registered, coded=itemsize) == [(0, "one_shot")]
 
 
 @given(EVERY_OPERATION, st.integers(0, 1 << 40), st.integers(1, 8), st.booleans())
 def test_what_is_built_in_is_possible(operation: str, nbytes: int, size: int, registered: bool) -> None:
-    algorithm = BUILT_IN.algorithm(operation, nbytes, size, registered=registered)
-    assert algorithm in algorithms_of(operation)
+    assert chosen(BUILT_IN, nbytes, size, operation, registered=registered) in algorithms_of(operation)
 
 
 def test_what_each_operation_can_be_carried_out_with() -> None:
@@ -164,12 +87,13 @@ def test_a_symmetric_output_takes_the_row_of_any_output_if_it_has_none() -> None
 @pytest.mark.parametrize("size", [3, 4, 5, 8])
 def test_choices_above_a_size_are_made_there(size: int, above: int) -> None:
     measured = row("Bcast", 3, (100, "two_shot"), (101, "chain"), (96 * MIB, "two_shot"), (97 * MIB, "copy_engine"))
-    own = Row(measured.kind, size, tuple(measured.choices_above(above, size)))
-    begins = [begin for begin, _ in own.choices]
+    choices = tuple(measured.choices_above(above, size))
+    own = Row(measured.kind, size, choices)
+    begins = [begin for begin, _ in choices]
     assert begins == sorted({*begins})
     assert begins[0] == above + 1
     for nbytes in {above + 1, *(begin + step for begin in begins[1:] for step in (-1, 0))}:
-        assert own.algorithm(nbytes, size) == measured.algorithm(nbytes, size), nbytes
+        assert chosen(table(own), nbytes, size, "Bcast") == chosen(table(measured), nbytes, size, "Bcast"), nbytes
 
 
 def continued(before: Tuning, *choices: tuple[int, str], size: int = 4) -> tuple[tuple[int, str], ...]:

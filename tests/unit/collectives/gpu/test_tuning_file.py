@@ -13,10 +13,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpicomm.collectives.gpu import tuning_file
-from mpicomm.collectives.gpu.built_in import BUILT_IN
-from mpicomm.collectives.gpu.tuning import TUNED, Kind, Measured, Row, Tuning, algorithms_of, kind_of
-from mpicomm.collectives.gpu.tuning_file import load, to_json
+from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu.tuning import (
+    BUILT_IN,
+    TUNED,
+    Kind,
+    Measured,
+    Row,
+    Tuning,
+    algorithms_of,
+    kind_of,
+    load,
+    to_json,
+)
 from mpicomm.errors import InvalidUsageError
 from tests.helpers.inputs.tuning import GPU, KIB, MIB, NEVER, chosen, row, table
 
@@ -184,7 +193,7 @@ OTHER = "NVIDIA H100 80GB HBM3"
 
 
 def find(device_name: str, link_gb_s: float | None = None) -> Tuning:
-    return tuning_file.find(device_name, lambda: link_gb_s)
+    return tuning.find(device_name, lambda: link_gb_s)
 
 
 def test_without_a_file_it_is_the_one_built_in(cache: Path) -> None:
@@ -193,13 +202,13 @@ def test_without_a_file_it_is_the_one_built_in(cache: Path) -> None:
 
 def test_the_file_for_this_device_is_found(cache: Path) -> None:
     path = write(cache / "tuning-nvidia-h200.json", MINE)
-    assert tuning_file.default_file(GPU) == path
+    assert tuning.default_file(GPU) == path
     found = find(GPU)
     assert chosen(found, 100, 4) == "copy_engine"
     assert chosen(found, MIB, 4, "Bcast") == "chain"
     assert found.describe()[0] == f"{path} (NVIDIA H200); for the rest built in, measured on H200s"
     assert find(OTHER) is BUILT_IN
-    assert tuning_file.default_file(OTHER) == cache / "tuning-nvidia-h100-80gb-hbm3.json"
+    assert tuning.default_file(OTHER) == cache / "tuning-nvidia-h100-80gb-hbm3.json"
 
 
 def test_a_file_that_is_named_wins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +239,7 @@ def test_what_was_measured_is_not_scaled(cache: Path) -> None:
     def never_asked() -> float:
         raise AssertionError
 
-    assert tuning_file.find(GPU, never_asked) is BUILT_IN
+    assert tuning.find(GPU, never_asked) is BUILT_IN
     write(cache / "tuning-nvidia-h100-80gb-hbm3.json", MINE)
     found = find(OTHER, 47.8)
     assert MINE in found.rows
@@ -262,5 +271,5 @@ def test_who_has_no_home_has_no_file(cache: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    assert tuning_file.default_file(GPU) is None
+    assert tuning.default_file(GPU) is None
     assert find(GPU) is BUILT_IN

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.host.fast_path import after_votes, at_once, plain_calls
+from mpicomm.collectives.host.fast_path import after_votes, plain_calls
 from mpicomm.collectives.host.selection import mapped_from
 from mpicomm.collectives.operations import OPERATIONS, Operation
 
@@ -165,7 +165,7 @@ def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation:
         votes.append(row)
         return agreed
 
-    on_host, given = at_once(2, RANK, 1), buffers(operation, 16)
+    on_host, given = plain_calls(2, RANK, 1), buffers(operation, 16)
     plain, checks = on_host[operation.name](*given, MPI.SUM), after_votes(on_host, is_on_host)
     assert plain or operation.of_neighbors or operation.send == "typed"
     assert checks[operation.name](*given, MPI.SUM) == (plain and agreed)

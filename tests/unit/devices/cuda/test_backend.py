@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,16 +13,6 @@ from mpicomm.kernels.packing import PackTable
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.jobs.pace import HANG_S
-
-
-@pytest.fixture
-def backend(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    module = importlib.import_module("mpicomm.devices.cuda.backend")
-    monkeypatch.setattr(module, "visible_devices", lambda: [SimpleNamespace(ordinal=0)])
-    monkeypatch.setattr(module, "FaultPage", lambda *_: SimpleNamespace(close=lambda: None))
-    backend = module.CudaBackend(0, 1.0)
-    yield backend
-    backend.close()
 
 
 def test_requests_are_completed_whatever_other_threads_capture(cuda: FakeCuda, backend: Any) -> None:

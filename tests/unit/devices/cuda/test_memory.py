@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ from tests.helpers.faults.leaks import nothing_leaks
 @pytest.fixture
 def memory(cuda: FakeCuda) -> Any:
     return importlib.import_module("mpicomm.devices.cuda.memory")
-
-
-@pytest.fixture
-def context(cuda: FakeCuda, memory: Any) -> Any:
-    context = memory.PrimaryContext(SimpleNamespace(ordinal=0, uuid=bytes(16)))
-    cuda.calls.clear()
-    return context
 
 
 def opened(memory: Any, context: Any) -> Any:

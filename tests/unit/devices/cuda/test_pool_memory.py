@@ -13,9 +13,10 @@ from mpicomm.devices.handle import KEY_NBYTES, MemoryHandle
 from mpicomm.errors import HandleError
 from tests.helpers.fakes.fake_cuda import ADDRESS, FakeCuda
 from tests.helpers.faults.leaks import nothing_leaks
+from tests.unit.devices.cuda.conftest import UUID
 
 KIB = 1 << 10
-UUID, KEY = bytes(range(16)), bytes(range(KEY_NBYTES))
+KEY = bytes(range(KEY_NBYTES))
 
 
 @pytest.fixture
@@ -23,13 +24,6 @@ def pools(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module("mpicomm.devices.cuda.segments")
     monkeypatch.setattr(module, "bytes_of", lambda data: KEY)
     return module
-
-
-@pytest.fixture
-def context(cuda: FakeCuda, pools: Any) -> Any:
-    context = pools.PrimaryContext(SimpleNamespace(ordinal=0, uuid=UUID))
-    cuda.calls.clear()
-    return context
 
 
 def adopted(pools: Any, context: Any) -> Any:

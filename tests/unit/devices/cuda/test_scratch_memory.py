@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,40 +18,33 @@ LARGE = 2 << 20
 
 @pytest.fixture
 def cuda() -> Iterator[VirtualCuda]:
-    with imported_over(cuda := VirtualCuda()):
+    with imported_over(cuda := VirtualCuda()), nothing_leaks():
         yield cuda
-
-
-@pytest.fixture
-def scratch(cuda: VirtualCuda) -> Iterator[Any]:
-    module = importlib.import_module("mpicomm.devices.cuda.segments")
-    with nothing_leaks():
-        scratch = module.ScratchMemory(module.PrimaryContext(SimpleNamespace(ordinal=0, uuid=bytes(16))))
-        yield scratch
-        scratch.close()
         assert not cuda.mapped
         assert not cuda.reserved
 
 
-def test_large_memory_comes_back_at_its_addresses(cuda: VirtualCuda, scratch: Any) -> None:
-    places = [scratch.allocate(nbytes, "fd") for nbytes in (LARGE, 3 * LARGE + 1)]
+def test_large_memory_comes_back_at_its_addresses(cuda: VirtualCuda, backend: Any) -> None:
+    backend.kind = "fd"
+    places = [backend.scratch(nbytes).pointer for nbytes in (LARGE, 3 * LARGE + 1)]
     free = cuda.free_nbytes
-    scratch.suspend()
+    backend.suspend()
     assert not cuda.mapped
     assert cuda.free_nbytes == free + 5 * LARGE
-    scratch.resume()
+    backend.resume()
     for place in places:
         array_at(place, LARGE, np.dtype(np.uint8))[:] = 1
     assert sorted(cuda.mapped) == sorted(places)
-    scratch.suspend()
+    backend.suspend()
 
 
 @pytest.mark.parametrize(("nbytes", "kind"), [(LARGE - 1, "fd"), (LARGE, "ipc"), (LARGE, None), (0, "fabric")])
-def test_other_memory_stays(cuda: VirtualCuda, scratch: Any, nbytes: int, kind: Any) -> None:
-    assert scratch.allocate(nbytes, kind) == ADDRESS
+def test_other_memory_stays(cuda: VirtualCuda, backend: Any, nbytes: int, kind: Any) -> None:
+    backend.kind = kind
+    assert backend.scratch(nbytes).pointer == ADDRESS
     cuda.calls.clear()
-    scratch.suspend()
-    scratch.resume()
+    backend.suspend()
+    backend.resume()
     assert not cuda.calls
-    scratch.close()
-    assert cuda.calls == ["cuMemFree"]
+    backend.close()
+    assert cuda.calls.count("cuMemFree") == 1

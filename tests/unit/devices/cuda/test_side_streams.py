@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ STREAM = 7
 
 
 @pytest.fixture
-def side_streams(cuda: FakeCuda) -> Any:
-    module = importlib.import_module("mpicomm.devices.cuda.side_streams")
-    context = SimpleNamespace(device=SimpleNamespace(ordinal=0))
-    return module.SideStreams(context)
+def side_streams(context: Any) -> Any:
+    return importlib.import_module("mpicomm.devices.cuda.side_streams").SideStreams(context)
 
 
 def test_an_event_is_used_again_after_its_mark_is_gone(cuda: FakeCuda, side_streams: Any) -> None:

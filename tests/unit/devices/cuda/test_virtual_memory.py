@@ -13,21 +13,14 @@ from mpicomm.devices.handle import Descriptor, MemoryHandle
 from mpicomm.errors import HandleError
 from tests.helpers.fakes.fake_cuda import ADDRESS, FakeCuda
 from tests.helpers.faults.leaks import nothing_leaks
+from tests.unit.devices.cuda.conftest import UUID
 
 MIB = 1 << 20
-UUID = bytes(range(16))
 
 
 @pytest.fixture
 def virtual(cuda: FakeCuda) -> Any:
     return importlib.import_module("mpicomm.devices.cuda.virtual_memory")
-
-
-@pytest.fixture
-def context(cuda: FakeCuda, virtual: Any) -> Any:
-    context = virtual.PrimaryContext(SimpleNamespace(ordinal=0, uuid=UUID))
-    cuda.calls.clear()
-    return context
 
 
 @pytest.fixture

@@ -7,19 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mpicomm.collectives.gpu.algorithms.base import NO_CODES, Algorithm, Domain, Filled, FormLauncher, KernelTemplate
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
-from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import LANES, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant, u32, u64
 from mpicomm.mpi.types import is_narrow
 from mpicomm.symmetric.registry import Mapped
-
-_SOURCE = Path(__file__).with_name("chain.cu")
 
 # Constants and structures of chain.cu; a test compares them.
 CHAIN_THREADS = 256
@@ -51,50 +48,23 @@ def chain_kernel(reduction: tuple[str, str] | None, *, host_slots: bool = False)
 
     ``host_slots`` is whether slots lie in host memory.
     """
-    return Variant(_SOURCE, "mpicomm_chain", options_for(reduction) + (HOST_SLOTS if host_slots else ()))
+    return Variant(
+        Path(__file__).with_name("chain.cu"),
+        "mpicomm_chain",
+        options_for(reduction) + (HOST_SLOTS if host_slots else ()),
+    )
 
 
-# The most blocks of one launch, as measured on H200s. Half of them are used if a batch would not be full, or if a rank
-# has two hops.
+# A launch has up to `Domain.most_blocks`, as measured on H200s. Half of them are used if a batch would not be full, or
+# if a rank has two hops. A multiprocessor holds two blocks, so the blocks of both hops of a rank run at once.
 # On 4 H100s a reduce of 64 MiB to the first rank is slower with all other numbers of blocks, of warps and of packets in
 # a batch that were measured. It is also slower if a warp polls only the last packets, passes on one row of packets at a
 # time, or gives credit one batch later.
-_MOST_BLOCKS = 128
+_HALF_OF_BLOCKS = 64
 # A receiver gives credit for each slot, and credit travels against the data. On H200s smaller slots slow the data down.
 _MOST_SLOT_NBYTES = 32 * 1024
 _WARPS = CHAIN_THREADS // LANES
 _UNIT_NBYTES = LANES * PACKET_NBYTES  # a packet for each lane
-
-
-class AlongRanks(Algorithm):
-    """Each rank sends the data that it receives to the next rank, unchanged or reduced with its own data."""
-
-    name = "chain"
-
-    def serves(self, operation: Operation) -> bool:
-        return operation.chain is not None
-
-    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
-        """See `Algorithm`.
-
-        A chain that reduces in rank order ends on the last rank. For a root in the middle all data would travel twice.
-        Partial results travel in the type of the elements. So each rank would round narrow types.
-        """
-        if form.wire is not None:
-            return NO_CODES
-        if form.operation.reduces and (
-            form.root not in (0, form.size - 1) or form.op in ("avg", "tree") or is_narrow(form.dtype)
-        ):
-            return (
-                "it needs the first or the last rank as root, and an operation and an element type that need no wider "
-                "type to reduce (not avg, tree, float16, bfloat16 or float8)"
-            )
-        return [ChainLauncher(form, domain)]
-
-
-def _request(layout: ChannelMemory) -> Request:
-    slots_nbytes = layout.nbytes - layout.slots
-    return Request("collectives: chain", slots_nbytes, words_nbytes=layout.slots, sentinel=True)
 
 
 def layout_of(nbytes: int, links: int, domain: Domain) -> ChannelMemory:
@@ -108,7 +78,7 @@ def layout_of(nbytes: int, links: int, domain: Domain) -> ChannelMemory:
     slot_nbytes = BATCH_NBYTES
     while slot_nbytes < min(batches * BATCH_NBYTES, _MOST_SLOT_NBYTES):
         slot_nbytes *= 4  # in large steps, because memory of each size stays until the communicator is freed
-    return ChannelMemory(1, _most_blocks_of(domain) * _WARPS, CHAIN_SLOTS * slot_nbytes)
+    return ChannelMemory(1, domain.most_blocks * _WARPS, CHAIN_SLOTS * slot_nbytes)
 
 
 def cut(nbytes: int, links: int, domain: Domain) -> tuple[int, int]:
@@ -117,16 +87,10 @@ def cut(nbytes: int, links: int, domain: Domain) -> tuple[int, int]:
     They are the same on all ranks, because both ranks of a channel must cut messages alike. If a chain has as many
     links as ranks, it comes back to the first rank, which then has two hops.
     """
-    half = _MOST_BLOCKS // 2
-    wanted = half if links == domain.size else max(half, min(_MOST_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES)))
-    blocks = min(wanted, _most_blocks_of(domain))
+    wanted = _HALF_OF_BLOCKS if links == domain.size else max(_HALF_OF_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES))
+    blocks = min(wanted, domain.most_blocks)
     batch_nbytes = min(BATCH_NBYTES, -(-nbytes // (blocks * _WARPS * _UNIT_NBYTES)) * _UNIT_NBYTES)
     return min(blocks, -(-nbytes // batch_nbytes)), batch_nbytes
-
-
-def _most_blocks_of(domain: Domain) -> int:
-    # A multiprocessor holds two blocks, so the blocks of both hops of a rank run at once.
-    return min(_MOST_BLOCKS, domain.multiprocessors)
 
 
 class ChainLauncher(KernelTemplate, FormLauncher):
@@ -141,10 +105,11 @@ class ChainLauncher(KernelTemplate, FormLauncher):
         self.arguments = ChainArguments(team=domain.team, previous=(rank - 1) % size, next=(rank + 1) % size)
         for place, hop in zip(self.arguments.places, hops, strict=False):
             place.receives, place.sends = hop.receives, hop.sends
-        self._blocks = [(form.piece(hop.own).block, form.piece(hop.output).block) for hop in hops]
+        self._blocks = [(form.piece(hop.own)[0], form.piece(hop.output)[0]) for hop in hops]
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
-        return (_request(layout_of(longest, self._links, self._domain)),)
+        layout = layout_of(longest, self._links, self._domain)
+        return (Request("collectives: chain", layout.slots_nbytes, words_nbytes=layout.slots, sentinel=True),)
 
     def fill(
         self,
@@ -157,7 +122,7 @@ class ChainLauncher(KernelTemplate, FormLauncher):
     ) -> Filled | None:
         domain, links, arguments = self._domain, self._links, self.arguments
         layout = layout_of(longest, links, domain)
-        request = _request(layout)
+        (request,) = self.memory(longest, symmetric=False)
         if not domain.arena.has(request):
             return None
         region = domain.arena.region(request)
@@ -176,3 +141,19 @@ class ChainLauncher(KernelTemplate, FormLauncher):
 
     def variant(self, kernel: None) -> Variant:
         return chain_kernel(self._reduction, host_slots=self._domain.host_slots)
+
+
+def serve_chain(form: Form, domain: Domain) -> list[FormLauncher] | str:
+    """Each rank sends the data that it receives to the next rank, unchanged or reduced with its own data.
+
+    A chain that reduces in rank order ends on the last rank. For a root in the middle all data would travel twice.
+    Partial results travel in the type of the elements. So each rank would round narrow types.
+    """
+    if form.operation.reduces and (
+        form.root not in (0, form.size - 1) or form.op in ("avg", "tree") or is_narrow(form.dtype)
+    ):
+        return (
+            "it needs the first or the last rank as root, and an operation and an element type that need no wider "
+            "type to reduce (not avg, tree, float16, bfloat16 or float8)"
+        )
+    return [ChainLauncher(form, domain)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -9,24 +10,50 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from math import inf
+from pathlib import Path
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import NO_CODES, Algorithm, Domain, FormLauncher, StepLauncher
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import (
-    PACKET_NBYTES,
-    THREADS,
-    ExchangeArguments,
-    exchange_kernel,
-)
+from mpicomm.collectives.gpu.algorithms.base import Domain, FormLauncher, StepLauncher
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
-from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers, ring_refusal
-from mpicomm.kernels.reductions import reduction_of
+from mpicomm.kernels.reductions import options_for, reduction_of
 from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.variant import Variant, u32, u64
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
+
+# Constants and structures of exchange.cu; a test compares them.
+THREADS = 512
+PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
+
+
+class ChunkLink(ctypes.Structure):
+    """The host's copy of ``Link`` in exchange.cu: the message to, or from, one rank."""
+
+    _fields_ = [*u64("pointer", "nbytes", "stride"), *u32("tag", "unused")]
+
+
+class ExchangeArguments(ctypes.Structure):
+    """The host's copy of ``Exchange`` in exchange.cu."""
+
+    _fields_ = [
+        ("team", Team),
+        ("sends", ChunkLink * MAX_RANKS),
+        ("receives", ChunkLink * MAX_RANKS),
+        *u64("own", "output", "counts", "credits", "flags"),
+        ("slots", ctypes.c_uint64 * MAX_RANKS),
+        *u64("slot_nbytes"),
+        *u32("channels", "num_sources"),
+        ("sources", ctypes.c_uint32 * MAX_RANKS),
+    ]
+
+
+def exchange_kernel(reduction: tuple[str, str] | None) -> Variant:
+    """Return the kernel for ``(dtype, op)``, or the kernel that does not reduce; raises as `options_for`."""
+    return Variant(Path(__file__).with_name("exchange.cu"), "mpicomm_exchange", options_for(reduction))
+
 
 CHANNEL_NBYTES = 8 * 1024
 """The bytes of a message for each block: a message with more bytes gets another block."""
@@ -36,22 +63,15 @@ _AT_SENDS: int = ExchangeArguments.sends.offset
 _AT_SOURCES: int = ExchangeArguments.num_sources.offset
 _pack_sources = struct.Struct(f"={1 + MAX_RANKS}I").pack_into
 _pack_call = struct.Struct("<IIQ").pack
-_NO_LINK = 0, 0, 0, 0, 0
-Place = tuple[int, int]
-"""An address and a number of bytes."""
 
 
 class ChunkTemplate:
-    """Launches of exchange.cu. Every kernel of this rank gets ``team``.
-
-    `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
-    between. `launch` returns a launch with separate arguments.
-    """
+    """Makes launches of exchange.cu. Every kernel of this rank gets ``team``."""
 
     def __init__(self, team: Team, layout: ArenaLayout) -> None:
         self._layout = layout
-        self._rank, self._size = int(team.rank), int(team.size)
-        self.arguments = ExchangeArguments(
+        self._rank, size = int(team.rank), int(team.size)
+        self._arguments = ExchangeArguments(
             team=team,
             counts=layout.counts,
             credits=layout.credits,
@@ -59,35 +79,8 @@ class ChunkTemplate:
             channels=layout.channels,
             slot_nbytes=layout.slot_nbytes,
         )
-        links = f"{'3Q2I' * self._size}{32 * (MAX_RANKS - self._size)}x"
+        links = f"{'3Q2I' * size}{32 * (MAX_RANKS - size)}x"
         self._fields = struct.Struct(f"={links}{links}2Q")
-
-    def prepare(self, slots: Sequence[int], sources: Sequence[int]) -> None:
-        """Write the address of each rank's slots, and the ranks with data that this rank reduces, in order."""
-        self.arguments.slots[: len(slots)] = slots
-        absent = [0] * (MAX_RANKS - len(sources))
-        _pack_sources(self.arguments, _AT_SOURCES, len(sources), *sources, *absent)
-
-    def write(
-        self, sends: Sequence[Place], receives: Sequence[Place], own: int, output: int, call: tuple[int, int]
-    ) -> tuple[int, int]:
-        """Write a call with any bytes into `arguments`; return its blocks and threads.
-
-        The items of ``sends`` and ``receives`` are the messages to each rank and from each rank. A message that this
-        rank reduces has address 0. ``own`` and ``output`` are the addresses of this rank's contribution and of the
-        result. ``call`` is the hash of the call and the number of the exchange.
-        """
-        channels, links, blocks, longest = self._layout.channels, {0: _NO_LINK}, 0, 0
-        for nbytes in {nbytes for _, nbytes in (*sends, *receives)} - {0}:
-            # The cut depends only on the bytes and the arena, because both ranks must cut alike.
-            stride = stride_of(nbytes, min(channels, -(-nbytes // CHANNEL_NBYTES)))
-            # The tag includes the bytes, so that two ranks notice different counts, which MPI lets them pass.
-            links[nbytes] = 0, nbytes, stride, zlib.crc32(_pack_call(*call, nbytes)), 0
-            # Both ranks of a pair use the same blocks, but each rank may choose its number of threads.
-            blocks, longest = max(blocks, -(-nbytes // stride)), max(longest, stride)
-        fields = chain.from_iterable((at, *links[nbytes][1:]) for at, nbytes in (*sends, *receives))
-        self._fields.pack_into(self.arguments, _AT_SENDS, *fields, own, output)
-        return blocks, threads_for(min(longest, self._layout.slot_nbytes), THREADS)
 
     def launch(self, exchange: Exchange, call: tuple[int, int], slots: Sequence[int]) -> Launch | None:
         """Return the launch for an exchange; None if this rank has nothing to send, receive or reduce.
@@ -95,20 +88,38 @@ class ChunkTemplate:
         ``call`` is the hash of the call and the number of the exchange. ``slots`` has the address of each rank's slots.
         """
         exchange, itemsize = _as_launched(exchange, self._rank), exchange.dtype.itemsize
-        sends, receives = (
-            [(0, 0) if span is None or span.count == 0 else (span.pointer, span.count * itemsize) for span in spans]
-            for spans in (exchange.sends, exchange.receives)
-        )
-        if not any(nbytes for _, nbytes in (*sends, *receives)):
+        messages = [
+            (0, 0) if span is None or span.count == 0 else (span.pointer, span.count * itemsize)
+            for span in (*exchange.sends, *exchange.receives)
+        ]
+        channels, links, blocks, longest = self._layout.channels, {0: (0, 0, 0, 0)}, 0, 0
+        for nbytes in {nbytes for _, nbytes in messages} - {0}:
+            # The cut depends only on the bytes and the arena, because both ranks must cut alike.
+            stride = stride_of(nbytes, min(channels, -(-nbytes // CHANNEL_NBYTES)))
+            # The tag includes the bytes, so that two ranks notice different counts, which MPI lets them pass.
+            links[nbytes] = nbytes, stride, zlib.crc32(_pack_call(*call, nbytes)), 0
+            # Both ranks of a pair use the same blocks, but each rank may choose its number of threads.
+            blocks, longest = max(blocks, -(-nbytes // stride)), max(longest, stride)
+        if not blocks:
             return None
         own = output = 0
         kernel, reduction = None, exchange.reduction
+        sources: Sequence[int] = ()
         if reduction is not None:
-            own, output = reduction.own.pointer if reduction.own else 0, reduction.output.pointer
+            own, output, sources = (
+                reduction.own.pointer if reduction.own else 0,
+                reduction.output.pointer,
+                reduction.sources,
+            )
             kernel = reduction_of(exchange.dtype, reduction.op)
-        self.prepare(slots, reduction.sources if reduction else ())
-        blocks, threads = self.write(sends, receives, own, output, call)
-        return Launch(exchange_kernel(kernel), ExchangeArguments.from_buffer_copy(self.arguments), blocks, threads)
+        arguments = ExchangeArguments.from_buffer_copy(self._arguments)
+        arguments.slots[: len(slots)] = slots
+        _pack_sources(arguments, _AT_SOURCES, len(sources), *sources, *[0] * (MAX_RANKS - len(sources)))
+        fields = chain.from_iterable((pointer, *links[nbytes]) for pointer, nbytes in messages)
+        self._fields.pack_into(arguments, _AT_SENDS, *fields, own, output)
+        return Launch(
+            exchange_kernel(kernel), arguments, blocks, threads_for(min(longest, self._layout.slot_nbytes), THREADS)
+        )
 
 
 def _as_launched(exchange: Exchange, rank: int) -> Exchange:
@@ -181,31 +192,14 @@ class ChunkLauncher(StepLauncher):
         return [launch for launch in launches if launch is not None]
 
 
-class ChunkedOneShot(Algorithm):
-    """Ranks exchange data of any size and kind in chunks. This algorithm carries out every call, except with codes."""
-
-    name = "one_shot"
-
-    def serves(self, operation: Operation) -> bool:
-        return True
-
-    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
-        # Calls without elements have no launch, also with codes.
-        most = inf if form.wire is None else 0
-        return [ChunkLauncher(form, domain, lambda buffers: [form.operation.one_shot(buffers)], most)]
+def serve_chunks(form: Form, domain: Domain) -> list[FormLauncher]:
+    """Ranks exchange data of any size and kind in chunks: this carries out every call, except with codes."""
+    # Calls without elements have no launch, also with codes.
+    most = inf if form.wire is None else 0
+    return [ChunkLauncher(form, domain, lambda buffers: [form.operation.one_shot(buffers)], most)]
 
 
-class Ring(Algorithm):
+def serve_ring(form: Form, domain: Domain) -> list[FormLauncher] | str:
     """Each rank sends chunks only to the next rank. A reduction follows the order of the ring, not of the ranks."""
-
-    name = "ring"
-    in_rank_order = False
-
-    def serves(self, operation: Operation) -> bool:
-        return operation.ring is not None
-
-    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
-        if form.wire is not None:
-            return NO_CODES
-        assert form.operation.ring is not None
-        return ring_refusal(form.op) or [ChunkLauncher(form, domain, form.operation.ring)]
+    assert form.operation.ring is not None
+    return ring_refusal(form.op) or [ChunkLauncher(form, domain, form.operation.ring)]

@@ -21,33 +21,33 @@ import ctypes
 from collections.abc import Sequence
 from math import isqrt
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import NO_CODES, Algorithm, Domain, FormLauncher, StepLauncher, launch_tag
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
-from mpicomm.collectives.gpu.algorithms.copies.landing import (
+from mpicomm.collectives.gpu.algorithms.base import StepLauncher, launch_tag
+from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
+from mpicomm.collectives.gpu.algorithms.copies.schedule import (
     ALIGNED_NBYTES,
     REGIONS,
+    Action,
+    Barrier,
     InOutput,
     InStaging,
     Landing,
     Parts,
+    Reduce,
     aligned,
+    allreduce,
+    movement,
 )
-from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, Reduce, allreduce, movement
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
-from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
-from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, options_for
 from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.kernels.variant import Variant, u32, u64
 from mpicomm.symmetric.registry import Mapped
-
-_SOURCE = Path(__file__).with_name("local_reduction.cu")
 
 REDUCTION_THREADS = 512  # kReductionThreads in local_reduction.cu; a test compares them
 
@@ -60,7 +60,7 @@ class LocalReductionArguments(ctypes.Structure):
 
 def local_reduction_kernel(reduction: tuple[str, str]) -> Variant:
     """Return the kernel for ``(dtype, op)``; raises as `options_for`."""
-    return Variant(_SOURCE, "mpicomm_local_reduction", options_for(reduction))
+    return Variant(Path(__file__).with_name("local_reduction.cu"), "mpicomm_local_reduction", options_for(reduction))
 
 
 _RELAYED_NBYTES = 4 << 20
@@ -78,33 +78,19 @@ Then = Literal["nothing", "relay", "gather"]
 that they have reduced."""
 
 
-class CopyPlan(NamedTuple):
-    """A call as copy engines carry it out: its exchanges, and the staging memory."""
-
-    exchange: Exchange
-    following: Exchange | None
-    """The exchange in which ranks send on the data of the first."""
-    then: Then
-    parts: Parts
-    contributions_nbytes: int
-    """Staging memory of each rank for the peers' contributions to a reduction."""
-    staging_nbytes: int
-    """``contributions_nbytes``, followed by the memory for results that cannot go straight to their place."""
-
-
 class CopyLauncher(StepLauncher):
-    """Carries out the calls of a form on copy engines."""
+    """Carries out the calls of a form on copy engines, and leaves most multiprocessors to other kernels."""
 
     into_memory = True
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
         blocks = self._form.sends + self._form.receives
         buffers = self._form.buffers([longest] * blocks, [0] * blocks)
-        nbytes = self._plan(buffers, staged=not symmetric).staging_nbytes
+        *_, nbytes = self._plan(buffers, staged=not symmetric)
         return (_request(nbytes),) if nbytes else ()
 
     def made(self, buffers: Buffers, hash32: int, memory: Mapped | None) -> list[Step]:
-        template, reduction = DirectTemplate.of(self._domain), self._form.reduction
+        template, reduction = DirectTemplate(self._domain), self._form.reduction
         steps: list[Step] = []
         barriers = 0  # counted, because ranks without a part have fewer steps
         for action in self._actions(buffers, memory):
@@ -119,21 +105,24 @@ class CopyLauncher(StepLauncher):
         return steps
 
     def _actions(self, buffers: Buffers, memory: Mapped | None) -> list[Action]:
-        domain, plan = self._domain, self._plan(buffers, staged=memory is None)
-        rank, exchange, following, parts = domain.rank, plan.exchange, plan.following, plan.parts
-        pointers: Sequence[int] = ()
-        if plan.staging_nbytes:
-            pointers = domain.arena.region(_request(plan.staging_nbytes)).pointers
+        rank, reduces = self._domain.rank, self._form.operation.reduces
+        exchange, following, parts, contributions_nbytes, nbytes = self._plan(buffers, staged=memory is None)
+        pointers = self._domain.arena.region(_request(nbytes)).pointers if nbytes else ()
         landing: Landing
         if memory is not None:
             landing = InOutput(rank, memory)
         else:
-            landing = InStaging(rank, [pointer + plan.contributions_nbytes for pointer in pointers], parts)
-        if following is None or plan.then == "relay":
+            landing = InStaging(rank, [pointer + contributions_nbytes for pointer in pointers], parts)
+        if following is None or not reduces:
             return movement(rank, exchange, parts, landing, following)
         return allreduce(rank, exchange, following, parts, InStaging(rank, pointers, parts), landing)
 
-    def _plan(self, buffers: Buffers, *, staged: bool) -> CopyPlan:
+    def _plan(self, buffers: Buffers, *, staged: bool) -> tuple[Exchange, Exchange | None, Parts, int, int]:
+        """Return the exchange of a call, the exchange in which ranks send on its data, and the parts of both.
+
+        Then come the bytes of staging memory for the contributions to a reduction, and these bytes with the memory for
+        results that cannot go straight to their place.
+        """
         operation, domain = self._form.operation, self._domain
         reduces, following = operation.reduces, None
         if operation.copies == "two_shot":
@@ -150,20 +139,7 @@ class CopyLauncher(StepLauncher):
         parts = parts_of(longest_nbytes, domain.size, most, reduces=reduces, then=then, staged=staged)
         all_rooms = (domain.size - 1) * parts.room_nbytes
         contributions_nbytes = (then == "gather") * all_rooms
-        staging_nbytes = contributions_nbytes + staged * all_rooms
-        return CopyPlan(exchange, following, then, parts, contributions_nbytes, staging_nbytes)
-
-
-class CopyEngines(Algorithm):
-    """Copy engines move the data between barriers of the ranks, and leave most multiprocessors to other kernels."""
-
-    name = "copy_engine"
-
-    def serves(self, operation: Operation) -> bool:
-        return bool(operation.copies)
-
-    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
-        return NO_CODES if form.wire is not None else [CopyLauncher(form, domain)]
+        return exchange, following, parts, contributions_nbytes, contributions_nbytes + staged * all_rooms
 
 
 def parts_of(

@@ -2,59 +2,70 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
-from mpicomm.collectives.gpu.algorithms.base import (
-    NO_CODES,
-    Algorithm,
-    Domain,
-    Filled,
-    FormLauncher,
-    KernelTemplate,
-    launch_tag,
-)
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
-from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_KERNEL, DIRECT_THREADS, DirectArguments, part_of
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate, launch_tag
+from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import BoundEpilogue
-from mpicomm.kernels.team import MAX_RANKS, Team
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.reductions import OPTIONS
+from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, FlaggedInboxes, Team
+from mpicomm.kernels.variant import Variant, u64
 from mpicomm.symmetric.registry import Mapped
 
-_MOST_BLOCKS = 128
-"""All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
+# Constants and structures of direct.cu; a test compares them.
+DIRECT_THREADS = 512
+
+
+class Cut(ctypes.Structure):
+    """The host's copy of ``Cut`` in direct.cu: a message from one rank to another, cut into parts for blocks."""
+
+    _fields_ = [*u64("nbytes", "part")]
+
+
+class DirectArguments(ctypes.Structure):
+    """The host's copy of ``Direct`` in direct.cu."""
+
+    _fields_ = [
+        ("team", Team),
+        ("sends", ctypes.c_uint64 * MAX_RANKS),
+        ("targets", ctypes.c_uint64 * MAX_RANKS),
+        ("going", Cut * MAX_RANKS),
+        ("coming", Cut * MAX_RANKS),
+        *u64("arrivals"),
+        ("flagged", FlaggedInboxes),
+    ]
+
+
+DIRECT_KERNEL = Variant(Path(__file__).with_name("direct.cu"), "mpicomm_direct", OPTIONS)
 _FEWEST_THREADS = 64  # one thread for each rank, and one thread that checks the health of the team
 _MOST_THREADS_FOR_ALL_BLOCKS = 256
 _AT_TAGS: int = DirectArguments.team.offset + Team.tags.offset
 
 
 class DirectTemplate(KernelTemplate):
-    """Launches of direct.cu. Every kernel of this rank gets ``team``.
+    """Launches of direct.cu for this rank of ``domain``.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between. `barrier` returns a launch with separate arguments.
     """
 
-    def __init__(self, team: Team, layout: ArenaLayout, most_blocks: int, *, early: bool = True) -> None:
-        self._rank, self._size = int(team.rank), int(team.size)
-        self._most_blocks = most_blocks
-        self.early = early
+    def __init__(self, domain: Domain) -> None:
+        self._rank, self._size, self._most_blocks = domain.rank, domain.size, domain.most_blocks
+        self.early = domain.early
+        team, layout = domain.team, domain.arena.layout
         flagged = layout.flagged_inboxes(team.arenas[self._rank])
         self.arguments = DirectArguments(team=team, arrivals=layout.arrivals, flagged=flagged)
         self._without_messages = bytes(self.arguments)
         absent = MAX_RANKS - self._size
         words, cuts = f"{self._size}Q{8 * absent}x", f"{2 * self._size}Q{16 * absent}x"
         self._fields = struct.Struct(f"={MAX_RANKS}I{words}{words}{cuts}{cuts}")
-
-    @classmethod
-    def of(cls, domain: Domain) -> DirectTemplate:
-        """Return a template for this rank of a domain."""
-        return DirectTemplate(domain.team, domain.arena.layout, most_blocks_of(domain), early=domain.early)
 
     def write(
         self,
@@ -72,8 +83,14 @@ class DirectTemplate(KernelTemplate):
         of the message from it. A message without bytes has address 0. ``longest`` are the most bytes of a message.
         ``longest`` and ``tag`` are the same on all ranks.
         """
-        blocks, threads = self._geometry(-(-longest // PACKET_NBYTES))
-        parts = {nbytes: part_of(nbytes, blocks) for nbytes in {*going, *coming}}
+        packets, threads = -(-longest // PACKET_NBYTES), _FEWEST_THREADS
+        while threads < _MOST_THREADS_FOR_ALL_BLOCKS and packets > threads * self._most_blocks:
+            threads *= 2
+        if packets > 4 * threads * self._most_blocks:
+            threads = DIRECT_THREADS
+        blocks = max(1, min(self._most_blocks, -(-packets // threads)))
+        # Parts are whole lines, so a part begins at a whole packet.
+        parts = {nbytes: -(-nbytes // (blocks * LINE_NBYTES)) * LINE_NBYTES for nbytes in {*going, *coming}}
         cuts = chain.from_iterable((nbytes, parts[nbytes]) for nbytes in (*going, *coming))
         self._fields.pack_into(self.arguments, _AT_TAGS, *[tag] * MAX_RANKS, *sends, *targets, *cuts)
         return None, blocks, threads
@@ -90,15 +107,6 @@ class DirectTemplate(KernelTemplate):
         arguments.team.tags[:] = [tag] * MAX_RANKS
         return Launch(DIRECT_KERNEL, arguments, 1, _FEWEST_THREADS, self.early and not after_copies)
 
-    def _geometry(self, packets: int) -> tuple[int, int]:
-        """Return the blocks and threads for ``packets`` from one rank to another; the same on all ranks."""
-        threads = _FEWEST_THREADS
-        while threads < _MOST_THREADS_FOR_ALL_BLOCKS and packets > threads * self._most_blocks:
-            threads *= 2
-        if packets > 4 * threads * self._most_blocks:
-            threads = DIRECT_THREADS
-        return max(1, min(self._most_blocks, -(-packets // threads))), threads
-
 
 class DirectLauncher(DirectTemplate, FormLauncher):
     """Carries out the calls of a form into symmetric output."""
@@ -106,7 +114,7 @@ class DirectLauncher(DirectTemplate, FormLauncher):
     into_memory = needs_symmetric_output = True
 
     def __init__(self, form: Form, domain: Domain, fewest: int) -> None:
-        super().__init__(domain.team, domain.arena.layout, most_blocks_of(domain), early=domain.early)
+        super().__init__(domain)
         self.fewest = fewest
         exchange, rank = form.one_shot, domain.rank
         assert exchange.lands is not None
@@ -115,7 +123,7 @@ class DirectLauncher(DirectTemplate, FormLauncher):
         for peer, (send, receive) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
             target = receive if peer == rank else exchange.lands[peer]
             if send is not None and target is not None and (peer != rank or target != send):
-                self._sources[peer], self._targets[peer] = form.piece(send).block, form.piece(target).block
+                self._sources[peer], self._targets[peer] = form.piece(send)[0], form.piece(target)[0]
             self._coming[peer] = receive is not None and peer != rank
 
     def fill(
@@ -128,13 +136,10 @@ class DirectLauncher(DirectTemplate, FormLauncher):
         finish: BoundEpilogue | None = None,
     ) -> Filled:
         assert memory is not None
-        own = memory.pointers[self._rank]
+        own, places = memory.pointers[self._rank], zip(memory.pointers, self._targets, strict=True)
         return self.write(
             [begins[block] if block >= 0 else 0 for block in self._sources],
-            [
-                pointer + begins[block] - own if block >= 0 else 0
-                for pointer, block in zip(memory.pointers, self._targets, strict=True)
-            ],
+            [pointer + begins[block] - own if block >= 0 else 0 for pointer, block in places],
             [longest if block >= 0 else 0 for block in self._sources],
             [longest if comes else 0 for comes in self._coming],
             longest,
@@ -142,39 +147,21 @@ class DirectLauncher(DirectTemplate, FormLauncher):
         )
 
 
-def most_blocks_of(domain: Domain) -> int:
-    """Return the most blocks of a launch; the same on all ranks."""
-    return min(_MOST_BLOCKS, domain.multiprocessors)
-
-
-class IntoMemory(Algorithm):
+def serve_direct(form: Form, domain: Domain) -> list[FormLauncher] | str:
     """Every rank stores its data straight into the symmetric output of its peers, between two barriers."""
-
-    name = "one_shot"
-
-    def serves(self, operation: Operation) -> bool:
-        return operation.into_all and not operation.reduces
-
-    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
-        if form.wire is not None:
-            return NO_CODES
-        if domain.size == 1:
-            return "there is one rank"
-        return [DirectLauncher(form, domain, int(most_copied_nbytes(form.operation, domain)) + 1)]
+    if domain.size == 1:
+        return "there is one rank"
+    return [DirectLauncher(form, domain, int(most_copied_nbytes(form.operation, domain)) + 1)]
 
 
 def most_copied_nbytes(operation: Operation, domain: Domain) -> float:
-    """Return the most bytes of one message that packets carry, also into symmetric output."""
-    most_copied = _most_copied_nbytes(domain.size) * domain.link_speed
+    """Return the most bytes of one message that packets carry, also into symmetric output.
+
+    Up to there packets are faster, although a rank copies their data out of its inboxes: they save two barriers. Their
+    other costs grow with the bytes that a rank sends, and with the number of ranks that send to it at once.
+    """
+    size = domain.size
+    most_copied = (76 << 20 if size == 2 else (36 << 20) // (size - 1) ** 2) * domain.link_speed
     if operation.traffic == "one-way":  # packets refuse longer messages of such calls
         return min(most_copied, domain.arena.layout.most_inbox_nbytes)
     return most_copied
-
-
-def _most_copied_nbytes(size: int) -> int:
-    """Return the most bytes for which packets are faster, although a rank copies their data out of its inboxes.
-
-    Packets save two barriers. Their other costs grow with the bytes that a rank sends, and with the number of ranks
-    that send to it at once.
-    """
-    return 76 << 20 if size == 2 else (36 << 20) // (size - 1) ** 2

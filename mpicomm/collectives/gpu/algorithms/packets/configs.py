@@ -28,13 +28,10 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     most_workers,
     parts_of,
 )
-from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.epilogue import NORM_THREADS
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES
 
-MAX_BLOCKS = 128
-"""All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
 _WORKERS = (128, 256, 512)
 
 
@@ -86,11 +83,6 @@ def geometry_within(inbox_nbytes: int, most_blocks: int, size: int, *, coded: bo
     return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False, coded=coded)))
 
 
-def most_blocks_of(domain: Domain) -> int:
-    """Return the most blocks of a launch between the ranks of a domain."""
-    return min(MAX_BLOCKS, domain.multiprocessors)
-
-
 _STEP_NBYTES = NORM_THREADS * SLOT_NBYTES  # of a row
 _MOST_STEPS = 8  # of a row
 
@@ -137,45 +129,23 @@ def row_geometry(count: int, row_nbytes: int, most_blocks: int, size: int, *, fa
 
 
 class ProtocolLimits(NamedTuple):
-    """The most bytes from one rank to another for which LL packets and sentinel packets are the fastest."""
+    """The most bytes from one rank to another for which LL packets are the fastest, and for which sentinels fit."""
 
     flagged: float
     sentinel: float
 
 
-def packet_protocol(nbytes: int, limits: ProtocolLimits) -> Protocol | None:
-    """Return the protocol for messages of at most ``nbytes``, or None if no protocol fits."""
-    most_flagged, most_sentinel = limits
-    if nbytes <= most_flagged:
-        return "flagged" if nbytes else None
-    return "sentinel" if nbytes <= most_sentinel else None
-
-
-def one_shot_limits(operation: Operation, reduction: Reduction | None, domain: Domain) -> ProtocolLimits:
-    """Return the limits of calls in one exchange."""
-    to_all = operation.traffic != "one-way"
+def limits_of(reduction: Reduction | None, domain: Domain, *, to_all: bool) -> ProtocolLimits:
+    """Return the limits of calls in which each rank sends to all and receives from all, or mostly does one of these."""
     # If a launch would reuse slots of inboxes, chunks are faster for data that only goes one way.
-    return _limits(reduction, domain, to_all=to_all, sentinel=inf if to_all else domain.arena.layout.most_inbox_nbytes)
-
-
-def two_shot_limits(reduction: Reduction | None, domain: Domain) -> ProtocolLimits:
-    """Return the limits of calls in two exchanges."""
-    return _limits(reduction, domain, to_all=True, sentinel=inf)
-
-
-def _limits(reduction: Reduction | None, domain: Domain, *, to_all: bool, sentinel: float) -> ProtocolLimits:
+    sentinel = inf if to_all else domain.arena.layout.most_inbox_nbytes
     if reduction is not None and not flags_can_carry(reduction[0]):
         return ProtocolLimits(0, sentinel)
-    fastest = _most_flagged_nbytes(domain.size, to_all, reduces=reduction is not None) * domain.link_speed
-    return ProtocolLimits(min(carried_nbytes(domain.arena.flagged.nbytes, "flagged"), fastest), sentinel)
-
-
-def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
-    """Return the most bytes for which LL packets are faster than sentinel packets, which halve the traffic."""
-    if reduces:
-        return 16 << 10
-    # With to_all each rank sends to all and receives from all; else a rank mostly does one of these.
-    return (96 << 10 if to_all else 192 << 10) // (size - 1)
+    # LL packets take less time for each message, and sentinel packets halve the traffic.
+    fastest = 16 << 10 if reduction is not None else (96 << 10 if to_all else 192 << 10) // (domain.size - 1)
+    return ProtocolLimits(
+        min(carried_nbytes(domain.arena.flagged.nbytes, "flagged"), fastest * domain.link_speed), sentinel
+    )
 
 
 Stepped = tuple[Filled, int, int, int]
@@ -201,7 +171,6 @@ class PacketConfig:
     step_nbytes: int
     """The longest message that goes in one step."""
     in_one_step: Stepped
-    """The launch for messages of at most `step_nbytes`."""
     row_nbytes: int = 0
     """The bytes as which all messages count if the kernel normalises rows: the bytes of all slots; else 0."""
 
@@ -235,51 +204,87 @@ ANY_NBYTES = 1 << 62
 """The length that all ranks assume for a message if only two ranks know its length."""
 
 
-class _ConfigsByGeometry(dict[int, PacketConfig]):
-    """The configs of one protocol in the same inboxes, by the number of their geometry. They are made at first need."""
+@dataclass(frozen=True)
+class Coding:
+    """How packets carry elements as codes."""
 
-    def __init__(self, protocol: Protocol, inboxes: Inboxes, geometries: Sequence[Geometry]) -> None:
-        self._given = protocol, inboxes, geometries
+    element: str
+    itemsize: int
+    codes: str
+    codes_result: bool
+    """Whether the result of a reduction becomes codes again."""
 
-    def __missing__(self, number: int) -> PacketConfig:
-        protocol, inboxes, geometries = self._given
-        self[number] = config = PacketConfig.of(protocol, inboxes, geometries[number])
-        return config
+    @property
+    def packet_nbytes(self) -> int:
+        """The bytes of memory that one packet carries."""
+        return CODES_OF_PACKET * self.itemsize
+
+    def config_in(self, inboxes: Inboxes, geometry: Geometry, size: int) -> PacketConfig:
+        """Return the config of messages between ``size`` ranks in these inboxes with this geometry."""
+        return PacketConfig.of("sentinel", inboxes, geometry, self.packet_nbytes, parts_of(size, one_step=False))
 
 
-def sized_configs(limits: ProtocolLimits, domain: Domain, *, fan_out: bool = False) -> Configs:
-    """Return the configs of calls in which all ranks know the longest message."""
-    most_units, geometries = geometries_of(most_blocks_of(domain), domain.size, fan_out=fan_out)
-    arena, sentinels = domain.arena, domain.arena.sentinels
-    flagged = _ConfigsByGeometry("flagged", arena.flagged, geometries)
-    by_sentinels = _ConfigsByGeometry("sentinel", sentinels, geometries)
+def coding_of(form: Form) -> Coding | None:
+    """Return how packets carry the elements of a form; None if they carry them as they are."""
+    if form.wire is None:
+        return None
+    wire, dtype = form.wire
+    return Coding(dtype.name, dtype.itemsize, wire.codes, wire.again and form.operation.two_shot is not None)
+
+
+def sized_configs(
+    limits: ProtocolLimits, domain: Domain, *, fan_out: bool = False, coding: Coding | None = None
+) -> Configs:
+    """Return the configs of calls in which all ranks know the longest message. Codes have no limits."""
+    arena, layout, sentinels, size = domain.arena, domain.arena.layout, domain.arena.sentinels, domain.size
+    most_units, geometries = geometries_of(domain.most_blocks, size, fan_out=fan_out, coded=coding is not None)
+    most_flagged, most_sentinel = limits if coding is None else (0, inf)
+    flag_nbytes, sentinel_nbytes = UNIT_NBYTES["flagged"], coding.packet_nbytes if coding else UNIT_NBYTES["sentinel"]
+    room = sentinels.nbytes
+    slots_of_unit = parts_of(size, one_step=False) * LANES  # of the unit of a warp
+    flagged, by_sentinels = dict[int, PacketConfig](), dict[int, PacketConfig]()
     large: dict[tuple[int, int], PacketConfig] = {}
-    most_flagged, most_sentinel = limits
-    flag_nbytes, nbytes_of_sentinel, room = UNIT_NBYTES["flagged"], UNIT_NBYTES["sentinel"], sentinels.nbytes
+
+    def in_inbox(nbytes: int) -> int:
+        """Return the bytes that a message of codes takes in an inbox."""
+        return -(-nbytes // (sentinel_nbytes * slots_of_unit)) * slots_of_unit * SLOT_NBYTES
+
+    def made(protocol: Protocol, inboxes: Inboxes, number: int) -> PacketConfig:
+        if coding is None:
+            return PacketConfig.of(protocol, inboxes, geometries[number])
+        return coding.config_in(inboxes, geometries[number], size)
 
     def config_of(nbytes: int) -> PacketConfig | None:
-        # The choice of `packet_protocol`, inlined, because every new call comes here.
+        # Every new call comes here.
         if nbytes <= most_flagged:
-            return flagged[bisect_left(most_units, -(-nbytes // flag_nbytes))] if nbytes else None
+            if not nbytes:
+                return None
+            number = bisect_left(most_units, -(-nbytes // flag_nbytes))
+            config = flagged.get(number)
+            if config is None:
+                config = flagged[number] = made("flagged", arena.flagged, number)
+            return config
         if nbytes > most_sentinel:
             return None
-        number = bisect_left(most_units, -(-nbytes // nbytes_of_sentinel))
-        if nbytes <= room:
-            return by_sentinels[number]
-        key = arena.layout.large_inbox_nbytes(nbytes), number
+        number = bisect_left(most_units, -(-nbytes // sentinel_nbytes))
+        packed = nbytes if coding is None else in_inbox(nbytes)
+        if packed <= room:
+            config = by_sentinels.get(number)
+            if config is None:
+                config = by_sentinels[number] = made("sentinel", sentinels, number)
+            return config
+        key = layout.large_inbox_nbytes(packed), number
         config = large.get(key)
-        if config is None:
-            request = large_inboxes(arena.layout, nbytes)
-            if not arena.has(request):
-                return None
-            inboxes = inboxes_of(arena.layout, arena.region(request))
+        if config is None and arena.has(large_inboxes(layout, packed)):
             # A request keeps its region, because the ranks set up another region only if no region is large enough.
-            config = large[key] = PacketConfig.of("sentinel", inboxes, geometries[number])
+            inboxes = inboxes_of(layout, arena.region(large_inboxes(layout, packed)))
+            config = large[key] = made("sentinel", inboxes, number)
         return config
 
     def memory(nbytes: int) -> Sequence[Request]:
-        is_large = packet_protocol(nbytes, limits) == "sentinel" and nbytes > room
-        return (large_inboxes(arena.layout, nbytes),) if is_large else ()
+        packed = nbytes if coding is None else in_inbox(nbytes)
+        is_large = packed > room and most_flagged < nbytes <= most_sentinel
+        return (large_inboxes(layout, packed),) if is_large else ()
 
     return Configs(config_of, memory)
 
@@ -298,7 +303,7 @@ def row_configs(row_nbytes: int, domain: Domain, *, fan_out: bool) -> Configs:
         )
 
     def rows_of(nbytes: int) -> RowGeometry:
-        return row_geometry(nbytes // row_nbytes, row_nbytes, most_blocks_of(domain), domain.size, fan_out=fan_out)
+        return row_geometry(nbytes // row_nbytes, row_nbytes, domain.most_blocks, domain.size, fan_out=fan_out)
 
     return Configs(config_of, lambda nbytes: configs.memory(rows_of(nbytes).nbytes))
 
@@ -316,78 +321,22 @@ def any_length_configs(domain: Domain) -> Callable[[int], PacketConfig]:
     return config_of
 
 
-def any_length_config(domain: Domain, inboxes: Inboxes) -> PacketConfig:
-    """Return the config of messages of any length in these inboxes."""
-    config = PacketConfig.of("sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(domain), domain.size))
+def any_length_config(domain: Domain, inboxes: Inboxes, coding: Coding | None = None) -> PacketConfig:
+    """Return the config of messages of any length in these inboxes, which may be smaller than the messages."""
+    geometry = geometry_within(inboxes.nbytes, domain.most_blocks, domain.size, coded=coding is not None)
+    if coding is not None:
+        return coding.config_in(inboxes, geometry, domain.size)
+    config = PacketConfig.of("sentinel", inboxes, geometry)
     launch, steps, _, paced = config.in_one_step
     return replace(config, in_one_step=(launch, steps, config.laps, paced))  # other ranks may have longer messages
 
 
 def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:
     """Return the request for inboxes of the sentinel protocol for ``nbytes`` from each rank, or for a part of them."""
-    slots_nbytes = _number_of_inboxes(layout) * layout.large_inbox_nbytes(nbytes)
+    slots_nbytes = PARITIES * STAGES * layout.size * layout.large_inbox_nbytes(nbytes)
     return Request("collectives: large messages", slots_nbytes, sentinel=True)
 
 
 def inboxes_of(layout: ArenaLayout, region: ArenaRegion) -> Inboxes:
     """Return the inboxes in a region for a request of `large_inboxes`."""
-    return Inboxes(region.pointers, region.slots_nbytes // _number_of_inboxes(layout))
-
-
-def _number_of_inboxes(layout: ArenaLayout) -> int:
-    return PARITIES * STAGES * layout.size
-
-
-@dataclass(frozen=True)
-class Coding:
-    """How packets carry elements as codes."""
-
-    element: str
-    """The element type, by its name."""
-    itemsize: int
-    codes: str
-    codes_result: bool
-    """Whether the result of a reduction becomes codes again."""
-
-    @property
-    def packet_nbytes(self) -> int:
-        """The bytes of memory that one packet carries."""
-        return CODES_OF_PACKET * self.itemsize
-
-    def config_within(self, inboxes: Inboxes, domain: Domain) -> PacketConfig:
-        """Return the config of messages of any length in these inboxes, which may be smaller."""
-        geometry = geometry_within(inboxes.nbytes, most_blocks_of(domain), domain.size, coded=True)
-        return self.config_in(inboxes, geometry, domain.size)
-
-    def config_in(self, inboxes: Inboxes, geometry: Geometry, size: int) -> PacketConfig:
-        """Return the config of messages between ``size`` ranks in these inboxes with this geometry."""
-        return PacketConfig.of("sentinel", inboxes, geometry, self.packet_nbytes, parts_of(size, one_step=False))
-
-    def configs(self, domain: Domain, *, fan_out: bool = False) -> Configs:
-        """Return the configs of messages of any length."""
-        most_packets, geometries = geometries_of(most_blocks_of(domain), domain.size, fan_out=fan_out, coded=True)
-        arena = domain.arena
-
-        def config_of(nbytes: int) -> PacketConfig | None:
-            inboxes = arena.sentinels
-            for request in memory(nbytes):
-                if not arena.has(request):
-                    return None
-                inboxes = inboxes_of(arena.layout, arena.region(request))
-            geometry = geometries[bisect_left(most_packets, -(-nbytes // self.packet_nbytes))]
-            return self.config_in(inboxes, geometry, domain.size)
-
-        def memory(nbytes: int) -> Sequence[Request]:
-            slots = parts_of(domain.size, one_step=False) * LANES  # of the unit of a warp
-            packed = -(-nbytes // (self.packet_nbytes * slots)) * slots * SLOT_NBYTES
-            return () if packed <= arena.sentinels.nbytes else (large_inboxes(arena.layout, packed),)
-
-        return Configs(config_of, memory)
-
-
-def coding_of(form: Form) -> Coding | None:
-    """Return how packets carry the elements of a form; None if they carry them as they are."""
-    if form.wire is None:
-        return None
-    wire, dtype = form.wire
-    return Coding(dtype.name, dtype.itemsize, wire.codes, wire.again and form.operation.two_shot is not None)
+    return Inboxes(region.pointers, region.slots_nbytes // (PARITIES * STAGES * layout.size))

@@ -1,21 +1,20 @@
 """Packets: every rank stores packets into inboxes of its peers, and a packet itself shows whether it has arrived.
 
-`PacketOneShot` sends all data straight to the ranks that need it. `PacketTwoShot` sends a shard to each rank. In the
-same kernel that rank reduces or takes the shard and sends the result on. `AnyLengthPackets` is for messages of any
-length in existing inboxes.
+One launch of packets.cu carries the whole call. It also carries elements as codes of 8 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
-from typing import ClassVar
 
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, Domain, FormLauncher
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import UNIT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.configs import (
+    ANY_NBYTES,
     Configs,
     ProtocolLimits,
     any_length_config,
@@ -23,96 +22,163 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
     coding_of,
     fewest_rows,
     geometry_within,
-    inboxes_of,
     large_inboxes,
-    most_blocks_of,
-    one_shot_limits,
+    limits_of,
     row_configs,
     sized_configs,
-    two_shot_limits,
 )
-from mpicomm.collectives.gpu.algorithms.packets.template import PacketLauncher
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
+from mpicomm.collectives.patterns import shard_count
+from mpicomm.collectives.wire import BLOCK
+from mpicomm.epilogues.base import BoundEpilogue
+from mpicomm.symmetric.registry import Mapped
 
 
-class _Packets(Algorithm):
-    """One launch of packets.cu carries the whole call. It also carries elements as codes of 8 bits."""
+class PacketLauncher(PacketTemplate, FormLauncher):
+    """Carries out the calls of a ``form`` in one exchange, or with ``two_shot`` in two exchanges.
 
-    fan_out: ClassVar[bool]
-    """Whether ranks send on the data that they have reduced or received."""
+    With ``any_length`` the launch is the same for all lengths, except for a coding.
+    """
 
-    def _launchers(self, form: Form, domain: Domain, limits: ProtocolLimits) -> list[FormLauncher]:
-        """Return the launcher for calls of a form, and one that also applies its epilogue."""
-        coding, most = coding_of(form), inf if form.wire else max(limits)
-        if coding is not None:
-            configs = coding.configs(domain, fan_out=self.fan_out)
+    def __init__(
+        self,
+        form: Form,
+        domain: Domain,
+        configs: Configs,
+        bounds: tuple[float, float],
+        *,
+        two_shot: bool = False,
+        finishes: bool = False,
+        any_length: bool = False,
+    ) -> None:
+        self.fewest, self.most = bounds
+        self.finishes = finishes
+        row_nbytes = form.epilogue.row_nbytes if finishes and form.epilogue else 0
+        self._whole = BLOCK if form.wire else row_nbytes // form.itemsize
+        self._itemsize, self._shards = form.itemsize, form.shards if two_shot else 0
+        self._config_of, self._memory_for = configs
+        self._is_private = form.is_private
+        self._any_nbytes = ANY_NBYTES if any_length and form.wire is None else 0
+        even = form.operation.is_even and not any_length
+        self._unmade: Callable[[], None] | None = partial(self._make, form, domain, even=even)
+        """Makes the template, before the first call: most forms use one or two of their launchers."""
+
+    def _make(self, form: Form, domain: Domain, *, even: bool) -> None:
+        shards = self._shards
+        first, second = (form.two_shot.first, form.two_shot.second) if shards else (form.one_shot, None)
+        finish = form.epilogue.fused(0) if self.finishes and form.epilogue else None
+        super().__init__(
+            domain, first, form.reduction, fan_out=second, finish=finish, even=even, coding=coding_of(form)
+        )
+        pieces = [form.piece(span, first.reduction.own if first.reduction else None) for span in self.places]
+        # The values of a call: 0; the lengths of all blocks, or of the shards; the addresses of all blocks, or of the
+        # shards of each block.
+        blocks = form.sends + form.receives
+        if shards:
+            addresses = [1 + (1 + block) * shards + shard if block >= 0 else 0 for block, shard in pieces]
+            self.bind(addresses, [1 + shard for _, shard in pieces], 1 + (1 + blocks) * shards)
         else:
-            configs = sized_configs(limits, domain, fan_out=self.fan_out)
-        if form.epilogue is None:
-            return [PacketLauncher(form, domain, configs, (1, most), two_shot=self.fan_out)]
-        row_nbytes, shards = form.epilogue.row_nbytes, domain.size if self.fan_out else 1
-        fewest = row_nbytes and row_nbytes * fewest_rows(row_nbytes, most_blocks_of(domain), shards)
-        made: list[FormLauncher] = []
-        if fewest > 1:
-            made.append(PacketLauncher(form, domain, configs, (1, fewest - 1), two_shot=self.fan_out))
-        if fewest < inf:
-            if row_nbytes:
-                configs = row_configs(row_nbytes, domain, fan_out=self.fan_out)
-            bounds = max(1, fewest), most
-            made.append(PacketLauncher(form, domain, configs, bounds, two_shot=self.fan_out, finishes=True))
-        return made
+            addresses = [1 + blocks + block if block >= 0 else 0 for block, _ in pieces]
+            self.bind(addresses, [1 + block for block, _ in pieces], 1 + 2 * blocks)
+        self._unmade = None
+
+    def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
+        return self._memory_for(self._longest_shard(longest) if self._shards else longest)
+
+    def fill(
+        self,
+        lengths: list[int],
+        begins: list[int],
+        longest: int,
+        hash32: int,
+        memory: Mapped | None = None,
+        finish: BoundEpilogue | None = None,
+    ) -> Filled | None:
+        if self._unmade is not None:
+            self._unmade()
+        if self.finishes and finish is not None:
+            self.apply(finish.fused(begins[-1], self._shards or 1))
+        if self._shards:
+            return self._fill_shards(lengths[0], begins, hash32)
+        config = self._config_of(longest)
+        if config is None:
+            return None
+        values = [0, *lengths, *begins]
+        if self._is_private:
+            self.private_nbytes = max(self._of_others(values))
+            # Whatever other ranks send, short messages have the launch of the config.
+            nbytes = longest if longest <= config.step_nbytes else ANY_NBYTES
+        else:
+            nbytes = self._any_nbytes or config.row_nbytes or longest
+        return self.write(values, longest, nbytes, hash32, config)
+
+    def _fill_shards(self, nbytes: int, begins: list[int], hash32: int) -> Filled | None:
+        longest, shards = self._longest_shard(nbytes), self._shards
+        config = self._config_of(longest)
+        if config is None:
+            return None
+        number = -(-nbytes // longest)
+        empty = [0] * (shards - number)  # shards after the last element
+        values = [0, *[longest] * number, *empty]
+        values[number] = nbytes - (number - 1) * longest
+        for begin in begins:
+            values += range(begin, begin + nbytes, longest)
+            values += empty
+        return self.write(values, longest, config.row_nbytes or longest, hash32, config)
+
+    def _longest_shard(self, nbytes: int) -> int:
+        count = shard_count(nbytes // self._itemsize, self._shards, self._itemsize, self._whole)
+        return min(nbytes, count * self._itemsize)
 
 
-class PacketOneShot(_Packets):
+def serve_one_shot(form: Form, domain: Domain) -> list[FormLauncher] | str:
     """All data goes straight to the ranks that need it."""
-
-    name = "one_shot"
-    fan_out = False
-
-    def serves(self, operation: Operation) -> bool:
-        return True
-
-    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
-        if domain.size == 1:
-            return "there is one rank"
-        if form.is_private:
-            return "only two ranks know the length of a message"
-        return self._launchers(form, domain, one_shot_limits(form.operation, form.reduction, domain))
+    if domain.size == 1:
+        return "there is one rank"
+    if form.is_private:
+        return "only two ranks know the length of a message"
+    limits = limits_of(form.reduction, domain, to_all=form.operation.traffic != "one-way")
+    return _launchers(form, domain, limits, two_shot=False)
 
 
-class PacketTwoShot(_Packets):
-    """Each rank reduces or receives a shard, and sends it on to all ranks that need it."""
-
-    name = "two_shot"
-    fan_out = True
-
-    def serves(self, operation: Operation) -> bool:
-        return operation.two_shot is not None
-
-    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
-        if form.wire is not None and not form.wire[0].again:
-            return "its results travel as codes"
-        return [] if domain.size == 1 else self._launchers(form, domain, two_shot_limits(form.reduction, domain))
+def serve_two_shot(form: Form, domain: Domain) -> list[FormLauncher] | str:
+    """Each rank reduces or receives a shard. In the same kernel it sends the shard on to all ranks that need it."""
+    if form.wire is not None and not form.wire[0].again:
+        return "its results travel as codes"
+    if domain.size == 1:
+        return []
+    return _launchers(form, domain, limits_of(form.reduction, domain, to_all=True), two_shot=True)
 
 
-class AnyLengthPackets(Algorithm):
-    """All data goes straight to the ranks that need it, in messages of any length; it needs no memory.
+def serve_any_length(form: Form, domain: Domain) -> list[FormLauncher] | str:
+    """All data goes straight to the ranks that need it, in messages of any length in existing inboxes.
 
     The kernel is the same for short and long messages. So it can carry calls in which only the two ranks of a message
     know its length. With two kernels, ranks in one kernel would wait for ranks in the other kernel.
     """
+    if domain.size == 1:
+        return "there is one rank"
+    if not form.is_private:
+        return "all ranks know the lengths of all messages"
+    return [PacketLauncher(form, domain, Configs(any_length_configs(domain)), (0, inf))]
 
-    name = "one_shot"
 
-    def serves(self, operation: Operation) -> bool:
-        return True
-
-    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
-        if domain.size == 1:
-            return "there is one rank"
-        if not form.is_private:
-            return "all ranks know the lengths of all messages"
-        return [PacketLauncher(form, domain, Configs(any_length_configs(domain)), (0, inf))]
+def _launchers(form: Form, domain: Domain, limits: ProtocolLimits, *, two_shot: bool) -> list[FormLauncher]:
+    """Return the launcher for calls of a form, and one that also applies its epilogue."""
+    most = inf if form.wire else max(limits)
+    configs = sized_configs(limits, domain, fan_out=two_shot, coding=coding_of(form))
+    if form.epilogue is None:
+        return [PacketLauncher(form, domain, configs, (1, most), two_shot=two_shot)]
+    row_nbytes, shards = form.epilogue.row_nbytes, domain.size if two_shot else 1
+    fewest = row_nbytes and row_nbytes * fewest_rows(row_nbytes, domain.most_blocks, shards)
+    made: list[FormLauncher] = []
+    if fewest > 1:
+        made.append(PacketLauncher(form, domain, configs, (1, fewest - 1), two_shot=two_shot))
+    if fewest < inf:
+        if row_nbytes:
+            configs = row_configs(row_nbytes, domain, fan_out=two_shot)
+        made.append(PacketLauncher(form, domain, configs, (max(1, fewest), most), two_shot=two_shot, finishes=True))
+    return made
 
 
 def in_arena(form: Form, domain: Domain) -> FormLauncher:
@@ -120,8 +186,7 @@ def in_arena(form: Form, domain: Domain) -> FormLauncher:
 
     It uses the inboxes `Arena.sentinels`, because `Arena.any_length` changes only for calls with private lengths.
     """
-    inboxes, coding = domain.arena.sentinels, coding_of(form)
-    config = any_length_config(domain, inboxes) if coding is None else coding.config_within(inboxes, domain)
+    config = any_length_config(domain, domain.arena.sentinels, coding_of(form))
     return PacketLauncher(form, domain, Configs(lambda nbytes: config), (0, inf), any_length=True)
 
 
@@ -132,7 +197,7 @@ def larger_inboxes(domain: Domain, nbytes: int) -> list[Request]:
     """
 
     def steps_in(inbox_nbytes: int) -> int:
-        shape = geometry_within(inbox_nbytes, most_blocks_of(domain), domain.size)
+        shape = geometry_within(inbox_nbytes, domain.most_blocks, domain.size)
         return shape.steps(-(-nbytes // UNIT_NBYTES["sentinel"]))
 
     layout = domain.arena.layout
@@ -142,8 +207,3 @@ def larger_inboxes(domain: Domain, nbytes: int) -> list[Request]:
             fewest = steps_in(inbox_nbytes)
             found.append(large_inboxes(layout, inbox_nbytes))
     return found[::-1]
-
-
-def inboxes_for(domain: Domain, request: Request) -> Inboxes:
-    """Return the existing inboxes for a request of `larger_inboxes`."""
-    return inboxes_of(domain.arena.layout, domain.arena.region(request))

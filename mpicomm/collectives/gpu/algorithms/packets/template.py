@@ -1,19 +1,17 @@
-"""PacketTemplate: launches of packets.cu for exchanges of one form. PacketLauncher: for the calls of a form."""
+"""PacketTemplate: launches of packets.cu for exchanges of one form."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
-from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.memory import Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     OVERSEERS,
@@ -23,29 +21,18 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     packet_kernel,
     wire_options,
 )
-from mpicomm.collectives.gpu.algorithms.packets.configs import (
-    ANY_NBYTES,
-    Coding,
-    Configs,
-    PacketConfig,
-    Stepped,
-    coding_of,
-)
-from mpicomm.collectives.patterns import shard_count
-from mpicomm.collectives.wire import BLOCK
-from mpicomm.epilogues.base import BoundEpilogue, Fused
+from mpicomm.collectives.gpu.algorithms.packets.configs import Coding, PacketConfig, Stepped
+from mpicomm.epilogues.base import Fused
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mapped
 
 # A call fills in two ranges of `PacketArguments`: the tags with the messages and the steps after them; the inboxes.
 _AT_TAGS: int = PacketArguments.team.offset + Team.tags.offset
 _AT_INBOXES: int = PacketArguments.inboxes.offset
 _pack_pair = struct.Struct("<IQQQQ").pack
-
 
 Number = Callable[[Span | None], int]
 """Returns the number of a place. A new place gets the next number."""
@@ -113,10 +100,39 @@ class PacketTemplate(KernelTemplate):
         self._has_one_tag = self._fans or even
         self._tagged = [] if self._has_one_tag else different
         self._tags = [0] * size if self._has_one_tag else [different.index(each) for each in pairs]
-        self._ends = _Ends.of(exchange, fan_out, rank, number, reduces=reduction is not None, copies=coding is not None)
-        self._reduces = exchange.reduction is not None
+        self._reduces = mine is not None
+        self._note_ends(exchange, fan_out, number)
         self.places: tuple[Span | None, ...] = tuple(numbers)
         """The pieces of memory of the form; the first is None, for no memory."""
+
+    def _note_ends(self, exchange: Exchange, fan_out: Exchange | None, number: Number) -> None:
+        """Note the places of the messages and of the result, and the ranks at their other end."""
+        rank, mine = self._rank, exchange.reduction
+        sends, receives = list(exchange.sends), list((fan_out or exchange).receives)
+        if self._fans or receives[rank] is None or (receives[rank] == sends[rank] and self._coding is None):
+            sends[rank] = receives[rank] = None  # nothing to copy; codes are copied also to their place
+        to, of = [*map(number, sends)], [*map(number, receives)]
+        self._addressed, self._measured = [*to, *of], [*to, *of]
+        """The places of the messages to each rank and from each rank, and the places that have their lengths."""
+        self._own = self._output = self._sources = 0
+        self._targets = (
+            0 if fan_out is None else sum(1 << r for r, span in enumerate(fan_out.sends) if span is not None)
+        )
+        if mine is not None:
+            if list(mine.sources) != sorted(mine.sources):
+                raise InvalidUsageError(f"sources {mine.sources} are not in the order of ranks")
+            self._sources = sum(1 << source for source in mine.sources)
+            self._own, self._output = number(mine.own), number(mine.output)
+        elif self._reduction is not None or fan_out is None:
+            self._targets = 0
+        else:
+            taken = [source for source, span in enumerate(exchange.receives) if span is not None]
+            if taken:
+                self._sources, self._output = 1 << taken[0], number(exchange.receives[taken[0]])
+            else:
+                # This rank is the source. It needs no data back, so its receives stay at address 0, where the kernel
+                # stores nothing. The relays' packets only show this rank how far they are.
+                self._measured, self._targets = [*to, *to], 0
 
     def apply(self, finish: Fused) -> None:
         """Let the kernel of the next `write` apply an epilogue."""
@@ -124,16 +140,16 @@ class PacketTemplate(KernelTemplate):
 
     def bind(self, addresses: Sequence[int], lengths: Sequence[int], number: int) -> None:
         """Let `write` take ``number`` values. The address and the length of each place have these indices."""
-        tags, ends = [number + tag for tag in self._tags], self._ends
+        tags = [number + tag for tag in self._tags]
 
         def picked(own: int, output: int) -> Callable[[list[int]], tuple[int, ...]]:
             """Return a function that picks the fields from a list of the values, followed by the tags."""
-            messages = [*[addresses[place] for place in ends.addressed], *[lengths[place] for place in ends.measured]]
+            messages = [addresses[place] for place in self._addressed] + [lengths[place] for place in self._measured]
             fields = [*tags, *messages, addresses[own], addresses[output], lengths[output]]
             return itemgetter(*fields)
 
-        self._pick, self._pick_idle = picked(ends.own, ends.output), picked(0, 0)
-        self._output, self._bits = lengths[ends.output], (ends.sources, ends.targets)
+        self._pick, self._pick_idle = picked(self._own, self._output), picked(0, 0)
+        self._output_nbytes = lengths[self._output]
         self._ways = [(lengths[low], low_cut, lengths[high], high_cut) for low, low_cut, high, high_cut in self._tagged]
         self._both_ways = [(lengths[low], lengths[high]) for low, _, high, _ in self._pairs]
         others = [pair for peer, pair in enumerate(self._both_ways) if peer != self._rank]
@@ -159,8 +175,8 @@ class PacketTemplate(KernelTemplate):
             # call would take it as its own data.
             for low, low_cut, high, high_cut in self._ways:
                 values.append(crc32(_pack_pair(tag, values[low], low_cut, values[high], high_cut)))
-        pick, (sources, targets) = self._pick, self._bits
-        if self._reduces and not values[self._output]:
+        pick, sources, targets = self._pick, self._sources, self._targets
+        if self._reduces and not values[self._output_nbytes]:
             pick, sources, targets = self._pick_idle, 0, 0
         self._messages.pack_into(self.arguments, _AT_TAGS, *pick(values), steps, laps, sources, targets, paced)
         if config.inboxes is not self._filled_inboxes:
@@ -245,139 +261,3 @@ def _pairs(exchange: Exchange, rank: int, number: Number) -> list[tuple[int, int
         out, back = (number(sent), sent_cut), (number(received), received_cut)
         pairs.append((*out, *back) if rank < peer else (*back, *out))
     return pairs
-
-
-class _Ends(NamedTuple):
-    """The places of messages and of the result of an exchange, and the ranks at their other end."""
-
-    addressed: list[int]
-    """The places of the messages to each rank, then of the messages from each rank."""
-    measured: list[int]
-    """The places that have the lengths of these messages."""
-    own: int
-    output: int
-    sources: int
-    targets: int
-
-    @classmethod
-    def of(
-        cls, exchange: Exchange, fan_out: Exchange | None, rank: int, number: Number, *, reduces: bool, copies: bool
-    ) -> _Ends:
-        """Return the ends. With ``copies`` this rank copies its message to itself also if that stays in its place."""
-        sends, receives = list(exchange.sends), list((fan_out or exchange).receives)
-        if fan_out is not None or receives[rank] is None or (receives[rank] == sends[rank] and not copies):
-            sends[rank] = receives[rank] = None  # nothing to copy
-        sent, received = [*map(number, sends)], [*map(number, receives)]
-        places = [*sent, *received]
-        targets = 0 if fan_out is None else sum(1 << r for r, span in enumerate(fan_out.sends) if span is not None)
-        mine = exchange.reduction
-        if mine is not None:
-            if list(mine.sources) != sorted(mine.sources):
-                raise InvalidUsageError(f"sources {mine.sources} are not in the order of ranks")
-            sources = sum(1 << source for source in mine.sources)
-            return cls(places, places, number(mine.own), number(mine.output), sources, targets)
-        if reduces or fan_out is None:
-            return cls(places, places, 0, 0, 0, 0)
-        for source, span in enumerate(exchange.receives):
-            if span is not None:
-                return cls(places, places, 0, number(span), 1 << source, targets)
-        # This rank is the source. It needs no data back, so its receives stay at address 0, where the kernel stores
-        # nothing. The relays' packets only show this rank how far they are.
-        return cls(places, [*sent, *sent], 0, 0, 0, 0)
-
-
-class PacketLauncher(PacketTemplate, FormLauncher):
-    """Carries out the calls of a ``form`` in one exchange, or with ``two_shot`` in two exchanges.
-
-    With ``any_length`` the launch is the same for all lengths, except for a coding.
-    """
-
-    def __init__(
-        self,
-        form: Form,
-        domain: Domain,
-        configs: Configs,
-        bounds: tuple[float, float],
-        *,
-        two_shot: bool = False,
-        finishes: bool = False,
-        any_length: bool = False,
-    ) -> None:
-        self.fewest, self.most = bounds
-        self.finishes = finishes
-        row_nbytes = form.epilogue.row_nbytes if finishes and form.epilogue else 0
-        self._whole = BLOCK if form.wire else row_nbytes // form.itemsize
-        self._itemsize, self._shards = form.itemsize, form.shards if two_shot else 0
-        self._config_of, self._memory_for = configs
-        self._is_private = form.is_private
-        self._any_nbytes = ANY_NBYTES if any_length and form.wire is None else 0
-        even = form.operation.is_even and not any_length
-        self._unmade: Callable[[], None] | None = partial(self._make, form, domain, even=even)
-        """Makes the template, before the first call: most forms use one or two of their launchers."""
-
-    def _make(self, form: Form, domain: Domain, *, even: bool) -> None:
-        shards = self._shards
-        first, second = (form.two_shot.first, form.two_shot.second) if shards else (form.one_shot, None)
-        finish = form.epilogue.fused(0) if self.finishes and form.epilogue else None
-        super().__init__(
-            domain, first, form.reduction, fan_out=second, finish=finish, even=even, coding=coding_of(form)
-        )
-        pieces = [form.piece(span, first.reduction.own if first.reduction else None) for span in self.places]
-        # The values of a call: 0; the lengths of all blocks, or of the shards; the addresses of all blocks, or of the
-        # shards of each block.
-        blocks = form.sends + form.receives
-        if shards:
-            addresses = [1 + (1 + block) * shards + shard if block >= 0 else 0 for block, shard in pieces]
-            self.bind(addresses, [1 + shard for _, shard in pieces], 1 + (1 + blocks) * shards)
-        else:
-            addresses = [1 + blocks + block if block >= 0 else 0 for block, _ in pieces]
-            self.bind(addresses, [1 + block for block, _ in pieces], 1 + 2 * blocks)
-        self._unmade = None
-
-    def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
-        return self._memory_for(self._longest_shard(longest) if self._shards else longest)
-
-    def fill(
-        self,
-        lengths: list[int],
-        begins: list[int],
-        longest: int,
-        hash32: int,
-        memory: Mapped | None = None,
-        finish: BoundEpilogue | None = None,
-    ) -> Filled | None:
-        if self._unmade is not None:
-            self._unmade()
-        if self.finishes and finish is not None:
-            self.apply(finish.fused(begins[-1], self._shards or 1))
-        if self._shards:
-            return self._fill_shards(lengths[0], begins, hash32)
-        config = self._config_of(longest)
-        if config is None:
-            return None
-        values = [0, *lengths, *begins]
-        if self._is_private:
-            self.private_nbytes = max(self._of_others(values))
-            # Whatever other ranks send, short messages have the launch of the config.
-            nbytes = longest if longest <= config.step_nbytes else ANY_NBYTES
-        else:
-            nbytes = self._any_nbytes or config.row_nbytes or longest
-        return self.write(values, longest, nbytes, hash32, config)
-
-    def _fill_shards(self, nbytes: int, begins: list[int], hash32: int) -> Filled | None:
-        longest, shards = self._longest_shard(nbytes), self._shards
-        config = self._config_of(longest)
-        if config is None:
-            return None
-        number = -(-nbytes // longest)
-        empty = [0] * (shards - number)  # shards after the last element
-        values = [0, *[longest] * number, *empty]
-        values[number] = nbytes - (number - 1) * longest
-        for begin in begins:
-            values += range(begin, begin + nbytes, longest)
-            values += empty
-        return self.write(values, longest, config.row_nbytes or longest, hash32, config)
-
-    def _longest_shard(self, nbytes: int) -> int:
-        count = shard_count(nbytes // self._itemsize, self._shards, self._itemsize, self._whole)
-        return min(nbytes, count * self._itemsize)

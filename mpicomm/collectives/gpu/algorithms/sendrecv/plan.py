@@ -53,18 +53,37 @@ _Side = tuple[int, int, int, int, int, int, int]
 _NOTHING: _Side = 0, 0, 0, 0, 0, 0, 0
 
 
+def sendrecv_memory(size: int, channels: int) -> ChannelMemory:
+    """Return the layout of each rank's memory for messages, with ``channels`` between every two ranks."""
+    return ChannelMemory(size, channels, SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES)
+
+
+def sendrecv_request(layout: ChannelMemory) -> Request:
+    """Return the request for memory with that layout."""
+    what = "messages in the order of streams"
+    return Request(what, layout.slots_nbytes, words_nbytes=layout.slots, holds_messages=True)
+
+
 class SendrecvTemplate(KernelTemplate):
     """Launches for a message to the peer of ``sent`` and a message from the peer of ``received``, with their tags.
 
-    Either is None if there is no such message. `fill` writes one call into ``arguments``. The next `fill` overwrites
-    it, so a caller launches the kernel in between.
+    Either is None if there is no such message. ``memory`` has the address of each rank's memory, with the ``layout``.
+    `fill` writes one call into `arguments`. The next `fill` overwrites it, so a caller launches the kernel in between.
     """
 
     def __init__(
-        self, arguments: SendrecvArguments, channels: int, sent: Message | None, received: Message | None
+        self,
+        team: Team,
+        layout: ChannelMemory,
+        memory: Sequence[int],
+        sent: Message | None,
+        received: Message | None,
     ) -> None:
-        self.arguments = arguments
-        self._channels = channels
+        self._channels = layout.channels
+        self.arguments = SendrecvArguments(
+            team=team, credits=layout.credits, flags=layout.flags, slots=layout.slots, channels=layout.channels
+        )
+        self.arguments.memory[: len(memory)] = memory
         self._ends = _end(sent), _end(received)
 
     def variant(self, kernel: None) -> Variant:
@@ -99,35 +118,3 @@ def _end(message: Message | None) -> tuple[int, int, int]:
 
 def _half(number: int) -> int:
     return zlib.crc32(_half_of(number)) & 0xFFFF
-
-
-def sendrecv_memory(size: int, channels: int) -> ChannelMemory:
-    """Return the layout of each rank's memory for messages, with ``channels`` between every two ranks."""
-    return ChannelMemory(size, channels, SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES)
-
-
-def sendrecv_request(layout: ChannelMemory) -> Request:
-    """Return the request for memory with that layout."""
-    slots_nbytes = layout.nbytes - layout.slots
-    what = "messages in the order of streams"
-    return Request(what, slots_nbytes, words_nbytes=layout.slots, holds_messages=True)
-
-
-class SendrecvPlanner:
-    """Makes launches of messages. Every kernel of this rank gets ``team``."""
-
-    def __init__(self, team: Team, layout: ChannelMemory) -> None:
-        self.layout = layout
-        self.request = sendrecv_request(layout)
-        self._empty = SendrecvArguments(
-            team=team, credits=layout.credits, flags=layout.flags, slots=layout.slots, channels=layout.channels
-        )
-
-    def template(self, sent: Message | None, received: Message | None, memory: Sequence[int]) -> SendrecvTemplate:
-        """Return the template for a message to a peer and a message from a peer.
-
-        ``memory`` has the address of each rank's memory.
-        """
-        arguments = SendrecvArguments.from_buffer_copy(self._empty)
-        arguments.memory[: len(memory)] = memory
-        return SendrecvTemplate(arguments, self.layout.channels, sent, received)

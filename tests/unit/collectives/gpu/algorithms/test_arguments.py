@@ -8,14 +8,15 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
+from mpicomm.collectives.gpu.algorithms import memory
 from mpicomm.collectives.gpu.algorithms.chain import plan as chain
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainArguments, HopArguments
-from mpicomm.collectives.gpu.algorithms.chunks import arguments as exchange
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import ChunkLink, ExchangeArguments
+from mpicomm.collectives.gpu.algorithms.chunks import plan as exchange
+from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkLink, ExchangeArguments
 from mpicomm.collectives.gpu.algorithms.copies import plan as local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.plan import LocalReductionArguments
-from mpicomm.collectives.gpu.algorithms.direct import arguments as direct
-from mpicomm.collectives.gpu.algorithms.direct.arguments import Cut, DirectArguments
+from mpicomm.collectives.gpu.algorithms.direct import plan as direct
+from mpicomm.collectives.gpu.algorithms.direct.plan import Cut, DirectArguments
 from mpicomm.collectives.gpu.algorithms.packets import arguments as packets
 from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
 from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
@@ -98,7 +99,7 @@ CONSTANTS = {
     },
     "exchange.cu": {
         "kThreads": exchange.THREADS,
-        "kSlots": exchange.SLOTS,
+        "kSlots": memory.CHUNK_SLOTS,
         "kPacketNbytes": exchange.PACKET_NBYTES,
     },
     "packets.cu": {

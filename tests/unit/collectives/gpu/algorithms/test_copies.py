@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives.gpu.algorithms.copies import landing as device_landing
-from mpicomm.collectives.gpu.algorithms.copies.landing import InOutput, InStaging, Landing, Parts
-from mpicomm.collectives.gpu.algorithms.copies.plan import Then, parts_of
-from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, Reduce, allreduce, movement
+from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu.algorithms.copies import plan as copy_plan
+from mpicomm.collectives.gpu.algorithms.copies import schedule
+from mpicomm.collectives.gpu.algorithms.copies.plan import CopyLauncher, Then, parts_of
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, InOutput, Parts, Reduce, movement
+from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
+from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.collectives.patterns import Buffers
+from mpicomm.kernels.team import Team
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.fakes.fake_cuda import FakeCuda
@@ -26,7 +33,7 @@ from tests.helpers.inputs import patterns
 
 Array = npt.NDArray[Any]
 RANK_NBYTES = 1 << 20
-OUTPUT, INPUT, CONTRIBUTIONS, STAGING = (RANK_NBYTES * quarter // 4 for quarter in range(4))
+OUTPUT, INPUT, STAGING = (RANK_NBYTES * quarter // 4 for quarter in range(3))
 FLOAT32 = np.dtype(np.float32)
 SUM = "sum"
 
@@ -77,15 +84,12 @@ def base(rank: int, place: int) -> int:
     return rank * RANK_NBYTES + place
 
 
-def staging(rank: int, size: int, place: int, parts: Parts) -> InStaging:
-    assert (size - 1) * parts.room_nbytes <= RANK_NBYTES // 4
-    return InStaging(rank, [base(peer, place) for peer in range(size)], parts)
-
-
-def landing_of(rank: int, size: int, parts: Parts, *, staged: bool) -> Landing:
-    if staged:
-        return staging(rank, size, STAGING, parts)
-    return InOutput(rank, Mapped(1, 0, tuple(base(peer, OUTPUT) for peer in range(size))))
+def launcher_of(row: Operation, b: Buffers) -> CopyLauncher:
+    pointers = tuple(base(peer, STAGING) for peer in range(b.size))
+    region = ArenaRegion(pointers, RANK_NBYTES // 2)
+    arena: Any = SimpleNamespace(region=lambda request: region)
+    domain = Domain(Team(size=b.size, rank=b.rank), arena, 132, most_staged_nbytes=RANK_NBYTES // 2)
+    return CopyLauncher(Form.of_buffers(row, b), domain)
 
 
 def require_balanced(programs: Sequence[Sequence[Action]]) -> None:
@@ -98,37 +102,43 @@ def require_balanced(programs: Sequence[Sequence[Action]]) -> None:
         assert all(action.local for action in program[last:] if isinstance(action, Copy))
 
 
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(("count", "number"), [(1, 2), (3, 1), (1000, 2), (4099, 3), (4099, 8)])
-def test_allreduce(size: int, count: int, number: int, in_place: bool, staged: bool) -> None:
-    for seed in range(6):
-        rng = np.random.default_rng([size, count, seed])
-        parts = [rng.standard_normal(count, np.float32) for _ in range(size)]
-        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
-        programs: list[list[Action]] = []
-        for rank, part in enumerate(parts):
-            source = base(rank, OUTPUT if in_place else INPUT)
-            memory[source : source + part.nbytes] = part.view(np.uint8)
-            send, output = Span(source, count), Span(base(rank, OUTPUT), count)
-            scattered, gathered = patterns.allreduce(
-                rank, size, FLOAT32, send, output, SUM, piece_nbytes=max(4, part.nbytes)
-            )
-            assert scattered.sends[rank - 1] is not None
-            cut = Parts.equal(4 * patterns.split(send, size, 4)[0].count, number)
-            contributions = staging(rank, size, CONTRIBUTIONS, cut)
-            results = landing_of(rank, size, cut, staged=staged)
-            # Two calls; the second must not disturb the first.
-            programs.append([*allreduce(rank, scattered, gathered, cut, contributions, results)] * 2)
-        require_balanced(programs)
-        run(programs, memory, seed)
-        expected = reduced(parts)
-        if in_place:
-            expected = reduced([expected] * size)
-        for rank in range(size):
-            got = memory[base(rank, OUTPUT) :][: expected.nbytes].view(np.float32)
-            assert got.tobytes() == expected.tobytes()
+def buffers_of(row: Operation, rank: int, size: int, count: int, root: int, in_place: bool) -> Buffers:
+    """A rank's buffers, of blocks of ``count`` elements."""
+    at_root = rank == root
+    in_place = in_place and (at_root or row.rooted == "")
+    source = base(rank, OUTPUT if in_place else INPUT)
+
+    def blocks(begin: int) -> list[Span]:
+        return patterns.blocks(begin, [count] * size, range(0, size * count, count), 4)
+
+    send = send_blocks = output = output_blocks = None
+    if row.rooted != "bcast" and (row.rooted != "send" or at_root) and not (in_place and not row.reduces):
+        if row.send == "one":
+            send = Span(source, count)
+        else:
+            send_blocks = blocks(source)
+    if row.rooted != "receive" or at_root:
+        if row.receive == "one":
+            output = Span(base(rank, OUTPUT), count)
+        else:
+            output_blocks = blocks(base(rank, OUTPUT))
+    op = SUM if row.reduces else ""
+    return Buffers(rank, size, FLOAT32, send, send_blocks, output, output_blocks, op, root)
+
+
+def results(row: Operation, given: list[Array], before: list[Array], root: int, in_place: bool) -> list[Array]:
+    """Return the outputs of all ranks after a call; ``given`` and ``before`` have a row for each block."""
+    size, after = len(given), [each.copy() for each in before]
+    sent = [before[rank] if in_place and (rank == root or row.rooted == "") else given[rank] for rank in range(size)]
+    for rank in range(size) if row.rooted != "receive" else [root]:
+        if row.reduces:
+            after[rank][0] = reduced([each[rank if row.send == "blocks" else 0] for each in sent])
+        elif row.receive == "blocks":
+            index = rank if row.send == "blocks" else None
+            after[rank][:] = [each[in_place * peer if index is None else index] for peer, each in enumerate(sent)]
+        else:
+            after[rank][0] = before[root][0] if row.rooted == "bcast" else given[root][rank]
+    return after
 
 
 def reduced(parts: Sequence[Array]) -> Array:
@@ -138,176 +148,60 @@ def reduced(parts: Sequence[Array]) -> Array:
     return total
 
 
-IN_OUTPUT = ("Allgather", "Alltoall")
+CALLS = [
+    (row.name, in_place, symmetric)
+    for row in OPERATIONS.values()
+    for in_place in (False, True)
+    for symmetric in (False, True)
+    if row.copies
+    # The output of one rank is never symmetric, nor is an all-to-all in place: others may still read its input.
+    and (row.into_all or not symmetric)
+    and not (in_place and (row.rooted in ("bcast", "send") or row.name == "Gather"))
+    and not (in_place and symmetric and row.send == "blocks")
+]
 
 
-@pytest.mark.parametrize("number", [1, 2, 7])
-@pytest.mark.parametrize(
-    ("operation", "staged"),
-    [*((name, False) for name in IN_OUTPUT), *((name, True) for name in (*IN_OUTPUT, "In place", "Gather", "Scatter"))],
-)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_movements(operation: str, size: int, staged: bool, number: int) -> None:
-    """The output of one rank is never symmetric, nor is an all-to-all in place: others may still read its input."""
-    count, root = 2001, size - 1
-    cut = Parts.equal(count * FLOAT32.itemsize, number)
-    for seed in range(6):
-        rng = np.random.default_rng([size, seed])
-        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
-        before = memory.copy()
-        programs: list[list[Action]] = []
-        place = OUTPUT if operation == "In place" else INPUT
-        for rank in range(size):
-            starts = [index * count for index in range(size)]
-            blocks = patterns.blocks(base(rank, OUTPUT), [count] * size, starts, FLOAT32.itemsize)
-            sends = patterns.blocks(base(rank, place), [count] * size, starts, FLOAT32.itemsize)
-            if operation == "Allgather":
-                (exchange,) = patterns.allgather(rank, size, FLOAT32, sends[0], blocks)
-            elif operation == "Gather":
-                (exchange,) = patterns.gather(rank, size, FLOAT32, sends[0], blocks, root)
-            elif operation == "Scatter":
-                (exchange,) = patterns.scatter(rank, size, FLOAT32, sends, blocks[root], root)
-            else:
-                (exchange,) = patterns.alltoall(rank, size, FLOAT32, sends, blocks)
-            programs.append(movement(rank, exchange, cut, landing_of(rank, size, cut, staged=staged)))
-        require_balanced(programs)
-        run(programs, memory, seed)
-
-        def block(content: Array, rank: int, place: int, index: int) -> bytes:
-            nbytes = count * FLOAT32.itemsize
-            return bytes(content[base(rank, place) + index * nbytes :][:nbytes])
-
-        for rank in range(size):
-            for source in range(size):
-                got = block(memory, rank, OUTPUT, source)
-                if operation == "Scatter":
-                    sent = block(before, root, INPUT, rank) if source == root else block(before, rank, OUTPUT, source)
-                elif operation == "Gather" and rank != root:
-                    sent = block(before, rank, OUTPUT, source)
-                else:
-                    sent = block(before, source, place, 0 if operation.endswith("ather") else rank)
-                assert got == sent
-
-
-@pytest.mark.parametrize("number", [1, 2, 7])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_reduce(size: int, in_place: bool, number: int) -> None:
-    """All send to the root, twice."""
-    count, root = 2001, size - 1
-    cut = Parts.equal(4 * count, number)
-    for seed in range(6):
-        rng = np.random.default_rng([size, seed])
-        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
-        values = [rng.standard_normal(count, np.float32) for _ in range(size)]
-        programs: list[list[Action]] = []
-        for rank, value in enumerate(values):
-            source = base(rank, OUTPUT if in_place and rank == root else INPUT)
-            memory[source : source + value.nbytes] = value.view(np.uint8)
-            send, output = Span(source, count), Span(base(rank, OUTPUT), count)
-            (exchange,) = patterns.reduce(rank, size, FLOAT32, send, output if rank == root else None, SUM, root)
-            programs.append([*movement(rank, exchange, cut, landing_of(rank, size, cut, staged=True))] * 2)
-        require_balanced(programs)
-        run(programs, memory, seed)
-        expected = reduced(values)
-        if in_place:
-            expected = reduced([*values[:-1], expected])
-        got = memory[base(root, OUTPUT) :][: expected.nbytes].view(np.float32)
-        assert got.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("number", [1, 2, 7])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_reduce_scatter(size: int, in_place: bool, number: int) -> None:
-    """In place, the result comes to the front of block 0, and the rest is unchanged."""
-    count = 2001
-    cut = Parts.equal(4 * count, number)
-    for seed in range(6):
-        rng = np.random.default_rng([size, seed])
-        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
-        values = [rng.standard_normal((size, count), np.float32) for _ in range(size)]
-        programs: list[list[Action]] = []
-        for rank, value in enumerate(values):
-            source = base(rank, OUTPUT if in_place else INPUT)
-            memory[source : source + value.nbytes] = value.view(np.uint8).ravel()
-            blocks = patterns.blocks(source, [count] * size, [index * count for index in range(size)], 4)
-            output = Span(base(rank, OUTPUT), count)
-            (exchange,) = patterns.reduce_scatter(rank, size, FLOAT32, blocks, output, SUM)
-            programs.append(movement(rank, exchange, cut, landing_of(rank, size, cut, staged=True)))
-        require_balanced(programs)
-        before = memory.copy()
-        run(programs, memory, seed)
-        for rank in range(size):
-            expected = before[base(rank, OUTPUT) :][: 4 * count * size]
-            expected[: 4 * count] = reduced([value[rank] for value in values]).view(np.uint8)
-            assert memory[base(rank, OUTPUT) :][: 4 * count * size].tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("number", [1, 2, 3, 7])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_allreduce_keeps_staging_memory_that_the_call_before_still_reads(size: int, number: int) -> None:
-    """A reduce-scatter ends with a reduction out of staging memory. The next call's contributions go there, too."""
-    count = 2004
-    for seed in range(6):
-        rng = np.random.default_rng([size, number, seed])
-        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
-        values = [rng.standard_normal((size, count), np.float32) for _ in range(size)]
-        programs: list[list[Action]] = []
-        for rank, value in enumerate(values):
-            memory[base(rank, INPUT) :][: value.nbytes] = value.view(np.uint8).ravel()
-            blocks = patterns.blocks(base(rank, INPUT), [count] * size, [index * count for index in range(size)], 4)
-            output = Span(base(rank, OUTPUT), count)
-            (scattering,) = patterns.reduce_scatter(rank, size, FLOAT32, blocks, output, SUM)
-            cut = Parts.equal(4 * count, number)
-            first = movement(rank, scattering, cut, staging(rank, size, CONTRIBUTIONS, cut))
-            # Its input is not the output of the first call, because ranks may read either.
-            send, output = Span(base(rank, INPUT), count), Span(base(rank, OUTPUT) + 4 * count, count)
-            scattered, gathered = patterns.allreduce(rank, size, FLOAT32, send, output, SUM, piece_nbytes=4 * count)
-            shards = Parts.equal(4 * patterns.split(send, size, 4)[0].count, number)
-            contributions = staging(rank, size, CONTRIBUTIONS, shards)
-            results = staging(rank, size, STAGING, shards)
-            programs.append([*first, *allreduce(rank, scattered, gathered, shards, contributions, results)])
-        require_balanced(programs)
-        run(programs, memory, seed)
-        for rank in range(size):
-            output_bytes = memory[base(rank, OUTPUT) :]
-            assert output_bytes[: 4 * count].tobytes() == reduced([value[rank] for value in values]).tobytes()
-            assert output_bytes[4 * count :][: 4 * count].tobytes() == reduced([value[0] for value in values]).tobytes()
-
-
-@pytest.mark.parametrize("number", [1, 2, 3, 9])
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_broadcast(size: int, staged: bool, number: int) -> None:
-    count = 2003
-    for seed in range(6):
-        rng = np.random.default_rng([size, seed])
-        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+@pytest.mark.parametrize(("name", "in_place", "symmetric"), CALLS)
+def test_calls_in_any_order_of_streams(
+    monkeypatch: pytest.MonkeyPatch, name: str, in_place: bool, symmetric: bool, number: int, size: int
+) -> None:
+    """Each call is made twice, then another call follows; none may disturb the memory that one before still reads."""
+    monkeypatch.setattr(copy_plan, "parts_of", lambda nbytes, *_, **__: Parts.equal(nbytes, number))
+    row, after = OPERATIONS[name], OPERATIONS["Reduce_scatter_block"]
+    for seed, count in enumerate((1, 3, 1000, 2003, 4099, 4099)):
+        rng = np.random.default_rng([size, count, seed])
         root = int(rng.integers(size))
-        content = memory[base(root, OUTPUT) :][: 4 * count].copy()
-        programs: list[list[Action]] = []
-        cut = Parts.equal(4 * patterns.split(Span(0, count), size - 1, 4)[0].count, number)
+        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
+        given, outputs = ([rng.standard_normal((size, count), np.float32) for _ in range(size)] for _ in range(2))
         for rank in range(size):
-            first, second = patterns.bcast(rank, size, FLOAT32, Span(base(rank, OUTPUT), count), root, "two_shot")
-            landing = landing_of(rank, size, cut, staged=staged)
-            programs.append(movement(rank, first, cut, landing, second if size > 2 else None))
+            for place, content in ((INPUT, given[rank]), (OUTPUT, outputs[rank])):
+                memory[base(rank, place) :][: content.nbytes] = content.view(np.uint8).ravel()
+        programs: list[list[Action]] = []
+        for rank in range(size):
+            mapped = Mapped(1, 0, tuple(base(peer, OUTPUT) for peer in range(size))) if symmetric else None
+            buffers, last = (
+                buffers_of(each, rank, size, count, root, place) for each, place in ((row, in_place), (after, False))
+            )
+            actions = launcher_of(row, buffers)._actions(buffers, mapped)
+            programs.append([*actions, *actions, *launcher_of(after, last)._actions(last, None)])
         require_balanced(programs)
         run(programs, memory, seed)
-        for rank in range(size):
-            assert (memory[base(rank, OUTPUT) :][: 4 * count] == content).all()
+        for _ in range(2):
+            outputs = results(row, given, outputs, root, in_place)
+        outputs = results(after, given, outputs, root, False)
+        for rank, expected in enumerate(outputs):
+            assert memory[base(rank, OUTPUT) :][: expected.nbytes].tobytes() == expected.tobytes(), (rank, count)
 
 
-@pytest.mark.parametrize("test", [test_broadcast, test_movements, test_allreduce])
-def test_two_regions_would_be_too_few(monkeypatch: pytest.MonkeyPatch, test: Any) -> None:
-    monkeypatch.setattr(device_landing, "REGIONS", 2)
+@pytest.mark.parametrize(
+    ("name", "symmetric", "number"), [("Bcast", False, 8), ("Allgather", False, 8), ("Allreduce", True, 8)]
+)
+def test_two_regions_would_be_too_few(monkeypatch: pytest.MonkeyPatch, name: str, symmetric: bool, number: int) -> None:
+    monkeypatch.setattr(schedule, "REGIONS", 2)
     with pytest.raises(AssertionError):
-        if test is test_movements:
-            test_movements("Allgather", 3, True, 7)
-        elif test is test_broadcast:
-            test_broadcast(3, True, 9)
-        else:
-            test_allreduce(3, 4099, 8, False, True)
+        test_calls_in_any_order_of_streams(monkeypatch, name, False, symmetric, number, 3)
 
 
 def test_each_rank_writes_to_one_at_a_time_and_each_to_another() -> None:
@@ -316,8 +210,8 @@ def test_each_rank_writes_to_one_at_a_time_and_each_to_another() -> None:
     for rank in range(size):
         blocks = patterns.blocks(base(rank, OUTPUT), [count] * size, [index * count for index in range(size)], 4)
         (exchange,) = patterns.allgather(rank, size, FLOAT32, Span(base(rank, INPUT), count), blocks)
-        parts = Parts.equal(4 * count, 1)
-        actions = movement(rank, exchange, parts, landing_of(rank, size, parts, staged=False))
+        landing = InOutput(rank, Mapped(1, 0, tuple(base(peer, OUTPUT) for peer in range(size))))
+        actions = movement(rank, exchange, Parts.equal(4 * count, 1), landing)
         copies = [action for action in actions if isinstance(action, Copy)]
         targets.append([copy.target // RANK_NBYTES for copy in copies])
     for turn in zip(*targets, strict=True):

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.steps import Copy
 from tests.helpers.fakes.fake_cuda import FakeCuda
 
 
 @pytest.fixture
 def copies(cuda: FakeCuda) -> Iterator[Any]:
-    copies = importlib.import_module("mpicomm.collectives.gpu.step_loader").CopyStream()
-    yield copies
-    copies.close()
+    loader = importlib.import_module("mpicomm.collectives.gpu.plan").StepLoader(None, None)
+    yield loader
+    loader.close()
 
 
 def begin_capture(cuda: FakeCuda, stream: int) -> int:
@@ -33,13 +32,13 @@ def enqueue(cuda: FakeCuda, copies: Any, stream: int, source: int) -> None:
     capture = cuda.captures.get(stream)
     cuda.copied.clear()
     cuda.enqueue(stream, partial(cuda.copied.append, "ahead"))
-    copies.fork(stream)
-    copies.copying(Copy(0, source, 1))(stream)
-    copies.join(stream)
+    steps = importlib.import_module("mpicomm.collectives.gpu.algorithms.steps")  # the one that the loader has
+    fork, copy, join = copies.enqueuers([steps.Fork(), steps.Copy(0, source, 1), steps.Join()])
+    for step in (fork, copy, join):
+        step(stream)
     cuda.enqueue(stream, partial(cuda.copied.append, "behind"))
-    copies.copying(Copy(0, source, 1))(stream)
-    copies.fork(stream)
-    copies.join(stream)
+    for step in (copy, fork, join):
+        step(stream)
     cuda.finish()
     copied = source, capture
     assert cuda.copied[:2] == ["ahead", copied]

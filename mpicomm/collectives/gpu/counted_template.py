@@ -1,0 +1,131 @@
+"""CountedTemplate: the calls of one kind with counts on the device."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.packets.arguments import (
+    OVERSEERS,
+    CountedArguments,
+    CountedPacketArguments,
+    counted_step_kernel,
+    packet_kernel,
+)
+from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig, any_length_configs
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Step
+from mpicomm.collectives.gpu.call_templates import CallTemplate
+from mpicomm.collectives.gpu.decision import NO_END, enqueuers_of
+from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.team import MAX_RANKS
+from mpicomm.kernels.variant import Variant
+from mpicomm.mpi.device_counts import CountedBuffers, DeviceIndices
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.plan import StepLoader
+
+_AT = [
+    CountedPacketArguments.counted.offset + side.offset for side in (CountedArguments.send, CountedArguments.receive)
+]
+_write_side = struct.Struct("=4Q").pack_into
+
+
+class CountedTemplate(CallTemplate, KernelTemplate):
+    """The calls whose buffers, counts and displacements are of the same kinds as ``buffers``. One launch carries each.
+
+    The host knows no lengths, but it knows how much the buffers of this rank hold. So the kernel of this rank may
+    differ from the kernels of its peers: see counted_step.cu. ``signature`` and the result of ``config_of``, by default
+    `any_length_configs`, are the same on all ranks.
+    """
+
+    choice = AlgorithmChoice("one_shot", "the counts are on the GPU")
+
+    def __init__(
+        self,
+        signature: Signature,
+        buffers: CountedBuffers,
+        domain: Domain,
+        loader: StepLoader,
+        config_of: Callable[[int], PacketConfig] | None = None,
+    ) -> None:
+        self.words = str(signature)
+        layout, own = domain.arena.layout, domain.team.arenas[domain.rank]
+        flagged, fences = layout.flagged_inboxes(own), own + layout.fences
+        self.arguments = arguments = CountedPacketArguments(team=domain.team, flagged=flagged, fences=fences)
+        self.early = domain.early
+        arguments.team.tags[:] = [signature.hash32] * MAX_RANKS
+        counted = arguments.counted
+        counted.itemsize = self._itemsize = buffers.itemsize
+        self._sides = counted.send, counted.receive
+        for side, buffer in zip(self._sides, (buffers.send, buffers.receive), strict=True):
+            side.wide_counts, side.follows = buffer.counts.is_wide, buffer.displs is None
+            side.wide_displs = isinstance(buffer.displs, DeviceIndices) and buffer.displs.is_wide
+        self._follow = all(side.follows for side in self._sides)
+        self._size, self._host_slots = domain.size, domain.host_slots
+        self._config_of = config_of or any_length_configs(domain)
+        self._config: PacketConfig | None = None
+        self._most_of_step = -1
+        """The most elements of a buffer for the kernel of one step; -1 if no call takes it."""
+        self._shape = 0, 0
+        self._most = NO_END if buffers.receive.counts.is_wide else (1 << 31) - 1
+        send, receive = ([each.nbytes for each in side.indices()] for side in (buffers.send, buffers.receive))
+        self._nbytes = send[0], send[-1], receive[0], receive[-1]
+        """The bytes of counts and of displacements to send, and of those to receive."""
+        self._enqueue_of = enqueuers_of(self, loader)
+
+    def takes(self, sent: Any, received: Any, *arrays: Any) -> bool:
+        return type(sent[3]) is type(received[3]) is int
+
+    def fill(self, sent: Any, received: Any) -> bool:
+        send, room, _, counts, displs = sent
+        receive, most, _, coming, places = received
+        if most > self._most:
+            return False
+        of_counts, of_displs, of_coming, of_places = self._nbytes
+        nbytes, end, last = room * self._itemsize, receive + most * self._itemsize, coming + of_coming
+        read = [(send, nbytes), (counts, of_counts)]
+        if type(displs) is int:
+            read.append((displs, of_displs))
+        if type(places) is int:
+            read.append((places, of_places))
+        for begin, length in read:
+            if (begin < end and receive < begin + length) or (begin < last and coming < begin + length):
+                return False  # the call would write into an array that it reads
+        if receive < last and coming < end:
+            return False
+        self.launch = self.enqueue = self._enqueue_of(self._write(sent, received))
+        return True
+
+    def read(self, buffers: CountedBuffers) -> list[Step]:
+        """Return the steps of a read call, which later calls do not overwrite."""
+        sides = []
+        for side in (buffers.send, buffers.receive):
+            displs = side.displs.pointer if isinstance(side.displs, DeviceIndices) else side.displs
+            sides.append((side.pointer, side.room, None, side.counts.pointer, displs))
+        return self.steps_of(self._write(*sides))
+
+    def _write(self, sent: Any, received: Any) -> Filled:
+        """Write a call into `arguments`. Does not look at the types of the buffers."""
+        self.private_nbytes = sent[1] * self._itemsize
+        config, arguments = self._config_of(0), self.arguments
+        if config is not self._config:
+            self._config = config
+            arguments.laps, arguments.inbox_nbytes = config.laps, config.inboxes.nbytes
+            arguments.inboxes[: self._size] = config.inboxes.pointers
+            self._shape = config.blocks, config.workers + OVERSEERS
+            self._most_of_step = config.step_nbytes // self._itemsize if self._follow else -1
+        for (pointer, room, _, counts, displs), at, side in zip((sent, received), _AT, self._sides, strict=True):
+            if type(displs) is tuple:
+                side.known[: self._size], displs = displs, None
+            _write_side(arguments, at, pointer, room, counts, displs or 0)
+        return (sent[1] <= self._most_of_step and received[1] <= self._most_of_step, *self._shape)
+
+    def variant(self, kernel: bool) -> Variant:
+        """Return the source and options of a kernel: the kernel of one step, or the kernel of any steps."""
+        if kernel:
+            return counted_step_kernel(self._size)
+        return packet_kernel(
+            None, self._size, "sentinel", "paced", fan_out=False, host_slots=self._host_slots, counted=True
+        )

@@ -1,0 +1,191 @@
+"""Steps around a call: it is carried out on other host buffers, and a last step fills the buffers of the user.
+
+Each function returns the call on other buffers, and the last step. All steps are local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpicomm.collectives import beside, wire
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL
+from mpicomm.devices.host import array_at
+from mpicomm.mpi.arguments import Operand, Span
+from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
+from mpicomm.mpi.location import require_here
+from mpicomm.mpi.spec import Shape, items
+from mpicomm.ways.reader import Reader
+
+Steps = tuple[Call, Callable[[], None]]
+"""The call on other buffers, and the step after it."""
+Around = Callable[[Reader, Call], Steps]
+_BYTE = np.dtype(np.uint8)
+
+
+def is_for_kernels(call: Call) -> bool:
+    """Return whether kernels carry a call out. Local."""
+    return call.on_device and call.dtype is not None and call.algorithm != "mpi"
+
+
+def around(call: Call) -> Around | None:
+    """Return the function that makes the steps around a call; None if it needs none. Local."""
+    if is_for_kernels(call):
+        return None
+    if call.device_array is not None:
+        return on_copies
+    if call.epilogue is not None:
+        return with_epilogue
+    if call.wire is not None:
+        return as_codes
+    operation = call.operation
+    moves = not (operation.reduces or operation.of_neighbors or operation.send == "typed")
+    asked = call.algorithm not in ("auto", "mpi")
+    if moves and asked and any(each.dtype is None and each.mpi_type is not None for each in call.operands):
+        return as_packed
+    return None
+
+
+def with_epilogue(reader: Reader, call: Call) -> Steps:
+    """Reduce, then apply the epilogue."""
+    epilogue, receive, given = call.epilogue, call.receive, call.arguments
+    assert epilogue is not None and receive is not None and call.send is not None
+    made = array_at(receive.pointer, receive.nbytes, _BYTE).view(epilogue.result)
+    reduced, target = made, given.receive
+    if epilogue.converts:
+        reduced = target = np.empty(call.send.total, epilogue.dtype)
+    part = reader.read(call.operation, Arguments(given.send, target, given.op), call.algorithm, None)
+    part.of_call = call.signature  # with the epilogue, so that ranks compare it
+    return part, partial(epilogue.on_host, reduced, made)
+
+
+def as_packed(reader: Reader, call: Call) -> Steps:
+    """Move packed copies of derived datatypes, for a call with ``algorithm=``.
+
+    Ranks with plain elements take that algorithm, too. Without it all of them go to MPI, which packs itself.
+    """
+    operation, given, pieces = call.operation, call.arguments, list[tuple[Any, Any]]()
+
+    def packed(operand: Operand | None, argument: Any, *, receives: bool) -> Any:
+        if operand is None or operand.mpi_type is None or operand.dtype is not None:
+            return argument
+        shape: Shape = operation.receive if receives else operation.send
+        buffer, _, displs, _ = items(operand.spec, operand.name, shape)
+        starts, counts = operand.displs or (displs or 0,), operand.counts or (operand.total,)
+        lengths = [n * operand.mpi_type.size for n in counts]
+        copy = np.empty(sum(lengths), _BYTE)
+        for start, n, part in zip(starts, counts, np.split(copy, np.cumsum(lengths)[:-1]), strict=True):
+            elements, as_bytes = [buffer, n, start, operand.mpi_type], [part, MPI.BYTE]
+            if n:
+                MPI.COMM_SELF.Sendrecv(elements, 0, 0, as_bytes, 0, 0)  # an output may keep what it has
+                pieces.extend([(as_bytes, elements)] * receives)
+        return copy if operand.counts is None else [copy, lengths]
+
+    send = packed(call.send, given.send, receives=False)
+    given = replace(given, send=send, receive=packed(call.receive, given.receive, receives=True))
+
+    def unpack() -> None:
+        for as_bytes, elements in pieces:
+            MPI.COMM_SELF.Sendrecv(as_bytes, 0, 0, elements, 0, 0)
+
+    return reader.read(operation, given, call.algorithm, None), unpack
+
+
+def as_codes(reader: Reader, call: Call) -> Steps:
+    """Send the codes of elements. NumPy codes, adds and decodes, with the bits of the kernels.
+
+    Each rank computes all of its result from the codes of all ranks, so it needs memory for them.
+    """
+    placement = reader.session.placement
+    rank, size = placement.rank, len(placement.places)
+    assert call.receive is not None and call.dtype is not None and call.wire is not None
+    ranks, dtype, codes, again = range(size), call.dtype, call.wire.codes, call.wire.again
+
+    def view(span: Span) -> npt.NDArray[Any]:
+        return array_at(span.pointer, span.count, dtype)
+
+    whole = None if call.send is None else view(call.send.whole())
+    outputs = [view(Span(call.receive.pointer, call.receive.count))]
+    if not call.operation.reduces:
+        outputs = [view(call.receive.block(peer)) for peer in ranks]
+        operation, given = ALLGATHER, [outputs[rank] if whole is None else whole]
+    elif call.operation.send == "blocks":
+        assert call.send is not None
+        operation, given = ALLTOALL, [view(call.send.block(peer)) for peer in ranks]
+        outputs[0] = outputs[0][: given[0].size]
+    else:
+        assert whole is not None
+        operation, given = ALLGATHER, [whole]
+    sent = np.empty((len(given), wire.coded_nbytes(given[0].size)), np.uint8)
+    for block, coded in zip(given, sent, strict=True):
+        wire.encode(block, codes, coded)
+    received = np.empty((size, sent.shape[1]), np.uint8)
+    # MPI would neither notice that ranks call different things, nor limit the wait.
+    part = reader.read(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot", None)
+    part.of_call = call.signature
+
+    def finish() -> None:
+        values = np.empty(given[0].size, np.float32)
+        with np.errstate(all="ignore"):
+            if not call.operation.reduces:
+                for output, coded in zip(outputs, received, strict=True):
+                    wire.decode(coded, codes, values)
+                    np.copyto(output, values, casting="unsafe")
+                return
+            wire.decode(received[0], codes, values)
+            for coded in received[1:]:
+                wire.add(coded, codes, values)
+            if call.op == "avg":
+                values /= np.float32(size)
+            if call.operation is ALLREDUCE and again:
+                wire.encode(values, codes, received[0])
+                wire.decode(received[0], codes, values)
+            np.copyto(outputs[0], values, casting="unsafe")
+
+    return part, finish
+
+
+def on_copies(reader: Reader, call: Call) -> Steps:
+    """Carry a call out on copies of this rank's device arrays in pinned memory. Blocking.
+
+    It is a call that MPI carries out wherever the arrays are, or a rooted call in which only the root's second buffer
+    is a device array: see `mpicomm.collectives.call_location`. The other ranks do not notice the copies, and may pass
+    host arrays. So this rank makes MPI's call in the same form as a rank with host arrays: MPI does not match a
+    blocking collective with a nonblocking or persistent one. No rank sets anything up here, because ranks with host
+    arrays would not take part.
+    """
+    copies, given = copied(reader, call)
+    return reader.read(call.operation, given, call.algorithm, None), copies.back
+
+
+def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
+    """Return copies of the device arrays, and the arguments with them. Blocking.
+
+    Raises `InvalidUsageError` in a capture, and for an array of another GPU. In a call on device arrays it also raises
+    the error of earlier calls.
+    """
+    session = reader.session
+    operation, given = call.operation.name, call.arguments
+    backend = session.gpu(operation)
+    for operand in call.operands:
+        require_here(f"{operation}: {operand.name}", operand.device, backend.device)
+    stream = backend.stream(call.stream, call.device_array)
+    if call.on_device:
+        session.require_usable(operation)
+        require_no_graph(operation, backend, stream, BY_MPI)
+        announce(operation, "only MPI can carry it out, or algorithm= asks for it")
+    else:
+        require_no_graph(operation, backend, stream, beside.BESIDE)
+        beside.warn_of_host_array(operation)
+    copies = HostCopies(backend, stream)
+    send = copies.spec(given.send, writable=False, name="sendbuf", operand=call.send)
+    receive = copies.spec(given.receive, writable=True, name="recvbuf", operand=call.receive)
+    copies.ready()
+    return copies, replace(given, send=send, receive=receive)
