@@ -32,11 +32,11 @@ COLLECTIVES = "tests/mpi/collectives"
 # and more ranks than cores take turns, so each further rank makes all others slower. Two ranks differ in the algorithms
 # that they choose and in how they share out data, not in how they meet, or notice an error.
 OF_TWO = (
-    *(f"{COLLECTIVES}/{name}" for name in ("gpu", "host/test_engine.py")),
+    f"{COLLECTIVES}/host/test_engine.py",
     *(
         f"{COLLECTIVES}/test_{name}.py"
         for name in (
-            *("chains", "derived_datatypes", "epilogues", "neighbors", "streams_and_graphs"),
+            *("chains", "derived_datatypes", "epilogues", "streams_and_graphs"),
             *("collectives", "nonblocking_collectives", "random_collectives", "symmetric_collectives"),
         )
     ),
@@ -44,7 +44,7 @@ OF_TWO = (
 # Four ranks are two groups of one size, or two hosts with two ranks each, and the next power of two.
 OF_FOUR = (
     *(f"tests/mpi/{name}" for name in ("api/test_temporaries.py", "domains", "session/test_containers.py")),
-    *(f"{COLLECTIVES}/{name}" for name in ("gpu", "test_random_collectives.py")),
+    f"{COLLECTIVES}/test_random_collectives.py",
 )
 # Where MPI itself matters: its requests, datatypes, messages, communicators, errors, and the messages of set-ups.
 WITH_OPEN_MPI = (
@@ -52,10 +52,7 @@ WITH_OPEN_MPI = (
         f"tests/mpi/api/test_{name}.py"
         for name in ("calls_by_mpi", "children", "communicator", "errors_of_mpi", "neighbors", "topologies")
     ),
-    *(
-        f"{COLLECTIVES}/test_{name}.py"
-        for name in ("derived_datatypes", "neighbors", "nonblocking_collectives", "own_ops")
-    ),
+    *(f"{COLLECTIVES}/test_{name}.py" for name in ("derived_datatypes", "nonblocking_collectives", "own_ops")),
     *(
         f"tests/mpi/messages/test_{name}.py"
         for name in ("derived_messages", "mixed_messages", "persistent_messages", "point_to_point", "threads")

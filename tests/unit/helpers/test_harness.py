@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.jobs import run_parts
 from tests.helpers.jobs.agreement import Outcome, agreed_error
 from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.jobs.sweeps import QUICK_RUNS_EVERY
@@ -206,6 +207,11 @@ def test_leaks_are_named(tmp_path: Path) -> None:
         file.close()
     with nothing_leaks():
         pass
+
+
+def test_all_files_that_runs_name_exist() -> None:
+    for file in {*run_parts.OF_TWO, *run_parts.OF_FOUR, *run_parts.WITH_OPEN_MPI, *run_parts.DIVIDED}:
+        assert (ROOT / file).exists(), file
 
 
 def test_all_tests_that_the_quick_run_cuts_exist() -> None:
