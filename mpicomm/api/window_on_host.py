@@ -138,8 +138,8 @@ def _require_legal(what: str, op: Any, origin: Any, rank: Any) -> None:
         return  # any type; and MPI reads no origin of NO_OP
     if is_own(name):
         raise RefusedByMpiError(
-            f"{what}: op={op!r}: MPI has no operations of programs in its windows: make the window in GPU "
-            "memory (place='device'), or pass an operation that MPI defines",
+            f"{what}: op={op!r}: MPI has no operations of programs in its windows: make the window on a "
+            "communicator of GPUs (place='device'), or pass an operation that MPI defines",
             MPI.ERR_OP,
         )
     elements = as_pairs(elements_of(origin, "origin"))
@@ -149,7 +149,7 @@ def _require_legal(what: str, op: Any, origin: Any, rank: Any) -> None:
     if is_narrow(dtype):
         raise RefusedByMpiError(
             f"{what}: op={name} of {dtype}: MPI gets it wrong or lacks it in windows of host memory: make the window "
-            "in GPU memory (place='device'), or pass float32",
+            "on a communicator of GPUs (place='device'), or pass float32",
             MPI.ERR_TYPE,
         )
     if type(origin) is ndarray:

@@ -110,6 +110,8 @@ class CallLog(SharedMemory):
     def without_vote(self, number: int) -> list[int]:
         """Return the indices of the ranks whose vote of that number is missing; local."""
         group, shift = number >> VOTE_BITS, 2 * (number & _VOTES_OF_WORD)
+        # Pairs with the store in `vote`, as the load in `location` does. A word of a later group says that its rank has
+        # voted in this one.
         latest = (words[VOTES + group % VOTE_WORDS] for words in self._words)
         return [
             index

@@ -40,9 +40,6 @@ from mpicomm.session import Session
 from mpicomm.waiting import wait_until
 from mpicomm.ways.engines import Engines
 
-_LOOKS = 24
-"""Ranks often start a call within some microseconds of each other, and a place in the queue costs more than a few looks
-at their votes."""
 Begin = Callable[[CallLocation], MPI.Request]
 """Begins a nonblocking call at its location."""
 
@@ -121,10 +118,8 @@ class LocationVotes:
 
         The number is 0 for a call on GPUs. Return the request of the call.
         """
-        if not self.queue:
-            for _ in range(_LOOKS):
-                if place := self._place(number):
-                    return begin(place)
+        if not self.queue and (place := self._place(number)):
+            return begin(place)
         start = _Start(self, number, begin)
         self.queue.append(start)
         return self._completer.add(DeferredRequest.of(start.done, lambda: None), self._session.backend.prepare_thread)
