@@ -181,7 +181,7 @@ class CollectiveTemplate(CallTemplate):
             if memory is not None:
                 bounds, choices = self._into_memory
         chosen = choices[bisect_right(bounds, longest) - 1]
-        filled = chosen.fill(lengths, begins, longest, call_hash, memory, self._finish)
+        filled = chosen.fill((lengths, begins, longest, call_hash, memory, self._finish))
         if filled is None:
             return False
         enqueue = chosen.enqueue_of(filled)

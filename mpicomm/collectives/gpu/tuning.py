@@ -48,17 +48,6 @@ def kind_of(operation: str, *, registered: bool, coded: bool = False) -> Kind:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The measurement from which a row was chosen."""
-
-    date: str
-    version: str
-    datatype: str
-    times_us: Mapping[int, Mapping[str, float]]
-    """Microseconds by bytes of the call and algorithm."""
-
-
-@dataclass(frozen=True)
 class Row:
     """The algorithms for calls of a kind between ``size`` ranks."""
 
@@ -66,7 +55,8 @@ class Row:
     size: int
     choices: tuple[tuple[int, str], ...]
     """Pairs of the fewest bytes and the algorithm from there on, in ascending order; the first pair begins at 0."""
-    measured: Measured | None = None
+    measured: Mapping[str, Any] | None = None
+    """The measurement from which the row was chosen, as in the file: ``times`` has microseconds by algorithm."""
 
     def choices_above(self, nbytes: int, size: int) -> list[tuple[int, str]]:
         """Return the choices above ``nbytes`` between ``size`` ranks, at least as many as the row has."""
@@ -121,7 +111,7 @@ class Tuning:
         up to the table's next choice.
         """
         assert row.measured is not None
-        largest = max(row.measured.times_us)
+        largest = max(times["nbytes"] for times in row.measured["times"])
         found = self._find(row.kind, row.size)
         above = found.choices_above(largest, row.size) if found else []
         last, names = row.choices[-1][1], [name for _, name in above]
@@ -285,7 +275,17 @@ def default_file(device_name: str) -> Path | None:
 
 def to_json(table: Tuning) -> dict[str, Any]:
     """Return a table as JSON types. `load` reads them back from a file."""
-    return {"format": _FORMAT, "device": table.device, "rows": [_row_to_json(row) for row in table.rows]}
+    rows = [
+        {
+            "operation": row.kind.operation,
+            "registered": row.kind.registered,
+            "ranks": row.size,
+            "choices": [{"from_nbytes": begin, "algorithm": name} for begin, name in row.choices],
+            "measured": row.measured,
+        }
+        for row in table.rows
+    ]
+    return {"format": _FORMAT, "device": table.device, "rows": rows}
 
 
 def load(path: Path) -> Tuning:
@@ -308,25 +308,8 @@ def load(path: Path) -> Tuning:
         ) from error
 
 
-def _row_to_json(row: Row) -> dict[str, Any]:
-    measured = row.measured
-    return {
-        "operation": row.kind.operation,
-        "registered": row.kind.registered,
-        "ranks": row.size,
-        "choices": [{"from_nbytes": begin, "algorithm": name} for begin, name in row.choices],
-        "measured": measured
-        and {
-            "date": measured.date,
-            "mpicomm": measured.version,
-            "datatype": measured.datatype,
-            "times": [{"nbytes": nbytes, "us": dict(times_us)} for nbytes, times_us in measured.times_us.items()],
-        },
-    }
-
-
 def _row_from_json(record: Any) -> Row:
-    operation, size, source = record["operation"], int(record["ranks"]), record["measured"]
+    operation, size = record["operation"], int(record["ranks"])
     choices = tuple((int(choice["from_nbytes"]), choice["algorithm"]) for choice in record["choices"])
     begins = [begin for begin, _ in choices]
     if operation not in TUNED or size < 2 or begins[0] != 0 or begins != sorted(set(begins)):
@@ -334,8 +317,5 @@ def _row_from_json(record: Any) -> Row:
     for _, name in choices:
         if name not in algorithms_of(operation):  # such as the ring, which reduces in another order
             raise ValueError(f"a table cannot choose {name} for {operation}")
-    measured = None
-    if source is not None:
-        times_us = {int(line["nbytes"]): dict(line["us"]) for line in source["times"]}
-        measured = Measured(source["date"], source["mpicomm"], source["datatype"], times_us)
-    return Row(kind_of(operation, registered=bool(record["registered"])), size, choices, measured)
+    kind = kind_of(operation, registered=bool(record["registered"]))
+    return Row(kind, size, choices, record["measured"])

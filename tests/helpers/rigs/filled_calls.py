@@ -10,8 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.gpu.algorithms.base import Domain, with_place
-from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.base import Domain, Form, with_place
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate

@@ -97,7 +97,7 @@ def test_every_launch_of_a_call_has_another_tag(products: Products) -> None:
 
 def test_memory_beyond_the_bound_is_refused(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     products = Products(cuda, monkeypatch, most_nbytes=2 * MIB)
-    error = importlib.import_module("mpicomm.collectives.gpu.arena").NoMemoryError
+    error = importlib.import_module("mpicomm.collectives.gpu.call_memory").NoMemoryError
     for _ in range(2):
         with pytest.raises(error, match=r'MPICOMM_MEMORY leaves 2097152 bytes .* "products" takes 4194304'):
             products.enqueue("allgather_matmul", RowCut(), np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS)))
