@@ -107,8 +107,8 @@ def test_large_shards_and_memory_of_the_host_do_not_fit(products: Products) -> N
     large = replace(facts("allgather_matmul", 1 << 17), inner=8192)
     cut, fits = RowCut(), products.overlapped.fits
     assert not fits(large, cut) and fits(replace(large, rows=1 << 14), cut)
-    node = products.rig.engine._domain
-    products.rig.engine._domain = replace(node, host_slots=True)
+    node = products.rig.engine.domain
+    products.rig.engine.domain = replace(node, host_slots=True)
     assert not fits(replace(large, rows=1 << 14), cut)
 
 
