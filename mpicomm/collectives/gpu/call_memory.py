@@ -323,7 +323,7 @@ class CallMemory:
         chosen = first = decision.at(longest, symmetric=symmetric)
         while True:
             requests = chosen.launcher.memory(longest, symmetric=symmetric)
-            text = with_place(words, memory) if chosen.into_memory and memory is not None else words
+            text = with_place(words, memory) if chosen.launcher.into_memory and memory is not None else words
             try:
                 self.provide(requests, text)
                 return chosen, AlgorithmChoice(chosen.choice.algorithm, first.choice.why, slow), text

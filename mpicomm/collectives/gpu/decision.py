@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from math import ceil, floor, inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena
@@ -52,20 +52,13 @@ def in_turn(steps: Sequence[Enqueue]) -> Enqueue:
     return enqueue
 
 
-class Chosen:
+class Chosen(NamedTuple):
     """A launcher of a form, the name of its algorithm, and the reason for the choice."""
 
-    def __init__(self, launcher: FormLauncher, name: str, why: str, loader: StepLoader) -> None:
-        self.launcher = launcher
-        self.choice = AlgorithmChoice(name, why)
-        self.into_memory, self.finishes = launcher.into_memory, launcher.finishes
-        self.fill = launcher.fill
-        self.enqueue_of: Callable[[Filled], Enqueue]
-        """Returns the function that enqueues a filled-in call."""
-        if isinstance(launcher, KernelTemplate):
-            self.enqueue_of = enqueuers_of(launcher, loader)
-        else:
-            self.enqueue_of = lambda filled: in_turn(loader.enqueuers(filled[0]))
+    launcher: FormLauncher
+    choice: AlgorithmChoice
+    enqueue_of: Callable[[Filled], Enqueue]
+    """Returns the function that enqueues a filled-in call."""
 
 
 ByLength = tuple[list[int], list[Chosen]]
@@ -104,7 +97,7 @@ class Decision:
         if asked != "auto":
             require_algorithm(form.operation, asked, self._refusals.get(asked))
         self.by_length = cache(self._by_length)
-        self._chosen = cache(partial(Chosen, loader=loader))
+        self._chosen = cache(self._chosen_of)
 
     def at(self, longest: int, *, symmetric: bool, without: frozenset[str] = frozenset()) -> Chosen:
         """Return the choice for a call whose longest message has so many bytes.
@@ -116,7 +109,13 @@ class Decision:
 
     def in_arena(self) -> Chosen:
         """Return the choice for calls that get no memory beyond the arena."""
-        return Chosen(in_arena(self.form, self.domain), "one_shot", "", self._loader)
+        return self._chosen(in_arena(self.form, self.domain), "one_shot", "")
+
+    def _chosen_of(self, launcher: FormLauncher, name: str, why: str) -> Chosen:
+        if isinstance(launcher, KernelTemplate):
+            return Chosen(launcher, AlgorithmChoice(name, why), enqueuers_of(launcher, self._loader))
+        loader = self._loader
+        return Chosen(launcher, AlgorithmChoice(name, why), lambda filled: in_turn(loader.enqueuers(filled[0])))
 
     def steps(
         self,
@@ -131,7 +130,7 @@ class Decision:
         The other arguments are as in `Numbers`.
         """
         lengths, begins = self.form.numbers(buffers)
-        filled = chosen.fill((lengths, begins, max(lengths, default=0), hash32, memory, epilogue))
+        filled = chosen.launcher.fill((lengths, begins, max(lengths, default=0), hash32, memory, epilogue))
         if filled is None:
             return None
         output = 0 if buffers.scratch is None or buffers.output is None else buffers.output.pointer
@@ -152,7 +151,7 @@ class Decision:
         steps: list[Step] = []
         if output and lengths[-1]:
             steps.append(Copy(output, begins[-1], lengths[-1], local=True))
-        if epilogue is not None and not chosen.finishes:
+        if epilogue is not None and not chosen.launcher.finishes:
             reduced, team = Span(begins[-1], lengths[-1] // self.form.itemsize), self.domain.team
             steps += finish_launches(epilogue, reduced, team.faults, self.domain.multiprocessors)
         return steps
@@ -203,7 +202,7 @@ class Decision:
             usual = choice_at(begin, chosen)
             name = usual.choice.algorithm
             other = choice_at(begin, others.get(name, chosen))
-            if other.finishes and not usual.finishes:
+            if other.launcher.finishes and not usual.launcher.finishes:
                 why = f"by the table, without {name}: one more kernel would apply the epilogue"
                 usual = self._chosen(other.launcher, other.choice.algorithm, why)
             found.append(usual)

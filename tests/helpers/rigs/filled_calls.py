@@ -120,7 +120,7 @@ def as_read(
     longest = max(decision.form.numbers(buffers)[0], default=0)
     chosen = decision.at(longest, symmetric=memory is not None)
     steps = decision.steps(chosen, buffers, call.signature.hash32, memory, call.epilogue)
-    if chosen.into_memory and memory is not None:
+    if chosen.launcher.into_memory and memory is not None:
         text = with_place(text, memory)
     return chosen, None if steps is None else [*map(as_enqueued, steps)], text
 
