@@ -31,21 +31,15 @@ if TYPE_CHECKING:
 class Plan(AnyPlan):
     """The steps of one call, ready to be enqueued.
 
-    ``text`` names the call in errors. ``choice`` names its algorithm in records. ``collective`` is whether all ranks
-    make the call. Then ranks can compare their calls.
+    ``text`` names the call in errors. ``choice`` names its algorithm in records.
     """
 
     def __init__(
         self, text: str, steps: Sequence[Enqueue], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
     ) -> None:
         self.words = text
-        self.count = 0
-        self.offset: int | None = None
-        """The text and the numbers of the call for `CallLog.post`."""
         self.choice = choice
         self.collective = collective
-        self.private_nbytes: int | None = None
-        """This rank's longest message if only the two ranks of a message know its length; else None."""
         self.is_new = True
         """Whether the plan was not enqueued yet. Then the call log has the call already."""
         self.steps = tuple(steps)
