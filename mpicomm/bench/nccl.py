@@ -18,7 +18,7 @@ from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda import nccl
 from mpicomm.devices.cuda.driver import cuda_major
 
-_TYPES = (
+TYPES = (
     *("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"),
     *("float8_e4m3fn", "float8_e5m2"),
 )
@@ -146,6 +146,6 @@ def _sent(case: Case) -> list[tuple[int, int, int]]:
 
 def type_of(dtype: np.dtype[Any]) -> int:
     """Return NCCL's number of an element type."""
-    if dtype.name not in _TYPES:
+    if dtype.name not in TYPES:
         raise UnsupportedError(f"NCCL has no {dtype}")
-    return _TYPES.index(dtype.name)
+    return TYPES.index(dtype.name)
