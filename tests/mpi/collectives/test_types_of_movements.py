@@ -10,7 +10,6 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 
@@ -83,49 +82,3 @@ def test_what_only_the_root_names_otherwise(comm: mpicomm.Communicator, xp: Any)
         comm.check()
         if comm.rank == 0:
             assert (joined.get().reshape(comm.size, -1) == np.arange(comm.size)[:, None]).all()
-
-
-@pytest.mark.parametrize(
-    "name", ["Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Bcast", "Gather", "Gatherv", "Scatter"]
-)
-def test_one_rank_with_a_derived_datatype_meets_plain_arrays(host_comm: mpicomm.Communicator, name: str) -> None:
-    """With algorithm= no rank waits inside MPI for a rank in mapped memory."""
-    row, rank, size = OPERATIONS[name], host_comm.rank, host_comm.size
-    pair = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()  # two doubles with a gap between them
-    spread = pair.Create_resized(0, 32).Commit()
-    is_derived, root = rank == size - 1, 0
-    blocks: dict[str, int] = {shape: size if shape in ("blocks", "vector") else 1 for shape in (row.send, row.receive)}
-
-    def argument(array: Any, shape: str) -> tuple[Any, Any]:
-        """Return memory and the argument: the same content, with gaps on one rank."""
-        each = blocks[shape]
-        if not is_derived:
-            return array, [array, [2] * each] if shape == "vector" else array
-        memory = np.full((each, 4), -7.0)
-        memory[:, :3:2] = array.reshape(each, 2)
-        return memory, [memory, [1] * each, [*range(each)], spread] if shape == "vector" else [memory, 1, spread]
-
-    for form in row.methods:
-        sent = np.arange(2.0 * blocks[row.send]) + 100 * rank
-        got = np.full(2 * blocks[row.receive], -1.0)
-        send, receive = argument(sent, row.send)[1], argument(got, row.receive)
-        memory = receive[0]
-        if row.rooted == "bcast":
-            memory[...] = memory if rank else np.where(memory == -7, -7, 5.0)
-        given = [receive[1]] if row.rooted == "bcast" else [send, receive[1]]
-        complete(getattr(host_comm, form)(*given, **({"root": root} if row.rooted else {}), algorithm="one_shot"))
-        if row.rooted == "receive" and rank != root:
-            continue
-        values = memory[:, :3:2].ravel() if is_derived else memory
-        peers = range(size)
-        expected = {
-            "bcast": [5.0, 5.0],
-            "send": [2.0 * rank, 2.0 * rank + 1],
-            "receive": [100.0 * peer + i for peer in peers for i in (0, 1)],
-        }.get(row.rooted) or [
-            100.0 * peer + i + (2 * rank if row.send in ("blocks", "vector") else 0) for peer in peers for i in (0, 1)
-        ]
-        assert values.tolist() == expected, (form, values)
-        assert not is_derived or (memory[:, 1::2] == -7).all()
-    spread.Free()
-    pair.Free()
