@@ -211,6 +211,8 @@ class PointToPoint(MPI.Intracomm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
+        if messages.exchange_arrays(sendbuf, dest, sendtag, recvbuf, (source, recvtag), status, stream):
+            return None
         sendbuf, sent = messages.read("Sendrecv", sendbuf, stream, dest, "sendbuf")
         recvbuf, received = messages.read("Sendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent)
         first = sent or received
