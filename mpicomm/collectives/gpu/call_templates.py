@@ -319,19 +319,19 @@ def template_of(call: Call, decision: Decision, mappings: Mappings, scratch: Gro
 class MessageTemplate(CallTemplate):
     """The messages of one route between ranks, from and into buffers of one kind.
 
-    ``element_nbytes`` are the bytes of an element of both buffers; 0 for a buffer that no message uses.
+    The bytes of an element are 0 for a buffer that no message uses.
     """
 
     collective = False
     choice = BY_KERNELS
 
     def __init__(
-        self, text: str, template: SendrecvTemplate, loader: StepLoader, element_nbytes: tuple[int, int]
+        self, text: str, template: SendrecvTemplate, loader: StepLoader, send_nbytes: int, receive_nbytes: int
     ) -> None:
         self.words = text
         self._template = template
         self._enqueue_of = enqueuers_of(template, loader)
-        self._send_nbytes, self._receive_nbytes = element_nbytes
+        self._send_nbytes, self._receive_nbytes = send_nbytes, receive_nbytes
 
     def fill(self, sent: Any, received: Any) -> bool:
         send, receive = sent[0], received[0]
