@@ -56,15 +56,6 @@ def as_bytes(spec: Any, writable: bool, name: str) -> Any:
     return for_mpi(parse(spec, writable=writable, name=name))
 
 
-def both_as_bytes(sendbuf: Any, dest: int, recvbuf: Any, source: int) -> tuple[Any, Any]:
-    """As `as_bytes`, for a send buffer and a receive buffer.
-
-    A buffer for MPI.PROC_NULL becomes None, because MPI ignores it.
-    """
-    sent = None if dest == MPI.PROC_NULL else as_bytes(sendbuf, False, "sendbuf")
-    return sent, None if source == MPI.PROC_NULL else as_bytes(recvbuf, True, "recvbuf")
-
-
 def call(
     method: Callable[..., Result], called: MPI.Intracomm | MPI.Message, buf: Any, *rest: Any, writable: bool = False
 ) -> Result:
@@ -88,8 +79,9 @@ def call_on_two(
     """As `call`, for a buffer with its destination and tag, and a buffer with its source and tag."""
     try:
         return method(comm, *send, *receive, *rest)
-    except REFUSALS:
-        sent, received = both_as_bytes(send[0], send[1], receive[0], receive[1])
+    except REFUSALS:  # MPI ignores a buffer for MPI.PROC_NULL
+        sent = None if send[1] == MPI.PROC_NULL else as_bytes(send[0], False, "sendbuf")
+        received = None if receive[1] == MPI.PROC_NULL else as_bytes(receive[0], True, "recvbuf")
     return method(comm, sent, *send[1:], received, *receive[1:], *rest)
 
 
