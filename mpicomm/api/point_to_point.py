@@ -230,9 +230,7 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> None:
         """Send ``buf`` and receive into it; see mpi4py."""
-        return self._replace(
-            "Sendrecv_replace", sendrecv_replace, (buf, dest, sendtag), (source, recvtag), stream, status
-        )
+        self._replace("Sendrecv_replace", sendrecv_replace, (buf, dest, sendtag), (source, recvtag), stream, status)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf``; return the request. Keep ``buf`` as it is until ``Wait``, or ``Test`` that is true.
