@@ -124,14 +124,6 @@ def test_a_slot_of_a_chain_holds_the_batch_of_a_channel(nbytes: int, multiproces
     assert slot_nbytes < 4 * carried
 
 
-def test_slots_of_a_chain_grow_with_its_messages() -> None:
-    def nbytes_of(nbytes: int, hops: int) -> int:
-        return layout_of(nbytes, hops, node_of(0, 4)).slots_nbytes
-
-    assert [nbytes_of(size * MIB, 3) // MIB for size in (1, 2, 3, 8, 9, 1024)] == [4, 4, 16, 16, 64, 64]
-    assert [nbytes_of(size * MIB, 4) // MIB for size in (1, 2, 4, 5)] == [4, 16, 16, 64]
-
-
 @pytest.mark.parametrize("host_slots", [False, True])
 def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_host(host_slots: bool) -> None:
     layout, tag = ArenaLayout(2, 64), 1
