@@ -147,11 +147,7 @@ def _require_possible(call: Call) -> None:
             "leave algorithm= out"
         )
     elif call.dtype is None:
-        if not operation.reduces:  # only this rank knows that only MPI can carry it out
-            raise InvalidUsageError(
-                f"algorithm={algorithm!r} of {operation} moves plain element types, and on host arrays only MPI knows "
-                "other datatypes: leave algorithm= out on all ranks"
-            )
+        return  # only MPI can carry it out, as with algorithm="auto"
     elif algorithm == "ring" and isinstance(op := call.arguments.op, Op) and not op.commute:
         raise InvalidUsageError(
             f'algorithm="ring" of {operation}: the ring does not reduce in rank order, and {op!r} does not commute: '
