@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.jobs.mpiexec import ROOT, environment
-from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.jobs.mpiexec import ROOT, run_command
 
 
 def run(*options: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/write_stub.py"), *options]
-    settings = {**environment(), "PYTHONPATH": str(root)}
-    return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=HANG_S)
+    return run_command(sys.executable, "scripts/write_stub.py", *options, PYTHONPATH=str(root))
 
 
 def test_the_stub_is_up_to_date() -> None:
