@@ -63,7 +63,7 @@ def test_datatype_of_a_dtype_equals_mpi4pys(code: str) -> None:
         expected.Free()
 
 
-class Borrowed(np.void):
+class Borrowed(np.void):  # type: ignore[misc]
     """A structured type with the name of another type."""
 
 
