@@ -216,6 +216,8 @@ class PointToPoint(MPI.Intracomm):
             except host_calls.REFUSALS:
                 pass  # as bytes below
         send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
+        if algorithm == "auto" and self._messages.exchange_arrays(*send, recvbuf, (source, recvtag), status, stream):
+            return
         self._exchange("Sendrecv", sendrecv, send, receive, stream, algorithm, status)
 
     def Sendrecv_replace(

@@ -61,7 +61,8 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
         memory, session = self._memory, self._session
         if not memory.closed:
             if session.intact:
-                session.group.agree("Win.Free", lambda: self._epochs.require_none("Win.Free"))
+                ends = (lambda what: None) if self._is_torn else self._epochs.require_none
+                session.group.agree("Win.Free", lambda: ends("Win.Free"))
             session.close_shared(memory, "Win")
             self._array = None  # the caller may free its memory now
         if self:
