@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,7 +154,7 @@ def of_nccl() -> Library:
     import cupy
     from mpi4py import MPI
 
-    from mpicomm.bench.nccl import _OPS, _TYPES
+    from mpicomm.bench.nccl import OPS, TYPES
     from mpicomm.devices.cuda import nccl
 
     world = MPI.COMM_WORLD
@@ -161,10 +162,10 @@ def of_nccl() -> Library:
     comm = nccl.NcclCommunicator(world.size, world.bcast(nccl.unique_id() if world.rank == 0 else None), world.rank)
 
     def reduce(array: Any, op: str) -> Any:
-        if array.dtype.name not in _TYPES or op.lower() not in _OPS:
+        if array.dtype.name not in TYPES or op.lower() not in OPS:
             raise LacksError
         memory, stream = cupy.asarray(array.view(np.uint8)), cupy.cuda.Stream.null
-        numbers = _TYPES.index(array.dtype.name), _OPS[op.lower()]
+        numbers = TYPES.index(array.dtype.name), OPS[op.lower()]
         nccl.call("ncclAllReduce", memory.data.ptr, memory.data.ptr, array.size, *numbers, comm.handle, stream.ptr)
         stream.synchronize()
         return memory.get().view(array.dtype)
@@ -507,7 +508,9 @@ def page() -> str:
     ordered = [each for each in found if "orders" in each]
     lines.append("| float32 elements | " + " | ".join(each["title"] for each in ordered) + " |")
     lines.append("|---|" + "---|" * len(ordered))
-    lines += [f"| {count} | {' | '.join(each['orders'].get(f'{count}', '') for each in ordered)} |" for count in COUNTS]
+    for count in COUNTS:
+        cells = [", ".join(re.findall(r"not [\w ]+", each["orders"][f"{count}"])) or "all hold" for each in ordered]
+        lines.append(f"| {count} | {' | '.join(cells)} |")
     mpis = [each for each in found if "differences" in each]
     lines += [
         "",

@@ -142,9 +142,8 @@ class PacketRig:
             inboxes = domain.arena.flagged if self._protocol == "flagged" else domain.arena.sentinels
             coding = coding_of(form)
             template = PacketTemplate(domain, exchange, form.reduction, fan_out=fan_out, finish=fused, coding=coding)
-            if coding:
-                way = coding.config_in(inboxes, geometry, self.size)
-            else:
-                way = replace(PacketConfig.of(self._protocol, inboxes, geometry), row_nbytes=rows.nbytes if rows else 0)
+            protocol: Protocol = "sentinel" if coding else self._protocol
+            way = PacketConfig.of(protocol, inboxes, geometry, coding, self.size)
+            way = replace(way, row_nbytes=rows.nbytes if rows else 0)
             launch = packet_launch(template, signature.hash32, way, nbytes, exchange.dtype.itemsize)
             self.machine.enqueue(rank, launch, changes=self._changes, nap_us=nap_us)

@@ -16,7 +16,7 @@ pytest.importorskip("ml_dtypes")
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.gpu.algorithms import registry
-from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.chain.plan import (
     BATCH_NBYTES,
     CHAIN_SLOTS,
@@ -27,7 +27,6 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import (
     serve_chain,
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
-from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
@@ -63,7 +62,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @given(
-    nbytes=st.integers(0, 1 << 34) | st.integers(0, 1 << 17),
+    nbytes=st.integers(1, 1 << 34) | st.integers(1, 1 << 17),
     dtype=st.sampled_from([None, *REDUCTIONS]),
     link_speed=st.floats(0.1, 10),
     operation=st.sampled_from([operations.ALLREDUCE, operations.REDUCE]),
@@ -75,10 +74,9 @@ def test_a_protocol_carries_the_type_and_as_much_as_it_may(
     node = node_of(0, 4, link_speed=link_speed)
     limits = limits_of(reduction, node, to_all=operation.traffic == "even")
     config = sized_configs(limits, node).of(nbytes)
-    assert (config is None) == (nbytes == 0 or nbytes > limits.sentinel)
-    if config is not None:
-        assert (config.protocol == "flagged") == (nbytes <= limits.flagged)
-        assert config.protocol == "sentinel" or dtype is None or flags_can_carry(dtype)
+    assert config is not None
+    assert (config.protocol == "flagged") == (nbytes <= limits.flagged)
+    assert config.protocol == "sentinel" or dtype is None or flags_can_carry(dtype)
 
 
 def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
@@ -151,7 +149,7 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
         options = packet_launch(PacketTemplate(node, exchange, None), tag, way, nbytes, 1).variant.options
         assert (HOST_SLOTS[0] in options) == (host_slots and again)
     launcher = ChainLauncher(patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").form, node)
-    filled = launcher.fill([MIB], [4096], MIB, tag)
+    filled = launcher.fill(([MIB], [4096], MIB, tag, None, None))
     assert filled is not None
     options = launcher.launch_of(filled).variant.options
     assert (HOST_SLOTS[0] in options) == host_slots

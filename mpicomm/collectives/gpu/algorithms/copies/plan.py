@@ -18,13 +18,13 @@ that for an IPC handle.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import isqrt
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import StepLauncher, launch_tag
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers, launch_tag
 from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.schedule import (
     ALIGNED_NBYTES,
@@ -42,7 +42,7 @@ from mpicomm.collectives.gpu.algorithms.copies.schedule import (
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, options_for
 from mpicomm.kernels.team import MAX_RANKS
@@ -78,10 +78,13 @@ Then = Literal["nothing", "relay", "gather"]
 that they have reduced."""
 
 
-class CopyLauncher(StepLauncher):
+class CopyLauncher(FormLauncher):
     """Carries out the calls of a form on copy engines, and leaves most multiprocessors to other kernels."""
 
     into_memory = True
+
+    def __init__(self, form: Form, domain: Domain) -> None:
+        self._form, self._domain = form, domain
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
         blocks = self._form.sends + self._form.receives
@@ -89,20 +92,12 @@ class CopyLauncher(StepLauncher):
         *_, nbytes = self._plan(buffers, staged=not symmetric)
         return (_request(nbytes),) if nbytes else ()
 
-    def made(self, buffers: Buffers, hash32: int, memory: Mapped | None) -> list[Step]:
-        template, reduction = DirectTemplate(self._domain), self._form.reduction
-        steps: list[Step] = []
-        barriers = 0  # counted, because ranks without a part have fewer steps
-        for action in self._actions(buffers, memory):
-            if isinstance(action, Barrier):
-                steps.append(template.barrier(launch_tag(hash32, barriers, memory), after_copies=True))
-                barriers += 1
-            elif isinstance(action, Reduce):
-                assert reduction is not None
-                steps.append(local_reduction(action, reduction))
-            else:
-                steps.append(action)
-        return steps
+    def fill(self, numbers: Numbers) -> Filled | None:
+        lengths, begins, longest, hash32, memory, _ = numbers
+        if not all(map(self._domain.arena.has, self.memory(longest, symmetric=memory is not None))):
+            return None
+        actions = self._actions(self._form.buffers(lengths, begins), memory)
+        return [*with_launches(actions, self._domain, hash32, self._form.reduction, memory)], 0, 0
 
     def _actions(self, buffers: Buffers, memory: Mapped | None) -> list[Action]:
         rank, reduces = self._domain.rank, self._form.operation.reduces
@@ -166,6 +161,23 @@ def parts_of(
         smallest = _SMALLEST_NBYTES * (size - 1 if then == "gather" else 1)
         return Parts.tapered(longest_nbytes, min(largest, -(-longest_nbytes // number)), smallest)
     return Parts.equal(longest_nbytes, max(number, -(-longest_nbytes // largest)))
+
+
+def with_launches(
+    actions: Iterable[Any], domain: Domain, hash32: int, reduction: Reduction | None, memory: Mapped | None = None
+) -> Iterator[Any]:
+    """Yield the actions of a call with this hash, with launches in place of barriers and reductions."""
+    template = DirectTemplate(domain)
+    barriers = 0  # counted, because ranks without a part have fewer steps
+    for action in actions:
+        if isinstance(action, Barrier):
+            yield template.barrier(launch_tag(hash32, barriers, memory), after_copies=True)
+            barriers += 1
+        elif isinstance(action, Reduce):
+            assert reduction is not None
+            yield local_reduction(action, reduction)
+        else:
+            yield action
 
 
 def local_reduction(action: Reduce, reduction: Reduction) -> Launch:
