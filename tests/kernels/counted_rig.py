@@ -19,7 +19,7 @@ from mpicomm.kernels.team import ABSENT
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
 from tests.kernels.machine import Array, Place
-from tests.kernels.packet_rig import PacketRig
+from tests.kernels.rig import SMALL, Rig
 
 UNTOUCHED = 0xAB
 
@@ -43,16 +43,16 @@ class CountedCall:
     tag: int = 5
 
 
-class CountedRig(PacketRig):
-    """A `PacketRig` for sentinels, on which each rank fills its calls into the templates of their kinds."""
+class CountedRig(Rig):
+    """A rig of packets, on which each rank fills its calls into the templates of their kinds."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.outputs: Sequence[Place] = ()
+        self.results: Sequence[Place] = ()
         """The outputs of the last call."""
         self._templates: dict[Hashable, CountedTemplate] = {}
 
-    def enqueue(
+    def call(
         self, call: CountedCall, rng: np.random.Generator, *, nap_us: int = 0, without: Sequence[int] = ()
     ) -> Callable[[], None]:
         """Enqueue a call on all ranks, except the ranks ``without``; return a check of its results."""
@@ -82,7 +82,7 @@ class CountedRig(PacketRig):
             if rank not in without:
                 made = self._launch(rank, buffers, call)
                 late = int(rng.integers(nap_us)) if nap_us else 0
-                self.machine.enqueue(rank, made, changes=self._changes, nap_us=late)
+                self.enqueue(rank, made, nap_us=late)
             expected = np.full(room * dtype.itemsize, UNTOUCHED, np.uint8).view(dtype)
             for source, start in enumerate(places if room >= end and min(places) >= 0 else ()):
                 block = blocks[source][rank]
@@ -96,7 +96,7 @@ class CountedRig(PacketRig):
                     said.view(np.int64 if call.wide[1] else np.int32).astype(np.int64), coming.astype(np.int64)
                 )
 
-        self.outputs = [output for output, *_ in checks]
+        self.results = [output for output, *_ in checks]
         return check
 
     def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
@@ -105,8 +105,8 @@ class CountedRig(PacketRig):
         if key not in self._templates:
             loader: Any = SimpleNamespace(enqueuers=lambda steps: [lambda stream, step=step: step for step in steps])
             signature = Signature("Alltoallv", f"elements of {buffers.itemsize} bytes", call.tag)
-            domain = self._domains[rank]
-            config = PacketConfig.of("sentinel", domain.arena.sentinels, self._geometry)
+            domain = self.domains[rank]
+            config = PacketConfig.of("sentinel", domain.arena.sentinels, SMALL)
             self._templates[key] = CountedTemplate(signature, buffers, domain, loader, lambda _: config)
         template = self._templates[key]
         assert template.takes(*plain) and template.fill(*plain)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,33 +19,23 @@ from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples, with_sentinels
 from tests.helpers.references.ring_order import ring_reduced
-from tests.kernels.machine import Array, Machine, Place
+from tests.kernels.machine import Array, Place
+from tests.kernels.rig import Rig
 
 Check = Callable[[], None]
-
-
-class Rig(Protocol):
-    """The rig of calls."""
-
-    size: int
-    machine: Machine
-    outputs: Sequence[Place]
-    """Symmetric memory, if there is some."""
-
-    def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, **more: Any) -> None:
-        """Enqueue a rank's part of a collective."""
+BOTH = ("one_shot", "two_shot")
 
 
 class Calls:
     """A rank may be ``nap_us`` late.
 
-    With ``symmetric_at`` the outputs lie in symmetric memory of the rig, from that byte on. With ``algorithm`` calls
-    that name none take it. With ``ranks`` only these take part.
+    With ``symmetric_at`` the outputs lie in symmetric memory of the rig, from that byte on. Calls that name no
+    algorithm take ``algorithm``. With ``ranks`` only these take part.
     """
 
     def __init__(
         self,
-        rig: Any,
+        rig: Rig,
         rng: np.random.Generator,
         *,
         nap_us: int = 0,
@@ -53,7 +43,7 @@ class Calls:
         algorithm: str = "one_shot",
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self._rig: Rig = rig
+        self._rig = rig
         self._rng = rng
         self._nap_us = nap_us
         self._at = symmetric_at
@@ -61,36 +51,20 @@ class Calls:
         self._ranks = range(rig.size) if ranks is None else ranks
 
     def allreduce(
-        self, name: str, op: str, count: int, *, two_shot: bool = False, in_place: bool | None = None
+        self, name: str, op: str, count: int, algorithm: str = "one_shot", *, in_place: bool | None = None
     ) -> Check:
-        """All ranks reduce, with NumPy's bits."""
-        dtype = dtype_named(name)
-        parts = [self._samples(dtype, count) for _ in range(self._rig.size)]
+        """All ranks reduce, with NumPy's bits, or in the order of the ring."""
+        dtype, size = dtype_named(name), self._rig.size
+        parts = [self._samples(dtype, count) for _ in range(size)]
         in_place = self._at is None and (bool(self._rng.integers(2)) if in_place is None else in_place)
-        piece_nbytes = self._piece_nbytes(dtype, count) if two_shot else None
         sources = [self._place(rank, part) for rank, part in enumerate(parts)]
         targets = sources if in_place else [self._target(rank, np.zeros_like(part)) for rank, part in enumerate(parts)]
-        for rank in range(self._rig.size):
-            send, output = Span(sources[rank].address, count), Span(targets[rank].address, count)
-            self._run(
-                rank,
-                patterns.allreduce(rank, self._rig.size, dtype, send, output, op, piece_nbytes=piece_nbytes),
-                Signature("Allreduce", dtype.name, count, op),
-            )
-        expected = self._reduced(op, parts) if self._rig.size > 1 else parts[0]
-        return lambda: self._require(targets, [expected] * self._rig.size)
-
-    def ring_allreduce(self, name: str, op: str, count: int, *, in_place: bool) -> Check:
-        """All ranks reduce in the order of the ring."""
-        dtype, size = dtype_named(name), self._rig.size
-        parts = [samples(dtype, count, self._rng) for _ in range(size)]
-        sources = [self._place(rank, part) for rank, part in enumerate(parts)]
-        targets = sources if in_place else [self._place(rank, np.zeros_like(part)) for rank, part in enumerate(parts)]
         for rank in range(size):
             send, output = Span(sources[rank].address, count), Span(targets[rank].address, count)
-            pattern = patterns.ring_allreduce(rank, size, dtype, send, output, op)
+            pattern = replace(patterns.allreduce(rank, size, dtype, send, output, op), algorithm=algorithm)
             self._run(rank, pattern, Signature("Allreduce", dtype.name, count, op))
-        return lambda: self._require(targets, [ring_reduced(op, parts)] * size)
+        expected = ring_reduced(op, parts) if algorithm == "ring" else self._reduced(op, parts)
+        return lambda: self._require(targets, [expected if size > 1 else parts[0]] * size)
 
     def alltoallv(self, counts: Array, operation: Operation = operations.ALLTOALLV) -> Check:
         """Rank a sends ``counts[a][b]`` bytes to rank b."""
@@ -227,9 +201,6 @@ class Calls:
 
     def _moved(self, part: Array) -> Array:
         return part
-
-    def _piece_nbytes(self, dtype: np.dtype[Any], count: int) -> int:
-        return max(dtype.itemsize, count * dtype.itemsize // 2 + 1)
 
     def _require(self, places: Sequence[Place], expected: Sequence[Array]) -> None:
         for place, array in zip(places, expected, strict=True):

@@ -18,8 +18,8 @@ from tests.kernels.build import Builds, Change
 from tests.kernels.counted_rig import UNTOUCHED, CountedCall, CountedRig
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE
-from tests.kernels.machine import Array, Machine, RunFailedError, require_seen
-from tests.kernels.packet_rig import INBOX_NBYTES, SMALL, STARTS
+from tests.kernels.machine import Array, Machine, RunFailedError, controls
+from tests.kernels.rig import INBOX_NBYTES, SMALL, STARTS, packet_rig
 
 _STEP = SMALL.threads * 16 // 4  # elements of float32
 _INBOX = INBOX_NBYTES // 4
@@ -27,14 +27,11 @@ LENGTHS = (0, 0, 1, 3, _STEP - 1, _STEP + 1, _INBOX, _INBOX + 1, 3 * _INBOX + 5)
 
 
 def rig_of(
-    builds: Builds,
-    size: int,
-    changes: Sequence[Change] = (),
-    timeout_s: float = 20,
-    laps: int = 6,
+    builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float | None = None, laps: int = 6
 ) -> CountedRig:
-    machine, inbox_nbytes = Machine(builds, size), laps * _STEP * 4
-    return CountedRig(machine, "sentinel", SMALL, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
+    options: dict[str, Any] = {"inbox_nbytes": laps * _STEP * 4, "changes": changes, "timeout_s": timeout_s}
+    rig: CountedRig = packet_rig(Machine(builds, size), rig=CountedRig, **options)
+    return rig
 
 
 def random_call(rng: np.random.Generator, size: int, lengths: Sequence[int] = LENGTHS) -> CountedCall:
@@ -78,7 +75,6 @@ def run(
     *,
     seed: int = 0,
     changes: Sequence[Change] = (),
-    timeout_s: float = 20,
     laps: int = 6,
     calls: int = 12,
     lengths: Sequence[int] = LENGTHS,
@@ -86,14 +82,14 @@ def run(
     one_step: bool = False,
 ) -> None:
     """Random calls, one after the other. Between calls of one step are scans, in which rank 0 waits for no packet."""
-    rig, rng = rig_of(builds, size, changes, timeout_s, laps), np.random.default_rng((size, seed))
+    rig, rng = rig_of(builds, size, changes, laps=laps), np.random.default_rng((size, seed))
     if start:
         rig.start_at(start)
         rig.fill_with_old_flags(rng)
     others, checks = Calls(rig, rng, nap_us=1000), []
     for number in range(calls):
         call = step_call(rng, size) if one_step else random_call(rng, size, lengths)
-        checks.append(rig.enqueue(call, rng, nap_us=1000))
+        checks.append(rig.call(call, rng, nap_us=1000))
         if one_step and size > 1 and number % 4 == 3:
             checks += [others.scan("float32", "sum", 100) for _ in range(2)]
     rig.machine.run(checks, seed=seed, jitter_us=300, limit_s=40)
@@ -122,7 +118,7 @@ def test_ranks_with_room_for_one_step_beside_ranks_with_more_room(builds: Builds
     for _ in range(8):
         counts = rng.integers(0, _STEP // 4, (3, 3))
         counts[rng.integers(3)] += _STEP // 8  # this rank sends more than a step to all ranks together
-        checks.append(rig.enqueue(CountedCall(counts), rng, nap_us=1000))
+        checks.append(rig.call(CountedCall(counts), rng, nap_us=1000))
     rig.machine.run(checks, jitter_us=300)
 
 
@@ -137,7 +133,7 @@ def test_filled_calls(builds: Builds, size: int) -> None:
     rig, rng = rig_of(builds, size), np.random.default_rng(size)
     for _ in range(3):
         calls = [random_call(rng, size) for _ in range(8)] + [step_call(rng, size) for _ in range(8)]
-        checks = [rig.enqueue(calls[number], rng, nap_us=1000) for number in rng.permutation(len(calls))]
+        checks = [rig.call(calls[number], rng, nap_us=1000) for number in rng.permutation(len(calls))]
         rig.machine.run(checks, jitter_us=300, limit_s=40)
         rig.machine.clear()
 
@@ -158,12 +154,12 @@ def test_a_stale_value_of_a_filled_call_is_noticed(
         return fill(self, *map(tuple, mixed))
 
     monkeypatch.setattr(CountedTemplate, "_write", fill_stale)
-    rig, rng = rig_of(builds, 2, timeout_s=2), np.random.default_rng(7)
+    rig, rng = rig_of(builds, 2), np.random.default_rng(7)
     counts = np.array([[6, 50], [40, 3]])
 
     def run(number: int) -> None:
         displs = np.array([[60, 0], [0, 50]]) * number
-        check = rig.enqueue(CountedCall(counts * number, displs, displs, room=70 * number), rng)
+        check = rig.call(CountedCall(counts * number, displs, displs, room=70 * number), rng)
         rig.machine.run(seed=number)
         check()
 
@@ -182,12 +178,9 @@ def test_resets_of_slots_as_late_as_fences_allow(builds: Builds) -> None:
         run(builds, 3, seed=seed, changes=LATE)
 
 
-def test_no_race(watched_builds: Builds) -> None:
-    run(watched_builds, 3, calls=10)
-
-
-def test_no_race_in_one_step(watched_builds: Builds) -> None:
-    run_steps(watched_builds, 3, calls=10)
+@pytest.mark.parametrize("one_step", [False, True])
+def test_no_race(watched_builds: Builds, one_step: bool) -> None:
+    run(watched_builds, 3, calls=10, one_step=one_step)
 
 
 def _failed(
@@ -195,14 +188,14 @@ def _failed(
 ) -> None:
     """Run a call in which one rank is at fault, and expect its record on all ranks and no byte in its output."""
     rig, rng = rig_of(builds, len(call.counts), changes), np.random.default_rng(1)
-    rig.enqueue(call, rng)
+    rig.call(call, rng)
     with pytest.raises(RunFailedError) as caught:
         rig.machine.run()
     said = str(caught.value).splitlines()
     assert len(said) == rig.size, said
     for line in said:
         assert f"operation={operation}, sequence={sequence}," in line and f"peer={10 + peer}," in line
-    assert (rig.outputs[peer].bytes == UNTOUCHED).all()
+    assert (rig.results[peer].bytes == UNTOUCHED).all()
 
 
 COUNTS_OF_THREE = np.array([[1, 2, 3], [4, 500, 6], [7, 8, 9]])
@@ -239,15 +232,15 @@ def test_a_block_outside_of_the_output_is_an_error_on_all_ranks(builds: Builds) 
 def test_a_rank_with_counts_on_the_host_is_in_another_call(builds: Builds) -> None:
     rig, rng = rig_of(builds, 2), np.random.default_rng(1)
     call = CountedCall(np.array([[1, 2], [3, 4]]))
-    rig.enqueue(call, rng, without=[1])
-    rig.enqueue(CountedCall(call.counts, tag=6), rng, without=[0])
+    rig.call(call, rng, without=[1])
+    rig.call(CountedCall(call.counts, tag=6), rng, without=[0])
     with pytest.raises(RunFailedError, match=f"operation={MISMATCH},"):
         rig.machine.run()
 
 
 def test_a_missing_rank_is_named(builds: Builds) -> None:
     rig, rng = rig_of(builds, 3, timeout_s=0.5), np.random.default_rng(1)
-    rig.enqueue(CountedCall(COUNTS_OF_THREE), rng, without=[2])
+    rig.call(CountedCall(COUNTS_OF_THREE), rng, without=[2])
     with pytest.raises(RunFailedError, match=r"operation=2, .*peer=12"):
         rig.machine.run()
 
@@ -268,15 +261,9 @@ MISTAKES = {
 """,
         "",
     ),
-    "no peer is paced": Change("counted.cuh", "messages.paced = paced;", "messages.paced = 0;"),
+    "no peer is paced": [*LATE, Change("counted.cuh", "messages.paced = paced;", "messages.paced = 0;")],
 }
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_caught(builds: Builds, name: str) -> None:
-    late = LATE if name == "no peer is paced" else []
-    require_seen(lambda seed: run(builds, 3, seed=seed, changes=[MISTAKES[name], *late], timeout_s=2, laps=7))
-
+test_a_mistake_is_caught = controls(partial(run, size=3, laps=7), MISTAKES)
 
 MISTAKES_OF_ONE_STEP = {
     "lengths taken before they have come": Change(
@@ -304,28 +291,23 @@ SLOW_SCANS = Change(
 )
 """All ranks but the first begin a scan, and take its packets only much later. So the first rank, which waits for no
 packet in a scan, could be two launches ahead."""
+NO_WAIT = {"wait": [Change("counted_step.cu", "if (has_peer && is_behind()) {", "if (false) {"), SLOW_SCANS]}
 
 
 def test_messages_of_one_step_after_slow_scans(builds: Builds) -> None:
     run_steps(builds, 3, changes=[SLOW_SCANS])
 
 
-def test_a_missing_wait_for_the_last_launch_is_caught(builds: Builds) -> None:
-    mistake = Change("counted_step.cu", "if (has_peer && is_behind()) {", "if (false) {")
-    require_seen(lambda seed: run_steps(builds, 3, seed=seed, changes=[mistake, SLOW_SCANS], timeout_s=2))
-
-
-@pytest.mark.parametrize("name", MISTAKES_OF_ONE_STEP)
-def test_a_mistake_in_one_step_is_caught(builds: Builds, name: str) -> None:
-    require_seen(lambda seed: run_steps(builds, 3, seed=seed, changes=[MISTAKES_OF_ONE_STEP[name]], timeout_s=2))
+test_a_missing_wait_for_the_last_launch_is_caught = controls(partial(run_steps, size=3), NO_WAIT)
+test_a_mistake_in_one_step_is_caught = controls(partial(run_steps, size=3), MISTAKES_OF_ONE_STEP)
 
 
 def test_a_missing_look_at_the_room_is_caught(builds: Builds) -> None:
     rig = rig_of(builds, 3, [Change("counted.cuh", "? total > room_nbytes() :", "? false :")])
-    rig.enqueue(CountedCall(COUNTS_OF_THREE, room=509), np.random.default_rng(1))
+    rig.call(CountedCall(COUNTS_OF_THREE, room=509), np.random.default_rng(1))
     with pytest.raises(RunFailedError, match="fault on rank"):
         rig.machine.run()
-    assert not all((output.bytes == UNTOUCHED).all() for output in rig.outputs)
+    assert not all((output.bytes == UNTOUCHED).all() for output in rig.results)
 
 
 def test_ranks_that_compare_no_facts_are_caught(builds: Builds) -> None:

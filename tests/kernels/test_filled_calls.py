@@ -35,9 +35,10 @@ from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Builds
-from tests.kernels.kernel_calls import Calls, Check, random_counts
+from tests.kernels.kernel_calls import BOTH, Calls, Check, random_counts
 from tests.kernels.machine import Machine
-from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
+from tests.kernels.rig import LARGE_INBOX_NBYTES as INBOX_NBYTES
+from tests.kernels.rig import ProgramRig
 
 BYTES = np.dtype(np.uint8)
 
@@ -59,9 +60,7 @@ class FilledRig(ProgramRig):
         """The names of the kernels of calls that are one launch."""
         self._nap_us = 0
 
-    def run(
-        self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, symmetric: bool = False
-    ) -> None:
+    def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, **more: Any) -> None:
         b, operation = pattern.buffers, pattern.operation
         send, receive = _argument(b.send, b.send_blocks, b.dtype), _argument(b.output, b.blocks, b.dtype)
         own = b.output or (b.blocks and b.blocks[rank])
@@ -147,7 +146,7 @@ def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatc
         INBOX_NBYTES // 4 + 1,
         699,
     ):
-        checks = [calls.allreduce(name, "sum", count, two_shot=two_shot) for two_shot in (False, True)]
+        checks = [calls.allreduce(name, "sum", count, way) for way in BOTH]
         checks += [calls.bcast(4 * count, algorithm) for algorithm in ("one_shot", "two_shot", "chain")]
         checks += [calls.reduce(name, "sum", count, algorithm) for algorithm in ("one_shot", "chain")]
         checks.append(calls.scan(name, "sum", count))

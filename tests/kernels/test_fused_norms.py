@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -14,9 +15,10 @@ from mpicomm.epilogues import rms_norm
 from tests.helpers.references.reductions import Array, dtype_named
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import FusedCalls
+from tests.kernels.kernel_calls import BOTH
 from tests.kernels.late_resets import LATE, LOST
-from tests.kernels.machine import Machine, RunFailedError, require_seen
-from tests.kernels.packet_rig import SMALL, PacketRig
+from tests.kernels.machine import Machine, RunFailedError, controls
+from tests.kernels.rig import SMALL, packet_rig
 
 STEP_NBYTES = 256 * 16  # of a row
 SHAPES = ((1, 16), (5, 272), (2, STEP_NBYTES), (9, STEP_NBYTES + 16), (3, 3 * STEP_NBYTES - 16))
@@ -30,60 +32,60 @@ def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array
 
 def run_norms(
     builds: Builds,
-    dtype: str = "float32",
-    result: str = "float32",
-    weight: str = "float32",
-    *,
-    size: int = 3,
-    two_shot: bool = False,
+    algorithm: str,
     shapes: Sequence[tuple[int, int]] = SHAPES,
     laps: int = 40,
+    *,
+    types: tuple[str, str, str] = ("float32", "float32", "float32"),
+    size: int = 3,
     seed: int = 0,
     changes: Sequence[Change] = (),
     limit_s: float = 60,
 ) -> None:
-    """Sums whose rows are normalised by two blocks; the inboxes hold ``laps`` steps."""
-    threads = SMALL.blocks * 256 * most_groups(size, fan_out=two_shot)
-    rig = PacketRig(Machine(builds, size), inbox_nbytes=laps * threads * 16, changes=changes, timeout_s=2)
+    """Sums whose rows are normalised by two blocks; the inboxes hold ``laps`` steps.
+
+    ``types`` are those of the elements, of the results and of the weights.
+    """
+    dtype, result, weight = types
+    threads = SMALL.blocks * 256 * most_groups(size, fan_out=algorithm == "two_shot")
+    rig = packet_rig(Machine(builds, size), inbox_nbytes=laps * threads * 16, changes=changes)
     rng = np.random.default_rng([size, seed])
     calls = FusedCalls(rig, rng)
     for rows, nbytes in shapes:
         hidden = nbytes // dtype_named(dtype).itemsize
         residual = numbers(dtype_named(dtype), rows * hidden, rng)
         epilogue = rms_norm(residual, numbers(dtype_named(weight), hidden, rng), 1e-3)
-        written = {"residual": residual}
-        calls.allreduce(
-            epilogue, (dtype, "sum"), result, rows * hidden, two_shot=two_shot, written=written, values=numbers
-        )
+        more: dict[str, Any] = {"algorithm": algorithm, "written": {"residual": residual}, "values": numbers}
+        calls.allreduce(epilogue, (dtype, "sum"), result, rows * hidden, **more)
     calls.run(seed=seed, limit_s=limit_s)
 
 
 # The way decides which rank makes a row, and the types decide how the row is made.
 @pytest.mark.parametrize(
-    ("dtype", "result", "weight", "size", "two_shot"),
+    ("types", "size", "algorithm"),
     [
-        ("bfloat16", "bfloat16", "bfloat16", 3, False),
-        ("bfloat16", "float8_e5m2", "float16", 4, True),
-        ("float64", "float32", "float64", 3, True),
+        (("bfloat16", "bfloat16", "bfloat16"), 3, "one_shot"),
+        (("bfloat16", "float8_e5m2", "float16"), 4, "two_shot"),
+        (("float64", "float32", "float64"), 3, "two_shot"),
     ],
 )
-def test_rows_are_normalised(builds: Builds, dtype: str, result: str, weight: str, size: int, two_shot: bool) -> None:
-    run_norms(builds, dtype, result, weight, size=size, two_shot=two_shot)
+def test_rows_are_normalised(builds: Builds, types: tuple[str, str, str], size: int, algorithm: str) -> None:
+    run_norms(builds, algorithm, types=types, size=size)
 
 
 LONG = ((13, 3 * STEP_NBYTES - 16), (40, STEP_NBYTES), (9, 5 * STEP_NBYTES))
+both = pytest.mark.parametrize("algorithm", BOTH)
 
 
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+@both
 @pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 9)])
-def test_slots_are_used_again(builds: Builds, size: int, laps: int, two_shot: bool) -> None:
-    run_norms(builds, size=size, shapes=LONG, laps=laps, two_shot=two_shot)
+def test_slots_are_used_again(builds: Builds, size: int, laps: int, algorithm: str) -> None:
+    run_norms(builds, algorithm, LONG, laps, size=size)
 
 
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-def test_no_race(watched_builds: Builds, two_shot: bool) -> None:
-    shapes = [*SHAPES, LONG[0]]
-    run_norms(watched_builds, shapes=shapes, laps=8, two_shot=two_shot)
+@both
+def test_no_race(watched_builds: Builds, algorithm: str) -> None:
+    run_norms(watched_builds, algorithm, [*SHAPES, LONG[0]], 8)
 
 
 # In every third step only the first thread has a unit. With 8 laps some fences fall on such a step. On every second
@@ -93,39 +95,29 @@ SLOW = "(overseer == 0 || (reinterpret_cast<u64>(this) >> 32) % 2 == 1 ? 0 : 100
 LATER = [*LATE, Change("fences.cuh", "turn < 20;", f"turn < {SLOW};")]
 
 
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds, two_shot: bool) -> None:
-    for shapes, laps in ((GAPS, LAPS), (LONG, 7)):
-        changes = LATER
-        run_norms(builds, shapes=shapes, laps=laps, changes=changes, two_shot=two_shot)
+@both
+def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds, algorithm: str) -> None:
+    run_norms(builds, algorithm, GAPS, LAPS, changes=LATER)
+    run_norms(builds, algorithm, LONG, 7, changes=LATER)
 
 
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-def test_fences_that_come_too_late_for_rows_are_found(builds: Builds, two_shot: bool) -> None:
-    shapes = [(GAPS[0][0] * (3 if two_shot else 1), GAPS[0][1])]  # as many rows in each shard
-    changes = [*LATER, Change("packets.cu", "x.laps - (kRows ? 4 : 3)", "x.laps - 2")]
-    more: dict[str, Any] = {"changes": changes, "two_shot": two_shot}
-    require_seen(lambda seed: run_norms(builds, shapes=shapes, laps=LAPS, seed=seed, **more), LOST)
+TOO_LATE = [*LATER, Change("packets.cu", "x.laps - (kRows ? 4 : 3)", "x.laps - 2")]
+# Two shots have as many rows in each shard.
+OF_FENCES = {way: (way, [(rows, GAPS[0][1])], LAPS, TOO_LATE) for way, rows in (("one_shot", 30), ("two_shot", 90))}
+test_fences_that_come_too_late_for_rows_are_found = controls(run_norms, OF_FENCES, match=LOST)
 
-
+READ_EARLY = Change("norm.cuh", "{ return meet(barrier, kNormThreads, ok); }", "{ return ok; }")
+SHORT = ((40, 272), (7, STEP_NBYTES + 16))
 SUMS = {
-    "read before they are there": Change("norm.cuh", "{ return meet(barrier, kNormThreads, ok); }", "{ return ok; }"),
-    "in one place instead of two": Change("rows.cuh", "turn ^= 1", "turn = 0"),
-    "of another group": Change("rows.cuh", "barrier(1 + worker / kNormThreads)", "barrier(1)"),
+    "read before they are there": ("one_shot", SHORT, READ_EARLY),
+    "of another group": ("one_shot", SHORT, Change("rows.cuh", "barrier(1 + worker / kNormThreads)", "barrier(1)")),
 }
-
-
-@pytest.mark.parametrize("name", ["read before they are there", "of another group"])
-def test_mistake_with_sums_is_seen(builds: Builds, name: str) -> None:
-    shapes, changes = [(40, 272), (7, STEP_NBYTES + 16)], [SUMS[name]]
-    require_seen(lambda seed: run_norms(builds, size=2, shapes=shapes, seed=seed, changes=changes, limit_s=10))
-
-
-@pytest.mark.parametrize(
-    ("name", "two_shot"), [("read before they are there", False), ("in one place instead of two", True)]
-)
-def test_race_with_sums_is_seen(watched_builds: Builds, name: str, two_shot: bool) -> None:
-    require_seen(lambda _: run_norms(watched_builds, shapes=[(40, 272)], changes=[SUMS[name]], two_shot=two_shot))
+RACES = {
+    "read before they are there": ("one_shot", SHORT[:1], READ_EARLY),
+    "in one place instead of two": ("two_shot", SHORT[:1], Change("rows.cuh", "turn ^= 1", "turn = 0")),
+}
+test_mistake_with_sums_is_seen = controls(partial(run_norms, size=2, limit_s=10), SUMS)
+test_race_with_sums_is_seen = controls(run_norms, RACES, watched=True)
 
 
 # One thread of a rank sends nothing from its third packet on. One thread of each other rank gives up, while the others
@@ -142,29 +134,22 @@ LEAVES: dict[str, tuple[int, list[Change]]] = {
     "without the others": (8, [Change("packets.cu", "if (!took) leave();", "")]),
     "with no word to the overseer": (7, [Change("packets.cu", f"{WORD}\n    meet", "meet")]),
 }
+ROW = 8 * STEP_NBYTES
+NAMED, HANGS = "operation=2, sequence=1, block=., peer=1", "hang: not over|threads wait at barriers"
 
 
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+@both
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, name: str, two_shot: bool) -> None:
+def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, name: str, algorithm: str) -> None:
     laps, mistakes = LEAVES[name]
-    said = "hang: not over|threads wait at barriers" if mistakes else "operation=2, sequence=1, block=., peer=1"
-    changes = [SILENT, *mistakes]
-    with pytest.raises(RunFailedError, match=said):
-        run_norms(
-            builds,
-            shapes=[(6 if two_shot else 2, 8 * STEP_NBYTES)],
-            laps=laps,
-            changes=changes,
-            limit_s=8,  # a thread gives up after two seconds
-            two_shot=two_shot,
-        )
+    shapes, changes = [(6 if algorithm == "two_shot" else 2, ROW)], [SILENT, *mistakes]
+    with pytest.raises(RunFailedError, match=HANGS if mistakes else NAMED):
+        run_norms(builds, algorithm, shapes, laps, changes=changes, limit_s=8)
 
 
 # One thread of a rank does not send on h from a step on, or the statistics of its row.
 FORGETS = "!(rank == 1 && blockIdx.x == 0 && rows.course.thread == {} && b_at >= {}) &&"
 H = "if (x.targets >> to & 1) worker.send(to, 1"
-ROW = 8 * STEP_NBYTES
 STATISTICS = "if (kFanOut && reduces && rows.course.thread == 0)"
 NO_MORE = {
     "h of two steps": Change("packets.cu", H, H.replace("if (", f"if ({FORGETS.format(5, ROW - 2 * STEP_NBYTES)} ")),
@@ -179,17 +164,10 @@ MEETS = "[&] { if (others_meet) leave(); }"
     [*((name, MEETS) for name in NO_MORE), ("h of two steps", "[] {}"), ("h of the last step", "leave")],
 )
 def test_a_thread_that_gets_no_more_of_a_row_leaves_with_its_group(builds: Builds, name: str, leaves: str) -> None:
-    said = "operation=2, sequence=1, block=., peer=1" if leaves == MEETS else "hang: not over|threads wait at barriers"
+    changes = [NO_MORE[name], Change("packets.cu", MEETS, leaves)]
     for laps in (7, 8):
-        with pytest.raises(RunFailedError, match=said):
-            run_norms(
-                builds,
-                shapes=[(6, ROW)],
-                laps=laps,
-                changes=[NO_MORE[name], Change("packets.cu", MEETS, leaves)],
-                limit_s=8,  # a thread gives up after two seconds
-                two_shot=True,
-            )
+        with pytest.raises(RunFailedError, match=NAMED if leaves == MEETS else HANGS):
+            run_norms(builds, "two_shot", [(6, ROW)], laps, changes=changes, limit_s=8)
 
 
 def test_which_rows_one_kernel_normalises() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 
 from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_WORDS, MessageStep
 from tests.kernels.build import Builds, Change
-from tests.kernels.machine import RunFailedError, require_seen
+from tests.kernels.machine import RunFailedError, controls
 from tests.kernels.words_rig import WORDS, WordsRig
 
 ROUNDS = 30
@@ -73,7 +74,7 @@ class Outboxes(WordsRig):
         self.machine.launch(rank, self._step, [step], blocks=blocks, threads=64, nap_us=nap_us)
 
 
-def run(builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
+def run(builds: Builds, size: int, *, seed: int = 0, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
     outboxes = Outboxes(builds, size, changes, timeout_s)
     outboxes.run(ROUNDS)
     for rank in range(size):
@@ -90,26 +91,24 @@ def test_no_race(watched_builds: Builds) -> None:
     run(watched_builds, 3)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        Change("message.cu", "store_release(ready, load_relaxed", "store_relaxed(ready, load_relaxed"),
-        Change("message.cu", "store_release(done, load_relaxed", "store_relaxed(done, load_relaxed"),
-        Change("message.cu", "load_acquire(word)", "load_relaxed(word)"),
-        Change("message.cu", "x.awaits != 0)", "false)"),
-        Change("message.cu", "if (!__syncthreads_and(ok)) return;", "if (!ok) return;"),
-        Change("message.cu", "  __syncthreads();\n", ""),
-        Change("message.cu", "const u64* const word = x.ready + block;", "const u64* const word = x.ready;"),
-        Change("message.cu", "threadIdx.x < kMessageWords && threadIdx.x % gridDim.x == block", "threadIdx.x == block"),
-    ],
-    ids=[
-        "release of ready turned relaxed", "release of done turned relaxed", "acquire turned relaxed", "no wait",
-        "no barrier after the wait", "no barrier before the release", "the word of another block",
-        "words of later messages left out",
-    ],
-)  # fmt: skip
-def test_race_is_seen(watched_builds: Builds, change: Change) -> None:
-    require_seen(lambda _: run(watched_builds, 3, [change], timeout_s=1))
+MISTAKES = {
+    "release of ready turned relaxed": ("store_release(ready, load_relaxed", "store_relaxed(ready, load_relaxed"),
+    "release of done turned relaxed": ("store_release(done, load_relaxed", "store_relaxed(done, load_relaxed"),
+    "acquire turned relaxed": ("load_acquire(word)", "load_relaxed(word)"),
+    "no wait": ("x.awaits != 0)", "false)"),
+    "no barrier after the wait": ("if (!__syncthreads_and(ok)) return;", "if (!ok) return;"),
+    "no barrier before the release": ("  __syncthreads();\n", ""),
+    "the word of another block": ("const u64* const word = x.ready + block;", "const u64* const word = x.ready;"),
+    "words of later messages left out": (
+        "threadIdx.x < kMessageWords && threadIdx.x % gridDim.x == block",
+        "threadIdx.x == block",
+    ),
+}
+test_race_is_seen = controls(
+    partial(run, size=3, timeout_s=1),
+    {name: Change("message.cu", *each) for name, each in MISTAKES.items()},
+    watched=True,
+)
 
 
 def test_sender_that_is_missing_is_named_and_nothing_more_is_said(builds: Builds) -> None:

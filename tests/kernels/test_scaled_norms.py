@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
 from tests.helpers.references.reductions import Array, dtype_named, require_same
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import FusedCalls, bound, finished, run_after
-from tests.kernels.machine import Machine, require_seen
-from tests.kernels.packet_rig import SMALL, PacketRig
+from tests.kernels.machine import Machine, controls
+from tests.kernels.rig import SMALL, packet_rig
 
 
 class Case(NamedTuple):
@@ -105,53 +106,49 @@ def test_the_kernel_after_the_reduction(builds: Builds, case: Case, rows: int) -
 
 
 def run_fused(
-    builds: Builds, case: Case, *, two_shot: bool, size: int = 3, rows: tuple[int, ...] = (1, 5, 13), changes: Any = ()
+    builds: Builds,
+    case: Case,
+    algorithm: str,
+    rows: Sequence[int] = (1, 5, 13),
+    *,
+    size: int = 3,
+    seed: int = 0,
+    changes: Sequence[Change] = (),
 ) -> None:
-    threads = SMALL.blocks * 256 * most_groups(size, fan_out=two_shot)
-    rig = PacketRig(Machine(builds, size), inbox_nbytes=8 * threads * 16, changes=changes, timeout_s=2)
-    rng = np.random.default_rng(size)
+    threads = SMALL.blocks * 256 * most_groups(size, fan_out=algorithm == "two_shot")
+    rig = packet_rig(Machine(builds, size), inbox_nbytes=8 * threads * 16, changes=changes)
+    rng = np.random.default_rng([size, seed])
     calls = FusedCalls(rig, rng)
     for number in rows:
         epilogue, residual, scales = epilogue_of(case, number, rng)
-        count, more = number * case.hidden, {} if scales is None else {"scales": scales}
-        calls.allreduce(
-            epilogue,
-            (case.dtype, "sum"),
-            case.result,
-            count,
-            two_shot=two_shot,
-            written={"residual": residual, **more},
-            values=numbers,
-        )
-    calls.run()
+        written = {"residual": residual, **({} if scales is None else {"scales": scales})}
+        more: dict[str, Any] = {"algorithm": algorithm, "written": written, "values": numbers}
+        calls.allreduce(epilogue, (case.dtype, "sum"), case.result, number * case.hidden, **more)
+    calls.run(seed=seed)
 
 
 # Each kind of codes and scales, and each norm. The test above has all types.
-WAYS = [(CASES[number], True) for number in (0, 4, 5, 8)] + [(CASES[number], False) for number in (3, 6, 9, 10)]
+WAYS = [(CASES[number], "two_shot") for number in (0, 4, 5, 8)]
+WAYS += [(CASES[number], "one_shot") for number in (3, 6, 9, 10)]
 
 
-@pytest.mark.parametrize(("case", "two_shot"), WAYS, ids=str)
-def test_the_kernel_that_reduces(builds: Builds, case: Case, two_shot: bool) -> None:
-    run_fused(builds, case, two_shot=two_shot, size=2 if case.norm == "layer" else 3)
+@pytest.mark.parametrize(("case", "algorithm"), WAYS, ids=str)
+def test_the_kernel_that_reduces(builds: Builds, case: Case, algorithm: str) -> None:
+    run_fused(builds, case, algorithm, size=2 if case.norm == "layer" else 3)
 
 
 # What the threads of a row share is the same in one shot and in two.
-@pytest.mark.parametrize(("number", "two_shot"), [(0, False), (-1, True)], ids=["squares", "magnitudes"])
-def test_no_race(watched_builds: Builds, number: int, two_shot: bool) -> None:
-    run_fused(watched_builds, CASES[number], two_shot=two_shot)
+@pytest.mark.parametrize(("number", "algorithm"), [(0, "one_shot"), (-1, "two_shot")], ids=["squares", "magnitudes"])
+def test_no_race(watched_builds: Builds, number: int, algorithm: str) -> None:
+    run_fused(watched_builds, CASES[number], algorithm)
+
+
+def no_barrier(comment: str) -> Change:
+    return Change("norm.cuh", f"{comment}\n    meet(barrier, kNormThreads, true);", "\n")
 
 
 BARRIERS = {
-    "before the squares are there": (0, "as in `meet_at_end`.\n    meet(barrier, kNormThreads, true);", "\n"),
-    "before the magnitudes are there": (-1, "a smaller scale.\n    meet(barrier, kNormThreads, true);", "\n"),
+    "before the squares are there": (CASES[0], "two_shot", (40,), no_barrier("as in `meet_at_end`.")),
+    "before the magnitudes are there": (CASES[-1], "two_shot", (40,), no_barrier("a smaller scale.")),
 }
-
-
-@pytest.mark.parametrize("name", BARRIERS)
-def test_a_row_that_ends(watched_builds: Builds, name: str) -> None:
-    number, old, new = BARRIERS[name]
-    require_seen(
-        lambda _: run_fused(
-            watched_builds, CASES[number], two_shot=True, rows=(40,), changes=[Change("norm.cuh", old, new)]
-        )
-    )
+test_a_row_that_ends = controls(run_fused, BARRIERS, watched=True)

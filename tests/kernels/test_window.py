@@ -6,7 +6,7 @@ import pytest
 
 from mpicomm.kernels.window import FENCE, MEET_KERNEL, START, WAIT
 from tests.kernels.build import Builds, Change
-from tests.kernels.machine import RunFailedError, require_seen
+from tests.kernels.machine import RunFailedError, controls
 from tests.kernels.words_rig import Boards
 
 ROUNDS = 25
@@ -49,18 +49,16 @@ def test_no_race(watched_builds: Builds, rig: type[Boards]) -> None:
     rig(watched_builds, 3).run(ROUNDS)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        Change("window.cu", "store_release(row(x, peer, 0)", "store_relaxed(row(x, peer, 0)"),
-        Change("window.cu", "load_acquire(inbox)", "load_relaxed(inbox)"),
-        Change("window.cu", "if (spin_until(reached, watch)) *expected", "*expected"),
-    ],
-    ids=["release turned relaxed", "acquire turned relaxed", "no wait"],
+MISTAKES = {
+    "release turned relaxed": Change("window.cu", "store_release(row(x, peer, 0)", "store_relaxed(row(x, peer, 0)"),
+    "acquire turned relaxed": Change("window.cu", "load_acquire(inbox)", "load_relaxed(inbox)"),
+    "no wait": Change("window.cu", "if (spin_until(reached, watch)) *expected", "*expected"),
+}
+test_race_is_seen = controls(
+    lambda builds, rig, seed, changes: rig(builds, 3, changes).run(ROUNDS),
+    {f"{rig.__name__}-{name}": (rig, change) for rig in (Fences, Groups) for name, change in MISTAKES.items()},
+    watched=True,
 )
-@pytest.mark.parametrize("rig", [Fences, Groups])
-def test_race_is_seen(watched_builds: Builds, rig: type[Boards], change: Change) -> None:
-    require_seen(lambda _: rig(watched_builds, 3, [change]).run(ROUNDS))
 
 
 def test_rank_that_does_not_come_is_named_and_is_sent_nothing_more(builds: Builds) -> None:

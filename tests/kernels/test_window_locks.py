@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import numpy as np
 import pytest
 
 from mpicomm.kernels.window import COMES_FIRST, EXCLUSIVE_SHIFT, FENCE, LOCK, LOCK_KERNEL, MEET_KERNEL
 from tests.kernels.build import Builds, Change
-from tests.kernels.machine import RunFailedError, require_seen
+from tests.kernels.machine import RunFailedError, controls
 from tests.kernels.words_rig import WORDS, Boards
 
 ROUNDS = 25
@@ -89,37 +90,31 @@ def test_shared_lock_orders_accesses(watched_builds: Builds) -> None:
 TAKE = "compare_and_swap_acquire(&lock->holders"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [Change("window_lock.cuh", "fetch_and_release(&lock", "fetch_and(&lock")],
-        [Change("window_lock.cuh", TAKE, TAKE.replace("_acquire", ""))],
-        [Change("window_lock.cuh", "if (spin_until(taken, watch)) {", "if (taken()) {")],
-        [
-            Change("window_lock.cuh", "if (holders != 0 || first != rank) {", "if (first != rank) {"),
-            Change("window_lock.cuh", "<< kExclusiveShift) == 0;\n  };\n  if", "<< kExclusiveShift) != 1;\n  };\n  if"),
-        ],
+MISTAKES = {
+    "release turned relaxed": Change("window_lock.cuh", "fetch_and_release(&lock", "fetch_and(&lock"),
+    "acquire turned relaxed": Change("window_lock.cuh", TAKE, TAKE.replace("_acquire", "")),
+    "no wait": Change("window_lock.cuh", "if (spin_until(taken, watch)) {", "if (taken()) {"),
+    "lock taken that another rank holds": [
+        Change("window_lock.cuh", "if (holders != 0 || first != rank) {", "if (first != rank) {"),
+        Change("window_lock.cuh", "<< kExclusiveShift) == 0;\n  };\n  if", "<< kExclusiveShift) != 1;\n  };\n  if"),
     ],
-    ids=["release turned relaxed", "acquire turned relaxed", "no wait", "lock taken that another rank holds"],
-)
-def test_broken_lock_is_seen(watched_builds: Builds, changes: list[Change]) -> None:
-    require_seen(lambda seed: Locks(watched_builds, 3, changes, timeout_s=2).check(seed))
+}
+OF_SHARED = {
+    "acquires turned relaxed": [
+        Change("window_lock.cuh", "fetch_or_acquire(&lock", "fetch_or(&lock"),
+        Change("window_lock.cuh", "holders = load_acquire(&lock", "holders = load_relaxed(&lock"),
+    ],
+    "no wait": Change("window_lock.cuh", "if (!spin_until(taken, watch)) fetch_and(", "if (false) fetch_and("),
+    "no bit": Change("window_lock.cuh", "u64 holders = fetch_or_acquire(&lock->holders, me);", "u64 holders = 0;"),
+}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [
-            Change("window_lock.cuh", "fetch_or_acquire(&lock", "fetch_or(&lock"),
-            Change("window_lock.cuh", "holders = load_acquire(&lock", "holders = load_relaxed(&lock"),
-        ],
-        [Change("window_lock.cuh", "if (!spin_until(taken, watch)) fetch_and(", "if (false) fetch_and(")],
-        [Change("window_lock.cuh", "u64 holders = fetch_or_acquire(&lock->holders, me);", "u64 holders = 0;")],
-    ],
-    ids=["acquires turned relaxed", "no wait", "no bit"],
-)
-def test_broken_shared_lock_is_seen(watched_builds: Builds, changes: list[Change]) -> None:
-    require_seen(lambda seed: SharedLocks(watched_builds, 4, changes, timeout_s=2).check(seed))
+def broken(builds: Builds, locks: type[Locks], size: int, *, seed: int, changes: list[Change]) -> None:
+    locks(builds, size, changes, timeout_s=2).check(seed)
+
+
+test_broken_lock_is_seen = controls(partial(broken, locks=Locks, size=3), MISTAKES, watched=True)
+test_broken_shared_lock_is_seen = controls(partial(broken, locks=SharedLocks, size=4), OF_SHARED, watched=True)
 
 
 def test_ranks_share_a_lock_and_keep_an_exclusive_holder_out(builds: Builds) -> None:
