@@ -113,6 +113,7 @@ class Call:
         self.copies = copies
         self.packed: Packed | None = None
         """The call on packed memory if a buffer has a derived datatype; else None."""
+        self._strided: Packed | None = None
         self._receives_typed = False
         if self.on_device:
             self._place_for_kernels()
@@ -195,8 +196,16 @@ class Call:
         assert self.dtype is not None and self.send is not None
         return max(1, self._input_blocks(self.send)[self._rank].count * self.dtype.itemsize)
 
-    def buffers(self, scratch: Span | None = None) -> Buffers:
-        """Return this rank's memory for the patterns. ``scratch`` has `scratch_nbytes` bytes, unless that is 0."""
+    @property
+    def strided(self) -> Packed | None:
+        """Like `packed`, for kernels that move blocks with `Strides` in place."""
+        return self._strided or self.packed
+
+    def buffers(self, scratch: Span | None = None, packed: Packed | None = None) -> Buffers:
+        """Return this rank's memory for the patterns.
+
+        ``scratch`` has `scratch_nbytes` bytes, unless that is 0. With ``packed`` it has the bytes of that.
+        """
         assert self.dtype is not None
         operation = self.operation
         dtype = self.dtype if operation.reduces else _BYTE
@@ -204,8 +213,9 @@ class Call:
         if self.counted is not None:  # any message may have the length of the whole buffer
             whole, nowhere = self._in_units(self.counted.send.operand, self.counted.send.operand.whole()), Span(0, 0)
             return Buffers(self._rank, self._size, dtype, None, [whole] * self._size, None, [nowhere] * self._size)
-        if self.packed is not None and scratch is not None:
-            given, receive = self.packed.placed(scratch.pointer)
+        packed = packed or self.packed
+        if packed is not None:
+            given, receive = packed.placed(0 if scratch is None else scratch.pointer)
         send = send_blocks = output = output_blocks = None
         if given is not None:
             if operation.send == "one" and not operation.of_neighbors:
@@ -321,14 +331,19 @@ class Call:
         self._receives_typed = self.receive is not None and self.receive.derived is not None
         if operation.reduces:
             return
-        self.packed = Packed.of(
+        in_receive = is_root if is_bcast else self.send is None and operation.rooted != "send"
+        packed = partial(
+            Packed.of,
             self.send,
             self.receive,
-            input_in_receive=is_root if is_bcast else self.send is None and operation.rooted != "send",
+            input_in_receive=in_receive,
             receives=not (is_bcast and is_root),
             as_bytes=operation.send == "typed" or operation.of_neighbors,
         )
+        self.packed = packed()
         if self.packed is not None:
+            if operation.counts == "private" and not in_receive:
+                self._strided = packed(strided=True)
             self.send, self.receive = self.packed.send, self.packed.receive
 
     def _keep_for_mpi(self, send: Operand | None, receive: Operand | None) -> None:

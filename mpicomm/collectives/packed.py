@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from math import gcd
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,33 @@ from mpicomm.mpi.regions import Region, at_blocks, rounds_of
 _ALIGNED_NBYTES = 256
 _MOST_UNITS = 1 << 31  # the kernel counts the units of a region in 32 bits
 _MOST_RUN_NBYTES = 1 << 30
+_MOST_STRIDED_NBYTES = 1 << 32
 _MOST_FIELDS = 16  # a thread passes all fields before its own
+
+
+class Strides(NamedTuple):
+    """The gaps in a block: nested loops visit its runs. Kernels move such a block without packing it."""
+
+    run_nbytes: int
+    grain: int
+    """A power of two up to `UNIT_NBYTES`, which divides the run and all strides."""
+    counts: tuple[int, ...]
+    """The innermost loop first; 1 for a loop that does not exist."""
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: DatatypeLayout) -> Strides | None:
+        """Return the gaps of a layout that is not one run; None if kernels need it packed."""
+        if len(layout.regions) != 1 or layout.nbytes >= _MOST_STRIDED_NBYTES:
+            return None
+        (region,) = layout.regions
+        if len(region.loops) > LOOPS or any(loop.places for loop in region.loops):
+            return None
+        rest = LOOPS - len(region.loops)
+        strides = [loop.stride for loop in reversed(region.loops)]
+        common = gcd(UNIT_NBYTES, region.run_nbytes, *strides)
+        counts = (*(loop.rounds for loop in reversed(region.loops)), *[1] * rest)
+        return cls(region.run_nbytes, common, counts, (*strides, *[0] * rest))
 
 
 @dataclass(frozen=True)
@@ -47,12 +74,23 @@ class Packed:
     """The elements that are packed before the collective."""
     after: tuple[PackJob, ...]
     """The elements that are unpacked after it."""
+    strides: tuple[Strides | None, ...] = ()
+    """The gaps in the blocks of both buffers that stay in place; empty if there are none."""
 
     @classmethod
     def of(
-        cls, send: Operand | None, receive: Operand | None, *, input_in_receive: bool, receives: bool, as_bytes: bool
+        cls,
+        send: Operand | None,
+        receive: Operand | None,
+        *,
+        input_in_receive: bool,
+        receives: bool,
+        as_bytes: bool,
+        strided: bool = False,
     ) -> Packed | None:
         """Return the call on packed memory; None if no buffer has a derived datatype.
+
+        With ``strided`` a buffer stays in place if `Strides` describe all of its blocks.
 
         ``input_in_receive`` is whether this rank's input lies in its receive buffer. ``receives`` is whether this rank
         receives into that buffer. ``as_bytes`` is for calls in which each pair of ranks may use other types.
@@ -61,10 +99,15 @@ class Packed:
         if not any(operand.derived for operand in given):
             return None
         dtype = types.BYTE if as_bytes else _common_dtype(given)
+        strides: tuple[Strides | None, ...] = ()
+        if strided:
+            (send, of_send), (receive, of_receive) = _strided(send, dtype), _strided(receive, dtype)
+            strides = (*of_send, *of_receive)
         packed_send, sent, nbytes = _pack(send, dtype, 0)
         packed_receive, received, nbytes = _pack(receive, dtype, nbytes)
         before = (*sent, *(received if input_in_receive else ()))
-        return cls(packed_send, packed_receive, nbytes, before, received if receives else ())
+        after = received if receives else ()
+        return cls(packed_send, packed_receive, nbytes, before, after, strides if any(strides) else ())
 
     def placed(self, scratch: int) -> tuple[Operand | None, Operand | None]:
         """Return the buffers. Packed buffers get addresses in the memory at ``scratch``."""
@@ -118,6 +161,23 @@ def _pack(operand: Operand | None, dtype: np.dtype[Any], at: int) -> tuple[Opera
     )
     packed = _in_elements(replace(operand, pointer=at), lengths, starts, dtype)
     return packed, jobs, at + -(-end // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
+
+
+def _strided(operand: Operand | None, dtype: np.dtype[Any]) -> tuple[Operand | None, list[Strides | None]]:
+    """Return an operand whose blocks stay in place, and their gaps; the same operand if kernels need it packed."""
+    if operand is None:
+        return None, []
+    none: list[Strides | None] = [None] * (1 if operand.counts is None else len(operand.counts))
+    if operand.derived is None:
+        return operand, none
+    layouts = [block.layout for block in operand.derived]
+    found = [None if layout.is_run else Strides.of(layout) for layout in layouts]
+    if any(each is None and not layout.is_run for each, layout in zip(found, layouts, strict=True)):
+        return operand, none
+    firsts = [layout.regions[0].offset if layout.regions else 0 for layout in layouts]
+    starts = [block.address + first - operand.pointer for block, first in zip(operand.derived, firsts, strict=True)]
+    in_place = replace(operand, derived=None)
+    return _in_elements(in_place, [layout.nbytes for layout in layouts], starts, dtype), found
 
 
 def _in_elements(operand: Operand, lengths: Sequence[int], starts: Sequence[int], dtype: np.dtype[Any]) -> Operand:

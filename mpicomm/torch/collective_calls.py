@@ -37,6 +37,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         super().__init__(comm.rank, comm.size)
         self.communicator = comm
         self.collectives = collectives_of(comm)
+        self._all_reduce = self.collectives["all_reduce"]
         self._streams = None if comm.device == "cpu" else Streams(comm)
         self._queue = CallQueue(f"mpicomm rank {comm.rank} of {comm.size}")
         self._coalesced: dict[int, list[Work]] = {}
@@ -51,6 +52,13 @@ class CollectiveCalls(c10d.ProcessGroup):
         if type(tensors) is not list and isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         (tensor,) = tensors
+        # Code in C++ without Python below it calls, such as DDP.
+        if self._streams is not None and self._open and sys._getframe().f_back is None and opts.timeout <= FOREVER:
+            future = self._queue.call("all_reduce", self._streams.bucket, self._all_reduce, tensor, opts.reduceOp)
+            if future is not None:
+                self._sequence += 1
+                of_cpp: Any = c10d._create_work_from_future(future)
+                return of_cpp  # type: ignore[no-any-return]
         return self._run("all_reduce", opts, (tensor, opts.reduceOp, "tensor", None), tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:

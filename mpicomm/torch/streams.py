@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.api.door import PlanCache
+from mpicomm.api.door import AnyPlan, PlanCache
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.torch.collectives import Given, TensorCall
 from mpicomm.torch.works import FOREVER, Tensors, Work, too_late, translated, when_over
@@ -211,10 +211,11 @@ class Streams:
         value: torch.Tensor | Tensors,
         tensors: Tensors,
         beside: bool,
+        known: AnyPlan | None = None,
     ) -> torch.futures.Future[Any]:
         """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future.
 
-        ``tensors`` are the tensors of the call.
+        ``tensors`` are the tensors of the call. ``known`` is its plan if the caller has found it.
         """
         # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
         # return futures of this class, too.
@@ -228,7 +229,11 @@ class Streams:
         current, side = current_stream(self.gpu), self.stream
         try:
             self.marks.wait_stream(self._address, current, self._begin)
-            self.enqueue(call, given, beside=True)
+            if known is None:
+                self.enqueue(call, given, beside=True)
+            else:
+                assert self._known is not None
+                self._known.enqueue_on(known, self._address, noted=True)
             for tensor in tensors:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.is_in_use:
@@ -238,6 +243,29 @@ class Streams:
             self.marks.wait_stream(current, self._address)  # as above
             raise
         return future
+
+    def bucket(self, call: TensorCall, tensor: torch.Tensor, op: Any) -> torch.futures.Future[Any] | None:
+        """Enqueue an all-reduce beside the current stream, as `future` does. Return None if its form is not known.
+
+        ``call`` is the group's all-reduce. DDP makes such a call for each bucket of a step, and other work fills the
+        caches of the processor between two of them. Each call then waits for memory, some ten times as long as in a
+        loop. So this function reads little: the memory of a bucket is the key of its plan. It does not count the thread
+        among the users of the stream, because the first call of a form has done that.
+        """
+        gpu = self._known
+        if gpu is None or not tensor.is_cuda or not tensor.is_contiguous() or tensor.requires_grad or tensor.is_neg():
+            return None
+        dtype = tensor.dtype
+        if dtype.is_complex:  # views of complex memory may be conjugated
+            return None
+        key = tensor.data_ptr(), tensor.numel(), dtype, hash(op)
+        plan = gpu.find_again(key)
+        if plan is None:
+            plan = call.find(gpu, (tensor, op, "tensor", None))
+            if plan is None:
+                return None
+            gpu.remember(key, plan)
+        return self.future(call, (), tensor, (tensor,), beside=True, known=plan)
 
     def barrier(self, limit: timedelta) -> StreamWork:
         """Enqueue a barrier on the current stream. A wait for its work waits on the host. Collective."""

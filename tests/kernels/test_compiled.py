@@ -97,6 +97,7 @@ BANDWIDTH += [
     for reduction, size in ((None, 4), (None, 8), (WIDEST, 2), (WIDEST, 8))
 ]
 BANDWIDTH += [packet_kernel(None, size, "sentinel", "paced", fan_out=False, counted=True) for size in (1, 4, 8)]
+BANDWIDTH += [packet_kernel(None, size, "sentinel", "paced", fan_out=False, strided=True) for size in (2, 4, 8)]
 BANDWIDTH += [counted_step_kernel(size) for size in (4, 8)]
 BANDWIDTH += [
     packet_kernel(

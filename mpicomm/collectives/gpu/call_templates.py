@@ -38,7 +38,7 @@ class CallTemplate(AnyPlan, ABC):
     """
 
     collective = True
-    is_new = False
+    lasts = is_new = False
     steps = (None,)
     """Never empty: every rank launches something in a call that is filled in, so `enqueue` must not skip it."""
     private_nbytes: int | None = None

@@ -43,7 +43,7 @@ from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, pack_la
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.packed import PackJob
+from mpicomm.collectives.packed import Packed, PackJob
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import slowest_gb_s
@@ -177,12 +177,12 @@ class DeviceEngine:
         output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
-        decision, buffers, scratch = self._decided(call, asked)
+        decision, buffers, packed, scratch = self._decided(call, asked)
         before: list[Launch] = []
         after: list[Launch] = []
-        if call.packed is not None and scratch is not None:
-            before = pack_launches(self._backend, call.packed.before, scratch.pointer, unpacks=False)
-            after = pack_launches(self._backend, call.packed.after, scratch.pointer, unpacks=True)
+        if packed is not None and scratch is not None:
+            before = pack_launches(self._backend, packed.before, scratch.pointer, unpacks=False)
+            after = pack_launches(self._backend, packed.after, scratch.pointer, unpacks=True)
         call_facts = str(signature), signature.hash32
         return self._prepare(decision, buffers, call_facts, memory, call.epilogue, before, after)
 
@@ -202,11 +202,14 @@ class DeviceEngine:
             return None
         return template_of(call, self._decided(call, asked)[0], mappings, self._scratch)
 
-    def _decided(self, call: Call, asked: str) -> tuple[Decision, Buffers, Span | None]:
-        """Return the decision of a read call, its memory, and the scratch memory in that."""
-        scratch = self._scratch.of(call.scratch_nbytes)
-        buffers = call.buffers(scratch)
-        return self._decision(Form.of_call(call, buffers), asked), buffers, scratch
+    def _decided(self, call: Call, asked: str) -> tuple[Decision, Buffers, Packed | None, Span | None]:
+        """Return the decision of a read call, its memory, what of it is packed, and the scratch memory in it."""
+        # Packets carry all calls that may have strides, unless a rank is alone.
+        packed = call.strided if self._domain.size > 1 else call.packed
+        scratch = self._scratch.of(call.scratch_nbytes if packed is None else packed.nbytes)
+        buffers = call.buffers(scratch, packed)
+        form = Form.of_call(call, buffers, () if packed is None else packed.strides)
+        return self._decision(form, asked), buffers, packed, scratch
 
     def _decision(self, form: Form, asked: str) -> Decision:
         key = form.key, asked

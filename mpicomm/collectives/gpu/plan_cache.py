@@ -88,6 +88,7 @@ class PlanCache:
         self._mappings = session.mappings
         self.engine = engine
         self._kinds: dict[Hashable, _Kind] = {}
+        self._by_client: dict[Hashable, AnyPlan] = {}
         self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
 
@@ -162,6 +163,20 @@ class PlanCache:
         is_filled = template.fill(*call) if arrays else template.fill(sent, received)
         return template if is_filled else None
 
+    def find_again(self, key: Hashable) -> AnyPlan | None:
+        """Return the plan that `remember` has kept under a key of a client; None if there is none that may be used."""
+        if self._mappings.version != self._version:
+            self._forget_memory()
+        plan = self._by_client.get(key)
+        return None if plan is None or plan.is_old else plan
+
+    def remember(self, key: Hashable, plan: AnyPlan) -> None:
+        """Keep a plan that `find_plain` has found under a key that tells memory and arguments of the call. Local."""
+        if plan.lasts:
+            if len(self._by_client) >= _MOST:
+                self._by_client.clear()
+            self._by_client[key] = plan
+
     def find_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> AnyPlan | None:
         """Return a message in stream order that was sent before, or whose kind was; None for all others.
 
@@ -210,11 +225,15 @@ class PlanCache:
             backend.complete(resolved)
         return pending
 
-    def enqueue_on(self, plan: AnyPlan, stream: int, event: LocalEvent | None = None) -> bool:
-        """As `enqueue`, on the stream with this address. Return whether ``event`` is recorded after the call. Local."""
+    def enqueue_on(self, plan: AnyPlan, stream: int, event: LocalEvent | None = None, *, noted: bool = False) -> bool:
+        """As `enqueue`, on the stream with this address. Return whether ``event`` is recorded after the call. Local.
+
+        ``noted`` is whether an earlier call has counted this thread among the users of the stream.
+        """
         session: Any = self._session
         session.require_usable(plan)
-        session.backend.note(stream)
+        if not noted:
+            session.backend.note(stream)
         return self.engine.enqueue(plan, stream, event)
 
     def carry_out(self, plan: AnyPlan, stream: int, array: Any) -> None:
@@ -323,6 +342,7 @@ class PlanCache:
     def _forget_memory(self) -> None:
         """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
         self._version = self._mappings.version
+        self._by_client.clear()
         for kind in self._kinds.values():
             kind.calls.clear()
 

@@ -51,7 +51,7 @@ class PlanningComm:
         def call(send: Any, receive: Any = None, op: Any = None, root: int = 0, *, algorithm: str, **_: Any) -> None:
             if name == "Bcast":
                 send, receive, op, root = None, send, None, receive
-            plan: Any = SimpleNamespace(text=name, is_old=False)
+            plan: Any = SimpleNamespace(text=name, is_old=False, lasts=True)
             key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, None, None)
             read: Any = SimpleNamespace(operands=(), in_place=False) if self.knows_forms else None
             self.cache.add(plan, key, by_output=False, read=read)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mpicomm.torch import streams
 from mpicomm.torch.collectives import Collective, collectives_of
 from tests.helpers.fakes.planning_comm import PlanningComm
 
@@ -90,3 +92,70 @@ def test_a_sum_with_factors_is_not_known(comm: Any) -> None:
         all_reduce.carry_out(tensor, op, "tensor", None)
     assert all_reduce.find(comm.cache, (tensor, SUM, "tensor", None))
     assert not all_reduce.find(comm.cache, (tensor, dist._make_nccl_premul_sum(2.0), "tensor", None))
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+    """Return a function that gives a tensor to `Streams.bucket`, and returns the text of the enqueued plan."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", torch._C.TensorBase.is_cpu, raising=False)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=9))
+    monkeypatch.setattr(streams, "current_stream", lambda gpu: 7)
+    monkeypatch.setattr(streams, "call_on", lambda stream, call, *given: call(*given))
+    comm: Any = PlanningComm(0)
+    comm.device, enqueued = 0, list[Any]()
+    comm.cache.engine.enqueue = lambda plan, *_: enqueued.append(plan)
+    comm._session.require_usable = lambda plan: None
+    marks = SimpleNamespace(mark=lambda stream: None, wait_stream=lambda *_: None)
+    comm._door = SimpleNamespace(expect_alike=lambda: None, use_stream=lambda *_: marks, known=comm.cache)
+    calls, ours = collectives_of(comm)["all_reduce"], streams.Streams(comm)
+    ours.devices, ours._known = [], comm.cache  # futures of this PyTorch may have no GPU
+
+    def enqueue(tensor: torch.Tensor, op: Any = SUM) -> str | None:
+        before, future = len(enqueued), ours.bucket(calls, tensor, op)
+        assert len(enqueued) - before == (future is not None)
+        assert future is None or future.value() is tensor
+        return None if future is None else str(enqueued[-1].text)
+
+    monkeypatch.setattr(enqueue, "comm", comm, raising=False)
+    monkeypatch.setattr(enqueue, "make", lambda tensor: calls.carry_out(tensor, SUM, "tensor", None), raising=False)
+    return enqueue
+
+
+def test_a_bucket_is_repeated_only_with_the_same_memory_and_operation(bucket: Any) -> None:
+    tensor = torch.zeros(12)
+    assert bucket(tensor) is None
+    bucket.make(tensor)
+    assert [bucket(tensor) for _ in range(3)] == ["Allreduce"] * 3
+    assert bucket(tensor, AVG) is None
+    for changed in (
+        tensor.view(torch.int32),
+        tensor[1:],
+        tensor.view(3, 4).t(),
+        tensor.view(torch.complex64).conj(),
+        torch._neg_view(tensor),
+        tensor.detach().requires_grad_(),
+    ):
+        assert bucket(changed) is None
+    assert bucket(tensor) == "Allreduce"
+    bucket.comm.cache.find_again((tensor.data_ptr(), 12, tensor.dtype, hash(SUM))).is_old = True
+    assert bucket(tensor) is None
+
+
+def test_a_bucket_is_forgotten_with_the_symmetric_arrays(bucket: Any) -> None:
+    tensor = torch.zeros(12)
+    bucket.make(tensor)
+    assert bucket(tensor)
+    bucket.comm._session.mappings.version += 1
+    assert bucket(tensor) is None
+    bucket.make(tensor)
+    assert bucket(tensor)
+
+
+def test_each_bucket_of_a_known_form_is_filled_in(bucket: Any) -> None:
+    bucket.comm.knows_forms = True
+    first, second = torch.zeros(12), torch.zeros(8)
+    bucket.make(torch.zeros(4))
+    assert [bucket(tensor) for tensor in (first, second, first, second)] == ["a form"] * 4
+    filled = [received[:2] for _, received in bucket.comm.form.filled]
+    assert filled == [(tensor.data_ptr(), tensor.numel()) for tensor in (first, second, first, second)]

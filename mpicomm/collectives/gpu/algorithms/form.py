@@ -17,6 +17,7 @@ import numpy as np
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.packed import Strides
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
@@ -53,16 +54,20 @@ class Form:
     wire: tuple[Wire, np.dtype[Any]] | None = None
     """How elements travel, and their type; None if they travel as they are."""
     cuts: tuple[tuple[int, int], ...] = ()
+    strides: tuple[Strides | None, ...] = ()
+    """The gaps in each block; empty if no block has gaps. Only `is_private` calls have gaps."""
 
     @classmethod
-    def of_call(cls, call: Call, buffers: Buffers) -> Form:
-        """Return the form of a read call; ``buffers`` is its memory."""
+    def of_call(cls, call: Call, buffers: Buffers, strides: tuple[Strides | None, ...] = ()) -> Form:
+        """Return the form of a read call; ``buffers`` is its memory, with these gaps in its blocks."""
         assert call.dtype is not None
         wire = None if call.wire is None else (call.wire, call.dtype)
         in_place = call.in_place and call.operation.reduces and buffers.scratch is None
         epilogue = None if call.epilogue is None else call.epilogue.without_owners()
         # Empty arrays share address 0, but later calls of their kind have two buffers.
-        return cls._of(call.operation, buffers, call.send is None, in_place=in_place, epilogue=epilogue, wire=wire)
+        return cls._of(
+            call.operation, buffers, call.send is None, in_place=in_place, epilogue=epilogue, wire=wire, strides=strides
+        )
 
     @classmethod
     def of_buffers(cls, operation: Operation, buffers: Buffers) -> Form:
@@ -94,7 +99,7 @@ class Form:
         """All of the form that launchers depend on. Each call brings its own epilogue of the same kind."""
         finish = self.epilogue and (type(self.epilogue), self.epilogue.row_nbytes)
         facts = self.operation, self.rank, self.size, self.dtype, self.op, self.root, self.wire, finish, self.cuts
-        return *facts, self.sends, self.receives, self.in_place, self.stays
+        return *facts, self.strides, self.sends, self.receives, self.in_place, self.stays
 
     @property
     def itemsize(self) -> int:
@@ -152,6 +157,11 @@ class Form:
             return -1, self.piece(alike)[1]
         block, offset = divmod(span.pointer, 1 << _BLOCK_BITS)
         return block - 1, offset // (_UNIT.itemsize * span.count)
+
+    def strides_of(self, span: Span | None) -> Strides | None:
+        """Return the gaps in the block for which a span of `one_shot` stands."""
+        block, _ = self.piece(span)
+        return None if block < 0 else self.strides[block]
 
     def numbers(self, b: Buffers) -> tuple[list[int], list[int]]:
         """Return the bytes and the addresses of the blocks of a call. A block without bytes has address 0."""

@@ -76,6 +76,8 @@ class AnyPlan:
     choice: AlgorithmChoice = NO_CHOICE
     is_old = False
     """Whether the call has to be planned again, because ranks may change the memory that it uses."""
+    lasts = True
+    """Whether it stays the plan of one call. A template is the plan of another call after the next `fill`."""
     by_output = False
     """Whether the library of the receive buffer decides the stream, because MPI ignores the send buffer."""
     by_address = False

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from mpicomm.kernels.packing import LOOPS
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, FlaggedInboxes, Team
 from mpicomm.kernels.variant import Variant, u32, u64
@@ -80,6 +81,22 @@ class CountedPacketArguments(PacketArguments):
     _fields_ = [("counted", CountedArguments)]
 
 
+class StrideArguments(ctypes.Structure):
+    """The host's copy of ``Strides`` in strided.cuh."""
+
+    _fields_ = [
+        *u32("run_nbytes", "grain"),
+        ("counts", ctypes.c_uint32 * LOOPS),
+        ("strides", ctypes.c_int64 * LOOPS),
+    ]
+
+
+class StridedPacketArguments(PacketArguments):
+    """The host's copy of ``Packets`` in a kernel for messages with gaps."""
+
+    _fields_ = [("send_strides", StrideArguments * MAX_RANKS), ("receive_strides", StrideArguments * MAX_RANKS)]
+
+
 @cache
 def finished_packet_arguments(finish: type[ctypes.Structure]) -> type[PacketArguments]:
     """Return the host's copy of ``Packets`` in a kernel with an epilogue. ``finish`` is the type of its arguments."""
@@ -116,19 +133,21 @@ def packet_kernel(
     epilogue: tuple[str, ...] = (),
     wire: tuple[str, ...] = (),
     counted: bool = False,
+    strided: bool = False,
 ) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the kernel that does not reduce.
 
     ``epilogue`` are the options of an epilogue. With them the kernel takes `finished_packet_arguments`. ``host_slots``
     is whether inboxes lie in host memory. Then a kernel that reuses slots within a launch is another variant. ``wire``
     are the options of `wire_options`. A ``counted`` kernel reads counts on the device, and takes
-    `CountedPacketArguments`. Raises as `options_for`.
+    `CountedPacketArguments`. A ``strided`` kernel carries messages with gaps, and takes `StridedPacketArguments`.
+    Raises as `options_for`.
     """
     fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
     fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
     ways = (*_PROTOCOLS[protocol], *_STEPS[steps], *fans, *fences)
-    counts = ("-DMPICOMM_COUNTED",) if counted else ()
-    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *epilogue, *wire, *counts)
+    more = (*("-DMPICOMM_COUNTED",) * counted, *("-DMPICOMM_STRIDED",) * strided)
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *epilogue, *wire, *more)
     return Variant(_SOURCE, "mpicomm_packets", options)
 
 

@@ -7,6 +7,9 @@
 #include "fences.cuh"
 #include "ll_flags.cuh"
 #include "rows.cuh"
+#if defined(MPICOMM_STRIDED)
+#include "strided.cuh"
+#endif
 #include "team.cuh"
 
 namespace mpicomm {
@@ -44,6 +47,10 @@ struct Packets {
 #if defined(MPICOMM_COUNTED)
   Counted counted;
 #endif
+#if defined(MPICOMM_STRIDED)
+  Strides send_strides[kMaxRanks];
+  Strides receive_strides[kMaxRanks];
+#endif
 };
 
 #if defined(MPICOMM_EPILOGUE) || defined(MPICOMM_WEIGHT)
@@ -61,6 +68,25 @@ constexpr bool kCounted = false;
 using AllMessages = const Packets;
 #endif
 static_assert(!kCounted || !kFanOut, "only messages have counts on the device");
+
+// Loads the unit at offset `at` of the message to rank `to`, and stores a unit of the message of rank
+// `of`.
+#if defined(MPICOMM_STRIDED)
+static_assert(!kCounted && !kFanOut && !kWire, "only messages of bytes have gaps");
+MPICOMM_DEVICE Loaded load_message(const AllMessages& m, u32 to, u64 at) {
+  return load_strided(m.send_strides[to], m.sends[to], at, m.send_nbytes[to]);
+}
+MPICOMM_DEVICE void store_message(const Packets& x, const AllMessages& m, u32 of, u64 at, const Unit& unit) {
+  store_strided(x.receive_strides[of], m.receives[of], at, m.receive_nbytes[of], unit);
+}
+#else
+MPICOMM_DEVICE Loaded load_message(const AllMessages& m, u32 to, u64 at) {
+  return load_at(m.sends[to], at, m.send_nbytes[to]);
+}
+MPICOMM_DEVICE void store_message(const Packets& x, const AllMessages& m, u32 of, u64 at, const Unit& unit) {
+  finish_of(x).store(m.receives[of], at, m.receive_nbytes[of], unit);
+}
+#endif
 
 // Whether there is only one step. A kernel for one step has no loop, because fetching the code of
 // the loop would take a large part of a short launch.
@@ -118,7 +144,7 @@ struct Outgoing {
 #pragma unroll
     for (u32 distance = kReduces || kAlike ? 1 : 0; distance < (kAlike ? 2 : kRanks); ++distance) {
       const u32 to = (rank + distance) % kRanks;
-      if (at < m.send_nbytes[to]) units[distance] = load_at(m.sends[to], at, m.send_nbytes[to]);
+      if (at < m.send_nbytes[to]) units[distance] = load_message(m, to, at);
     }
   }
 };
@@ -301,8 +327,12 @@ struct Worker {
   MPICOMM_DEVICE void keep(const Outgoing& out, u64 at) const {
     const u32 rank = x.team.rank;
     if (kReduces || at >= m.send_nbytes[rank]) return;
+#if defined(MPICOMM_STRIDED)
+    store_strided(x.receive_strides[rank], m.receives[rank], at, m.send_nbytes[rank], out.units[0]);
+#else
     if constexpr (kAlike) store_at(m.receives[rank], at, m.send_nbytes[rank], out.sent);
     else store_at(m.receives[rank], at, m.send_nbytes[rank], unit_of(out.units[0]));
+#endif
   }
 
   // Stores the units of the packets of `ranks` at their places in the output. One copy of the code
@@ -315,7 +345,7 @@ struct Worker {
       const u32 rank = rank_of(entry);
       if (!is_among(ranks, entry) || (kRelays && m.receives[rank] == nullptr)) continue;
       const Unit unit = scales.unit(entry, chosen(units, entry));
-      finish_of(x).store(m.receives[rank], at, m.receive_nbytes[rank], unit);
+      store_message(x, m, rank, at, unit);
     }
   }
 

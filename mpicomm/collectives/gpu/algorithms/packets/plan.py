@@ -67,8 +67,18 @@ class PacketLauncher(PacketTemplate, FormLauncher):
         shards = self._shards
         first, second = (form.two_shot.first, form.two_shot.second) if shards else (form.one_shot, None)
         finish = form.epilogue.fused(0) if self.finishes and form.epilogue else None
+        strides = None
+        if any(form.strides):
+            strides = [*map(form.strides_of, first.sends)], [*map(form.strides_of, first.receives)]
         super().__init__(
-            domain, first, form.reduction, fan_out=second, finish=finish, even=even, coding=coding_of(form)
+            domain,
+            first,
+            form.reduction,
+            fan_out=second,
+            finish=finish,
+            even=even,
+            coding=coding_of(form),
+            strides=strides,
         )
         pieces = [form.piece(span, first.reduction.own if first.reduction else None) for span in self.places]
         # The values of a call: 0; the lengths of all blocks, or of the shards; the addresses of all blocks, or of the

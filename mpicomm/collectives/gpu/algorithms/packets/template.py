@@ -17,11 +17,13 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     OVERSEERS,
     PacketArguments,
     Steps,
+    StridedPacketArguments,
     finished_packet_arguments,
     packet_kernel,
     wire_options,
 )
 from mpicomm.collectives.gpu.algorithms.packets.configs import Coding, PacketConfig, Stepped
+from mpicomm.collectives.packed import Strides
 from mpicomm.epilogues.base import Fused
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import Reduction
@@ -46,7 +48,8 @@ class PacketTemplate(KernelTemplate):
     The form is ``exchange`` and, with ``fan_out``, the next exchange, in which ranks send on the data that they have
     reduced or received. `places` are the pieces of memory in both exchanges, each once. With ``even`` the tag of a call
     implies all lengths. ``reduction`` is (dtype, op) if any rank reduces. The kernel applies ``finish`` to the result.
-    `apply` replaces it by another epilogue of the same kind. With ``coding`` packets carry codes.
+    `apply` replaces it by another epilogue of the same kind. With ``coding`` packets carry codes. ``strides`` are the
+    gaps in the message to each rank and in the message from each rank, if any message has gaps.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between.
@@ -62,6 +65,7 @@ class PacketTemplate(KernelTemplate):
         finish: Fused | None = None,
         even: bool = False,
         coding: Coding | None = None,
+        strides: tuple[Sequence[Strides | None], Sequence[Strides | None]] | None = None,
     ) -> None:
         self._reduction = reduction
         self._coding = coding
@@ -74,7 +78,14 @@ class PacketTemplate(KernelTemplate):
         team, layout = domain.team, domain.arena.layout
         own = team.arenas[rank]
         given = {"team": team, "flagged": layout.flagged_inboxes(own), "fences": own + layout.fences}
-        if finish is None:
+        self._is_strided = strides is not None
+        if strides is not None:
+            self.arguments = arguments = StridedPacketArguments(**given)
+            for fields, of_ranks in zip((arguments.send_strides, arguments.receive_strides), strides, strict=True):
+                for peer, each in enumerate(of_ranks):
+                    if each is not None:
+                        fields[peer] = (each.run_nbytes, each.grain, each.counts, each.strides)
+        elif finish is None:
             self.arguments = PacketArguments(**given)
         else:
             self.arguments = finished_packet_arguments(type(finish.arguments))(**given)
@@ -206,6 +217,7 @@ class PacketTemplate(KernelTemplate):
             host_slots=self._host_slots,
             epilogue=tuple(epilogue),
             wire=wire,
+            strided=self._is_strided,
         )
 
     def _in_steps(self, values: list[int], longest: int, nbytes: int, config: PacketConfig) -> Stepped:

@@ -201,6 +201,12 @@ def test_host_and_kernel_agree_on_counts_on_the_device(tmp_path: Path) -> None:
     require_agreement("packet_worker.cuh", structures, {"kOfReceive": team.OF_RECEIVE}, tmp_path, options)
 
 
+def test_host_and_kernel_agree_on_strides(tmp_path: Path) -> None:
+    structures = {"mpicomm::Packets": packets.StridedPacketArguments, "mpicomm::Strides": packets.StrideArguments}
+    options = ("-DMPICOMM_SENTINEL", "-DMPICOMM_STRIDED")
+    require_agreement("packet_worker.cuh", structures, {"kStrideLoops": packing.LOOPS}, tmp_path, options)
+
+
 def require_agreement(
     name: str,
     structures: Mapping[str, type[ctypes.Structure]],
