@@ -18,10 +18,10 @@ from tests.helpers.inputs.regions import layout, region
 from tests.helpers.references.reference_packing import pack, unpack
 from tests.kernels.build import Builds
 from tests.kernels.machine import Machine
-from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
+from tests.kernels.rig import LARGE_INBOX_NBYTES, ProgramRig
 
 RUNS = (1, 2, 4, 6, 8, 12, 16, 24, 64, 1536)
-LENGTHS = (50, 1548, 3 * INBOX_NBYTES // 2 // 1536 * 1536, 27648)
+LENGTHS = (50, 1548, 3 * LARGE_INBOX_NBYTES // 2 // 1536 * 1536, 27648)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ def random_layout(rng: np.random.Generator, nbytes: int) -> DatatypeLayout:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_keep_their_bytes_and_gaps(builds: Builds, size: int) -> None:
-    rng, rig = np.random.default_rng(size), ProgramRig(Machine(builds, size), 16)
+    rng, rig = np.random.default_rng(size), ProgramRig(Machine(builds, size))
     machine = rig.machine
     for turn in range(8):
         lengths = rng.choice([0, 50, 1548], (size, size))
