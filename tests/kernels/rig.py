@@ -1,7 +1,7 @@
 """One rig for collectives: ranks with arenas of any size, and a launcher of the package that carries out each call.
 
-`packet_rig`, `direct_rig`, `exchange_rig`, `chain_rig` and `program_rig` make it with the launchers of one kernel or,
-for a program, with those that the package chooses.
+`packet_rig`, `direct_rig`, `exchange_rig` and `chain_rig` make it with the launchers of one kernel. A `ProgramRig` has
+those that the package chooses.
 """
 
 from __future__ import annotations
