@@ -41,9 +41,10 @@ def play(
     room: int = 1 << 30,
     seed: int = 0,
     changes: Sequence[Change] = (),
+    timeout_s: float | None = None,
 ) -> None:
     rng = np.random.default_rng([size, seed])
-    rig, channels = chain_rig(Machine(builds, size), blocks, nbytes=room, changes=changes)
+    rig, channels = chain_rig(Machine(builds, size), blocks, nbytes=room, changes=changes, timeout_s=timeout_s)
     channels.start_at(2**32 - 3)
     calls = Calls(rig, rng, nap_us=1000)
     # ThreadSanitizer does not know that a store which depends on a load comes after it: see chain.cu.
@@ -139,7 +140,10 @@ MISTAKES = {
 }
 
 
-test_failure_is_seen = controls(partial(play, size=3, sizes=[700, LARGE, 5, 5, 5, 5]), MISTAKES)
+# Without a mistake all of this takes a fifth of the timeout.
+FEW_BATCHES = CHANNELS * 4 * BATCH_NBYTES  # in small slots, all of which are used again
+OF_FEW = [700, (CHAIN_SLOTS + 1) * FEW_BATCHES + 12, 5, 5, 5, 5]
+test_failure_is_seen = controls(partial(play, size=3, sizes=OF_FEW, room=FEW_BATCHES, timeout_s=0.5), MISTAKES)
 
 
 def reduce_to_last(rig: Rig, count: int, ranks: Sequence[int]) -> None:

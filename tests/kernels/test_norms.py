@@ -133,6 +133,7 @@ def run_norms(
     size: int = 3,
     seed: int = 0,
     changes: Sequence[Change] = (),
+    timeout_s: float | None = None,
     limit_s: float = 60,
 ) -> None:
     """Sums whose rows are normalised by two blocks; the inboxes hold ``laps`` steps.
@@ -140,7 +141,7 @@ def run_norms(
     ``shapes`` are the numbers of rows and their bytes, for which 0 stands for the case's.
     """
     threads = SMALL.blocks * 256 * most_groups(size, fan_out=algorithm == "two_shot")
-    rig = packet_rig(Machine(builds, size), inbox_nbytes=laps * threads * 16, changes=changes)
+    rig = packet_rig(Machine(builds, size), inbox_nbytes=laps * threads * 16, changes=changes, timeout_s=timeout_s)
     rng = np.random.default_rng([size, seed])
     calls = FusedCalls(rig, rng)
     for rows, nbytes in shapes:
@@ -231,6 +232,7 @@ LEAVES: dict[str, tuple[int, list[Change]]] = {
     "with no word to the overseer": (7, [Change("packets.cu", f"{WORD}\n    meet", "meet")]),
 }
 ROW = 8 * STEP_NBYTES
+SOON: dict[str, Any] = {"timeout_s": 0.5, "limit_s": 2}  # without a mistake all takes less than 0.1 s
 NAMED, HANGS = "operation=2, sequence=1, block=., peer=1", "hang: not over|threads wait at barriers"
 
 
@@ -240,7 +242,7 @@ def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, n
     laps, mistakes = LEAVES[name]
     shapes, changes = [(6 if algorithm == "two_shot" else 2, ROW)], [SILENT, *mistakes]
     with pytest.raises(RunFailedError, match=HANGS if mistakes else NAMED):
-        run_norms(builds, algorithm, shapes, laps, changes=changes, limit_s=8)
+        run_norms(builds, algorithm, shapes, laps, changes=changes, **SOON)
 
 
 # One thread of a rank does not send on h from a step on, or the statistics of its row.
@@ -263,7 +265,7 @@ def test_a_thread_that_gets_no_more_of_a_row_leaves_with_its_group(builds: Build
     changes = [NO_MORE[name], Change("packets.cu", MEETS, leaves)]
     for laps in (7, 8):
         with pytest.raises(RunFailedError, match=NAMED if leaves == MEETS else HANGS):
-            run_norms(builds, "two_shot", [(6, ROW)], laps, changes=changes, limit_s=8)
+            run_norms(builds, "two_shot", [(6, ROW)], laps, changes=changes, **SOON)
 
 
 def test_which_rows_one_kernel_normalises() -> None:
