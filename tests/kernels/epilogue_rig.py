@@ -11,7 +11,6 @@ import numpy as np
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.gpu.device import finish_launches
-from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues import Epilogue
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.mpi.arguments import Operand, Span, parse
@@ -129,10 +128,9 @@ class FusedCalls:
             send, output = Span(source.address, count), Span(scratch.address, count)
             pattern = patterns.allreduce(rank, size, whole.dtype, send, output, op)
             pattern = replace(pattern, algorithm=algorithm)
-            signature = Signature("Allreduce", name, count, op, epilogue=whole.text)
             nap_us = int(rng.integers(3000)) if rng.integers(4) == 0 else 0
             on_ranks[rank].output = target.address
-            self._rig.run(rank, pattern, signature, finish=on_ranks[rank], nap_us=nap_us)
+            self._rig.run(rank, pattern, finish=on_ranks[rank], nap_us=nap_us)
             self._checks.append((target, expected, exact))
             if whole.converts:
                 self._checks.append((scratch, np.zeros_like(part), True))

@@ -13,7 +13,6 @@ import numpy as np
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
@@ -62,7 +61,7 @@ class Calls:
         for rank in range(size):
             send, output = Span(sources[rank].address, count), Span(targets[rank].address, count)
             pattern = replace(patterns.allreduce(rank, size, dtype, send, output, op), algorithm=algorithm)
-            self._run(rank, pattern, Signature("Allreduce", dtype.name, count, op))
+            self._run(rank, pattern)
         expected = ring_reduced(op, parts) if algorithm == "ring" else self._reduced(op, parts)
         return lambda: self._require(targets, [expected if size > 1 else parts[0]] * size)
 
@@ -75,7 +74,7 @@ class Calls:
             sends = [self._span(self._place(rank, block)) for block in data[rank]]
             receives = [self._span(place) for place in targets[rank]]
             exchanges = patterns.alltoall(rank, self._rig.size, dtype, sends, receives, operation)
-            self._run(rank, exchanges, Signature(operation.name, "uint8"))
+            self._run(rank, exchanges)
 
         def check() -> None:
             for b in ranks:
@@ -93,7 +92,7 @@ class Calls:
             starts = range(0, size * nbytes, nbytes)
             sends, receives = (patterns.blocks(place.address, [nbytes] * size, starts, 1) for place in places)
             pattern = patterns.alltoall(rank, size, dtype, sends, receives, operations.ALLTOALL)
-            self._run(rank, pattern, Signature("Alltoall", "uint8"))
+            self._run(rank, pattern)
         return lambda: self._require(targets, [np.concatenate([of[rank] for of in data]) for rank in range(size)])
 
     def allgather(self, nbytes: int) -> Check:
@@ -109,7 +108,7 @@ class Calls:
             if self._rng.integers(2):
                 target.bytes[starts[rank] : starts[rank] + nbytes] = part
                 send = blocks[rank]
-            self._run(rank, patterns.allgather(rank, size, dtype, send, blocks), Signature("Allgather", "uint8"))
+            self._run(rank, patterns.allgather(rank, size, dtype, send, blocks))
             targets.append(target)
         expected = np.concatenate([self._moved(part) for part in parts])
         return lambda: self._require(targets, [expected] * size)
@@ -123,7 +122,7 @@ class Calls:
         ]
         for rank, place in enumerate(places):
             exchanges = patterns.bcast(rank, self._rig.size, dtype, self._span(place), root, algorithm)
-            self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
+            self._run(rank, exchanges)
         return lambda: self._require(places, [content] * self._rig.size)
 
     def reduce(self, name: str, op: str, count: int, algorithm: str, *, in_place: bool | None = None) -> Check:
@@ -137,7 +136,7 @@ class Calls:
         for rank, source in enumerate(sources):
             output = Span(target.address, count) if rank == root else None
             pattern = patterns.reduce(rank, size, dtype, Span(source.address, count), output, op, root, algorithm)
-            self._run(rank, pattern, Signature("Reduce", dtype.name, count, op, root))
+            self._run(rank, pattern)
         return lambda: self._require([target], [reduced(op, parts)])
 
     def reduce_scatter(self, name: str, op: str, counts: Sequence[int], *, in_place: bool = False) -> Check:
@@ -158,7 +157,7 @@ class Calls:
             blocks = patterns.blocks(source.address, counts, starts, dtype.itemsize)
             output = Span(targets[rank].address, counts[rank])
             exchanges = patterns.reduce_scatter(rank, size, dtype, blocks, output, op)
-            self._run(rank, exchanges, Signature("Reduce_scatter", dtype.name, sum(counts), op))
+            self._run(rank, exchanges)
         return lambda: self._require(targets, expected)
 
     def scan(self, name: str, op: str, count: int) -> Check:
@@ -169,11 +168,11 @@ class Calls:
         for rank, place in enumerate(places):
             span = Span(place.address, count)
             exchanges = patterns.scan(rank, self._rig.size, dtype, span, span, op)
-            self._run(rank, exchanges, Signature("Scan", dtype.name, count, op))
+            self._run(rank, exchanges)
         expected = [parts[0], *(reduced(op, parts[: rank + 1]) for rank in range(1, self._rig.size))]
         return lambda: self._require(places, expected)
 
-    def _run(self, rank: int, pattern: Pattern, signature: Signature, **more: Any) -> None:
+    def _run(self, rank: int, pattern: Pattern, **more: Any) -> None:
         late = self._nap_us and self._rng.integers(20) == 0
         nap_us = int(self._rng.integers(self._nap_us)) if late else 0
         if pattern.algorithm == "one_shot":
@@ -181,7 +180,7 @@ class Calls:
         if self._at is not None:
             more["symmetric"] = True
         if rank in self._ranks:
-            self._rig.run(rank, pattern, signature, nap_us=nap_us, **more)
+            self._rig.run(rank, pattern, nap_us=nap_us, **more)
 
     def _target(self, rank: int, content: Array) -> Place:
         if self._at is None:

@@ -8,7 +8,7 @@ LATE = [
     Change(
         "fences.cuh",
         "struct Fences {",
-        """struct Late { u32 worker; void (*reset)(void*); void* slot; bool asked, due; };  // of a slot or of scales
+        """struct Late { u32 worker; void (*reset)(void*); void* slot; bool asked; u32 taker; };  // of a slot or of scales
 struct LateResets {
   Late all[1 << 15];
   u32 count;
@@ -20,13 +20,17 @@ inline LateResets& late() {
 inline void add_late(u32 worker, void (*reset)(void*), void* slot) {
   LateResets& x = late();
   if (x.count == sizeof x.all / sizeof x.all[0]) __builtin_trap();
-  x.all[x.count++] = {worker, reset, slot, false, false};
+  x.all[x.count++] = {worker, reset, slot, false, 0};
 }
 inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
-  LateResets& x = late();  // all are chosen first, as others have their turn in each store
-  for (u32 i = 0; i < x.count; ++i) x.all[i].due |= arrives(x.all[i], who);
+  LateResets& x = late();
+  // This thread takes all of them first, and returns when it has reset them: others have their turn in each store.
+  const u32 taker = threadIdx.x + 1;
+  for (u32 i = 0; i < x.count; ++i) {
+    if (x.all[i].taker == 0 && arrives(x.all[i], who)) x.all[i].taker = taker;
+  }
   for (u32 i = 0; i < x.count;) {
-    if (!x.all[i].due) { ++i; continue; }
+    if (x.all[i].taker != taker) { ++i; continue; }
     const Late each = x.all[i];
     x.all[i] = x.all[--x.count];
     each.reset(each.slot);

@@ -43,7 +43,6 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate, s
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.tuning import BUILT_IN
-from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.team import ABSENT, Team
@@ -192,7 +191,6 @@ class Rig:
         self,
         rank: int,
         pattern: Pattern,
-        signature: Signature,
         *,
         nap_us: int = 0,
         symmetric: bool = False,
@@ -202,6 +200,8 @@ class Rig:
         """Enqueue a rank's part of a collective; ``symmetric`` if its output lies in `outputs`."""
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
         form = replace(pattern.form, epilogue=finish, wire=wire)
+        text, codes = None if finish is None else finish.text, wire and str(wire[0])
+        signature = replace(pattern.signature, epilogue=text, wire_dtype=codes)
         for step in self.steps(rank, pattern, form, signature.hash32, memory):
             self.enqueue(rank, step, nap_us=nap_us)
             nap_us = 0

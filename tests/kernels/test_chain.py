@@ -10,7 +10,6 @@ import pytest
 
 from mpicomm.collectives.exchange import ChainHop
 from mpicomm.collectives.gpu.algorithms.chain.plan import BATCH_NBYTES, CHAIN_SLOTS
-from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds, Change
@@ -152,7 +151,7 @@ def reduce_to_last(rig: Rig, count: int, ranks: Sequence[int]) -> None:
     for rank in ranks:
         span = Span(rig.machine.allocate(rank, count * dtype.itemsize).address, count)
         pattern = patterns.reduce(rank, rig.size, dtype, span, span if rank == root else None, "sum", root, "chain")
-        rig.run(rank, pattern, Signature("Reduce", dtype.name, count, "sum", root))
+        rig.run(rank, pattern)
 
 
 @pytest.mark.parametrize("counts", [(100, 99), (1, 100)], ids=["same packets", "fewer packets"])

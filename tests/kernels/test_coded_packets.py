@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, parts_of
-from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import BLOCK, Wire
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.coded import coded_sum, through_codes
@@ -59,9 +58,9 @@ class CodedCalls(Calls):
         self._wire = wire
         self._dtype = dtype_named(dtype)
 
-    def _run(self, rank: int, pattern: Pattern, signature: Signature, **more: Any) -> None:
+    def _run(self, rank: int, pattern: Pattern, **more: Any) -> None:
         coded = replace(pattern, buffers=replace(pattern.buffers, whole=BLOCK))
-        super()._run(rank, coded, replace(signature, wire_dtype=str(self._wire)), wire=(self._wire, self._dtype))
+        super()._run(rank, coded, wire=(self._wire, self._dtype))
 
     def _samples(self, dtype: np.dtype[Any], count: int) -> Array:
         return numbers(dtype, count, self._rng)

@@ -211,6 +211,7 @@ def run(
     *,
     seed: int = 0,
     changes: Sequence[Change] = (),
+    timeout_s: float | None = None,
     laps: int = 6,
     calls: int = 12,
     lengths: Sequence[int] = LENGTHS,
@@ -218,7 +219,7 @@ def run(
     one_step: bool = False,
 ) -> None:
     """Random calls, one after the other. Between calls of one step are scans, in which rank 0 waits for no packet."""
-    rig, rng = rig_of(builds, size, changes, laps=laps), np.random.default_rng((size, seed))
+    rig, rng = rig_of(builds, size, changes, timeout_s, laps), np.random.default_rng((size, seed))
     if start:
         rig.start_at(start)
         rig.fill_with_old_flags(rng)
@@ -302,7 +303,7 @@ def test_launches_while_numbers_begin_again(builds: Builds, start: str) -> None:
 
 def test_resets_of_slots_as_late_as_fences_allow(builds: Builds) -> None:
     for seed in range(2):
-        run(builds, 3, seed=seed, changes=LATE)
+        run(builds, 3, seed=seed, changes=LATE, timeout_s=20)
 
 
 @pytest.mark.parametrize("one_step", [False, True])
@@ -433,7 +434,7 @@ NO_WAIT = {"wait": [Change("counted_step.cu", "if (has_peer && is_behind()) {", 
 
 
 def test_messages_of_one_step_after_slow_scans(builds: Builds) -> None:
-    run_steps(builds, 3, changes=[SLOW_SCANS])
+    run_steps(builds, 3, changes=[SLOW_SCANS], timeout_s=20)
 
 
 test_a_missing_wait_for_the_last_launch_is_caught = controls(partial(run_steps, size=3), NO_WAIT)

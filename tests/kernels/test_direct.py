@@ -55,7 +55,7 @@ def run_long(builds: Builds, rounds: int = 40, *, seed: int = 0, changes: Sequen
             blocks = patterns.blocks(base, [count] * 3, [0, count, 2 * count], 4)
             pattern = patterns.allgather(rank, 3, np.dtype(np.int32), send, blocks)
             nap_us = int(rng.integers(2000)) if rng.integers(10) == 0 else 0
-            rig.run(rank, pattern, Signature("Allgather", "int32"), nap_us=nap_us, symmetric=True)
+            rig.run(rank, pattern, nap_us=nap_us, symmetric=True)
             results.append(machine.allocate(rank, 4 * count))
             action = Reduce(tuple(block.pointer for block in blocks), results[-1].address, 4 * count)
             machine.enqueue(rank, local_reduction(action, ("int32", "sum")), blocks=2, threads=64)

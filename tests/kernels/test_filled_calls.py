@@ -28,7 +28,6 @@ from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.operations import ALLREDUCE
-from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import Scratch
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, layer_norm, rms_norm
 from mpicomm.epilogues.norm import BoundNorm
@@ -65,7 +64,7 @@ class FilledRig(ProgramRig):
         """The names of the kernels of calls that are one launch."""
         self._nap_us = 0
 
-    def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, **more: Any) -> None:
+    def run(self, rank: int, pattern: Pattern, *, nap_us: int = 0, **more: Any) -> None:
         b, operation = pattern.buffers, pattern.operation
         send, receive = _argument(b.send, b.send_blocks, b.dtype), _argument(b.output, b.blocks, b.dtype)
         own = b.output or (b.blocks and b.blocks[rank])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, carried_nbytes
-from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import SENTINELS
@@ -49,13 +48,14 @@ def run_uneven(
     moves_only: bool = False,
     seed: int = 0,
     changes: Sequence[Change] = (),
+    timeout_s: float | None = None,
 ) -> None:
     """Calls that use inboxes again, between two ranks; one of them sends more than the other, or only it sends.
 
     With ``moves_only`` there are fewer kernels to compile.
     """
     machine, inbox_nbytes = Machine(builds, size), laps * _STEP_NBYTES
-    rig = packet_rig(machine, inbox_nbytes=inbox_nbytes, changes=changes)
+    rig = packet_rig(machine, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
     rng = np.random.default_rng((size, seed))
     calls = Calls(rig, rng, nap_us=1000)
     lengths = (0, 5, _STEP_NBYTES - 1, inbox_nbytes, inbox_nbytes + 1, 2 * inbox_nbytes + 100, 5 * inbox_nbytes - 7)
@@ -82,6 +82,7 @@ def run_long(
     *,
     seed: int = 0,
     changes: Sequence[Change] = (),
+    timeout_s: float | None = None,
 ) -> None:
     """Hundreds of small reductions between three ranks, from launch ``seed`` on.
 
@@ -89,7 +90,7 @@ def run_long(
     """
     rng = np.random.default_rng(seed)
     machine = Machine(builds, 3)
-    rig = packet_rig(machine, protocol, changes=changes)
+    rig = packet_rig(machine, protocol, changes=changes, timeout_s=timeout_s)
     rig.start_at(seed)
     if protocol == "flagged" and seed > 0:  # the round of numbers ends soon, and inboxes are wiped
         rig.fill_with_old_flags(rng)
@@ -187,7 +188,7 @@ def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_
         root = min(rank, 1)  # rank 2 takes from rank 1, which agrees with it; no rank takes from rank 0
         buffer = Span(machine.allocate(rank, 8).address, 8)
         exchanges = patterns.bcast(rank, size, np.dtype(np.uint8), buffer, root)
-        rig.run(rank, exchanges, Signature("Bcast", "uint8", 8, root=root))
+        rig.run(rank, exchanges)
     machine.run()
     Calls(rig, np.random.default_rng(0)).allreduce("float32", "sum", 100)
     with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
@@ -204,7 +205,7 @@ def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expect
     receives = [nothing, [taken, *nothing[1:]], [Span(machine.allocate(2, 5).address, 5), *nothing[1:]]]
     for rank in range(3):
         exchanges = patterns.alltoall(rank, 3, np.dtype(np.uint8), sends[rank], receives[rank])
-        rig.run(rank, exchanges, Signature("Alltoallv", "uint8"))
+        rig.run(rank, exchanges)
     if expected == 0:  # no rank waits
         machine.run()
         Calls(rig, np.random.default_rng(0)).allreduce("float32", "sum", 100)
@@ -218,7 +219,7 @@ def test_two_ranks_that_cut_the_same_bytes_differently_notice(builds: Builds) ->
     for rank, cut in ((0, (0, 7)), (1, (8, 0))):
         own, other = ([Span(machine.allocate(rank, 100).address, 100), Span(0, 0)][:: 1 - 2 * rank] for _ in range(2))
         exchanges = patterns.alltoall(rank, 2, np.dtype(np.uint8), own[::-1], other[::-1], cuts=[cut, cut])
-        rig.run(rank, exchanges, Signature("Neighbor_alltoallv", "uint8"))
+        rig.run(rank, exchanges)
     with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
         machine.run()
 
@@ -231,7 +232,7 @@ def test_a_rank_that_gives_up_keeps_the_earlier_report_of_another(builds: Builds
     machine.failed[0].view(np.uint32)[0] = 1  # a wait of an earlier kernel of rank 0 has failed
     source, target = machine.allocate(0, 8), machine.allocate(0, 8)
     exchanges = patterns.allreduce(0, 3, np.dtype(np.float32), Span(source.address, 2), Span(target.address, 2), "sum")
-    rig.run(0, exchanges, Signature("Allreduce", "float32", 2, "sum"))
+    rig.run(0, exchanges)
     with contextlib.suppress(RunFailedError):  # a late block reads the report of another block
         machine.run()
     assert told[1][0] >> 56 == 2
@@ -248,9 +249,9 @@ def test_no_race_between_ranks_that_send_unevenly(watched_builds: Builds) -> Non
 
 
 def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
-    run_long(builds, "sentinel", changes=LATE)
+    run_long(builds, "sentinel", changes=LATE, timeout_s=20)
     for laps in (6, 7):
-        run_uneven(builds, 3, laps, changes=LATE)
+        run_uneven(builds, 3, laps, changes=LATE, timeout_s=20)
 
 
 SOURCE, WORKER = "packets.cu", "packet_worker.cuh"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import reduced, require_same, samples
@@ -22,8 +21,8 @@ def test_messages_of_nothing_need_neither_kernels_nor_memory(builds: Builds) -> 
     rig, nothing = ProgramRig(Machine(builds, 2)), Span(0, 0)
     dtype = np.dtype(np.int32)
     reduced, told = patterns.allreduce(0, 2, dtype, nothing, nothing, "sum"), patterns.bcast(0, 2, dtype, nothing, 1)
-    rig.run(0, reduced, Signature("Allreduce", "int32", 0, "sum"))
-    rig.run(0, told, Signature("Bcast", "int32", 0, root=1))
+    rig.run(0, reduced)
+    rig.run(0, told)
     rig.machine.run()
     assert not rig.requests
 
@@ -110,7 +109,7 @@ def test_counts_of_a_reduce_scatter_that_differ_between_ranks_are_noticed(builds
         output = Span(rig.machine.allocate(rank, 4 * counts[rank]).address, counts[rank])
         blocks = patterns.blocks(source.address, counts, [0, counts[0]], 4)
         exchanges = patterns.reduce_scatter(rank, 2, np.dtype(np.int32), blocks, output, "sum")
-        rig.run(rank, exchanges, Signature("Reduce_scatter", "int32", 6100, "sum"))
+        rig.run(rank, exchanges)
     with pytest.raises(RunFailedError, match="operation=3"):
         rig.machine.run()
 
@@ -126,7 +125,7 @@ def test_only_some_ranks_are_in_place_in_a_reduce_scatter(builds: Builds, count:
         scratch = Span(rig.machine.allocate(rank, 4 * count).address, 0) if rank == 1 else None
         output = Span(source.address, counts[rank])
         exchanges = patterns.reduce_scatter(rank, 3, dtype, blocks, output, "sum", scratch=scratch)
-        rig.run(rank, exchanges, Signature("Reduce_scatter", "int32", count, "sum"))
+        rig.run(rank, exchanges)
     rig.machine.run()
     for rank, source in enumerate(sources):
         require_same(source.view(dtype), reduced("sum", parts) if rank == 1 else parts[rank])
@@ -149,7 +148,7 @@ def test_two_ranks_that_disagree_on_a_long_message_notice(builds: Builds, sent: 
     receives = [[nothing] * 2, [Span(target.address, expected), nothing]]
     for rank in range(2):
         exchanges = patterns.alltoall(rank, 2, np.dtype(np.uint8), sends[rank], receives[rank])
-        rig.run(rank, exchanges, Signature("Alltoallv", "uint8"))
+        rig.run(rank, exchanges)
     with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
         rig.machine.run(limit_s=20)
 

@@ -15,7 +15,6 @@ QUICK_RUNS_EVERY = {
     f"{KERNELS}test_compiled.py::test_expressions_compile": 4,
     f"{UNIT}devices/cuda/test_compile.py::test_every_kernel_compiles": 2,
     # Kernels on CPU threads: further numbers of ranks, types, sizes and seeds.
-    f"{KERNELS}test_accumulate.py::test_updates_of_several_ranks_are_atomic": 3,
     f"{KERNELS}test_negative_controls.py::test_every_class_of_types": 5,
     f"{KERNELS}test_negative_controls.py::test_every_size_at_which_something_changes": 3,
     f"{KERNELS}test_chain.py::test_every_class_of_types": 2,
