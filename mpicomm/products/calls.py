@@ -166,7 +166,7 @@ class Products:
         operands.scales = whole, scales[1]
 
     def _overlap(self, operands: Operands, way: ProductWay, stream: int) -> None:
-        from mpicomm.collectives.gpu.arena import NoMemoryError
+        from mpicomm.collectives.gpu.call_memory import NoMemoryError
 
         assert self._overlapped is not None
         try:

@@ -12,45 +12,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from mpi4py import MPI
 
 from mpicomm.collectives import beside, wire
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL
 from mpicomm.devices.host import array_at
-from mpicomm.mpi.arguments import Operand, Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import require_here
-from mpicomm.mpi.spec import Shape, items
 from mpicomm.ways.reader import Reader
 
 Steps = tuple[Call, Callable[[], None]]
 """The call on other buffers, and the step after it."""
 Around = Callable[[Reader, Call], Steps]
 _BYTE = np.dtype(np.uint8)
-
-
-def is_for_kernels(call: Call) -> bool:
-    """Return whether kernels carry a call out. Local."""
-    return call.on_device and call.dtype is not None and call.algorithm != "mpi"
-
-
-def around(call: Call) -> Around | None:
-    """Return the function that makes the steps around a call; None if it needs none. Local."""
-    if is_for_kernels(call):
-        return None
-    if call.device_array is not None:
-        return on_copies
-    if call.epilogue is not None:
-        return with_epilogue
-    if call.wire is not None:
-        return as_codes
-    operation = call.operation
-    moves = not (operation.reduces or operation.of_neighbors or operation.send == "typed")
-    asked = call.algorithm not in ("auto", "mpi")
-    if moves and asked and any(each.dtype is None and each.mpi_type is not None for each in call.operands):
-        return as_packed
-    return None
 
 
 def with_epilogue(reader: Reader, call: Call) -> Steps:
@@ -61,41 +36,9 @@ def with_epilogue(reader: Reader, call: Call) -> Steps:
     reduced, target = made, given.receive
     if epilogue.converts:
         reduced = target = np.empty(call.send.total, epilogue.dtype)
-    part = reader.read(call.operation, Arguments(given.send, target, given.op), call.algorithm, None)
+    part = reader.read(call.operation, Arguments(given.send, target, given.op), call.algorithm)
     part.of_call = call.signature  # with the epilogue, so that ranks compare it
     return part, partial(epilogue.on_host, reduced, made)
-
-
-def as_packed(reader: Reader, call: Call) -> Steps:
-    """Move packed copies of derived datatypes, for a call with ``algorithm=``.
-
-    Ranks with plain elements take that algorithm, too. Without it all of them go to MPI, which packs itself.
-    """
-    operation, given, pieces = call.operation, call.arguments, list[tuple[Any, Any]]()
-
-    def packed(operand: Operand | None, argument: Any, *, receives: bool) -> Any:
-        if operand is None or operand.mpi_type is None or operand.dtype is not None:
-            return argument
-        shape: Shape = operation.receive if receives else operation.send
-        buffer, _, displs, _ = items(operand.spec, operand.name, shape)
-        starts, counts = operand.displs or (displs or 0,), operand.counts or (operand.total,)
-        lengths = [n * operand.mpi_type.size for n in counts]
-        copy = np.empty(sum(lengths), _BYTE)
-        for start, n, part in zip(starts, counts, np.split(copy, np.cumsum(lengths)[:-1]), strict=True):
-            elements, as_bytes = [buffer, n, start, operand.mpi_type], [part, MPI.BYTE]
-            if n:
-                MPI.COMM_SELF.Sendrecv(elements, 0, 0, as_bytes, 0, 0)  # an output may keep what it has
-                pieces.extend([(as_bytes, elements)] * receives)
-        return copy if operand.counts is None else [copy, lengths]
-
-    send = packed(call.send, given.send, receives=False)
-    given = replace(given, send=send, receive=packed(call.receive, given.receive, receives=True))
-
-    def unpack() -> None:
-        for as_bytes, elements in pieces:
-            MPI.COMM_SELF.Sendrecv(as_bytes, 0, 0, elements, 0, 0)
-
-    return reader.read(operation, given, call.algorithm, None), unpack
 
 
 def as_codes(reader: Reader, call: Call) -> Steps:
@@ -128,7 +71,7 @@ def as_codes(reader: Reader, call: Call) -> Steps:
         wire.encode(block, codes, coded)
     received = np.empty((size, sent.shape[1]), np.uint8)
     # MPI would neither notice that ranks call different things, nor limit the wait.
-    part = reader.read(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot", None)
+    part = reader.read(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot")
     part.of_call = call.signature
 
     def finish() -> None:
@@ -162,7 +105,7 @@ def on_copies(reader: Reader, call: Call) -> Steps:
     arrays would not take part.
     """
     copies, given = copied(reader, call)
-    return reader.read(call.operation, given, call.algorithm, None), copies.back
+    return reader.read(call.operation, given, call.algorithm), copies.back
 
 
 def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:

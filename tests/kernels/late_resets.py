@@ -8,7 +8,7 @@ LATE = [
     Change(
         "fences.cuh",
         "struct Fences {",
-        """struct Late { u32 worker; void (*reset)(void*); void* slot; bool asked; u32 taker; };  // of a slot or of scales
+        """struct Late { u32 worker; void (*reset)(void*); void* slot; bool asked; u32 taker; };  // of scales, too
 struct LateResets {
   Late all[1 << 15];
   u32 count;

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import Domain, FormLauncher
+from mpicomm.collectives.gpu.algorithms.base import Domain, Form, FormLauncher
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainLauncher
 from mpicomm.collectives.gpu.algorithms.chain.plan import layout_of as chain_layout
-from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkLauncher, slots_of
+from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkLauncher
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher, DirectTemplate
-from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import (
     PARITIES,
     ArenaLayout,
@@ -210,7 +209,7 @@ class Rig:
         """Return a rank's part of a collective."""
         launcher = self._launcher(pattern, form, self.domains[rank])
         lengths, begins = form.numbers(pattern.buffers)
-        filled = launcher.fill(lengths, begins, max(lengths, default=0), hash32, memory, form.epilogue)
+        filled = launcher.fill((lengths, begins, max(lengths, default=0), hash32, memory, form.epilogue))
         assert filled is not None
         return launcher.steps_of(filled)
 
@@ -275,7 +274,11 @@ def exchange_rig(machine: Machine, channels: int, **options: Any) -> Rig:
     def launcher(pattern: Pattern, form: Form, domain: Domain) -> FormLauncher:
         return ChunkLauncher(form, domain, lambda buffers: [*replace(pattern, buffers=buffers)])
 
-    return Rig(machine, launcher, layout, [slots_of(layout)], **options)
+    return Rig(machine, launcher, layout, [_slots_of(layout)], **options)
+
+
+def _slots_of(layout: ArenaLayout) -> Request:
+    return Request("collectives: slots", layout.slots_nbytes)
 
 
 def chain_rig(machine: Machine, blocks: int = 1, *, nbytes: int = 1 << 30, **options: Any) -> tuple[Rig, Channels]:
@@ -306,7 +309,7 @@ class ProgramRig(Rig):
         layout = Layout(machine.size, 2, LARGE_INBOX_NBYTES, LARGE_INBOX_NBYTES)
         layout.most_inbox_nbytes = LARGE_INBOX_NBYTES  # longer messages use inboxes again
         staging = Request("collectives: copies", _STAGING_NBYTES)
-        requests = [slots_of(layout), staging, _chain_memory(SMALL.blocks, 1 << 30)[1]]
+        requests = [_slots_of(layout), staging, _chain_memory(SMALL.blocks, 1 << 30)[1]]
         super().__init__(machine, _NOWHERE, layout, requests, symmetric_nbytes=nbytes, timeout_s=timeout_s)
         self._bare = bare
         self.requests: list[Request] = []
