@@ -9,9 +9,8 @@ import pytest
 
 from mpicomm.waiting import wait_until
 from tests.helpers.jobs.hosts import Hosts
-from tests.helpers.jobs.in_child import KILLED
 from tests.helpers.jobs.pace import HANG_S, stretched
-from tests.helpers.jobs.survivors import Call, calls_of
+from tests.helpers.jobs.survivors import KILLED, Call, calls_of
 from tests.helpers.programs.lost_ranks import CALLS, ROW
 
 PLACEMENT = (0, 0, 1, 1)

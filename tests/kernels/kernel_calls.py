@@ -16,8 +16,14 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
-from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples, with_sentinels
-from tests.helpers.references.ring_order import ring_reduced
+from tests.helpers.references.reductions import (
+    dtype_named,
+    reduced,
+    require_same,
+    ring_reduced,
+    samples,
+    with_sentinels,
+)
 from tests.kernels.machine import Array, Place
 from tests.kernels.rig import Rig
 

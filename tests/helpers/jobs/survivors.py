@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.helpers.jobs.in_child import begin_in_child
 from tests.helpers.jobs.pace import HANG_S, stretched
 
 SLACK_S = 1.0  # a call may exceed its deadline by so much
+KILLED = "killed"
 
 
 @dataclass
@@ -84,4 +84,23 @@ def run_in_child(main: Callable[..., None], results: str, *arguments: object) ->
     """Run the program of a rank; the launcher does not learn of its death, and MPI_Finalize waits for no other rank."""
     begin_in_child(Path(results))
     main(Path(results), *arguments)
+    os._exit(0)
+
+
+def begin_in_child(results: Path) -> None:
+    """Return in a child, before MPI starts; the parent, which the launcher watches, lives until all ranks are done.
+
+    The ranks are done when ``results`` has the file `done`. The parent leaves the file `KILLED` there when a signal has
+    killed the child, and the kernel has closed its connections.
+    """
+    child = os.fork()
+    if child == 0:
+        return
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        (results / KILLED).touch()
+    elif os.WEXITSTATUS(status) != 0:
+        os._exit(1)  # this ends the job
+    while not (results / "done").exists():
+        time.sleep(0.02)
     os._exit(0)

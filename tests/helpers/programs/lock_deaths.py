@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers.jobs.in_child import KILLED
-from tests.helpers.jobs.survivors import await_files, end_job, make_calls, run_in_child
+from tests.helpers.jobs.survivors import KILLED, await_files, end_job, make_calls, run_in_child
 
 WAYS = ("exclusive", "shared", "waiting")
 
