@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.errors import BackendUnavailableError
 from tests.helpers.jobs.product_death_jobs import DEATHS, require_named
-
-try:
-    visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
 
 @pytest.mark.parametrize(("kind", "how"), DEATHS)

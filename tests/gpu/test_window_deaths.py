@@ -6,16 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.errors import BackendUnavailableError
 from tests.helpers.jobs.mpiexec import run_job
 from tests.helpers.jobs.survivors import calls_of
 from tests.helpers.programs.lock_deaths import WAYS
-
-try:
-    visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
 
 @pytest.mark.parametrize("how", WAYS)
