@@ -38,9 +38,7 @@ QUICK_RUNS_EVERY = {
     f"{KERNELS}test_norms.py::test_the_kernel_after_the_reduction": 4,
     f"{KERNELS}test_norms.py::test_the_kernel_that_reduces": 4,
     # On ranks: further types, shapes, and places of arrays.
-    f"{MPI}collectives/host/test_engine.py::test_every_operation_on_every_dtype": 3,
     f"{MPI}collectives/test_collectives.py::test_every_reduction_of_every_type": 3,
-    f"{MPI}collectives/test_ways.py::test_ranks_without_memory_go_the_way_of_the_others": 3,
     f"{MPI}domains/test_collectives.py::test_movements": 4,
     f"{MPI}domains/test_collectives.py::test_reductions": 5,
     f"{MPI}messages/test_derived_messages.py::test_kernels_pack_and_unpack": 4,
