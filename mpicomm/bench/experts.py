@@ -15,9 +15,8 @@ from mpicomm.bench.measure import CheckedCall, Measuring, Trial
 from mpicomm.bench.torch_peers import TorchNccl
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.experts.arrays import Received
+from mpicomm.experts.arrays import BY_EXPERT, DTYPES, LAYOUTS, Received
 from mpicomm.experts.experts import Experts
-from mpicomm.experts.shape import BY_EXPERT, DTYPES, LAYOUTS
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.sizes import Columns
 

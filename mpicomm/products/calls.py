@@ -23,8 +23,7 @@ from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from mpicomm.products.choose import ProductKind, ProductWay
-    from mpicomm.products.libraries import Multiply
-    from mpicomm.products.operands import Operands, Scaling
+    from mpicomm.products.operands import Multiply, Operands, Scaling
     from mpicomm.products.overlapped import Overlapped
 
 _MOST_CALLS = 4096

@@ -27,12 +27,11 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import TREE, op_name
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
-from mpicomm.ways.around import Around, as_codes, copied, on_copies, with_epilogue
+from mpicomm.ways.around import Around, as_codes, copied, on_copies, start_exchange, with_epilogue
 from mpicomm.ways.by_mpi import ByMpi
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.on_gpus import OnGpus
-from mpicomm.ways.on_host import start_exchange
 from mpicomm.ways.reader import Reader
 
 

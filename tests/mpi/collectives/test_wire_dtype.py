@@ -34,27 +34,14 @@ def require_equal(got: Array, expected: Array) -> None:
 
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_sums_have_the_bits_of_the_reference(comm: mpicomm.Communicator, xp: Any, name: str, codes: str) -> None:
-    dtype = dtype_or_skip(name)
+def test_a_sum_that_travels_as_it_is(comm: mpicomm.Communicator, xp: Any, name: str, codes: str) -> None:
     for count in COUNTS:
         given = parts(comm.size, count, name)
-        total, average = (expected_sum(given, codes, op) for op in ("sum", "avg"))
-        for number, algorithm in enumerate(("auto", "one_shot", "two_shot")):
-            send = Placed(xp, given[comm.rank], offset=(0, dtype.itemsize, 3 * dtype.itemsize)[number])
-            for op, expected in ((MPI.SUM, total), (mpicomm.AVG, average)):
-                receive = Placed(xp, np.zeros(count, dtype), offset=dtype.itemsize * number)
-                for _ in range(2):  # known calls take a shorter way
-                    comm.Allreduce(send.array, receive.array, op, algorithm=algorithm, wire_dtype=codes)
-                comm.check()
-                require_equal(receive.get(), expected)
-        place = Placed(xp, given[comm.rank])
-        comm.Allreduce(MPI.IN_PLACE, place.array, wire_dtype=codes)
-        comm.check()
-        require_equal(place.get(), total)
-        receive = Placed(xp, np.zeros(count, dtype))
-        comm.Allreduce(send.array, receive.array, wire_dtype=(codes, None))
-        comm.check()
-        require_equal(receive.get(), expected_sum(given, codes, again=False))
+        send, receive = Placed(xp, given[comm.rank]), Placed(xp, np.zeros_like(given[0]))
+        for algorithm in ("auto", "one_shot", "two_shot"):
+            comm.Allreduce(send.array, receive.array, algorithm=algorithm, wire_dtype=(codes, None))
+            comm.check()
+            require_equal(receive.get(), expected_sum(given, codes, again=False))
         exact = np.sum([part.astype(np.float64) for part in given], axis=0)
         assert (np.abs(receive.get().astype(np.float64) - exact) <= bound(given, codes, again=False)).all()
 

@@ -31,12 +31,12 @@ class Products:
         self.rig = Rig(cuda, monkeypatch, most_nbytes)
         backend = self.rig.engine._backend
         backend.scratch = lambda nbytes: importlib.import_module("mpicomm.devices.base").Scratch(1 << 55, nbytes, None)
-        libraries, overlapped, operands = (
-            importlib.import_module(f"mpicomm.products.{name}") for name in ("libraries", "overlapped", "operands")
+        overlapped, operands = (
+            importlib.import_module(f"mpicomm.products.{name}") for name in ("overlapped", "operands")
         )
         self._read = operands.read
-        monkeypatch.setattr(libraries.Library, "memory", lambda library, *given: self._memory(*given))
-        monkeypatch.setattr(libraries.Library, "current", lambda library, stream: nullcontext())
+        monkeypatch.setattr(operands.Library, "memory", lambda library, *given: self._memory(*given))
+        monkeypatch.setattr(operands.Library, "current", lambda library, stream: nullcontext())
         self.made: list[int] = []
         self.multiplied: list[tuple[int, int]] = []
         engine = self.rig.engine
