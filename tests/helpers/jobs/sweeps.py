@@ -42,7 +42,6 @@ QUICK_RUNS_EVERY = {
     f"{MPI}domains/test_collectives.py::test_movements": 4,
     f"{MPI}domains/test_collectives.py::test_reductions": 5,
     f"{MPI}messages/test_derived_messages.py::test_kernels_pack_and_unpack": 4,
-    f"{MPI}messages/test_point_to_point.py::test_one_side_on_the_host": 3,
     f"{MPI}symmetric/test_array.py::test_dtype_and_every_shape": 3,
     # Jobs of ranks: further ends of programs, planted faults and numbers of ranks.
     f"{UNIT}helpers/test_peer_death.py::test_survivors_of_any_death_learn_it_in_time_and_go_on": 2,
