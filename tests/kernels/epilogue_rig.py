@@ -156,7 +156,9 @@ def run_fused(
     """All-reduces in one hop and in two; their last elements fill no whole packet."""
     rig = packet_rig(Machine(builds, size), protocol, changes=changes)
     calls = FusedCalls(rig, np.random.default_rng(size))
-    for count in (1, 5, 2003) if protocol == "sentinel" else (1, 5, 301):
+    counts = (1, 5, 2003) if protocol == "sentinel" else (1, 5, 301)
+    # With a mistake there are fewer kernels to compile.
+    for count in counts[-1:] if changes else counts:
         for way in BOTH:
             calls.allreduce(epilogue, reduction, result or reduction[0], count, algorithm=way, exact=exact)
     calls.run(seed=seed)

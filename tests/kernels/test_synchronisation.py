@@ -15,7 +15,7 @@ from tests.kernels.build import Builds, Change
 from tests.kernels.machine import RunFailedError, controls
 from tests.kernels.words_rig import WORDS, Boards, WordsRig
 
-ROUNDS = 30
+ROUNDS = 25
 BLOCKS = 3  # of a message
 
 
@@ -145,7 +145,7 @@ def run(builds: Builds, rig: type[WordsRig], *, size: int = 3, seed: int = 0, ch
     rig(builds, size, changes, timeout_s=2 if changes else 20).run(ROUNDS, seed)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("rig", RIGS)
 def test_data_is_there_after_the_synchronisation(builds: Builds, rig: type[WordsRig], size: int) -> None:
     run(builds, rig, size=size)

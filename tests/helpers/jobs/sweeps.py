@@ -21,6 +21,8 @@ QUICK_RUNS_EVERY = {
     f"{KERNELS}test_chain.py::test_every_size_at_which_something_changes_past_the_end_of_32_bits": 3,
     f"{KERNELS}test_coded_packets.py::test_results_have_the_bits_of_the_host": 4,
     f"{KERNELS}test_epilogues.py::test_conversions_in_the_kernel_that_reduces": 3,
+    f"{KERNELS}test_epilogues.py::test_the_kernel_after_the_reduction": 2,
+    f"{KERNELS}test_epilogues.py::test_in_the_kernel_that_reduces": 2,
     f"{KERNELS}test_experts.py::test_random_routings": 4,
     f"{KERNELS}test_experts.py::test_no_race": 0,
     f"{KERNELS}test_norms.py::test_rows_are_normalised": 3,
