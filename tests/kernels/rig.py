@@ -237,14 +237,12 @@ def packet_rig(
     """Return a rig of packets.cu: the threads of `SMALL` share the work, or rows, if an epilogue normalises these."""
 
     def launcher(pattern: Pattern, form: Form, domain: Domain) -> FormLauncher:
-        fans, finish, coding = pattern.algorithm == "two_shot", form.epilogue, coding_of(form)
+        fans, finish = pattern.algorithm == "two_shot", form.epilogue
         inboxes = domain.arena.flagged if protocol == "flagged" else domain.arena.sentinels
         if finish and finish.row_nbytes:
             configs = row_configs(finish.row_nbytes, domain, fan_out=fans)
         else:
-            config = PacketConfig.of(protocol, inboxes, SMALL)
-            if coding:
-                config = coding.config_in(inboxes, SMALL, domain.size)
+            config = PacketConfig.of(protocol, inboxes, SMALL, coding_of(form), domain.size)
             if form.is_private:  # other ranks may have longer messages
                 launch, steps, _, paced = config.in_one_step
                 config = replace(config, in_one_step=(launch, steps, config.laps, paced))

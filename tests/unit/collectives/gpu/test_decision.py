@@ -62,7 +62,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @given(
-    nbytes=st.integers(0, 1 << 34) | st.integers(0, 1 << 17),
+    nbytes=st.integers(1, 1 << 34) | st.integers(1, 1 << 17),
     dtype=st.sampled_from([None, *REDUCTIONS]),
     link_speed=st.floats(0.1, 10),
     operation=st.sampled_from([operations.ALLREDUCE, operations.REDUCE]),
@@ -74,10 +74,9 @@ def test_a_protocol_carries_the_type_and_as_much_as_it_may(
     node = node_of(0, 4, link_speed=link_speed)
     limits = limits_of(reduction, node, to_all=operation.traffic == "even")
     config = sized_configs(limits, node).of(nbytes)
-    assert (config is None) == (nbytes == 0 or nbytes > limits.sentinel)
-    if config is not None:
-        assert (config.protocol == "flagged") == (nbytes <= limits.flagged)
-        assert config.protocol == "sentinel" or dtype is None or flags_can_carry(dtype)
+    assert config is not None
+    assert (config.protocol == "flagged") == (nbytes <= limits.flagged)
+    assert config.protocol == "sentinel" or dtype is None or flags_can_carry(dtype)
 
 
 def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
