@@ -20,7 +20,7 @@ from mpicomm.products.choose import Facts, ProductWay, choose, describe
 from mpicomm.products.schedule import RowCut, is_possible
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.jobs.pace import stretched
-from tests.helpers.jobs.product_death_jobs import DEATHS, survivors
+from tests.helpers.jobs.product_death_jobs import DEATHS, require_named
 from tests.helpers.rigs.fake_engines import STREAM, Rig
 
 MIB = 1 << 20
@@ -163,4 +163,4 @@ def test_every_choice_is_a_cut_that_the_model_prefers(
 
 @pytest.mark.parametrize(("kind", "how"), DEATHS)
 def test_survivors_name_the_rank_that_died(tmp_path: Path, kind: str, how: str) -> None:
-    survivors(tmp_path, 3, "cpu", kind, how, stretched(1.0))
+    require_named(tmp_path, 3, "cpu", kind, how, stretched(1.0))
