@@ -218,7 +218,7 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
                 child.Isend(buffer, 0).Wait()
                 assert (content() == 0).all()
         child.check()
-        assert not child._session.is_set_up
+        assert not child._session._groups
 
 
 @pytest.mark.parametrize("on_device", ["sender", "receiver"])
