@@ -166,8 +166,9 @@ class SideStream:
         self._after = after
 
     def __enter__(self) -> int:
-        self._stream: int = self._streams.take(self._after)
-        return self._stream
+        stream: int = self._streams.take(self._after)
+        self._stream = stream
+        return stream
 
     def __exit__(self, *exception: object) -> None:
         self._streams.give_back(self._stream)
