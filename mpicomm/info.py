@@ -7,10 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from mpicomm import environment
 from mpicomm.api.communicator import Communicator
@@ -20,6 +17,10 @@ from mpicomm.cluster.process import query_cuda_aware
 from mpicomm.collectives.gpu import tuning
 from mpicomm.devices.base import Link, slowest_gb_s
 from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.sizes import rich_console, rich_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _FILE_WIDTH = 1000  # wide enough to fold no cell if no terminal sets the width
 
@@ -86,8 +87,8 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     columns = {name: name for name in ("rank", "host", "pid", "node", "device")}
     columns |= {"device_name": "name", "device_uuid": "UUID", "pci_bus_id": "PCI id", "numa_node": "NUMA node"}
     result = [
-        _table("Ranks", columns.values(), ([_cell(info[name]) for name in columns] for info in ranks)),
-        _table(
+        rich_table("Ranks", columns.values(), ([_cell(info[name]) for name in columns] for info in ranks)),
+        rich_table(
             "Paths to memory (row: rank, column: peer)",
             ("rank", *map(str, range(len(ranks))), "handle"),
             ([str(info["rank"]), *map(_path, info["links"]), info["handle"]] for info in ranks),
@@ -108,7 +109,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         ("Environment", ("ranks", "variable", "value"), [info["environment"] for info in ranks]),
     ):
         if rows := group_ranks(settings):
-            result.append(_table(title, heads, rows))
+            result.append(rich_table(title, heads, rows))
 
     mpi, first = found["cuda_aware_mpi"], ranks[0]
     aware = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
@@ -132,17 +133,8 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         source, *choices = found["tuning"]
         rows_of_choices = (line.split(": ", 1) for line in (*choices, *first["products"]))
         title = f"Algorithms of collectives on GPU arrays: {source}"
-        result.append(_table(title, ("call", "algorithm"), rows_of_choices))
-    return [*result, _table("System of rank 0", ("part", "version"), system.items())]
-
-
-def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+        result.append(rich_table(title, ("call", "algorithm"), rows_of_choices))
+    return [*result, rich_table("System of rank 0", ("part", "version"), system.items())]
 
 
 def _path(link: Mapping[str, Any]) -> str:
@@ -161,14 +153,12 @@ def _cell(value: object) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="python -m mpicomm.info",
-        description="Show the ranks' devices, how they open each other's memory, how much memory a communicator takes, "
+    return arguments.command_parser(
+        "info",
+        "Show the ranks' devices, how they open each other's memory, how much memory a communicator takes, "
         "and the versions in use.",
+        json="output",
     )
-    arguments.add_communicator_arguments(result)
-    arguments.add_json_argument(result)
-    return result
 
 
 def main() -> int:
@@ -181,7 +171,7 @@ def main() -> int:
     if options.json is not False:
         command_line.save_or_show(options.json, found)
     elif rank == 0:
-        console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, markup=False, highlight=False)
+        console = rich_console(sys.stdout, _FILE_WIDTH)
         for table in tables(found):
             console.print(table)
     return 0

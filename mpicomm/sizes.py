@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -53,3 +58,24 @@ class Columns:
     def line(self, cells: Iterable[object]) -> str:
         """Return a row."""
         return format_line(cells, [width for *_, width in self.columns])
+
+
+def rich_table(
+    title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]] = (), *, right: Collection[str] = ()
+) -> Table:
+    """Return a table of rich; the columns of these names are set to the ``right``."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def rich_console(file: IO[str], width: int) -> Console:
+    """Return a console of rich that takes no text for markup. If ``file`` is no terminal, it has this width."""
+    from rich.console import Console
+
+    return Console(file=file, width=None if file.isatty() else width, markup=False, emoji=False, highlight=False)

@@ -94,8 +94,13 @@ NOBODY = -(1 << 40)
 """It is no rank, and no constant of any MPI that stands for a rank."""
 
 
+def row_at(row: int) -> int:
+    """Return the place of a row."""
+    return ROWS_AT + row * ROW_NBYTES
+
+
 def log_at(row: int, index: int) -> int:
-    """Return the place of a log of row number ``row``."""
+    """Return the place of a log of a row."""
     return LOGS_AT + (LOGS * row + index) * LOG_NBYTES
 
 

@@ -261,7 +261,7 @@ class CommunicatorRow:
             of = _page_with_rows()
         self._page, number = of, of.rows.pop()
         self._number: int | None = number
-        at = layout.ROWS_AT + number * layout.ROW_NBYTES
+        at = layout.row_at(number)
         self.bytes = of.bytes[at : at + layout.ROW_NBYTES]
         self.words = self.bytes.cast("q")
         self._logs: dict[int, Log] = {}  # most communicators log no call

@@ -36,6 +36,8 @@ def printable(text: str) -> str:
 class BlockedMessage:
     """A blocking message, or probe, that is in progress on a rank."""
 
+    name: str
+    """"receive" or "send"."""
     peer: int
     """A rank of the communicator, or MPI's constant for any rank."""
     tag: int
@@ -52,22 +54,26 @@ class RankCalls:
     name: str
     rank: int
     size: int
-    made: int
-    """How many collective calls the rank has begun."""
+    by_mpi: int
+    """How many collective calls the rank has begun that MPI carries out."""
+    posts: int
+    """How many other collective calls it has begun."""
     last: str
     """The last collective call; "" if there was none, or if its text is lost."""
     since_ns: int | None
     """When the last collective call began; None for a call that MPI carries out."""
     on_gpu: bool
     """Whether the communicator has GPUs, so that its calls return when they are enqueued."""
-    receive: BlockedMessage | None
-    send: BlockedMessage | None
-    by_mpi: int = 0
-    """How many of the begun calls MPI carries out."""
+    messages: tuple[BlockedMessage, ...] = ()
     last_post: str = ""
     """The last call that MPI does not carry out; "" if there was none, or if its text is lost."""
     completed: bytes = b""
     """How often the rank has named each rank in Complete, modulo 256; empty for a communicator."""
+
+    @property
+    def made(self) -> int:
+        """How many collective calls the rank has begun."""
+        return self.by_mpi + self.posts
 
 
 @dataclass(frozen=True)
@@ -103,24 +109,21 @@ def read_activity(pid: int) -> Activity | None:
         if memory is None:
             return None
         header = _words(memory, 0, layout.HEADER_WORDS)
+        ranks, _, text = (_text(memory, header[layout.STEP]) or "").partition(" ")
+        step = Step(printable(text), header[layout.STEP_SINCE], ranks_of_text(ranks)) if text else None
         names = _names(memory)
         calls = (_calls(memory, row, names) for row in _ROWS)
-        return Activity(
-            header[layout.PID],
-            header[layout.WORLD_RANK],
-            header[layout.WORLD_SIZE],
-            _step(memory),
-            tuple(found for found in calls if found is not None),
-        )
+        who = header[layout.PID], header[layout.WORLD_RANK], header[layout.WORLD_SIZE]
+        return Activity(*who, step, tuple(found for found in calls if found is not None))
 
 
 def calls_of(pid: int, key: int) -> RankCalls | None:
     """Return the calls of a process in the communicator that ``key`` names; None if they cannot be read. Local."""
     with suppress(OSError, OtherVersionError), _page_of(pid) as memory:  # the process may be in another container
         if memory is not None:
-            keys = ((row, _words(memory, _row_at(row), 1)[layout.KEY]) for row in _ROWS)
-            row = next((row for row, of_row in keys if of_row == key), None)
-            return None if row is None else _calls(memory, row, _names(memory))
+            for row in _ROWS:
+                if _words(memory, layout.row_at(row), 1)[layout.KEY] == key:
+                    return _calls(memory, row, _names(memory))
     return None
 
 
@@ -154,18 +157,8 @@ def _names(memory: int) -> list[str]:
     return [printable(name.decode(errors="backslashreplace")) for name in names]
 
 
-def _step(memory: int) -> Step | None:
-    words = _words(memory, 0, layout.HEADER_WORDS)
-    ranks, _, text = (_text(memory, words[layout.STEP]) or "").partition(" ")
-    return Step(printable(text), words[layout.STEP_SINCE], ranks_of_text(ranks)) if text else None
-
-
-def _row_at(row: int) -> int:
-    return layout.ROWS_AT + row * layout.ROW_NBYTES
-
-
 def _calls(memory: int, row: int, names: Sequence[str]) -> RankCalls | None:
-    at = _row_at(row)
+    at = layout.row_at(row)
     words = _words(memory, at, layout.WORDS)
     key, number = words[layout.KEY], words[layout.CALL]
     if key == 0 or not 0 <= words[layout.RANK] < words[layout.SIZE] <= _MOST_RANKS:
@@ -183,20 +176,14 @@ def _calls(memory: int, row: int, names: Sequence[str]) -> RankCalls | None:
         last = names[-number] if -number < len(names) else ""
     if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator meanwhile
         return None
-    receive = BlockedMessage(words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES])
-    send = BlockedMessage(words[layout.DEST], words[layout.SEND_TAG], words[layout.SENDS])
+    messages = (
+        BlockedMessage("receive", words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES]),
+        BlockedMessage("send", words[layout.DEST], words[layout.SEND_TAG], words[layout.SENDS]),
+    )
     return RankCalls(
-        key,
-        name,
-        words[layout.RANK],
-        words[layout.SIZE],
-        words[layout.CALLS_BY_MPI] + posts,
-        last,
-        since_ns,
+        *(key, name, words[layout.RANK], words[layout.SIZE], words[layout.CALLS_BY_MPI], posts, last, since_ns),
         bool(words[layout.ON_GPU]),
-        None if receive.peer == layout.NOBODY else receive,
-        None if send.peer == layout.NOBODY else send,
-        words[layout.CALLS_BY_MPI],
+        tuple(each for each in messages if each.peer != layout.NOBODY),
         last_post,
         _bytes(memory, at, layout.COMPLETED) if words[layout.IS_WINDOW] else b"",
     )

@@ -21,7 +21,6 @@ from mpicomm.api.host_staging import HostStaging
 from mpicomm.api.lifetime import AtFirstUse, handle_of, mark_freed, remember
 from mpicomm.api.memory import MemoryCalls
 from mpicomm.api.objects import ObjectCalls, Probes
-from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.products import ProductCalls
 from mpicomm.cluster import process
@@ -92,7 +91,6 @@ class Communicator(
     NonblockingCollectives,
     PersistentCollectives,
     PointToPoint,
-    PersistentMessages,
     Probes,
     ProductCalls,
     ObjectCalls,
@@ -242,6 +240,10 @@ class Communicator(
     @AtFirstUse
     def _plain(self) -> dict[str, PlainCheck]:
         return self._collectives.at_once
+
+    @AtFirstUse
+    def _starts_on(self) -> MPI.Intracomm:
+        return self._collectives.starts_on()
 
     @AtFirstUse
     def _messages(self) -> Messages:

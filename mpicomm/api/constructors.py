@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from mpi4py import MPI
 
 from mpicomm.activity.page import begin_by_mpi, by_mpi, page
-from mpicomm.api.reorder import (
-    Lists,
-    edges_of_graph,
-    edges_of_grid,
-    edges_of_lists,
-    edges_of_parts,
-    linked_well,
-    listed,
-)
-from mpicomm.api.topologies import require_edges, require_graph, require_matching
-from mpicomm.cluster.linked_order import Edges
+from mpicomm.api.topologies import edges_of, edges_of_grid, linked_well, read_edges, read_graph, read_neighbors
 from mpicomm.cluster.process import ranks_in_world
 from mpicomm.cluster.roll_call import roll_call
 from mpicomm.session import Session
@@ -119,9 +109,8 @@ class Constructors(MPI.Intracomm):
         Raises `InvalidUsageError` on every rank for lists that are no graph of its ranks. Collectives of neighbours
         raise it if two ranks do not name each other equally often.
         """
-        require_graph(self._when_all_are_here("Create_graph"), index, edges)
-        found = partial(edges_of_graph, index, edges)
-        with linked_well(self, self._session, "Create_graph", reorder, found) as (plain, moves):
+        found = read_graph(self._when_all_are_here("Create_graph"), index, edges)
+        with linked_well(self, self._session, "Create_graph", reorder, lambda: found) as (plain, moves):
             return self._adopt_linked(plain.Create_graph(index, edges, moves), reorder)
 
     def Create_dist_graph_adjacent(
@@ -138,26 +127,13 @@ class Constructors(MPI.Intracomm):
         Raises `InvalidUsageError` on every rank if a neighbour is neither a rank nor MPI.PROC_NULL, or if two
         neighbours do not name each other.
         """
-        require_matching(
-            self._when_all_are_here("Create_dist_graph_adjacent"), sources, destinations, sourceweights, destweights
-        )
-        lists = (
-            () if sources is None else sources,
-            () if destinations is None else destinations,
-            sourceweights,
-            destweights,
-        )
-        everyone: list[Lists] = []
-
-        def edges() -> Edges:
-            mine = list(lists[0]), list(lists[1]), listed(sourceweights), listed(destweights)
-            everyone.extend(MPI.Intracomm.allgather(self, mine))
-            return edges_of_lists(everyone)
-
+        plain = self._when_all_are_here("Create_dist_graph_adjacent")
+        neighbors = read_neighbors(plain, sources, destinations, sourceweights, destweights)
+        edges = partial(edges_of, neighbors)
         with linked_well(self, self._session, "Create_dist_graph_adjacent", reorder, edges) as (plain, moves):
             # The lists belong to a position in the graph. The rank that takes the position passes its lists on.
-            passed: tuple[Any, Any, Any, Any] = everyone[plain.rank] if everyone else lists
-            return self._adopt_linked(plain.Create_dist_graph_adjacent(*passed, info, moves), reorder)
+            graph = plain.Create_dist_graph_adjacent(*neighbors[plain.rank], info, moves)
+            return self._adopt_linked(graph, reorder)
 
     def Create_dist_graph(
         self,
@@ -172,13 +148,8 @@ class Constructors(MPI.Intracomm):
 
         Raises `InvalidUsageError` on every rank if one rank passes lists that are no edges between ranks.
         """
-        require_edges(self._when_all_are_here("Create_dist_graph"), sources, degrees, destinations, weights)
-
-        def edges() -> Edges:
-            mine = list(sources), list(degrees), list(destinations), listed(weights)
-            return edges_of_parts(MPI.Intracomm.allgather(self, mine))
-
-        with linked_well(self, self._session, "Create_dist_graph", reorder, edges) as (plain, moves):
+        edges = read_edges(self._when_all_are_here("Create_dist_graph"), sources, degrees, destinations, weights)
+        with linked_well(self, self._session, "Create_dist_graph", reorder, lambda: edges) as (plain, moves):
             graph = plain.Create_dist_graph(sources, degrees, destinations, weights, info, moves)
             return self._adopt_linked(graph, reorder)
 

@@ -1,16 +1,16 @@
 """MPI's own calls on device arrays: they go through pinned host copies, because MPI gets no device pointer.
 
-The tables below name mpi4py's methods that take buffers, and the methods that make communicators or matched messages.
-
-`HostStaging` wraps the methods of a Communicator that the package does not implement. Intercommunicators, the
-communicators made from them, and matched messages are mpi4py's own objects. `wrap` turns each of them into an object of
-a subclass with wrapped methods. The object has the GPU of the Communicator that it comes from.
+mpi4py's annotations say which methods take buffers, and which make communicators or matched messages. `HostStaging`
+wraps the methods of a Communicator that the package does not implement. Intercommunicators, the communicators made from
+them, and matched messages are mpi4py's own objects. `wrap` turns each of them into an object of a subclass with wrapped
+methods. The object has the GPU of the Communicator that it comes from.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,47 +28,22 @@ from mpicomm.mpi.request_lists import holding, replace
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 from mpicomm.mpi.spec import require_host_addresses
 
-Places = tuple[tuple[int, str], ...]
-"""The buffers among the arguments of a method: the position and the name of each."""
-
 Gpu = Callable[[str], GpuBackend]
 """A function that returns this rank's GPU for an operation.
 
 It raises `InvalidUsageError` for a communicator on the cpu.
 """
+Method = Callable[..., Any]
+Divert = Callable[[Method, dict[str, Any], list[str]], Any]
+"""Carries out a method of MPI on device arrays: gets the method, all arguments by name, and the names of the arrays."""
 
-_BUF: Places = ((0, "buf"),)
-_SEND_AND_RECEIVE: Places = ((0, "sendbuf"), (1, "recvbuf"))
-_EXCHANGE = ((0, "sendbuf"), (3, "recvbuf"))
-_FLAG = ((0, "flag"),)
-
-# One table serves all classes, because a method has the same buffers in each class that has it.
-BUFFERS: dict[str, Places] = {
-    name: places
-    for places, names in (
-        (_BUF, "Send Ssend Bsend Rsend Recv Sendrecv_replace Attach_buffer"),
-        (_BUF, "Isend Issend Ibsend Irsend Irecv Isendrecv_replace"),
-        (_BUF, "Send_init Ssend_init Bsend_init Rsend_init Recv_init Psend_init Precv_init"),
-        (_EXCHANGE, "Sendrecv Isendrecv"),
-        (_FLAG, "Iagree"),
-    )
-    for name in names.split()
-} | {name: _BUF if row.rooted == "bcast" else _SEND_AND_RECEIVE for row in OPERATIONS.values() for name in row.methods}
-
-# These methods return a communicator or a message, or a tuple with one.
-MAKERS = frozenset((
-    "Accept", "Clone", "Connect", "Create", "Create_cart", "Create_dist_graph", "Create_dist_graph_adjacent",
-    "Create_graph", "Create_group", "Create_intercomm", "Dup", "Dup_with_info", "Idup", "Idup_with_info", "Improbe",
-    "Ishrink", "Merge", "Mprobe", "Shrink", "Spawn", "Spawn_multiple", "Split", "Split_type", "Sub",
-))  # fmt: skip
-
-
+_MADE = re.compile(r"\b(Self|Message|Comm|(Intra|Inter|Topo|Cart|Graph|Distgraph)comm)\b")
+"""mpi4py's classes of communicators and messages, as its annotations name them."""
 _RECEIVE_BUFFERS = ("recvbuf", "inoutbuf", "outbuf")
 _RECEIVE_INTO_BUF = frozenset((
     "Recv", "Irecv", "Recv_init", "Sendrecv_replace", "Isendrecv_replace", *BCAST.methods,
 ))  # fmt: skip
-_HOST_ALONE = frozenset(("Attach_buffer", "Iagree"))
-"""Methods with memory that MPI uses after the call, so that host copies cannot stand for it."""
+_COLLECTIVES = {name for row in OPERATIONS.values() for name in row.methods if row is not BCAST}
 
 
 class Wrapped:
@@ -97,42 +72,66 @@ def wrap(result: Any, gpu: Gpu) -> Any:
 
 @functools.cache
 def _wrapped_class(cls: type) -> Callable[[Any], Any]:
-    return type(cls.__name__, (Wrapped, cls), {**wrapped_methods(cls), "__doc__": cls.__doc__})
+    return type(cls.__name__, (Wrapped, cls), {**_wrapped_methods(cls), "__doc__": cls.__doc__})
 
 
-def wrapped_methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return the wrapped methods of the table that ``cls`` has. The version of MPI decides which methods these are."""
-    made: dict[str, Callable[..., Any]] = {}
-    for name in (*BUFFERS, *MAKERS):
-        method = getattr(cls, name, None)
-        if method is not None:
-            if issubclass(cls, MPI.Message) and name in BUFFERS:
+def buffers_of(method: Method) -> tuple[str, ...]:
+    """Return the names of a method's buffer arguments."""
+    return tuple(name for name, kind in method.__annotations__.items() if "Buf" in kind and name != "return")
+
+
+def _wrapped_methods(cls: Any) -> dict[str, Method]:
+    """Return wrapped methods for all of ``cls`` that take buffers, or make communicators or messages."""
+    made: dict[str, Method] = {}
+    for name in dir(cls):
+        method: Any = getattr(cls, name)
+        if not name[0].isupper() or not inspect.ismethoddescriptor(method):
+            continue
+        if buffers_of(method):
+            if issubclass(cls, MPI.Message):
                 method = _receiving_bytes(method)
-            made[name] = _wrapped_maker(method) if name in MAKERS else _wrapped_call(cls, method, BUFFERS[name])
+            elif name in _COLLECTIVES and name not in OPERATIONS:
+                method = _holding_buffers(method)
+            made[name] = diverted(method, functools.partial(_through_host, cls))
+        elif _MADE.search(method.__annotations__["return"]):
+            made[name] = _wrapped_maker(method)
     return made
 
 
-def _wrapped_call(cls: type, method: Callable[..., Any], buffers: Places) -> Callable[..., Any]:
-    collective = buffers is _SEND_AND_RECEIVE
+def diverted(method: Method, divert: Divert) -> Method:
+    """Return ``method``, whose calls with device arrays go to ``divert``.
+
+    Its calls with MPI.BOTTOM and addresses of a GPU raise `InvalidUsageError`.
+    """
+    buffers, has_self = buffers_of(method), "." in method.__qualname__
+    places = [(n + has_self, name) for n, name in enumerate(method.__annotations__) if name in buffers]
 
     @functools.wraps(method)
-    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        for position, name in buffers:
-            buffer = arguments[position] if position < len(arguments) else keywords.get(name)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        for place, name in places:
+            buffer = arguments[place] if place < len(arguments) else keywords.get(name)
             require_host_addresses(buffer, name)
-            # An int is MPI.BUFFER_AUTOMATIC, an argument of Attach_buffer.
-            if not isinstance(buffer, int) and is_on_device(buffer):
-                given = inspect.signature(method).bind(self, *arguments, **keywords).arguments
-                given.pop("self")
-                return _through_host(self, cls, method.__name__, given, [name for _, name in buffers])
-        result = method(self, *arguments, **keywords)
-        # mpi4py keeps the buffers of messages and of only some collectives, so the request keeps them for collectives.
-        return holding(result, (arguments, keywords)) if collective and result is not None else result
+            if _is_array_on_device(buffer):
+                given = inspect.signature(method).bind(*arguments, **keywords).arguments
+                return divert(method, given, [name for _, name in places if _is_array_on_device(given.get(name))])
+        return method(*arguments, **keywords)
 
     return call
 
 
-def _receiving_bytes(method: Callable[..., Any]) -> Callable[..., Any]:
+def _is_array_on_device(buffer: Any) -> bool:
+    return not isinstance(buffer, int) and is_on_device(buffer)  # an int is MPI.BUFFER_AUTOMATIC
+
+
+def refuse(method: Method, given: dict[str, Any], on_device: list[str]) -> Any:
+    """Raise `InvalidUsageError`. It is for methods with memory that MPI uses after the call, when copies are gone."""
+    raise InvalidUsageError(
+        f"{method.__qualname__}: {on_device[0]} lies in device memory, which MPI cannot access: copy it to the host, "
+        "or use comm.empty() for memory that all ranks of a node open"
+    )
+
+
+def _receiving_bytes(method: Method) -> Method:
     """Return a method of MPI.Message that also receives elements without a type of MPI. They travel as bytes."""
 
     @functools.wraps(method)
@@ -142,7 +141,17 @@ def _receiving_bytes(method: Callable[..., Any]) -> Callable[..., Any]:
     return receive
 
 
-def _wrapped_maker(method: Callable[..., Any]) -> Callable[..., Any]:
+def _holding_buffers(method: Method) -> Method:
+    """Return a collective whose request keeps its buffers. mpi4py keeps those of messages and of some collectives."""
+
+    @functools.wraps(method)
+    def start(*arguments: Any, **keywords: Any) -> Any:
+        return holding(method(*arguments, **keywords), (arguments, keywords))
+
+    return start
+
+
+def _wrapped_maker(method: Method) -> Method:
     @functools.wraps(method)
     def make(self: Any, *arguments: Any, **keywords: Any) -> Any:
         return wrap(method(self, *arguments, **keywords), self._gpu)
@@ -150,11 +159,12 @@ def _wrapped_maker(method: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _through_host(called: Any, cls: type, operation: str, given: dict[str, Any], buffers: list[str]) -> Any:
-    """Carry out a method on host copies of the device arrays among its arguments ``given``."""
+def _through_host(cls: type, method: Method, given: dict[str, Any], on_device: list[str]) -> Any:
+    """Carry out a method of ``cls`` on host copies of the device arrays among its arguments ``given``."""
+    operation, called, buffers = method.__name__, given.pop("self"), buffers_of(method)
     backend = called._gpu(operation)
-    if operation in _HOST_ALONE:
-        raise InvalidUsageError(f"{operation} takes only host arrays, because MPI keeps the memory: copy to the host")
+    if operation in ("Attach_buffer", "Iagree"):
+        return refuse(method, given, on_device)
     announce(operation, "only MPI has the call")
     if operation in ("Psend_init", "Precv_init"):
         call = functools.partial(getattr(cls, operation), called)
@@ -198,7 +208,7 @@ def _copies(
 
 
 def _start(
-    called: Any, cls: type, operation: str, given: dict[str, Any], buffers: list[str], backend: GpuBackend
+    called: Any, cls: type, operation: str, given: dict[str, Any], buffers: Sequence[str], backend: GpuBackend
 ) -> DeferredRequest:
     """Start MPI's nonblocking call on host copies. The work is done when the device arrays hold the result."""
     copies, arguments = _copies(operation, given, buffers, backend)
@@ -226,19 +236,8 @@ class HostStaging(MPI.Intracomm):
     _gpu: Gpu
 
 
-for _name, _method in wrapped_methods(MPI.Intracomm).items():
+for _name, _method in _wrapped_methods(MPI.Intracomm).items():
     setattr(HostStaging, _name, _method)
 
-
-_attach = MPI.Attach_buffer
-
-
-@functools.wraps(_attach)
-def _attach_host_memory(buf: Any) -> None:
-    if not isinstance(buf, int) and is_on_device(buf):  # an int is MPI.BUFFER_AUTOMATIC
-        raise InvalidUsageError("Attach_buffer: buf lies in device memory, which MPI cannot access: attach host memory")
-    _attach(buf)
-
-
 # No call of MPI tells what is attached. In device memory the next Bsend, also of a Communicator, would end the process.
-replace(MPI, "Attach_buffer", _attach_host_memory)
+replace(MPI, "Attach_buffer", diverted(MPI.Attach_buffer, refuse))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar
 
 from mpi4py import MPI
 
@@ -23,32 +22,16 @@ _WORKING = frozenset(("Compare", "Disconnect", "Free", "free", "handle", "py2f",
 """The attributes that work on a freed communicator."""
 
 
-class AtFirstUse(Generic[Part]):
-    """An attribute that ``make`` makes for each object. After that the object has it like any other attribute.
+class AtFirstUse(functools.cached_property[Part]):
+    """An attribute that is made at its first use, because many communicators of a program carry no call.
 
-    Many communicators of a program carry no call, so their parts are made at the first use.
+    All threads get the same object, even if their first calls come at once.
     """
 
-    def __init__(self, make: Callable[[Any], Part]) -> None:
-        self._make = make
-        self._name = make.__name__
-
-    @overload
-    def __get__(self, owner: None, cls: type) -> AtFirstUse[Part]: ...
-
-    @overload
-    def __get__(self, owner: object, cls: type) -> Part: ...
-
-    def __get__(self, owner: object | None, cls: type) -> AtFirstUse[Part] | Part:
+    def __get__(self, owner: object, cls: type | None = None) -> Part:  # type: ignore[override]
         """Return the part of ``owner``. Python asks here only until the object has the attribute."""
-        if owner is None:
-            return self
-        with _lock:  # all threads get the same part, even if their first calls come at once
-            parts = vars(owner)
-            if self._name not in parts:
-                parts[self._name] = self._make(owner)
-            made: Part = parts[self._name]
-            return made
+        with _lock:
+            return super().__get__(owner, cls)
 
 
 def remember(comm: MPI.Intracomm) -> None:

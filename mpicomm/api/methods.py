@@ -20,7 +20,7 @@ from mpicomm.collectives.operations import ALLREDUCE, DOCS, Operation
 from mpicomm.collectives.wire import as_wire
 from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.request_lists import holding
-from mpicomm.ways.reader import REFUSALS
+from mpicomm.ways.by_mpi import REFUSALS
 
 _SCOPE = {
     "Any": Any, "Arguments": Arguments, "MPI": MPI, "REFUSALS": REFUSALS, "Sequence": Sequence,
@@ -82,13 +82,13 @@ def _body(row: Operation, form: int) -> list[str]:
     run = f"self._collectives.{('run', 'start')[form]}(row, stream, algorithm,"
     if options:
         lines += [f"    if {' or '.join(asked)}:", f"        return {run} {with_options})"]
-    if row.in_mpi and not row.of_neighbors and row.send != "typed":
+    if not row.of_neighbors and row.send != "typed":
         # Plain NumPy arrays go to MPI at once. Only a rooted call has to say which rank has both buffers.
         has_both = row.rooted in ("send", "receive")
         checked = ", ".join([send, receive, *(op or ["None"] * has_both), *["root"] * has_both])
         counted = " and recvcounts is not None" * (row.send == "counted")
         given = ", ".join(row.arguments)
-        call = f"mpi(self, {given})"
+        call = f"mpi({('self', 'self._starts_on')[form]}, {given})"
         if form == 1 and row.name not in _KEPT_BY_MPI4PY:  # MPI uses the buffers until the request is complete
             call = f"holding({call}, ({given}))"
         name = row.methods[form]
@@ -100,7 +100,7 @@ def _body(row: Operation, form: int) -> list[str]:
             "        try:",
             f"            return {call}",
             "        except REFUSALS as error:",
-            f"            return self._collectives.again(error, row, Arguments({fields}), {name!r})",
+            f"            return self._collectives.again(error, row, Arguments({fields}), {form})",
         ]
     return [*lines, f"    return {run} {fields})"]
 
@@ -114,7 +114,7 @@ def documentation(row: Operation, form: int) -> str:
     at = next(number for number, each in enumerate(paragraphs) if each.startswith("    "))
     if form == 0:
         algorithms = ["auto", "one_shot", *["two_shot"] * bool(row.two_shot), *["ring"] * bool(row.ring)]
-        algorithms += [*["chain"] * bool(row.chain), *["copy_engine"] * bool(row.copies), *["mpi"] * row.in_mpi]
+        algorithms += [*["chain"] * bool(row.chain), *["copy_engine"] * bool(row.copies), "mpi"]
         *first, last = (f'"{name}"' for name in algorithms)
         return "\n\n".join([*paragraphs[:at], _COMMON.format(f"{', '.join(first)} or {last}"), *paragraphs[at:]])
     *before, call = paragraphs[at].splitlines()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from mpi4py import MPI
 
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-_iprobe = MPI.Intracomm.Iprobe  # looked up once, because `super()` takes half of the time of a probe
-_improbe = MPI.Intracomm.improbe
-_mprobe = receiving(HostStaging.Mprobe, 0)
-_mprobe_object = receiving(MPI.Intracomm.mprobe, 0)
-
 
 def _counted(method: Callable[Concatenate[Any, Given], Result]) -> Callable[Concatenate[Any, Given], Result]:
     """Return a collective call of mpi4py that tells the doctor its name."""
@@ -37,6 +32,36 @@ def _counted(method: Callable[Concatenate[Any, Given], Result]) -> Callable[Conc
         return method(self, *given, **named)
 
     return call
+
+
+def _probing(
+    by_mpi: Callable[Concatenate[Any, Given], Result], *, wait: bool
+) -> Callable[Concatenate[Any, Given], Result]:
+    """Return a probe of mpi4py that also takes rendezvous headers for messages."""
+
+    @functools.wraps(by_mpi)
+    def look(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None) -> Any:
+        if not self._messages.by_rendezvous:
+            return by_mpi(self, source, tag, status)  # type: ignore[call-arg,arg-type]
+        return self._messages.unexpected.probe(source, tag, status, wait=wait)
+
+    made: Any = look
+    return made  # type: ignore[no-any-return]
+
+
+def _matching(
+    by_mpi: Callable[Concatenate[Any, Given], Result], *, wait: bool
+) -> Callable[Concatenate[Any, Given], Result]:
+    """Return a probe of mpi4py whose message an array of the host or of a GPU receives."""
+
+    @functools.wraps(by_mpi)
+    def match(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None) -> Any:
+        if not self._messages.on_gpu:
+            return by_mpi(self, source, tag, status)  # type: ignore[call-arg,arg-type]
+        return self._messages.unexpected.match(source, tag, status, wait=wait)
+
+    made: Any = match
+    return made  # type: ignore[no-any-return]
 
 
 class ObjectCalls(MPI.Intracomm):
@@ -69,58 +94,12 @@ class Probes(MPI.Intracomm):
 
     _messages: Messages
 
-    def Probe(
-        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
-    ) -> Literal[True]:
-        """Wait for a message; see mpi4py."""
-        if not self._messages.by_rendezvous:
-            probe(self, source, tag, status)
-            return True
-        self._messages.unexpected.probe(source, tag, status, wait=True)
-        return True
-
-    def Iprobe(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None) -> bool:
-        """Return whether there is a message; see mpi4py."""
-        if not self._messages.by_rendezvous:
-            return _iprobe(self, source, tag, status)
-        return self._messages.unexpected.probe(source, tag, status, wait=False)
-
-    def Mprobe(
-        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
-    ) -> MPI.Message:
-        """Wait for a message and return it; see mpi4py."""
-        if not self._messages.on_gpu:
-            return _mprobe(self, source, tag, status)
-        message = self._messages.unexpected.match(source, tag, status, wait=True)
-        assert message is not None
-        return message
-
-    def Improbe(
-        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
-    ) -> MPI.Message | None:
-        """Return a message if there is one; see mpi4py."""
-        if not self._messages.on_gpu:
-            return super().Improbe(source, tag, status)
-        return self._messages.unexpected.match(source, tag, status, wait=False)
-
-    probe = Probe
-    iprobe = Iprobe
-
-    def mprobe(
-        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
-    ) -> MPI.Message:
-        """Wait for a message of a Python object and return it; see mpi4py."""
-        if not self._messages.on_gpu:
-            return _mprobe_object(self, source, tag, status)  # mpi4py's message keeps the pickled object
-        return self.Mprobe(source, tag, status)
-
-    def improbe(
-        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
-    ) -> MPI.Message | None:
-        """Return a message of a Python object if there is one; see mpi4py."""
-        if not self._messages.on_gpu:
-            return _improbe(self, source, tag, status)
-        return self.Improbe(source, tag, status)
+    Probe = probe = _probing(probe, wait=True)
+    Iprobe = iprobe = _probing(MPI.Intracomm.Iprobe, wait=False)
+    Mprobe = _matching(receiving(HostStaging.Mprobe, 0), wait=True)
+    Improbe = _matching(HostStaging.Improbe, wait=False)
+    mprobe = _matching(receiving(MPI.Intracomm.mprobe, 0), wait=True)  # mpi4py's message keeps the pickled object
+    improbe = _matching(MPI.Intracomm.improbe, wait=False)
 
     def recv(
         self,

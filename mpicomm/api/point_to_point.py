@@ -1,4 +1,4 @@
-"""The point-to-point calls of a Communicator on arrays of the host or of a GPU."""
+"""The point-to-point calls of a Communicator on arrays of the host or of a GPU, also the persistent ones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
 from mpicomm.ways.in_stream_order import InStreamOrder
 
@@ -27,11 +28,21 @@ _isend = MPI.Intracomm.Isend
 _isendrecv = MPI.Intracomm.Isendrecv
 _isendrecv_replace = MPI.Intracomm.Isendrecv_replace
 _issend = MPI.Intracomm.Issend
+_recv_init = MPI.Intracomm.Recv_init
 _rsend = sending(MPI.Intracomm.Rsend)
 _ssend = sending(MPI.Intracomm.Ssend)
 _send = sending(MPI.Intracomm.Send)
 
 Sent = TypeVar("Sent")
+Side = tuple[Any, int, int]
+"""A buffer, the rank to which or from which it goes, and the tag."""
+_PERSISTENT: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "Send_init": (MPI.Intracomm.Send_init, _isend),
+    "Ssend_init": (MPI.Intracomm.Ssend_init, _issend),
+    "Bsend_init": (MPI.Intracomm.Bsend_init, _ibsend),
+    "Rsend_init": (MPI.Intracomm.Rsend_init, _irsend),
+}
+"""MPI's persistent sends, each with the send that a start makes."""
 _ALGORITHMS = ("auto", "stream", "copy_engine")
 
 
@@ -51,6 +62,7 @@ class PointToPoint(MPI.Intracomm):
     receiver. `Ssend` returns when the message is matched. After a send, later work of the stream may overwrite the
     array. `Recv` and `Sendrecv` return when a message is matched. Later work of the stream finds the data in a device
     array. A host array holds the data at once. A request is complete when the host and all streams may use the array.
+    Each ``Start`` of a persistent request does the work of the nonblocking call.
 
     **In stream order.** With ``algorithm="stream"`` (alias "one_shot") kernels match the messages of `Send`, `Recv` and
     `Sendrecv`, without MPI. They match the messages from one rank to another by their order in the streams of the two
@@ -70,8 +82,8 @@ class PointToPoint(MPI.Intracomm):
     raises it in the wait for a request, in the next call, or in ``check()``. Before the match MPI waits without a
     limit. If two ranks name different lengths or tags to kernels, the next call or ``check()`` raises `PeerError`.
 
-    On a communicator of GPUs a rendezvous header may also arrive for a host array. So there `Irecv` into a host array
-    returns a generalized request.
+    On a communicator of GPUs a rendezvous header may also arrive for a host array. So there `Irecv` and `Recv_init` of
+    a host array return requests of this package. All other requests of host arrays are MPI's.
     """
 
     _messages: Messages
@@ -98,17 +110,14 @@ class PointToPoint(MPI.Intracomm):
         ):
             try:
                 return _send(self, buf, dest, tag)
-            except host_calls.REFUSALS:  # MPI has no type for the elements
-                return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
+            except host_calls.REFUSALS:
+                pass  # MPI has no type for the elements, so they go as bytes below
         if algorithm != "auto" and self._kernels_match("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         buf, sent = self._messages.read("Send", buf, stream, dest)
         if sent is None:
             _refuse_options("Send", stream, algorithm, buf)
-            try:
-                return _send(self, buf, dest, tag)
-            except host_calls.REFUSALS:
-                return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
+            return host_calls.call(_send, self, buf, dest, tag)
         if sent.captured and algorithm == "auto":
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         return self._messages.send(_send, sent, dest, tag)
@@ -160,7 +169,7 @@ class PointToPoint(MPI.Intracomm):
             try:
                 return recv(self, buf, source, tag, status)
             except host_calls.REFUSALS:
-                return recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
+                pass  # as bytes below
         if algorithm != "auto" and self._kernels_match("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         buf, received = messages.read("Recv", buf, stream, source, receives=True)
@@ -193,41 +202,23 @@ class PointToPoint(MPI.Intracomm):
             x, y = cp.full(8, comm.rank), cp.empty(8, int)
             comm.Sendrecv(x, following, 0, y, previous, 0)
         """
-        messages = self._messages
         if (
             type(sendbuf) is type(recvbuf) is ndarray
             and (sendbuf.base is None or is_host_view(sendbuf))
             and (recvbuf.base is None or is_host_view(recvbuf))
             and stream is None
             and algorithm == "auto"
-            and not messages.by_rendezvous
+            and not self._messages.by_rendezvous
         ):
             try:
-                return sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+                sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+                return
             except host_calls.REFUSALS:
-                sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, dest, recvbuf, source)
-                return sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
-        if algorithm != "auto" and self._kernels_match("Sendrecv", algorithm):
-            return self._in_stream_order.exchange(
-                "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
-            )
-        sendbuf, sent = messages.read("Sendrecv", sendbuf, stream, dest, "sendbuf")
-        recvbuf, received = messages.read("Sendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent)
-        first = sent or received
-        if (stream is not None or algorithm != "auto") and (first is None or first.stream is None):
-            _refuse_options("Sendrecv", stream, algorithm, sendbuf, recvbuf)
-        if first is None:
-            return host_calls.call_on_two(sendrecv, self, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status)
-        if first.captured and algorithm == "auto":
-            return self._in_stream_order.exchange(
-                "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
-            )
-        if sent is None or received is None:
-            from mpicomm.messages.reader import host_end
-
-            sent = sent or host_end("Sendrecv", sendbuf, False, "sendbuf")
-            received = received or host_end("Sendrecv", recvbuf, True, "recvbuf")
-        return messages.exchange(sent, dest, sendtag, received, (source, recvtag), status)
+                pass  # as bytes below
+        send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
+        if algorithm == "auto" and self._messages.exchange_arrays(*send, recvbuf, (source, recvtag), status, stream):
+            return
+        self._exchange("Sendrecv", sendrecv, send, receive, stream, algorithm, status)
 
     def Sendrecv_replace(
         self,
@@ -241,20 +232,7 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> None:
         """Send ``buf`` and receive into it; see mpi4py."""
-        messages = self._messages
-        if (
-            type(buf) is ndarray
-            and (buf.base is None or is_host_view(buf))
-            and stream is None
-            and not messages.by_rendezvous
-        ):
-            return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
-        buf, end = messages.read("Sendrecv_replace", buf, stream, dest, other=source, receives=True)
-        if end is None or not end.on_device:
-            refuse_stream("Sendrecv_replace", stream)
-        if end is None:
-            return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
-        return messages.exchange(end, dest, sendtag, end, (source, recvtag), status, replace=True)
+        self._replace("Sendrecv_replace", sendrecv_replace, (buf, dest, sendtag), (source, recvtag), stream, status)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf``; return the request. Keep ``buf`` as it is until ``Wait``, or ``Test`` that is true.
@@ -289,10 +267,7 @@ class PointToPoint(MPI.Intracomm):
             and stream is None
             and not messages.by_rendezvous
         ):
-            try:
-                return _irecv(self, buf, source, tag)
-            except host_calls.REFUSALS:
-                return _irecv(self, host_calls.as_bytes(buf, True, "buf"), source, tag)
+            return host_calls.call(_irecv, self, buf, source, tag, writable=True)
         buf, received = messages.read("Irecv", buf, stream, source, receives=True)
         if received is None or not received.on_device:
             refuse_stream("Irecv", stream)
@@ -312,20 +287,9 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
-        messages = self._messages
-        sendbuf, sent = messages.read("Isendrecv", sendbuf, stream, dest, "sendbuf")
-        recvbuf, received = messages.read("Isendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent)
-        first = sent or received
-        if first is None or not first.on_device:
-            refuse_stream("Isendrecv", stream)
-        if first is None:
-            return host_calls.call_on_two(_isendrecv, self, (sendbuf, dest, sendtag), (recvbuf, source, recvtag))
-        if sent is None or received is None:
-            from mpicomm.messages.reader import host_end
-
-            sent = sent or host_end("Isendrecv", sendbuf, False, "sendbuf")
-            received = received or host_end("Isendrecv", recvbuf, True, "recvbuf")
-        return messages.start_exchange(sent, dest, sendtag, received, messages.posted_beside_send(source, recvtag))
+        send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
+        started: MPI.Request = self._exchange("Isendrecv", _isendrecv, send, receive, stream)
+        return started
 
     def Isendrecv_replace(
         self,
@@ -338,15 +302,62 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py."""
-        messages = self._messages
-        buf, end = messages.read("Isendrecv_replace", buf, stream, dest, other=source, receives=True)
-        if end is None or not end.on_device:
-            refuse_stream("Isendrecv_replace", stream)
-        if end is None:
-            return host_calls.call(_isendrecv_replace, self, buf, dest, sendtag, source, recvtag, writable=True)
-        return messages.start_exchange(
-            end, dest, sendtag, end, messages.posted_beside_send(source, recvtag), replace=True
+        started: MPI.Request = self._replace(
+            "Isendrecv_replace", _isendrecv_replace, (buf, dest, sendtag), (source, recvtag), stream
         )
+        return started
+
+    def Send_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
+        """Create a persistent `Send`; see mpi4py."""
+        return self._prepare("Send_init", buf, dest, tag, stream)
+
+    def Ssend_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
+        """Create a persistent `Ssend`; see mpi4py."""
+        return self._prepare("Ssend_init", buf, dest, tag, stream)
+
+    def Bsend_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
+        """Create a persistent `Bsend`; see mpi4py."""
+        return self._prepare("Bsend_init", buf, dest, tag, stream)
+
+    def Rsend_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
+        """Create a persistent `Rsend`; see mpi4py."""
+        return self._prepare("Rsend_init", buf, dest, tag, stream)
+
+    def Recv_init(
+        self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
+    ) -> MPI.Prequest:
+        """Create a persistent `Recv`; see mpi4py."""
+        messages = self._messages
+        buf, received = messages.read("Recv_init", buf, stream, source, receives=True)
+        if received is None or not received.on_device:
+            refuse_stream("Recv_init", stream)
+        if received is None:
+            return host_calls.call(_recv_init, self, buf, source, tag, writable=True)
+
+        def begin() -> DeferredRequest:
+            # The stream may capture a graph at this Start, so each Start reads the buffer again.
+            _, end = messages.read("Recv_init", buf, stream, source, receives=True)
+            assert end is not None
+            return messages.start_receive(end, messages.posted(source, tag))
+
+        return PersistentRequest.of(begin)
+
+    def _prepare(self, operation: str, buf: Any, dest: int, tag: int, stream: Any) -> MPI.Prequest:
+        prepare, start = _PERSISTENT[operation]
+        messages, sent = self._messages, None
+        if not (type(buf) is ndarray and (buf.base is None or is_host_view(buf))):
+            buf, sent = messages.read(operation, buf, stream, dest)
+        if sent is None:
+            refuse_stream(operation, stream)
+            prepared: MPI.Prequest = host_calls.call(prepare, self, buf, dest, tag)
+            return prepared
+
+        def begin() -> DeferredRequest:
+            _, sent = messages.read(operation, buf, stream, dest)  # again, because the stream may capture a graph
+            assert sent is not None
+            return messages.start_send(start, sent, dest, tag)
+
+        return PersistentRequest.of(begin)
 
     def _send(self, operation: str, send: Callable[..., Sent], buf: Any, dest: int, tag: int, stream: Any) -> Sent:
         """Send host memory by ``send``, the method ``operation`` of MPI, and a device array by its endpoint."""
@@ -358,10 +369,63 @@ class PointToPoint(MPI.Intracomm):
                 done: Sent = by_gpu(send, sent, dest, tag)
                 return done
             refuse_stream(operation, stream)
-        try:
-            return send(self, buf, dest, tag)
-        except host_calls.REFUSALS:
-            return send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
+        return host_calls.call(send, self, buf, dest, tag)
+
+    def _exchange(
+        self,
+        operation: str,
+        by_mpi: Callable[..., Any],
+        send: Side,
+        receive: Side,
+        stream: Any,
+        algorithm: str = "auto",
+        *status: MPI.Status | None,
+    ) -> Any:
+        """Send one buffer and receive into another: by MPI's method ``by_mpi`` if both lie in host memory."""
+        (sendbuf, dest, sendtag), (recvbuf, source, recvtag), messages = send, receive, self._messages
+        if algorithm != "auto" and self._kernels_match(operation, algorithm):
+            return self._in_stream_order.exchange(operation, stream, send, receive, *status)
+        sendbuf, sent = messages.read(operation, sendbuf, stream, dest, "sendbuf")
+        recvbuf, received = messages.read(operation, recvbuf, stream, source, "recvbuf", receives=True, beside=sent)
+        first = sent or received
+        if first is None or first.stream is None:
+            _refuse_options(operation, stream, algorithm, sendbuf, recvbuf)
+        if first is None:
+            return host_calls.call_on_two(by_mpi, self, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), *status)
+        if first.captured and algorithm == "auto" and operation == "Sendrecv":
+            return self._in_stream_order.exchange(
+                operation, stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), *status
+            )
+        if sent is None or received is None:
+            from mpicomm.messages.reader import host_end
+
+            sent = sent or host_end(operation, sendbuf, False, "sendbuf")
+            received = received or host_end(operation, recvbuf, True, "recvbuf")
+        if operation == "Sendrecv":
+            return messages.exchange(sent, dest, sendtag, received, (source, recvtag), *status)
+        return messages.start_exchange(sent, dest, sendtag, received, messages.posted_beside_send(source, recvtag))
+
+    def _replace(
+        self,
+        operation: str,
+        by_mpi: Callable[..., Any],
+        send: Side,
+        posted: tuple[int, int],
+        stream: Any,
+        *status: MPI.Status | None,
+    ) -> Any:
+        """Send a buffer and receive into it. ``posted`` is the source and the tag of the received message."""
+        (buf, dest, tag), messages, end = send, self._messages, None
+        is_host = type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf))
+        if messages.by_rendezvous or not is_host:
+            buf, end = messages.read(operation, buf, stream, dest, other=posted[0], receives=True)
+        if end is None or not end.on_device:
+            refuse_stream(operation, stream)
+        if end is None:
+            return host_calls.call(by_mpi, self, buf, dest, tag, *posted, *status, writable=True)
+        if operation == "Sendrecv_replace":
+            return messages.exchange(end, dest, tag, end, posted, *status, replace=True)
+        return messages.start_exchange(end, dest, tag, end, messages.posted_beside_send(*posted), replace=True)
 
     def _kernels_match(self, operation: str, algorithm: str) -> bool:
         """Return whether ``algorithm`` lets kernels match the message. Raise if a call cannot have ``algorithm``."""

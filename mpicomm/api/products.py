@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 if TYPE_CHECKING:
     from mpicomm.products.calls import Products
-    from mpicomm.products.libraries import Multiply
+    from mpicomm.products.operands import Multiply
 
 
 class ProductCalls(MPI.Intracomm):

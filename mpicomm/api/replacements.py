@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +10,9 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.api.host_staging import HostStaging, Wrapped, on_host_copies, wrap
+from mpicomm.api.host_staging import HostStaging, Wrapped, buffers_of, diverted, on_host_copies, refuse, wrap
 from mpicomm.api.lifetime import communicator_of
 from mpicomm.api.window import Win
-from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.host_calls import announce
 from mpicomm.mpi.location import is_on_device
@@ -47,15 +44,14 @@ def replacements(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
     for name in ("fromhandle", "fromint", "f2py"):
         yield MPI.Comm, name, classmethod(_from_number(getattr(MPI.Comm, name)))
     for owner, name in _LOCAL:
-        yield owner, name, _diverted(getattr(owner, name), _on_copies)
-    yield MPI.Session, "Attach_buffer", _diverted(MPI.Session.Attach_buffer, functools.partial(_refuse, "Session"))
+        yield owner, name, diverted(getattr(owner, name), _on_copies)
+    yield MPI.Session, "Attach_buffer", diverted(MPI.Session.Attach_buffer, refuse)
     yield MPI.Win, "Create", classmethod(_create_window)
     for cls in (MPI.Win, MPI.File):
         for name in sorted({*cls.__dict__} - {"Create"}):
             method = getattr(cls, name)
-            if name[0].isupper() and callable(method) and _buffers_of(method):
-                guarded = _diverted(method, functools.partial(_refuse, cls.__name__))
-                yield cls, name, guarded if inspect.ismethoddescriptor(method) else staticmethod(guarded)
+            if name[0].isupper() and callable(method) and buffers_of(method):
+                yield cls, name, diverted(method, refuse)
 
 
 def _initialization(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
@@ -135,42 +131,9 @@ def _create_window(cls: type[MPI.Win], *arguments: Any, **keywords: Any) -> MPI.
     return made
 
 
-def _buffers_of(method: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a method's buffer arguments, by mpi4py's annotations."""
-    with contextlib.suppress(ValueError):
-        parameters = inspect.signature(method).parameters.values()
-        return tuple(each.name for each in parameters if "Buf" in str(each.annotation))
-    return ()
-
-
-def _diverted(
-    method: Callable[..., Any], divert: Callable[[Callable[..., Any], dict[str, Any], list[str]], Any]
-) -> Callable[..., Any]:
-    """Return ``method``, whose calls with device arrays go to ``divert``: method, arguments, names of these arrays."""
-    signature, buffers = inspect.signature(method), _buffers_of(method)
-
-    @functools.wraps(method)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            given = signature.bind_partial(*arguments, **keywords).arguments
-        except TypeError:
-            return method(*arguments, **keywords)  # which raises mpi4py's error
-        on_device = [name for name in buffers if is_on_device(given.get(name))]
-        return divert(method, given, on_device) if on_device else method(*arguments, **keywords)
-
-    return call
-
-
-def _refuse(owner: str, method: Callable[..., Any], given: dict[str, Any], on_device: list[str]) -> Any:
-    raise InvalidUsageError(
-        f"{owner}.{method.__name__}: {on_device[0]} lies in device memory, which MPI cannot access: copy it to the "
-        "host, or use comm.empty() for memory that all ranks of a node open"
-    )
-
-
 def _on_copies(method: Callable[..., Any], given: dict[str, Any], on_device: list[str]) -> Any:
     """Call a method of MPI with host copies of device arrays."""
-    called, buffers = given.pop("self"), _buffers_of(method)
+    called, buffers = given.pop("self"), buffers_of(method)
 
     def on_copies(**arguments: Any) -> Any:
         if isinstance(called, MPI.Datatype):  # the datatype is the type of its buffers

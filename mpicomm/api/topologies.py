@@ -1,32 +1,97 @@
-"""The checks of the arguments that describe a graph to a call that makes a communicator.
+"""Communicators with a topology: checks of their arguments, and ``reorder=True``, which gives neighbours fast links.
 
-If the arguments are wrong, MPI ends the program, reads other memory or waits for ever. The functions are *collective*,
-and raise `InvalidUsageError` on every rank alike.
+If the arguments are wrong, MPI ends the program, reads other memory or waits for ever. So the ranks exchange what they
+pass, and raise the same `InvalidUsageError`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.api.reorder import listed, starts_of_graph
+from mpicomm.cluster.linked_order import Edges, best_order, cost_of
 from mpicomm.errors import InvalidUsageError
+from mpicomm.session import Session
 
+Read = TypeVar("Read")
+Weights = list[int] | None
+Neighbors = tuple[list[int], list[int], Weights, Weights]
+"""The sources and destinations of one rank of a graph, and the weights of both."""
 _TAKES_NULL = "Open MPI" not in MPI.Get_library_version()
 """Whether MPI takes MPI.PROC_NULL for a neighbour. Open MPI 5.0.11 ends the program in a collective of neighbours."""
 
 
-def require_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> None:
-    """Raise if ``index`` and ``edges`` are no graph of ranks of ``comm``."""
+@contextmanager
+def linked_well(
+    given: MPI.Intracomm, session: Session, what: str, reorder: bool, edges: Callable[[], Edges]
+) -> Iterator[tuple[MPI.Intracomm, bool]]:
+    """Give MPI's call a communicator of the same ranks, and its argument ``reorder``. Collective, blocking.
 
-    def check() -> None:
+    ``what`` is the call. ``edges`` returns the edges of the topology, the same on all ranks. MPI decides on the order
+    if `costs_between` returns None.
+    """
+    comm = MPI.Intracomm(given)
+    costs = costs_between(comm, session, what) if reorder else None
+    if costs is None:
+        yield comm, reorder
+        return
+    order = best_order(costs, edges())
+    if order == sorted(order):
+        yield comm, False
+        return
+    moved = comm.Split(0, order.index(comm.rank))
+    assert isinstance(moved, MPI.Intracomm)
+    try:
+        yield moved, False
+    finally:
+        moved.Free()
+
+
+def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list[float]] | None:
+    """Return the costs from each rank to each rank, or None if the links are not known. Collective, blocking.
+
+    It also returns None if ranks share a GPU. There another order gains no speed, and some programs ask for another
+    order but do not expect to get it.
+    """
+    placement = session.placement
+    if len(placement.nodes) > 1 or not isinstance(placement.here.device, int):
+        return None
+    if len({place.device_uuid for place in placement.places}) < len(placement.places):
+        return None
+    return comm.allgather([cost_of(link) for link in session.set_up(what).links()])
+
+
+def edges_of_grid(dims: Sequence[int], periods: Sequence[bool] | bool | None, size: int) -> Edges:
+    """Return the edges between neighbours of a grid. A grid that MPI will refuse has none."""
+    periodic = [bool(periods)] * len(dims) if periods is None or isinstance(periods, (bool, int)) else periods
+    if min(dims, default=1) < 1 or math.prod(dims) > size or len(periodic) != len(dims):
+        return {}
+    edges: Counter[tuple[int, int]] = Counter()
+    for place, number in itertools.product(itertools.product(*map(range, dims)), range(len(dims))):
+        beside = [*place]
+        beside[number] = (place[number] + 1) % dims[number]
+        if beside[number] or periodic[number]:
+            edges[int(np.ravel_multi_index(place, dims)), int(np.ravel_multi_index(beside, dims))] += 1
+    return edges
+
+
+def read_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> Edges:
+    """Return the edges of a graph that all ranks pass. Collective. Rank r has the neighbours up to ``edges[index[r]]``.
+
+    mpi4py also takes an index with a leading 0, which stands for no rank.
+    """
+
+    def read() -> tuple[list[int], list[int]]:
         ends, peers = _integers("index", index), _integers("edges", edges)
-        starts = starts_of_graph(ends, peers)
+        starts = ends if len(ends) and ends[0] == 0 and ends[-1] == len(peers) else [0, *ends]
         nodes = len(starts) - 1
         if nodes > comm.size:
             raise InvalidUsageError(f"index has {nodes} ranks, but the communicator has {comm.size}: pass up to these")
@@ -38,14 +103,17 @@ def require_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> None:
         if starts[-1] > len(peers):
             raise InvalidUsageError(f"edges has {len(peers)} items, but index says {starts[-1]}: pass all of them")
         _require_ranks("edges", peers, nodes)
+        return starts, peers
 
-    _raise_together(comm, "Create_graph", check)
+    starts, peers = _of_all(comm, "Create_graph", read)[comm.rank]
+    spans = enumerate(itertools.pairwise(starts))
+    return Counter((rank, peer) for rank, (start, stop) in spans for peer in peers[start:stop])
 
 
-def require_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: Any, weights: Any) -> None:
-    """Raise if the lists of a rank are no edges between ranks of ``comm``."""
+def read_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: Any, weights: Any) -> Edges:
+    """Return the edges of a graph, of which each rank passes any. Collective."""
 
-    def check() -> None:
+    def read() -> tuple[list[int], list[int], Weights]:
         starts = _integers("sources", sources)
         counts = _integers("degrees", degrees, len(starts))
         if min(counts, default=0) < 0:
@@ -53,50 +121,70 @@ def require_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations:
         ends = _integers("destinations", destinations, sum(counts))
         _require_ranks("sources", starts, comm.size)
         _require_ranks("destinations", ends, comm.size)
-        _require_weights("weights", weights, len(ends))
+        froms = [source for source, degree in zip(starts, counts, strict=True) for _ in range(degree)]
+        return froms, ends, _weights("weights", weights, len(ends))
 
-    _raise_together(comm, "Create_dist_graph", check)
+    found: Counter[tuple[int, int]] = Counter()
+    for froms, ends, each in _of_all(comm, "Create_dist_graph", read):
+        for source, end, weight in zip(froms, ends, each or itertools.repeat(1)):  # noqa: B905
+            found[source, end] += weight
+    return found
 
 
-def require_matching(
+def read_neighbors(
     comm: MPI.Intracomm, sources: Any, destinations: Any, sourceweights: Any, destweights: Any
-) -> None:
-    """Raise if a neighbour is no rank of ``comm``, or if the lists of two ranks do not match."""
-    size, rank = comm.size, comm.rank
-    sent, named, expected = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
+) -> list[Neighbors]:
+    """Return the neighbours of all ranks. Collective. Raises if two ranks do not name each other equally often."""
+    what, size = "Create_dist_graph_adjacent", comm.size
 
-    def check() -> None:
-        for counts, ranks, name, weights, name_of_weights in (
-            (expected, sources, "sources", sourceweights, "sourceweights"),
-            (sent, destinations, "destinations", destweights, "destweights"),
+    def read() -> Neighbors:
+        lists, weights = [], []
+        for name, ranks, of_weights, given in (
+            ("sources", sources, "sourceweights", sourceweights),
+            ("destinations", destinations, "destweights", destweights),
         ):
             peers = _integers(name, () if ranks is None else ranks)
             _require_ranks(name, peers, size, or_null=True)
-            _require_weights(name_of_weights, weights, len(peers))
-            np.add.at(counts, [peer for peer in peers if peer != MPI.PROC_NULL], 1)
+            lists.append(peers)
+            weights.append(_weights(of_weights, given, len(peers)))
+        return lists[0], lists[1], weights[0], weights[1]
 
-    def compare() -> None:
-        for peer in np.flatnonzero(named != expected).tolist():
-            raise InvalidUsageError(
-                f"rank {peer} names rank {rank} {named[peer]} times as a destination, and this rank names rank {peer} "
-                f"{expected[peer]} times as a source: let both ranks name each other equally often"
-            )
+    everyone = _of_all(comm, what, read)
+    named = Counter((rank, peer) for rank, lists in enumerate(everyone) for peer in lists[1])
+    for rank, lists in enumerate(everyone):
+        expected = Counter(lists[0])
+        for peer in range(size):
+            if named[peer, rank] != expected[peer]:
+                raise InvalidUsageError(
+                    f"{what}: rank {rank}: rank {peer} names rank {rank} {named[peer, rank]} times as a destination, "
+                    f"and this rank names rank {peer} {expected[peer]} times as a source: let both ranks name each "
+                    "other equally often",
+                    ranks=[rank],
+                )
+    return everyone
 
-    _raise_together(comm, "Create_dist_graph_adjacent", check)
-    comm.Alltoall(sent, named)
-    _raise_together(comm, "Create_dist_graph_adjacent", compare)
+
+def edges_of(neighbors: Sequence[Neighbors]) -> Edges:
+    """Return the edges of a graph, from the neighbours of all ranks."""
+    found: Counter[tuple[int, int]] = Counter()
+    for rank, (_, destinations, _, weights) in enumerate(neighbors):
+        for peer, weight in zip(destinations, weights or itertools.repeat(1)):  # noqa: B905
+            found[rank, peer] += weight
+    return found
 
 
-def _raise_together(comm: MPI.Intracomm, what: str, check: Callable[[], None]) -> None:
-    """Raise the error of ``check`` on all ranks if it raises on one. Collective."""
-    fault = ""
+def _of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Read]:
+    """Return what ``read`` returns on each rank. Raise its error on all ranks if it raises on one. Collective."""
+    fault, mine = "", None
     try:
-        check()
+        mine = read()
     except (InvalidUsageError, TypeError) as error:
-        fault = f"rank {comm.rank}: {error}"
-    for rank, said in enumerate(comm.allgather(fault)):
+        fault = str(error)
+    everyone = comm.allgather((fault, mine))
+    for rank, (said, _) in enumerate(everyone):
         if said:
-            raise InvalidUsageError(f"{what}: {said}", ranks=[rank])
+            raise InvalidUsageError(f"{what}: rank {rank}: {said}", ranks=[rank])
+    return [each for _, each in everyone]
 
 
 def _integers(name: str, values: Any, count: int | None = None) -> list[int]:
@@ -121,6 +209,8 @@ def _require_ranks(name: str, ranks: list[int], size: int, *, or_null: bool = Fa
             raise InvalidUsageError(f"{name}[{place}]={rank} is no rank of the communicator: {way_out}")
 
 
-def _require_weights(name: str, weights: Any, count: int) -> None:
-    if (given := listed(weights)) is not None:
-        _integers(name, given, count)
+def _weights(name: str, weights: Any, count: int) -> Weights:
+    """Return weights without MPI's constants, because their values differ between processes."""
+    if weights is None or (isinstance(weights, int) and weights == MPI.UNWEIGHTED):
+        return None
+    return _integers(name, [] if isinstance(weights, int) else list(weights), count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -61,7 +61,8 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
         memory, session = self._memory, self._session
         if not memory.closed:
             if session.intact:
-                session.group.agree("Win.Free", lambda: _as_usage(self._epochs.require_none, "Win.Free"))
+                ends = (lambda what: None) if self._is_torn else self._epochs.require_none
+                session.group.agree("Win.Free", lambda: ends("Win.Free"))
             session.close_shared(memory, "Win")
             self._array = None  # the caller may free its memory now
         if self:
@@ -213,22 +214,22 @@ class Win(_Calls):
             require_on_host("Create", None, memory=memory)
             return _on_host(_create(cls, memory, index_of(disp_unit, "disp_unit", "Win.Create"), info, comm), comm)
         session = comm._session.set_up("Win.Create")  # type: ignore[attr-defined]
-        offer = _Offer("none", Part(0, 1))
-        provide = allocated(session, 0)
+        offer, provide = ("none", Part(0, 1)), allocated(session, 0)
 
-        def describe() -> _Offer:
+        def describe() -> tuple[str, Part]:
+            """Return the kind of memory that this rank passes, and its part of the window."""
             nonlocal offer, provide
             if memory is None or memory is MPI.BOTTOM:
-                offer = _Offer("none", checked_part(0, disp_unit, "Win.Create"))
+                offer = "none", checked_part(0, disp_unit, "Win.Create")
             elif place == "device" or is_on_device(memory):
                 nbytes, provide = adopted(session, memory)
-                offer = _Offer("device", checked_part(nbytes, disp_unit, "Win.Create"))
+                offer = "device", checked_part(nbytes, disp_unit, "Win.Create")
             else:
-                offer = _Offer("host", Part(0, 1))
+                offer = "host", Part(0, 1)
             return offer
 
         offers = session.group.exchange("Win.Create", describe)
-        found = {where: [rank for rank, each in enumerate(offers) if each.where == where] for where in _WHERE}
+        found = {kind: [rank for rank, each in enumerate(offers) if each[0] == kind] for kind in ("host", "device")}
         if found["host"] and found["device"]:
             raise InvalidUsageError(
                 f"Win.Create: memory is device memory on {name_ranks(found['device'])} and host memory on "
@@ -236,8 +237,8 @@ class Win(_Calls):
             )
         if not found["device"] and place == "auto":
             return _on_host(_create(cls, memory, disp_unit, info, comm), comm)
-        parts = [each.part for each in offers]
-        array = memory if offer.where == "device" else None
+        parts = [part for _, part in offers]
+        array = memory if offer[0] == "device" else None
         return _on_device(comm, info, "Win.Create", parts, provide, MPI.WIN_FLAVOR_CREATE, array)
 
     @classmethod
@@ -251,12 +252,8 @@ class Win(_Calls):
         place: str = "auto",
     ) -> Win:
         """Make a window of new memory of ``size`` bytes. ``tomemory()`` is its array of bytes. Collective, blocking."""
-        comm = _checked("Win.Allocate", comm, info)
-        if not _may_be_device(comm, place, "Win.Allocate"):
-            part = checked_part(size, disp_unit, "Win.Allocate")
-            make = _allocate_shared if place == "device" else _allocate
-            return _on_host(make(cls, *part, info, comm), comm)
-        return _new(comm, "Win.Allocate", size, disp_unit, info, MPI.WIN_FLAVOR_ALLOCATE)
+        by_mpi = _allocate_shared if place == "device" else _allocate
+        return cls._allocated("Win.Allocate", by_mpi, size, disp_unit, info, comm, place, MPI.WIN_FLAVOR_ALLOCATE)
 
     @classmethod
     def Allocate_shared(
@@ -272,11 +269,27 @@ class Win(_Calls):
 
         Collective, blocking.
         """
-        comm = _checked("Win.Allocate_shared", comm, info)
-        if not _may_be_device(comm, place, "Win.Allocate_shared"):
-            part = checked_part(size, disp_unit, "Win.Allocate_shared")
-            return _on_host(_allocate_shared(cls, *part, info, comm), comm)
-        return _new(comm, "Win.Allocate_shared", size, disp_unit, info, MPI.WIN_FLAVOR_SHARED)
+        what, flavor = "Win.Allocate_shared", MPI.WIN_FLAVOR_SHARED
+        return cls._allocated(what, _allocate_shared, size, disp_unit, info, comm, place, flavor)
+
+    @classmethod
+    def _allocated(
+        cls,
+        what: str,
+        by_mpi: Callable[..., Win],
+        size: Any,
+        disp_unit: Any,
+        info: MPI.Info,
+        comm: Any,
+        place: str,
+        flavor: int,
+    ) -> Win:
+        comm = _checked(what, comm, info)
+        if not _may_be_device(comm, place, what):
+            return _on_host(by_mpi(cls, *checked_part(size, disp_unit, what), info, comm), comm)
+        session: Session = comm._session.set_up(what)
+        parts = session.group.exchange(what, lambda: checked_part(size, disp_unit, what))
+        return _on_device(comm, info, what, parts, allocated(session, parts[comm.rank].nbytes), flavor)
 
     @classmethod
     def Create_dynamic(
@@ -300,16 +313,6 @@ else:
         """A `Win` of device memory."""
 
 
-_WHERE = ("none", "host", "device")
-
-
-class _Offer(NamedTuple):
-    """The kind of memory that a rank passes, and its part of the window."""
-
-    where: str
-    part: Part
-
-
 def _checked(what: str, comm: Any, info: Any) -> Any:
     """Return the Communicator of ``comm``. Raise TypeError, as mpi4py does, for arguments of another class. Local."""
     if not isinstance(comm, MPI.Intracomm):
@@ -330,13 +333,6 @@ def _may_be_device(comm: Any, place: str, what: str) -> bool:
             raise InvalidUsageError(f"{what}: comm={comm!r} is no mpicomm.Communicator, which place='device' needs")
         return False
     return place != "mpi" and comm.device != "cpu"
-
-
-def _new(comm: Any, what: str, size: Any, disp_unit: int, info: MPI.Info, flavor: int) -> Win:
-    session: Session = comm._session.set_up(what)
-    parts = session.group.exchange(what, lambda: checked_part(size, disp_unit, what))
-    provide = allocated(session, parts[comm.rank].nbytes)
-    return _on_device(comm, info, what, parts, provide, flavor)
 
 
 def _on_device(
@@ -388,11 +384,3 @@ def _observed(win: Win, comm: Any) -> Win:
 
         record_calls(win, comm._session.channel)
     return win
-
-
-def _as_usage(check: Callable[[str], None], what: str) -> None:
-    """Raise the error of ``check`` in the class in which an exchange hands it to all ranks."""
-    try:
-        check(what)
-    except RefusedByMpiError as error:
-        raise InvalidUsageError(str(error)) from None

@@ -19,7 +19,7 @@ from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.location import is_on_device, refuse_stream
 from mpicomm.mpi.spec import index_of
 from mpicomm.mpi.types import is_covered, is_narrow
-from mpicomm.windows.buffers import elements_of
+from mpicomm.windows.buffers import elements_of, target_elements
 from mpicomm.windows.memory import Part, require_inside
 from mpicomm.windows.updates import as_pairs, name_of, update_of
 
@@ -142,7 +142,7 @@ def _require_legal(what: str, op: Any, origin: Any, rank: Any) -> None:
             "communicator of GPUs (place='device'), or pass an operation that MPI defines",
             MPI.ERR_OP,
         )
-    elements = as_pairs(elements_of(origin, "origin"))
+    elements = as_pairs(elements_of(origin, "origin", only_type=True))
     if elements.dtype is None and elements.datatype in _LOGICALS and name in ("land", "lor", "lxor"):
         return
     dtype = update_of(name, elements, what).dtype
@@ -168,37 +168,13 @@ def _as_bits(buffer: Any) -> Any:
 def _require_inside(name: str, part: Part, buffer: Any, rank: int, target: Any) -> None:
     """Raise `RefusedByMpiError` if a call reaches beyond the part of ``rank``, which MPI need not notice.
 
-    ``buffer`` has the elements of the target unless the target names them. Unusual forms are left to MPI.
+    ``buffer`` has the elements of the target unless the target names them.
     """
-    disp, count, datatype, array, own_type = target, None, None, buffer, None
-    if type(target) in (tuple, list) and 0 < len(target) <= 3:
-        disp = target[0]
-        count = target[1] if len(target) > 1 else None
-        datatype = target[2] if len(target) > 2 else None
-    if type(buffer) in (tuple, list) and len(buffer) == 2:
-        array, own_type = buffer
-    if disp is None:
-        disp = 0
-    if datatype is None:
-        datatype = own_type
-    if type(disp) is not int or type(array) is not ndarray:
-        return
-    plain = datatype is None or (type(datatype) is MPI.Datatype and datatype.is_predefined)
-    if plain and 0 <= disp * part[1] <= part[0] - array.nbytes:
-        return
-    if datatype is None:
-        ends = 0, array.nbytes if count is None else count * array.itemsize
-    elif type(datatype) is not MPI.Datatype or datatype == MPI.DATATYPE_NULL or not datatype.size:
-        return
-    else:
-        if count is None:
-            count = array.nbytes // (datatype.extent or 1) if own_type is not None else array.nbytes // datatype.size
-        if count <= 0:
-            return
-        begin, extent = datatype.Get_true_extent()
-        span = (count - 1) * datatype.extent
-        ends = begin + min(span, 0), begin + max(span, 0) + extent
-    require_inside(f"Win.{name}", part, rank, disp, ends)
+    try:
+        disp, elements = target_elements(target, elements_of(buffer, "origin"), name)
+    except (TypeError, InvalidUsageError):
+        return  # MPI names what it refuses, and moves types that NumPy lacks
+    require_inside(f"Win.{name}", part, rank, disp, elements.ends)
 
 
 def _name_wrong_argument(name: str, mpi: Callable[..., Any], *arguments: Any, **named: Any) -> None:

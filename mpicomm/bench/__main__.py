@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench import experts, matmul
@@ -13,10 +12,8 @@ from mpicomm.bench.content import OPS, Content
 from mpicomm.bench.machine import machine_of
 from mpicomm.bench.measure import Measuring, Outcome
 from mpicomm.bench.operations import ALIASES, BARRIER, DTYPES, OPERATIONS, Case, blocks_of
-from mpicomm.bench.overlap import slowdowns
 from mpicomm.bench.peers import OWN, PEERS, UNCODED
 from mpicomm.bench.report import ResultRow, Results, Table
-from mpicomm.bench.torch_peers import TorchSymmetric
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.collectives.gpu.algorithms.registry import NAMES
@@ -36,10 +33,11 @@ _NCCL_TESTS_NAMES = {
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = arguments.measuring_parser(
+    result = arguments.command_parser(
         "bench",
         "Time a collective, check its results, and compare with other libraries. Options are as in "
         "nccl-tests; on GPUs -n calls make a CUDA graph, which is timed -G times (-G 0 or --eager: call by call).",
+        peers=PEERS,
     )
     count = arguments.count_from
     collective = arguments.name_from(OPERATIONS, "collective", aliases=ALIASES)
@@ -78,8 +76,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
     )
-    arguments.add_compare_argument(result, PEERS)
-    result.add_argument("--beside", choices=("matmul",), help="time a matrix product during calls of the largest size")
     return result
 
 
@@ -91,15 +87,12 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         if row is None or not row.coded:
             raise InvalidUsageError("--wire-dtype is for allreduce, allgather and reduce_scatter: leave it out")
         wire.require(options.collective, covered_dtype(options.datatype), options.op if row.reduces else None)
-    if options.beside and comm.device != "cpu" and TorchSymmetric.missing():
-        raise InvalidUsageError(f"--beside needs PyTorch: {TorchSymmetric.missing()}, or leave it out")
     barrier = OPERATIONS[options.collective] is BARRIER
     on_host = comm.device == "cpu"
     for refused, why in (
         (barrier and options.algorithm != "auto", "--algorithm is not for the barrier, which has one way"),
         (barrier and options.vary, "--vary is not for the barrier, which has no sizes to vary"),
         (on_host and options.eager, "--eager is for GPUs: on the host all calls are timed without graphs"),
-        (on_host and options.beside, "--beside is for GPUs: on the host no product runs beside a call"),
     ):
         if refused:
             raise InvalidUsageError(f"{why}: leave it out")
@@ -162,18 +155,16 @@ def main() -> int:
             outcomes[place], silent[place] = measured
         results.rows.append(ResultRow(case, outcomes, silent))
         command_line.show(table.row(case, outcomes, OWN))
-    beside = slowdowns(comm, machine, contenders, cases[-1]) if options.beside else []
     own = {contender.name for contender in contenders.present if contender.own}
     wrong = sum(count for name, count in results.wrong().items() if name in own)
     peers = {each.name: each.version for each in contenders.present if not each.own or each.name == UNCODED}
-    command_line.show(*(f"# {line}" for line in results.footer()), *(f"# {slowdown}" for slowdown in beside))
+    command_line.show(*(f"# {line}" for line in results.footer()))
     document = {
         "collective": options.collective,
         "peers": peers,
         "missing": contenders.absent,
         "results": results.document(),
         "geometric_means": results.geometric_means(),
-        "beside": [asdict(slowdown) for slowdown in beside],
     }
     return run.finish(document, wrong, close=contenders.close)
 

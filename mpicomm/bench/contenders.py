@@ -5,11 +5,12 @@ If calls vary, a contender has a list of variations of a case, and makes the nex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from mpicomm.bench.measure import (
     those_that_work,
 )
 from mpicomm.bench.operations import BARRIER, Case, CaseBuffers
-from mpicomm.bench.peers import ORDINARY, OWN, UNCODED, Mpicomm, Peer, PlainMpi, peer_class
+from mpicomm.bench.peers import ORDINARY, OWN, PEERS, UNCODED, Mpicomm, Peer, PlainMpi
 from mpicomm.collectives.wire import Wire
 
 P = TypeVar("P", bound=Peer)
@@ -38,27 +39,17 @@ ROOM_NBYTES = _STEP_NBYTES * _PLACES
 _CHECKED = 8  # variations in each check, because a call may go wrong only after a call of another size
 
 
-@dataclass(frozen=True)
-class Variation:
-    """A call on blocks of ``block`` elements. Its buffers begin ``shift`` bytes into their arrays.
+def draw(largest: int, wanted: int) -> list[tuple[int, int]]:
+    """Return ``wanted`` different variations of a call on at most ``largest`` elements, or all that exist.
 
-    Such calls come from a program with changing batches and an allocator that places arrays anew.
-    """
-
-    block: int
-    shift: int
-
-
-def draw(largest: int, wanted: int) -> list[Variation]:
-    """Return ``wanted`` different variations of blocks of at most ``largest`` elements, or all that exist.
-
-    Blocks have more than half of ``largest``, so that each call has the algorithm and the geometry of the largest.
-    Every rank draws the same variations.
+    A variation is a block and how many bytes into their arrays its buffers begin, as in a program with changing batches
+    and an allocator that places arrays anew. Blocks have more than half of ``largest``, so that each call has the
+    algorithm and the geometry of the largest. Every rank draws the same variations.
     """
     smallest = largest // 2 + 1
     possible = (largest - smallest + 1) * _PLACES
     drawn = np.random.default_rng([_SEED, largest]).choice(possible, min(wanted, possible), replace=False)
-    return [Variation(smallest + number // _PLACES, number % _PLACES * _STEP_NBYTES) for number in drawn.tolist()]
+    return [(smallest + number // _PLACES, number % _PLACES * _STEP_NBYTES) for number in drawn.tolist()]
 
 
 def mean_share(largest: int) -> float:
@@ -89,11 +80,7 @@ class Contenders:
 
     def open_peers(self, names: Sequence[str]) -> None:
         """Add the peers that all ranks can open. Collective."""
-
-        def make(name: str) -> Peer:
-            return open_peer(peer_class(name), self._comm, self._machine).named(name, self._nbytes)
-
-        opened, self.absent = those_that_work(self._comm, names, make)
+        opened, self.absent = open_peers(self._comm, self._machine, PEERS, names, self._nbytes)
         self.present += opened.values()
 
     def close(self) -> None:
@@ -119,6 +106,26 @@ class Contenders:
         return measuring.run(trials, silent)
 
 
+def open_peers(
+    comm: Communicator, machine: Machine, known: Mapping[str, type[Peer] | str], names: Iterable[str], nbytes: int = 0
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Open the libraries of these names, with arrays of ``nbytes``. Collective.
+
+    Return those that all ranks can open, and the reasons of the others. The classes are ``known``, or their modules,
+    which then load at this moment.
+    """
+
+    def open_one(name: str) -> Peer:
+        made = known[name]
+        if isinstance(made, str):
+            module, _, cls = made.partition(".")
+            made = getattr(importlib.import_module(f"mpicomm.bench.{module}"), cls)
+        peer: Peer = open_peer(made, comm, machine)
+        return peer.named(name, nbytes) if nbytes else peer
+
+    return those_that_work(comm, names, open_one)
+
+
 def open_peer(made: type[P], comm: Communicator, machine: Machine) -> P:
     """Open another library by its class. Collective. Raises `UnsupportedError` on all ranks."""
     if machine.stream is None and made is not PlainMpi:
@@ -138,7 +145,7 @@ def _trials(
     if vary:
         checks *= _CHECKED
         calls_of_all = checks + measuring.warmups + measuring.iterations * measuring.rounds
-        varied = [(replace(case, block=one.block), one.shift) for one in draw(case.block, calls_of_all)]
+        varied = [(replace(case, block=block), shift) for block, shift in draw(case.block, calls_of_all)]
         scenes = [(one, contender.buffers(one, shift)) for one, shift in varied]
     if case.operation is BARRIER:
         checks = 0

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.bench.operations import Case, CaseBuffers
+if TYPE_CHECKING:  # p2p, which takes this, may run without MPI
+    from mpicomm.bench.operations import Case, CaseBuffers
 
 _PERIOD = 1_000_003
 _POISON = 0xA5
@@ -63,9 +64,19 @@ class Content:
         if buffers.receive is not None:
             self.poison(buffers.receive)
         if case.has_input:
-            words = buffers.send.view(self._word)
-            for start, stop, data in self._tiles(case.rank, 0, words.size):
-                words[start:stop] = data
+            self.write(buffers.send, case.rank)
+
+    def write(self, array: Any, rank: int) -> None:
+        """Write the data of a rank into an array."""
+        words = array.view(self._word)
+        for start, stop, data in self._tiles(rank, 0, words.size):
+            words[start:stop] = data
+
+    def count_differing(self, array: Any, period: int, offset: int = 0) -> int:
+        """Return the number of elements that differ from those of a period from ``offset`` on. It compares all."""
+        words = array.view(self._word)
+        tiles = self._tiles(period, offset, words.size)
+        return int(sum(self._xp.count_nonzero(words[start:stop] != data) for start, stop, data in tiles))
 
     def count_wrong(self, case: Case, buffers: CaseBuffers, *, exact: bool, error: float = 0.0) -> int:
         """Return the number of wrong elements that a case received.
@@ -78,12 +89,10 @@ class Content:
             return 0
         words = buffers.receive.view(self._word)
         if not error and (exact or not case.operation.reduces):
-            differing = [
-                self._xp.count_nonzero(words[piece.start : piece.start + piece.count][start:stop] != data)
+            return sum(
+                self.count_differing(words[piece.start : piece.start + piece.count], piece.period, piece.offset)
                 for piece in pieces
-                for start, stop, data in self._tiles(piece.period, piece.offset, piece.count)
-            ]
-            return int(sum(differing))
+            )
         if case.operation.reduces and case.op != "avg":
             error *= self._size
         return sum(self._count_far(words, piece, error) for piece in pieces)

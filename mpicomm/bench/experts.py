@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.bench.contenders import open_peer
+from mpicomm.bench.contenders import open_peers
 from mpicomm.bench.machine import Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Measuring, Trial, those_that_work
+from mpicomm.bench.measure import CheckedCall, Measuring, Trial
 from mpicomm.bench.torch_peers import TorchNccl
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.experts.arrays import Received
+from mpicomm.experts.arrays import BY_EXPERT, DTYPES, LAYOUTS, Received
 from mpicomm.experts.experts import Experts
-from mpicomm.experts.shape import BY_EXPERT, DTYPES, LAYOUTS
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.sizes import Columns
 
@@ -33,16 +32,17 @@ _NCCL_CALLS = ("nccl_dispatch", "nccl_combine", "nccl_even")
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = arguments.measuring_parser(
+    result = arguments.command_parser(
         "bench experts",
         "Time dispatch and combine of a mixture of experts, and check every row. On GPUs -n calls make a "
         "CUDA graph. Each token has --top-k different experts, which are drawn at random.",
+        peers=_PEERS,
     )
     count = arguments.count_from
     result.add_argument("experts", choices=[NAME], help=argparse.SUPPRESS)
     result.add_argument(
         "--tokens",
-        type=arguments.counts_from(1),
+        type=arguments.list_of(count(1)),
         metavar="N,...",
         help="of a rank; also the max_tokens of the Experts object; default: 128,4096, on the cpu 16,128",
     )
@@ -55,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--layouts", type=layouts, default=LAYOUTS, metavar="NAME,...", help="experts, tokens")
     result.add_argument("--blocks", type=count(2), metavar="N", help="the most blocks of a launch")
     result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="timed iterations; default: 10")
-    arguments.add_compare_argument(result, _PEERS)
     return result
 
 
@@ -76,7 +75,7 @@ def main() -> int:
     measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=_ROUNDS, graphs=not on_host)
     rows = []
     with machine.current():
-        opened, absent = those_that_work(comm, options.compare, lambda name: open_peer(_PEERS[name], comm, machine))
+        opened, absent = open_peers(comm, machine, _PEERS, options.compare)
         command_line.show(*(f"# {name}: {reason}" for name, reason in absent.items()))
         peer: TorchNccl | None = opened.get("nccl")
         if peer is not None:

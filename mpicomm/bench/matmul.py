@@ -9,7 +9,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.contenders import open_peer
-from mpicomm.bench.machine import Call, Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, PeerFailureError, Trial, those_that_work
-from mpicomm.bench.nccl import Nccl
+from mpicomm.bench.contenders import open_peers
+from mpicomm.bench.machine import Call, machine_of
+from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, PeerFailureError, Trial
+from mpicomm.bench.nccl import OPS, Nccl, type_of
 from mpicomm.bench.peers import OWN, Peer
 from mpicomm.bench.torch_peers import FusedTorch
 from mpicomm.cli import arguments
@@ -41,70 +41,58 @@ Product = tuple[Call, Callable[[], Any] | None]
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = arguments.measuring_parser(
+    result = arguments.command_parser(
         f"bench {NAME}",
         "Time products that overlap with a collective, check their results, and compare with their parts "
         "and with other libraries.",
+        peers=_PEERS,
     )
     result.add_argument("matmul", choices=(NAME,), help=argparse.SUPPRESS)
-    result.add_argument(
-        "--rows", type=_sizes, metavar="N,...", help="of the product; default: 1K,4K,16K, on the cpu 256,512"
-    )
+    sizes = arguments.list_of(arguments.parse_size)
+    rows = "of the product; default: 1K,4K,16K, on the cpu 256,512"
+    result.add_argument("--rows", type=sizes, metavar="N,...", help=rows)
     result.add_argument("--shape", type=_shape, metavar="K,N", help="of the weights; default: 8K,7K, on the cpu 1K,512")
     count = arguments.count_from
     result.add_argument("-d", "--datatype", choices=_DTYPES, default=None, help="default: bfloat16, on the cpu float32")
     result.add_argument("-n", "--iters", type=count(1), default=5, metavar="N", help="calls of a round; default: 5")
     result.add_argument("-G", "--rounds", type=count(1), default=7, metavar="N", help="timed rounds; default: 7")
     result.add_argument("--eager", action="store_true", help="no graphs, on GPUs")
-    arguments.add_compare_argument(result, _PEERS)
     return result
 
 
-def _sizes(text: str) -> list[int]:
-    return [arguments.parse_size(part) for part in text.split(",")]
-
-
 def _shape(text: str) -> tuple[int, int]:
-    sizes = _sizes(text)
+    sizes = arguments.list_of(arguments.parse_size)(text)
     if len(sizes) != 2:
         raise argparse.ArgumentTypeError(f"{text!r}: use K,N, the two sizes of the weights, as in 8K,7K")
     return sizes[0], sizes[1]
 
 
-@dataclass(frozen=True)
-class ProductCase:
-    """A product of ``rows`` x ``inner`` by ``inner`` x ``columns`` on each rank."""
-
-    kind: str
-    rows: int
-    inner: int
-    columns: int
-    size: int
-
-
 class Matrices:
-    """The matrices of one case on one rank, of PyTorch on a GPU and of NumPy on the host.
+    """The matrices of one product on one rank, of PyTorch on a GPU and of NumPy on the host.
 
-    Contenders are pairs: a call, and a function that returns the result of the last call, or None for a part.
+    The product is of ``rows`` x ``inner`` by ``inner`` x ``columns`` on each rank.
     """
 
-    def __init__(self, case: ProductCase, comm: Communicator, dtype: str) -> None:
-        self.case, self._comm, self._dtype = case, comm, dtype
+    def __init__(self, comm: Communicator, kind: str, rows: int, inner: int, columns: int, dtype: str) -> None:
+        self._comm, self._kind, self._dtype = comm, kind, dtype
+        self._gathers, scatters = kind == "allgather_matmul", kind == "matmul_reduce_scatter"
         self._on_gpu = isinstance(comm.device, int)
         self._xp: Any = np
-        self._kind: dict[str, Any] = {"dtype": np.dtype(dtype) if not self._on_gpu else None}
+        made: dict[str, Any] = {}
         if self._on_gpu:
             import torch
 
             self._xp = torch
-            self._kind = {"device": torch.device("cuda", comm.device), "dtype": getattr(torch, dtype)}
-        shard = case.rows // comm.size
-        gathers, scatters = case.kind == "allgather_matmul", case.kind == "matmul_reduce_scatter"
-        self.a = self._empty(shard if gathers else case.rows, case.inner)
-        self.b = self._empty(case.inner, case.columns)
-        self.out = self._empty(shard if scatters else case.rows, case.columns)
-        self.whole = self._empty(case.rows, case.inner if gathers else case.columns)
+            made = {"device": torch.device("cuda", comm.device)}
+        self._made = {**made, "dtype": getattr(self._xp, dtype)}
+        shard = rows // comm.size
+        self.a = self._xp.empty((shard if self._gathers else rows, inner), **self._made)
+        self.b = self._xp.empty((inner, columns), **self._made)
+        self.out = self._xp.empty((shard if scatters else rows, columns), **self._made)
+        self._whole = self._xp.empty((rows, inner if self._gathers else columns), **self._made)
         """The gathered input, or the partial sums, of contenders that run one after the other."""
+        self._product = self._xp.empty((rows, columns), **self._made)
+        """The result of the part that only multiplies."""
 
     def fill_exactly(self) -> None:
         """Fill the inputs with few small integers, so that all sums are exact in every element type and order."""
@@ -122,77 +110,68 @@ class Matrices:
 
     def count_wrong(self, result: Callable[[], Any]) -> int:
         """Return how many elements of a result are wrong, after `fill_exactly`."""
-        case, comm = self.case, self._comm
+        comm = self._comm
         ranks = [self._integers(rank, *self.a.shape) for rank in range(comm.size)]
-        if case.kind == "allgather_matmul":
+        if self._gathers:
             wanted = self._xp.concatenate(ranks) @ self.b
         else:
             wanted = sum(a @ self._integers(100 + rank, *self.b.shape) for rank, a in enumerate(ranks))
-            rows = len(self.out)
-            begin = comm.rank * rows if case.kind == "matmul_reduce_scatter" else 0
-            wanted = wanted[begin : begin + rows]
+            begin = comm.rank * len(self.out) if self._kind == "matmul_reduce_scatter" else 0
+            wanted = wanted[begin : begin + len(self.out)]
         return int((result() != wanted).sum())
 
     def contenders(self, peers: Mapping[str, Any]) -> dict[str, Callable[[], Product]]:
         """Return the functions that make each contender, by its name. They fail if a peer has no such call."""
-        comm, kind = self._comm, self.case.kind
+        comm, kind = self._comm, self._kind
         collectives: dict[str, Call] = {
-            "allgather_matmul": lambda: comm.Allgather(self.a, self.whole),
-            "matmul_reduce_scatter": lambda: comm.Reduce_scatter_block(self.whole, self.out),
+            "allgather_matmul": lambda: comm.Allgather(self.a, self._whole),
+            "matmul_reduce_scatter": lambda: comm.Reduce_scatter_block(self._whole, self.out),
             "matmul_allreduce": lambda: comm.Allreduce(MPI.IN_PLACE, self.out),
         }
         collective, fused = collectives[kind], getattr(comm, kind)
-        product_out = self._empty(self.case.rows, self.case.columns)
-        a = self.whole if kind == "allgather_matmul" else self.a
+        a = self._whole if self._gathers else self.a
         made: dict[str, Callable[[], Product]] = {
             "collective": lambda: (collective, None),
-            "product": lambda: (lambda: self._xp.matmul(a, self.b, out=product_out), None),
+            "product": lambda: (lambda: self._xp.matmul(a, self.b, out=self._product), None),
             OWN: lambda: (lambda: fused(self.a, self.b, self.out), lambda: self.out),
             "serial": lambda: self._serial(collective),
         }
         if "nccl" in peers:
-            made["nccl"] = lambda: self._serial(self._nccl_call(peers["nccl"]))
+            made["nccl"] = lambda: self._serial(self._by_nccl(peers["nccl"]))
         if "torch" in peers:
             made["torch"] = lambda: peers["torch"].product(kind, self.a, self.b)
         return made
 
     def _serial(self, collective: Call) -> Product:
         """Return a collective and the product, one after the other."""
-        gathers = self.case.kind == "allgather_matmul"
-        a, out = (self.whole, self.out) if gathers else (self.a, self.whole)
-        if self.case.kind == "matmul_allreduce":
-            out = self.out
 
-        def both() -> None:
-            if gathers:
-                collective()
-            self._xp.matmul(a, self.b, out=out)
-            if not gathers:
-                collective()
+        def gather_first() -> None:
+            collective()
+            self._xp.matmul(self._whole, self.b, out=self.out)
 
-        return both, lambda: self.out
+        def reduce_last() -> None:
+            self._xp.matmul(self.a, self.b, out=self.out if self._kind == "matmul_allreduce" else self._whole)
+            collective()
 
-    def _nccl_call(self, nccl: Nccl) -> Call:
+        return gather_first if self._gathers else reduce_last, lambda: self.out
+
+    def _by_nccl(self, nccl: Nccl) -> Call:
         function, send, receive, counted = {
-            "allgather_matmul": ("ncclAllGather", self.a, self.whole, self.a),
-            "matmul_reduce_scatter": ("ncclReduceScatter", self.whole, self.out, self.out),
+            "allgather_matmul": ("ncclAllGather", self.a, self._whole, self.a),
+            "matmul_reduce_scatter": ("ncclReduceScatter", self._whole, self.out, self.out),
             "matmul_allreduce": ("ncclAllReduce", self.out, self.out, self.out),
-        }[self.case.kind]
-        memory = (send.data_ptr(), receive.data_ptr(), counted.numel())
-        reduces = self.case.kind != "allgather_matmul"
-        return nccl.on_memory(function, *memory, covered_dtype(self._dtype), reduces=reduces)
+        }[self._kind]
+        memory = send.data_ptr(), receive.data_ptr(), counted.numel()
+        op = [] if self._gathers else [OPS["sum"]]
+        return nccl.bind(function, *memory, type_of(covered_dtype(self._dtype)), *op)
 
     def _integers(self, seed: int, rows: int, columns: int) -> Any:
         if self._on_gpu:
-            generator = self._xp.Generator(device=self._kind["device"]).manual_seed(seed)
-            kind = {"device": self._kind["device"], "generator": generator}
-            signs = self._xp.randint(-8, 9, (rows, columns), **kind)
-            return ((signs == 8).int() - (signs == -8).int()).to(self._kind["dtype"])
+            generator = self._xp.Generator(device=self._made["device"]).manual_seed(seed)
+            signs = self._xp.randint(-8, 9, (rows, columns), device=self._made["device"], generator=generator)
+            return ((signs == 8).int() - (signs == -8).int()).to(self._made["dtype"])
         signs = np.random.default_rng(seed).integers(-8, 9, (rows, columns))
         return (signs == 8).astype(self._dtype) - (signs == -8).astype(self._dtype)
-
-    def _empty(self, rows: int, columns: int) -> Any:
-        return self._xp.empty((rows, columns), **self._kind)
 
 
 def main() -> int:
@@ -208,8 +187,14 @@ def main() -> int:
     graphs = not on_host and not options.eager
     measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=options.rounds, graphs=graphs)
     results, wrong = [], 0
-    with _torch_stream(comm, machine):
-        opened, absent = those_that_work(comm, options.compare, lambda name: open_peer(_PEERS[name], comm, machine))
+    if on_host:
+        stream: AbstractContextManager[Any] = nullcontext()
+    else:
+        import torch
+
+        stream = torch.cuda.stream(torch.cuda.ExternalStream(machine.stream.ptr, device=comm.device))
+    with stream:
+        opened, absent = open_peers(comm, machine, _PEERS, options.compare)
         names = (*_PARTS, OWN, "serial", *opened)
         times_of = [(name, "(us)", 11) for name in names]
         table = Columns([("call", "", 24), ("rows", "", 8), *times_of, ("ratio", "", 11), ("#wrong", "", 8)])
@@ -226,12 +211,12 @@ def main() -> int:
         # The products after an all-gather and before a reduction have transposed shapes, as in a layer.
         for kind, rows in itertools.product(_KINDS, options.rows):
             shape = (inner, columns) if kind == "allgather_matmul" else (columns, inner)
-            case = ProductCase(kind, rows, *shape, comm.size)
-            times, silent = _measure(measuring, Matrices(case, comm, dtype), opened)
+            times, silent = _measure(measuring, Matrices(comm, kind, rows, *shape, dtype), opened)
             ratio = times[OWN].time_us / max(times[name].time_us for name in _PARTS)
             wrong += sum(times[name].wrong or 0 for name in (OWN, "serial"))
             found = {name: asdict(each) for name, each in times.items()}
-            results.append({**asdict(case), "times": found, "ratio": ratio, "missing": silent})
+            facts = {"kind": kind, "rows": rows, "inner": shape[0], "columns": shape[1], "size": comm.size}
+            results.append({**facts, "times": found, "ratio": ratio, "missing": silent})
             cells = [times[name].time_us if name in times else None for name in names]
             bad = sum(each.wrong or 0 for each in times.values())
             command_line.show(table.line((kind, rows, *cells, f"{ratio:.3f}", bad)))
@@ -252,16 +237,6 @@ def _require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         raise InvalidUsageError("--datatype bfloat16 is for GPUs: on the host pass float32")
     if comm.device != "cpu" and FusedTorch.missing():
         raise InvalidUsageError(f"bench {NAME} on GPUs needs PyTorch: {FusedTorch.missing()}")
-
-
-def _torch_stream(comm: Communicator, machine: Machine) -> AbstractContextManager[Any]:
-    """Return a ``with`` block in which PyTorch works on the machine's stream."""
-    context: AbstractContextManager[Any] = nullcontext()
-    if machine.stream is not None:
-        import torch
-
-        context = torch.cuda.stream(torch.cuda.ExternalStream(machine.stream.ptr, device=comm.device))
-    return context
 
 
 def _measure(

@@ -18,7 +18,7 @@ from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda import nccl
 from mpicomm.devices.cuda.driver import cuda_major
 
-_TYPES = (
+TYPES = (
     *("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"),
     *("float8_e4m3fn", "float8_e5m2"),
 )
@@ -35,7 +35,7 @@ _COLLECTIVES = {
 """The functions by the bench's names of the operations. An older library lacks the last three functions."""
 _GRANULARITY = 2 << 20
 _COLLECTIVE_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
-_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
 class Nccl(Peer):
@@ -53,37 +53,55 @@ class Nccl(Peer):
         return nccl.missing()
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        return {"": self._call(case, _address(buffers.send), _address(buffers.receive), _type_of(case.dtype))}
+        send, receive = (0 if each is None else int(each.data.ptr) for each in (buffers.send, buffers.receive))
+        operation, dtype = case.operation, type_of(case.dtype)
+        if operation is BARRIER:  # as in programs that use NCCL
+            return {"": self.bind("ncclAllReduce", send, send, 1, dtype, OPS[case.op])}
+        function = _COLLECTIVES.get(operation.name)
+        if function is not None and nccl.has(function):
+            arguments = [*([OPS[case.op]] if operation.reduces else []), *([ROOT] if operation.rooted else [])]
+            return {"": self.bind(function, send, receive, case.block, dtype, *arguments)}
+        messages = [("ncclSend", send, *message) for message in _sent(case)]
+        messages += [("ncclRecv", receive, part.period, part.start, part.count) for part in expected(case)]
+        calls = [
+            self.bind(name, address + start * case.dtype.itemsize, count, dtype, peer)
+            for name, address, peer, start, count in messages
+        ]
 
-    def on_memory(
-        self, function: str, send: int, receive: int, count: int, dtype: np.dtype[Any], *, reduces: bool
-    ) -> Call:
-        """Return a call of an NCCL function on memory at two addresses, with a sum if it reduces."""
-        arguments = [_type_of(dtype), *([_OPS["sum"]] if reduces else [])]
-        return _bind(function, send, receive, count, *arguments, self._nccl.handle, self._machine.stream.ptr)
+        def grouped() -> None:
+            nccl.call("ncclGroupStart")
+            try:
+                for call in calls:
+                    call()
+            finally:
+                nccl.call("ncclGroupEnd")
+
+        return {"": grouped}
+
+    def bind(self, name: str, *arguments: Any) -> Call:
+        """Return a call of an NCCL function, whose last arguments are the communicator and the stream.
+
+        The arguments are converted once, because a C program converts none.
+        """
+        function: Callable[..., int] = getattr(nccl.load(), name)
+        converted = tuple(
+            kind(argument) if isinstance(argument, int) else argument
+            for kind, argument in zip(
+                function.argtypes,  # type: ignore[attr-defined]
+                (*arguments, self._nccl.handle, self._machine.stream.ptr),
+                strict=True,
+            )
+        )
+
+        def run() -> None:
+            status = function(*converted)
+            if status != 0:
+                nccl.check(name, status)
+
+        return run
 
     def close(self) -> None:
         self._nccl.destroy()
-
-    def _call(self, case: Case, send: int, receive: int, dtype: int) -> Call:
-        operation, end = case.operation, (self._nccl.handle, self._machine.stream.ptr)
-        reduction = [_OPS[case.op]]
-        if operation is BARRIER:  # as in programs that use NCCL
-            return _bind("ncclAllReduce", send, send, 1, dtype, *reduction, *end)
-        function = _COLLECTIVES.get(case.name)
-        if function is not None and nccl.has(function):
-            arguments = [*(reduction if operation.reduces else []), *([ROOT] if operation.rooted else [])]
-            return _bind(function, send, receive, case.block, dtype, *arguments, *end)
-        return _group(
-            [
-                _bind(name, address + start * case.dtype.itemsize, count, dtype, peer, *end)
-                for name, address, messages in (
-                    ("ncclSend", send, _sent(case)),
-                    ("ncclRecv", receive, _received(case)),
-                )
-                for peer, start, count in messages
-            ]
-        )
 
 
 class SymmetricNccl(Nccl):
@@ -119,34 +137,6 @@ class SymmetricNccl(Nccl):
         super().close()
 
 
-def _bind(name: str, *arguments: Any) -> Call:
-    """Return a call with arguments that are converted once, because a C program converts none."""
-    function: Callable[..., int] = getattr(nccl.load(), name)
-    converted = tuple(
-        kind(argument) if isinstance(argument, int) else argument
-        for kind, argument in zip(function.argtypes, arguments, strict=True)  # type: ignore[attr-defined]
-    )
-
-    def run() -> None:
-        status = function(*converted)
-        if status != 0:
-            nccl.check(name, status)
-
-    return run
-
-
-def _group(calls: list[Call]) -> Call:
-    def run() -> None:
-        nccl.call("ncclGroupStart")
-        try:
-            for call in calls:
-                call()
-        finally:
-            nccl.call("ncclGroupEnd")
-
-    return run
-
-
 def _sent(case: Case) -> list[tuple[int, int, int]]:
     """Return (peer, first element, elements) of each message that a rank sends."""
     counts, displs = case.sent()
@@ -154,16 +144,8 @@ def _sent(case: Case) -> list[tuple[int, int, int]]:
     return [(peer, displs[peer], counts[peer]) for peer in receivers]
 
 
-def _received(case: Case) -> list[tuple[int, int, int]]:
-    return [(piece.period, piece.start, piece.count) for piece in expected(case)]
-
-
-def _address(array: Any) -> int:
-    return 0 if array is None else int(array.data.ptr)
-
-
-def _type_of(dtype: np.dtype[Any]) -> int:
+def type_of(dtype: np.dtype[Any]) -> int:
     """Return NCCL's number of an element type."""
-    if dtype.name not in _TYPES:
+    if dtype.name not in TYPES:
         raise UnsupportedError(f"NCCL has no {dtype}")
-    return _TYPES.index(dtype.name)
+    return TYPES.index(dtype.name)

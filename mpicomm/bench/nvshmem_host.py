@@ -61,10 +61,10 @@ class Nvshmem(Peer):
             "alltoall": "alltoall",
             "bcast": "broadcast",
         }
-        name = f"{_TYPES.get(case.dtype.name, case.dtype.name)}_{names.get(case.name)}_on_stream"
+        name = f"{_TYPES.get(case.dtype.name, case.dtype.name)}_{names.get(case.operation.name)}_on_stream"
         function: Callable[..., Any] | None = getattr(self._bindings, name, None)
         if function is None:
-            raise UnsupportedError(f"NVSHMEM has no {case.name} ({case.op}) of {case.dtype}")
+            raise UnsupportedError(f"NVSHMEM has no {case.operation.name} ({case.op}) of {case.dtype}")
         arguments = [self._team, int(buffers.receive.data.ptr), int(buffers.send.data.ptr), case.block]
         arguments += [ROOT, self._stream] if case.operation.rooted else [self._stream]
 

@@ -55,6 +55,10 @@ class BenchOperation:
         """Whether the output has a block for each rank."""
         return self.collective is not None and self.collective.receive != "one"
 
+    def blocks(self, ranks: int) -> int:
+        """Return the number of blocks in the largest buffer of a rank."""
+        return ranks if self.sends_blocks or self.receives_blocks else 1
+
 
 SENDRECV = BenchOperation("sendrecv", None, 0, (OUT_OF_PLACE,))
 """Every rank sends to the next rank, and receives from the previous rank."""
@@ -95,11 +99,6 @@ class Case:
     share: float = 1.0
     """The mean size of the calls, divided by the size of the case. It is below 1 if calls vary."""
 
-    @property
-    def name(self) -> str:
-        """The operation's name."""
-        return self.operation.name
-
     def at(self, place: str) -> Case:
         """Return the case in or out of place."""
         return replace(self, in_place=place == IN_PLACE)
@@ -109,7 +108,7 @@ class Case:
         """The elements of the largest buffer of a rank; 0 for a barrier, even if a library moves data for it."""
         if self.operation is BARRIER:
             return 0
-        return self.block * _blocks(self.operation, self.size)
+        return self.block * self.operation.blocks(self.size)
 
     @property
     def nbytes(self) -> int:
@@ -117,19 +116,14 @@ class Case:
         return self.count * self.dtype.itemsize
 
     @property
-    def at_root(self) -> bool:
-        """Whether this rank has the buffer that only the root has."""
-        return self.rank == ROOT
-
-    @property
     def has_input(self) -> bool:
         """Whether this rank sends data."""
-        return self.at_root or self.operation.rooted not in ("send", "bcast")
+        return self.rank == ROOT or self.operation.rooted not in ("send", "bcast")
 
     @property
     def has_output(self) -> bool:
         """Whether this rank has a buffer to receive into."""
-        return self.at_root or self.operation.rooted != "receive"
+        return self.rank == ROOT or self.operation.rooted != "receive"
 
     @property
     def shares_buffer(self) -> bool:
@@ -137,17 +131,7 @@ class Case:
 
         In a rooted call in place only the root has such a buffer.
         """
-        return self.in_place and (self.at_root or not self.operation.rooted)
-
-    @property
-    def following(self) -> int:
-        """The rank that sendrecv sends to."""
-        return (self.rank + 1) % self.size
-
-    @property
-    def previous(self) -> int:
-        """The rank that sendrecv receives from."""
-        return (self.rank - 1) % self.size
+        return self.in_place and (self.rank == ROOT or not self.operation.rooted)
 
     @property
     def sources(self) -> list[int]:
@@ -155,7 +139,7 @@ class Case:
         if self.operation is BARRIER or not self.has_output:
             return []
         if self.operation is SENDRECV:
-            return [self.previous]
+            return [(self.rank - 1) % self.size]
         return [ROOT] if self.operation.rooted in ("send", "bcast") else list(range(self.size))
 
     def sent(self) -> tuple[list[int], list[int]]:
@@ -199,13 +183,8 @@ def blocks_of(operation: BenchOperation, sizes: Iterable[int], dtype: np.dtype[A
     """
     if operation is BARRIER:
         return [1]
-    block_nbytes = dtype.itemsize * _blocks(operation, ranks)
+    block_nbytes = dtype.itemsize * operation.blocks(ranks)
     return list(dict.fromkeys(max(1, nbytes // block_nbytes) for nbytes in sizes))
-
-
-def _blocks(operation: BenchOperation, ranks: int) -> int:
-    """Return the number of blocks in the largest buffer of a rank."""
-    return ranks if operation.sends_blocks or operation.receives_blocks else 1
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -97,13 +96,6 @@ class Peer:
         return buffers(case, self.first[shift:], self.second[shift:], result_at_front=self.result_at_front)
 
 
-def peer_class(name: str) -> type[Peer]:
-    """Return the class of a peer, without an import of the library itself."""
-    module, _, cls = PEERS[name].partition(".")
-    found: type[Peer] = getattr(importlib.import_module(f"mpicomm.bench.{module}"), cls)
-    return found
-
-
 def view_bytes(pointer: int, nbytes: int, owner: object) -> Any:
     """Return device memory of another library as a CuPy array of bytes."""
     import cupy
@@ -193,7 +185,7 @@ def mpi_call(comm: MPI.Intracomm, case: Case, buffers: CaseBuffers, options: dic
         return partial(getattr(comm, collective.name), *_arguments(collective, case, buffers), **options)
     if case.operation is SENDRECV:
         # The buffers go as bytes, because MPI carries messages of host arrays and does not know all types.
-        to, source = case.following, case.previous
+        to, (source,) = (case.rank + 1) % case.size, case.sources
         return partial(comm.Sendrecv, buffers.send, to, recvbuf=buffers.receive, source=source, **options)
     return partial(comm.Barrier, **options)
 

@@ -78,7 +78,7 @@ class TorchSymmetric(TorchGroup):
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         """Return one-shot and two-shot; in place only two-shot."""
-        if case.name != "allreduce" or case.op != "sum" or case.dtype.name not in ("float32", "bfloat16"):
+        if case.operation.name != "allreduce" or case.op != "sum" or case.dtype.name not in ("float32", "bfloat16"):
             raise UnsupportedError("its kernels are for the sum of float32 and bfloat16 in allreduce")
         operations, group = self._torch.ops.symm_mem, self._group
         send, receive = self._tensor(case, buffers.send), self._tensor(case, buffers.receive)

@@ -9,34 +9,52 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal, TypeVar
 
 from mpicomm import environment
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sizes import format_size, nbytes_of
 
+T = TypeVar("T")
 
-def add_communicator_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options that `open_communicator` takes."""
-    parser.add_argument("-D", "--device", choices=("auto", "cpu"), default="auto", help="default: auto")
-    parser.add_argument(
+
+def command_parser(
+    name: str,
+    description: str,
+    *,
+    json: Literal["file", "output", ""] = "file",
+    peers: Collection[str] = (),
+    allow_abbrev: bool = True,
+) -> argparse.ArgumentParser:
+    """Return the parser of a command, with the options that `open_communicator` takes, and with these.
+
+    ``json`` adds an option for a "file" of results, or for JSON in place of all "output"; without that option its value
+    is False, and for standard output, which "-" also names, it is None. ``peers`` are other libraries to compare with.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m mpicomm.{name}", description=description, allow_abbrev=allow_abbrev
+    )
+    ranks = parser.add_argument_group("ranks and results")
+    ranks.add_argument("-D", "--device", choices=("auto", "cpu"), default="auto", help="default: auto")
+    ranks.add_argument(
         "--handle", choices=environment.HANDLES, default="auto", help="how memory is opened; default: auto"
     )
-
-
-def measuring_parser(name: str, description: str, *, saves: bool = True) -> argparse.ArgumentParser:
-    """Return the parser of a command, with the options that all measurements have."""
-    parser = argparse.ArgumentParser(prog=f"python -m mpicomm.{name}", description=description)
-    ranks = parser.add_argument_group("ranks and results")
-    add_communicator_arguments(ranks)
-    if saves:
+    if json == "file":
         ranks.add_argument("-J", "--json", type=output_file, metavar="FILE", help="write the results there")
+    elif json == "output":
+        ranks.add_argument(
+            "--json",
+            nargs="?",
+            const=None,
+            default=False,
+            type=lambda text: None if text == "-" else output_file(text),
+            metavar="FILE",
+            help="write one JSON object, by default to standard output",
+        )
+    if peers:
+        peer = names_from(peers, "peer")
+        ranks.add_argument("--compare", type=peer, default=[], metavar="PEER,...", help=", ".join(peers))
     return parser
-
-
-def add_compare_argument(parser: argparse.ArgumentParser, peers: Collection[str]) -> None:
-    """Add the option of the other libraries to compare with."""
-    peer = names_from(peers, "peer")
-    parser.add_argument("--compare", type=peer, default=[], metavar="PEER,...", help=", ".join(peers))
 
 
 def add_sweep_arguments(
@@ -57,17 +75,6 @@ def add_sweep_arguments(
         "-n", "--iters", type=count_from(1), default=20, metavar="N", help="timed iterations; default: 20"
     )
     parser.add_argument("-w", "--warmup_iters", type=count_from(0), default=5, metavar="N", help="default: 5")
-
-
-def required_sizes(options: argparse.Namespace) -> list[int]:
-    """Return the sizes from -b to -e. Raises `InvalidUsageError` if there is none."""
-    found = sizes(options.minbytes, options.maxbytes, options.stepfactor)
-    if not found:
-        raise InvalidUsageError(
-            f"no size to measure: -b {format_size(options.minbytes)} is above -e {format_size(options.maxbytes)}: "
-            "pass a larger -e"
-        )
-    return found
 
 
 def sizes(smallest: int, largest: int, factor: int) -> list[int]:
@@ -110,23 +117,15 @@ def name_from(known: Collection[str], what: str, *, aliases: Mapping[str, str] |
     return parse_name
 
 
-def counts_from(smallest: int) -> Callable[[str], list[int]]:
-    """Return an argparse type that reads a list of whole numbers not below ``smallest``."""
-    parse_count = count_from(smallest)
-
-    def parse_counts(text: str) -> list[int]:
-        try:
-            return [parse_count(part) for part in text.split(",")]
-        except argparse.ArgumentTypeError:
-            raise argparse.ArgumentTypeError(f"{text!r}: use whole numbers from {smallest} up, as in 2,4,8") from None
-
-    return parse_counts
+def list_of(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return an argparse type that reads a list, as in 2,4,8."""
+    return lambda text: [parse(part.strip()) for part in text.split(",")]
 
 
 def names_from(known: Collection[str], what: str) -> Callable[[str], list[str]]:
     """Return an argparse type that reads a list of ``known`` names, each of them once."""
-    parse_name = name_from(known, what)
-    return lambda text: list(dict.fromkeys(parse_name(name.strip()) for name in text.split(",")))
+    parse_names = list_of(name_from(known, what))
+    return lambda text: list(dict.fromkeys(parse_names(text)))
 
 
 def output_file(text: str) -> Path:
@@ -147,22 +146,6 @@ def output_file(text: str) -> Path:
 def _partial(path: Path) -> Path:
     """Return the file that becomes ``path`` when it is complete."""
     return path.with_name(f".{path.name}.{os.getpid()}")
-
-
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option of commands whose whole output may be JSON.
-
-    Without the option its value is False. For standard output, which "-" also names, it is None.
-    """
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=None,
-        default=False,
-        type=lambda text: None if text == "-" else output_file(text),
-        metavar="FILE",
-        help="write one JSON object, by default to standard output",
-    )
 
 
 def write_json(path: Path, document: object) -> None:

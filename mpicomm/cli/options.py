@@ -25,6 +25,7 @@ from mpicomm.cli import arguments, machine
 from mpicomm.cli.machine import format_uuid
 from mpicomm.devices.base import Link
 from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.sizes import format_size
 
 T = TypeVar("T")
 
@@ -127,10 +128,14 @@ class Run:
 
         Sets ``options.maxbytes`` if the user named no largest size. Raises `InvalidUsageError` if there is no size.
         """
-        if self.options.maxbytes is None:
-            largest = 64 << 20 if self.comm.device == "cpu" else 1 << 30
-            self.options.maxbytes = max(self.options.minbytes, largest)
-        return arguments.required_sizes(self.options)
+        options = self.options
+        if options.maxbytes is None:
+            options.maxbytes = max(options.minbytes, 64 << 20 if self.comm.device == "cpu" else 1 << 30)
+        found = arguments.sizes(options.minbytes, options.maxbytes, options.stepfactor)
+        if not found:
+            bounds = f"-b {format_size(options.minbytes)} is above -e {format_size(options.maxbytes)}"
+            raise InvalidUsageError(f"no size to measure: {bounds}: pass a larger -e")
+        return found
 
     def introduce(self, title: str, *lines: str) -> None:
         """Print the command, the ranks, and ``lines``."""

@@ -80,14 +80,9 @@ class Operation:
         """Whether all blocks have one length, the same on all ranks."""
         return self.counts == "same" and self.send != "counted"
 
-    @cached_property
-    def in_mpi(self) -> bool:
-        """Whether MPI has the collective, so that it can carry out calls that the engines cannot."""
-        return hasattr(self.mpi_class, self.name)
-
     @property
     def mpi_class(self) -> type[MPI.Intracomm]:
-        """mpi4py's class that has the collective, if MPI has it."""
+        """mpi4py's class that has the collective."""
         return MPI.Topocomm if self.of_neighbors else MPI.Intracomm
 
     @cached_property

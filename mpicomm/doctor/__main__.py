@@ -21,6 +21,7 @@ from mpicomm.doctor.facts import RankFacts, facts_before_mpi
 from mpicomm.doctor.running import Job, job_of, jobs_of_user
 from mpicomm.doctor.waits import Look
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.sizes import rich_console, rich_table
 
 # Functions import the modules that load MPI, after it is clear that MPI loads.
 
@@ -99,26 +100,21 @@ def report(looks: Sequence[Look], longest_s: float, *, as_json: bool) -> int:
 
 
 def _print(look: Look) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     for wait in look.waits():
         sys.stdout.write(f"WAIT for {wait.seconds:.1f} s{'' if wait.known else ' or longer'}: {wait.text}\n")
     if not look.waits():
         sys.stdout.write("no rank waits for another one, as far as calls of mpicomm show\n")
     for pid in dict.fromkeys(pid for wait in look.waits() for pid in wait.pids):
         sys.stdout.write(f"      fix: `py-spy dump --pid {pid}` shows where that rank is\n")
-    table = Table()
-    for title in ("communicator", "rank", "pid", "last call", "number", "begun s ago", "waits for", "the process"):
-        right = title in ("rank", "pid", "number", "begun s ago")
-        table.add_column(title, justify="right" if right else "left", overflow="fold")
+    numbers = "rank", "pid", "number", "begun s ago"
+    titles = "communicator", "rank", "pid", "last call", "number", "begun s ago", "waits for", "the process"
+    table = rich_table(None, titles, right=numbers)
     for line in look.lines():
         since = "" if line.seconds is None else f"{line.seconds:.1f}"
-        numbers = (str(line.rank), str(line.pid), line.call, str(line.number or ""), since)
-        table.add_row(line.communicator, *numbers, line.waits_for, line.does, style="bold" if line.waits else None)
+        cells = str(line.rank), str(line.pid), line.call, str(line.number or ""), since, line.waits_for, line.does
+        table.add_row(line.communicator, *cells, style="bold" if line.waits else None)
     sys.stdout.flush()
-    # Without markup, because texts are of the processes.
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(table)
+    rich_console(sys.stdout, 160).print(table)
 
 
 def _start_mpi() -> None:
@@ -170,10 +166,11 @@ def _end_without(error: CollectiveTimeoutError) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="python -m mpicomm.doctor",
-        description="Find why ranks do not work, and show the fix. Exit code 1 for a fault. "
+    result = arguments.command_parser(
+        "doctor",
+        "Find why ranks do not work, and show the fix. Exit code 1 for a fault. "
         "python -m mpicomm.info shows devices, paths and versions.",
+        json="output",
         allow_abbrev=False,
     )
     running = result.add_argument_group(
@@ -191,8 +188,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="waits of this many seconds count for the exit code; default: 2",
     )
-    arguments.add_communicator_arguments(result)
-    arguments.add_json_argument(result)
     return result
 
 

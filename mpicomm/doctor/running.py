@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,14 +50,6 @@ def process_of(pid: int) -> Process | None:
     with suppress(OSError):
         sleeps_in = (folder / "wchan").read_text().strip().removeprefix("0")
     return Process(pid, int(facts[1]), printable(command[:_MOST]), facts[0], cpu_s, sleeps_in)
-
-
-def own_number(pid: int) -> int:
-    """Return the number of a process in its own namespace, as the process sees it."""
-    for line in (_PROC / str(pid) / "status").read_text().splitlines():
-        if line.startswith("NSpid:"):
-            return int(line.split()[-1])
-    return pid
 
 
 def launched(pid: int) -> tuple[int, JobLaunch]:
@@ -105,21 +97,9 @@ class Job:
     """Processes of the same launchers that have made no Communicator, by world and rank in MPI.COMM_WORLD."""
 
 
-def look(numbers: Iterable[int]) -> list[Rank]:
-    """Return the processes in ``numbers`` that are ranks and that the doctor may read."""
-    found = []
-    for pid in numbers:
-        with suppress(OSError, OtherVersionError):
-            rank = _rank(pid)
-            if rank is not None:
-                found.append(rank)
-    return found
-
-
 def jobs_of_user() -> list[Job]:
     """Return the jobs of this user. Raises `InvalidUsageError` if there is none."""
-    mine = _pids_of_user(os.geteuid())
-    jobs = _jobs(look(mine), mine)
+    jobs = _jobs(os.geteuid())
     if not jobs:
         raise InvalidUsageError(
             f"--job: {_user(os.geteuid())} has no process on this machine that has made a Communicator"
@@ -135,7 +115,7 @@ def job_of(pid: int) -> Job:
     """
     try:
         owner = (_PROC / str(pid)).stat().st_uid
-        rank = _rank(pid)
+        is_rank = _rank(pid) is not None
     except PermissionError:
         raise InvalidUsageError(
             f"--pid {pid}: Linux does not let {_user(os.geteuid())} look into this process of {_user(owner)}: run the "
@@ -147,11 +127,8 @@ def job_of(pid: int) -> Job:
         ) from None
     except FileNotFoundError:
         raise InvalidUsageError(f"--pid {pid}: there is no such process on this machine, or it has ended") from None
-    peers = _pids_of_user(owner)
-    ranks = look(peers)
-    wanted = {pid} if rank is not None else _descendants(pid, ranks)
-    for job in _jobs(ranks, peers):
-        if any(each.process.pid in wanted for each in job.ranks):
+    for job in _jobs(owner):
+        if any(rank.process.pid == pid if is_rank else pid in _parents(rank.process) for rank in job.ranks):
             return job
     process = process_of(pid)
     raise InvalidUsageError(
@@ -161,47 +138,41 @@ def job_of(pid: int) -> Job:
 
 
 def _rank(pid: int) -> Rank | None:
-    activity = read_activity(pid)
-    # A forked child has the memory of its parent.
-    if activity is None or activity.pid != own_number(pid):
+    """Return a process that is a rank, or None. Raises as `read_activity`."""
+    activity, process = read_activity(pid), process_of(pid)
+    if activity is None or process is None:
         return None
-    process = process_of(pid)
-    if process is None:
+    status = (_PROC / str(pid) / "status").read_text()
+    numbers = status.partition("NSpid:")[2].partition("\n")[0].split() or [str(pid)]
+    if activity.pid != int(numbers[-1]):  # its own number, in its namespace: a forked child has its parent's memory
         return None
     return Rank(process, activity, launched(pid)[0] or -pid, time.monotonic_ns())
 
 
-def _pids_of_user(user: int) -> list[int]:
-    found = []
-    for name in os.listdir(_PROC):  # noqa: PTH208
-        with suppress(OSError):  # it ends meanwhile
-            if name.isdecimal() and (_PROC / name).stat().st_uid == user:
-                found.append(int(name))
-    return found
+def _parents(process: Process | None) -> Iterator[int]:
+    while process is not None and process.parent:
+        yield process.parent
+        process = process_of(process.parent)
 
 
-def _descendants(pid: int, ranks: Sequence[Rank]) -> set[int]:
-    found = set()
-    for rank in ranks:
-        process: Process | None = rank.process
-        while process is not None and process.parent:
-            if process.parent == pid:
-                found.add(rank.process.pid)
-                break
-            process = process_of(process.parent)
-    return found
-
-
-def _jobs(ranks: Sequence[Rank], numbers: Sequence[int]) -> list[Job]:
-    """Group the ranks that one launcher has started, or that share a communicator."""
+def _jobs(user: int) -> list[Job]:
+    """Return the jobs of a user that the doctor may read: ranks of one launcher, or that share a communicator."""
+    numbers: list[int] = []
     groups: list[tuple[set[int], list[Rank]]] = []
-    for rank in ranks:
-        marks = {rank.world, *(calls.key << 32 for calls in rank.activity.communicators)}
-        together = [group for group in groups if group[0] & marks]
-        groups = [group for group in groups if not group[0] & marks]
-        marks = marks.union(*(shared for shared, _ in together))
-        groups.append((marks, [*(member for _, members in together for member in members), rank]))
-    unseen = _unseen(ranks, numbers)
+    for name in os.listdir(_PROC):  # noqa: PTH208
+        with suppress(OSError, OtherVersionError):  # above all it ends meanwhile
+            if not name.isdecimal() or (_PROC / name).stat().st_uid != user:
+                continue
+            numbers.append(int(name))
+            rank = _rank(int(name))
+            if rank is None:
+                continue
+            marks = {rank.world, *(calls.key << 32 for calls in rank.activity.communicators)}
+            together = [group for group in groups if group[0] & marks]
+            groups = [group for group in groups if not group[0] & marks]
+            marks = marks.union(*(shared for shared, _ in together))
+            groups.append((marks, [*(member for _, members in together for member in members), rank]))
+    unseen = _unseen([rank for _, members in groups for rank in members], numbers)
     return [
         Job(
             tuple(sorted(members, key=lambda rank: (rank.world, rank.activity.world_rank))),
@@ -218,13 +189,7 @@ def _unseen(ranks: Sequence[Rank], numbers: Sequence[int]) -> dict[tuple[int, in
     for pid in sorted(numbers):  # a rank's first process comes first, unless numbers have started again
         world, launch = launched(pid)
         place = world, launch.rank
-        if (
-            launch.size
-            and world in worlds
-            and place not in seen
-            and place not in found
-            and (process := process_of(pid))
-        ):
+        if launch.size and world in worlds and place not in {*seen, *found} and (process := process_of(pid)):
             found[place] = process
     return found
 

@@ -14,6 +14,10 @@ from mpicomm.doctor.running import Job, Rank
 _BUSY = 0.5  # the part of a core above which a process counts as busy
 _PREPOSITIONS = {"receive": "from", "send": "to"}
 _MOST_NAMED = 8  # ranks in one sentence, and ranks with a sentence of their own
+_WAY_OUT = (
+    "end the job, and make all collective calls on all ranks in one order, with device arrays on every rank or on no "
+    "rank"
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,21 @@ class Line:
     waits: bool
 
 
-Members = dict[int, tuple[Rank, RankCalls]]
-"""The ranks of a communicator on this machine, by their numbers in it."""
+@dataclass(frozen=True)
+class _Member:
+    """A rank of a communicator."""
+
+    rank: Rank
+    calls: RankCalls
+    stays: bool
+    """Whether it has begun no call of the communicator since the first look."""
+    blocked: tuple[BlockedMessage, ...]
+    """The messages in which it has been since the first look."""
+
+    def peer(self, message: BlockedMessage) -> str:
+        """Return the other end of a message."""
+        who = f"rank {message.peer}" if 0 <= message.peer < self.calls.size else "any rank"
+        return f"{who} (tag {message.tag})" if message.tag >= 0 else who
 
 
 class Look:
@@ -62,15 +79,23 @@ class Look:
     def __init__(self, job: Job, before: Mapping[int, Rank]) -> None:
         self._job = job
         self._before = before
-        self._by_place = {(rank.world, rank.activity.world_rank): rank for rank in job.ranks}
-        self._communicators: dict[int, Members] = {}
+        self._communicators: dict[int, dict[int, _Member]] = {}
+        self._of_rank: dict[int, list[_Member]] = {}
         for rank in job.ranks:
+            was = before.get(rank.process.pid)
+            earlier = {calls.key: calls for calls in was.activity.communicators} if was is not None else {}
             for calls in rank.activity.communicators:
-                self._communicators.setdefault(calls.key, {})[calls.rank] = rank, calls
+                then = earlier.get(calls.key)
+                blocked = tuple(message for message in calls.messages if then and message in then.messages)
+                member = _Member(rank, calls, then is not None and then.made == calls.made, blocked)
+                self._communicators.setdefault(calls.key, {})[calls.rank] = member
+                self._of_rank.setdefault(rank.process.pid, []).append(member)
 
     def waits(self) -> list[RankWait]:
         """Return all waits. Waits that may cause the others come first, and among equals the longest."""
-        found = [*self._for_steps(), *self._for_collectives(), *self._for_messages()]
+        found = [*self._for_steps()]
+        for members in self._communicators.values():
+            found += [*self._for_collectives(members), *self._for_messages(members)]
         return sorted(found, key=lambda wait: (not wait.is_first, -wait.seconds))
 
     def lines(self) -> list[Line]:
@@ -84,21 +109,35 @@ class Look:
                 since_s, names = _seconds(rank, step.since_ns), _named(missing) if missing else ""
                 found.append(Line(where, *who, step.text, 0, since_s, names, self._says(rank), bool(missing)))
         for members in self._communicators.values():
-            most = max(calls.made for _, calls in members.values())
-            disordered = [calls.rank for calls in self._disordered(members)]
-            late = disordered or self._behind(members)
-            for rank, calls in members.values():
-                if most or calls.receive or calls.send:
-                    found.append(self._line(late, rank, calls, mutual=bool(disordered)))
+            found += self._lines_of(members)
         # The lines of one communicator follow each other. A communicator with trouble comes first.
         troubled = {line.communicator for line in found if line.waits}
         return sorted(found, key=lambda line: (line.communicator not in troubled, line.communicator, line.rank))
 
+    def _lines_of(self, members: Mapping[int, _Member]) -> Iterator[Line]:
+        mutual = [member.calls.rank for member in _disordered(members)]
+        late = mutual or _behind(members)
+        used = any(member.calls.made for member in members.values())
+        for member in members.values():
+            rank, calls = member.rank, member.calls
+            if not (used or calls.messages):
+                continue
+            call, number = calls.last or ("a call" if calls.made else "none yet"), calls.made
+            seconds = None if calls.since_ns is None else _seconds(rank, calls.since_ns)
+            others = [other for other in late if other != calls.rank]
+            waits_for, does = _named(others) if others and (mutual or calls.rank not in late) else "", self._says(rank)
+            for message in member.blocked:
+                call, number, seconds, waits_for = message.name, message.number, None, member.peer(message)
+            if not waits_for and calls.on_gpu and calls.since_ns is not None:
+                does = f"has enqueued it, and {does}"
+            who = calls.name, calls.rank, rank.process.pid
+            yield Line(*who, call, number, seconds, waits_for, does, bool(waits_for or late))
+
     def _for_steps(self) -> Iterator[RankWait]:
+        by_place = {(rank.world, rank.activity.world_rank): rank for rank in self._job.ranks}
         steps: dict[tuple[int, str, tuple[int, ...]], list[tuple[Rank, Step]]] = {}
         for rank in self._job.ranks:
-            step = self._lasting_step(rank)
-            if step is not None:
+            if step := self._lasting_step(rank):
                 steps.setdefault((rank.world, step.text, step.world_ranks), []).append((rank, step))
         for (world, name, _), waiting in steps.items():
             missing = self._missing(*waiting[0])
@@ -109,7 +148,7 @@ class Look:
             sentences = [f"{_named(missing)} of MPI.COMM_WORLD {come} not come: {_named(here)} {wait} in {name!r}"]
             late, unseen = [], []
             for number in missing:
-                rank_there, process = self._by_place.get((world, number)), self._job.unseen.get((world, number))
+                rank_there, process = by_place.get((world, number)), self._job.unseen.get((world, number))
                 if rank_there is not None:
                     late.append(rank_there)
                     said = f"Rank {number} {self._does(rank_there)}"
@@ -123,91 +162,47 @@ class Look:
             seconds = max(_seconds(rank, step.since_ns) for rank, step in waiting)
             yield self._wait(sentences, seconds, True, late, unseen)
 
-    def _for_collectives(self) -> Iterator[RankWait]:
-        for members in self._communicators.values():
-            most = max(calls.made for _, calls in members.values())
-            ahead = [(rank, calls) for rank, calls in members.values() if calls.made == most]
-            name = ahead[0][1].name
-            names = {calls.last.partition("(")[0] for _, calls in ahead if calls.last}
-            late = []
-            if disordered := self._disordered(members):
-                late = [calls.rank for calls in disordered]
-                orders = "; ".join(
-                    f"rank {calls.rank}: {calls.last} by MPI, its call {calls.by_mpi} by MPI, after {_others(calls)}"
-                    for calls in disordered
-                )
-                said = f"ranks called different things of {name}: {orders}. MPI cannot end such waits: {_WAY_OUT}"
-            elif behind := self._behind(members):
-                late = behind
-                have = (
-                    f"{_named(late)} is behind: it has" if len(late) == 1 else f"{_named(late)} are behind: they have"
-                )
-                made = _span({members[index][1].made for index in late})
-                others = _span({calls.made for index, (_, calls) in members.items() if index not in late})
-                last = "; ".join(sorted({calls.last for _, calls in ahead if calls.last}))
-                said = f"{have} made {made} call{'s' * (made != '1')} of {name}, the others {others} ({last})"
-            elif len(names) > 1 and all(self._stays(*each) for each in ahead):
-                called = "; ".join(f"rank {calls.rank}: {calls.last}" for _, calls in ahead)
-                said = f"ranks called different things as number {most} of {name}: {called}"
-            else:
-                continue
-            times = [_seconds(rank, calls.since_ns) for rank, calls in ahead if calls.since_ns is not None]
-            seconds = max(times) if times else self._watched_s(ahead[0][0])
-            described = () if disordered else late[:_MOST_NAMED]
-            sentences = [said, *(self._at(*members[each]) for each in described)]
-            yield self._wait(sentences, seconds, bool(times), [members[each][0] for each in late])
+    def _for_collectives(self, members: Mapping[int, _Member]) -> Iterator[RankWait]:
+        most = max(member.calls.made for member in members.values())
+        ahead = [member for member in members.values() if member.calls.made == most]
+        name = ahead[0].calls.name
+        names = {member.calls.last.partition("(")[0] for member in ahead if member.calls.last}
+        late: list[_Member] = []
+        described = True
+        if disordered := _disordered(members):
+            late, described = disordered, False
+            orders = "; ".join(
+                f"rank {calls.rank}: {calls.last} by MPI, its call {calls.by_mpi} by MPI, after {_others(calls)}"
+                for calls in (member.calls for member in disordered)
+            )
+            said = f"ranks called different things of {name}: {orders}. MPI cannot end such waits: {_WAY_OUT}"
+        elif behind := _behind(members):
+            late = [members[index] for index in behind]
+            have = (
+                f"{_named(behind)} is behind: it has" if len(late) == 1 else f"{_named(behind)} are behind: they have"
+            )
+            made = _span({member.calls.made for member in late})
+            others = _span({member.calls.made for index, member in members.items() if index not in behind})
+            last = "; ".join(sorted({member.calls.last for member in ahead if member.calls.last}))
+            said = f"{have} made {made} call{'s' * (made != '1')} of {name}, the others {others} ({last})"
+        elif len(names) > 1 and all(member.stays for member in ahead):
+            called = "; ".join(f"rank {member.calls.rank}: {member.calls.last}" for member in ahead)
+            said = f"ranks called different things as number {most} of {name}: {called}"
+        else:
+            return
+        times = [_seconds(member.rank, since) for member in ahead if (since := member.calls.since_ns) is not None]
+        seconds = max(times) if times else self._watched_s(ahead[0].rank)
+        sentences = [said, *map(self._at, late[:_MOST_NAMED] if described else ())]
+        yield self._wait(sentences, seconds, bool(times), [member.rank for member in late])
 
-    def _for_messages(self) -> Iterator[RankWait]:
-        for members in self._communicators.values():
-            for rank, calls in members.values():
-                for name, message in self._blocked(rank, calls):
-                    peers = [members[message.peer]] if message.peer in members else []
-                    end = f"{_PREPOSITIONS[name]} {_peer(calls, message)} of {calls.name}"
-                    said = f"rank {calls.rank} waits in a {name} {end}"
-                    sentences = [said, *(self._at(*peer) for peer in peers)]
-                    yield self._wait(sentences, self._watched_s(rank), False, [peer for peer, _ in peers])
-
-    def _disordered(self, members: Members) -> list[RankCalls]:
-        """Return the ranks that wait in MPI for each other after calls in different orders; else an empty list.
-
-        MPI does not carry out all calls, and ranks make both kinds of call in one order. So ranks with equally many
-        calls by MPI have also made equally many other calls before. A rank with more calls by MPI than another rank has
-        not made fewer of the other calls. MPI can neither notice such a wait nor end it.
-        """
-        waiting = [
-            calls
-            for rank, calls in members.values()
-            if self._stays(rank, calls) and calls.last and calls.since_ns is None
-        ]
-        for one, other in combinations(waiting, 2):
-            more, more_others = one.by_mpi - other.by_mpi, _posts(one) - _posts(other)
-            if more * more_others < 0 or (more == 0 and more_others != 0):
-                return waiting
-        return []
-
-    def _behind(self, members: Members) -> list[int]:
-        """Return the ranks that have made fewer calls than another rank, and none since the first look."""
-        most = max(calls.made for _, calls in members.values())
-        return sorted(
-            index for index, (rank, calls) in members.items() if calls.made < most and self._stays(rank, calls)
-        )
-
-    def _earlier(self, rank: Rank, calls: RankCalls) -> RankCalls | None:
-        earlier = self._before.get(rank.process.pid)
-        communicators = earlier.activity.communicators if earlier is not None else ()
-        return next((each for each in communicators if each.key == calls.key), None)
-
-    def _stays(self, rank: Rank, calls: RankCalls) -> bool:
-        """Return whether a rank has begun no call of a communicator since the first look."""
-        earlier = self._earlier(rank, calls)
-        return earlier is not None and earlier.made == calls.made
-
-    def _blocked(self, rank: Rank, calls: RankCalls) -> list[tuple[str, BlockedMessage]]:
-        """Return the messages in which a rank has been since the first look, each with "receive" or "send"."""
-        earlier = self._earlier(rank, calls)
-        before = () if earlier is None else (earlier.receive, earlier.send)
-        both = ("receive", calls.receive), ("send", calls.send)
-        return [(name, message) for name, message in both if message is not None and message in before]
+    def _for_messages(self, members: Mapping[int, _Member]) -> Iterator[RankWait]:
+        for member in members.values():
+            rank, calls = member.rank, member.calls
+            for message in member.blocked:
+                peers = [members[message.peer]] if message.peer in members else []
+                end = f"{_PREPOSITIONS[message.name]} {member.peer(message)} of {calls.name}"
+                sentences = [f"rank {calls.rank} waits in a {message.name} {end}", *map(self._at, peers)]
+                yield self._wait(sentences, self._watched_s(rank), False, [peer.rank for peer in peers])
 
     def _lasting_step(self, rank: Rank) -> Step | None:
         earlier, step = self._before.get(rank.process.pid), rank.activity.step
@@ -215,13 +210,9 @@ class Look:
 
     def _missing(self, rank: Rank, step: Step) -> list[int]:
         """Return the ranks of MPI.COMM_WORLD that should be in a step, and are not."""
-        here = {
-            other.activity.world_rank
-            for other in self._job.ranks
-            if other.world == rank.world
-            and other.activity.step is not None
-            and (other.activity.step.text, other.activity.step.world_ranks) == (step.text, step.world_ranks)
-        }
+        others = [(other, other.activity.step) for other in self._job.ranks if other.world == rank.world]
+        same = (step.text, step.world_ranks)
+        here = {other.activity.world_rank for other, at in others if at and (at.text, at.world_ranks) == same}
         return [each for each in step.world_ranks if each >= 0 and each not in here]
 
     def _watched_s(self, rank: Rank) -> float:
@@ -234,12 +225,13 @@ class Look:
         is_first = len(idle) == len(late) and bool(idle or unseen)
         return RankWait(". ".join(sentences), seconds, known, (*idle, *unseen), is_first)
 
-    def _at(self, rank: Rank, calls: RankCalls) -> str:
+    def _at(self, member: _Member) -> str:
         """Return a sentence on a rank for which others wait in a communicator."""
-        since = ""
+        calls, since = member.calls, ""
         if calls.since_ns is not None:
-            since = f", and has begun no collective call since {calls.last} {_seconds(rank, calls.since_ns):.1f} s ago"
-        return f"Rank {calls.rank} {self._does(rank)}{since}"
+            ago_s = _seconds(member.rank, calls.since_ns)
+            since = f", and has begun no collective call since {calls.last} {ago_s:.1f} s ago"
+        return f"Rank {calls.rank} {self._does(member.rank)}{since}"
 
     def _does(self, rank: Rank) -> str:
         return f"(process {rank.process.pid}) {self._known_wait(rank) or self._says(rank)}"
@@ -249,9 +241,10 @@ class Look:
         step = self._lasting_step(rank)
         if step is not None:
             return f"is in {step.text!r}"
-        for calls in rank.activity.communicators:
-            for name, message in self._blocked(rank, calls):
-                return f"{name}s {_PREPOSITIONS[name]} {_peer(calls, message)} of {calls.name}"
+        for member in self._of_rank.get(rank.process.pid, ()):
+            for message in member.blocked:
+                end = f"{_PREPOSITIONS[message.name]} {member.peer(message)}"
+                return f"{message.name}s {end} of {member.calls.name}"
         return ""
 
     def _says(self, rank: Rank) -> str:
@@ -267,34 +260,30 @@ class Look:
             return "computes or polls"  # MPI and CUDA poll in their waits
         return "sleeps" + (f" ({process.sleeps_in})" if process.sleeps_in else "")
 
-    def _line(self, late: Sequence[int], rank: Rank, calls: RankCalls, *, mutual: bool) -> Line:
-        """Return the line of a rank; ``mutual`` says that the ranks that are ``late`` wait for each other, too."""
-        call, number = calls.last or ("a call" if calls.made else "none yet"), calls.made
-        seconds = None if calls.since_ns is None else _seconds(rank, calls.since_ns)
-        others = [other for other in late if other != calls.rank]
-        waits_for, does = _named(others) if others and (mutual or calls.rank not in late) else "", self._says(rank)
-        for name, message in self._blocked(rank, calls):
-            call, number, seconds, waits_for = name, message.number, None, _peer(calls, message)
-        if not waits_for and calls.on_gpu and calls.since_ns is not None:
-            does = f"has enqueued it, and {does}"
-        who = calls.name, calls.rank, rank.process.pid
-        return Line(*who, call, number, seconds, waits_for, does, bool(waits_for or late))
+
+def _disordered(members: Mapping[int, _Member]) -> list[_Member]:
+    """Return the ranks that wait in MPI for each other after calls in different orders; else an empty list.
+
+    MPI does not carry out all calls, and ranks make both kinds of call in one order. So ranks with equally many calls
+    by MPI have also made equally many other calls before. A rank with more calls by MPI than another rank has not made
+    fewer of the other calls. MPI can neither notice such a wait nor end it.
+    """
+    waiting = [each for each in members.values() if each.stays and each.calls.last and each.calls.since_ns is None]
+    for one, other in combinations([member.calls for member in waiting], 2):
+        more, more_others = one.by_mpi - other.by_mpi, one.posts - other.posts
+        if more * more_others < 0 or (more == 0 and more_others != 0):
+            return waiting
+    return []
 
 
-_WAY_OUT = (
-    "end the job, and make all collective calls on all ranks in one order, with device arrays on every rank or on no "
-    "rank"
-)
+def _behind(members: Mapping[int, _Member]) -> list[int]:
+    """Return the ranks that have made fewer calls than another rank, and none since the first look."""
+    most = max(member.calls.made for member in members.values())
+    return sorted(index for index, member in members.items() if member.calls.made < most and member.stays)
 
 
 def _seconds(rank: Rank, since_ns: int) -> float:
     return max(0.0, (rank.time_ns - since_ns) / 1e9)
-
-
-def _peer(calls: RankCalls, message: BlockedMessage) -> str:
-    """Return the other end of a message."""
-    who = f"rank {message.peer}" if 0 <= message.peer < calls.size else "any rank"
-    return f"{who} (tag {message.tag})" if message.tag >= 0 else who
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -306,12 +295,6 @@ def _span(numbers: Collection[int]) -> str:
     return str(min(numbers)) if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
 
 
-def _posts(calls: RankCalls) -> int:
-    """Return how many of the begun calls MPI does not carry out."""
-    return calls.made - calls.by_mpi
-
-
 def _others(calls: RankCalls) -> str:
-    posts = _posts(calls)
     last = f" (the last is {calls.last_post})" if calls.last_post else ""
-    return f"{posts} other call{'s' * (posts != 1)}{last}"
+    return f"{calls.posts} other call{'s' * (calls.posts != 1)}{last}"

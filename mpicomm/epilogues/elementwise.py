@@ -22,11 +22,10 @@ from mpicomm.kernels.epilogue import (
     EpilogueArguments,
     EpilogueOperands,
     PacketEpilogue,
-    blocks_for,
     epilogue_kernel,
     epilogue_options,
 )
-from mpicomm.kernels.reductions import cpp_name
+from mpicomm.kernels.reductions import blocks_for, cpp_name
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.types import is_narrow
 

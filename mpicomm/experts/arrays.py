@@ -1,19 +1,208 @@
-"""Arrays of a call: their memory, new arrays of the same library, and those that a dispatch fills."""
+"""The numbers of an Experts object, which all ranks pass alike, and the arrays of its calls."""
 
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpicomm.devices.host import array_at
-from mpicomm.experts.shape import Shape
+from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K, PACKET_NBYTES
 from mpicomm.mpi.buffers import read
+from mpicomm.mpi.types import covered_dtype, torch_dtype
+
+DTYPES = ("float32", "float16", "bfloat16")
+WIRE = "float8_e4m3fn"
+BY_EXPERT, BY_TOKEN = LAYOUTS = ("experts", "tokens")
+_SCALE_NBYTES = 4
+_HIDDEN_OF_WIRE = 4 * GROUP  # the scales of a row are whole packets
+_MOST_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of an Experts object."""
+
+    experts_per_rank: tuple[int, ...]
+    hidden: int
+    max_tokens: int
+    top_k: int
+    dtype: np.dtype[Any]
+    capacity: int
+    alignment: int
+    blocks: int | None
+    by_token: bool = False
+    """Whether a token has one row on a rank, and not one for each of its experts there."""
+    wire: np.dtype[Any] | None = None
+    """The type in which rows travel, with scales; None for `dtype`, without scales."""
+    most_few: int = FEW_TOKENS
+    """Ranks with at most so many tokens use the low-latency kernels."""
+
+    @property
+    def in_packets(self) -> bool:
+        """Whether rows travel as packets: in the layout by token, if no rank ever has many tokens."""
+        return self.by_token and self.max_tokens <= self.most_few
+
+    @property
+    def scales(self) -> int:
+        """The number of scales of a row."""
+        return 0 if self.wire is None else self.hidden // GROUP
+
+    @property
+    def row_dtype(self) -> np.dtype[Any]:
+        """The type of the elements of a row."""
+        return self.wire or self.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.experts_per_rank)
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts of all ranks."""
+        return sum(self.experts_per_rank)
+
+    @property
+    def places(self) -> int:
+        """The number of places of pairs by expert."""
+        return self.most_places if self.by_token else self.capacity
+
+    @property
+    def most_places(self) -> int:
+        """The most places that pairs and padding take."""
+        return self.size * self.max_tokens * self.top_k + max(self.experts_per_rank) * (self.alignment - 1)
+
+    @property
+    def row_nbytes(self) -> int:
+        """The bytes of a row of a dispatch."""
+        return self.hidden * self.row_dtype.itemsize + self.scales * _SCALE_NBYTES
+
+    @property
+    def sum_nbytes(self) -> int:
+        """The bytes of a row of a combine."""
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def few_tokens(self) -> int:
+        """Ranks with at most so many tokens use the low-latency kernels; at most ``max_tokens``."""
+        return min(self.most_few, self.max_tokens)
+
+    @property
+    def seats(self) -> int:
+        """The receive slots reserved for each source rank: *seats* in experts.cuh."""
+        return 2 * self.few_tokens + (self.max_tokens if self.max_tokens > self.few_tokens else 0)
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first expert of each rank, then the number of experts."""
+        return [0, *accumulate(self.experts_per_rank)]
+
+
+def checked_shape(
+    size: int,
+    num_experts: int | Sequence[int],
+    hidden: int,
+    max_tokens: int,
+    top_k: int,
+    dtype: Any,
+    capacity: int | None,
+    alignment: int,
+    blocks: int | None,
+    layout: Any = BY_EXPERT,
+    wire_dtype: Any = None,
+) -> Shape:
+    """Return the shape of an Experts object of ``size`` ranks. Raises `InvalidUsageError` for numbers that cannot work.
+
+    Local.
+    """
+    experts = _experts_per_rank(num_experts, size)
+    element = checked_dtype(dtype, "Experts")
+    hidden, max_tokens, top_k = (
+        _number(value, name, 1) for value, name in ((hidden, "hidden"), (max_tokens, "max_tokens"), (top_k, "top_k"))
+    )
+    alignment = _number(alignment, "alignment", 1)
+    if blocks is not None:
+        blocks = _number(blocks, "blocks", 2)
+    if hidden * element.itemsize % PACKET_NBYTES:
+        raise InvalidUsageError(
+            f"Experts: a row of hidden={hidden} elements of {element.name} has {hidden * element.itemsize} bytes: pass "
+            f"a hidden whose rows are a multiple of {PACKET_NBYTES} bytes"
+        )
+    wire = None
+    if wire_dtype is not None:
+        if str(getattr(wire_dtype, "name", wire_dtype)).removeprefix("torch.") != WIRE:
+            raise InvalidUsageError(f"Experts: wire_dtype={wire_dtype!r}: pass {WIRE}, or leave it out")
+        if hidden % _HIDDEN_OF_WIRE:
+            raise InvalidUsageError(
+                f"Experts: hidden={hidden} with wire_dtype={WIRE}: pass a multiple of {_HIDDEN_OF_WIRE}"
+            )
+        wire = covered_dtype(WIRE)
+    if top_k > MOST_TOP_K:
+        raise InvalidUsageError(f"Experts: top_k={top_k}: pass {MOST_TOP_K} or less")
+    if layout not in LAYOUTS:
+        raise InvalidUsageError(f"Experts: layout={layout!r}: pass one of {', '.join(LAYOUTS)}")
+    by_token = layout == BY_TOKEN
+    rows = 1 if capacity is None else _number(capacity, "capacity", 1)
+    shape = Shape(experts, hidden, max_tokens, top_k, element, rows, alignment, blocks, by_token, wire)
+    if capacity is None:
+        capacity = size * max_tokens if by_token else shape.most_places
+        shape = replace(shape, capacity=capacity)
+    if max(shape.most_places, shape.capacity) > _MOST_ROWS:
+        raise InvalidUsageError(
+            f"Experts: max_tokens={max_tokens}, top_k={top_k} and capacity={capacity} on {size} ranks are more than "
+            f"{_MOST_ROWS} rows: pass smaller numbers"
+        )
+    return shape
+
+
+def _experts_per_rank(num_experts: int | Sequence[int], size: int) -> tuple[int, ...]:
+    if isinstance(num_experts, Sequence):
+        experts = tuple(_number(count, "num_experts", 0) for count in num_experts)
+        if len(experts) != size:
+            raise InvalidUsageError(
+                f"Experts: num_experts={list(experts)} has {len(experts)} numbers: pass one for each of {size} ranks"
+            )
+    else:
+        each, rest = divmod(_number(num_experts, "num_experts", 1), size)
+        experts = tuple(each + (rank < rest) for rank in range(size))
+    if not 1 <= sum(experts) <= MOST_EXPERTS:
+        raise InvalidUsageError(f"Experts: num_experts={sum(experts)}: pass 1 to {MOST_EXPERTS}")
+    return experts
+
+
+def checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
+    """Return one of `DTYPES`, by its name or as a dtype of NumPy or PyTorch. Raises `InvalidUsageError`. Local."""
+    name = str(dtype)
+    known = torch_dtype(dtype) if name.startswith("torch.") else None
+    if known is None:
+        try:
+            known = covered_dtype(name) if name in DTYPES else np.dtype(dtype)
+        except TypeError:
+            known = None
+    if known is None or known.name not in DTYPES:
+        raise InvalidUsageError(f"{what}: dtype={dtype!r}: pass one of {', '.join(DTYPES)}")
+    return known
+
+
+def _number(value: Any, name: str, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidUsageError(f"Experts: {name}={value!r} is no int") from None
+    if number < least:
+        raise InvalidUsageError(f"Experts: {name}={number}: pass {least} or more")
+    return number
+
 
 ARRAYS = (
     *("x", "scales", "counts", "offsets", "sources", "weights", "places", "targets", "tokens"),

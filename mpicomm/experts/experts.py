@@ -14,10 +14,23 @@ from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.arrays import FLOAT32, GivenArray, Received, name_of, new_array, pointer_of
+from mpicomm.experts.arrays import (
+    BY_EXPERT,
+    BY_TOKEN,
+    DTYPES,
+    FLOAT32,
+    WIRE,
+    GivenArray,
+    Received,
+    Shape,
+    checked_dtype,
+    checked_shape,
+    name_of,
+    new_array,
+    pointer_of,
+)
 from mpicomm.experts.on_gpu import ExpertsLaunches, launches_of, require_one_domain, share_arena
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
-from mpicomm.experts.shape import BY_EXPERT, BY_TOKEN, DTYPES, WIRE, Shape, checked_dtype, checked_shape
 from mpicomm.kernels.experts import PACKET_NBYTES
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.location import refuse_stream, require_here

@@ -10,7 +10,7 @@ from mpicomm.collectives.gpu.device import device_facts
 from mpicomm.devices.base import Segment
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.shape import DTYPES, Shape
+from mpicomm.experts.arrays import DTYPES, Shape
 from mpicomm.kernels.experts import (
     BLOCKS_OF_A_MULTIPROCESSOR,
     DISPATCH_FEW_KERNEL,

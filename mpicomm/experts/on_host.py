@@ -12,8 +12,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.arrays import GivenArray, Received, host_view
-from mpicomm.experts.shape import WIRE, Shape
+from mpicomm.experts.arrays import WIRE, GivenArray, Received, Shape, host_view
 from mpicomm.kernels.experts import GROUP
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.session import Session

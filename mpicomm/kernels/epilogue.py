@@ -11,8 +11,6 @@ from mpicomm.kernels.variant import SHARED, Variant, u64
 MOST_OPERANDS = 8
 EPILOGUE_THREADS = 512
 NORM_THREADS = 256
-_BLOCKS_OF_A_MULTIPROCESSOR = 4
-_NBYTES_OF_A_THREAD = 16
 
 
 class EpilogueOperands(ctypes.Structure):
@@ -97,9 +95,3 @@ def norm_kernel(dtype: str, options: tuple[str, ...]) -> Variant:
 def _reduced(dtype: str) -> tuple[str, ...]:
     # Only the headers need the operation.
     return *OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", "-DMPICOMM_OP=sum"
-
-
-def blocks_for(nbytes: int, multiprocessors: int) -> int:
-    """Return the number of blocks of a launch that reads or writes ``nbytes``."""
-    most = _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors
-    return max(1, min(most, -(-nbytes // (EPILOGUE_THREADS * _NBYTES_OF_A_THREAD))))

@@ -87,7 +87,6 @@ def reduction_of(dtype: np.dtype[Any], op: str) -> Reduction:
     return reduction
 
 
-_SOURCE = SHARED / "combine.cu"
 COMBINE_THREADS = 512  # kCombineThreads in combine.cu; a test compares them
 _BLOCKS_OF_A_MULTIPROCESSOR = 4
 _NBYTES_OF_A_THREAD = 16
@@ -105,10 +104,10 @@ def combine_kernel(reduction: Reduction, result: str) -> Variant:
     The two types differ only in width, and the kernel reduces in the wider type.
     """
     options = (*options_for(reduction), f"-DMPICOMM_RESULT={cpp_name(result)}")
-    return Variant(_SOURCE, "mpicomm_combine", options)
+    return Variant(SHARED / "combine.cu", "mpicomm_combine", options)
 
 
 def blocks_for(nbytes: int, multiprocessors: int) -> int:
-    """Return the number of blocks of a launch that makes a result of ``nbytes`` bytes."""
+    """Return the blocks of a launch of combine.cu or epilogue.cu that makes a result of ``nbytes``."""
     most = _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors
     return max(1, min(most, -(-nbytes // (COMBINE_THREADS * _NBYTES_OF_A_THREAD))))

@@ -82,21 +82,14 @@ def accumulate_kernel(reduction: Reduction, itemsize: int) -> Variant:
     """
     dtype, op = reduction
     if op in MOVING:
-        options = _moving(op, itemsize)
-    elif op in LOCATING:
-        options = _options(dtype, op)
-    else:
-        options = options_for(reduction)
+        dtype = _TYPE_OF_SIZE[itemsize]
+    options = _options(dtype, op) if op in (*MOVING, *LOCATING) else options_for(reduction)
     return Variant(SHARED / "accumulate.cu", "mpicomm_accumulate", options)
 
 
 def swap_kernel(itemsize: int) -> Variant:
     """Return the kernel that compares and swaps an element of ``itemsize`` bytes, one of `SWAPPED_SIZES`."""
-    return Variant(SHARED / "accumulate.cu", "mpicomm_compare_and_swap", _moving("replace", itemsize))
-
-
-def _moving(op: str, itemsize: int) -> tuple[str, ...]:
-    return _options(_TYPE_OF_SIZE[itemsize], op)
+    return Variant(SHARED / "accumulate.cu", "mpicomm_compare_and_swap", _options(_TYPE_OF_SIZE[itemsize], "replace"))
 
 
 def _options(dtype: str, op: str) -> tuple[str, ...]:

@@ -13,19 +13,23 @@ from mpi4py import MPI
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.cuda.stream_threads import SideStream, beside
 from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.matched import Incoming, Posted, UnexpectedQueue
+from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
-from mpicomm.messages.reader import EndpointReader, parse_any
+from mpicomm.messages.reader import EndpointReader, element_nbytes, parse_any
 from mpicomm.messages.receive_buffer import PendingReceive, ReceiveBuffer, StagingMemory, receive_buffer
 from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import array_of, is_host_view
+from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.mpi.shown import sendrecv
 
+_byte = MPI.BYTE
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
@@ -52,8 +56,8 @@ class Messages:
         self._reader = EndpointReader(gpu, self.memory, by_rendezvous=self.by_rendezvous)
         self.read = self._reader.read
         self.unexpected = UnexpectedQueue(self, comm, secret)
-        near = frozenset(placement.node_ranks)
-        self._outgoing = Outgoing(comm, near, self.memory, "" if self.by_rendezvous else here.handle)
+        self._near = frozenset(placement.node_ranks)
+        self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.by_rendezvous else here.handle)
         self.send = self._outgoing.send
         # The spare staging memory: as many arrays as threads receive at once. The system provides no pages for the
         # parts that no message has filled.
@@ -139,7 +143,7 @@ class Messages:
         if received.captured:
             raise refused_capture(received)
         status = MPI.Status() if status is None else status
-        buffer = self._receive_buffer(received, spare=self._spare)
+        buffer = self._receive_buffer(received, spare=True)
         incoming.recv_into(buffer.spec, status)
         self._finish(buffer, status)
         if received.blocks:
@@ -186,7 +190,7 @@ class Messages:
             raise refused_capture(sent)
         status = MPI.Status() if status is None else status
         incoming = self.posted_beside_send(*posted) if self.unexpected.kept else None
-        buffer = self._receive_buffer(received, replace=replace, spare=self._spare)
+        buffer = self._receive_buffer(received, replace=replace, spare=True)
         # The copies of a received message do not wait for the copies of the sent message, which lies elsewhere. The
         # copy of a message in one piece takes less time than a side stream costs.
         aside = buffer.capacity > rendezvous_header.LEAST_PIECE_NBYTES and not replace
@@ -198,9 +202,7 @@ class Messages:
             try:
                 sendrecv(self._comm, outgoing.spec, dest, tag, buffer.spec, *posted, status)
             except Exception as error:
-                # MPI has refused to send the message, except if the received message was too long.
-                refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
-                if refused and outgoing.withdraw is not None:
+                if outgoing.withdraw is not None and _is_refused(error):
                     outgoing.withdraw()
                 raise
         else:
@@ -212,6 +214,60 @@ class Messages:
         self._finish(buffer, status, mark)
         if sent.blocks or received.blocks:
             wait_for_copies(sent, received)
+
+    def exchange_arrays(
+        self,
+        send: Any,
+        dest: int,
+        sendtag: int,
+        receive: Any,
+        posted: tuple[int, int],
+        status: MPI.Status | None,
+        stream: Any,
+    ) -> bool:
+        """As `read` and `exchange` of two plain device arrays that kernels copy. Return False for other calls.
+
+        This is straight-line code: a repeated call passes half as many functions here, and they take most of its time.
+        """
+        made = self.memory.made
+        if made is None or type(send) is not type(receive) or dest not in self._near or self.unexpected.kept:
+            return False
+        given, taken = plain_array(send), plain_array(receive)
+        if not (given and taken and given[1] and taken[1] and len(given) == len(taken) == 3 and self.by_rendezvous):
+            return False
+        device, (dtype, ordinal), (room_dtype, room_ordinal) = made.device, given[2], taken[2]
+        nbytes, room = given[1] * element_nbytes(dtype), taken[1] * element_nbytes(room_dtype)
+        most = rendezvous_header.KERNEL_NBYTES
+        if not (0 < nbytes <= most and 0 < room <= most and ordinal == room_ordinal == device.device):
+            return False
+        resolved = device.eager_stream(stream, send)  # arrays of one class have one current stream
+        if resolved is None:
+            return False
+        try:
+            place = made.reserve(nbytes)
+        except (OutboxFullError, HandleError):
+            return False
+        (place.copy_in or made.copy_into(place))(resolved, given[0], nbytes)
+        staging = self._staging(room)
+        status = MPI.Status() if status is None else status
+        try:
+            sendrecv(self._comm, place.message, dest, sendtag, staging.spec, *posted, status)
+        except Exception as error:
+            if _is_refused(error):
+                made.withdraw(place, resolved)
+            raise
+        found = made.arrived(staging.content, status.source) if status.Get_count(_byte) == HEADER_NBYTES else None
+        slot, arrived = found or (None, 0)
+        if slot is None or slot.copy_out is None or arrived > room or device.waits_beside(resolved, receive):
+            received = Endpoint("Sendrecv", receive, taken[0], room, resolved, device, True)
+            self._finish(ReceiveBuffer("flat", received, room, made, staging, taken[0]), status)
+        else:
+            status.Set_elements(_byte, arrived)
+            slot.copy_out(resolved, taken[0], arrived)
+            self._spare.append(staging)
+        if device.completes:
+            device.complete(resolved)
+        return True
 
     def start_exchange(
         self, sent: Endpoint, dest: int, tag: int, received: Endpoint, incoming: Incoming, *, replace: bool = False
@@ -240,23 +296,25 @@ class Messages:
         _, received = self.read(operation, buf, None, MPI.ANY_SOURCE, receives=True)
         return received or Endpoint(operation, buf)
 
-    def _receive_buffer(
-        self, received: Endpoint, *, replace: bool = False, spare: list[StagingMemory] | None = None
-    ) -> ReceiveBuffer:
+    def _receive_buffer(self, received: Endpoint, *, replace: bool = False, spare: bool = False) -> ReceiveBuffer:
         """Return the buffer of a receive. A blocking receive takes ``spare`` memory, and `_finish` gives it back."""
         device = received.device or self._reader.device(received.operation)
         rendezvous = self.memory.made or self.memory.rendezvous(device)
         nbytes = received.nbytes
-        if spare is None or not received.is_flat or nbytes > _MOST_SPARE_NBYTES:
+        if not (spare and received.is_flat) or nbytes > _MOST_SPARE_NBYTES:
             return receive_buffer(received, rendezvous, replace=replace)
+        return ReceiveBuffer("flat", received, nbytes, rendezvous, self._staging(nbytes), received.pointer)
+
+    def _staging(self, nbytes: int) -> StagingMemory:
+        """Return spare staging memory for at most ``nbytes`` bytes of data, or for a header."""
         try:
-            staging = spare.pop()
+            staging = self._spare.pop()
         except IndexError:
             staging = StagingMemory(_LEAST_SPARE_NBYTES)
         if staging.capacity < nbytes:
             staging = StagingMemory(nbytes)
         staging.spec[1] = nbytes if nbytes > HEADER_NBYTES else HEADER_NBYTES
-        return ReceiveBuffer("flat", received, nbytes, rendezvous, staging, received.pointer)
+        return staging
 
     def _finish(self, buffer: ReceiveBuffer, status: MPI.Status, mark: Any = None) -> None:
         """Finish a blocking receive: in stream order for a device array, before this returns for host memory.
@@ -288,3 +346,8 @@ class Messages:
         if received.device is None or received.stream is None:
             return None
         return received.device.side_streams.mark(received.stream)
+
+
+def _is_refused(error: Exception) -> bool:
+    """Return whether MPI has refused a `Sendrecv`. If the received message was too long, it has sent the other one."""
+    return not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE

@@ -58,7 +58,7 @@ class EndpointReader:
         plain = None if made is None or type(buf) in _SPECIFICATIONS else plain_array(buf)
         if made is not None and plain is not None and plain[1]:  # neither another buffer nor an empty array
             pointer, count, (dtype, ordinal) = plain  # type: ignore[misc]
-            device, nbytes = made.device, count * _element_nbytes(dtype)
+            device, nbytes = made.device, count * element_nbytes(dtype)
             if nbytes and ordinal == device.device:
                 if beside is not None and beside.operand is None and type(beside.spec) is type(buf):
                     resolved = beside.stream  # the arrays of one class have one current stream
@@ -128,7 +128,7 @@ def host_end(operation: str, buf: Any, writable: bool, name: str) -> Endpoint:
 
 
 @functools.cache
-def _element_nbytes(dtype: Any) -> int:
+def element_nbytes(dtype: Any) -> int:
     """Return the bytes of an element of a type of CuPy or PyTorch; 0 for a type that messages do not have."""
     found = dtype if isinstance(dtype, np.dtype) else types.torch_dtype(dtype)
     return found.itemsize if found is not None and types.is_plain(found) else 0

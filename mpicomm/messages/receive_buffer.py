@@ -24,7 +24,7 @@ from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import PeerSlot, Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.buffers import read
-from mpicomm.mpi.host_calls import through_host
+from mpicomm.mpi.host_calls import HostCopies
 from mpicomm.mpi.layout import Elements
 
 _byte = MPI.BYTE
@@ -156,8 +156,11 @@ class ReceiveBuffer:
         if self.kind != "host":
             operand = self.endpoint.operand
             assert staging is not None and operand is not None
-            packed, buffer = staging.content[: self.nbytes], (operand.spec, True, operand.name, operand)
-            through_host(device, stream, lambda spec: unpack(packed, spec), [buffer])
+            copies = HostCopies(device, stream)
+            buffer = copies.spec(operand.spec, writable=True, name=operand.name, operand=operand)
+            copies.ready()
+            unpack(staging.content[: self.nbytes], buffer)
+            copies.back()
 
     def _unpack_by_kernels(self, stream: int) -> None:
         slot, nbytes, rendezvous, elements = self.slot, self.nbytes, self.rendezvous, self._elements

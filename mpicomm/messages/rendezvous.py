@@ -101,10 +101,7 @@ class Rendezvous:
             self.device.pack(table_for(elements.layout), elements.address, place.pointer, stream, unpacks=False)
             self._steps.announce(stream, ready=place.ready, count=place.counts)
         elif place.nbytes <= rendezvous_header.KERNEL_NBYTES:
-            copy = place.copy_in
-            if copy is None:
-                copy = place.copy_in = self._steps.copy_in(place.pointer, ready=place.ready)
-            copy(stream, sent.pointer, place.nbytes)
+            self.copy_into(place)(stream, sent.pointer, place.nbytes)
         else:
             done = 0
             for target, piece in pieces(place.places, place.nbytes):
@@ -114,6 +111,13 @@ class Rendezvous:
                 # is not written yet.
                 self._steps.announce(stream, ready=place.ready, count=1)
                 done += piece
+
+    def copy_into(self, place: OutboxSlot) -> MessageCopy:
+        """Return the kernel launch that copies messages into a slot in one block."""
+        copy = place.copy_in
+        if copy is None:
+            copy = place.copy_in = self._steps.copy_in(place.pointer, ready=place.ready)
+        return copy
 
     def withdraw(self, place: OutboxSlot, stream: int) -> None:
         """Release the slot of a message that this rank does not send, but has filled in the same stream."""

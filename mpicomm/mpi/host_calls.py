@@ -56,15 +56,6 @@ def as_bytes(spec: Any, writable: bool, name: str) -> Any:
     return for_mpi(parse(spec, writable=writable, name=name))
 
 
-def both_as_bytes(sendbuf: Any, dest: int, recvbuf: Any, source: int) -> tuple[Any, Any]:
-    """As `as_bytes`, for a send buffer and a receive buffer.
-
-    A buffer for MPI.PROC_NULL becomes None, because MPI ignores it.
-    """
-    sent = None if dest == MPI.PROC_NULL else as_bytes(sendbuf, False, "sendbuf")
-    return sent, None if source == MPI.PROC_NULL else as_bytes(recvbuf, True, "recvbuf")
-
-
 def call(
     method: Callable[..., Result], called: MPI.Intracomm | MPI.Message, buf: Any, *rest: Any, writable: bool = False
 ) -> Result:
@@ -88,8 +79,9 @@ def call_on_two(
     """As `call`, for a buffer with its destination and tag, and a buffer with its source and tag."""
     try:
         return method(comm, *send, *receive, *rest)
-    except REFUSALS:
-        sent, received = both_as_bytes(send[0], send[1], receive[0], receive[1])
+    except REFUSALS:  # MPI ignores a buffer for MPI.PROC_NULL
+        sent = None if send[1] == MPI.PROC_NULL else as_bytes(send[0], False, "sendbuf")
+        received = None if receive[1] == MPI.PROC_NULL else as_bytes(receive[0], True, "recvbuf")
     return method(comm, sent, *send[1:], received, *receive[1:], *rest)
 
 
@@ -98,33 +90,11 @@ _named: set[str] = set()
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A device buffer, its copy in pinned host memory, and the buffer argument that MPI gets."""
+    """A device buffer, its copy in pinned host memory, and whether the call writes it."""
 
     memory: ArrayMemory
     host: npt.NDArray[np.uint8]
-    spec: Any
     written: bool
-
-
-def host_copy(backend: Backend, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> HostCopy:
-    """Return pinned memory for the device array of the argument ``name``. It has no content yet. Local.
-
-    ``operand`` is the argument after `parse`. With it the memory holds all elements, which may reach beyond the bytes
-    of an address. Raises `InvalidUsageError` if MPI has no type for the elements, and for an array of another GPU.
-    """
-    memory = read(array_of(spec), writable, name)
-    require_here(name, memory.device, backend.device)
-    if operand is not None and memory.room is not None:
-        memory.nbytes = max([memory.nbytes, *(end - memory.pointer for _, end in operand.extents)])
-    host = backend.pinned(memory.nbytes)
-    try:
-        copied = with_buffer(spec, host, memory.dtype)
-    except InvalidUsageError as error:
-        raise InvalidUsageError(
-            f"{name}: {error}, and only MPI can carry out this call: convert it, or move it as bytes with "
-            "[buffer, MPI.BYTE]"
-        ) from None
-    return HostCopy(memory, host, copied, writable)
 
 
 class HostCopies:
@@ -132,12 +102,14 @@ class HostCopies:
 
     def __init__(self, backend: Backend, stream: int) -> None:
         self._backend, self._stream = backend, stream
-        self._copies: list[HostCopy] = []
+        self.made: list[HostCopy] = []
 
     def spec(self, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> Any:
         """Return the argument ``name`` for MPI: ``spec`` itself, or an argument with a pinned copy of its device array.
 
-        The copy is stream-ordered: it holds the data after `ready`. See `host_copy` for ``operand``.
+        The copy is stream-ordered: it holds the data after `ready`. ``operand`` is the argument after `parse`. With it
+        the copy holds all elements, which may reach beyond the bytes of an address. Raises `InvalidUsageError` if MPI
+        has no type for the elements, and for an array of another GPU.
         """
         array = array_of(spec)
         if array is None or array is MPI.IN_PLACE:
@@ -145,17 +117,29 @@ class HostCopies:
         if array is MPI.BOTTOM:
             require_host_addresses(spec, name)
             return spec
-        if not read(array, writable, name).on_device:
+        memory = read(array, writable, name)
+        if not memory.on_device:
             return spec
-        copy = host_copy(self._backend, spec, writable=writable, name=name, operand=operand)
+        require_here(name, memory.device, self._backend.device)
+        if operand is not None and memory.room is not None:
+            memory.nbytes = max([memory.nbytes, *(end - memory.pointer for _, end in operand.extents)])
+        host = self._backend.pinned(memory.nbytes)
+        try:
+            copied = with_buffer(spec, host, memory.dtype)
+        except InvalidUsageError as error:
+            raise InvalidUsageError(
+                f"{name}: {error}, and only MPI can carry out this call: convert it, or move it as bytes with "
+                "[buffer, MPI.BYTE]"
+            ) from None
+        copy = HostCopy(memory, host, writable)
         self._fill(copy)
-        self._copies.append(copy)
-        return copy.spec
+        self.made.append(copy)
+        return copied
 
     def again(self, stream: int) -> None:
         """Make the copies once more, in the order of ``stream``. They hold the data after `ready`."""
         self._stream = stream
-        for copy in self._copies:
+        for copy in self.made:
             self._fill(copy)
 
     def _fill(self, copy: HostCopy) -> None:
@@ -169,7 +153,7 @@ class HostCopies:
 
     def back(self) -> None:
         """Copy the receive buffers to the device. Blocking, because the pinned memory is released afterwards."""
-        for copy in self._copies:
+        for copy in self.made:
             if copy.written:
                 self._backend.copy(copy.memory.pointer, copy.host.ctypes.data, copy.memory.nbytes, self._stream)
         self._backend.synchronize(self._stream)
@@ -194,20 +178,6 @@ def announce(operation: str, reason: str) -> None:
     if f"{operation} {reason}" not in _named:
         _named.add(f"{operation} {reason}")
         logger.info("%s on device arrays goes through pinned host memory and MPI: %s", operation, reason)
-
-
-def through_host(
-    backend: Backend, stream: int, call: Callable[..., Any], arguments: Sequence[tuple[Any, bool, str, Operand | None]]
-) -> Any:
-    """Call ``call`` with host copies of ``arguments``: (argument, whether it is written, name, operand). Blocking."""
-    copies = HostCopies(backend, stream)
-    specs = [
-        copies.spec(spec, writable=writable, name=name, operand=operand) for spec, writable, name, operand in arguments
-    ]
-    copies.ready()
-    result = call(*specs)
-    copies.back()
-    return result
 
 
 def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, Any]:

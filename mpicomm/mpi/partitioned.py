@@ -12,7 +12,7 @@ from mpicomm.devices.cuda.types import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.host_calls import HostCopy, host_copy
+from mpicomm.mpi.host_calls import HostCopies, HostCopy
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 
 if TYPE_CHECKING:
@@ -48,14 +48,17 @@ class PartitionedRequest(PersistentRequest):
     ) -> Self:
         """Return the request of ``Psend_init`` or ``Precv_init``. ``call`` is MPI's call with the same arguments."""
         receives = operation == "Precv_init"
-        copy = host_copy(backend, arguments["buf"], writable=receives, name="buf")
-        request: MPI.Prequest = call(**{**arguments, "buf": copy.spec})  # it raises for a bad number of partitions
+        array = array_of(arguments["buf"])
+        copies = HostCopies(backend, backend.stream(None, array))
+        buf = copies.spec(arguments["buf"], writable=receives, name="buf")
+        copies.ready()
+        request: MPI.Prequest = call(**{**arguments, "buf": buf})  # it raises for a bad number of partitions
 
         def begin() -> DeferredRequest:
             stream = self._stream()
             if receives:  # MPI does not write the gaps of a datatype
-                backend.copy(copy.host.ctypes.data, copy.memory.pointer, copy.memory.nbytes, stream)
-                backend.synchronize(stream)
+                copies.again(stream)
+                copies.ready()
             self._taken = set()
             request.Start()
             status = MPI.Status()
@@ -68,12 +71,15 @@ class PartitionedRequest(PersistentRequest):
             return threads.add(work, backend.prepare_thread) if _COMPLETES_IN_THREADS else work
 
         self = cls.of(begin)
-        self._request, self._backend, self._copy = request, backend, copy
-        self._array, self._partitions = array_of(arguments["buf"]), arguments["partitions"]
+        self._request, self._backend, self._copy = request, backend, copies.made[0]
+        self._array, self._partitions = array, arguments["partitions"]
         operand = parse(arguments["buf"], blocks=self._partitions, writable=receives, name="buf")
         self._start = self._step = 0
         if operand.dtype is not None:
-            self._start, self._step = operand.pointer - copy.memory.pointer, operand.count * operand.dtype.itemsize
+            self._start, self._step = (
+                operand.pointer - self._copy.memory.pointer,
+                operand.count * operand.dtype.itemsize,
+            )
         self._taken, self._lock = set(), threading.RLock()
         return self
 

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import gc
 import inspect
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -76,19 +77,14 @@ _GENERALIZED = (Driven, MPI.Grequest)
 @functools.cache  # only the first call does anything
 def replace_list_calls() -> None:
     """Let mpi4py's calls on lists of requests take requests of this package. Local."""
-    cases: tuple[Callable[[str], str], ...] = (str, str.lower)
-    for case in cases:
-        test_one, look_at_one = (getattr(MPI.Request, case(name)) for name in ("Testany", "Get_status_any"))
-        for name, one, take in (
-            ("Wait", test_one, "Wait"),
-            ("Test", test_one, "Wait"),
-            ("Get_status_", look_at_one, "Get_status"),
-        ):
-            with_objects = case is not str and take == "Wait"
-            for kind, find in (("all", _all), ("any", _any), ("some", _some)):
-                found = functools.partial(find, one, case(take))
-                answer = _waited if name == "Wait" else _tested
-                _replace_for_own(MPI.Request, case(name + kind), functools.partial(answer, kind, with_objects, found))
+    spellings: tuple[Callable[[str], str], ...] = (str, str.lower)
+    for spell, name, kind in itertools.product(spellings, ("Wait", "Test", "Get_status_"), ("all", "any", "some")):
+        looks = name == "Get_status_"
+        one = getattr(MPI.Request, spell("Get_status_any" if looks else "Testany"))
+        find = functools.partial(_all if kind == "all" else _some, one, spell("Get_status" if looks else "Wait"), kind)
+        with_objects = spell is not str and not looks
+        answer = functools.partial(_answer, kind, name == "Wait", with_objects, find)
+        _replace_for_own(MPI.Request, spell(name + kind), answer)
     _replace_for_own(MPI.Prequest, "Startall", _start_all)
 
 
@@ -130,36 +126,34 @@ Found = tuple[Any, Any] | None
 """The places of requests and the objects that their messages bring; None if the call has to wait for them."""
 
 
-def _tested(kind: str, with_objects: bool, find: Callable[..., Found], requests: Requests, statuses: Any = None) -> Any:
-    """Answer as mpi4py's test of requests: "all", "any" or "some" of them."""
-    found = find(requests, statuses)
-    if kind == "some":
-        places, objects = found or ([], [])
-        return (places, objects) if with_objects else places
-    if kind == "all":
-        flag, objects = found is not None, found and found[1]
-        return (flag, objects) if with_objects else flag
-    place, obj = found or (MPI.UNDEFINED, None)
-    return (place, found is not None, obj) if with_objects else (place, found is not None)
-
-
-def _waited(kind: str, with_objects: bool, find: Callable[..., Found], requests: Requests, statuses: Any = None) -> Any:
-    """Answer as mpi4py's wait for requests."""
+def _answer(
+    kind: str, waits: bool, with_objects: bool, find: Callable[..., Found], requests: Requests, statuses: Any = None
+) -> Any:
+    """Answer as mpi4py's wait for "all", "any" or "some" requests, or as its test of them."""
     for _ in pauses():
         found = find(requests, statuses)
-        if found is not None:
+        if found is not None or not waits:
             break
-    assert found is not None
+    if kind == "some":
+        places, objects = ([], []) if found is None else found
+        return (places, objects) if with_objects else places
     if kind == "all":
-        return found[1] if with_objects else True
-    return found if with_objects else found[0]
+        objects = found and found[1]
+        if waits:
+            return objects if with_objects else True
+        return (found is not None, objects) if with_objects else found is not None
+    place, obj = found or (MPI.UNDEFINED, None)
+    answer = (place,) if waits else (place, found is not None)
+    if with_objects:
+        return *answer, obj
+    return place if waits else answer
 
 
 # ``one`` is mpi4py's test of any of several requests. It gets one request at a time, because no other call tells
 # whether a persistent request of MPI is active. ``take`` is the method that takes a complete request, or looks at it.
 
 
-def _all(one: Callable[..., Any], take: str, requests: Requests, statuses: Any) -> Found:
+def _all(one: Callable[..., Any], take: str, kind: str, requests: Requests, statuses: Any) -> Found:
     # The list asks each request, because each advances only when it is asked, and others may wait for its work.
     complete = [
         not request.is_active() or request.advance() if isinstance(request, Driven) else request.Get_status()
@@ -167,38 +161,24 @@ def _all(one: Callable[..., Any], take: str, requests: Requests, statuses: Any) 
     ]
     if not all(complete):
         return None
-    objects, errors = [], list[Exception]()
-    if isinstance(statuses, list):
-        statuses.extend(MPI.Status() for _ in range(len(requests) - len(statuses)))
-    for place, request in enumerate(requests):
-        status = statuses[place] if statuses is not None and place < len(statuses) else None
+    objects, seen, errors = [], [MPI.Status() for _ in requests], list[Exception]()
+    for request, status in zip(requests, seen, strict=True):
         try:
             objects.append(getattr(request, take)(status))
         except Exception as error:
             errors.append(error)
+    _tell(statuses, seen)
     if errors:
         raise errors[0]
     return range(len(requests)), objects
 
 
-def _any(one: Callable[..., Any], take: str, requests: Requests, status: MPI.Status | None) -> Found:
-    is_open = False
-    for place, request in enumerate(requests):
-        active, complete, obj = _ask(one, take, request, status)
-        if complete:
-            return place, obj
-        is_open |= active
-    if is_open:
-        return None
-    one([], status)  # which empties the status
-    return MPI.UNDEFINED, None
-
-
-def _some(one: Callable[..., Any], take: str, requests: Requests, statuses: Any) -> Found:
-    is_open, places, objects, seen = False, list[int](), list[Any](), list[MPI.Status]()
+def _some(one: Callable[..., Any], take: str, kind: str, requests: Requests, statuses: Any) -> Found:
+    """Take all complete requests, or the first of them if ``kind`` is "any"."""
+    is_open, takes, places, objects, seen = False, take.lower() == "wait", list[int](), list[Any](), list[MPI.Status]()
     failed: Driven | None = None
     for place, request in enumerate(requests):
-        if isinstance(request, Driven) and request.is_active() and request.advance() and request.error:
+        if takes and isinstance(request, Driven) and request.is_active() and request.advance() and request.error:
             failed = failed or request
             continue
         status = MPI.Status()
@@ -208,15 +188,25 @@ def _some(one: Callable[..., Any], take: str, requests: Requests, statuses: Any)
             places.append(place)
             objects.append(obj)
             seen.append(status)
+            if kind == "any":
+                break
     if failed is not None and not places:
         getattr(failed, take)(None)  # which raises; earlier calls have returned all requests without an error
+    if not places and (is_open or failed is not None):
+        return None
+    if kind == "any":
+        _tell([] if statuses is None else [statuses], seen or [MPI.Status()])
+        return (places[0], objects[0]) if places else (MPI.UNDEFINED, None)
+    _tell(statuses, seen)
+    return (places, objects) if places else (None, None)
+
+
+def _tell(statuses: Any, seen: list[MPI.Status]) -> None:
+    """Copy statuses into those of the caller, whose list grows."""
     if isinstance(statuses, list):
         statuses.extend(MPI.Status() for _ in range(len(seen) - len(statuses)))
     for target, status in zip(statuses or (), seen, strict=False):
         memmove(MPI._addressof(target), MPI._addressof(status), MPI._sizeof(MPI.Status))
-    if places:
-        return places, objects
-    return None if is_open or failed is not None else (None, None)
 
 
 def _ask(one: Callable[..., Any], take: str, request: Any, status: MPI.Status | None) -> tuple[bool, bool, Any]:

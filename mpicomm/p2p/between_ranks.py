@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.bench.content import Content
 from mpicomm.cli import options as command_line
-from mpicomm.cli.pattern import Pattern
 from mpicomm.p2p.report import (
     COPY_ENGINES,
     LOADS,
@@ -37,20 +37,22 @@ class BetweenRanks(Pairs):
         self._data, self._window = comm.empty(options.bytes, np.uint8), comm.empty(options.bytes, np.uint8)
         self._zero = comm.zeros(1, np.uint64)
         self._gpu: Any = None
+        xp: Any = np
         if comm.device == "cpu":
             self.ways = {"copies to the target": False, "copies from the source": True}
             self.small_ways = tuple(self.ways)
-            pattern = Pattern(np)
         else:
+            import cupy
+
             from mpicomm.devices.cuda.driver import visible_devices
             from mpicomm.p2p.gpu import Gpu
 
             self.ways = {COPY_ENGINES: False, STORES: False, LOADS: True}
             self.small_ways = (COPY_ENGINES,)
             self._gpu = Gpu(visible_devices()[int(comm.device)])
-            pattern = self._gpu.pattern
-        self._pattern = pattern
-        pattern.write(self._data.local, comm.rank, 0)
+            xp = cupy
+        self._content = Content(xp, np.dtype(np.uint8), "sum", comm.size, options.bytes, reduces=False)
+        self._content.write(self._data.local, comm.rank)
 
     def move_us(self, way: str, transfers: Sequence[Transfer], nbytes: int, copies: int) -> float:
         rank, by_target = self._comm.rank, self.ways[way]
@@ -70,7 +72,7 @@ class BetweenRanks(Pairs):
             self.round_us(way, peer, nbytes, 1, lambda: None)  # warms up
             times = [self.round_us(way, peer, nbytes, copies, meet) for _ in range(self.rounds)]
         self._meet()
-        wrong = 0 if source is None else self._pattern.count_wrong(window, source, 0)
+        wrong = 0 if source is None else self._content.count_differing(window, source)
         results: list[tuple[list[float], int]] = self._comm.allgather((times, wrong))
         self.wrong += sum(of_rank[1] for of_rank in results)
         slowest: list[float] = [max(rounds) for rounds in zip(*(found for found, _ in results if found), strict=True)]

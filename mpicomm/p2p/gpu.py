@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mpicomm.cli.pattern import Pattern
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.variant import Variant, u32, u64
@@ -61,7 +60,6 @@ class Gpu:
             # All kernels are loaded before one can spin, because a load may wait for the whole device.
             self._gate, self._copy, self._pointer_chase = map(kernels_of(info).load, (GATE, COPY, POINTER_CHASE))
             self.start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
-            self.pattern = Pattern(cupy)
             self._blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
         # Pinned memory, which all GPUs of the process access at its address.
         self._released = np.frombuffer(cupy.cuda.alloc_pinned_memory(4), np.uint32, 1)

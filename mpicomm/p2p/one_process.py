@@ -11,6 +11,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from mpicomm.bench.content import Content
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.errors import HandleError
@@ -23,7 +24,7 @@ _THROUGH_HOST = "copy engines through host memory"
 class _End(Gpu):
     """A GPU with data that it sends, a window that others write, and a word that is 0."""
 
-    def __init__(self, info: DeviceInfo, nbytes: int) -> None:
+    def __init__(self, info: DeviceInfo, nbytes: int, size: int) -> None:
         super().__init__(info)
         with self.current():
             try:
@@ -33,7 +34,8 @@ class _End(Gpu):
                     f"GPU {info.ordinal} has no room for twice {nbytes} bytes: pass a smaller -b"
                 ) from error
             self.zero = cupy.zeros(1, np.uint64)
-            self.pattern.write(self.data, self.ordinal, 0)
+            self.content = Content(cupy, np.dtype(np.uint8), "sum", size, nbytes, reduces=False)
+            self.content.write(self.data, self.ordinal)
         self.synchronize()
 
 
@@ -45,7 +47,7 @@ class OneProcess(Pairs):
 
     def __init__(self, devices: Sequence[DeviceInfo], options: argparse.Namespace) -> None:
         super().__init__(len(devices), options, shows=True)
-        self._ends = [_End(device, options.bytes) for device in devices]
+        self._ends = [_End(device, options.bytes, len(devices)) for device in devices]
         self.links = [[link_to(own, peer.uuid, "ipc", devices) for peer in devices] for own in devices]
 
     def move_us(self, way: str, transfers: Sequence[Transfer], nbytes: int, copies: int) -> float | None:
@@ -63,7 +65,7 @@ class OneProcess(Pairs):
             time_us = statistics.median(self._round_us(way, pairs, nbytes, copies) for _ in range(self.rounds))
         for source, target in pairs:
             with target.current():
-                self.wrong += target.pattern.count_wrong(target.window[:nbytes], source.ordinal, 0)
+                self.wrong += target.content.count_differing(target.window[:nbytes], source.ordinal)
         return time_us
 
     def load_us(self, source: int, target: int) -> float | None:

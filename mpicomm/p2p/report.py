@@ -9,13 +9,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from mpicomm.cli import arguments
 from mpicomm.devices.base import Link
-from mpicomm.sizes import format_cell
+from mpicomm.sizes import format_cell, rich_console, rich_table
 
 NBYTES_ON_GPUS, NBYTES_ON_HOST = 256 << 20, 16 << 20
 COPY_ENGINES, STORES, LOADS = "copy engines", "kernels that store", "kernels that load"
@@ -119,9 +117,7 @@ class Report:
     matrices: list[Matrix] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._console = Console(
-            file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH, markup=False, highlight=False
-        )
+        self._console = rich_console(sys.stdout, _FILE_WIDTH)
 
     def say(self, *lines: str) -> None:
         """Print lines."""
@@ -136,12 +132,10 @@ class Report:
             # This is not the title of `Table`, because `Table` folds its title to its width.
             self._console.print(f"{matrix.title} ({matrix.unit})" if matrix.unit else matrix.title)
             # An attribute says how a GPU accesses another one. A measurement says how fast data goes to the other one.
-            table = Table(f"from {self.end} \\ to {self.end}" if matrix.unit else f"{self.end} \\ peer")
-            for number in range(len(matrix.cells)):
-                table.add_column(str(number), justify="right")
-            for number, row in enumerate(matrix.cells):
-                table.add_row(str(number), *map(format_cell, row))
-            self._console.print(table)
+            corner = f"from {self.end} \\ to {self.end}" if matrix.unit else f"{self.end} \\ peer"
+            numbers = [str(number) for number in range(len(matrix.cells))]
+            rows = ([number, *map(format_cell, row)] for number, row in zip(numbers, matrix.cells, strict=True))
+            self._console.print(rich_table(None, [corner, *numbers], rows, right=numbers))
 
     def record(self, wrong: int) -> dict[str, Any]:
         """Return the results for the JSON file."""
@@ -161,7 +155,7 @@ class Report:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = arguments.measuring_parser(
+    result = arguments.command_parser(
         "p2p",
         "Measure bandwidth and latency between each two GPUs of this machine, by copy engines and by "
         "kernels, with peer access and through host memory, and check every byte. If mpirun starts several ranks, "

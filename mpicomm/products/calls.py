@@ -23,8 +23,7 @@ from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from mpicomm.products.choose import ProductKind, ProductWay
-    from mpicomm.products.libraries import Multiply
-    from mpicomm.products.operands import Operands, Scaling
+    from mpicomm.products.operands import Multiply, Operands, Scaling
     from mpicomm.products.overlapped import Overlapped
 
 _MOST_CALLS = 4096
@@ -166,7 +165,7 @@ class Products:
         operands.scales = whole, scales[1]
 
     def _overlap(self, operands: Operands, way: ProductWay, stream: int) -> None:
-        from mpicomm.collectives.gpu.arena import NoMemoryError
+        from mpicomm.collectives.gpu.call_memory import NoMemoryError
 
         assert self._overlapped is not None
         try:

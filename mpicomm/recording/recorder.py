@@ -14,6 +14,7 @@ from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.recording.record import Record, note_slow_way
 from mpicomm.recording.statistics import Counts
 from mpicomm.recording.trace_file import TraceFile
+from mpicomm.sizes import rich_console
 
 if TYPE_CHECKING:
     from mpicomm.devices.cuda.timeline import StreamInterval
@@ -109,11 +110,7 @@ class Recorder:
         if self.file is not None:
             self.file.close()
         if self._reports:
-            from rich.console import Console
-
-            # A file has no width. The table is for people, and stdout stays the program's.
-            width = None if sys.stderr.isatty() else 140
-            self._total.statistics().print(Console(stderr=True, width=width))
+            self._total.statistics().print(rich_console(sys.stderr, 140))  # stdout stays the program's
 
 
 def _nvtx(*, required: bool) -> Any:

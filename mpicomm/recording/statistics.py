@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpicomm.recording.record import Record
-from mpicomm.sizes import format_size
+from mpicomm.sizes import format_size, rich_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,13 +55,9 @@ class Statistics:
 
     def print(self, console: Console) -> None:
         """Print the table on a console of rich."""
-        from rich.table import Table
-
-        table = Table(title="mpicomm: calls of this rank", title_justify="left")
-        for name in ("operation", "bytes", "algorithm"):
-            table.add_column(name, overflow="fold")
-        for name in ("calls", "total bytes", "host ms", "device ms", "mean us", "longest us"):
-            table.add_column(name, justify="right")
+        numbers = "calls", "total bytes", "host ms", "device ms", "mean us", "longest us"
+        columns = "operation", "bytes", "algorithm", *numbers
+        table = rich_table("mpicomm: calls of this rank", columns, right=numbers)
         for row in sorted(self.rows, key=lambda row: -(row.host_s + row.device_s)):
             mean_us = f"{row.host_s / row.calls * 1e6:.1f}" if row.calls else ""
             table.add_row(
@@ -77,13 +73,8 @@ class Statistics:
             )
         console.print(table)
         if self.slow_ways:
-            slow = Table(title="mpicomm: slow ways taken", title_justify="left")
-            slow.add_column("operation")
-            slow.add_column("calls", justify="right")
-            slow.add_column("why", overflow="fold")
-            for (operation, reason), calls in sorted(self.slow_ways.items()):
-                slow.add_row(operation, str(calls), reason)
-            console.print(slow)
+            rows = [(operation, str(calls), why) for (operation, why), calls in sorted(self.slow_ways.items())]
+            console.print(rich_table("mpicomm: slow ways taken", ("operation", "calls", "why"), rows, right=["calls"]))
 
 
 class Counts:

@@ -140,7 +140,9 @@ def _by_mpi(timeout: timedelta) -> Found:
             port = os.environ.get("MASTER_PORT", "0")
             if not port.isdecimal() or int(port) > 65535:
                 raise InvalidUsageError(f"MASTER_PORT={port!r} is no port: set a number from 0 to 65535, or unset it")
-            served.append(dist.TCPStore(address, int(port), private.size, True, timeout, wait_for_workers=False))
+            # As PyTorch's own stores, it shares a port on which this process already has one.
+            shares = {"wait_for_workers": False, "multi_tenant": True}
+            served.append(dist.TCPStore(address, int(port), private.size, True, timeout, **shares))
             return address, served[0].port
 
         address, port = group.exchange(f"{_STEP}: store", listen)[0]

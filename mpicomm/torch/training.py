@@ -14,9 +14,8 @@ from torch import Tensor
 
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.arrays import Received
+from mpicomm.experts.arrays import BY_TOKEN, Received
 from mpicomm.experts.experts import Experts
-from mpicomm.experts.shape import BY_TOKEN
 from mpicomm.torch.collectives import TensorCall
 from mpicomm.torch.process_group import ProcessGroup, group_of
 

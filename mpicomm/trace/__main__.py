@@ -12,6 +12,7 @@ from pathlib import Path
 from mpicomm.activity.reading import printable
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.recording.record import DEVICE
+from mpicomm.sizes import rich_console, rich_table
 from mpicomm.trace.merge import Clock, Event, Trace, Wait, clocks_of, find_waits, flows, read_traces
 
 
@@ -79,16 +80,11 @@ def aligned(traces: Sequence[Trace], clocks: dict[int, Clock]) -> list[Event]:
 
 def _print(waits: Sequence[Wait]) -> None:
     """Print the waits by pairs of ranks, the longest total first."""
-    from rich.console import Console
-    from rich.table import Table
-
     if not waits:
         sys.stdout.write("no rank waited for another rank in a collective call\n")
         return
-    table = Table(title="who waited for whom in collective calls", title_justify="left")
-    for name in ("rank", "waited for rank", "calls", "total ms", "longest ms"):
-        table.add_column(name, justify="right")
-    table.add_column("in")
+    numbers = "rank", "waited for rank", "calls", "total ms", "longest ms"
+    table = rich_table("who waited for whom in collective calls", (*numbers, "in"), right=numbers)
     pairs: dict[tuple[int, int], list[Wait]] = defaultdict(list)
     for wait in waits:
         pairs[wait.rank, wait.late].append(wait)
@@ -99,7 +95,7 @@ def _print(waits: Sequence[Wait]) -> None:
         call = printable(f"{longest.operation} number {facts['number']} of communicator {facts['comm']}")
         times = f"{total_us / 1000:.3f}", f"{longest.waited_us / 1000:.3f}"
         table.add_row(str(rank), str(late), str(len(each)), *times, call)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, markup=False, emoji=False).print(table)
+    rich_console(sys.stdout, 140).print(table)
 
 
 if __name__ == "__main__":

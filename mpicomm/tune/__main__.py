@@ -25,12 +25,12 @@ _LAUNCHES = 7
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    result = arguments.measuring_parser(
+    result = arguments.command_parser(
         "tune",
         "Time the algorithms of the collectives on GPU arrays between the started ranks. Write the fastest "
         "for each size to a file from which later runs choose. Other entries of the file stay. Sizes above the largest "
         "measured size keep their algorithm, from that file or from the built-in table.",
-        saves=False,
+        json="",
     )
     arguments.add_sweep_arguments(result, smallest=1 << 10, factor=2, largest=256 << 20)
     result.add_argument(

@@ -19,7 +19,7 @@ from mpicomm.bench.operations import OPERATIONS, BenchOperation, Case, blocks_of
 from mpicomm.bench.peers import Mpicomm
 from mpicomm.bench.report import format_time
 from mpicomm.cli import options as command_line
-from mpicomm.collectives.gpu.tuning import TUNED, Kind, Measured, Row, Tuning, algorithms_of, kind_of
+from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning, algorithms_of, kind_of
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.mpi.types import is_narrow
 from mpicomm.sizes import Columns
@@ -168,7 +168,8 @@ def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tun
         cells = [format_time(outcomes[name]) if name in outcomes else None for name in names]
         command_line.show(table.line((case.nbytes, *cells, chosen)))
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    measured = Measured(date, mpicomm.__version__, subject.dtype.name, times_us)
+    times = [{"nbytes": nbytes, "us": each} for nbytes, each in times_us.items()]
+    measured = {"date": date, "mpicomm": mpicomm.__version__, "datatype": subject.dtype.name, "times": times}
     row = before.continued(Row(subject.kind, cases[0].size, tuple(choices), measured))
     kept = [f"{name} from {begin} B" for begin, name in row.choices[len(choices) :]]
     if kept:

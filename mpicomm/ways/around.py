@@ -1,56 +1,43 @@
-"""Steps around a call: it is carried out on other host buffers, and a last step fills the buffers of the user.
+"""Calls that become simpler calls: with an epilogue or codes on the host, on pinned copies, or as one exchange by MPI.
 
-Each function returns the call on other buffers, and the last step. All steps are local.
+All but the exchange return a call on other buffers, and a last step that fills the buffers of the user; see `Around`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import add
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import beside, wire
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.host.reduction import Reducer
+from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL, EXSCAN, SCAN
 from mpicomm.devices.host import array_at
+from mpicomm.errors import PeerError
 from mpicomm.mpi.arguments import Operand, Span
 from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.spec import Shape, items
+from mpicomm.session import Session
 from mpicomm.ways.reader import Reader
 
 Steps = tuple[Call, Callable[[], None]]
-"""The call on other buffers, and the step after it."""
+"""The call on other buffers, and the step after it, which is local."""
 Around = Callable[[Reader, Call], Steps]
 _BYTE = np.dtype(np.uint8)
-
-
-def is_for_kernels(call: Call) -> bool:
-    """Return whether kernels carry a call out. Local."""
-    return call.on_device and call.dtype is not None and call.algorithm != "mpi"
-
-
-def around(call: Call) -> Around | None:
-    """Return the function that makes the steps around a call; None if it needs none. Local."""
-    if is_for_kernels(call):
-        return None
-    if call.device_array is not None:
-        return on_copies
-    if call.epilogue is not None:
-        return with_epilogue
-    if call.wire is not None:
-        return as_codes
-    operation = call.operation
-    moves = not (operation.reduces or operation.of_neighbors or operation.send == "typed")
-    asked = call.algorithm not in ("auto", "mpi")
-    if moves and asked and any(each.dtype is None and each.mpi_type is not None for each in call.operands):
-        return as_packed
-    return None
+_TEXT_NBYTES = 512  # longer calls differ by their hash
+_left: list[Any] = []
+"""The memory of exchanges that no rank completes."""
 
 
 def with_epilogue(reader: Reader, call: Call) -> Steps:
@@ -61,7 +48,7 @@ def with_epilogue(reader: Reader, call: Call) -> Steps:
     reduced, target = made, given.receive
     if epilogue.converts:
         reduced = target = np.empty(call.send.total, epilogue.dtype)
-    part = reader.read(call.operation, Arguments(given.send, target, given.op), call.algorithm, None)
+    part = reader.read(call.operation, Arguments(given.send, target, given.op), call.algorithm)
     part.of_call = call.signature  # with the epilogue, so that ranks compare it
     return part, partial(epilogue.on_host, reduced, made)
 
@@ -95,7 +82,7 @@ def as_packed(reader: Reader, call: Call) -> Steps:
         for as_bytes, elements in pieces:
             MPI.COMM_SELF.Sendrecv(as_bytes, 0, 0, elements, 0, 0)
 
-    return reader.read(operation, given, call.algorithm, None), unpack
+    return reader.read(operation, given, call.algorithm), unpack
 
 
 def as_codes(reader: Reader, call: Call) -> Steps:
@@ -128,7 +115,7 @@ def as_codes(reader: Reader, call: Call) -> Steps:
         wire.encode(block, codes, coded)
     received = np.empty((size, sent.shape[1]), np.uint8)
     # MPI would neither notice that ranks call different things, nor limit the wait.
-    part = reader.read(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot", None)
+    part = reader.read(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot")
     part.of_call = call.signature
 
     def finish() -> None:
@@ -162,7 +149,7 @@ def on_copies(reader: Reader, call: Call) -> Steps:
     arrays would not take part.
     """
     copies, given = copied(reader, call)
-    return reader.read(call.operation, given, call.algorithm, None), copies.back
+    return reader.read(call.operation, given, call.algorithm), copies.back
 
 
 def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
@@ -189,3 +176,74 @@ def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
     receive = copies.spec(given.receive, writable=True, name="recvbuf", operand=call.receive)
     copies.ready()
     return copies, replace(given, send=send, receive=receive)
+
+
+def start_exchange(call: Call, comm: MPI.Intracomm, session: Session) -> tuple[Callable[[], bool], Callable[[], None]]:
+    """Start a call; return whether its data has come, as a function, and the function that ends the call then.
+
+    No start waits for a rank. MPI moves the data of all ranks in one nonblocking exchange over ``comm``. NumPy then
+    computes the result in rank order, with the bits of mapped memory. A reduction needs memory for the data of all
+    ranks. Each rank also tells the others its call, so `PeerError` names different calls. A wait has no limit, as in
+    MPI.
+    """
+    begin_by_mpi(session.row.words, call.operation.number)
+    rank, size = comm.rank, comm.size
+    scratch = np.empty(call.scratch_nbytes, _BYTE)
+    exchange = call.operation.one_shot(call.buffers(Span(scratch.ctypes.data, 0) if scratch.size else None))
+    lengths = [exchange.nbytes_with(peer) if peer != rank else (0, 0) for peer in range(size)]
+    sent, received = zip(*lengths, strict=True)
+    starts = [sum(received[:peer]) for peer in range(size)]
+    came = np.empty(sum(received), _BYTE)
+    text = call.signature.hash32.to_bytes(8, "little") + str(call.signature).encode()
+    said = np.frombuffer(text[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0"), _BYTE)
+    all_said = np.empty((size, _TEXT_NBYTES), _BYTE)
+    addresses = [span.pointer if span and n else 0 for span, n in zip(exchange.sends, sent, strict=True)]
+    base = min((address for address in addresses if address), default=0)
+    displs = [address - base if address else 0 for address in addresses]
+    blocks = [MPI.memory.fromaddress(base, max(map(add, displs, sent))), sent, displs, MPI.BYTE]
+    telling = MPI.Intracomm.Iallgather(comm, said, all_said)
+    moving = MPI.Intracomm.Ialltoallv(comm, blocks, [came, received, starts, MPI.BYTE])
+
+    def has_come() -> bool:
+        if not telling.Test():
+            return False
+        if (all_said != said).any():
+            _left.append((moving, call, came, scratch))  # MPI may still write there
+            calls = [bytes(each[8:]).rstrip(b"\0").decode(errors="ignore") for each in all_said]
+            words = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+            raise PeerError(f"ranks called different things: {words}", ranks=range(size))
+        return moving.Test()
+
+    # As in the schedules of several domains, a prefix is reduced in the order of all ranks.
+    domains = [range(size)] if call.operation in (SCAN, EXSCAN) else session.placement.domains
+
+    def finish() -> None:
+        with np.errstate(all="ignore"):
+            _take(exchange, rank, [came.ctypes.data + start for start in starts], domains)
+
+    return has_come, finish
+
+
+def _take(exchange: Exchange, rank: int, came: Sequence[int], domains: Sequence[Sequence[int]]) -> None:
+    """End an exchange whose data has come from each rank to an address. Local. ``domains`` are reduced one by one."""
+    itemsize, own = exchange.dtype.itemsize, exchange.sends[rank]
+    for peer, place in enumerate(exchange.receives):
+        source = came[peer] if peer != rank else own and own.pointer
+        if place is not None and place.count and source and source != place.pointer:
+            ctypes.memmove(place.pointer, source, place.count * itemsize)
+    reduction = exchange.reduction
+    if reduction is not None and reduction.output.count:
+        places = {source: came[source] for source in reduction.sources}
+        if reduction.own is not None:
+            places[rank] = reduction.own.pointer
+        count, dtype = reduction.output.count, exchange.dtype
+        output = array_at(reduction.output.pointer, count, dtype)
+        parts = [[array_at(places[each], count, dtype) for each in ranks if each in places] for ranks in domains]
+        if len(parts) == 1:
+            Reducer(reduction.op, dtype).reduce(parts[0], output)
+        else:
+            from mpicomm.domains.reductions import reduce_on_host  # few programs need it
+
+            reduce_on_host(reduction.op, parts, output)
+    if exchange.move is not None:
+        ctypes.memmove(exchange.move[1].pointer, exchange.move[0].pointer, exchange.move[1].count * itemsize)

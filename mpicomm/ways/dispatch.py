@@ -1,38 +1,37 @@
-"""Dispatch: the way of each collective call of one communicator, and three forms in which a caller waits for it.
+"""Dispatch: who carries out each collective call of one communicator, and three forms in which a caller waits for it.
 
 Kernels carry out collectives on device arrays. Between peer domains an engine of room `domains` moves the data. Host
 arrays go through mapped memory if mapped memory is faster than MPI, or if MPI lacks the element type or the operation.
 Otherwise host arrays go to MPI itself, and so do all collectives of neighbours on host arrays. All other calls on
-device arrays go through pinned host copies and MPI. `mpicomm.collectives.call_location` has the rule of the choice, and
-says why all ranks choose alike.
+device arrays go through pinned host copies and MPI. `mpicomm.collectives.call_location` has the rule of the location,
+and says why all ranks choose alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 from mpi4py import MPI
+from numpy import ndarray
 
 from mpicomm.collectives.call import Arguments, Call, in_order
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.fast_path import after_votes, plain_calls
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import TREE, op_name
-from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
-from mpicomm.ways.around import around, copied, is_for_kernels, on_copies
-from mpicomm.ways.by_mpi import MpiWay
+from mpicomm.ways.around import Around, as_codes, as_packed, copied, on_copies, start_exchange, with_epilogue
+from mpicomm.ways.by_mpi import ByMpi
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.on_gpus import OnGpus
-from mpicomm.ways.on_host import Begun, Deferred, InMappedMemory, Way
 from mpicomm.ways.reader import Reader
 
 
@@ -51,16 +50,17 @@ class Dispatcher:
         self._votes = votes = LocationVotes(comm, session, engines)
         self._vote = votes.vote_for_gpus if votes.are_needed else None
         self._reader = reader = Reader(comm, session)
-        self._mpi = MpiWay(comm, session, reader, votes)
+        self._mpi = by_mpi = ByMpi(comm, reader, votes)
+        self.again = by_mpi.again
+        """Carries out a call whose arguments mpi4py has refused, or raises: see `ByMpi.again`."""
         self._gpus = OnGpus(session, engines, votes)
-        self._mapped = InMappedMemory(engines)
-        self._deferred = Deferred(votes, session)
-        facts = self._size, placement.rank, self._nodes
         self._ordered = ordered = placement.here.reductions == "ordered"
-        self._plain = checks = plain_calls(*facts, ordered=ordered)
-        self.at_once = after_votes(checks, self._is_on_host) if votes.are_needed else checks
-        """The checks of the calls that methods hand to MPI without this class."""
+        self._plain = checks = plain_calls(self._size, placement.rank, self._nodes, ordered=ordered)
+        self.at_once = after_votes(checks, self._is_on_host, self._starts_on_host) if votes.are_needed else checks
+        """The checks of the calls that methods hand to MPI. If one fails, the method calls `run` or `start`."""
+        # What the checks have found out meanwhile, for the call of `run` or `start` that follows.
         self._joins = False
+        self._voted = 0
 
     def run(
         self,
@@ -89,15 +89,68 @@ class Dispatcher:
                 gpu.enqueue(known, stream, send, receive, blocking=True, vote=self._vote)
                 return
         arguments = Arguments(send, receive, op, root, counts, epilogue, wire)
-        if joins or self._is_plain(operation, operation.name, arguments, stream, algorithm):
-            self._joins = False
-            if not joins and votes.agree(operation) == "host":
-                self._mpi.carry_out(operation, arguments, blocking=True)
-                return
-            call = self._reader.placed(self._reader.look(operation, arguments, algorithm, stream), "gpu")
-        else:
-            call = self._located(self._reader.look(operation, arguments, algorithm, stream), blocking=True)
-        self._carry(call, blocking=True)
+        plain = not joins and self._is_plain(operation, operation.name, arguments, stream, algorithm)
+        if plain and votes.agree(operation) == "host":
+            self._mpi.call(operation, arguments, 0)
+            return
+        self._joins = False
+        call = self._reader.look(operation, arguments, algorithm, stream)
+        call = self._reader.placed(call, "gpu") if joins or plain else self._located(call, blocking=True)
+        self._post(call, blocking=True)
+
+    def start(
+        self,
+        operation: Operation,
+        stream: Any,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None = None,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        epilogue: Epilogue | None = None,
+        wire: Wire | None = None,
+    ) -> MPI.Request:
+        """Start a nonblocking collective, with the arguments of `run`."""
+        given = send, receive, op, root, counts, epilogue, wire
+        votes, request = self._votes, None
+        if not votes.queue and type(receive) is not ndarray:  # no call into a host array is known
+            request = self._gpus.start_known(operation, stream, algorithm, given)
+        if request is None:
+            arguments, number, self._voted = Arguments(*given), self._voted, 0
+            if not number and not self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
+                begun = self._start(self._reader.look(operation, arguments, algorithm, stream))
+            elif votes.are_needed:
+                number = number or votes.vote(operation, on_host=True)
+                begun = votes.start(number, lambda place: self._begin_plain(operation, arguments, place))
+            else:
+                begun = self._mpi.call(operation, arguments, 1)
+            if not isinstance(begun, DeferredRequest):
+                return begun
+            request = begun
+        if not request.over:  # after its end nothing reads the buffers
+            request.kept = given
+        return request
+
+    def prepare(
+        self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
+    ) -> MPI.Prequest:
+        """Return a persistent collective."""
+        call = self._reader.look(operation, arguments, algorithm, stream, only_to_check=True)
+        if self._votes.are_needed and call.on_device and not call.is_mpis:
+            self._votes.vote(operation, on_host=False)
+        return self._prepare(self._located(call, blocking=False), info)
+
+    def barrier(self, stream: Any) -> None:
+        """Hold a stream of this rank's GPU until the streams of all ranks have come here."""
+        session = self._session.set_up("Barrier")
+        if not isinstance(session.backend.device, int):
+            raise InvalidUsageError(
+                f"Barrier: stream={stream!r} is for GPUs, and this communicator is on the cpu: call Barrier() without "
+                "stream"
+            )
+        engine = self.engines.on_gpu("Barrier").engine
+        engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
 
     def expect_alike(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
@@ -129,68 +182,121 @@ class Dispatcher:
             return f"each peer domain needs equally many ranks that follow each other, and the domains are {domains}"
         return ""
 
+    # The location of a call, and its carrier there.
+
+    def _is_plain(self, operation: Operation, method: str, given: Arguments, stream: Any, algorithm: str) -> bool:
+        """Return whether a call is certainly MPI's, and needs no exchange of counts before. Local."""
+        if algorithm != "auto" or stream is not None or given.epilogue is not None or given.wire is not None:
+            return False
+        told = operation.send != "counted" or given.counts is not None
+        return told and self._plain[method](given.send, given.receive, given.op, given.root)
+
     def _is_on_host(self, operation: Operation) -> bool:
-        """Vote in a call on host arrays; return whether it is on the host. If not, `run` is called for it next."""
+        """Vote in a call on host arrays; return whether it is on the host. Blocking."""
         self._joins = self._votes.agree(operation) == "gpu"
         return not self._joins
+
+    def _starts_on_host(self, operation: Operation) -> bool:
+        """As `_is_on_host`, for a start: vote, and return whether the call is known to be on the host. Local."""
+        self._voted = self._votes.vote_and_look(operation)
+        return not self._voted
+
+    def starts_on(self) -> MPI.Intracomm:
+        """Return the communicator on which MPI starts the calls of `at_once`; see `LocationVotes.comm`."""
+        return self._votes.comm(ALLREDUCE)
 
     def _located(self, call: Call, *, blocking: bool) -> Call:
         """Vote in a call that waits for the votes of all ranks; return it at its location. Collective, blocking."""
         place: CallLocation = "gpu" if call.on_device else "host"
         if not call.is_mpis:
             if not call.on_device:
+                name, give_up = call.operation.name, None
                 # Mapped memory alone limits the time of calls on host arrays, and has no nonblocking calls.
-                steps = around(call)
-                by_mpi = self._way_of(call, blocking=True) is self._mpi if steps is None else steps is on_copies
-                limited = blocking and not by_mpi
-                place = self._votes.agree(call.operation, partial(self._mapped.give_up, call) if limited else None)
+                if blocking and self._carrier(call, blocking=True) not in ("mpi", on_copies):
+
+                    def give_up(number: int) -> None:
+                        self.engines.on_host(name).give_up(call.signature, number)
+
+                place = self._votes.agree(call.operation, give_up)
         elif self._votes.are_needed:
             self._votes.vote(call.operation, on_host=True)
         return self._reader.placed(call, place)
 
-    def start(
-        self,
-        operation: Operation,
-        stream: Any,
-        algorithm: str,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None = None,
-        root: int = 0,
-        counts: Sequence[int] | None = None,
-        epilogue: Epilogue | None = None,
-        wire: Wire | None = None,
-    ) -> MPI.Request:
-        """Start a nonblocking collective, with the arguments of `run`."""
-        given = send, receive, op, root, counts, epilogue, wire
-        votes = self._votes
-        request = None if votes.queue else self._gpus.start_known(operation, stream, algorithm, given)
-        if request is None:
-            arguments = Arguments(*given)
-            if self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
-                begin = partial(self._begin_plain, operation, arguments)
-                begun = votes.start(votes.vote(operation, on_host=True), begin) if votes.are_needed else begin("host")
+    def _carrier(self, call: Call, *, blocking: bool) -> Literal["gpu", "mpi", "mapped", "exchange"] | Around:
+        """Return who carries a call out at its location, or the function that turns it into a simpler call. Local.
+
+        The answer depends only on facts that all ranks share, so that no rank waits elsewhere for the others.
+        """
+        if call.on_device and call.dtype is not None and call.algorithm != "mpi":
+            return "gpu"
+        if call.device_array is not None:
+            return on_copies
+        if call.epilogue is not None:
+            return with_epilogue
+        if call.wire is not None:
+            return as_codes
+        moves = not (call.operation.reduces or call.operation.of_neighbors or call.operation.send == "typed")
+        if (
+            moves
+            and call.algorithm not in ("auto", "mpi")
+            and any(each.dtype is None and each.mpi_type is not None for each in call.operands)
+        ):
+            return as_packed
+        if selection.goes_to_mpi(call, self._size, self._nodes, blocking=blocking, ordered=self._ordered):
+            return "mpi"
+        return "mapped" if blocking else "exchange"
+
+    # A call at its location.
+
+    def _post(self, call: Call, *, blocking: bool) -> MPI.Request | None:
+        """Carry out a call at its location, or enqueue it. Collective.
+
+        When this returns, a ``blocking`` call is over, or in the order of its stream. The answer is None then.
+        """
+        carrier = self._carrier(call, blocking=blocking)
+        begun: MPI.Request | None = None
+        if callable(carrier):
+            part, finish = carrier(self._reader, call)
+            begun = self._post(part, blocking=blocking)
+            if begun is None:
+                finish()
             else:
-                begun = self._start(self._reader.look(operation, arguments, algorithm, stream))
-            if not isinstance(begun, DeferredRequest):
-                return begun
-            request = begun
-        if not request.over:  # after its end nothing reads the buffers
-            request.kept = given
-        return request
+                begun = self._deferred(begun.Test, finish, uses_device=call.device_array is not None)
+        elif carrier == "gpu":
+            begun = self._gpus.enqueue(call, blocking=blocking)
+        elif carrier == "mpi":
+            begun = self._mpi.call(call.operation, call.arguments, 0 if blocking else 1)
+        elif carrier == "exchange":
+            begun = self._deferred(*start_exchange(call, self._votes.comm(call.operation), self._session))
+        else:
+            engines = self.engines
+            if engines.channel is not None:
+                name, why = call.algorithm, f'algorithm="{call.algorithm}"'
+                if name == "auto":
+                    name, why = selection.best_mapped(call.operation, call.nbytes or 0), "by size, on mapped memory"
+                engines.channel.choose(name if engines.on_one_node else "groups, mpi", why)
+            engines.of_hosts(call.operation.name)(call, call.algorithm)
+        return begun
+
+    def _deferred(
+        self, done: Callable[[], bool], finish: Callable[[], None], *, uses_device: bool = False
+    ) -> DeferredRequest:
+        """Return the request of work that MPI does until ``done``, and that ``finish`` ends on this rank."""
+        prepare_thread = self._session.backend.prepare_thread if uses_device else lambda: None
+        return self._votes.completer.add(DeferredRequest.of(done, finish), prepare_thread)
 
     def _start(self, call: Call) -> MPI.Request:
         """Start a nonblocking call that was read, after a vote if the ranks vote."""
-        votes = self._votes
+        votes, begin = self._votes, partial(self._begin, call)
         here: CallLocation = "gpu" if call.on_device else "host"
         if not votes.are_needed:
-            return self._begin(call, here)
-        if call.is_mpis:
-            votes.vote(call.operation, on_host=True)
+            return begin(here)
+        if not call.on_device or call.is_mpis:
+            number = votes.vote(call.operation, on_host=True)
+            if not call.is_mpis:
+                return votes.start(number, begin)
             call = self._reader.placed(call, here)
-            return votes.start(0, lambda place: self._begin(call, here))
-        if not call.on_device:
-            return votes.start(votes.vote(call.operation, on_host=True), partial(self._begin, call))
+            return votes.start(0, lambda _: self._begin(call, here))
         if votes.queue:
             device = self._session.gpu(call.operation.name)
             # The thread in which its turn comes may have another current stream.
@@ -200,39 +306,39 @@ class Dispatcher:
             else:
                 votes.vote(call.operation, on_host=False)
                 call.has_voted = True
-        return votes.start(0, partial(self._begin, call))
+        return votes.start(0, begin)
 
     def _begin(self, call: Call, place: CallLocation) -> MPI.Request:
-        begun = self._carry(self._reader.placed(call, place), blocking=False)
+        begun = self._post(self._reader.placed(call, place), blocking=False)
         assert begun is not None
         return begun
 
     def _begin_plain(self, operation: Operation, arguments: Arguments, place: CallLocation) -> MPI.Request:
         if place == "gpu":
             return self._begin(self._reader.look(operation, arguments, "auto", None), place)
-        begun = self._mpi.carry_out(operation, arguments, blocking=False)
-        assert begun is not None
+        begun: MPI.Request = self._mpi.call(operation, arguments, 1)
         return begun
-
-    def prepare(
-        self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
-    ) -> MPI.Prequest:
-        """Return a persistent collective."""
-        call = self._reader.look(operation, arguments, algorithm, stream, only_to_check=True)
-        if self._votes.are_needed and call.on_device and not call.is_mpis:
-            self._votes.vote(operation, on_host=False)
-        return self._prepare(self._located(call, blocking=False), info)
 
     def _prepare(self, call: Call, info: MPI.Info) -> MPI.Prequest:
         """Return a persistent collective that was read, at its location."""
         operation, arguments, stream, algorithm = call.operation, call.given, call.stream, call.algorithm
-        steps = around(call)
-        if steps is on_copies:
-            return self._prepare_on_copies(call, info)
+        carrier = self._carrier(call, blocking=False)
+        if carrier == on_copies:  # the other ranks have MPI's request
+            copies, made = copied(self._reader, call)
+            prepared = self._prepare(self._reader.read(operation, made, algorithm), info)
+            backend = self._session.backend
+
+            def begin_on_copies() -> DeferredRequest:
+                copies.again(backend.stream(stream, call.device_array))
+                copies.ready()
+                prepared.Start()
+                return self._deferred(prepared.Test, copies.back, uses_device=True)
+
+            return PersistentRequest.of(begin_on_copies, prepared.Free)
         # For an input in place that recvcounts cut, MPI would get a copy with the content of this moment.
-        whole = not (operation.send == "counted" and call.in_place)
-        if steps is None and whole and self._way_of(call, blocking=False) is self._mpi:
-            return self._mpi.prepare(operation, call.arguments, info)
+        if carrier == "mpi" and not (operation.send == "counted" and call.in_place):
+            request: MPI.Prequest = self._mpi.call(operation, call.arguments, 2, info)
+            return request
         if call.on_device:
             self._session.require_gpu(operation.name)
         place: CallLocation = "gpu" if call.on_device else "host"
@@ -240,80 +346,14 @@ class Dispatcher:
 
         def begin() -> DeferredRequest:
             votes = self._votes
-            known = None
             if not votes.queue:
                 known = self._gpus.start_known(operation, stream, algorithm, given, votes=False)
-            if known is not None:
-                return known
+                if known is not None:
+                    return known
             # This reads the arguments again, because symmetric memory among them may have been closed.
             again = self._reader.look(operation, arguments, algorithm, stream, place=place)
             again.has_voted = True
             begun = votes.start(0, lambda _: self._begin(again, place))
-            return begun if isinstance(begun, DeferredRequest) else self._deferred.add(begun.Test, lambda: None)
+            return begun if isinstance(begun, DeferredRequest) else self._deferred(begun.Test, lambda: None)
 
         return PersistentRequest.of(begin)
-
-    def _prepare_on_copies(self, call: Call, info: MPI.Info) -> MPI.Prequest:
-        """Return a persistent call that makes its copies at each start. The other ranks have MPI's request."""
-        copies, given = copied(self._reader, call)
-        prepared = self._prepare(self._reader.read(call.operation, given, call.algorithm, None), info)
-        backend = self._session.backend
-
-        def begin() -> DeferredRequest:
-            copies.again(backend.stream(call.stream, call.device_array))
-            copies.ready()
-            prepared.Start()
-            return self._deferred.add(prepared.Test, copies.back, backend.prepare_thread)
-
-        return PersistentRequest.of(begin, prepared.Free)
-
-    def barrier(self, stream: Any) -> None:
-        """Hold a stream of this rank's GPU until the streams of all ranks have come here."""
-        session = self._session.set_up("Barrier")
-        if not isinstance(session.backend.device, int):
-            raise InvalidUsageError(
-                f"Barrier: stream={stream!r} is for GPUs, and this communicator is on the cpu: call Barrier() without "
-                "stream"
-            )
-        engine = self.engines.on_gpu("Barrier").engine
-        engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
-
-    def again(
-        self,
-        error: BufferError | KeyError | ValueError | MPI.Exception,
-        operation: Operation,
-        arguments: Arguments,
-        method: str,
-    ) -> Any:
-        """Carry out a call whose arguments mpi4py has refused with ``error``, or raise; see `MpiWay.again`."""
-        result = self._mpi.again(error, operation, arguments, method)
-        return result if method == operation.name else holding(result, arguments)
-
-    def _carry(self, call: Call, *, blocking: bool) -> Begun:
-        """Enqueue a call that was read, with the steps around it. Collective."""
-        steps = around(call)
-        if steps is None:
-            return self._way_of(call, blocking=blocking).enqueue(call, blocking=blocking)
-        part, finish = steps(self._reader, call)
-        begun = self._carry(part, blocking=blocking)
-        if begun is None:
-            finish()
-            return None
-        if call.device_array is None:
-            return self._deferred.add(begun.Test, finish)
-        return self._deferred.add(begun.Test, finish, self._session.backend.prepare_thread)
-
-    def _way_of(self, call: Call, *, blocking: bool) -> Way:
-        """Return the way of a call without steps around it. Local."""
-        if is_for_kernels(call):
-            return self._gpus
-        if selection.goes_to_mpi(call, self._size, self._nodes, blocking=blocking, ordered=self._ordered):
-            return self._mpi
-        return self._mapped if blocking else self._deferred
-
-    def _is_plain(self, operation: Operation, method: str, given: Arguments, stream: Any, algorithm: str) -> bool:
-        """Return whether a call is certainly MPI's, and needs no exchange of counts before. Local."""
-        if algorithm != "auto" or stream is not None or given.epilogue is not None or given.wire is not None:
-            return False
-        told = operation.send != "counted" or given.counts is not None
-        return told and self._plain[method](given.send, given.receive, given.op, given.root)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.collectives.host.selection import OneNode
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.session import Session
 
@@ -87,10 +89,10 @@ class Engines:
                 ) from error
         return self._host
 
-    def of_hosts(self, operation: str) -> OneNode | HostDomains:
-        """Return the engine for host arrays of all ranks. Collective the first time, else local."""
+    def of_hosts(self, operation: str) -> Callable[[Call, str], None]:
+        """Return what carries out a call on the host arrays of all ranks. Collective the first time, else local."""
         if self.on_one_node:
-            return OneNode(self.on_host(operation), len(self._session.placement.places))
+            return partial(selection.carry_out, self.on_host(operation), len(self._session.placement.places))
         if self._host_domains is None:
             from mpicomm.domains.host import HostDomains
             from mpicomm.domains.mpi_transfers import NetworkWaits
@@ -110,7 +112,7 @@ class Engines:
             engine.awaited_beyond = made[0].awaited
             transfers = self._transfers_of(session, layout, made[0])
             self._host_domains = HostDomains(layout, engine, transfers)
-        return self._host_domains
+        return self._host_domains.run
 
     def on_gpu(self, operation: str) -> PlanCache:
         """Return the engine for device arrays, with the calls that it knows. Collective the first time, else local."""

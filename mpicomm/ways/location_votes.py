@@ -26,7 +26,6 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from mpi4py import MPI
 
@@ -42,6 +41,7 @@ from mpicomm.ways.engines import Engines
 
 Begin = Callable[[CallLocation], MPI.Request]
 """Begins a nonblocking call at its location."""
+_LOOKS = 8  # for the votes of a start, together some microseconds
 
 
 class LocationVotes:
@@ -55,10 +55,11 @@ class LocationVotes:
         self._log: CallLog | None = None
         self.are_needed = isinstance(placement.here.device, int) and any(len(node) > 1 for node in placement.nodes)
         """Whether ranks may pass different kinds of memory. The same on all ranks."""
-        self.queue: deque[_Start] = deque()
-        """The started calls that have not begun yet."""
+        self.queue: deque[tuple[int, Callable[[CallLocation], None]]] = deque()
+        """The started calls that have not begun yet: the numbers of their votes, and what begins them."""
         self._turn = threading.Lock()  # `Wait`, the next call and the completer's thread all advance the queue
-        self._completer = Completer()
+        self.completer = Completer()
+        """It completes requests that MPI serves, and advances the queue."""
 
     def comm(self, operation: Operation) -> MPI.Intracomm:
         """Return the communicator for nonblocking calls of MPI. Only the given one has a topology."""
@@ -89,13 +90,13 @@ class LocationVotes:
         number = log.vote(FOR_HOST)
         if self.queue:
             self.settle()
-        return log.location(number) or self._await(number, operation, give_up)
-
-    def _await(self, number: int, operation: Operation, give_up: Callable[[int], None] | None) -> CallLocation:
+        place = log.location(number)
+        if place is not None:
+            return place
         row, found = self._session.row.words, list[CallLocation]()
 
         def look() -> bool:
-            place = self._place(number)
+            place = log.location(number)
             if place is not None:
                 found.append(place)
             return place is not None
@@ -113,6 +114,20 @@ class LocationVotes:
             self._log = self._engines.node_log(operation.name, patient=patient)
         return self._log
 
+    def vote_and_look(self, operation: Operation) -> int:
+        """Vote for the host in a start; return 0 if the call may begin on the host, else the number of the vote. Local.
+
+        The other ranks mostly start the call within these looks, and a request of MPI is the cheapest.
+        """
+        log = self._log or self._opened(operation, patient=True)
+        number = log.vote(FOR_HOST)
+        if not self.queue:
+            for _ in range(_LOOKS):
+                place = log.location(number)
+                if place is not None:
+                    return 0 if place == "host" else number
+        return number
+
     def start(self, number: int, begin: Begin) -> MPI.Request:
         """Call ``begin`` when all started calls before have begun and the votes of this number are there. Local.
 
@@ -120,9 +135,24 @@ class LocationVotes:
         """
         if not self.queue and (place := self._place(number)):
             return begin(place)
-        start = _Start(self, number, begin)
-        self.queue.append(start)
-        return self._completer.add(DeferredRequest.of(start.done, lambda: None), self._session.backend.prepare_thread)
+        begun: list[MPI.Request] = []
+        errors: list[BaseException] = []  # the wait for the request raises the first one
+
+        def turn(place: CallLocation) -> None:
+            try:
+                begun.append(begin(place))
+            except BaseException as error:
+                errors.append(error)
+
+        def done() -> bool:
+            if not begun and not errors:
+                self.advance()
+            if errors:
+                raise errors[0]
+            return bool(begun) and begun[0].Test()
+
+        self.queue.append((number, turn))
+        return self.completer.add(DeferredRequest.of(done, lambda: None), self._session.backend.prepare_thread)
 
     def settle(self) -> None:
         """Begin all started calls. Blocking: the other ranks start them too, before they come to this rank's call."""
@@ -131,37 +161,17 @@ class LocationVotes:
     def advance(self) -> bool:
         """Begin the started calls whose location is known, in order. Return whether none is left."""
         with self._turn:
-            while self.queue and (place := self._place(self.queue[0].number)):
-                self.queue[0].begin(place)
+            while self.queue:
+                number, turn = self.queue[0]
+                place = self._place(number)
+                if place is None:
+                    return False
+                turn(place)
                 self.queue.popleft()  # last: another thread that finds the queue empty launches its call at once
-        return not self.queue
+        return True
 
     def _place(self, number: int) -> CallLocation | None:
         if number == 0:
             return "gpu"
         assert self._log is not None
         return self._log.location(number)
-
-
-class _Start:
-    """A nonblocking call in the queue, and its request after it has begun."""
-
-    def __init__(self, votes: LocationVotes, number: int, begin: Begin) -> None:
-        self._votes = votes
-        self.number = number
-        self._begin = begin
-        self._begun: Any = None
-        self._error: BaseException | None = None
-
-    def begin(self, place: CallLocation) -> None:
-        try:
-            self._begun = self._begin(place)
-        except BaseException as error:  # the wait for the request raises it
-            self._error = error
-
-    def done(self) -> bool:
-        if self._begun is None and self._error is None:
-            self._votes.advance()
-        if self._error is not None:
-            raise self._error
-        return self._begun is not None and bool(self._begun.Test())

@@ -1,4 +1,4 @@
-"""The way of calls on device arrays that kernels carry out, in one peer domain or in several."""
+"""Calls on device arrays that kernels carry out, in one peer domain or in several."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class OnGpus:
         self._votes = votes
 
     def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
-        """See `Way.enqueue`."""
-        operation, given, session = call.operation, call.given, self._session
+        """Enqueue a call that was read; return its request, None if it is ``blocking``. Collective."""
+        operation, given, session, copies = call.operation, call.given, self._session, call.copies
         session.require_gpu(operation.name)  # before anything looks at device memory
         session.set_up(operation.name)
         for operand in call.operands:
@@ -40,25 +40,22 @@ class OnGpus:
             key = (operation, call.algorithm, *in_order(given))
             gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
         stream = backend.stream(call.stream, call.device_array)
-        if blocking:
-            gpu.carry_out(plan, stream, call.device_array)
-            by_address = call.stream is None and any(operand.by_address for operand in call.operands)
-            if backend.completes or by_address:
-                backend.complete(stream)
-        else:
-            gpu.engine.enqueue(plan, stream)
-            done, finish, copies = backend.completion(stream), backend.check, call.copies
-            if copies:
 
-                def finish() -> None:
-                    backend.check()
-                    copies.back()
-
-            return self._completer.add(DeferredRequest.of(done, finish), backend.prepare_thread)
-        if call.copies:
-            backend.synchronize(stream)
+        def finish() -> None:
             backend.check()
-            call.copies.back()
+            if copies:
+                copies.back()
+
+        if not blocking:
+            gpu.engine.enqueue(plan, stream)
+            return self._completer.add(DeferredRequest.of(backend.completion(stream), finish), backend.prepare_thread)
+        gpu.carry_out(plan, stream, call.device_array)
+        by_address = call.stream is None and any(operand.by_address for operand in call.operands)
+        if backend.completes or by_address:
+            backend.complete(stream)
+        if copies:
+            backend.synchronize(stream)
+            finish()
         return None
 
     def start_known(

@@ -1,4 +1,4 @@
-"""Reader: reads and checks the calls of one communicator, and says in words why MPI has refused a call."""
+"""Reader: reads and checks the calls of one communicator."""
 
 from __future__ import annotations
 
@@ -11,22 +11,17 @@ from mpicomm.collectives.beside import BESIDE, PinnedCopies
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.host import selection
-from mpicomm.collectives.neighborhood import Neighborhood, crossed_by_places, mpi_crosses, neighborhood_of
+from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import ring_refusal
-from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, parse, typed_blocks
-from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError
+from mpicomm.mpi.arguments import parse
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.host_calls import require_no_graph
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import Op
 from mpicomm.session import Session
-
-REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
-"""The errors with which mpi4py and MPI refuse the arguments of a call. `Reader.refused` puts them in words."""
-_FAULTS_OF_ARGUMENTS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_OP, MPI.ERR_ROOT, MPI.ERR_TYPE)
 
 
 class Reader:
@@ -39,9 +34,9 @@ class Reader:
         self._on_gpus = isinstance(placement.here.device, int) and len(placement.places) > 1
         self._neighborhood: Neighborhood | None = None
 
-    def read(self, operation: Operation, arguments: Arguments, algorithm: str, stream: Any) -> Call:
+    def read(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
         """Return a call of which all ranks know that it lies where this rank's arrays lie. See `look` and `placed`."""
-        call = self.look(operation, arguments, algorithm, stream)
+        call = self.look(operation, arguments, algorithm, None)
         return self.placed(call, "gpu" if call.on_device else "host")
 
     def look(
@@ -68,7 +63,7 @@ class Reader:
         if self._on_gpus and algorithm != "mpi" and not only_to_check:
             copies = PinnedCopies(self.session, operation.name, (arguments.send, arguments.receive), stream)
         try:
-            call = self._call(operation, arguments, algorithm, place, copies)
+            call = self.call(operation, arguments, algorithm, place, copies)
         except RefusedByMpiError as error:
             self._comm.Call_errhandler(error.Get_error_class())  # as MPI does, which may end the program
             raise
@@ -86,59 +81,11 @@ class Reader:
         if place == "gpu" and not call.on_device:
             given, stream = call.given, call.stream
             arguments = replace(given, counts=call.arguments.counts)
-            call = self._call(call.operation, arguments, call.algorithm, place, call.copies)
+            call = self.call(call.operation, arguments, call.algorithm, place, call.copies)
             call.given, call.stream = given, stream
-        operation, algorithm = call.operation, call.algorithm
-        if algorithm != "auto":
+        if call.algorithm != "auto":
             _require_possible(call)
-        if not operation.in_mpi and (call.dtype is None or algorithm == "mpi"):
-            raise InvalidUsageError(
-                f"{operation} is not MPI's: it takes plain element types and predefined operations, and no "
-                'algorithm="mpi"'
-            )
         return call
-
-    def for_mpi(self, operation: Operation, arguments: Arguments) -> Arguments:
-        """Return the arguments with the datatypes that MPI has for host arrays. Local. Raises as `Call`.
-
-        In a reduction MPI wants one name for one type, and a program may name it ``LONG`` here and ``INT64_T`` there.
-        """
-        call = self._call(operation, arguments, "auto")
-        given = call.arguments
-        if not operation.reduces:
-            return given
-        send = given.send if call.in_place else self._named(call.send, call, given.send)
-        return replace(given, send=send, receive=self._named(call.receive, call, given.receive))
-
-    @staticmethod
-    def _named(operand: Operand | None, call: Call, given: Any) -> Any:
-        """Return a buffer of a reduction with MPI's datatype; ``given`` if MPI has none."""
-        if operand is None or operand.dtype is None:
-            return given
-        dtype = operand.dtype if call.dtype is None else call.dtype  # an empty buffer may have another type
-        datatype = types.mpi_datatype(dtype)
-        return given if datatype is None else [array_at(operand.pointer, operand.total, dtype, operand.owner), datatype]
-
-    def refused(
-        self, error: BufferError | KeyError | ValueError | MPI.Exception, operation: Operation, arguments: Arguments
-    ) -> InvalidUsageError:
-        """Return the error for arguments that mpi4py has refused with ``error``: the same error as for larger buffers.
-
-        Local. Only mpi4py looks at the buffers of small calls, because that takes the least time. If ``error`` is MPI's
-        and no fault of this rank's arguments, this raises ``error`` itself.
-        """
-        try:
-            call = self._call(operation, arguments, "auto")
-            if operation.send == "typed":
-                self._require_blocks(call)
-        except InvalidUsageError as named:
-            return named
-        if isinstance(error, MPI.Exception):
-            if error.Get_error_class() not in _FAULTS_OF_ARGUMENTS:
-                raise error
-            return RefusedByMpiError(f"{operation}: MPI refuses an argument: {error}", error.Get_error_class())
-        cls = BufferRefusedError if isinstance(error, BufferError) else InvalidUsageError
-        return cls(f"{operation}: MPI refuses an argument: {error}")
 
     def neighbors(self) -> Neighborhood:
         """Return the neighbours of this rank, which the first call checks. Raises as `neighborhood_of`."""
@@ -147,37 +94,15 @@ class Reader:
             self._neighborhood = neighborhood_of(self._comm)
         return self._neighborhood
 
-    def crossed(self, operation: Operation, arguments: Arguments, form: int) -> tuple[Operation, Arguments]:
-        """Return a call of neighbours on host arrays that crosses the blocks of a grid as MPI defines. Local.
-
-        ``form`` is the index of its method in `Operation.methods`.
-        """
-        neighborhood = self.neighbors()
-        if not neighborhood.crossed or operation.send == "one" or mpi_crosses(form):
-            return operation, arguments
-        call = self._call(operation, arguments, "auto")
-        assert call.send is not None and call.receive is not None
-        operation, send, receive = crossed_by_places(operation, call.send, call.receive, neighborhood.sources)
-        return operation, replace(arguments, send=send, receive=receive)
-
-    def _require_blocks(self, call: Call) -> None:
-        """Raise the error of counts, displacements and datatypes in host memory, which otherwise only MPI reads."""
-        sends = receives = len(self.session.placement.places)
-        peer = "rank"
-        if call.operation.of_neighbors:
-            sends, receives, peer = len(self.neighbors().destinations), len(self.neighbors().sources), "neighbour"
-        for operand, size in ((call.send, sends), (call.receive, receives)):
-            if operand is not None:
-                typed_blocks(operand.spec, size=size, name=operand.name, peer=peer)
-
-    def _call(
+    def call(
         self,
         operation: Operation,
         arguments: Arguments,
-        algorithm: str,
+        algorithm: str = "auto",
         place: CallLocation | None = None,
         copies: PinnedCopies | None = None,
     ) -> Call:
+        """Return a call as `Call` reads it. Local."""
         neighborhood, places = self.neighbors() if operation.of_neighbors else None, self.session.placement
         rank, size = places.rank, len(places.places)
         return Call(operation, arguments, rank, size, algorithm, neighborhood, place=place, copies=copies)

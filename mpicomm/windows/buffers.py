@@ -83,9 +83,12 @@ def read_buffer(spec: Any, backend: Backend, *, writable: bool, name: str) -> Lo
     return LocalBuffer(name, operand.pointer, _elements_of(operand, array, writable), operand.on_device, array)
 
 
-def elements_of(spec: Any, name: str) -> TypedElements:
-    """Return elements of the type of the argument ``name``, which is in host memory. Local."""
-    if isinstance(spec, (list, tuple)) and spec and isinstance(spec[-1], (MPI.Datatype, str)):
+def elements_of(spec: Any, name: str, *, only_type: bool = False) -> TypedElements:
+    """Return the elements of the argument ``name``, which is in host memory. Local.
+
+    With ``only_type`` it may return fewer elements of the type.
+    """
+    if only_type and isinstance(spec, (list, tuple)) and spec and isinstance(spec[-1], (MPI.Datatype, str)):
         return _of_type(spec[-1], 1, name)  # also of MPI.BOTTOM, which has addresses in its datatype
     return _elements_of(parse(spec, writable=False, name=name), array_of(spec), False)
 
@@ -122,16 +125,7 @@ def read_target(
     Local. Missing items are the items of ``like``, a buffer of this rank. Raises `InvalidUsageError` for elements
     outside the part of ``rank``, and for other bytes than the bytes of ``like``. ``convert`` has converted ``like``.
     """
-    disp, count, datatype = items_of(spec)
-    disp = index_of(disp, "displacement", "target")
-    count = like.elements.count if count is None else index_of(count, "count", "target")
-    if count < 0:
-        raise RefusedByMpiError(f"{what}: target: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
-    elements = like.elements
-    if datatype is None and elements.layout is None:
-        elements = TypedElements(count, elements.extent, elements.dtype, None)
-    elif datatype is not None or count != elements.count:
-        elements = _of_type(elements.datatype if datatype is None else datatype, count, "target")
+    disp, elements = target_elements(spec, like.elements, what)
     elements = convert(elements)
     address = memory.locate(rank, disp, elements.ends, what)
     if elements.nbytes != like.nbytes:
@@ -141,6 +135,23 @@ def read_target(
             MPI.ERR_TRUNCATE if elements.nbytes > like.nbytes else MPI.ERR_COUNT,
         )
     return Target(rank, address, elements)
+
+
+def target_elements(spec: Any, like: TypedElements, what: str) -> tuple[int, TypedElements]:
+    """Return the displacement and the elements that the argument ``target`` names. Missing items are those of ``like``.
+
+    Local. Raises as `read_target`.
+    """
+    disp, count, datatype = items_of(spec)
+    disp = index_of(disp, "displacement", "target")
+    count = like.count if count is None else index_of(count, "count", "target")
+    if count < 0:
+        raise RefusedByMpiError(f"{what}: target: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
+    if datatype is None and like.layout is None:
+        return disp, TypedElements(count, like.extent, like.dtype, None)
+    if datatype is not None or count != like.count:
+        return disp, _of_type(like.datatype if datatype is None else datatype, count, "target")
+    return disp, like
 
 
 def items_of(spec: Any) -> tuple[Any, Any, Any]:

@@ -53,12 +53,18 @@ class Synchronisation:
         self._steps = Steps(self._backend, memory.boards, self._rank)
         self._streams = StreamUse(self._backend)
         self._row = memory.row
+        self._is_torn = False
 
     def _require_usable(self, what: str) -> None:
         """Raise if the window or its communicator was freed, or if an earlier error broke the communicator."""
         if self._memory.closed:
             raise RefusedByMpiError(f"{what}: the window was freed: create another", MPI.ERR_WIN)
         self._owner.require_usable(what)
+        if self._is_torn:
+            raise InvalidUsageError(
+                f"{what}: an exception, such as one of a signal handler, has ended a synchronisation of this window "
+                "halfway, so other ranks may wait for it: free the communicator, and create both again"
+            )
 
     def Fence(self, assertion: int = 0, *, stream: Any = None) -> None:
         """End an epoch of all ranks, and begin the next. Collective. It holds the stream, not the host."""
@@ -250,8 +256,16 @@ class Synchronisation:
         """Give the stream of a synchronisation in a ``with`` block, after all accesses of this rank."""
         where, captures = self._streams.resolve(stream, self._array)
         self._streams.before_synchronisation(where, captures=captures)
-        yield where
-        self._streams.after_synchronisation(where, captures=captures)
+        try:
+            yield where
+            self._streams.after_synchronisation(where, captures=captures)
+        except RefusedByMpiError:
+            raise  # `Epochs` raises it before anything changes
+        except BaseException:
+            # The epoch may have changed without its step: `Unlock` would give up a lock that this rank does not hold.
+            self._is_torn = True
+            raise
+        # The epoch and its steps belong together from here on. An exception only ends the wait of the host.
         if self._backend.completes:
             self._backend.complete(where)
 

@@ -16,7 +16,6 @@ from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.windows.buffers import LocalBuffer, Target, items_of, read_buffer, read_target
 from mpicomm.windows.dynamic import DynamicMemory
 from mpicomm.windows.memory import WindowMemory
-from mpicomm.windows.staging import Staging
 from mpicomm.windows.steps import RunUpdate
 from mpicomm.windows.synchronisation import Synchronisation
 from mpicomm.windows.updates import Update, as_pairs, name_of, require_alike, require_bytes, require_one, update_of
@@ -41,7 +40,6 @@ class WindowCalls(Synchronisation):
 
     def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group, links: Callable[[], Sequence[Link]]) -> None:
         super()._begin(memory, array, group, links)
-        self._staging = Staging(self._backend, self._steps)
         self._forms: dict[tuple[Any, ...], _Form] = {}  # of known calls, by operation, target rank and types
         self._completer = Completer(by_itself=True)
 
@@ -182,16 +180,16 @@ class WindowCalls(Synchronisation):
         self._steps.require_updatable(update, there, what)
         self._epochs.require_access(what, target_rank)
         where, captures = self._begin_access(stream, before)
-        places = self._staging.places([value, expected, before], there.elements.nbytes, where)
+        places = self._steps.places([value, expected, before], there.elements.nbytes, where)
         self._steps.compare_and_swap(
             there,
-            self._staging.packed(value, where, places[0]),
-            self._staging.packed(expected, where, places[1]),
+            self._steps.packed(value, where, places[0]),
+            self._steps.packed(expected, where, places[1]),
             places[2] or before.pointer,
             where,
         )
         if places[2]:
-            self._staging.unpack(before, places[2], where)
+            self._steps.unpack(before, places[2], where)
         self._streams.after_access(where, captures=captures)
 
     def _started(self, local: LocalBuffer | None, stream: Any) -> MPI.Request:
@@ -268,21 +266,16 @@ class WindowCalls(Synchronisation):
         self._epochs.require_access(what, target_rank)
         if before is not None or name != "no_op":
             where, captures = self._begin_access(stream, local)
-            self._update(update, there, values, before, where)
+            places = self._steps.places([values, before], update.dtype.itemsize, where)
+            source = 0 if values is None or update.reads_only else self._steps.packed(values, where, places[0])
+            previous = 0 if before is None else places[1] or before.pointer
+            self._steps.accumulate(update, there, source, previous, where)
+            if before is not None and places[1]:
+                self._steps.unpack(before, previous, where)
             self._streams.after_access(where, captures=captures)
         if values is not None and not update.reads_only:
             self._learn(_key_of(op), origin, target_rank, target, values, update)
         return local
-
-    def _update(
-        self, update: Update, there: Target, values: LocalBuffer | None, before: LocalBuffer | None, stream: int
-    ) -> None:
-        places = self._staging.places([values, before], update.dtype.itemsize, stream)
-        source = 0 if values is None or update.reads_only else self._staging.packed(values, stream, places[0])
-        result = 0 if before is None else places[1] or before.pointer
-        self._steps.accumulate(update, there, source, result, stream)
-        if before is not None and places[1]:
-            self._staging.unpack(before, result, stream)
 
     def _update_known(self, call: _KnownCall) -> None:
         """Carry out a known update."""
@@ -370,26 +363,22 @@ class WindowCalls(Synchronisation):
         self._forms[operation, target_rank, plain[2], _key_of_type(datatype)] = form
 
     def _move_out(self, local: LocalBuffer, there: Target, stream: int) -> None:
-        steps, layout, own = self._steps, there.elements.layout, local.elements.layout
-        if layout is not None:
-            steps.scatter(layout, there.address, self._staging.packed(local, stream), stream)
-        elif own is None:
-            steps.copy(there.address, local.pointer, local.nbytes, stream)
-        elif local.on_device:
-            steps.gather(own, local.pointer, there.address, stream)
+        layout = there.elements.layout
+        if layout is None:
+            self._steps.packed(local, stream, there.address)
         else:
-            steps.copy(there.address, self._staging.packed(local, stream), local.nbytes, stream)
+            self._steps.scatter(layout, there.address, self._steps.packed(local, stream), stream)
 
     def _move_in(self, local: LocalBuffer, there: Target, stream: int) -> None:
         steps, layout = self._steps, there.elements.layout
         if layout is None:
-            self._staging.unpack(local, there.address, stream)
+            self._steps.unpack(local, there.address, stream)
             return
         lies_ready = local.on_device and local.elements.layout is None
         packed = local.pointer if lies_ready else steps.scratch(local.nbytes, stream)
         steps.gather(layout, there.address, packed, stream)
         if not lies_ready:
-            self._staging.unpack(local, packed, stream)
+            self._steps.unpack(local, packed, stream)
 
     def _read_pairs(self, spec: Any, name: str, *, writable: bool = False) -> LocalBuffer:
         """Read a buffer whose elements may be pairs."""

@@ -78,7 +78,7 @@ PURPOSES = (
     Purpose(
         "Operations", ("AVG", "Op", "tree_sum"), text="Epilogues are in [mpicomm.epilogues](mpicomm/epilogues.html)."
     ),
-    Purpose("Messages", classes=("PointToPoint", "PersistentMessages", "Probes")),
+    Purpose("Messages", classes=("PointToPoint", "Probes")),
     Purpose("Python objects", classes=("ObjectCalls",)),
     Purpose("Making communicators", classes=("Constructors",)),
     Purpose(

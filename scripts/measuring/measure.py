@@ -11,7 +11,6 @@ rank puts it by each handle kind. The copy engine copies as much between the sam
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import sys
@@ -21,12 +20,10 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware_of, measuring_parser
 
 import mpicomm
-from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
-from mpicomm.cli.options import rank_record
 
 WORLD = MPI.COMM_WORLD
 ROUNDS = 21
@@ -161,12 +158,11 @@ def device_ring(nbytes: int) -> list[list[Any]]:
 
 def main() -> None:
     """Measure and print on rank 0; write the tables if a file is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=output_file)
+    parser = measuring_parser(__doc__)
     options = parser.parse_args()
     set_up_ms = set_up()  # first of all: it times the first communicator of the process
     with mpicomm.Communicator(WORLD) as comm:
-        where = hardware(comm.allgather(rank_record(comm.describe())))
+        where = hardware_of(comm)
         device, handle = "cpu" if comm.device == "cpu" else "GPUs", comm.handle
     tables = [set_up_table(set_up_ms, where, device, handle), host_table(host_ring(64 << 20), where)]
     if device != "cpu":

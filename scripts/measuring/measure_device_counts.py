@@ -7,7 +7,6 @@ Rank 0 prints the table. Each row was checked.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -17,11 +16,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware_of, measuring_parser
 
 import mpicomm
-from mpicomm.cli.arguments import output_file, parse_size
-from mpicomm.cli.options import rank_record
+from mpicomm.cli.arguments import parse_size
 from mpicomm.sizes import format_size
 
 _SIZES = tuple(1 << shift for shift in range(10, 29, 2))
@@ -101,15 +99,14 @@ def _row(comm: mpicomm.Communicator, stream: Any, nbytes: int) -> tuple[float, .
 
 def main() -> None:
     """Measure and print; write the table if a file is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=output_file)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--sizes", type=_sizes, default=_SIZES, metavar="SIZE,...", help="as in 1K,16M")
     options = parser.parse_args()
     rows: list[list[Any]] = []
     with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
         if comm.device == "cpu":
             sys.exit("measure_device_counts.py needs GPUs")
-        where = hardware(comm.allgather({**rank_record(comm.describe()), "node": 0}))
+        where = hardware_of(comm)
         stream = cupy.cuda.Stream(non_blocking=True)
         for nbytes in options.sizes:
             by_host, on_device, *issue = _row(comm, stream, nbytes)

@@ -10,7 +10,6 @@ columns, and do not compare the times with times of other machines.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,13 +19,11 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware_of, measuring_parser
 
 import mpicomm
 from mpicomm import epilogues
 from mpicomm.bench.machine import GpuMachine
-from mpicomm.cli.arguments import output_file
-from mpicomm.cli.options import rank_record
 from mpicomm.epilogues import Elementwise, Epilogue
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.mpi.arguments import Operand
@@ -228,15 +225,14 @@ KINDS = (("affine", affine), ("fp8", fp8), ("norm", norm), ("norm fp8", norm_fp8
 
 def main() -> None:
     """Measure, print on rank 0, and write the table if a file is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=output_file)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--algorithm", default="auto", help="the algorithm of all calls")
     options = parser.parse_args()
     rows: list[list[Any]] = []
     with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
         if comm.device == "cpu":
             raise SystemExit("there is no GPU: epilogues of host arrays are NumPy's")
-        ranks = comm.gather(rank_record(comm.describe()))
+        where, size = hardware_of(comm), comm.size
         say = sys.stdout.write if comm.rank == 0 else lambda _: 0
         say(f"{'us, ' + str(comm.size) + ' ranks':>26}" + "".join(f"{column:>14}" for column in COLUMNS) + "\n")
         for name, dtype in (("float32", cupy.float32), ("float16", cupy.float16)):
@@ -246,7 +242,7 @@ def main() -> None:
                     times = measure(comm, x, options.algorithm)
                     say(f"{name:>8} {what:>8} {format_size(nbytes):>8}" + "".join(f"{t:14.2f}" for t in times) + "\n")
                     rows.append([name, what, format_size(nbytes), *(round(each, 2) for each in times)])
-    if ranks is not None and options.json is not None:
+    if MPI.COMM_WORLD.rank == 0 and options.json is not None:
         text = (
             f"CUDA graphs have {CALLS} all-reduces without an epilogue, or with one. The same epilogue also runs in a "
             "second kernel of mpicomm, and in kernels of CuPy. Times are us for one "
@@ -256,9 +252,8 @@ def main() -> None:
         )
         columns = ["type", "epilogue", "size", *COLUMNS]
         named = "" if options.algorithm == "auto" else f", {options.algorithm}"
-        title = f"Epilogues of all-reduces, {len(ranks)} ranks{named}"
-        where = hardware(ranks)
-        add_tables(options.json, [Table("Calls", title, where, columns, rows, text=text, command=command(len(ranks)))])
+        title = f"Epilogues of all-reduces, {size} ranks{named}"
+        add_tables(options.json, [Table("Calls", title, where, columns, rows, text=text, command=command(size))])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ collectives. ``--json FILE`` adds the rows to a result file.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from in_turns import in_turns
 from mpi4py import MPI
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware, measuring_parser
 
-from mpicomm.cli.arguments import output_file
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_log import CallLog
@@ -100,12 +98,11 @@ def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int)
 
 def main() -> None:
     """Measure and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--kib", default="16,64,256,1024,4096,16384,65536")
     parser.add_argument("--slots", default="")
     parser.add_argument("--only", default="")
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     node = Group(WORLD.Dup(), range(SIZE), 30.0)
     call_log = CallLog(node)

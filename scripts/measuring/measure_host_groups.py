@@ -7,7 +7,6 @@ A Communicator and plain mpi4py take turns with the same arrays. Times are micro
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from functools import partial
@@ -16,10 +15,9 @@ from typing import Any
 import numpy as np
 from in_turns import in_turns
 from mpi4py import MPI
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware, measuring_parser
 from rich.console import Console
 
-from mpicomm.cli.arguments import output_file
 from mpicomm.sizes import format_size, nbytes_of
 
 WORLD = MPI.COMM_WORLD
@@ -55,10 +53,9 @@ def compare(name: str, nbytes: int, comm: MPI.Intracomm, rounds: int) -> tuple[f
 
 def main() -> None:
     """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--sizes", default="8,1K,64K,1M,16M")
     parser.add_argument("--rounds", type=int, default=51)
-    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     os.environ["MPICOMM_HOSTID"] = f"host{WORLD.rank * 2 // WORLD.size}"
 

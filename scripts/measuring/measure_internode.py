@@ -10,7 +10,6 @@ copies the result back. Times are microseconds: medians of the slowest rank, res
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from functools import partial
@@ -20,10 +19,9 @@ import numpy as np
 from in_turns import median_us
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware, measuring_parser
 from rich.console import Console
 
-from mpicomm.cli.arguments import output_file
 from mpicomm.cli.options import rank_record
 from mpicomm.sizes import format_size, nbytes_of
 
@@ -48,11 +46,10 @@ def possible(rail: MPI.Intracomm, shards: int, nbytes: int) -> Callable[[], None
 
 def main() -> None:
     """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--sizes", default="4K,64K,1M,16M,64M")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     ranks = WORLD.size // options.hosts
     os.environ["MPICOMM_HOSTID"] = f"host{WORLD.rank // ranks}"

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from needed import torch
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware_of, measuring_parser
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,8 +44,6 @@ from mpicomm.bench.measure import PeerFailureError, together
 from mpicomm.bench.nccl import Nccl
 from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
 from mpicomm.bench.peers import Mpicomm, mpi_call
-from mpicomm.cli.arguments import output_file
-from mpicomm.cli.options import rank_record
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
@@ -158,7 +156,7 @@ def check(pools: Pools, called: Iterable[int]) -> None:
     """Raise on all ranks if these calls left anything wrong. Collective."""
     wrong = WORLD.allreduce(pools.count_wrong(called))
     if wrong:
-        raise ValueError(f"{pools.cases[0].name} left {wrong} wrong bytes")
+        raise ValueError(f"{pools.cases[0].operation.name} left {wrong} wrong bytes")
 
 
 def array_rows(session: Session) -> list[Row]:
@@ -331,11 +329,10 @@ def show(line: str) -> None:
 
 def main() -> None:
     """Measure, and print each row on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--kib", type=int, default=64, help="of the largest buffer of a rank; default: 64")
     parser.add_argument("--calls", type=int, default=200, help="that count; default: 200")
     parser.add_argument("--only", default="", help="rows whose names have one of these texts, as in Alltoallv,dist.")
-    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     if options.calls < ROUNDS:
         parser.error(f"--calls={options.calls}: at least one for each of {ROUNDS} rounds")
@@ -356,13 +353,13 @@ def main() -> None:
         if picked(STEP):
             rows.append(cells(training_step(session, max(1, options.calls // (STEPS * ROUNDS)))))
             show(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]))
-        records = WORLD.allgather(rank_record(session.comm.describe()))
+        where = hardware_of(session.comm)
         if WORLD.rank == 0 and options.json is not None:
-            add_tables(options.json, [table(session, columns, rows, records, options)])
+            add_tables(options.json, [table(session, columns, rows, where, options)])
 
 
 def table(
-    session: Session, columns: list[str], rows: list[list[Any]], records: list[Any], options: argparse.Namespace
+    session: Session, columns: list[str], rows: list[list[Any]], where: str, options: argparse.Namespace
 ) -> Table:
     """Return the table of a result file."""
     software = {"torch": torch.__version__}
@@ -371,7 +368,7 @@ def table(
     return Table(
         "Calls",
         f"The host's time in a call, known and new, {WORLD.size} ranks, {options.kib} KiB",
-        hardware(records),
+        where,
         columns,
         rows,
         text=(

@@ -13,7 +13,6 @@ The script checks the received data.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -23,12 +22,10 @@ import numpy as np
 from in_turns import median_us
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware_of, measuring_parser
 from rich.console import Console
 
 import mpicomm
-from mpicomm.cli.arguments import output_file
-from mpicomm.cli.options import rank_record
 from mpicomm.sizes import format_size, nbytes_of
 
 WORLD = MPI.COMM_WORLD
@@ -129,12 +126,11 @@ def measure(name: str, way: Way, nbytes: int, count: int, rounds: int) -> list[A
 
 def main() -> None:
     """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--sizes", default="8,1K,16K,64K,256K,1M,4M,16M")
     parser.add_argument("--count", type=int, default=50, help="messages in a row")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="ways, separated by commas")
-    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     if WORLD.size != 2:
         raise SystemExit("messages are measured between two ranks: mpiexec -n 2")
@@ -150,13 +146,12 @@ def main() -> None:
                     comm.check()
                     if RANK == 0:
                         Console().print(*(f"{cell or '':>14}" for cell in rows[-1]))
-        record = WORLD.gather(rank_record(comm.describe()))
+        where = hardware_of(comm)
         if RANK == 0 and options.json is not None:
             text = (
                 "Times of `Send` and `Recv` of CuPy arrays are us. *MPI matches* and *stream order* are ways of "
                 "mpicomm. *by hand* copies to the host and back around mpi4py's calls."
             )
-            where = hardware(record or [])
             title = "Messages of GPU arrays, 2 ranks"
             add_tables(options.json, [Table("Messages", title, where, COLUMNS, rows, text=text, command=command(2))])
 

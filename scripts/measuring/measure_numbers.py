@@ -153,7 +153,7 @@ def of_nccl() -> Library:
     import cupy
     from mpi4py import MPI
 
-    from mpicomm.bench.nccl import _OPS, _TYPES
+    from mpicomm.bench.nccl import OPS, TYPES
     from mpicomm.devices.cuda import nccl
 
     world = MPI.COMM_WORLD
@@ -161,10 +161,10 @@ def of_nccl() -> Library:
     comm = nccl.NcclCommunicator(world.size, world.bcast(nccl.unique_id() if world.rank == 0 else None), world.rank)
 
     def reduce(array: Any, op: str) -> Any:
-        if array.dtype.name not in _TYPES or op.lower() not in _OPS:
+        if array.dtype.name not in TYPES or op.lower() not in OPS:
             raise LacksError
         memory, stream = cupy.asarray(array.view(np.uint8)), cupy.cuda.Stream.null
-        numbers = _TYPES.index(array.dtype.name), _OPS[op.lower()]
+        numbers = TYPES.index(array.dtype.name), OPS[op.lower()]
         nccl.call("ncclAllReduce", memory.data.ptr, memory.data.ptr, array.size, *numbers, comm.handle, stream.ptr)
         stream.synchronize()
         return memory.get().view(array.dtype)

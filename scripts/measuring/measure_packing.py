@@ -8,7 +8,6 @@ bytes beside the elements. ``--json FILE`` adds the rows to a result file.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -19,12 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware_of, measuring_parser
 
 import mpicomm
 from mpicomm.bench.machine import GpuMachine
-from mpicomm.cli.arguments import output_file
-from mpicomm.cli.options import rank_record
 from mpicomm.collectives.gpu.device import pack_launches
 from mpicomm.collectives.gpu.plan import launching
 from mpicomm.collectives.packed import PackJob
@@ -169,13 +166,12 @@ def require_same(what: str, found: Bytes, expected: Bytes) -> None:
 
 def main() -> None:
     """Measure and print; write the table if a file is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=output_file)
+    parser = measuring_parser(__doc__)
     options = parser.parse_args()
     with mpicomm.Communicator(MPI.COMM_SELF) as comm:
         if comm.device == "cpu":
             sys.exit("measure_packing.py needs a GPU")
-        device, where = int(comm.device), hardware([rank_record(comm.describe())])
+        device, where = int(comm.device), hardware_of(comm)
     backend, gpu = CudaBackend(device, timeout_s=30), GpuMachine()
     rows: list[list[Any]] = []
     sys.stdout.write(f"{where}\n{'datatype':28} {'packed':>8}   pack: GB/s, of a copy   unpack: GB/s, of a copy\n")

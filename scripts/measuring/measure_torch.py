@@ -17,7 +17,6 @@ NCCL sends through sockets, so only the host's time to issue can be compared.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -29,14 +28,12 @@ from typing import Any
 
 from mpi4py import MPI
 from needed import torch
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware_of, measuring_parser
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm.torch
-from mpicomm.cli.arguments import output_file
-from mpicomm.cli.options import rank_record
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
@@ -193,11 +190,10 @@ def training_steps(training: Training, peer: Peer, rounds: int) -> list[list[Any
 
 def main() -> None:
     """Measure and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--kib", default="4,16,64,256,1024,4096,16384,65536")
     parser.add_argument("--rounds", type=int, default=21, help="of large tensors; small ones and steps have five times")
     parser.add_argument("--gpu", action="store_true", help="on GPUs, against NCCL")
-    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     torch.set_num_threads(1)  # of each rank, because the ranks share the cores
     dist.init_process_group("mpicomm")
@@ -249,7 +245,6 @@ def tables(peer: Peer, rows: list[list[Any]], steps: dict[Training, list[list[An
         "thread."
     )
     place = "the host"
-    records = WORLD.allgather(rank_record(mpicomm.torch.communicator().describe()))
     if peer.device.type == "cuda":
         place = "GPUs"
         columns = [f"issued: {name}" for name in columns] + [f"done: {name}" for name in columns]
@@ -260,7 +255,7 @@ def tables(peer: Peer, rows: list[list[Any]], steps: dict[Training, list[list[An
                 "Ranks use one GPU in turns of some milliseconds. NCCL goes through sockets, because NCCL_HOSTID makes "
                 "each rank a host, so only the host's time to issue can be compared."
             )
-    where, started = hardware(records), command(SIZE)
+    where, started = hardware_of(mpicomm.torch.communicator()), command(SIZE)
     calls = Table(
         "Calls",
         f"PyTorch's all_reduce on {place}, backends mpicomm and {peer.name}, {SIZE} ranks",

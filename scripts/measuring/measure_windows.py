@@ -8,7 +8,6 @@ The script checks all results. ``--json FILE`` adds the rows to a result file.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -19,11 +18,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware
+from result_file import Table, add_tables, command, hardware_of, measuring_parser
 
 import mpicomm
-from mpicomm.cli.arguments import output_file
-from mpicomm.cli.options import rank_record
 
 NBYTES = 64 << 20
 ROUNDS, REPEATS = 9, 10
@@ -213,15 +210,14 @@ def measure(comm: mpicomm.Communicator) -> list[Row]:
 
 def main() -> None:
     """Measure, and print the rows on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=output_file)
+    parser = measuring_parser(__doc__)
     options = parser.parse_args()
     with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
         if comm.size != 2 or comm.device == "cpu":
             sys.exit("run it with 2 ranks on GPUs: mpirun -np 2 python -m mpi4py scripts/measuring/measure_windows.py")
         rows = measure(comm)
-        ranks = comm.gather({**rank_record(comm.describe()), "node": 0})
-        if ranks is None:
+        where = hardware_of(comm)
+        if comm.rank != 0:
             return
         for call, where, us, beside, us_beside, _ in rows:
             shown = f"   {beside}: {us_beside:.2f}" if beside else ""
@@ -235,7 +231,7 @@ def main() -> None:
             title = "Windows between two GPUs"
             add_tables(
                 options.json,
-                [Table("Mapped memory", title, hardware(ranks), COLUMNS, rows, text=text, command=command(2))],
+                [Table("Mapped memory", title, where, COLUMNS, rows, text=text, command=command(2))],
             )
 
 

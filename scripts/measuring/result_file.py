@@ -5,6 +5,7 @@ A file holds one table, or a list of tables. To publish it, put it into scripts/
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -15,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from mpicomm.cli.arguments import write_json
+from mpicomm.cli.arguments import output_file, write_json
 from mpicomm.cli.machine import processor, versions
 
 LONG_RUNS = ["run", "date", "how many", "result"]
@@ -60,6 +61,20 @@ def add_tables(path: Path, tables: Sequence[Table]) -> None:
             first = earlier["date"].split(" to ")[0]
             earlier["date"] = first if first == today() else f"{first} to {today()}"
     write_json(path, documents if len(documents) > 1 else documents[0])
+
+
+def measuring_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a script with that docstring, with the option of the file for `add_tables`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="add the tables to this file")
+    return parser
+
+
+def hardware_of(comm: Any) -> str:
+    """Return the hardware of a Communicator. Collective."""
+    from mpicomm.cli.options import rank_record  # not above, because some scripts run without MPI
+
+    return hardware(comm.allgather(rank_record(comm.describe())))
 
 
 def hardware(ranks: Sequence[dict[str, Any]], cpu: str = "") -> str:

@@ -33,7 +33,7 @@ class Pools:
         variations = draw(block, calls)
         if len(variations) < calls:
             raise ValueError(f"nbytes={nbytes} has {len(variations)} variations: take more bytes for {calls} calls")
-        self.cases = [Case(operation, FLOAT, "sum", one.block, False, rank, size).at(place) for one in variations]
+        self.cases = [Case(operation, FLOAT, "sum", each, False, rank, size).at(place) for each, _ in variations]
         stride = (case.nbytes // _STEP_NBYTES + 2) * _STEP_NBYTES
         self._starts = (np.random.default_rng(48).permutation(calls) * stride).tolist()
         self._data = [_numbers(peer, calls * stride // FLOAT.itemsize) for peer in range(size)]

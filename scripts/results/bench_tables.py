@@ -56,7 +56,6 @@ def place(bench: Bench) -> tuple[Any, ...]:
     """Return the place of a section among all: float32 in CUDA graphs comes first, with symmetric arrays."""
     options = bench["options"]
     usual = (
-        bool(options["beside"]),
         options["eager"],
         options.get("vary", False),
         options["datatype"] != "float32",
@@ -78,8 +77,6 @@ def bench_title(bench: Bench) -> str:
         parts.append("call by call")
     if options.get("vary"):
         parts.append("each call of another size")
-    if options["beside"]:
-        parts.append(f"beside a {options['beside']}")
     return ", ".join(parts)
 
 
@@ -138,7 +135,7 @@ def bench_section(bench: Bench, versions: dict[str, str]) -> list[str]:
     if bench["options"].get("wire_dtype"):
         lines += [CODED, ""]
     notes = [line for note in bench.get("notes", []) for line in (note, "")]
-    return [*lines, *_times(bench), "", *_footer(bench), *_beside(bench), *notes]
+    return [*lines, *_times(bench), "", *_footer(bench), *notes]
 
 
 def _peers(benches: list[Bench]) -> list[str]:
@@ -215,20 +212,3 @@ def _footer(bench: Bench) -> list[str]:
                     where = f"{nbytes(row['nbytes'])} {place}"
                     said.append(f"{PEERS.get(name, name)} has {outcome['wrong']} wrong elements at {where}.")
     return [line for each in dict.fromkeys(said) for line in (each, "")]
-
-
-def _beside(bench: Bench) -> list[str]:
-    """Return the table of a matrix product beside the collective, if the run has measured it."""
-    if not bench["beside"]:
-        return []
-    rows = []
-    for entry in bench["beside"]:
-        name, size = PEERS.get(entry["name"], entry["name"]), nbytes(entry["nbytes"])
-        if entry["failure"]:
-            rows.append([name, size, entry["failure"], "", ""])
-            continue
-        alone, beside = entry["alone_us"], entry["beside_us"]
-        ratio = f"{beside / alone:.2f}" + ("" if entry["spanned"] else ", though the collective was over before")
-        rows.append([name, size, microseconds(alone), microseconds(beside), ratio])
-    head = ["beside", "size", "8192^3 product alone", "beside the collective", "times as long"]
-    return [*table(head, rows), ""]

@@ -93,7 +93,7 @@ def _only(benches: list[Bench], collective: str, buffers: str, count: int) -> Be
 
 
 def _runs(benches: list[Bench], collective: str, buffers: str, count: int) -> list[Bench]:
-    plain = {"datatype": "float32", "eager": False, "vary": False, "beside": None, "wire_dtype": None}
+    plain = {"datatype": "float32", "eager": False, "vary": False, "wire_dtype": None}
     wanted = {"collective": collective, "buffers": buffers, **plain}
     return [
         bench

@@ -14,8 +14,23 @@ from importlib.metadata import version
 from pathlib import Path
 
 CLIENTS = Path(__file__).parents[2] / ".clients"
-VERSIONS = {"mpi4py": version("mpi4py"), "mpi4py-fft": "2.0.6", "pylops-mpi": "0.8.0", "mpiarray": "0.2.1"}
-"""mpi4py's own tests belong to the version that is installed."""
+VERSIONS = {
+    "mpi4py": version("mpi4py"),  # its tests belong to the version that is installed
+    "mpi4py-fft": "2.0.6",
+    "pylops-mpi": "0.8.0",
+    "mpiarray": "0.2.1",
+    "heat": "1.9.0",
+    "fbpic": "0.27.1",
+    "pySDC": "5.9",
+    "torch-harmonics": "0.9.3",
+    "qokit": "0.1.4",
+}
+OPTIONS = {
+    "heat": ("--no-deps", "--ignore-requires-python", "torchvision"),  # it names an older PyTorch
+    "fbpic": ("pyfftw",),
+    "qokit": ("--no-deps", "numba-cuda"),  # it names fixed versions of 20 packages
+}
+"""What pip installs a package with."""
 
 
 def source_of(package: str) -> Path:
@@ -45,8 +60,8 @@ def needs_of(package: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
         found = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
         (packages / "found.pth").write_text(found)
-    requirement = f"{package}=={VERSIONS[package]}"
-    subprocess.run([str(environment / "bin/python"), "-m", "pip", "install", "-q", requirement], check=True)
+    command = [str(environment / "bin/python"), "-m", "pip", "install", "-q", f"{package}=={VERSIONS[package]}"]
+    subprocess.run([*command, *OPTIONS.get(package, ())], check=True)
     return packages
 
 

@@ -134,7 +134,7 @@ class ChainRig(ChannelRig):
         """Enqueue a rank's part of a chain."""
         launcher = ChainLauncher(pattern.form, self._domains[rank])
         lengths, begins = pattern.form.numbers(pattern.buffers)
-        filled = launcher.fill(lengths, begins, max(lengths), signature.hash32)
+        filled = launcher.fill((lengths, begins, max(lengths), signature.hash32, None, None))
         assert filled is not None
         self.launch(rank, launcher.launch_of(filled), nap_us=nap_us)
 

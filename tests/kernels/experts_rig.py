@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.experts.arrays import Shape
 from mpicomm.experts.on_gpu import Blocks, ExpertsLaunches, ExpertsMemory
-from mpicomm.experts.shape import Shape
 from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same
 from tests.helpers.references.experts import Laid

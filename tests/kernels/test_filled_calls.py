@@ -17,10 +17,10 @@ from mpi4py import MPI
 from mpicomm.collectives import operations
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkTemplate
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
-from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, template_of

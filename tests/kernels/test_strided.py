@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.packed import Strides
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span

@@ -43,8 +43,8 @@ ROOMS = [
     {"experts"},
     {"world", "torch"},
     {"cli"},
-    {"ring", "info", "doctor", "bench", "p2p", "trace", "__main__"},
-    {"tune"},
+    {"info", "doctor", "bench", "trace", "__main__"},
+    {"ring", "p2p", "tune"},
 ]
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,13 @@ import numpy as np
 import pytest
 
 import mpicomm
-from tests.helpers.jobs.in_turn import run_in_turn
+from tests.helpers.jobs.in_turn import run_changed, run_in_turn
 from tests.helpers.jobs.mpiexec import environment, mpiexec_command, run_job
 from tests.helpers.jobs.pace import HANG_S
 
 RING = ("-m", "mpicomm.ring", "--device", "cpu")
 SHORT = ("-b", "1K", "-e", "64K", "-n", "2", "-w", "1")
 SIZES = [1024, 4096, 16384, 65536]
-
-Job = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def run_changed(tmp_path: Path) -> Job:
-    """Run the ring after ``code``, which changes the package."""
-
-    def run(nprocs: int, code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        driver = tmp_path / "driver.py"
-        driver.write_text(
-            "import numpy as np\nfrom mpi4py import MPI\nimport mpicomm\n"
-            "from mpicomm import SymmetricArray, ring\nfrom mpicomm.cli import options as command_line\n"
-            "RANK = MPI.COMM_WORLD.rank\n"
-            f"{code}\ncommand_line.run(ring.main)\n"
-        )
-        return run_job(nprocs, str(driver), "--device", "cpu", *(arguments or SHORT), **variables)
-
-    return run
 
 
 def table(stdout: str) -> dict[int, list[float]]:
@@ -100,18 +80,15 @@ def check_report(report: dict[str, Any], nprocs: int, shown: dict[int, list[floa
     assert not shown
 
 
-@pytest.mark.parametrize("direction", ["put", "get"])
-def test_one_direction(direction: str) -> None:
-    job = run_job(2, *RING, "--direction", direction, "-b", "1K", "-e", "1K", "-n", "1", "-w", "0")
-    assert job.returncode == 0
-    assert [len(row) for row in table(job.stdout).values()] == [3]
-    assert [name for name in ("put", "get") if f" {name} " in job.stdout] == [direction]
-
-
-def test_sizes_that_are_no_multiple_of_anything() -> None:
-    job = run_job(2, *RING, "-b", "1", "-e", "1200000", "-f", "101", "-n", "1", "-w", "0")
-    assert job.returncode == 0
-    assert list(table(job.stdout)) == [1, 101, 10201, 1030301]
+def test_one_direction_and_sizes_that_are_no_multiple_of_anything() -> None:
+    once = (*RING, "-n", "1", "-w", "0")
+    directions = [(*once, "-b", "1K", "-e", "1K", "--direction", name) for name in ("put", "get")]
+    job, (*ended, (odd, status)) = run_in_turn(2, *directions, (*once, "-b", "1", "-e", "1200000", "-f", "101"))
+    assert (job.returncode, job.stderr, status) == (0, "", 0)
+    assert list(table(odd)) == [1, 101, 10201, 1030301]
+    for name, (said, status) in zip(("put", "get"), ended, strict=True):
+        assert (status, [len(row) for row in table(said).values()]) == (0, [3])
+        assert [each for each in ("put", "get") if f" {each} " in said] == [name]
 
 
 WRONG = {
@@ -140,9 +117,18 @@ def test_help_is_printed_once() -> None:
     assert job.stdout.count("usage:") == 1
 
 
-def test_ranks_on_two_nodes_are_refused(run_changed: Job) -> None:
-    job = run_changed(3, "import os; os.environ['MPICOMM_HOSTID'] = 'a' if RANK == 0 else 'b'")
-    assert (job.returncode, job.stdout) == (2, "")
+def ring(folder: Path, nprocs: int, *codes: str, **variables: str) -> Any:
+    """Run the ring after each code, which changes the package, and return the job and what each run said."""
+    changes = [
+        (code, ("--device", "cpu", *SHORT, "--json", str(folder / f"{number}.json")))
+        for number, code in enumerate(codes)
+    ]
+    return run_changed(folder, nprocs, "mpicomm.ring", *changes, **variables)
+
+
+def test_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
+    job, ended = ring(tmp_path, 3, "import os; os.environ['MPICOMM_HOSTID'] = 'a' if RANK == 0 else 'b'")
+    assert ended == [("", 2)]
     assert job.stderr == (
         "error: the ring goes through mapped memory and needs all ranks on one node; these 3 ranks are on 2 nodes: "
         "start them on one\n"
@@ -150,75 +136,69 @@ def test_ranks_on_two_nodes_are_refused(run_changed: Job) -> None:
 
 
 CHANGED = """
-FIRST, {name} = {{}}, SymmetricArray.{name}
+FIRST = {{}}
 def changed(self, *given, **options):
     {body}
-SymmetricArray.{name} = changed
+{name} = patch(SymmetricArray, {name!r}, changed)
 """
 FAULTS = {
-    # A name of a method, what it does in its place, the number of ranks, whether puts and gets are wrong, and the
-    # wrong bytes: one byte for each call that is checked, two per size.
-    "first byte of a put": ("put", "put(self, *given)\n    if RANK == 0: self.peer(given[1])[0] ^= 1", 2, "put", 8),
-    "a byte of a put": ("put", "put(self, *given)\n    if RANK == 1: self.peer(given[1])[517] ^= 1", 2, "put", 8),
-    "last byte of a put": ("put", "put(self, *given)\n    if RANK == 0: self.peer(given[1])[-1] ^= 1", 2, "put", 8),
-    "last byte of a get": ("get", "get(self, *given)\n    if RANK == 0: given[1][-1] ^= 0x80", 2, "get", 8),
-    "no put": ("put", "pass", 2, "put", None),
-    "peer is a copy": (
-        "peer",
-        "return FIRST.setdefault((id(self), *given), (self, peer(self, *given).copy()))[1]",
-        2,
-        "put get",
-        None,
-    ),
-    "data for another rank": ("put", "put(self, given[0], (given[1] + 1) % 3)", 3, "put", None),
+    # What stands in the place of a method, whether puts and gets are wrong, and the wrong bytes: one byte for each call
+    # that is checked, two per size.
+    "put(self, *given)\n    if RANK == 0: self.peer(given[1])[0] ^= 1": ("put", 8),
+    "put(self, *given)\n    if RANK == 1: self.peer(given[1])[517] ^= 1": ("put", 8),
+    "put(self, *given)\n    if RANK == 0: self.peer(given[1])[-1] ^= 1": ("put", 8),
+    "get(self, *given)\n    if RANK == 0: given[1][-1] ^= 0x80": ("get", 8),
+    "pass  # in place of put(": ("put", None),
+    "return FIRST.setdefault((id(self), *given), (self, peer(self, *given).copy()))[1]": ("put get", None),
 }
+FOR_ANOTHER_RANK = {"put(self, given[0], (given[1] + 1) % 3)": ("put", None)}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault: str, run_changed: Job, tmp_path: Path) -> None:
-    name, body, nprocs, which, count = FAULTS[fault]
-    path = tmp_path / "out.json"
-    job = run_changed(nprocs, CHANGED.format(name=name, body=body), *SHORT, "--json", str(path))
-    assert job.returncode == 1
-    assert "Traceback" not in job.stderr and "# OK" not in job.stdout
-    match = re.fullmatch(r"# FAILED: (\d+) wrong", job.stdout.splitlines()[-1])
-    assert match, job.stdout
-    shown = table(job.stdout)
-    assert list(shown) == SIZES
-    assert sum(int(row[2] + row[5]) for row in shown.values()) == int(match[1]) > 0
-    assert count in (None, int(match[1]))
-    for row in shown.values():
-        assert (row[2] > 0, row[5] > 0) == ("put" in which, "get" in which)
-    report = json.loads(path.read_text())
-    assert (report["ok"], report["wrong"]) == (False, int(match[1]))
+@pytest.mark.parametrize(("nprocs", "faults"), [(2, FAULTS), (3, FOR_ANOTHER_RANK)])
+def test_a_fault_is_found(nprocs: int, faults: dict[str, tuple[str, int | None]], tmp_path: Path) -> None:
+    names = [next(name for name in ("put", "get", "peer") if f"{name}(" in body) for body in faults]
+    codes = [CHANGED.format(name=name, body=body) for name, body in zip(names, faults, strict=True)]
+    job, ended = ring(tmp_path, nprocs, *codes)
+    assert (job.returncode, job.stderr) == (0, "")
+    for number, ((said, status), (which, count)) in enumerate(zip(ended, faults.values(), strict=True)):
+        match = re.fullmatch(r"# FAILED: (\d+) wrong", said.splitlines()[-1])
+        assert match and status == 1 and "# OK" not in said, said
+        shown = table(said)
+        assert list(shown) == SIZES
+        assert sum(int(row[2] + row[5]) for row in shown.values()) == int(match[1]) > 0
+        assert count in (None, int(match[1]))
+        for row in shown.values():
+            assert (row[2] > 0, row[5] > 0) == ("put" in which, "get" in which)
+        report = json.loads((tmp_path / f"{number}.json").read_text())
+        assert (report["ok"], report["wrong"]) == (False, int(match[1]))
 
 
 @pytest.mark.parametrize("error", ["RuntimeError", "mpicomm.InvalidUsageError"])
-def test_an_error_on_one_rank_ends_the_job(error: str, run_changed: Job) -> None:
+def test_an_error_on_one_rank_ends_the_job(error: str, tmp_path: Path) -> None:
     code = f"""
 def fail(self, *arguments, **options):
     raise {error}("planted")
 if RANK == 1:
-    SymmetricArray.put = fail
+    patch(SymmetricArray, "put", fail)
 """
-    job = run_changed(3, code, MPICOMM_TIMEOUT=f"{2 * HANG_S:g}")  # which no rank waits
-    assert job.returncode != 0
-    assert "# OK" not in job.stdout
-    assert "# FAILED" not in job.stdout
-    assert f"mpicomm: rank 1 on {socket.gethostname()} (device cpu) failed\nTraceback" in job.stderr
+    job, ended = ring(tmp_path, 3, code, MPICOMM_TIMEOUT=f"{2 * HANG_S:g}")  # which no rank waits
+    assert job.returncode != 0 and not ended
+    assert "# OK" not in job.stdout and "# FAILED" not in job.stdout
+    said = f"rank 1 on {socket.gethostname()} (device cpu) failed"
+    assert f"mpicomm: {said}\nTraceback" in job.stderr
     assert f"{error.removeprefix('mpicomm.')}: planted" in job.stderr
-    assert "(device cpu) failed" not in job.stderr.replace(f"rank 1 on {socket.gethostname()} (device cpu) failed", "")
+    assert "(device cpu) failed" not in job.stderr.replace(said, "")
 
 
-def test_an_error_before_there_is_a_device(run_changed: Job) -> None:
-    job = run_changed(2, "if RANK == 0: command_line.Communicator = lambda *args, **options: 1 / 0")
+def test_an_error_before_there_is_a_device(tmp_path: Path) -> None:
+    job, _ = ring(tmp_path, 2, "if RANK == 0: command_line.Communicator = lambda *args, **options: 1 / 0")
     assert job.returncode != 0
     assert f"mpicomm: rank 0 on {socket.gethostname()} (no device yet) failed\nTraceback" in job.stderr
     assert "ZeroDivisionError" in job.stderr
 
 
-def test_errors_on_all_ranks_at_once_end_the_job(run_changed: Job) -> None:
-    job = run_changed(4, "ring.Pattern.write = lambda *args: 1 / 0")
+def test_errors_on_all_ranks_at_once_end_the_job(tmp_path: Path) -> None:
+    job, _ = ring(tmp_path, 4, "from mpicomm.bench.content import Content; Content.write = lambda *args: 1 / 0")
     assert job.returncode != 0
     assert "ZeroDivisionError" in job.stderr
 
@@ -250,16 +230,15 @@ def test_an_interrupt_is_quiet(nprocs: int) -> None:
     assert "mpicomm" not in stderr
 
 
-def test_time_is_one_iteration(run_changed: Job) -> None:
+def test_time_is_one_iteration(tmp_path: Path) -> None:
     code = """
 import time
-put = SymmetricArray.put
 def slow(self, src, peer, **options):
     time.sleep(0.02)
     put(self, src, peer, **options)
-SymmetricArray.put = slow
+put = patch(SymmetricArray, "put", slow)
 """
-    job = run_changed(2, code, "-b", "1K", "-e", "1K", "-n", "10", "-w", "0")
-    put_us, *_, get_us, _, _ = table(job.stdout)[1024]
-    assert 20_000 <= put_us < 100_000
-    assert get_us < 20_000
+    _, ((said, _),) = ring(tmp_path, 2, code)
+    for put_us, *_, get_us, _, _ in table(said).values():
+        assert 20_000 <= put_us < 100_000
+        assert get_us < 20_000

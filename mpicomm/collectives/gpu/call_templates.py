@@ -81,7 +81,7 @@ class CollectiveTemplate(CallTemplate):
             self._into_memory = into_memory = decision.by_length(symmetric=True)
             for nbytes in sorted({*self._into_any[0], *into_memory[0]}):
                 usual, chosen = choice_at(nbytes, self._into_any), choice_at(nbytes, into_memory)
-                if chosen.into_memory or chosen.launcher is not usual.launcher:
+                if chosen.launcher.into_memory or chosen.launcher is not usual.launcher:
                     self._memory_from = nbytes
                     break
         self.choice = self._into_any[1][0].choice
@@ -181,7 +181,8 @@ class CollectiveTemplate(CallTemplate):
             if memory is not None:
                 bounds, choices = self._into_memory
         chosen = choices[bisect_right(bounds, longest) - 1]
-        filled = chosen.fill(lengths, begins, longest, call_hash, memory, self._finish)
+        launcher = chosen.launcher
+        filled = launcher.fill((lengths, begins, longest, call_hash, memory, self._finish))
         if filled is None:
             return False
         enqueue = chosen.enqueue_of(filled)
@@ -190,12 +191,12 @@ class CollectiveTemplate(CallTemplate):
             enqueue = self._decision.followed(enqueue, chosen, lengths, begins, output, self._finish)
         self.launch = self.enqueue = enqueue
         self.choice, self.words, self.offset = chosen.choice, self._text, None
-        if chosen.into_memory and memory is not None:
+        if launcher.into_memory and memory is not None:
             if memory.array != self._array:
                 self._array, self._into = memory.array, with_place(self._text, memory.text_at(OFFSET_IN_TEXT))
             self.words, self.offset = self._into, memory.offset
         if self._is_private:
-            self.private_nbytes = chosen.launcher.private_nbytes
+            self.private_nbytes = launcher.private_nbytes
         return True
 
 

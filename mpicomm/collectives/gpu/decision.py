@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from itertools import pairwise
-from math import floor, inf
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from math import ceil, floor, inf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
-from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Copy, Step
@@ -54,20 +52,13 @@ def in_turn(steps: Sequence[Enqueue]) -> Enqueue:
     return enqueue
 
 
-class Chosen:
+class Chosen(NamedTuple):
     """A launcher of a form, the name of its algorithm, and the reason for the choice."""
 
-    def __init__(self, launcher: FormLauncher, name: str, why: str, loader: StepLoader) -> None:
-        self.launcher = launcher
-        self.choice = AlgorithmChoice(name, why)
-        self.into_memory, self.finishes = launcher.into_memory, launcher.finishes
-        self.fill = launcher.fill
-        self.enqueue_of: Callable[[Filled], Enqueue]
-        """Returns the function that enqueues a filled-in call."""
-        if isinstance(launcher, KernelTemplate):
-            self.enqueue_of = enqueuers_of(launcher, loader)
-        else:
-            self.enqueue_of = lambda filled: in_turn(loader.enqueuers(filled[0]))
+    launcher: FormLauncher
+    choice: AlgorithmChoice
+    enqueue_of: Callable[[Filled], Enqueue]
+    """Returns the function that enqueues a filled-in call."""
 
 
 ByLength = tuple[list[int], list[Chosen]]
@@ -106,7 +97,7 @@ class Decision:
         if asked != "auto":
             require_algorithm(form.operation, asked, self._refusals.get(asked))
         self.by_length = cache(self._by_length)
-        self._chosen = cache(partial(Chosen, loader=loader))
+        self._chosen = cache(self._chosen_of)
 
     def at(self, longest: int, *, symmetric: bool, without: frozenset[str] = frozenset()) -> Chosen:
         """Return the choice for a call whose longest message has so many bytes.
@@ -118,7 +109,13 @@ class Decision:
 
     def in_arena(self) -> Chosen:
         """Return the choice for calls that get no memory beyond the arena."""
-        return Chosen(in_arena(self.form, self.domain), "one_shot", "", self._loader)
+        return self._chosen(in_arena(self.form, self.domain), "one_shot", "")
+
+    def _chosen_of(self, launcher: FormLauncher, name: str, why: str) -> Chosen:
+        if isinstance(launcher, KernelTemplate):
+            return Chosen(launcher, AlgorithmChoice(name, why), enqueuers_of(launcher, self._loader))
+        loader = self._loader
+        return Chosen(launcher, AlgorithmChoice(name, why), lambda filled: in_turn(loader.enqueuers(filled[0])))
 
     def steps(
         self,
@@ -130,15 +127,14 @@ class Decision:
     ) -> list[Step] | None:
         """Return the steps of a call with these buffers; None if the arena lacks the launcher's memory.
 
-        The other arguments are as in `FormLauncher.fill`.
+        The other arguments are as in `Numbers`.
         """
-        launcher = chosen.launcher
         lengths, begins = self.form.numbers(buffers)
-        filled = launcher.fill(lengths, begins, max(lengths, default=0), hash32, memory, epilogue)
+        filled = chosen.launcher.fill((lengths, begins, max(lengths, default=0), hash32, memory, epilogue))
         if filled is None:
             return None
         output = 0 if buffers.scratch is None or buffers.output is None else buffers.output.pointer
-        return launcher.steps_of(filled) + self._after(chosen, lengths, begins, output, epilogue)
+        return chosen.launcher.steps_of(filled) + self._after(chosen, lengths, begins, output, epilogue)
 
     def followed(self, enqueue: Enqueue, *call: Any) -> Enqueue:
         """Return a function that enqueues a call, and then its steps of `_after`."""
@@ -155,32 +151,32 @@ class Decision:
         steps: list[Step] = []
         if output and lengths[-1]:
             steps.append(Copy(output, begins[-1], lengths[-1], local=True))
-        if epilogue is not None and not chosen.finishes:
+        if epilogue is not None and not chosen.launcher.finishes:
             reduced, team = Span(begins[-1], lengths[-1] // self.form.itemsize), self.domain.team
             steps += finish_launches(epilogue, reduced, team.faults, self.domain.multiprocessors)
         return steps
 
     def _by_length(self, *, symmetric: bool, without: frozenset[str] = frozenset()) -> ByLength:
         """Return all choices of `at`; ``symmetric`` and ``without`` are as there."""
-        form, is_single = self.form, self.domain.size == 1
-        whole_table = by_table = [(0, self.asked)]
-        if self.asked == "auto":
-            whole_table, by_table = (self._table(names, symmetric) for names in ((), (*without, *self._refusals)))
+        form, is_single, is_asked = self.form, self.domain.size == 1, self.asked != "auto"
+        listed = taken = [(0, self.asked)]
+        if not is_asked:
+            listed, taken = self._table((), symmetric), self._table((*without, *self._refusals), symmetric)
         offers = [each for each in self._offers if symmetric or not each[1].needs_symmetric_output]
-        begins: list[int] = []
-        found: list[Chosen] = []
-        for (begin, name), (end, _) in pairwise([*by_table, (NO_END, "")]):
-            bounds: set[float] = {1, *(at for at, _ in whole_table)}
-            for _, launcher in offers:
-                bounds |= {launcher.fewest, inf if launcher.most == inf else floor(launcher.most) + 1}
-            for bound in sorted({begin, *(int(at) for at in bounds if begin < at < end)}):
-                nothing_to_choose = is_single or form.is_private or bound == 0
-                taken = "one_shot" if nothing_to_choose else name
-                launcher = next(each for its, each in offers if its == taken and each.fewest <= bound <= each.most)
-                listed = [each for at, each in whole_table if at <= bound][-1]
-                begins.append(bound)
-                found.append(self._chosen(launcher, taken, self._why(listed, nothing_to_choose=nothing_to_choose)))
-        if form.epilogue is not None and self.asked == "auto":
+        bounds = {1, *(begin for begin, _ in (*listed, *taken))}
+        for _, launcher in offers:
+            bounds |= {ceil(launcher.fewest)} | ({floor(launcher.most) + 1} if launcher.most < inf else set())
+        begins, found = sorted(bounds), list[Chosen]()
+        for begin in begins:
+            first, name = ([each for at, each in table if at <= begin][-1] for table in (listed, taken))
+            why = "by the table" + (f", without {first}: {self._refusals[first]}" if first in self._refusals else "")
+            if is_single or form.is_private or begin == 0:
+                name, why = "one_shot", "there is nothing to choose"
+            if is_asked:
+                why = f'algorithm="{self.asked}"'
+            launcher = next(each for its, each in offers if its == name and each.fewest <= begin <= each.most)
+            found.append(self._chosen(launcher, name, why))
+        if form.epilogue is not None and not is_asked:
             return self._finishing((begins, found), symmetric=symmetric, without=without)
         return begins, found
 
@@ -192,14 +188,6 @@ class Decision:
         coded = form.wire[1].itemsize if form.wire is not None else 0
         choices = tuning.choices(form.operation.name, form.size, registered=symmetric, coded=coded)
         return [(-(-nbytes // form.blocks_counted), name) for nbytes, name in choices]
-
-    def _why(self, listed: str, *, nothing_to_choose: bool) -> str:
-        """Return the reason for a choice if the table lists an algorithm."""
-        if self.asked != "auto":
-            return f'algorithm="{self.asked}"'
-        if nothing_to_choose:
-            return "there is nothing to choose"
-        return "by the table" + (f", without {listed}: {self._refusals[listed]}" if listed in self._refusals else "")
 
     def _finishing(self, chosen: ByLength, *, symmetric: bool, without: frozenset[str]) -> ByLength:
         """Return the choices, with others for those that do not apply the epilogue if the others do.
@@ -214,7 +202,7 @@ class Decision:
             usual = choice_at(begin, chosen)
             name = usual.choice.algorithm
             other = choice_at(begin, others.get(name, chosen))
-            if other.finishes and not usual.finishes:
+            if other.launcher.finishes and not usual.launcher.finishes:
                 why = f"by the table, without {name}: one more kernel would apply the epilogue"
                 usual = self._chosen(other.launcher, other.choice.algorithm, why)
             found.append(usual)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -17,9 +16,8 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning
-from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
-from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request, whole_lines
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     SENDRECV_BLOCKS,
@@ -28,8 +26,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     sendrecv_request,
 )
 from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Launch, Step
-from mpicomm.collectives.gpu.arena import DeviceArena
-from mpicomm.collectives.gpu.call_memory import CallMemory, LoggedCalls, LongestMessage
+from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, LoggedCalls, LongestMessage
 from mpicomm.collectives.gpu.call_templates import (
     BY_KERNELS,
     CallTemplate,
@@ -95,7 +92,6 @@ class DeviceEngine:
             raise InvalidUsageError(
                 f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, but this node has {node.size}"
             )
-        self._group = node
         self._backend = backend
         self._call_log = call_log
         devices = node.exchange("collectives: set-up", lambda: device_facts(backend))
@@ -106,11 +102,9 @@ class DeviceEngine:
         multiprocessors = max(1, min(each.multiprocessors for each in devices) // side_by_side)
         most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(each.total_nbytes for each in devices) // _STAGED_PART)
 
-        def link_gb_s() -> float | None:
-            return slowest_gb_s(backend.link(each.uuid, kind) for each in devices[1:])
-
         def find() -> Tuning | None:
-            return tuning.find(backend.info.name, link_gb_s) if node.rank == 0 else None
+            links = (backend.link(each.uuid, kind) for each in devices[1:])
+            return tuning.find(backend.info.name, lambda: slowest_gb_s(links)) if node.rank == 0 else None
 
         found = node.exchange("collectives: table", find)[0]
         assert found is not None
@@ -124,7 +118,7 @@ class DeviceEngine:
             team.arenas[index] = self._arena.pointers[index]
             team.names[index] = rank
         host_slots = kind == "staged"
-        self._domain = Domain(
+        self.domain = Domain(
             team,
             self._arena,
             multiprocessors,
@@ -139,7 +133,7 @@ class DeviceEngine:
         )
         self._longest = LongestMessage(call_log, calls)
         self._calls = calls
-        self._memory = CallMemory(self._domain, self._arena, call_log, calls)
+        self._memory = CallMemory(self.domain, self._arena, call_log, calls)
         self._decisions: dict[Hashable, Decision] = {}
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
         self._sendrecv = sendrecv_memory(node.size, channels)
@@ -169,10 +163,10 @@ class DeviceEngine:
         if call.counted is not None:
             if asked != "auto":
                 require_algorithm(call.operation, asked)
-            made = CountedTemplate(call.signature, call.counted, self._domain, self._loader)
+            made = CountedTemplate(call.signature, call.counted, self.domain, self._loader)
             self._call_log.post(made.words)
             steps = made.read(call.counted)
-            alone = self._domain.size == 1
+            alone = self.domain.size == 1
             return self._plan(made.words, steps, made.choice, None if alone else made.private_nbytes)
         output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
@@ -197,7 +191,7 @@ class DeviceEngine:
     def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
         """Return one plan for all calls of the kind of ``call``; None if such calls have to be read one by one."""
         if call.counted is not None:
-            return CountedTemplate(call.signature, call.counted, self._domain, self._loader)
+            return CountedTemplate(call.signature, call.counted, self.domain, self._loader)
         if not has_template(call):
             return None
         return template_of(call, self._decided(call, asked)[0], mappings, self._scratch)
@@ -205,7 +199,7 @@ class DeviceEngine:
     def _decided(self, call: Call, asked: str) -> tuple[Decision, Buffers, Packed | None, Span | None]:
         """Return the decision of a read call, its memory, what of it is packed, and the scratch memory in it."""
         # Packets carry all calls that may have strides, unless a rank is alone.
-        packed = call.strided if self._domain.size > 1 else call.packed
+        packed = call.strided if self.domain.size > 1 else call.packed
         scratch = self._scratch.of(call.scratch_nbytes if packed is None else packed.nbytes)
         buffers = call.buffers(scratch, packed)
         form = Form.of_call(call, buffers, () if packed is None else packed.strides)
@@ -217,7 +211,7 @@ class DeviceEngine:
         if decision is None:
             if len(self._decisions) >= _MOST_DECISIONS:
                 self._decisions.clear()
-            decision = Decision(form, asked, self.tuning, self._domain, self._loader)
+            decision = Decision(form, asked, self.tuning, self.domain, self._loader)
             self._decisions[key] = decision
         return decision
 
@@ -263,7 +257,7 @@ class DeviceEngine:
         self._memory.provide([request], text)
         scratch = self._scratch.of(scratch_nbytes)
         pointers = self._arena.region(request).pointers
-        steps = steps_of(self._domain, pointers, 0 if scratch is None else scratch.pointer)
+        steps = steps_of(self.domain, pointers, 0 if scratch is None else scratch.pointer)
         plan = self._plan(text, [*steps], choice)
         plan.launch = plan.enqueue  # in place of a graph, because work of another library may differ each time
         return plan
@@ -277,11 +271,6 @@ class DeviceEngine:
         self._call_log.post(text)
         self._calls.require_same()
 
-    @property
-    def domain(self) -> Domain:
-        """The ranks of the engine and their memory."""
-        return self._domain
-
     def give_up(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Make every later `check` of the backend raise an error, and all kernels leave. Local, any thread."""
         self._backend.fail(error)
@@ -292,7 +281,7 @@ class DeviceEngine:
         signature = Signature("Barrier", "uint8")
         self._require_open(signature.operation)
         self._call_log.post(str(signature))
-        barrier = DirectTemplate(self._domain).barrier(signature.hash32, after_copies=False)
+        barrier = DirectTemplate(self.domain).barrier(signature.hash32, after_copies=False)
         return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
@@ -305,14 +294,20 @@ class DeviceEngine:
         request = sendrecv_request(self._sendrecv)
         if not self._arena.has(request):
             self._memory.provide([request], "the first message in stream order, for which all ranks set up memory")
+        template, packs, spans, at = self._sendrecv_template(sent, received), [list[Launch](), list[Launch]()], [], 0
         packed = [0 if end is None or end.elements is None else whole_lines(end.span.count) for end in (sent, received)]
         scratch = self._scratch.of(sum(packed))
-        before, sent = self._packed_message(sent, scratch, 0, unpacks=False)
-        after, received = self._packed_message(received, scratch, packed[0], unpacks=True)
-        template = self._sendrecv_template(sent, received)
-        (send, receive) = (Span(0, 0) if message is None else message.span for message in (sent, received))
+        for number, end in enumerate((sent, received)):
+            span = Span(0, 0) if end is None else end.span
+            if end is not None and end.elements is not None and scratch is not None:  # a kernel packs or unpacks it
+                span = Span(scratch.pointer + at, span.count)
+                job = PackJob(end.elements.address, end.elements.layout, 0)
+                packs[number] = pack_launches(self._backend, [job], span.pointer, unpacks=end is received)
+            at += packed[number]
+            spans.append(span)
+        send, receive = spans
         filled = template.fill(send.pointer, send.count, receive.pointer, receive.count)
-        return self._plan(text, [*before, *template.steps_of(filled), *after], BY_KERNELS, collective=False)
+        return self._plan(text, [*packs[0], *template.steps_of(filled), *packs[1]], BY_KERNELS, collective=False)
 
     def message_template(
         self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
@@ -325,18 +320,7 @@ class DeviceEngine:
 
     def _sendrecv_template(self, sent: Message | None, received: Message | None) -> SendrecvTemplate:
         memory = self._arena.region(sendrecv_request(self._sendrecv)).pointers
-        return SendrecvTemplate(self._domain.team, self._sendrecv, memory, sent, received)
-
-    def _packed_message(
-        self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool
-    ) -> tuple[list[Launch], Message | None]:
-        """Return the launch that packs or unpacks a message of a derived datatype, and the message in packed memory."""
-        if message is None or message.elements is None or scratch is None:
-            return [], message
-        pointer, elements = scratch.pointer + at, message.elements
-        job = PackJob(elements.address, elements.layout, 0)
-        launches = pack_launches(self._backend, [job], pointer, unpacks=unpacks)
-        return launches, replace(message, span=Span(pointer, message.span.count))
+        return SendrecvTemplate(self.domain.team, self._sendrecv, memory, sent, received)
 
     def _plan(
         self,

@@ -280,16 +280,15 @@ class PlanCache:
             return
         plan.by_output = by_output
         plan.by_address = read is not None and any(operand.by_address for operand in read.operands)
-        key = operation, sent[2], received[2], id(op), root, finish, algorithm
-        template = None
+        kind = self._kind_of((operation, sent[2], received[2], id(op), root, finish, algorithm), op)
         # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
         # kinds have another form.
-        if read is not None and self._lacks_template(key) and (send is MPI.IN_PLACE or not read.in_place):
-            if has_template_kind(sent) and has_template_kind(received):
-                template = self.engine.template(read, self._mappings, algorithm)
-            if template is not None and not template.takes(sent, received, *arrays):
-                template = None
-        self._keep(key, (sent, received, *arrays), plan, op, template)
+        is_kind = has_template_kind(sent) and has_template_kind(received)
+        if kind.template is None and is_kind and read is not None and (send is MPI.IN_PLACE or not read.in_place):
+            template = self.engine.template(read, self._mappings, algorithm)
+            if template is not None and template.takes(sent, received, *arrays):
+                kind.template = template
+        _keep(kind, (sent, received, *arrays), plan)
 
     def add_message(
         self,
@@ -312,34 +311,22 @@ class PlanCache:
         if sent is None or received is None:
             return
         plan.by_output = by_output
-        key = operation, sent[2], received[2], id(None), 0, route, "stream"
-        template, ends = None, ((sent, to_peer), (received, from_peer))
+        kind = self._kind_of((operation, sent[2], received[2], id(None), 0, route, "stream"), None)
+        ends = (sent, to_peer), (received, from_peer)
         # The lengths of blocks add up in another way, and an empty message does not tell the bytes of an element.
-        if self._lacks_template(key) and all(
-            len(plain) == 3 and (end is None or end.span.count) for plain, end in ends
-        ):
+        if kind.template is None and all(len(plain) == 3 and (end is None or end.span.count) for plain, end in ends):
             send_nbytes, receive_nbytes = (0 if end is None else end.span.count // plain[1] for plain, end in ends)
-            template = self.engine.message_template(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
-        self._keep(key, (sent, received), plan, None, template)
+            kind.template = self.engine.message_template(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
+        _keep(kind, (sent, received), plan)
 
-    def _lacks_template(self, key: Hashable) -> bool:
-        kind = self._kinds.get(key)
-        return kind is None or kind.template is None
-
-    def _keep(
-        self, key: Hashable, call: tuple[Any, ...], plan: AnyPlan, op: MPI.Op | None, template: CallTemplate | None
-    ) -> None:
+    def _kind_of(self, key: Hashable, op: MPI.Op | None) -> _Kind:
+        """Return the kind with this key, perhaps a new one without calls."""
         kind = self._kinds.get(key)
         if kind is None:
             if len(self._kinds) >= _MOST:
                 self._kinds.clear()
-            kind = self._kinds[key] = _Kind(op, template, {})
-        if template is not None:
-            kind.template = template
-            template.by_output, template.by_address = plan.by_output, plan.by_address
-        if len(kind.calls) >= _MOST:
-            _make_room(kind.calls)
-        kind.calls[call] = plan
+            kind = self._kinds[key] = _Kind(op, None, {})
+        return kind
 
     def _forget_memory(self) -> None:
         """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
@@ -347,6 +334,14 @@ class PlanCache:
         self._by_client.clear()
         for kind in self._kinds.values():
             kind.calls.clear()
+
+
+def _keep(kind: _Kind, call: tuple[Any, ...], plan: AnyPlan) -> None:
+    if kind.template is not None:
+        kind.template.by_output, kind.template.by_address = plan.by_output, plan.by_address
+    if len(kind.calls) >= _MOST:
+        _make_room(kind.calls)
+    kind.calls[call] = plan
 
 
 def _make_room(calls: dict[Hashable, AnyPlan | int]) -> None:

@@ -48,17 +48,6 @@ def kind_of(operation: str, *, registered: bool, coded: bool = False) -> Kind:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The measurement from which a row was chosen."""
-
-    date: str
-    version: str
-    datatype: str
-    times_us: Mapping[int, Mapping[str, float]]
-    """Microseconds by bytes of the call and algorithm."""
-
-
-@dataclass(frozen=True)
 class Row:
     """The algorithms for calls of a kind between ``size`` ranks."""
 
@@ -66,7 +55,8 @@ class Row:
     size: int
     choices: tuple[tuple[int, str], ...]
     """Pairs of the fewest bytes and the algorithm from there on, in ascending order; the first pair begins at 0."""
-    measured: Measured | None = None
+    measured: Mapping[str, Any] | None = None
+    """The measurement from which the row was chosen, as in the file: ``times`` has microseconds by algorithm."""
 
     def choices_above(self, nbytes: int, size: int) -> list[tuple[int, str]]:
         """Return the choices above ``nbytes`` between ``size`` ranks, at least as many as the row has."""
@@ -121,7 +111,7 @@ class Tuning:
         up to the table's next choice.
         """
         assert row.measured is not None
-        largest = max(row.measured.times_us)
+        largest = max(times["nbytes"] for times in row.measured["times"])
         found = self._find(row.kind, row.size)
         above = found.choices_above(largest, row.size) if found else []
         last, names = row.choices[-1][1], [name for _, name in above]
@@ -179,66 +169,60 @@ _LINK_GB_S = 478.0
 """The speed of an H200's links each way: 18 NVLinks of 26.6 GB/s."""
 
 
-def _row(operation: str, size: int, *changes: tuple[int, str], registered: bool = False, coded: bool = False) -> Row:
-    return Row(kind_of(operation, registered=registered, coded=coded), size, ((0, "one_shot"), *changes))
+def _rows(
+    operation: str, *, registered: bool = False, coded: bool = False, **begins: Mapping[int, int]
+) -> Iterable[Row]:
+    """Yield the rows of a kind. An algorithm of ``begins`` has for each number of ranks the bytes where it begins."""
+    for size in sorted({size for of_algorithm in begins.values() for size in of_algorithm}):
+        choices = sorted((bounds[size], name) for name, bounds in begins.items() if size in bounds)
+        yield Row(kind_of(operation, registered=registered, coded=coded), size, ((0, "one_shot"), *choices))
 
 
-def _allreduce(copies_from: dict[int, int], *, registered: bool = False) -> list[Row]:
-    # Rows for two ranks have no "two_shot", because one hop between two ranks moves no more bytes than two hops.
-    two_hops = {3: 384, 4: 256, 6: 152, 8: 176}
-    return [
-        _row(
-            "Allreduce",
-            size,
-            *([(two_hops[size] * _KIB + 1, "two_shot")] if size > 2 else []),
-            (begin * _MIB, "copy_engine"),
-            registered=registered,
-        )
-        for size, begin in copies_from.items()
-    ]
+def _from(unit: int, begins: Mapping[int, int], more: int = 0) -> dict[int, int]:
+    return {size: begin * unit + more for size, begin in begins.items()}
 
 
+# Rows for two ranks have no "two_shot", because one hop between two ranks moves no more bytes than two hops.
+_TWO_SHOT = _from(_KIB, {3: 384, 4: 256, 6: 152, 8: 176}, 1)
 _ROWS = (
-    *_allreduce({2: 240, 3: 192, 4: 176, 6: 160, 8: 192}),
-    *_allreduce({2: 112, 3: 112, 4: 112, 6: 96, 8: 120}, registered=True),
+    *_rows("Allreduce", two_shot=_TWO_SHOT, copy_engine=_from(_MIB, {2: 240, 3: 192, 4: 176, 6: 160, 8: 192})),
+    *_rows(
+        "Allreduce",
+        registered=True,
+        two_shot=_TWO_SHOT,
+        copy_engine=_from(_MIB, {2: 112, 3: 112, 4: 112, 6: 96, 8: 120}),
+    ),
     # Calls with codes, measured on H100s. Two hops between two ranks move as many bytes as one hop, but each rank codes
     # and reduces only half of the results. Up to 2944 KiB of codes two hops take one step.
-    _row("Allreduce", 2, (_MIB + 1, "two_shot"), (2944 * _KIB + 1, "one_shot"), (3584 * _KIB, "two_shot"), coded=True),
-    _row("Allreduce", 3, (384 * _KIB + 1, "two_shot"), coded=True),
-    _row("Allreduce", 4, (256 * _KIB + 1, "two_shot"), coded=True),
+    Row(
+        kind_of("Allreduce", registered=False, coded=True),
+        2,
+        ((0, "one_shot"), (_MIB + 1, "two_shot"), (2944 * _KIB + 1, "one_shot"), (3584 * _KIB, "two_shot")),
+    ),
+    *_rows("Allreduce", coded=True, two_shot=_from(_KIB, {3: 384, 4: 256}, 1)),
     # Between 4 ranks a chain wins from 384 KiB on if call follows call. A chain adds 2 us for each rank on its way. So
     # a single call by a chain is as fast as two hops only from 2 MiB on. The bound lies in between, where one use loses
     # as much as the other gains. For 6 and 8 ranks the bound of the chain is computed from these times.
-    _row("Bcast", 3, (896 * _KIB, "chain")),
-    _row("Bcast", 4, (576 * _KIB, "chain")),
-    _row("Bcast", 6, (448 * _KIB, "two_shot"), (1280 * _KIB, "chain")),
-    _row("Bcast", 8, (384 * _KIB, "two_shot"), (2048 * _KIB, "chain")),
-    _row("Bcast", 2, (144 * _MIB, "copy_engine")),
-    _row("Bcast", 2, (80 * _MIB, "copy_engine"), registered=True),
-    *(
-        _row("Reduce", size, (begin * _KIB, "two_shot"), (chain * _KIB, "chain"))
-        for size, begin, chain in ((3, 1024, 2560), (4, 1024, 3072), (6, 576, 3584), (8, 448, 4608))
+    *_rows(
+        "Bcast",
+        two_shot=_from(_KIB, {6: 448, 8: 384}),
+        chain=_from(_KIB, {3: 896, 4: 576, 6: 1280, 8: 2048}),
+        copy_engine=_from(_MIB, {2: 144}),
     ),
-    _row("Reduce", 2, (160 * _MIB, "copy_engine")),
-    *(
-        _row(name, size, (begin * _MIB, "copy_engine"), registered=True)
-        for name in ("Allgather", "Alltoall")
-        for size, begin in ((2, 152), (3, 120), (4, 160), (6, 144), (8, 176))
+    *_rows("Bcast", registered=True, copy_engine=_from(_MIB, {2: 80})),
+    *_rows(
+        "Reduce",
+        two_shot=_from(_KIB, {3: 1024, 4: 1024, 6: 576, 8: 448}),
+        chain=_from(_KIB, {3: 2560, 4: 3072, 6: 3584, 8: 4608}),
+        copy_engine=_from(_MIB, {2: 160}),
     ),
-    *(
-        _row(name, size, (begin * _MIB, "copy_engine"))
-        for name in ("Allgather", "Alltoall")
-        for size, begin in ((2, 416), (3, 224), (4, 320))
-    ),
-    *(
-        _row(name, size, (begin * _MIB, "copy_engine"))
-        for name in ("Gather", "Scatter")
-        for size, begin in ((2, 224), (3, 224), (4, 320))
-    ),
-    *(
-        _row("Reduce_scatter_block", size, (begin * _MIB, "copy_engine"))
-        for size, begin in ((2, 512), (3, 240), (4, 240), (6, 176), (8, 176))
-    ),
+    *_rows("Allgather", registered=True, copy_engine=_from(_MIB, {2: 152, 3: 120, 4: 160, 6: 144, 8: 176})),
+    *_rows("Alltoall", registered=True, copy_engine=_from(_MIB, {2: 152, 3: 120, 4: 160, 6: 144, 8: 176})),
+    *_rows("Allgather", copy_engine=_from(_MIB, {2: 416, 3: 224, 4: 320})),
+    *_rows("Alltoall", copy_engine=_from(_MIB, {2: 416, 3: 224, 4: 320})),
+    *_rows("Gather", copy_engine=_from(_MIB, {2: 224, 3: 224, 4: 320})),
+    *_rows("Scatter", copy_engine=_from(_MIB, {2: 224, 3: 224, 4: 320})),
+    *_rows("Reduce_scatter_block", copy_engine=_from(_MIB, {2: 512, 3: 240, 4: 240, 6: 176, 8: 176})),
 )
 
 BUILT_IN = Tuning("built in, measured on H200s", _ROWS, "NVIDIA H200")
@@ -285,7 +269,17 @@ def default_file(device_name: str) -> Path | None:
 
 def to_json(table: Tuning) -> dict[str, Any]:
     """Return a table as JSON types. `load` reads them back from a file."""
-    return {"format": _FORMAT, "device": table.device, "rows": [_row_to_json(row) for row in table.rows]}
+    rows = [
+        {
+            "operation": row.kind.operation,
+            "registered": row.kind.registered,
+            "ranks": row.size,
+            "choices": [{"from_nbytes": begin, "algorithm": name} for begin, name in row.choices],
+            "measured": row.measured,
+        }
+        for row in table.rows
+    ]
+    return {"format": _FORMAT, "device": table.device, "rows": rows}
 
 
 def load(path: Path) -> Tuning:
@@ -308,25 +302,8 @@ def load(path: Path) -> Tuning:
         ) from error
 
 
-def _row_to_json(row: Row) -> dict[str, Any]:
-    measured = row.measured
-    return {
-        "operation": row.kind.operation,
-        "registered": row.kind.registered,
-        "ranks": row.size,
-        "choices": [{"from_nbytes": begin, "algorithm": name} for begin, name in row.choices],
-        "measured": measured
-        and {
-            "date": measured.date,
-            "mpicomm": measured.version,
-            "datatype": measured.datatype,
-            "times": [{"nbytes": nbytes, "us": dict(times_us)} for nbytes, times_us in measured.times_us.items()],
-        },
-    }
-
-
 def _row_from_json(record: Any) -> Row:
-    operation, size, source = record["operation"], int(record["ranks"]), record["measured"]
+    operation, size = record["operation"], int(record["ranks"])
     choices = tuple((int(choice["from_nbytes"]), choice["algorithm"]) for choice in record["choices"])
     begins = [begin for begin, _ in choices]
     if operation not in TUNED or size < 2 or begins[0] != 0 or begins != sorted(set(begins)):
@@ -334,8 +311,5 @@ def _row_from_json(record: Any) -> Row:
     for _, name in choices:
         if name not in algorithms_of(operation):  # such as the ring, which reduces in another order
             raise ValueError(f"a table cannot choose {name} for {operation}")
-    measured = None
-    if source is not None:
-        times_us = {int(line["nbytes"]): dict(line["us"]) for line in source["times"]}
-        measured = Measured(source["date"], source["mpicomm"], source["datatype"], times_us)
-    return Row(kind_of(operation, registered=bool(record["registered"])), size, choices, measured)
+    kind = kind_of(operation, registered=bool(record["registered"]))
+    return Row(kind, size, choices, record["measured"])

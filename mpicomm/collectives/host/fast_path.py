@@ -58,17 +58,20 @@ def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> d
     return checks
 
 
-def after_votes(checks: dict[str, PlainCheck], is_on_host: Callable[[Operation], bool]) -> dict[str, PlainCheck]:
+def after_votes(
+    checks: dict[str, PlainCheck], is_on_host: Callable[[Operation], bool], starts_on_host: Callable[[Operation], bool]
+) -> dict[str, PlainCheck]:
     """Return the checks of `plain_calls` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
 
-    ``is_on_host`` finds that out for a blocking call. Starts never go to MPI at once: see `location_votes`.
+    ``is_on_host`` finds that out for a blocking call, and ``starts_on_host`` for a nonblocking one.
     """
 
-    def of(row: Operation) -> PlainCheck:
-        check = checks[row.name]
-        return lambda send, receive, op=None, root=0: check(send, receive, op, root) and is_on_host(row)
+    def of(check: PlainCheck, row: Operation, agreed: Callable[[Operation], bool]) -> PlainCheck:
+        return lambda send, receive, op=None, root=0: check(send, receive, op, root) and agreed(row)
 
-    return dict.fromkeys(checks, _never) | {row.name: of(row) for row in OPERATIONS.values()}
+    blocking = {name: of(checks[name], row, is_on_host) for name, row in OPERATIONS.items()}
+    starts = {row.nonblocking: of(checks[row.nonblocking], row, starts_on_host) for row in OPERATIONS.values()}
+    return blocking | starts
 
 
 def are_apart(a: Any, b: Any) -> bool:
@@ -96,7 +99,7 @@ def _never(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
 
 def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
     """Return the check of a collective that goes through mapped memory from ``least`` bytes on."""
-    if row.send == "typed" or not row.in_mpi:
+    if row.send == "typed":
         return _never
     reduces, rooted, gathers = row.reduces, bool(row.rooted), row.rooted == "receive"
     # If recvcounts cut an input in place, MPI must get a copy of it. MPI may accept MPI.IN_PLACE of neighbours, which

@@ -44,8 +44,6 @@ def mapped_from(operation: Operation, size: int, nodes: int) -> int:
 
     Ranks of several nodes cannot map each other's memory.
     """
-    if not operation.in_mpi:
-        return 0
     if nodes > 1 or size == 1:
         return NEVER
     few, many = _MAPPED_FROM.get(operation.name, (NEVER, NEVER))
@@ -61,7 +59,7 @@ def goes_to_mpi(call: Call, size: int, nodes: int, *, blocking: bool, ordered: b
     operation, dtype, op = call.operation, call.dtype, call.op
     if dtype is None or call.algorithm == "mpi":
         return True
-    if call.algorithm != "auto" or not operation.in_mpi:
+    if call.algorithm != "auto":
         return False
     # Data that is only moved needs no MPI type: see `Call`. In a reduction MPI fixes no order for expressions of the
     # user, and rounds float16 after every step.
@@ -102,14 +100,7 @@ def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> lis
     return [exchange for piece in pieces for exchange in (piece.first, piece.second)]
 
 
-class OneNode:
-    """Carries out calls with ``engine``, which serves all ``size`` ranks."""
-
-    def __init__(self, engine: HostEngine, size: int) -> None:
-        self._engine = engine
-        self._size = size
-
-    def run(self, call: Call, algorithm: str) -> None:
-        """Carry out a call that was read. Collective, blocking; raises as `HostEngine.run` does."""
-        scratch = self._engine.scratch(call.scratch_nbytes)
-        self._engine.run(schedule(call, algorithm, self._size, scratch), call.signature)
+def carry_out(engine: HostEngine, size: int, call: Call, algorithm: str) -> None:
+    """Carry out a call that was read, among the ``size`` ranks of a node. Collective, blocking; raises as `run`."""
+    scratch = engine.scratch(call.scratch_nbytes)
+    engine.run(schedule(call, algorithm, size, scratch), call.signature)

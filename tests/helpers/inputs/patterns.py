@@ -11,7 +11,7 @@ import numpy as np
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
-from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers, blocks, split
 from mpicomm.mpi.arguments import Span

@@ -45,9 +45,6 @@ QUICK_RUNS_EVERY = {
     f"{MPI}messages/test_point_to_point.py::test_one_side_on_the_host": 3,
     f"{MPI}symmetric/test_array.py::test_dtype_and_every_shape": 3,
     # Jobs of ranks: further ends of programs, planted faults and numbers of ranks.
-    f"{UNIT}bench/test_command.py::test_a_peer_that_fails_is_a_line_and_no_more": 3,
-    f"{UNIT}bench/test_command.py::test_one_wrong_element_fails_the_run": 2,
-    f"{UNIT}bench/test_command.py::test_what_a_call_of_another_size_has_left_fails_the_run": 3,
     f"{UNIT}helpers/test_peer_death.py::test_survivors_of_any_death_learn_it_in_time_and_go_on": 2,
     f"{UNIT}scripts/test_recorded_results.py::test_rows_of_long_runs_share_a_table": 0,
     f"{UNIT}scripts/test_soak.py::test_nothing_is_wrong_and_nothing_grows": 0,
@@ -56,8 +53,6 @@ QUICK_RUNS_EVERY = {
     f"{UNIT}test_examples.py::test_stock_program_gives_the_results_of_mpi4py": 3,
     f"{UNIT}test_process_end.py::test_clean_end_is_clean": 4,
     f"{UNIT}test_ring_command.py::test_all_is_well": 2,
-    f"{UNIT}test_ring_command.py::test_one_direction": 2,
-    f"{UNIT}test_ring_command.py::test_a_fault_is_found": 2,
 }
 """Of the parameters of a test the quick run takes the last one of so many; of a test with 0 it takes none."""
 

@@ -33,7 +33,7 @@ class Rig:
         on_a_device: int = 1,
     ) -> None:
         engine, arena = map(
-            importlib.import_module, ("mpicomm.collectives.gpu.engine", "mpicomm.collectives.gpu.arena")
+            importlib.import_module, ("mpicomm.collectives.gpu.engine", "mpicomm.collectives.gpu.call_memory")
         )
         self.launched: list[Any] = []
         self.told: list[str] = []

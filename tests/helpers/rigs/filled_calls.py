@@ -10,8 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.gpu.algorithms.base import Domain, with_place
-from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.base import Domain, Form, with_place
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
@@ -121,7 +120,7 @@ def as_read(
     longest = max(decision.form.numbers(buffers)[0], default=0)
     chosen = decision.at(longest, symmetric=memory is not None)
     steps = decision.steps(chosen, buffers, call.signature.hash32, memory, call.epilogue)
-    if chosen.into_memory and memory is not None:
+    if chosen.launcher.into_memory and memory is not None:
         text = with_place(text, memory)
     return chosen, None if steps is None else [*map(as_enqueued, steps)], text
 

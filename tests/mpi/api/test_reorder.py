@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.api import reorder
+from mpicomm.api import topologies
 from tests.helpers.rigs.communicators import to_host
 
 
@@ -22,7 +22,7 @@ def turned(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> list[
     order = [1, 2, 0, *range(3, comm.size)] if comm.size > 2 else list(range(comm.size))
     fast = {frozenset(order[place : place + 2]) for place in range(comm.size - 1)}
     costs = [[1.0 if frozenset((a, b)) in fast else 10.0 for b in range(comm.size)] for a in range(comm.size)]
-    monkeypatch.setattr(reorder, "costs_between", lambda *arguments: costs)
+    monkeypatch.setattr(topologies, "costs_between", lambda *arguments: costs)
     return order
 
 
@@ -57,11 +57,12 @@ def test_ranks_beyond_the_grid(comm: mpicomm.Communicator, turned: list[int]) ->
         pair.Free()
 
 
-def test_a_graph(comm: mpicomm.Communicator, xp: Any, turned: list[int]) -> None:
+@pytest.mark.parametrize("leading", [[], [0]])  # mpi4py takes both
+def test_a_graph(comm: mpicomm.Communicator, xp: Any, turned: list[int], leading: list[int]) -> None:
     size = comm.size
     neighbors = [[peer for peer in (rank - 1, rank, rank + 1) if 0 <= peer < size] for rank in range(size)]
     index = np.cumsum([len(each) for each in neighbors]).tolist()
-    graph: Any = comm.Create_graph(index, [peer for each in neighbors for peer in each], reorder=True)
+    graph: Any = comm.Create_graph([*leading, *index], [peer for each in neighbors for peer in each], reorder=True)
     assert graph.neighbors == neighbors[graph.rank]
     fits(graph, comm, turned, xp)
 
@@ -98,11 +99,13 @@ def test_each_rank_passes_its_neighbours(
         graph.Free()
 
 
-def test_each_rank_passes_any_edges(comm: mpicomm.Communicator, xp: Any, turned: list[int]) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_each_rank_passes_any_edges(comm: mpicomm.Communicator, xp: Any, turned: list[int], weighted: bool) -> None:
     size = comm.size
     source = (comm.rank + 1) % size  # each rank passes an edge of another rank
     degree = int(source < size - 1)
-    graph: Any = comm.Create_dist_graph([source], [degree], [source + 1] * degree, reorder=True)
+    weights = [3] * degree if weighted else None
+    graph: Any = comm.Create_dist_graph([source], [degree], [source + 1] * degree, weights, reorder=True)
     sources, destinations, _ = graph.Get_dist_neighbors()
     assert sources == [graph.rank - 1] * (graph.rank > 0)
     assert destinations == [graph.rank + 1] * (graph.rank < size - 1)
@@ -110,7 +113,7 @@ def test_each_rank_passes_any_edges(comm: mpicomm.Communicator, xp: Any, turned:
 
 
 def test_equal_links_keep_the_ranks(comm: mpicomm.Communicator, xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reorder, "costs_between", lambda *arguments: [[1.0] * comm.size] * comm.size)
+    monkeypatch.setattr(topologies, "costs_between", lambda *arguments: [[1.0] * comm.size] * comm.size)
     order = list(range(comm.size))
     for _ in range(2):
         fits(comm.Create_cart([comm.size], [True], reorder=True), comm, order, xp)

@@ -56,41 +56,6 @@ def test_alltoallw_transposes(comm: mpicomm.Communicator, xp: Any, made: list[MP
         np.testing.assert_array_equal(to_host(got), whole[:, 3 * rank : 3 * rank + 3] + repeat)
 
 
-def test_alltoallw_of_any_types_and_counts(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
-    size, rank = comm.size, comm.rank
-    pair = committed(made, MPI.Datatype.Create_struct([1, 2], [0, 8], [MPI.INT32_T, MPI.DOUBLE]))
-    bytes_of = np.arange(24 * size, dtype=np.uint8) + 50 * rank
-    got = xp.zeros(24 * size, np.uint8)
-    counts = [1 if (rank + peer) % 2 == 0 else 0 for peer in range(size)]
-    places, types = [24 * peer for peer in range(size)], [pair] * size
-    prepared = comm.Alltoallw_init([xp.asarray(bytes_of), counts, places, types], [got, counts, places, types])
-    for _ in range(3):
-        prepared.Start()
-        prepared.Wait()
-    prepared.Free()
-    expected = np.zeros((size, 24), np.uint8)
-    for peer in range(size):
-        if counts[peer]:
-            sent = (np.arange(24 * size, dtype=np.uint8) + 50 * peer)[24 * rank : 24 * rank + 24]
-            expected[peer, :4], expected[peer, 8:] = sent[:4], sent[8:]
-    np.testing.assert_array_equal(to_host(got), expected.ravel())
-
-
-def test_alltoallw_of_types_that_pairs_of_ranks_choose(comm: mpicomm.Communicator, xp: Any) -> None:
-    """Rank 0 has one type, the others have two; with a count of 0 a rank takes no part."""
-    size, rank = comm.size, comm.rank
-    types = [MPI.DOUBLE if 0 in (rank, peer) else MPI.INT32_T for peer in range(size)]
-    counts = [4 * (rank + peer > 0) for peer in range(size)]
-    places = [32 * peer for peer in range(size)]
-    sent, got = xp.full(32 * size, rank + 1, np.uint8), xp.zeros(32 * size, np.uint8)
-    for _ in range(2):
-        comm.Alltoallw([sent, counts, places, types], [got, counts, places, types])
-        blocks = to_host(got).reshape(size, 32)
-        for peer in range(size):
-            nbytes = counts[peer] * types[peer].size
-            assert blocks[peer].tolist() == [peer + 1] * nbytes + [0] * (32 - nbytes)
-
-
 def test_columns_meet_plain_arrays(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
     """The root names columns of a matrix, the other ranks name plain arrays."""
     size, rank = comm.size, comm.rank
@@ -109,24 +74,6 @@ def test_columns_meet_plain_arrays(comm: mpicomm.Communicator, xp: Any, made: li
         comm.Iallgather(mine, [everywhere, 1, of_root]).Wait()
         comm.Allgather(MPI.IN_PLACE, [everywhere, 1, of_root])
         np.testing.assert_array_equal(to_host(everywhere), matrix)
-
-
-@pytest.mark.parametrize("naming", [0, 1])
-def test_only_one_rank_names_a_large_block(
-    comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype], naming: int
-) -> None:
-    size, rank, count = comm.size, comm.rank, 1 << 17
-    block = committed(made, MPI.DOUBLE.Create_contiguous(count))
-    whole = np.arange(float(size * count)).reshape(size, count)
-
-    def named(array: Any) -> Any:
-        return [array, 1, block] if rank == naming else array
-
-    mine, back = xp.zeros(count), xp.zeros((size, count))
-    comm.Scatter(named(xp.asarray(whole)) if rank == 0 else None, mine if rank == 0 else named(mine))
-    np.testing.assert_array_equal(to_host(mine), whole[rank])
-    comm.Gather(mine if rank == 0 else named(mine), named(back) if rank == 0 else None)
-    np.testing.assert_array_equal(to_host(back), whole if rank == 0 else 0 * whole)
 
 
 @pytest.mark.parametrize("gaps_on", [0, 1])
@@ -160,44 +107,6 @@ def test_datatypes_without_gaps_meet_datatypes_with_gaps(
     given = spread(sent(rank))
     comm.Bcast([given, (units * size, 1), datatype], root)
     np.testing.assert_array_equal(to_host(given), to_host(spread(sent(root))))
-
-
-def test_ranks_without_elements(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
-    size, rank = comm.size, comm.rank
-    gapped = column(made, 3, 4)
-    counts, got = [int(peer == 0) for peer in range(size)], xp.zeros(12)
-    comm.Gatherv([xp.full(12, 5.0), counts[rank], gapped], [got, [3 * n for n in counts], MPI.DOUBLE])
-    expected = [5.0] * 3 + [0.0] * 9 if rank == 0 else [0.0] * 12
-    assert to_host(got).tolist() == expected
-
-
-def test_bcast(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
-    odd = committed(made, MPI.INT64_T.Create_vector(1000, 1, 2))
-    for root in range(comm.size):
-        array = xp.arange(2000, dtype=np.int64) * (comm.rank == root)
-        before = to_host(array)
-        comm.Bcast([array, 1, odd], root)
-        expected = np.where(np.arange(2000) % 2 == 0, np.arange(2000), before)
-        np.testing.assert_array_equal(to_host(array), expected)
-
-
-def test_vectors_of_counts(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
-    size, rank = comm.size, comm.rank
-    two_of_three = MPI.FLOAT.Create_vector(1, 2, 3)
-    made.append(two_of_three)
-    gapped = committed(made, two_of_three.Create_resized(0, 12))
-    total = size * (size + 1) // 2
-    counts, starts = list(range(1, size + 1)), [peer * (peer + 1) // 2 for peer in range(size)]
-    whole = np.arange(3 * total, dtype=np.float32)
-    taken = np.where(np.arange(3 * total) % 3 < 2, whole, 0).astype(np.float32)
-    got, mine = xp.zeros(3 * total, np.float32), whole[3 * starts[rank] : 3 * (starts[rank] + counts[rank])]
-    for _ in range(2):
-        comm.Allgatherv([xp.asarray(mine), counts[rank], gapped], [got, counts, starts, gapped])
-        np.testing.assert_array_equal(to_host(got), taken)
-    blocks = xp.asarray(np.tile(mine, size))
-    got[:] = 0
-    comm.Alltoallv([blocks, counts[rank], gapped], [got, counts, starts, gapped])
-    np.testing.assert_array_equal(to_host(got), taken)
 
 
 def test_structures_meet_lists(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,53 +26,6 @@ def engine(rig: Rig) -> Iterator[Engine]:
 
 
 MIXTURES = [("host", "gpu"), ("gpu", "host")]
-
-
-@pytest.mark.parametrize(("input_", "output"), MIXTURES)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("alike", [True, False])
-def test_a_host_array_beside_a_device_array(
-    rig: Rig, engine: Engine, form: str, input_: str, output: str, alike: bool
-) -> None:
-    size, rank = rig.size, rig.rank
-    # On some ranks both arrays are on the GPU.
-    makes, takes = (MAKERS[each if alike or rank % 2 else "gpu"] for each in (input_, output))
-    block = np.arange(3, dtype=np.int32) + 10 * rank
-    everybody = (np.arange(3, dtype=np.int32)[None, :] + 10 * np.arange(size)[:, None]).astype(np.int32)
-    gathered = everybody.ravel()
-    gap = np.full(4 * size, -1, np.int32)
-    gapped = gap.copy().reshape(size, 4)
-    gapped[:, :3] = everybody
-    column = MPI.INT32_T.Create_vector(3, 1, 1).Create_resized(0, 16).Commit()
-    counts = [3] * size
-    rows: list[tuple[str, Any, Any, Any, Any]] = [
-        ("Allgather", block, np.full(3 * size, -1, np.int32), gathered, None),
-        ("Allgatherv", block, gap, gapped, lambda got: [got, counts, [4 * r for r in range(size)], MPI.INT32_T]),
-        ("Allgather", block, gap, gapped, lambda got: [got, 1, column]),
-        ("Allreduce", block, np.full(3, -1, np.int32), everybody.sum(0), None),
-        ("Scan", block, np.full(3, -1, np.int32), everybody[: rank + 1].sum(0), None),
-        ("Alltoall", np.tile(block, size), np.full(3 * size, -1, np.int32), gathered, None),
-        (
-            "Alltoallw",
-            np.tile(block, size),
-            gap,
-            gapped,
-            lambda got: [got, [1] * size, [16 * r for r in range(size)], [column] * size],
-        ),
-        ("Reduce_scatter_block", np.tile(block, size), np.full(3, -1, np.int32), everybody.sum(0), None),
-    ]
-    for name, send, receive, expected, wrap in rows:
-        source, target = makes(rig, send), takes(rig, receive)
-        method = method_name(form, name)
-        given: Any = source
-        if name == "Alltoallw":
-            given = [source, counts, [12 * r for r in range(size)], [MPI.INT32_T] * size]
-        call(rig.comm, method, given, wrap(target) if wrap else target)
-        assert np.array_equal(values_of(target).ravel(), np.ravel(expected)), method
-        assert np.array_equal(values_of(source), send), method
-    require_one_way(engine)
-    assert engine.calls == 8 * (2 if form == "{}_init" else 1)
-    column.Free()
 
 
 @pytest.mark.parametrize("root_has", MIXTURES)

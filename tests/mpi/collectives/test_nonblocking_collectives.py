@@ -1,4 +1,4 @@
-"""Nonblocking and persistent collectives: requests of mpicomm and of MPI, separate and mixed."""
+"""Nonblocking and persistent collectives. test_random_collectives.py has more calls."""
 
 from __future__ import annotations
 
@@ -20,31 +20,6 @@ from tests.helpers.references.reductions import dtype_or_skip
 from tests.helpers.rigs.communicators import array_module, communicator
 
 FLOAT32 = np.dtype(np.float32)
-REPEATS = 50
-
-
-def sum_of(comm: mpicomm.Communicator, name: str, count: int = 101, **more: Any) -> Case:
-    return Case("Allreduce", dtype_or_skip(name), count, **more)
-
-
-@pytest.mark.parametrize("name", ["float32", "int64", "float16", "bfloat16"])
-def test_a_persistent_request_works_again_and_again(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
-    prepared = Prepared(sum_of(comm, name, op="prod"), comm.rank, comm.size, xp)
-    request = prepared.prepare(comm)
-    assert isinstance(request, MPI.Prequest)
-    for number in range(REPEATS):
-        prepared.renew(number)
-        request.Start()
-        if number % 2:
-            while not request.Test():
-                pass
-        else:
-            request.Wait()
-        prepared.check()
-    # One that is not active is complete.
-    request.Wait()
-    assert request.Test()
-    request.Free()
 
 
 def calls_of_every_kind(comm: mpicomm.Communicator) -> list[Case]:
@@ -95,121 +70,6 @@ def test_nonblocking_calls_that_differ_are_told(host_comm: mpicomm.Communicator)
         request.Wait()
 
 
-def mixture(comm: mpicomm.Communicator, xp: Any) -> tuple[list[Prepared], list[MPI.Request], Any]:
-    """Requests of mpicomm's, between MPI's own of messages around a ring."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    token, received = np.array([comm.rank, 77]), np.zeros(2, int)
-    several = [
-        Prepared(sum_of(comm, name, 1001), comm.rank, comm.size, xp) for name in ("float16", "float32", "float64")
-    ]
-    plain = MPI.COMM_WORLD
-    requests = [plain.Irecv(received, left, 5), *(each.start(comm) for each in several), plain.Isend(token, right, 5)]
-    return several, requests, received
-
-
-@pytest.mark.parametrize("way", ["Waitall", "Testall", "Waitany", "Waitsome"])
-def test_mpi_completes_mixtures_with_its_own_requests(comm: mpicomm.Communicator, xp: Any, way: str) -> None:
-    for _ in range(5):
-        several, requests, received = mixture(comm, xp)
-        statuses = [MPI.Status() for _ in requests]
-        if way == "Waitall":
-            MPI.Request.Waitall(requests, statuses)
-            assert (statuses[0].source, statuses[0].tag) == ((comm.rank - 1) % comm.size, 5)
-            assert statuses[0].Get_count(MPI.INT64_T) == 2
-            assert not any(status.Is_cancelled() for status in statuses)
-        elif way == "Testall":
-            while not MPI.Request.Testall(requests):
-                pass
-        elif way == "Waitany":
-            done = {MPI.Request.Waitany(requests) for _ in requests}
-            assert done == set(range(len(requests)))
-        else:
-            complete: list[int] = []
-            while len(complete) < len(requests):
-                complete += MPI.Request.Waitsome(requests) or []
-            assert sorted(complete) == list(range(len(requests)))
-        assert all(request == MPI.REQUEST_NULL for request in requests)
-        assert received.tolist() == [(comm.rank - 1) % comm.size, 77]
-        for each in several:
-            each.check()
-
-
-@pytest.mark.parametrize("way", ["Waitall", "Testall", "Waitany", "Waitsome"])
-def test_mpi_completes_persistent_requests_that_are_started(comm: mpicomm.Communicator, xp: Any, way: str) -> None:
-    # Not MPI's own on the host: MPICH 5 cannot Testall persistent collectives.
-    names = ("float16", "bfloat16", "float8_e5m2")
-    several = [Prepared(sum_of(comm, name, 101), comm.rank, comm.size, xp) for name in names]
-    requests = [each.prepare(comm) for each in several]
-    for number in range(10):
-        for each, request in zip(several, requests, strict=True):
-            each.renew(number)
-            request.Start()
-        if way == "Waitall":
-            MPI.Request.Waitall(requests)
-        elif way == "Testall":
-            while not MPI.Request.Testall(requests):
-                pass
-        else:
-            left = set(range(len(requests)))
-            while left:
-                done = getattr(MPI.Request, way)(requests)
-                left -= {done} if way == "Waitany" else set(done)
-        for each, request in zip(several, requests, strict=True):
-            assert request.Test()
-            each.check()
-    for each in several:
-        each.renew(10)
-    MPI.Prequest.Startall(requests)
-    MPI.Request.Waitall(requests)
-    for each in several:
-        each.check()
-    for request in requests:
-        request.Free()
-
-
-@pytest.mark.parametrize("name", ["float32", "float16"])
-def test_status_of_a_collective(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
-    prepared = Prepared(sum_of(comm, name), comm.rank, comm.size, xp)
-    request = prepared.start(comm)
-    status = MPI.Status()
-    request.Wait(status)
-    assert status.Get_error() == MPI.SUCCESS
-    assert not status.Is_cancelled()
-
-
-@pytest.mark.parametrize("name", ["float32", "float16"])
-def test_start_of_an_active_request_is_an_error(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
-    prepared = Prepared(sum_of(comm, name), comm.rank, comm.size, xp)
-    request = prepared.prepare(comm)
-    request.Start()
-    with pytest.raises(MPI.Exception) as raised:
-        request.Start()
-    assert raised.value.Get_error_class() == MPI.ERR_REQUEST
-    request.Wait()
-    prepared.check()
-    request.Free()
-
-
-@pytest.mark.parametrize("name", ["float32", "float16"])
-def test_start_after_free_is_an_error(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
-    prepared = Prepared(sum_of(comm, name), comm.rank, comm.size, xp)
-    request = prepared.prepare(comm)
-    request.Start()
-    request.Wait()
-    request.Free()
-    with pytest.raises((InvalidUsageError, MPI.Exception)):
-        request.Start()
-    prepared.check()
-
-
-def test_free_of_a_request_that_never_started(comm: mpicomm.Communicator, xp: Any) -> None:
-    for name in ("float32", "float16"):
-        Prepared(sum_of(comm, name), comm.rank, comm.size, xp).prepare(comm).Free()
-    prepared = Prepared(sum_of(comm, "float32"), comm.rank, comm.size, xp)
-    prepared.start(comm).Wait()
-    prepared.check()
-
-
 def test_buffers_that_the_caller_drops_live_until_the_call_is_over(
     comm: mpicomm.Communicator, xp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,19 +114,6 @@ def test_a_started_collective_goes_on_while_its_ranks_are_in_one_on_mapped_memor
             comm.check()
             first.check()
             second.check()
-
-
-def test_requests_of_a_communicator_may_outlive_other_calls_on_it(comm: mpicomm.Communicator, xp: Any) -> None:
-    first = Prepared(sum_of(comm, "float32", 5003), comm.rank, comm.size, xp)
-    request = first.start(comm)
-    for number in range(5):
-        between = Prepared(sum_of(comm, "int32", 50, seed=number), comm.rank, comm.size, xp)
-        between.run(comm)
-        comm.Barrier()
-        comm.check()
-        between.check()
-    request.Wait()
-    first.check()
 
 
 def test_values_are_read_at_the_start(comm: mpicomm.Communicator, xp: Any) -> None:

@@ -59,17 +59,6 @@ def test_the_ring_takes_operations_that_commute(comm: mpicomm.Communicator, xp: 
     assert (result == xp.asarray(expected if comm.size > 1 else part(0))).all()
 
 
-def test_equal_expressions_are_one_call_in_every_form(comm: mpicomm.Communicator, xp: Any) -> None:
-    send, result = xp.asarray(part(comm.rank)), xp.zeros(COUNT, xp.int32)
-    expected = part(0)
-    for rank in range(1, comm.size):
-        expected = 3 * expected - part(rank)
-    for text in ("3 * a - b", "(3*a)-b") if comm.rank else ("3*a-b", "3 * a - b"):
-        comm.Allreduce(send, result, Op(text))
-        comm.check()
-        assert (result == xp.asarray(expected)).all()
-
-
 def test_calls_that_are_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     send, result = xp.ones(4, xp.float32), xp.zeros(4, xp.float32)
     with pytest.raises(InvalidUsageError, match="op='a & b' is not defined for float32: & is for bool, integer"):

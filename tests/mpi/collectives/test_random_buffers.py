@@ -105,12 +105,15 @@ def _units(row: Operation, rank: int, size: int, n: int) -> tuple[list[int], lis
     n=st.sampled_from(COUNTS),
     form=st.sampled_from(FORMS),
     seed=st.integers(0, 1 << 20),
+    algorithm=st.sampled_from(("auto", "auto", "one_shot")),
 )
-def test_collectives(pair: tuple[Any, Any], name: str, n: int, form: str, seed: int) -> None:
+def test_collectives(pair: tuple[Any, Any], name: str, n: int, form: str, seed: int, algorithm: str) -> None:
     comm, plain = pair
     rank, size, row = comm.rank, comm.size, OPERATIONS[name]
     root, forms = seed % size, Forms(seed, comm.rank)
-    kinds = REDUCED if row.reduces else MOVED
+    kinds, how_carried = REDUCED if row.reduces else MOVED, dict[str, Any]()
+    if algorithm != "auto" and name in OF_ONE_TYPE:
+        kinds, how_carried = [kind for kind in kinds if kind[0] is not MPI.PACKED], {"algorithm": algorithm}
     send_units, receive_units = _units(row, rank, size, n)
     sent = np.random.default_rng((seed, rank, 1)).integers(0, 256, UNIT * sum(send_units), np.uint8)
     received = np.random.default_rng((seed, rank, 2)).integers(0, 256, UNIT * sum(receive_units), np.uint8)
@@ -141,7 +144,7 @@ def test_collectives(pair: tuple[Any, Any], name: str, n: int, form: str, seed: 
                 given[0] = None
         failure = ""
         try:
-            complete(getattr(each, method_name(how, name))(*given, **more))
+            complete(getattr(each, method_name(how, name))(*given, **more, **(how_carried if each is comm else {})))
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         require_success(failure, f"{how} {name} of {n}, seed {seed}")

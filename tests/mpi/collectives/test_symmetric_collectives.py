@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -108,33 +107,6 @@ def test_broadcast_that_is_too_large_for_packets(comm: mpicomm.Communicator, xp:
             comm.Bcast(target, root=root, algorithm=algorithm)
             comm.check()
             assert bool((target == expected).all())
-            comm.Barrier()
-
-
-@pytest.mark.parametrize("operation", ["Allreduce", "Allgather"])
-def test_in_a_graph(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
-    if xp is np:
-        pytest.skip("graphs are of GPUs")
-    count = 300_001
-    ordinary = xp.empty(count * comm.size, FLOAT32)
-    for algorithm, symmetric in itertools.product(algorithms(comm), (True, False)):
-        with comm.empty(count * comm.size, FLOAT32) as array:
-            mine = on_device(xp, np.full(count, comm.rank + 1, FLOAT32))
-            output = (array.local if symmetric else ordinary)[: count * (comm.size if operation == "Allgather" else 1)]
-            stream = xp.cuda.Stream(non_blocking=True)
-            with stream:
-                stream.begin_capture()
-                for _ in range(3):
-                    getattr(comm, operation)(mine, output, algorithm=algorithm)
-                graph = stream.end_capture()
-                for _ in range(50):
-                    graph.launch()
-                stream.synchronize()
-            comm.check()
-            if operation == "Allreduce":
-                assert bool((output == comm.size * (comm.size + 1) // 2).all())
-            else:
-                assert (to_host(output).reshape(comm.size, count) == 1 + np.arange(comm.size)[:, None]).all()
             comm.Barrier()
 
 

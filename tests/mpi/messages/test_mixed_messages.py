@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from tests.helpers.rigs.message_rigs import LARGE, Rig, content
+from tests.helpers.rigs.message_rigs import LARGE, Rig, content, same
 
 
 @pytest.mark.parametrize("receive", ["Recv", "Irecv", "Mprobe", "device"])
@@ -78,3 +79,36 @@ def test_a_bad_receive_sends_nothing(rig: Rig, method: str) -> None:
         call([np.zeros(2), 5], rig.right, 1, rig.empty(LARGE), rig.left, 1)
     rig.comm.Barrier()
     assert not rig.comm.Iprobe(rig.left)
+
+
+@pytest.mark.parametrize("sender", ["host", "device"])
+@pytest.mark.parametrize("receiver", ["host", "device", "probed"])
+def test_a_message_that_is_too_long(rig: Rig, sender: str, receiver: str) -> None:
+    received: Any = np.zeros(8, np.int32) if receiver == "host" else rig.empty(8)
+    room = received[:3] if receiver == "host" else [received, 3, MPI.INT32_T]
+    for count in (4, HEADER_NBYTES // 4):
+        request = rig.comm.Isend(content(0, count) if sender == "host" else rig.of(0, count), rig.right)
+        with pytest.raises(MPI.Exception) as raised:
+            if receiver == "probed":
+                rig.comm.Mprobe(rig.left).Recv(room)
+            else:
+                rig.comm.Recv(room, rig.left)
+        assert raised.value.Get_error_class() == MPI.ERR_TRUNCATE
+        request.Wait()
+    found = received if receiver == "host" else received.get()
+    assert not found[3:].any()
+
+
+@pytest.mark.parametrize("method", ["Bsend", "Ibsend"])
+def test_the_buffer_of_a_buffered_send_has_room_for_only_the_data(rig: Rig, method: str) -> None:
+    buffer = bytearray(3 * 4 + MPI.BSEND_OVERHEAD)
+    MPI.Attach_buffer(buffer)
+    try:
+        request = getattr(rig.comm, method)(rig.of(rig.rank, 3), rig.right)
+        received = rig.empty(3)
+        rig.comm.Recv(received, rig.left)
+        same(received, content(rig.left, 3))
+        if request is not None:
+            request.Wait()
+    finally:
+        MPI.Detach_buffer()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s, to_host
+from tests.helpers.rigs.window_rigs import on_window_device
 from tests.mpi.windows.conftest import MakeWindow
 
 
@@ -141,6 +145,99 @@ def test_assertions_of_mpi_are_taken(comm: mpicomm.Communicator, xp: Any, window
     with pytest.raises(MPI.Exception, match=r"Win\.Fence: assertion=") as caught:
         win.Fence(MPI.MODE_NOCHECK)
     assert caught.value.Get_error_class() == MPI.ERR_ASSERT
+
+
+class Alarm(Exception):
+    """The exception of the handler of SIGALRM in these tests."""
+
+
+@pytest.fixture
+def completing(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls be complete on return, as under `mpicomm.install`, so that the host waits in them."""
+    monkeypatch.setattr(comm._session.backend, "completes", True)
+
+
+def require_alarm(call: Callable[..., object], *arguments: Any) -> None:
+    """Require that an exception of a signal handler leaves a call that waits."""
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(Alarm):
+            call(*arguments)
+            time.sleep(10)  # a wait of CUDA runs handlers only when it ends, and may have ended before the alarm
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", ["Fence", "Start", "Lock"])
+def test_exception_of_a_handler_ends_only_the_wait_of_the_host(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, completing: None, call: str
+) -> None:
+    win = window(1)
+    first, second = group_of(win, 0), group_of(win, 1)
+    mine, plain = win.tomemory().view(np.int64), MPI.Intracomm(comm)
+    if call == "Lock" and comm.rank == 1:
+        win.Lock(1)
+    plain.Barrier()
+    if comm.rank == 0:
+        if call == "Fence":
+            require_alarm(win.Fence)
+            win.Put(xp.array([7]), 1)
+        else:
+            require_alarm(getattr(win, call), second if call == "Start" else 1)
+            with pytest.raises(MPI.Exception, match=r"the epoch of Start is open|has locked rank 1 already"):
+                getattr(win, call)(second if call == "Start" else 1)
+            win.Put(xp.array([7]), 1)
+            win.Complete() if call == "Start" else win.Unlock(1)
+    else:
+        time.sleep(0.5)  # the alarm comes before
+        if call == "Fence":
+            win.Fence()
+        elif comm.rank == 1 and call == "Lock":
+            win.Put(xp.array([5]), 1)
+            win.Unlock(1)
+        elif comm.rank == 1:
+            win.Post(first)
+            win.Wait()
+    if call == "Fence":
+        win.Fence()
+    plain.Barrier()
+    comm.check()
+    win.Lock(comm.rank) if call == "Lock" else None
+    assert to_host(mine).tolist() == [7 if comm.rank == 1 else 0]
+    win.Unlock(comm.rank) if call == "Lock" else None
+    first.Free()
+    second.Free()
+
+
+@pytest.mark.parametrize("call", ["Fence", "Lock", "Unlock"])
+def test_synchronisation_that_ends_halfway_refuses_later_calls(
+    device: str, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def torn(*_: object, **__: object) -> None:
+        raise Alarm
+
+    with contextlib.ExitStack() as stack:
+        if device == "cpu":
+            comm, _ = stack.enter_context(on_window_device())
+        else:
+            comm = stack.enter_context(communicator(device))
+        win = mpicomm.Win.Allocate(8, 8, comm=comm, place="device")
+        if call == "Unlock":
+            win.Lock(comm.rank)
+        monkeypatch.setattr(win._steps, "meet" if call == "Fence" else "lock", torn)
+        with pytest.raises(Alarm):
+            win.Fence() if call == "Fence" else getattr(win, call)(comm.rank)
+        for again in (win.Fence, win.Lock_all, win.Sync):
+            with pytest.raises(mpicomm.InvalidUsageError, match="a signal handler, has ended a synchronisation"):
+                again()
+        win.Free()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -19,6 +18,11 @@ import torch, torch.distributed as dist
 
 world = MPI.COMM_WORLD
 os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
+# The first rank listens on a port that the system chooses. PyTorch's own store in the same process shares the port.
+held = None
+if world.rank == 0:
+    held = dist.TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False, multi_tenant=True)
+os.environ["MASTER_PORT"] = str(world.bcast(held and held.port))
 assert "mpicomm" not in sys.modules
 dist.init_process_group("mpicomm")
 total = torch.ones(3)
@@ -40,16 +44,12 @@ def test_a_program_names_only_the_backend(tmp_path: Path) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mpicomm\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{entry}\n".replace('"', ""))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     result = run_job(
         2,
         "-c",
         PROGRAM,
         PYTHONPATH=f"{tmp_path}:{ROOT}",
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
         MPICOMM_DEVICE="cpu",
     )
     assert (result.returncode, result.stdout) == (0, "mpicomm [2.0, 2.0, 2.0]\n"), result.stdout + result.stderr

@@ -6,6 +6,7 @@ PyTorch's own tests, and test_tensors.py, have the other collectives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -40,11 +41,11 @@ def all_gather_of_different_sizes(case: Case) -> Results:
 def gather(case: Case) -> Results:
     got, expected = [], []
     for root in range(case.size):
-        outputs = [case.empty(4) for _ in range(case.size)] if case.rank == root else None
-        given = case.own(4, salt=root)
+        outputs = [case.empty(4, 2) for _ in range(case.size)] if case.rank == root else None
+        given = case.own(4, 2, salt=root)
         case.wait(dist.gather(given, outputs, group_dst=root, group=case.group, async_op=case.async_op))
         if outputs:
-            got, expected = outputs, case.all(4, salt=root)
+            got, expected = outputs, case.all(4, 2, salt=root)
     return got, expected
 
 
@@ -63,11 +64,11 @@ def gather_single(case: Case) -> Results:
 
 
 def scatter(case: Case) -> Results:
-    got = [case.empty(4) for _ in range(case.size)]
+    got = [case.empty(4, 2) for _ in range(case.size)]
     for root, output in enumerate(got):
-        given = [case.own(4, salt=rank) for rank in range(case.size)] if case.rank == root else None
+        given = [case.own(4, 2, salt=rank) for rank in range(case.size)] if case.rank == root else None
         case.wait(dist.scatter(output, given, group_src=root, group=case.group, async_op=case.async_op))
-    return got, [case.of(root, 4, salt=case.rank) for root in range(case.size)]
+    return got, [case.of(root, 4, 2, salt=case.rank) for root in range(case.size)]
 
 
 def all_to_all_single_of_different_splits(case: Case) -> Results:
@@ -91,13 +92,13 @@ def all_to_all(case: Case) -> Results:
 
 
 def coalesced_all_gather_into_tensor(case: Case) -> Results:
-    got = [case.empty(case.size * count) for count in (1, 5)]
+    got = [case.empty(case.size * count, 3) for count in (1, 5)]
     with _coalescing_manager(group=case.group, device=case.device, async_ops=case.async_op) as manager:
         for output, count in zip(got, (1, 5), strict=True):
-            dist.all_gather_into_tensor(output, case.own(count), group=case.group)
+            dist.all_gather_into_tensor(output, case.own(count, 3), group=case.group)
     if case.async_op:
         manager.wait()
-    return got, [torch.cat(case.all(count)) for count in (1, 5)]
+    return got, [torch.cat(case.all(count, 3)) for count in (1, 5)]
 
 
 MOVES: list[Callable[[Case], Results]] = [
@@ -131,10 +132,10 @@ def all_reduce(case: Case, op: Op) -> Results:
 
 
 def reduce_scatter(case: Case, op: Op) -> Results:
-    got = case.empty(4)
-    given = [case.own(4, salt=peer) for peer in range(case.size)]
+    got = case.empty(4, 2)
+    given = [case.own(4, 2, salt=peer) for peer in range(case.size)]
     case.wait(dist.reduce_scatter(got, given, op, group=case.group, async_op=case.async_op))
-    return [got], [reduced(case.all(4, salt=case.rank), op)]
+    return [got], [reduced(case.all(4, 2, salt=case.rank), op)]
 
 
 def reduce_scatter_of_different_sizes(case: Case, op: Op) -> Results:
@@ -145,13 +146,13 @@ def reduce_scatter_of_different_sizes(case: Case, op: Op) -> Results:
 
 
 def coalesced_reduce_scatter_tensor(case: Case, op: Op) -> Results:
-    got = [case.empty(count) for count in (1, 5)]
+    got = [case.empty(count, 3) for count in (1, 5)]
     with _coalescing_manager(group=case.group, async_ops=case.async_op) as manager:
         for output, count in zip(got, (1, 5), strict=True):
-            dist.reduce_scatter_tensor(output, case.own(count * case.size), op, group=case.group)
+            dist.reduce_scatter_tensor(output, case.own(count * case.size, 3), op, group=case.group)
     if case.async_op:
         manager.wait()
-    return got, [reduced(case.all(count * case.size), op).chunk(case.size)[case.rank] for count in (1, 5)]
+    return got, [reduced(case.all(count * case.size, 3), op).chunk(case.size)[case.rank] for count in (1, 5)]
 
 
 REDUCTIONS: list[Reduction] = [
@@ -196,3 +197,32 @@ def test_reductions(world: dist.ProcessGroup, reduction: Reduction) -> None:
         require = require_close if dtype.is_complex and op == Op.AVG else require_same
         for async_op in (False, True):
             require(*reduction(Case(world, dtype, async_op), op))
+
+
+@dataclass
+class Turned(Case):
+    """Tensors whose columns follow each other in memory: those that are sent or reduced, or that receive, or both."""
+
+    turned: str = "all"
+
+    def own(self, *shape: int, salt: int = 0) -> torch.Tensor:
+        return _turned(super().own(*shape, salt=salt)) if self.turned != "received" else super().own(*shape, salt=salt)
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return _turned(super().empty(*shape)) if self.turned != "sent" else super().empty(*shape)
+
+
+def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    order = list(reversed(range(tensor.dim())))
+    return tensor.permute(order).contiguous().permute(order)
+
+
+@pytest.mark.parametrize("turned", ["all", "sent", "received"])
+def test_tensors_in_another_order_of_memory(world: dist.ProcessGroup, turned: str) -> None:
+    for move in MOVES:
+        require_same(*move(Turned(world, turned=turned)))
+    for reduction in REDUCTIONS:
+        require_same(*reduction(Turned(world, turned=turned), Op.SUM))
+    sent = Turned(world).own(3, 4, 5)
+    dist.broadcast(sent, dist.get_world_size() - 1)
+    require_same([sent], Case(world).all(3, 4, 5)[-1:])

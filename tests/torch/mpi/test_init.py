@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -55,12 +54,13 @@ def require_works(rank: int = WORLD.rank) -> None:
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    """Return a port that all ranks use. Collective."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = WORLD.bcast(listener.getsockname()[1])
-    return port
+def served() -> dist.TCPStore:
+    """Return a store on rank 0, which listens on a port that the system has chosen. Collective."""
+    if WORLD.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, WORLD.size, True, LIMIT, wait_for_workers=False, multi_tenant=True)
+        WORLD.bcast(store.port)
+        return store
+    return dist.TCPStore("127.0.0.1", WORLD.bcast(None), WORLD.size, False, LIMIT)
 
 
 def test_only_mpi() -> None:
@@ -80,9 +80,10 @@ def test_device_types_before_the_names(backend: str) -> None:
 
 @pytest.mark.parametrize("rank", [WORLD.rank, OTHER_ORDER[WORLD.rank]], ids=["mpis order", "another order"])
 def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    for name, value in {"RANK": rank, "WORLD_SIZE": WORLD.size, "MASTER_ADDR": "127.0.0.1"}.items():
+    agent = served()  # as the agent of torchrun, whose port is open before the ranks come
+    settings = {"RANK": rank, "WORLD_SIZE": WORLD.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port}
+    for name, value in (settings | {"TORCHELASTIC_USE_AGENT_STORE": True}).items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     dist.init_process_group("mpicomm", timeout=LIMIT)
     assert communicator().rank == rank
     require_works(rank)
@@ -92,13 +93,14 @@ def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch, rank: in
 def test_other_sources(shared_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     rank, url, given = WORLD.rank, None, {"rank": WORLD.rank, "world_size": WORLD.size, "timeout": LIMIT}
     if source == "port":
+        held = served()
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        monkeypatch.setenv("MASTER_PORT", str(held.port))
         given = {}
     elif source == "file":
         given["store"] = dist.FileStore(str(shared_path), WORLD.size)
     elif source == "tcp":
-        given["store"] = dist.TCPStore("127.0.0.1", free_port(), WORLD.size, WORLD.rank == 0, LIMIT)
+        given["store"] = served()
         given["rank"] = rank = OTHER_ORDER[WORLD.rank]
     else:
         url = f"file://{shared_path}"
@@ -165,7 +167,7 @@ def test_options_are_refused() -> None:
 def test_a_group_beside_gloo() -> None:
     dist.init_process_group(
         "gloo",
-        store=dist.TCPStore("127.0.0.1", free_port(), WORLD.size, WORLD.rank == 0, LIMIT),
+        store=served(),
         rank=WORLD.rank,
         world_size=WORLD.size,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
-from mpicomm.torch.tensors import flat
 from tests.helpers.inputs.torch_cases import FLOATS, Case, Op, reduced, require_same
 
 
@@ -31,61 +32,6 @@ def test_shapes(world: dist.ProcessGroup, shape: tuple[int, ...]) -> None:
             all_rows = case.all(case.size * shape[0], *shape[1:])
             parts = [each.tensor_split(case.size)[case.rank] for each in all_rows]
             require_same([scattered, swapped], [reduced(parts, Op.SUM), torch.cat(parts)])
-
-
-def test_transposed(world: dist.ProcessGroup) -> None:
-    case = Case(world)
-    summed, sent, given = (case.own(3, 4, 5).permute(2, 0, 1) for _ in range(3))
-    dist.all_reduce(summed)
-    dist.broadcast(sent, case.size - 1)
-    require_same([summed], [reduced(case.all(3, 4, 5), Op.SUM).permute(2, 0, 1)])
-    require_same([sent], [case.of(case.size - 1, 3, 4, 5).permute(2, 0, 1)])
-    gathered = case.empty(5 * case.size, 3, 4)
-    dist.all_gather_into_tensor(gathered, given)
-    require_same([gathered], [torch.cat([each.permute(2, 0, 1) for each in case.all(3, 4, 5)])])
-
-
-@pytest.mark.parametrize("given_order", [torch.channels_last, torch.contiguous_format], ids=str)
-def test_channels_last_on_one_side(world: dist.ProcessGroup, given_order: torch.memory_format) -> None:
-    case = Case(world)
-    rows, everyone = case.size, case.all(case.size, 2, 3, 4)
-
-    def empty(count: int) -> torch.Tensor:
-        orders = {torch.channels_last, torch.contiguous_format} - {given_order}
-        return case.empty(count, 2, 3, 4).to(memory_format=orders.pop())
-
-    given = case.own(rows, 2, 3, 4).to(memory_format=given_order)
-    gathered, swapped, block, joined = empty(rows * rows), empty(rows), empty(1), empty(rows * rows)
-    dist.all_gather_into_tensor(gathered, given)
-    dist.all_to_all_single(swapped, given)
-    dist.reduce_scatter_tensor(block, given)
-    require_same([gathered, swapped], [torch.cat(everyone), torch.stack([each[case.rank] for each in everyone])])
-    require_same([block], [reduced(everyone, Op.SUM)[case.rank : case.rank + 1]])
-    options = dist.GatherOptions()
-    options.rootRank = 0
-    world.gather_single(joined, given, options).wait()
-    if case.rank == 0:
-        require_same([joined], [torch.cat(everyone)])
-
-
-def test_lists_of_channels_last(world: dist.ProcessGroup) -> None:
-    """The tensor beside the list has the memory order of channels_last; the list has it, too, or not."""
-    case = Case(world)
-    shape, everyone = (2, 3, 4, 5), case.all(2, 3, 4, 5)
-    total = reduced(everyone, Op.SUM)
-    for order in (torch.channels_last, torch.contiguous_format):
-        outputs = [case.empty(*shape).to(memory_format=order) for _ in range(case.size)]
-        given = case.own(*shape).to(memory_format=torch.channels_last)
-        dist.all_gather(outputs, given)
-        require_same(outputs, everyone)
-        gathered = [torch.zeros_like(output) for output in outputs] if case.rank == 0 else None
-        dist.gather(given, gathered, 0)
-        require_same(gathered or [], everyone if case.rank == 0 else [])
-        got = case.empty(*shape).to(memory_format=torch.channels_last)
-        dist.scatter(got, outputs if case.rank == 0 else None, 0)
-        require_same([got], [everyone[case.rank]])
-        dist.reduce_scatter(got, [given.to(memory_format=order)] * case.size)
-        require_same([got], [total])
 
 
 def test_lists_of_tensors_in_any_order_of_memory(world: dist.ProcessGroup) -> None:
@@ -217,19 +163,11 @@ def test_autograd_may_want_a_gradient_of_an_output_while_its_call_is_under_way(w
     require_same(outputs, expected)
 
 
-def test_the_memory_of_a_call_needs_no_gradient_if_autograd_wants_one_of_the_tensor_meanwhile() -> None:
-    """As after a functional collective has begun; too rarely in the middle of a call for a test with calls."""
-    output = torch.ones(4)
-    memory = flat(output, "output")
-    output.requires_grad_()
-    assert not memory.requires_grad
-    assert memory.data_ptr() == output.data_ptr()
-
-
+@pytest.mark.parametrize("factor", [0.5, torch.tensor([0.5])], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_sums_of_multiples(world: dist.ProcessGroup, dtype: torch.dtype) -> None:
+def test_sums_of_multiples(world: dist.ProcessGroup, dtype: torch.dtype, factor: Any) -> None:
     case = Case(world, dtype)
-    op = _make_nccl_premul_sum(0.5)
+    op = _make_nccl_premul_sum(factor)
     expected = reduced(case.all(4), Op.SUM) / 2
     given = case.own(4)
     dist.all_reduce(given, op)
@@ -243,13 +181,6 @@ def test_sums_of_multiples(world: dist.ProcessGroup, dtype: torch.dtype) -> None
     require_same([given, scattered, listed], [expected] * 3)
     require_same([rows], [case.own(4).repeat(case.size)])  # tensors that are only sent stay
     require_same([at_root], [expected if case.rank == 0 else case.own(4)])
-
-
-def test_sums_of_multiples_by_a_tensor(world: dist.ProcessGroup) -> None:
-    case = Case(world)
-    given = case.own(4)
-    dist.all_reduce(given, _make_nccl_premul_sum(torch.tensor([0.5])))
-    require_same([given], [reduced(case.all(4), Op.SUM) / 2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -119,10 +119,10 @@ def test_the_last_call_is_that_of_the_log_that_was_used_last() -> None:
 
 def test_messages_that_go_on() -> None:
     row = opened([Member("host", 1, 43)])
-    assert (of("rank 43").receive, of("rank 43").send) == (None, None)
+    assert of("rank 43").messages == ()
     words = row.words
     words[layout.RECEIVES], words[layout.TAG], words[layout.SOURCE] = 3, -1, -2
-    assert of("rank 43").receive == BlockedMessage(-2, -1, 3)
+    assert of("rank 43").messages == (BlockedMessage("receive", -2, -1, 3),)
 
 
 def test_communicators_of_the_same_ranks_have_different_names_and_keys() -> None:

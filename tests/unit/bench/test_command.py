@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import mpicomm
 from mpicomm.bench.__main__ import parser, require_possible
 from mpicomm.errors import InvalidUsageError
-from tests.helpers.jobs.in_turn import run_in_turn
+from tests.helpers.jobs.in_turn import run_changed, run_in_turn
 from tests.helpers.jobs.mpiexec import run_job
 
 BENCH = ("-m", "mpicomm.bench")
@@ -113,7 +112,6 @@ def test_a_wrong_option_is_said_once() -> None:
     ("options", "message"),
     [
         (("allreduce", "--eager"), "--eager is for GPUs: on the host all calls are timed without graphs: leave it out"),
-        (("allreduce", "--beside", "matmul"), "--beside is for GPUs: on the host no product runs beside a call: "),
         (("barrier", "--vary"), "--vary is not for the barrier, which has no sizes to vary: "),
         (("barrier", "--algorithm", "one_shot"), "--algorithm is not for the barrier, which has one way: "),
     ],
@@ -132,53 +130,68 @@ def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def run_changed(tmp_path: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
-    driver = tmp_path / "driver.py"
-    driver.write_text(
-        "from mpi4py import MPI\nimport mpicomm\nfrom mpicomm.cli import options as command_line\n"
-        "from mpicomm.bench import __main__ as bench\nRANK = MPI.COMM_WORLD.rank\n"
-        f"{code}\ncommand_line.run(bench.main)\n"
-    )
-    return run_job(2, str(driver), "allreduce", *SHORT, "-b", "4K", "-e", "16K", *options)
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_one_wrong_element_fails_the_run(culprit: int, tmp_path: Path) -> None:
-    code = f"""
-allreduce = mpicomm.Communicator.Allreduce
+CHANGED = ("allreduce", *SHORT, "-b", "4K", "-e", "16K")
+CORRUPT = """
 def corrupt(self, send, receive, *args, **options):
     allreduce(self, send, receive, *args, **options)
-    if RANK == {culprit}:
+    if RANK == {}:
         receive[517] += 1
-mpicomm.Communicator.Allreduce = corrupt
+allreduce = patch(mpicomm.Communicator, "Allreduce", corrupt)
 """
-    job = run_changed(tmp_path, code)
-    assert (job.returncode, job.stderr) == (1, "")
-    assert job.stdout.splitlines()[-1] == "# FAILED: 6 wrong"  # three sizes, in and out of place
-    assert all(row[9] == row[14] == "1" for row in rows(job.stdout))
+STALE = """
+last = None
+def at(array, size):
+    return np.lib.stride_tricks.as_strided(array, (size,))
+def stale(self, send, receive, *rest, **options):
+    global last
+    given = send, receive
+    if send is not MPI.IN_PLACE:
+        if last is not None:
+            {}
+        last = given
+    allreduce(self, send, receive, *rest, **options)
+allreduce = patch(mpicomm.Communicator, "Allreduce", stale)
+"""
+LEFT_BY_ANOTHER_CALL = [
+    STALE.format("send = at(last[0], send.size)"),
+    STALE.format("receive = at(last[1], receive.size)"),
+    STALE.format("count = min(send.size, last[0].size); send, receive = send[:count], receive[:count]"),
+]
 
 
-def test_a_call_that_does_nothing_fails_the_run(tmp_path: Path) -> None:
-    job = run_changed(tmp_path, "mpicomm.Communicator.Allreduce = lambda *args, **options: None")
-    assert job.returncode == 1
-    assert job.stdout.splitlines()[-1].startswith("# FAILED")
+def test_wrong_elements_fail_the_run(tmp_path: Path) -> None:
+    nothing = 'patch(mpicomm.Communicator, "Allreduce", lambda *args, **options: None)'
+    changes = [
+        *((code, CHANGED) for code in (CORRUPT.format(0), CORRUPT.format(1), nothing)),
+        *((code, (*CHANGED, "--vary")) for code in LEFT_BY_ANOTHER_CALL),
+    ]
+    job, ended = run_changed(tmp_path, 2, "mpicomm.bench.__main__", *changes)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert [status for _, status in ended] == [1] * len(changes)
+    assert all(said.splitlines()[-1].startswith("# FAILED: ") for said, _ in ended)
+    for said, _ in ended[:2]:
+        assert said.splitlines()[-1] == "# FAILED: 6 wrong"  # three sizes, in and out of place
+        assert all(row[9] == row[14] == "1" for row in rows(said))
+    for said, _ in ended[3:]:
+        assert all(int(row[9]) > 0 and row[14] == "0" for row in rows(said))
 
 
 def test_calls_vary_and_are_right(tmp_path: Path) -> None:
     code = f"""
-allreduce, seen = mpicomm.Communicator.Allreduce, set()
+measure, seen = main, set()
 def look(self, send, receive, *rest, **options):
     seen.add((receive.size, receive.ctypes.data))
     allreduce(self, send, receive, *rest, **options)
-mpicomm.Communicator.Allreduce = look
-import atexit
-@atexit.register
-def say():
+allreduce = patch(mpicomm.Communicator, "Allreduce", look)
+def main():
+    status = measure()
     open({str(tmp_path)!r} + f"/{{RANK}}", "w").write(repr((len(seen), sorted({{size for size, _ in seen}}))))
+    return status
 """
-    job = run_changed(tmp_path, code, "--vary", "--compare", "mpi", "-e", "4K", "-J", str(tmp_path / "out.json"))
-    assert (job.returncode, job.stderr) == (0, "")
-    assert "2 calls, each of another size and at other addresses" in job.stdout
+    options = (*CHANGED, "--vary", "--compare", "mpi", "-e", "4K", "-J", str(tmp_path / "out.json"))
+    job, ((said, status),) = run_changed(tmp_path, 2, "mpicomm.bench.__main__", (code, options))
+    assert (job.returncode, job.stderr, status) == (0, "", 0)
+    assert "2 calls, each of another size and at other addresses" in said
     # In each place 8 checked calls, one to warm up, and 2 rounds of 2 calls.
     texts = {(tmp_path / str(rank)).read_text() for rank in (0, 1)}
     assert len(texts) == 1
@@ -189,61 +202,32 @@ def say():
     assert report["options"]["vary"] and report["results"][0]["places"]["in-place"]["mpi"]["issue_us"] > 0
 
 
-@pytest.mark.parametrize(
-    "stale",
-    [
-        "send = at(last[0], send.size)",
-        "receive = at(last[1], receive.size)",
-        "count = min(send.size, last[0].size); send, receive = send[:count], receive[:count]",
-    ],
-)
-def test_what_a_call_of_another_size_has_left_fails_the_run(stale: str, tmp_path: Path) -> None:
-    code = f"""
-import numpy as np
-allreduce, last = mpicomm.Communicator.Allreduce, None
-def at(array, size):
-    return np.lib.stride_tricks.as_strided(array, (size,))
-def stale(self, send, receive, *rest, **options):
-    global last
-    given = send, receive
-    if send is not MPI.IN_PLACE:
-        if last is not None:
-            {stale}
-        last = given
-    allreduce(self, send, receive, *rest, **options)
-mpicomm.Communicator.Allreduce = stale
-"""
-    job = run_changed(tmp_path, code, "--vary")
-    assert (job.returncode, job.stderr) == (1, "")
-    assert all(int(row[9]) > 0 and row[14] == "0" for row in rows(job.stdout))
-
-
-@pytest.mark.parametrize("step", ["PlainMpi.__init__", "PlainMpi.prepare", "PlainMpi.close"])
-def test_a_peer_that_fails_is_a_line_and_no_more(step: str, tmp_path: Path) -> None:
-    code = f"""
+def test_a_peer_that_fails_is_a_line_and_no_more(tmp_path: Path) -> None:
+    fail = """
 from mpicomm.bench import peers
 def fail(*args):
     raise RuntimeError("planted")
 if RANK == 1:
-    peers.{step} = fail
+    patch(peers.PlainMpi, {!r}, fail)
 """
-    job = run_changed(tmp_path, code, "--compare", "mpi")
+    steps = ("__init__", "prepare", "close")
+    changes = [(fail.format(step), (*CHANGED, "--compare", "mpi")) for step in steps]
+    job, ended = run_changed(tmp_path, 2, "mpicomm.bench.__main__", *changes)
     assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.splitlines()[-1] == "# OK"
-    if step != "PlainMpi.close":
-        assert job.stdout.count("rank 1: RuntimeError: planted") == 1
+    for step, (said, status) in zip(steps, ended, strict=True):
+        assert (status, said.splitlines()[-1]) == (0, "# OK")
+        assert said.count("rank 1: RuntimeError: planted") == (step != "close")
 
 
 def test_time_is_one_call_of_the_slowest_rank(tmp_path: Path) -> None:
     code = """
 import time
-allreduce = mpicomm.Communicator.Allreduce
 def slow(self, *args, **options):
     if RANK == 1:
         time.sleep(0.01)
     allreduce(self, *args, **options)
-mpicomm.Communicator.Allreduce = slow
+allreduce = patch(mpicomm.Communicator, "Allreduce", slow)
 """
-    job = run_changed(tmp_path, code)
-    assert job.returncode == 0
-    assert all(10_000 <= float(row[5]) < 50_000 for row in rows(job.stdout))
+    _, ((said, status),) = run_changed(tmp_path, 2, "mpicomm.bench.__main__", (code, CHANGED))
+    assert status == 0
+    assert all(10_000 <= float(row[5]) < 50_000 for row in rows(said))

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("ml_dtypes")
 
+from tests.helpers.jobs.in_turn import run_changed
 from tests.helpers.jobs.mpiexec import run_job
 
 OPTIONS = ("experts", "-D", "cpu", "-n", "1", "--tokens", "5,9", "--hidden", "16", "--experts", "7", "--top-k", "3")
@@ -48,36 +49,17 @@ FAULTS = {
 
 
 def test_one_wrong_row_fails_the_run(tmp_path: Path) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text(f"""
-import sys
-from mpi4py import MPI
+    code = """
 from mpicomm import Experts
-from mpicomm.bench import __main__ as bench
-from mpicomm.cli import options as command_line
-
-options = sys.argv[1:]
-def faulty(right, fault):
-    def wrong(*arguments, **options):
-        received = right(*arguments, **options)
-        if MPI.COMM_WORLD.rank == 1:
-            exec(fault)
-        return received
-    return wrong
-
-def main():
-    for fault, (name, layout) in {FAULTS!r}.items():
-        right = getattr(Experts, name)
-        sys.argv[1:] = [*options, "--layouts", layout]
-        setattr(Experts, name, faulty(right, fault))
-        status = bench.main()
-        setattr(Experts, name, right)
-        command_line.show(f"{{fault}} gives {{status}}")
-    return 0
-command_line.run(main)
-""")
-    job = run_job(2, str(driver), *OPTIONS)
+def wrong(*arguments, **options):
+    received = right(*arguments, **options)
+    if RANK == 1:
+        {}
+    return received
+right = patch(Experts, {!r}, wrong)
+"""
+    changes = [(code.format(fault, name), (*OPTIONS, "--layouts", layout)) for fault, (name, layout) in FAULTS.items()]
+    job, ended = run_changed(tmp_path, 2, "mpicomm.bench.__main__", *changes)
     assert job.returncode == 0, job.stderr
-    lines = job.stdout.splitlines()
-    assert [line for line in lines if " gives " in line] == [f"{fault} gives 1" for fault in FAULTS]
-    assert sum(line.startswith("# FAILED: ") for line in lines) == len(FAULTS)
+    assert [status for _, status in ended] == [1] * len(FAULTS)
+    assert all(said.splitlines()[-1].startswith("# FAILED: ") for said, _ in ended)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpicomm.bench.content import Content, expected, random_data, reduce_in_order
 from mpicomm.bench.operations import BARRIER, OPERATIONS, Case, CaseBuffers, blocks_of, buffers
@@ -90,7 +92,7 @@ def world(name: str, size: int, block: int, in_place: bool, front: bool) -> list
 
 def carry_out(ranks: list[tuple[Case, CaseBuffers]]) -> None:
     """Carry out a collective in the plainest way, on copies of all inputs."""
-    name, size, block = ranks[0][0].name, ranks[0][0].size, ranks[0][0].block
+    name, size, block = ranks[0][0].operation.name, ranks[0][0].size, ranks[0][0].block
     sent = [None if place.send is None else place.send.view(FLOAT).copy() for _, place in ranks]
     whole = [part for part in sent if part is not None]
     for one, place in ranks:
@@ -115,7 +117,7 @@ def carry_out(ranks: list[tuple[Case, CaseBuffers]]) -> None:
                 parts.append(whole[peer][displs[one.rank] : displs[one.rank] + counts[one.rank]])
             result = np.concatenate(parts)
         elif name == "sendrecv":
-            result = whole[one.previous]
+            result = whole[one.sources[0]]
         if place.receive is not None:
             place.receive.view(FLOAT)[: result.size] = result
 
@@ -133,7 +135,7 @@ def test_a_right_result_is_right_and_a_wrong_element_is_found(name: str, in_plac
         content.prepare(one, place)
     receivers = [(one, place) for one, place in ranks if expected(one)]
     for one, place in receivers:
-        if not (name in ("bcast", "scatter") and in_place and one.at_root):  # it has its part already
+        if not (name in ("bcast", "scatter") and in_place and one.rank == 0):  # it has its part already
             assert content.count_wrong(one, place, exact=True) > block // 2, "poison passed for a result"
     carry_out(ranks)
     for exact in (True, False):
@@ -167,6 +169,21 @@ def test_data_from_elsewhere_in_the_array_is_found() -> None:
     words = place.receive.view(np.uint32)
     words[:] = np.roll(words, 1 << 20)
     assert content.count_wrong(one, place, exact=True) > count // 2
+
+
+PERIOD = 1_000_003
+BYTES = Content(np, np.dtype(np.uint8), "sum", 3, 3 * PERIOD, reduces=False)
+
+
+@given(nbytes=st.sampled_from([1, 2, 7, 4099, PERIOD - 1, PERIOD, PERIOD + 1, 2 * PERIOD + 3]), data=st.data())
+def test_a_flipped_bit_anywhere_is_one_wrong_byte(nbytes: int, data: st.DataObject) -> None:
+    whole = np.full(nbytes + 2, 0x5A, np.uint8)
+    array = whole[1:-1]  # at an odd address
+    BYTES.write(array, 1)
+    assert whole[0] == whole[-1] == 0x5A and BYTES.count_differing(array, 1) == 0
+    assert nbytes < 100 or min(BYTES.count_differing(array, 2), BYTES.count_differing(array, 1, 1)) > 0.98 * nbytes
+    array[data.draw(st.sampled_from([0, nbytes - 1]) | st.integers(0, nbytes - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert BYTES.count_differing(array, 1) == 1
 
 
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min", "avg"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs.in_turn import run_in_turn
+from tests.helpers.jobs.in_turn import run_changed, run_in_turn
 from tests.helpers.jobs.mpiexec import run_job
 
 BENCH = ("-m", "mpicomm.bench", "matmul", "-D", "cpu", "-n", "1", "-G", "2", "--shape", "48,32")
@@ -42,18 +42,14 @@ def test_the_defaults_fit_the_host() -> None:
 
 
 def test_wrong_results_are_counted(tmp_path: Path) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text(
-        "import sys\nimport mpicomm\nfrom mpicomm.bench import __main__ as bench\n"
-        "from mpicomm.cli import options as command_line\n"
-        "right = mpicomm.Communicator.matmul_allreduce\n"
-        "def wrong(self, a, b, out):\n    right(self, a, b, out)\n    out[-1, -1] += self.rank == 1\n"
-        "mpicomm.Communicator.matmul_allreduce = wrong\n"
-        f"sys.argv = ['bench', *{list(BENCH[2:])}, '--rows', '8']\ncommand_line.run(bench.main)\n"
-    )
-    job = run_job(2, str(driver))
-    assert job.returncode == 1
-    assert job.stdout.splitlines()[-1] == "# FAILED: 1 wrong"
+    code = """
+def wrong(self, a, b, out):
+    right(self, a, b, out)
+    out[-1, -1] += self.rank == 1
+right = patch(mpicomm.Communicator, "matmul_allreduce", wrong)
+"""
+    _, ((said, status),) = run_changed(tmp_path, 2, "mpicomm.bench.__main__", (code, (*BENCH[2:], "--rows", "8")))
+    assert (status, said.splitlines()[-1]) == (1, "# FAILED: 1 wrong")
 
 
 REFUSED = {

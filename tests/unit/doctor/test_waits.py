@@ -17,7 +17,7 @@ SUM = "Allreduce(float64, count=4, op=sum)"
 
 def calls(rank: int, made: int, last: str = SUM, *, ago_s: float | None = 10.0, size: int = 3) -> RankCalls:
     since_ns = None if ago_s is None else NOW_NS - int(ago_s * 1e9)
-    return RankCalls(7, "world", rank, size, made, last, since_ns, False, None, None)
+    return RankCalls(7, "world", rank, size, 0, made, last, since_ns, False)
 
 
 def rank(number: int, *communicators: RankCalls, step: Step | None = None, **process: object) -> Rank:
@@ -77,7 +77,7 @@ def test_ranks_that_have_called_different_things() -> None:
 
 def by_mpi(rank: int, calls_by_mpi: int, others: int, last: str) -> RankCalls:
     """The calls of a rank, of which the last one is by MPI."""
-    made = calls(rank, calls_by_mpi + others, last, ago_s=None, size=2)
+    made = calls(rank, others, last, ago_s=None, size=2)
     return replace(made, by_mpi=calls_by_mpi, last_post="Bcast(float32, count=3, root=0)" if others else "")
 
 
@@ -126,7 +126,9 @@ def test_a_call_is_the_same_in_mpi_and_in_mapped_memory() -> None:
 
 
 def test_ranks_that_send_to_each_other() -> None:
-    ranks = [rank(each, replace(calls(each, 5), send=BlockedMessage(1 - each, 3, 9))) for each in range(2)]
+    ranks = [
+        rank(each, replace(calls(each, 5), messages=(BlockedMessage("send", 1 - each, 3, 9),))) for each in range(2)
+    ]
     assert texts(*ranks) == [
         f"rank {each} waits in a send to rank {1 - each} (tag 3) of world. Rank {1 - each} (process {1001 - each}) "
         f"sends to rank {each} (tag 3) of world, and has begun no collective call since {SUM} 10.0 s ago"
@@ -135,20 +137,24 @@ def test_ranks_that_send_to_each_other() -> None:
 
 
 def test_a_receive_from_any_rank() -> None:
-    (said,) = texts(rank(0, replace(calls(0, 5), receive=BlockedMessage(-2, -1, 1))), rank(1, calls(1, 5)))
+    (said,) = texts(
+        rank(0, replace(calls(0, 5), messages=(BlockedMessage("receive", -2, -1, 1),))), rank(1, calls(1, 5))
+    )
     assert said == "rank 0 waits in a receive from any rank of world"
 
 
 def test_messages_one_after_the_other_are_no_wait() -> None:
     def receiving(number: int) -> list[Rank]:
-        return [rank(0, replace(calls(0, 5), receive=BlockedMessage(1, 0, number))), rank(1, calls(1, 5))]
+        message = BlockedMessage("receive", 1, 0, number)
+        return [rank(0, replace(calls(0, 5), messages=(message,))), rank(1, calls(1, 5))]
 
     assert look(receiving(8), [earlier(each) for each in receiving(7)]).waits() == []
 
 
 def test_a_chain_of_waits_begins_with_the_rank_that_does_not_wait() -> None:
     step = Step("Free", NOW_NS - int(60e9), (0, 1, 2))
-    ranks = [rank(0, step=step), rank(1, replace(calls(1, 5), receive=BlockedMessage(2, 3, 9))), rank(2, calls(2, 5))]
+    receiving = replace(calls(1, 5), messages=(BlockedMessage("receive", 2, 3, 9),))
+    ranks = [rank(0, step=step), rank(1, receiving), rank(2, calls(2, 5))]
     first, second = look(ranks).waits()
     assert first.text.startswith("rank 1 waits in a receive from rank 2 (tag 3) of world. Rank 2 (process 1002) sleeps")
     assert second.text == (

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.spec import Shape
 from tests.helpers.fakes.fake_driver import content
 
 
@@ -25,21 +26,16 @@ class DeviceBytes:
 Parse = Callable[[Any, int, MPI.Datatype], Operand]
 
 
-def _plain(array: Any, count: int, datatype: MPI.Datatype) -> Operand:
-    return parse([array, count, datatype], writable=True, name="recvbuf")
+def received(spec: Any, shape: Shape = "one", blocks: int = 1) -> Operand:
+    return parse(spec, shape=shape, blocks=blocks, writable=True, name="recvbuf")
 
 
-def _vector(array: Any, count: int, datatype: MPI.Datatype) -> Operand:
-    return parse([array, [0, count], [0, 0], datatype], shape="vector", blocks=2, writable=True, name="recvbuf")
-
-
-def _typed(array: Any, count: int, datatype: MPI.Datatype) -> Operand:
-    return parse(
-        [array, [0, count], [0, 0], [MPI.BYTE, datatype]], shape="typed", blocks=2, writable=True, name="recvbuf"
-    )
-
-
-IN_ALL_FORMS = pytest.mark.parametrize("read", [_plain, _vector, _typed])
+FORMS: dict[str, Parse] = {
+    "plain": lambda array, count, datatype: received([array, count, datatype]),
+    "vector": lambda array, count, datatype: received([array, [0, count], [0, 0], datatype], "vector", 2),
+    "typed": lambda array, count, datatype: received([array, [0, count], [0, 0], [MPI.BYTE, datatype]], "typed", 2),
+}
+IN_ALL_FORMS = pytest.mark.parametrize("read", FORMS.values(), ids=FORMS)
 
 
 @pytest.fixture
@@ -74,34 +70,24 @@ def test_displacements_keep_elements_in_the_array(column: MPI.Datatype) -> None:
     array = DeviceBytes(96)
     for displ, begin in ((-16, -8), (17, 25)):
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: 1 elements .* from byte {begin} to byte {begin + 72}"):
-            parse([array, [1], [displ], [column]], shape="typed", blocks=1, writable=True, name="recvbuf")
+            received([array, [1], [displ], [column]], "typed")
     for displ in (-1, 1):  # in extents
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: 1 elements .* from byte {8 + 96 * displ} "):
-            parse([array, [1], [displ], column], shape="vector", blocks=1, writable=True, name="recvbuf")
+            received([array, [1], [displ], column], "vector")
     with pytest.raises(InvalidUsageError, match=r"^recvbuf: 1 elements .* from byte 104 to byte 176"):
-        parse([array, (1, 1), column], writable=True, name="recvbuf")
+        received([array, (1, 1), column])
 
 
 @IN_ALL_FORMS
-def test_negative_counts(read: Parse, column: MPI.Datatype) -> None:
+def test_negative_counts_and_the_null_datatype(read: Parse, column: MPI.Datatype) -> None:
     with pytest.raises(InvalidUsageError, match=r"^recvbuf: count -2 is negative: pass 0 or more"):
         read(DeviceBytes(96), -2, column)
-
-
-@IN_ALL_FORMS
-def test_the_null_datatype(read: Parse) -> None:
     with pytest.raises(InvalidUsageError, match=r"^recvbuf: the datatype .*is MPI.DATATYPE_NULL.*: pass another"):
         read(DeviceBytes(96), 1, MPI.DATATYPE_NULL)
 
 
 def test_the_null_datatype_of_a_rank_that_gets_nothing(column: MPI.Datatype) -> None:
-    found = parse(
-        [DeviceBytes(96), [0, 1], [0, 0], [MPI.DATATYPE_NULL, column]],
-        shape="typed",
-        blocks=2,
-        writable=True,
-        name="recvbuf",
-    ).derived
+    found = received([DeviceBytes(96), [0, 1], [0, 0], [MPI.DATATYPE_NULL, column]], "typed", 2).derived
     assert found is not None and [block.layout.nbytes for block in found] == [0, 24]
 
 
@@ -109,10 +95,10 @@ def test_the_null_datatype_of_a_rank_that_gets_nothing(column: MPI.Datatype) -> 
 def test_each_rank_has_a_datatype(number: int, column: MPI.Datatype) -> None:
     for spec in ([DeviceBytes(96), [column] * number], [DeviceBytes(96), [1, 1], [0, 0], [column] * number]):
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: {number} datatypes for 2 ranks: pass one for each"):
-            parse(spec, shape="typed", blocks=2, writable=True, name="recvbuf")
+            received(spec, "typed", 2)
 
 
 @pytest.mark.parametrize("wrong", [None, 3, ["d", "d"]])
 def test_what_is_no_datatype(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^recvbuf: .* no datatypes?: pass .*MPI.Datatype for each rank"):
-        parse([DeviceBytes(96), [1, 1], [0, 0], wrong], shape="typed", blocks=2, writable=True, name="recvbuf")
+        received([DeviceBytes(96), [1, 1], [0, 0], wrong], "typed", 2)

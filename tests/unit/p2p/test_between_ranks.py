@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.jobs.in_turn import run_changed
 from tests.helpers.jobs.mpiexec import run_job
 
 P2P = ("-m", "mpicomm.p2p")
@@ -47,48 +47,33 @@ def test_three_ranks_on_the_host(tmp_path: Path) -> None:
 WAYS = ("to the target", "from the source")
 
 
-def run_changed(tmp_path: Path, nprocs: int, code: str) -> subprocess.CompletedProcess[str]:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from mpi4py import MPI\nfrom mpicomm.cli import options as command_line\n"
-        f"from mpicomm.p2p import between_ranks\nRANK = MPI.COMM_WORLD.rank\n{code}\n"
-        "command_line.run(between_ranks.main)\n"
-    )
-    return run_job(nprocs, str(program), *SHORT)
-
-
-def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
-    code = """
-round_us = between_ranks.BetweenRanks.round_us
+CORRUPT = """
+from mpicomm.p2p.between_ranks import BetweenRanks
 def corrupt(self, way, peer, nbytes, *options):
     result = round_us(self, way, peer, nbytes, *options)
     if RANK == 1 and not self.ways[way]:
         self._window.peer(peer)[nbytes - 1] ^= 1
     return result
-between_ranks.BetweenRanks.round_us = corrupt
+round_us = patch(BetweenRanks, "round_us", corrupt)
 """
-    job = run_changed(tmp_path, 2, code)
-    assert (job.returncode, job.stderr) == (1, "")
-    # One way and with few bytes rank 1 puts in the cells of one row, both ways in the two cells that are measured.
-    assert job.stdout.splitlines()[-1] == "FAILED: 6 wrong bytes"
-
-
-def test_copies_that_move_nothing_are_found(tmp_path: Path) -> None:
-    code = """
-round_us = between_ranks.BetweenRanks.round_us
+LOSE = """
+from mpicomm.p2p.between_ranks import BetweenRanks
 def lose(self, way, *options):
     return 1.0 if self.ways[way] else round_us(self, way, *options)
-between_ranks.BetweenRanks.round_us = lose
+round_us = patch(BetweenRanks, "round_us", lose)
 """
-    job = run_changed(tmp_path, 2, code)
-    assert (job.returncode, job.stderr) == (1, "")
+TWO_NODES = "import os; os.environ['MPICOMM_HOSTID'] = str(RANK)"
+
+
+def test_wrong_bytes_are_found_and_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
+    changes = [(code, SHORT) for code in (CORRUPT, LOSE, TWO_NODES)]
+    job, ended = run_changed(tmp_path, 2, "mpicomm.p2p.between_ranks", *changes)
+    (corrupted, first), (lost, second), nodes = ended
+    assert (job.returncode, first, second, nodes) == (0, 1, 1, ("", 2))
+    # One way and with few bytes rank 1 puts in the cells of one row, both ways in the two cells that are measured.
+    assert corrupted.splitlines()[-1] == "FAILED: 6 wrong bytes"
     # One way all four cells, both ways two cells with two copies; some bytes are right by chance.
-    assert int(job.stdout.split()[-3]) > 0.99 * (4 + 2 * 2) * 100003
-
-
-def test_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
-    job = run_changed(tmp_path, 2, "import os; os.environ['MPICOMM_HOSTID'] = str(RANK)")
-    assert (job.returncode, job.stdout) == (2, "")
+    assert int(lost.split()[-3]) > 0.99 * (4 + 2 * 2) * 100003
     assert job.stderr == (
         "error: the matrices are of mapped memory and need all ranks on one node; these 2 ranks are on 2 nodes: start "
         "them on one\n"

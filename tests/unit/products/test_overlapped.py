@@ -31,12 +31,12 @@ class Products:
         self.rig = Rig(cuda, monkeypatch, most_nbytes)
         backend = self.rig.engine._backend
         backend.scratch = lambda nbytes: importlib.import_module("mpicomm.devices.base").Scratch(1 << 55, nbytes, None)
-        libraries, overlapped, operands = (
-            importlib.import_module(f"mpicomm.products.{name}") for name in ("libraries", "overlapped", "operands")
+        overlapped, operands = (
+            importlib.import_module(f"mpicomm.products.{name}") for name in ("overlapped", "operands")
         )
         self._read = operands.read
-        monkeypatch.setattr(libraries.Library, "memory", lambda library, *given: self._memory(*given))
-        monkeypatch.setattr(libraries.Library, "current", lambda library, stream: nullcontext())
+        monkeypatch.setattr(operands.Library, "memory", lambda library, *given: self._memory(*given))
+        monkeypatch.setattr(operands.Library, "current", lambda library, stream: nullcontext())
         self.made: list[int] = []
         self.multiplied: list[tuple[int, int]] = []
         engine = self.rig.engine
@@ -97,7 +97,7 @@ def test_every_launch_of_a_call_has_another_tag(products: Products) -> None:
 
 def test_memory_beyond_the_bound_is_refused(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     products = Products(cuda, monkeypatch, most_nbytes=2 * MIB)
-    error = importlib.import_module("mpicomm.collectives.gpu.arena").NoMemoryError
+    error = importlib.import_module("mpicomm.collectives.gpu.call_memory").NoMemoryError
     for _ in range(2):
         with pytest.raises(error, match=r'MPICOMM_MEMORY leaves 2097152 bytes .* "products" takes 4194304'):
             products.enqueue("allgather_matmul", RowCut(), np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS)))
@@ -107,8 +107,8 @@ def test_large_shards_and_memory_of_the_host_do_not_fit(products: Products) -> N
     large = replace(facts("allgather_matmul", 1 << 17), inner=8192)
     cut, fits = RowCut(), products.overlapped.fits
     assert not fits(large, cut) and fits(replace(large, rows=1 << 14), cut)
-    node = products.rig.engine._domain
-    products.rig.engine._domain = replace(node, host_slots=True)
+    node = products.rig.engine.domain
+    products.rig.engine.domain = replace(node, host_slots=True)
     assert not fits(replace(large, rows=1 << 14), cut)
 
 

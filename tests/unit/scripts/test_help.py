@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from tests.helpers.jobs.pace import HANG_S
 
 SCRIPTS = ROOT / "scripts"
 COMMANDS = [path for path in SCRIPTS.iterdir() if path.is_file() and os.access(path, os.X_OK)]
-PROGRAMS = [path for path in SCRIPTS.rglob("*.py") if "argparse.ArgumentParser(" in path.read_text()]
+WITH_HELP = re.compile(r"description=__doc__|measuring_parser\(__doc__")
+PROGRAMS = [path for path in SCRIPTS.rglob("*.py") if WITH_HELP.search(path.read_text())]
 
 
 def require_names_itself(script: Path, said: str) -> None:

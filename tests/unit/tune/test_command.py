@@ -125,9 +125,9 @@ def test_a_row_comes_of_the_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert (row.kind, row.size, wrong) == (Kind("Allreduce", True), 4, 0)
     assert row.choices == ((0, "one_shot"), (4 * KIB, "two_shot"), (8 * KIB, "copy_engine"))
     assert row.measured is not None
-    assert row.measured.times_us == times_us
-    assert (row.measured.version, row.measured.datatype) == (mpicomm.__version__, "float32")
-    assert abs((datetime.fromisoformat(row.measured.date) - datetime.now().astimezone()).total_seconds()) < 60
+    assert {times["nbytes"]: times["us"] for times in row.measured["times"]} == times_us
+    assert (row.measured["mpicomm"], row.measured["datatype"]) == (mpicomm.__version__, "float32")
+    assert abs((datetime.fromisoformat(row.measured["date"]) - datetime.now().astimezone()).total_seconds()) < 60
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "# Allreduce of float32, symmetric arrays"
     assert shown[1].split() == ["#", "size", "one_shot", "two_shot", "copy_engine", "chosen"]
@@ -327,8 +327,9 @@ def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
         # Larger sizes keep their algorithm. Symmetric arrays had no row, so the row of ordinary arrays held for them.
         assert row.choices == ((0, "one_shot"), (16384, "two_shot"), (16385, "copy_engine"))
         assert row.measured is not None
-        assert {name for times_us in row.measured.times_us.values() for name in times_us} == {"one_shot", "two_shot"}
-        assert row.measured.times_us[16384]["one_shot"] >= 20_000 > row.measured.times_us[16384]["two_shot"]
+        times_us = {times["nbytes"]: times["us"] for times in row.measured["times"]}
+        assert {name for each in times_us.values() for name in each} == {"one_shot", "two_shot"}
+        assert times_us[16384]["one_shot"] >= 20_000 > times_us[16384]["two_shot"]
     assert {path.name for path in tmp_path.iterdir()} == {"driver.py", "table.json"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.mpi.layout import layout_of
-from mpicomm.windows.staging import gather, scatter
+from mpicomm.windows.steps import gather_on_host, scatter_on_host
 
 Bytes = npt.NDArray[np.uint8]
 DATATYPES: dict[str, Callable[[], MPI.Datatype]] = {
@@ -35,11 +35,11 @@ def test_elements_are_packed_and_unpacked_as_by_mpi(name: str, count: int) -> No
     memory, other = (rng.integers(0, 256, 2048, np.uint8) for _ in range(2))
     start = 512  # elements may lie before the address of a buffer
     packed, expected = (np.zeros(layout.nbytes, np.uint8) for _ in range(2))
-    gather(layout, memory.ctypes.data + start, packed.ctypes.data)
+    gather_on_host(layout, memory.ctypes.data + start, packed.ctypes.data)
     _pack(whole, memory, start, expected)
     assert np.array_equal(packed, expected)
     changed = other.copy()
-    scatter(layout, other.ctypes.data + start, packed.ctypes.data)
+    scatter_on_host(layout, other.ctypes.data + start, packed.ctypes.data)
     _unpack(whole, changed, start, expected)
     assert np.array_equal(other, changed)
     whole.Free()

@@ -1,4 +1,8 @@
-"""Algorithm: one way to carry out collectives on GPUs. FormLauncher: the same for the calls of one form.
+"""Form: a kind of collective calls. Algorithm: one way to carry out collectives on GPUs. FormLauncher: it for one form.
+
+A form's calls differ only in the addresses and lengths of their blocks. The patterns of `patterns.py` know addresses
+and counts. A form gets from them the exchange of one unit. In this exchange an address encodes the number of a block
+and of a unit in the block. So a span of the exchange says where any call of the form has its data.
 
 A new algorithm is a folder with launchers in its plan.py, and an `Algorithm` in registry.py.
 
@@ -14,20 +18,213 @@ import ctypes
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Any, ClassVar, NamedTuple
 
-from mpicomm.collectives.gpu.algorithms.form import Form
+import numpy as np
+
+from mpicomm.collectives.call import Call
+from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.memory import Arena, Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.packed import Strides
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
+from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
 from mpicomm.kernels.variant import Variant
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
+
+# A unit of 128 bytes is a whole cache line. So patterns that begin shards at whole lines never cut a unit.
+_UNIT = np.dtype("V128")
+_BYTE = np.dtype(np.uint8)
+_BLOCK_BITS = 40
+"""Block k of a form begins at address (k + 1) << 40."""
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A kind of calls between the ranks of a peer domain. Blocks count from the first one of the send buffer on."""
+
+    operation: Operation
+    rank: int
+    size: int
+    dtype: np.dtype[Any]
+    """The type of the elements if the collective reduces them, else bytes."""
+    op: str
+    root: int
+    sends: int
+    """The number of blocks that this rank sends from; 0 if it has no send buffer, or if its data is in place."""
+    receives: int
+    """The number of blocks into which it receives; 0 also if ``in_place``."""
+    in_place: bool = False
+    """Whether this rank's result of a reduction goes to the start of its input."""
+    stays: bool = False
+    """Whether the block that this rank sends to itself already lies where it belongs."""
+    epilogue: BoundEpilogue | None = None
+    wire: tuple[Wire, np.dtype[Any]] | None = None
+    """How elements travel, and their type; None if they travel as they are."""
+    cuts: tuple[tuple[int, int], ...] = ()
+    strides: tuple[Strides | None, ...] = ()
+    """The gaps in each block; empty if no block has gaps. Only `is_private` calls have gaps."""
+
+    @classmethod
+    def of_call(cls, call: Call, buffers: Buffers, strides: tuple[Strides | None, ...] = ()) -> Form:
+        """Return the form of a read call; ``buffers`` is its memory, with these gaps in its blocks."""
+        assert call.dtype is not None
+        wire = None if call.wire is None else (call.wire, call.dtype)
+        in_place = call.in_place and call.operation.reduces and buffers.scratch is None
+        epilogue = None if call.epilogue is None else call.epilogue.without_owners()
+        # Empty arrays share address 0, but later calls of their kind have two buffers.
+        return cls._of(
+            call.operation, buffers, call.send is None, in_place=in_place, epilogue=epilogue, wire=wire, strides=strides
+        )
+
+    @classmethod
+    def of_buffers(cls, operation: Operation, buffers: Buffers) -> Form:
+        """Return the form of a call with this memory, which is in place if its memory says so."""
+        sent = buffers.send_blocks[0] if buffers.send_blocks else buffers.send
+        output = buffers.output
+        in_place = False
+        if operation.reduces and operation.is_even and sent and output and output.count and buffers.scratch is None:
+            in_place = sent.pointer == output.pointer
+        return cls._of(operation, buffers, may_stay=True, in_place=in_place)
+
+    @classmethod
+    def _of(cls, operation: Operation, b: Buffers, may_stay: bool, **others: Any) -> Form:
+        sends = int(b.send is not None) if b.send_blocks is None else len(b.send_blocks)
+        receives = int(b.output is not None) if b.blocks is None else len(b.blocks)
+        stays = False
+        if others["in_place"]:
+            receives = 0
+        elif may_stay and not operation.reduces and sends and receives:
+            own = b.send if b.send_blocks is None else b.send_blocks[b.rank]
+            stays = own == (b.output if b.blocks is None else b.blocks[b.rank])
+        dtype = b.dtype if operation.reduces else _BYTE
+        return cls(
+            operation, b.rank, b.size, dtype, b.op, b.root, sends, receives, stays=stays, cuts=tuple(b.cuts), **others
+        )
+
+    @property
+    def key(self) -> Hashable:
+        """All of the form that launchers depend on. Each call brings its own epilogue of the same kind."""
+        finish = self.epilogue and (type(self.epilogue), self.epilogue.row_nbytes)
+        facts = self.operation, self.rank, self.size, self.dtype, self.op, self.root, self.wire, finish, self.cuts
+        return *facts, self.strides, self.sends, self.receives, self.in_place, self.stays
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element of ``dtype``."""
+        return self.dtype.itemsize
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only the two ranks of a message know its length."""
+        return self.operation.counts == "private"
+
+    @property
+    def shards(self) -> int:
+        """The number of shards of a call in two exchanges; a root has no shard."""
+        return self.size - bool(self.operation.rooted)
+
+    @property
+    def blocks_counted(self) -> int:
+        """The number of blocks that a table counts. It chooses by the bytes of all of them."""
+        return self.size if "blocks" in (self.operation.send, self.operation.receive) else 1
+
+    @cached_property
+    def reduction(self) -> Reduction | None:
+        """The reduction's name among the kernels; raises `InvalidUsageError` if there is none."""
+        return reduction_of(self.dtype, self.op) if self.operation.reduces else None
+
+    @cached_property
+    def one_shot(self) -> Exchange:
+        """The call as one exchange, with one unit in each block."""
+        return self.operation.one_shot(self._units(1))
+
+    @cached_property
+    def two_shot(self) -> TwoShot:
+        """The call as two exchanges, with whole units in each shard for any number of shards."""
+        assert self.operation.two_shot is not None
+        return self.operation.two_shot(self._units(self.size * (self.size - 1)))
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The call as a chain of one unit."""
+        assert self.operation.chain is not None
+        return self.operation.chain(self._units(1))
+
+    def piece(self, span: Span | None, alike: Span | None = None) -> tuple[int, int]:
+        """Return the block and its shard for which a span of `one_shot`, `two_shot` or `chain` stands.
+
+        They are -1 for no data. The block is also -1 for data that the rank does not store.
+
+        A span without an address has only a length. For such a span, ``alike`` is a span of the same shard with an
+        address.
+        """
+        if span is None or span.count == 0:
+            return -1, -1
+        if span.pointer == 0:
+            return -1, self.piece(alike)[1]
+        block, offset = divmod(span.pointer, 1 << _BLOCK_BITS)
+        return block - 1, offset // (_UNIT.itemsize * span.count)
+
+    def strides_of(self, span: Span | None) -> Strides | None:
+        """Return the gaps in the block for which a span of `one_shot` stands."""
+        block, _ = self.piece(span)
+        return None if block < 0 else self.strides[block]
+
+    def numbers(self, b: Buffers) -> tuple[list[int], list[int]]:
+        """Return the bytes and the addresses of the blocks of a call. A block without bytes has address 0."""
+        output = b.output
+        if b.scratch is not None and output is not None:
+            output = Span(b.scratch.pointer, output.count)
+        received = ([output] if b.blocks is None else b.blocks) if self.receives else []
+        spans = [*([b.send] if b.send_blocks is None else b.send_blocks), *received]
+        itemsize = b.dtype.itemsize
+        lengths = [span.count * itemsize for span in spans if span is not None]
+        return lengths, [span.pointer if span.count else 0 for span in spans if span is not None]
+
+    def buffers(self, lengths: list[int], begins: list[int]) -> Buffers:
+        """Return the memory of a call: the inverse of `numbers`."""
+        itemsize = self.itemsize
+        return self._placed(
+            self.dtype, [Span(at, nbytes // itemsize) for nbytes, at in zip(lengths, begins, strict=True)]
+        )
+
+    def _units(self, count: int) -> Buffers:
+        """Return this rank's memory with ``count`` units in each block."""
+        blocks = [Span(block + 1 << _BLOCK_BITS, count) for block in range(self.sends + self.receives)]
+        if self.stays:
+            own = self.sends + (self.rank if self.receives > 1 else 0)
+            blocks[self.rank if self.sends > 1 else 0] = blocks[own]
+        return self._placed(_UNIT, blocks)
+
+    def _placed(self, dtype: np.dtype[Any], blocks: list[Span]) -> Buffers:
+        operation, sent, received = self.operation, blocks[: self.sends], blocks[self.sends :]
+        send = send_blocks = output = output_blocks = None
+        if sent:
+            if operation.send == "one" and not operation.of_neighbors:
+                (send,) = sent
+            else:
+                send_blocks = sent
+        if self.in_place:
+            output = Span(sent[0].pointer, sent[self.rank if len(sent) > 1 else 0].count)
+        elif received:
+            if operation.receive == "one":
+                (output,) = received
+            else:
+                output_blocks = received
+        return Buffers(
+            self.rank, self.size, dtype, send, send_blocks, output, output_blocks, self.op, self.root, self.cuts
+        )
+
 
 _TAG = struct.Struct("<IIIQ")
 
@@ -82,10 +279,16 @@ def with_place(text: str, place: Mapped | str) -> str:
     return f"{text}, into {place}"
 
 
+Numbers = tuple[list[int], list[int], int, int, Mapped | None, BoundEpilogue | None]
+"""A call of a form: the bytes of its blocks and their addresses, as `Form.numbers` returns them; the most bytes of a
+block; `Signature.hash32`; the place of all ranks' output if that is symmetric; and the epilogue, if there is one.
+
+It is a plain tuple, because every new call makes one.
+"""
 Filled = tuple[Any, int, int]
 """A launch with the arguments in `KernelTemplate.arguments`: its kernel, blocks and threads. 0 blocks: no launch.
 
-For a `StepLauncher` it is a list of steps, and two zeros.
+If the number of steps depends on the length of the call, it is a list of steps, and two zeros.
 """
 
 
@@ -132,55 +335,16 @@ class FormLauncher(ABC):
         return ()
 
     @abstractmethod
-    def fill(
-        self,
-        lengths: list[int],
-        begins: list[int],
-        longest: int,
-        hash32: int,
-        memory: Mapped | None = None,
-        finish: BoundEpilogue | None = None,
-    ) -> Filled | None:
-        """Return the launch of one call. The next `fill` may overwrite its arguments. Local.
+    def fill(self, numbers: Numbers) -> Filled | None:
+        """Return the launch of one call, or None if the arena lacks `memory`. Local.
 
-        ``lengths`` and ``begins`` are the bytes and the addresses of the blocks, as `Form.numbers` returns them, and
-        ``longest`` is the largest length. ``hash32`` is `Signature.hash32`, ``memory`` is the place of all ranks'
-        output if that is symmetric, and ``finish`` is the epilogue if the launcher `finishes`. The result is None if
-        the arena lacks `memory`.
+        The next `fill` may overwrite its arguments.
         """
 
-    @abstractmethod
     def steps_of(self, filled: Filled) -> list[Step]:
         """Return the filled-in call as steps of its own, which later calls do not overwrite."""
-
-
-class StepLauncher(FormLauncher):
-    """Carries out each call by steps, whose number depends on the length of the call."""
-
-    def __init__(self, form: Form, domain: Domain) -> None:
-        self._form = form
-        self._domain = domain
-
-    def fill(
-        self,
-        lengths: list[int],
-        begins: list[int],
-        longest: int,
-        hash32: int,
-        memory: Mapped | None = None,
-        finish: BoundEpilogue | None = None,
-    ) -> Filled | None:
-        if not all(map(self._domain.arena.has, self.memory(longest, symmetric=memory is not None))):
-            return None
-        return self.made(self._form.buffers(lengths, begins), hash32, memory), 0, 0
-
-    def steps_of(self, filled: Filled) -> list[Step]:
-        made: list[Step] = filled[0]
-        return made
-
-    @abstractmethod
-    def made(self, buffers: Buffers, hash32: int, memory: Mapped | None) -> list[Step]:
-        """Return this rank's steps, in order. The arena has all `memory`."""
+        steps: list[Step] = filled[0]
+        return steps
 
 
 class Algorithm(NamedTuple):

@@ -6,7 +6,7 @@ import gc
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,42 +25,13 @@ from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs import patterns
 from tests.helpers.jobs.pace import HANG_S, stretched
 from tests.helpers.rigs.communicators import patience_s
-from tests.helpers.rigs.host_engines import CALL, FLOAT32, engine_of, meet, span, spans
+from tests.helpers.rigs.host_engines import CALL, FLOAT32, engine_of, span
 
 
 @pytest.fixture
 def engine(comm_world: MPI.Intracomm) -> Iterator[HostEngine]:
     with engine_of(comm_world) as (engine, _, _):
         yield engine
-
-
-def different_calls(comm: MPI.Intracomm, engine: HostEngine) -> Callable[[], None]:
-    rank, size = comm.rank, comm.size
-    a, b = np.ones(100, np.float32), np.ones(100, np.float32)
-    if rank == size - 1:
-        return lambda: engine.run(
-            patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "max"),
-            Signature("Allreduce", "float32", 100, "max"),
-        )
-    return lambda: engine.run(
-        patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum"), Signature("Allreduce", "float32", 100, "sum")
-    )
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_call_different_things_all_say_who_called_what(comm_world: MPI.Intracomm) -> None:
-    size = comm_world.size
-    with engine_of(comm_world, timeout_s=HANG_S) as (engine, _, _):  # which nobody waits
-        meet(comm_world, engine)
-        with raises_everywhere(comm_world, PeerError, match="ranks called different things") as raised:
-            different_calls(comm_world, engine)()
-        text = str(raised.value)
-        assert f"rank {size - 1}: Allreduce(float32, count=100, op=max)" in text
-        assert f"rank {max(size - 2, 0)}: " in text
-        assert raised.value.ranks == tuple(range(size))
-        with raises_everywhere(comm_world, PeerError, match="unusable since an earlier error.*different things"):
-            meet(comm_world, engine)
-        assert isinstance(engine.broken, PeerError)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -80,65 +51,6 @@ def test_an_engine_that_an_error_has_broken_keeps_no_arrays(comm_world: MPI.Intr
             fail(engine)
         gc.collect()
         assert arrays[0]() is None
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_rank_with_nothing_to_wait_for_learns_it_at_its_next_call(comm_world: MPI.Intracomm) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    with engine_of(comm_world) as (engine, _, _):
-        buffer = np.zeros(10, np.float32)
-        root = patterns.bcast(rank, size, FLOAT32, span(buffer), 0)
-        if rank == 0:
-            engine.run(root, Signature("Bcast", "float32", 10, root=0))
-        comm_world.Barrier()
-        with raises_everywhere(comm_world, PeerError, match="Bcast.*root=1"):
-            if rank == 0:
-                while engine.broken is None:
-                    time.sleep(1e-3)
-                # The engine has not raised here yet, so here, too, it raises the error and not a note of an earlier
-                # one.
-                engine.run(root, Signature("Bcast", "float32", 10, root=0))
-            else:
-                engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), Signature("Bcast", "f", 10, root=1))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    with engine_of(comm_world) as (engine, _, _):
-        buffer = np.zeros(1000, np.float32)
-        counts = [10] * size
-        if rank == size - 1:
-            counts[0] = 11  # rank 0 sends 10
-        send = span(buffer[:10])
-        with raises_everywhere(comm_world, PeerError, match=f"rank 0 sends 40 bytes, but rank {size - 1} expects 44"):
-            engine.run(patterns.allgather(rank, size, FLOAT32, send, spans(buffer, counts)), CALL)
-            meet(comm_world, engine)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("missing", ["first", "last"])
-def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: str) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    absent = 0 if missing == "first" else size - 1
-    limit_s = patience_s("cpu")
-    with engine_of(comm_world, timeout_s=limit_s) as (engine, _, _):
-        meet(comm_world, engine)
-        comm_world.Barrier()
-        start = time.monotonic()
-        if rank == absent:
-            time.sleep(2.5 * limit_s)
-        a, b = np.ones(3000, np.float32), np.zeros(3000, np.float32)
-        with raises_everywhere(
-            comm_world, CollectiveTimeoutError, match=rf"^Test\(any\): rank {absent} did not"
-        ) as info:
-            engine.run(patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum"), CALL)
-        assert info.value.ranks == (absent,)
-        assert time.monotonic() - start < 16 * limit_s
-        begun = time.monotonic()
-        with raises_everywhere(comm_world, CollectiveTimeoutError, match="unusable since an earlier error"):
-            meet(comm_world, engine)
-        assert time.monotonic() - begun < limit_s
 
 
 @pytest.mark.mpi(min_size=3)

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="the arena is memory of a GPU")
 
-from mpicomm.collectives.gpu import arena as device_arena
+from mpicomm.collectives.gpu import call_memory as device_arena
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
-from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError, OverBoundError
+from mpicomm.collectives.gpu.call_memory import DeviceArena, NoMemoryError, OverBoundError
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.kernels.team import ABSENT
 

@@ -16,7 +16,7 @@ pytest.importorskip("ml_dtypes")
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.gpu.algorithms import registry
-from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.chain.plan import (
     BATCH_NBYTES,
     CHAIN_SLOTS,
@@ -27,7 +27,6 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import (
     serve_chain,
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
-from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
@@ -151,7 +150,7 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
         options = packet_launch(PacketTemplate(node, exchange, None), tag, way, nbytes, 1).variant.options
         assert (HOST_SLOTS[0] in options) == (host_slots and again)
     launcher = ChainLauncher(patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").form, node)
-    filled = launcher.fill([MIB], [4096], MIB, tag)
+    filled = launcher.fill(([MIB], [4096], MIB, tag, None, None))
     assert filled is not None
     options = launcher.launch_of(filled).variant.options
     assert (HOST_SLOTS[0] in options) == host_slots

@@ -24,8 +24,7 @@ from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.configs import geometry_within
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
-from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
-from mpicomm.collectives.gpu.call_memory import CallMemory, LongestMessage
+from mpicomm.collectives.gpu.call_memory import CallMemory, LongestMessage, NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,40 +24,122 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     install_libraries(monkeypatch)
 
 
-@pytest.mark.parametrize("kind", [Array, Tensor])
-def test_the_same_call_is_known_again_whatever_the_objects(kind: Any) -> None:
-    known = Known()
-    for send in (kind(16), MPI.IN_PLACE, None):
-        plan = known.add("Allreduce", arguments(send, kind(64)))
-        again = kind(16) if isinstance(send, kind) else send
-        assert known.find("Allreduce", arguments(again, kind(64))) is plan
+Made = tuple[str, Arguments] | tuple[str, Arguments, str]
+"""A collective, its arguments, and perhaps ``algorithm=``."""
+VECTORS = [MPI.FLOAT.Create_vector(2, 1, length) for length in (3, 3, 4)]
+PAIR = MPI.FLOAT.Create_contiguous(2)
 
 
-@pytest.mark.parametrize(
-    ("operation", "given", "algorithm"),
-    [
-        ("Reduce", arguments(Array(16), Array(64)), "auto"),
-        ("Allreduce", arguments(Array(32), Array(64)), "auto"),
-        ("Allreduce", arguments(Array(16), Array(32)), "auto"),
-        ("Allreduce", arguments(Array(16, (5,)), Array(64)), "auto"),
-        ("Allreduce", arguments(Array(16), Array(64, (5,))), "auto"),
-        ("Allreduce", arguments(Array(16, dtype="i4"), Array(64)), "auto"),
-        ("Allreduce", arguments(Array(16), Array(64, dtype="i4")), "auto"),
-        ("Allreduce", arguments(MPI.IN_PLACE, Array(64)), "auto"),
-        ("Allreduce", arguments(None, Array(64)), "auto"),
-        ("Allreduce", arguments(Array(16), None), "auto"),
-        ("Allreduce", arguments(Tensor(16), Array(64)), "auto"),
-        ("Allreduce", arguments(Array(16), Array(64), MPI.MAX), "auto"),
-        ("Allreduce", arguments(Array(16), Array(64), root=1), "auto"),
-        ("Allreduce", arguments(Array(16), Array(64)), "two_shot"),
-    ],
-)
-def test_another_call_is_not(operation: str, given: Arguments, algorithm: str) -> None:
-    known = Known()
-    known.add("Allreduce", arguments(Array(16), Array(64)))
-    assert known.find(operation, given, algorithm) is None
-    plan = known.add(operation, given, algorithm)
-    assert known.find(operation, given, algorithm) is plan  # it could have been
+def allreduce(send: Any, receive: Any, op: MPI.Op = MPI.SUM, **others: Any) -> Made:
+    return "Allreduce", arguments(send, receive, op, **others)
+
+
+def blocks(send: Any, receive: Any, operation: str = "Alltoallv") -> Made:
+    return operation, arguments(send, receive, None)
+
+
+def typed(datatype: Any, count: int, displ: int = 4, sequence: Any = list, receive: int = 64) -> Made:
+    """Blocks with a datatype each."""
+    said = [1, count], [0, displ], sequence([MPI.FLOAT, datatype])
+    return blocks([Array(16, (50,)), *said], [Array(receive, (50,)), *said], "Alltoallw")
+
+
+def on_device(kind: Any, counts: int = 16, displs: int = 32, received: int = 48) -> Made:
+    return blocks([kind(160), (kind(counts), kind(displs))], [kind(320), kind(received)])
+
+
+def finished(place: int, weight: float = 2.0, datatype: Any = None) -> Made:
+    """A call with an epilogue. With a derived datatype it has no template, and its key has the arrays, too."""
+    send, receive = (array if datatype is None else [array, datatype] for array in (Array(16), Array(64)))
+    return allreduce(send, receive, epilogue=Elementwise("v * w + bias[i]", w=weight, bias=Array(place)))
+
+
+def shares(send: Any, *counts: int) -> Made:
+    return "Reduce_scatter", arguments(send, Array(64), counts=[*counts])
+
+
+_PLACES: list[Callable[[Any], Made]] = [
+    lambda array: allreduce(array, Array(64, (2, 3))),
+    lambda array: allreduce(Array(64, (2, 3)), array),
+    lambda array: allreduce(None, array),
+]
+KNOWN: list[tuple[Made, Sequence[Made], Sequence[Made]]] = [
+    *(
+        (allreduce(send(), kind(64)), [allreduce(send(), kind(64))], [])
+        for kind in (Array, Tensor)
+        for send in (partial(kind, 16), lambda: MPI.IN_PLACE, lambda: None)
+    ),
+    (
+        allreduce(Array(16), Array(64)),
+        [],
+        [
+            ("Reduce", arguments(Array(16), Array(64))),
+            (*allreduce(Array(16), Array(64))[:2], "two_shot"),
+            *(allreduce(Array(16), Array(64), **other) for other in ({"op": MPI.MAX}, {"root": 1})),
+            *(allreduce(send, Array(64)) for send in (Array(32), Array(16, (5,)), Array(16, dtype="i4"), Tensor(16))),
+            *(allreduce(send, Array(64)) for send in (MPI.IN_PLACE, None)),
+            *(allreduce(Array(16), other) for other in (Array(32), Array(64, (5,)), Array(64, dtype="i4"), None)),
+        ],
+    ),
+    *(
+        (call(Array(16, (2, 3), order="F")), [call(Array(16, (2, 3)))], [call(Array(16, (2, 3), order="pieces"))])
+        for call in _PLACES
+    ),
+    (
+        blocks([Array(16), [3, 1]], [Array(64), ([2, 2], [0, 2])]),
+        [
+            blocks((Array(16), np.array([3, 1])), others)
+            for others in ((Array(64), ((2, 2), [0, 2])), (Array(64), np.array([2, 2]), (0, 2), None))
+        ],
+        [],
+    ),
+    *(
+        (
+            on_device(kind),
+            [on_device(kind)],
+            [on_device(kind, **{name: 64}) for name in ("counts", "displs", "received")],
+        )
+        for kind in (Array, Tensor)
+    ),
+    *((shares(send, 1, 3), [shares(send, 1, 3)], [shares(send, 2, 2)]) for send in (Array(16), MPI.IN_PLACE)),
+    *(
+        (
+            finished(128, datatype=datatype),
+            [finished(128, datatype=datatype)],
+            [finished(256, datatype=datatype), finished(128, 3.0, datatype), allreduce(Array(16), Array(64))],
+        )
+        for datatype in (None, VECTORS[0])
+    ),
+    (
+        typed(MPI.FLOAT, 4),
+        [typed(MPI.DOUBLE, 2, sequence=tuple)],  # by their bytes
+        [
+            *(typed(MPI.FLOAT, 3), typed(MPI.DOUBLE, 4), typed(PAIR, 4)),
+            *(typed(MPI.FLOAT, 4, displ=8), typed(MPI.FLOAT, 4, receive=128)),
+        ],
+    ),
+    (
+        typed(VECTORS[0], 2),
+        [typed(VECTORS[0], 2)],  # by their layouts
+        [
+            *(typed(other, 2) for other in VECTORS[1:]),
+            *(typed(VECTORS[0], 3), typed(VECTORS[0], 2, 8), typed(VECTORS[0], 2, receive=128)),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(KNOWN)))  # numbers, because datatypes have no name that is always the same
+def test_a_call_is_known_by_its_memory_and_its_values(number: int) -> None:
+    known, (call, same, others) = Known(), KNOWN[number]
+    for other in others:
+        known.add(*other)
+    assert known.find(*call) is None
+    plan = known.add(*call)
+    for again in (call, *same):
+        assert known.find(*again) is plan
+    for other in others:
+        assert known.find(*other) is not plan
 
 
 @pytest.mark.parametrize(
@@ -78,29 +162,17 @@ def test_another_tensor_is_not(tensor: Tensor) -> None:
     assert known.find("Bcast", arguments(None, tensor, None)) is None
 
 
-@pytest.mark.parametrize("call", ["send", "receive", "alone"])
-def test_memory_in_pieces_is_told_from_contiguous_memory_in_any_order(call: str) -> None:
-    def given(order: str) -> Arguments:
-        array, other = Array(16, (2, 3), order=order), None if call == "alone" else Array(64, (2, 3))
-        return arguments(array, other) if call == "send" else arguments(other, array)
-
-    known = Known()
-    plan = known.add("Allreduce", given("F"))
-    assert known.find("Allreduce", given("C")) is plan
-    assert known.find("Allreduce", given("pieces")) is None
-
-
-def test_an_array_that_was_changed_in_place_is_another() -> None:
-    known, send, receive = Known(), Array(16), Array(64)
-    known.add("Allreduce", arguments(send, receive))
+@pytest.mark.parametrize("counts", [[4, 0], np.array([4, 0])])
+def test_what_was_changed_in_place_is_another(counts: Any) -> None:
+    known, send = Known(), Array(16)
+    call = blocks([send, counts], [Array(64), counts])
+    known.add(*call)
+    assert known.find(*call) is not None
     send.data.ptr = 32
-    assert known.find("Allreduce", arguments(send, receive)) is None
-
-
-def test_what_cannot_be_looked_up_is_not_known() -> None:
-    known = Known()
-    known.add("Bcast", arguments(None, Array(16), None, root=0))
-    assert known.find("Bcast", arguments(None, Array(16), None, root=[0])) is None
+    assert known.find(*call) is None
+    known.add(*call)
+    counts[1] = 1
+    assert known.find(*call) is None
 
 
 def test_a_weight_of_a_model_is_recognised_as_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,55 +222,6 @@ def test_what_comes_with_an_array_is_told_apart(number: int, kind: Any) -> None:
     assert known.find("Alltoallv", arguments([kind(32), *said], [kind(64), *said], None)) is None
 
 
-def test_the_same_blocks_are_known_in_other_words() -> None:
-    known, send, receive = Known(), Array(16), Array(64)
-    plan = known.add("Alltoallv", arguments([send, [3, 1]], [receive, ([2, 2], [0, 2])], None))
-    for others in ((receive, ((2, 2), [0, 2])), (receive, np.array([2, 2]), (0, 2), None)):
-        assert known.find("Alltoallv", arguments((send, np.array([3, 1])), others, None)) is plan
-
-
-def test_counts_that_were_changed_in_place_are_others() -> None:
-    counts: Any
-    for counts in ([4, 0], np.array([4, 0])):
-        known = Known()
-        given = arguments([Array(16), counts], [Array(64), counts], None)
-        known.add("Alltoallv", given)
-        assert known.find("Alltoallv", given) is not None
-        counts[1] = 1
-        assert known.find("Alltoallv", given) is None
-
-
-@pytest.mark.parametrize("kind", [Array, Tensor])
-def test_counts_on_the_device_are_known_by_their_memory(kind: Any) -> None:
-    known = Known()
-
-    def given(counts: int = 16, displs: int = 32, received: int = 48) -> Arguments:
-        return arguments([kind(160), (kind(counts), kind(displs))], [kind(320), kind(received)], None)
-
-    plan = known.add("Alltoallv", given())
-    assert known.find("Alltoallv", given()) is plan
-    for other in (given(counts=64), given(displs=64), given(received=64)):
-        assert known.find("Alltoallv", other) is None
-    # The host reads them in all other calls, and they may have changed.
-    known.add("Allgatherv", arguments(kind(160), [kind(320), kind(48)], None))
-    assert known.find("Allgatherv", arguments(kind(160), [kind(320), kind(48)], None)) is None
-
-
-def test_shares_of_a_reduce_scatter_are_told_apart() -> None:
-    known = Known()
-    for send in (Array(16), MPI.IN_PLACE):
-        plan = known.add("Reduce_scatter", arguments(send, Array(64), counts=[1, 3]))
-        assert known.find("Reduce_scatter", arguments(send, Array(64), counts=[1, 3])) is plan
-        assert known.find("Reduce_scatter", arguments(send, Array(64), counts=[2, 2])) is None
-
-
-def test_a_reduce_scatter_that_asks_the_ranks_for_their_shares_is_never_known() -> None:
-    """If other ranks take more and less than before, the call would look the same to one rank."""
-    known, given = Known(), arguments(Array(16), Array(64))
-    known.add("Reduce_scatter", given)
-    assert known.find("Reduce_scatter", given) is None
-
-
 def test_what_cannot_be_told_apart_is_never_known() -> None:
     known = Known()
     for argument in (
@@ -210,6 +233,14 @@ def test_what_cannot_be_told_apart_is_never_known() -> None:
     ):
         known.add("Allreduce", arguments(argument, Array(64)))
         assert known.find("Allreduce", arguments(argument, Array(64))) is None
+    known.add("Bcast", arguments(None, Array(16), None, root=0))
+    assert known.find("Bcast", arguments(None, Array(16), None, root=[0])) is None
+    # If other ranks take more and less than before, the call would look the same to one rank.
+    known.add("Reduce_scatter", arguments(Array(16), Array(64)))
+    assert known.find("Reduce_scatter", arguments(Array(16), Array(64))) is None
+    # The host reads counts on the device in all calls but an Alltoallv, and they may have changed.
+    known.add(*blocks(Array(160), [Array(320), Array(48)], "Allgatherv"))
+    assert known.find(*blocks(Array(160), [Array(320), Array(48)], "Allgatherv")) is None
 
 
 def test_a_derived_datatype_is_known_until_it_is_freed() -> None:
@@ -223,65 +254,6 @@ def test_a_derived_datatype_is_known_until_it_is_freed() -> None:
         derived = MPI.FLOAT.Create_vector(2, 1, 3)
         assert known.find("Bcast", arguments([array, derived], Array(64))) is None
     derived.Free()
-
-
-@pytest.mark.parametrize("has_form", [True, False])
-def test_a_call_is_known_with_the_arrays_of_its_epilogue(has_form: bool) -> None:
-    """Without a form its key has the arrays, too."""
-    known, derived = Known(), MPI.FLOAT.Create_vector(2, 1, 3)
-
-    def given(place: int, weight: float = 2.0) -> Arguments:
-        epilogue = Elementwise("v * w + bias[i]", w=weight, bias=Array(place))
-        buffers = (Array(16), Array(64)) if has_form else ([Array(16), derived], [Array(64), derived])
-        return arguments(*buffers, epilogue=epilogue)
-
-    plan = known.add("Allreduce", given(128))
-    assert known.find("Allreduce", given(128)) is plan
-    for other in (given(256), given(128, 3.0), arguments(Array(16), Array(64))):
-        assert known.find("Allreduce", other) is None
-    derived.Free()
-
-
-def test_blocks_with_datatypes_are_known_by_their_bytes() -> None:
-    known = Known()
-
-    def given(
-        datatype: MPI.Datatype, count: int, displ: int = 4, datatypes: Any = list, receive: int = 64
-    ) -> Arguments:
-        blocks = [[1, count], [0, displ], datatypes([MPI.FLOAT, datatype])]
-        return arguments([Array(16, (50,)), *blocks], [Array(receive, (50,)), *blocks], None)
-
-    plan = known.add("Alltoallw", given(MPI.FLOAT, 4))
-    pair = MPI.FLOAT.Create_contiguous(2).Commit()
-    assert known.find("Alltoallw", given(MPI.DOUBLE, 2, datatypes=tuple)) is plan
-    for other in (
-        given(MPI.FLOAT, 3),
-        given(MPI.DOUBLE, 4),
-        given(MPI.FLOAT, 4, displ=8),
-        given(MPI.FLOAT, 4, receive=128),
-        given(pair, 4),
-    ):
-        assert known.find("Alltoallw", other) is None
-    assert known.find("Alltoallv", given(MPI.FLOAT, 4)) is None
-    pair.Free()
-
-
-def test_blocks_with_gaps_are_known_by_their_layouts() -> None:
-    known, made = Known(), [MPI.FLOAT.Create_vector(2, 1, length).Commit() for length in (3, 3, 4)]
-
-    def given(datatype: MPI.Datatype, count: int = 2, displ: int = 4, receive: int = 64) -> Arguments:
-        blocks = [[1, count], [0, displ], [MPI.FLOAT, datatype]]
-        return arguments([Array(16, (50,)), *blocks], [Array(receive, (50,)), *blocks], None)
-
-    plan = known.add("Alltoallw", given(made[0]))
-    assert known.find("Alltoallw", given(made[0])) is plan
-    for other in (*map(given, made[1:]), given(made[0], 3), given(made[0], 2, 8), given(made[0], receive=128)):
-        assert known.find("Alltoallw", other) is None
-    made[0].Free()
-    made[0] = MPI.FLOAT.Create_vector(2, 1, 3).Commit()  # it may have the handle of the freed one
-    assert known.find("Alltoallw", given(made[0])) is None
-    for datatype in made:
-        datatype.Free()
 
 
 def test_calls_are_forgotten_with_every_change_of_symmetric_memory() -> None:

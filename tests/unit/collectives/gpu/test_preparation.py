@@ -14,13 +14,11 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 
 from mpicomm.collectives.gpu import call_memory
-from mpicomm.collectives.gpu.algorithms.base import Domain
-from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, FEWEST_LAPS, OVERSEERS
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
-from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
-from mpicomm.collectives.gpu.call_memory import CallMemory
+from mpicomm.collectives.gpu.call_memory import CallMemory, NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire

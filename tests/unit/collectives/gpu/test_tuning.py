@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.collectives.gpu.tuning import BUILT_IN, Kind, Measured, Row, Tuning, algorithms_of, scaled
+from mpicomm.collectives.gpu.tuning import BUILT_IN, Kind, Row, Tuning, algorithms_of, scaled
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs.tuning import KIB, MIB, NEVER, chosen, row, table
 
@@ -98,7 +98,7 @@ def test_choices_above_a_size_are_made_there(size: int, above: int) -> None:
 
 def continued(before: Tuning, *choices: tuple[int, str], size: int = 4) -> tuple[tuple[int, str], ...]:
     """Return the choices of a row that was measured up to 256 MiB, continued by the table ``before``."""
-    measured = Measured("", "", "float32", {KIB: {"one_shot": 1.0}, 256 * MIB: {"one_shot": 1.0}})
+    measured = {"times": [{"nbytes": nbytes, "us": {"one_shot": 1.0}} for nbytes in (KIB, 256 * MIB)]}
     return before.continued(replace(row("Allgather", size, *choices), measured=measured)).choices
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def buffers(operation: Operation, nbytes: int, size: int = 2) -> tuple[Any, Any]
 @pytest.mark.parametrize("op", [MPI.SUM, MPI.MAX], ids=["sum", "max"])
 @pytest.mark.parametrize("size", SIZES)
 def test_no_call_is_for_mapped_memory(operation: Operation, op: MPI.Op, size: int) -> None:
-    if operation.send == "typed" or not operation.in_mpi:
+    if operation.send == "typed":
         assert not plain(operation.name, np.zeros(1), np.zeros(1))
         return
     for nbytes in (8, 1 << 10, 1 << 17, MIB - 8, MIB, 1 << 22, 1 << 25):
@@ -159,16 +160,21 @@ def test_mpi_has_no_average_and_no_expression(op: Any) -> None:
 @EVERY
 @pytest.mark.parametrize("agreed", [True, False])
 def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation: Operation, agreed: bool) -> None:
-    votes: list[Operation] = []
+    votes: list[str] = []
 
-    def is_on_host(row: Operation) -> bool:
-        votes.append(row)
-        return agreed
+    def voting(method: str) -> Callable[[Operation], bool]:
+        def vote(row: Operation) -> bool:
+            votes.append(getattr(row, method))
+            return agreed
+
+        return vote
 
     on_host, given = plain_calls(2, RANK, 1), buffers(operation, 16)
-    plain, checks = on_host[operation.name](*given, MPI.SUM), after_votes(on_host, is_on_host)
-    assert plain or operation.of_neighbors or operation.send == "typed"
-    assert checks[operation.name](*given, MPI.SUM) == (plain and agreed)
-    assert not checks[operation.name](object(), object(), MPI.SUM)  # it is read before this rank votes
-    assert not checks[operation.nonblocking](*given, MPI.SUM)
-    assert votes == [operation] * plain
+    checks = after_votes(on_host, voting("name"), voting("nonblocking"))
+    for method in operation.methods[:2]:
+        plain = on_host[method](*given, MPI.SUM)
+        assert plain or operation.of_neighbors or operation.send == "typed"
+        votes.clear()
+        assert checks[method](*given, MPI.SUM) == (plain and agreed)
+        assert not checks[method](object(), object(), MPI.SUM)  # it is read before this rank votes
+        assert votes == [method] * plain

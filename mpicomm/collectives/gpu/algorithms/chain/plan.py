@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, KernelTemplate, Numbers
 from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
-from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
-from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import LANES, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant, u32, u64
 from mpicomm.mpi.types import is_narrow
-from mpicomm.symmetric.registry import Mapped
 
 # Constants and structures of chain.cu; a test compares them.
 CHAIN_THREADS = 256
@@ -111,15 +108,8 @@ class ChainLauncher(KernelTemplate, FormLauncher):
         layout = layout_of(longest, self._links, self._domain)
         return (Request("collectives: chain", layout.slots_nbytes, words_nbytes=layout.slots, sentinel=True),)
 
-    def fill(
-        self,
-        lengths: list[int],
-        begins: list[int],
-        longest: int,
-        hash32: int,
-        memory: Mapped | None = None,
-        finish: BoundEpilogue | None = None,
-    ) -> Filled | None:
+    def fill(self, numbers: Numbers) -> Filled | None:
+        _, begins, longest, hash32, *_ = numbers
         domain, links, arguments = self._domain, self._links, self.arguments
         layout = layout_of(longest, links, domain)
         (request,) = self.memory(longest, symmetric=False)

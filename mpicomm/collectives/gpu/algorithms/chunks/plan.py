@@ -13,16 +13,14 @@ from math import inf
 from pathlib import Path
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Domain, FormLauncher, StepLauncher
-from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.patterns import Buffers, ring_refusal
 from mpicomm.kernels.reductions import options_for, reduction_of
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant, u32, u64
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mapped
 
 # Constants and structures of exchange.cu; a test compares them.
 THREADS = 512
@@ -146,11 +144,6 @@ def _as_launched(exchange: Exchange, rank: int) -> Exchange:
     return replace(exchange, sends=tuple(sends), receives=tuple(receives), reduction=reduction)
 
 
-def slots_of(layout: ArenaLayout) -> Request:
-    """Return the request for slots of all channels."""
-    return Request("collectives: slots", layout.slots_nbytes)
-
-
 def stride_of(nbytes: int, channels: int) -> int:
     """Return the bytes of a message that each channel carries; the last channel may carry fewer."""
     return -(-nbytes // (channels * _STRIDE_NBYTES)) * _STRIDE_NBYTES
@@ -162,15 +155,16 @@ def threads_for(nbytes: int, most: int) -> int:
     return min(most, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length()))
 
 
-class ChunkLauncher(StepLauncher):
+class ChunkLauncher(FormLauncher):
     """Carries out the calls of a form in chunks, as one exchange after the other."""
 
     def __init__(
         self, form: Form, domain: Domain, exchanges: Callable[[Buffers], Sequence[Exchange]], most: float = inf
     ) -> None:
-        super().__init__(form, domain)
         self.most = most
-        self._exchanges = exchanges
+        self._form, self._domain, self._exchanges = form, domain, exchanges
+        self._slots = Request("collectives: slots", domain.arena.layout.slots_nbytes)
+        """The slots of all channels."""
 
     @cached_property
     def _template(self) -> ChunkTemplate:
@@ -178,18 +172,18 @@ class ChunkLauncher(StepLauncher):
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
         # A rank alone has nothing to send in some collectives.
-        return (slots_of(self._domain.arena.layout),) if longest and self._form.one_shot.longest_nbytes else ()
+        return (self._slots,) if longest and self._form.one_shot.longest_nbytes else ()
 
-    def made(self, buffers: Buffers, hash32: int, memory: Mapped | None) -> list[Step]:
-        if not self.memory(buffers.longest, symmetric=memory is not None):
-            return []
-        arena = self._domain.arena
-        slots = arena.region(slots_of(arena.layout)).pointers
-        launches = [
-            self._template.launch(exchange, (hash32, step), slots)
-            for step, exchange in enumerate(self._exchanges(buffers))
-        ]
-        return [launch for launch in launches if launch is not None]
+    def fill(self, numbers: Numbers) -> Filled | None:
+        lengths, begins, longest, hash32, *_ = numbers
+        if not self.memory(longest, symmetric=False):
+            return [], 0, 0
+        if not self._domain.arena.has(self._slots):
+            return None
+        slots = self._domain.arena.region(self._slots).pointers
+        exchanges = enumerate(self._exchanges(self._form.buffers(lengths, begins)))
+        launches = [self._template.launch(exchange, (hash32, step), slots) for step, exchange in exchanges]
+        return [launch for launch in launches if launch is not None], 0, 0
 
 
 def serve_chunks(form: Form, domain: Domain) -> list[FormLauncher]:

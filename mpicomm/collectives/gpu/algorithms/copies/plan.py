@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import StepLauncher, launch_tag
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers, launch_tag
 from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.schedule import (
     ALIGNED_NBYTES,
@@ -78,10 +78,13 @@ Then = Literal["nothing", "relay", "gather"]
 that they have reduced."""
 
 
-class CopyLauncher(StepLauncher):
+class CopyLauncher(FormLauncher):
     """Carries out the calls of a form on copy engines, and leaves most multiprocessors to other kernels."""
 
     into_memory = True
+
+    def __init__(self, form: Form, domain: Domain) -> None:
+        self._form, self._domain = form, domain
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
         blocks = self._form.sends + self._form.receives
@@ -89,11 +92,14 @@ class CopyLauncher(StepLauncher):
         *_, nbytes = self._plan(buffers, staged=not symmetric)
         return (_request(nbytes),) if nbytes else ()
 
-    def made(self, buffers: Buffers, hash32: int, memory: Mapped | None) -> list[Step]:
+    def fill(self, numbers: Numbers) -> Filled | None:
+        lengths, begins, longest, hash32, memory, _ = numbers
+        if not all(map(self._domain.arena.has, self.memory(longest, symmetric=memory is not None))):
+            return None
         template, reduction = DirectTemplate(self._domain), self._form.reduction
         steps: list[Step] = []
         barriers = 0  # counted, because ranks without a part have fewer steps
-        for action in self._actions(buffers, memory):
+        for action in self._actions(self._form.buffers(lengths, begins), memory):
             if isinstance(action, Barrier):
                 steps.append(template.barrier(launch_tag(hash32, barriers, memory), after_copies=True))
                 barriers += 1
@@ -102,7 +108,7 @@ class CopyLauncher(StepLauncher):
                 steps.append(local_reduction(action, reduction))
             else:
                 steps.append(action)
-        return steps
+        return steps, 0, 0
 
     def _actions(self, buffers: Buffers, memory: Mapped | None) -> list[Action]:
         rank, reduces = self._domain.rank, self._form.operation.reduces

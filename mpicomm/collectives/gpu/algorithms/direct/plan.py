@@ -8,16 +8,21 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate, launch_tag
+from mpicomm.collectives.gpu.algorithms.base import (
+    Domain,
+    Filled,
+    Form,
+    FormLauncher,
+    KernelTemplate,
+    Numbers,
+    launch_tag,
+)
 from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
-from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.operations import Operation
-from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, FlaggedInboxes, Team
 from mpicomm.kernels.variant import Variant, u64
-from mpicomm.symmetric.registry import Mapped
 
 # Constants and structures of direct.cu; a test compares them.
 DIRECT_THREADS = 512
@@ -126,15 +131,8 @@ class DirectLauncher(DirectTemplate, FormLauncher):
                 self._sources[peer], self._targets[peer] = form.piece(send)[0], form.piece(target)[0]
             self._coming[peer] = receive is not None and peer != rank
 
-    def fill(
-        self,
-        lengths: list[int],
-        begins: list[int],
-        longest: int,
-        hash32: int,
-        memory: Mapped | None = None,
-        finish: BoundEpilogue | None = None,
-    ) -> Filled:
+    def fill(self, numbers: Numbers) -> Filled:
+        _, begins, longest, hash32, memory, _ = numbers
         assert memory is not None
         own, places = memory.pointers[self._rank], zip(memory.pointers, self._targets, strict=True)
         return self.write(

@@ -12,8 +12,7 @@ from functools import cache
 from math import inf
 from typing import NamedTuple
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled
-from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     CODES_OF_PACKET,

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher
-from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import UNIT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.configs import (
@@ -30,8 +29,6 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.patterns import shard_count
 from mpicomm.collectives.wire import BLOCK
-from mpicomm.epilogues.base import BoundEpilogue
-from mpicomm.symmetric.registry import Mapped
 
 
 class PacketLauncher(PacketTemplate, FormLauncher):
@@ -95,15 +92,8 @@ class PacketLauncher(PacketTemplate, FormLauncher):
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
         return self._memory_for(self._longest_shard(longest) if self._shards else longest)
 
-    def fill(
-        self,
-        lengths: list[int],
-        begins: list[int],
-        longest: int,
-        hash32: int,
-        memory: Mapped | None = None,
-        finish: BoundEpilogue | None = None,
-    ) -> Filled | None:
+    def fill(self, numbers: Numbers) -> Filled | None:
+        lengths, begins, longest, hash32, _, finish = numbers
         if self._unmade is not None:
             self._unmade()
         if self.finishes and finish is not None:

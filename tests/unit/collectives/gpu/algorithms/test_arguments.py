@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -10,25 +13,16 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-
 
 from mpicomm.collectives.gpu.algorithms import memory
 from mpicomm.collectives.gpu.algorithms.chain import plan as chain
-from mpicomm.collectives.gpu.algorithms.chain.plan import ChainArguments, HopArguments
-from mpicomm.collectives.gpu.algorithms.chunks import plan as exchange
-from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkLink, ExchangeArguments
-from mpicomm.collectives.gpu.algorithms.copies import plan as local_reduction
-from mpicomm.collectives.gpu.algorithms.copies.plan import LocalReductionArguments
+from mpicomm.collectives.gpu.algorithms.chunks import plan as chunks
+from mpicomm.collectives.gpu.algorithms.copies import plan as copies
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct
-from mpicomm.collectives.gpu.algorithms.direct.plan import Cut, DirectArguments
 from mpicomm.collectives.gpu.algorithms.packets import arguments as packets
-from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
 from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvArguments, SendrecvSide
 from mpicomm.collectives.wire import BLOCK
 from mpicomm.devices.cuda.load import compile_kernel
-from mpicomm.kernels import epilogue, experts, message, packing, team, window
-from mpicomm.kernels import reductions as combine
-from mpicomm.kernels import window as accumulate
+from mpicomm.kernels import epilogue, experts, message, packing, reductions, team, window
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
-from mpicomm.kernels.team import ABSENT, Faults, FlaggedInboxes, Team
 from mpicomm.p2p import gpu as p2p
 from tests.helpers.inputs.kernel_sources import INCLUDES
 from tests.helpers.references.reductions import SENTINELS
@@ -59,152 +53,79 @@ def test_every_reduction_compiles(tmp_path: Path, capability: tuple[int, int]) -
     assert all(f"{dtype}_{op}".encode() in image for dtype, ops in REDUCTIONS.items() for op in ops)
 
 
-STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
-    "team.cuh": {"mpicomm::Team": Team, "mpicomm::Faults": Faults},
-    "exchange.cu": {"mpicomm::Link": ChunkLink, "mpicomm::Exchange": ExchangeArguments},
-    "packets.cu": {"mpicomm::Packets": PacketArguments, "mpicomm::FlaggedInboxes": FlaggedInboxes},
-    "direct.cu": {"mpicomm::Direct": DirectArguments, "mpicomm::Cut": Cut},
-    "local_reduction.cu": {"mpicomm::LocalReduction": LocalReductionArguments},
-    "combine.cu": {"mpicomm::Combination": combine.CombineArguments},
-    "pack.cu": {"mpicomm::Region": packing.RegionEntry, "mpicomm::Packing": packing.PackArguments},
-    "message.cu": {"mpicomm::MessageStep": message.MessageStep},
-    "window.cu": {"mpicomm::Synchronisation": window.SynchronisationArguments, "mpicomm::Lock": window.LockWords},
-    "experts_dispatch.cu": {
-        "mpicomm::Experts": experts.ExpertsArguments,
-        "mpicomm::Dispatch": experts.DispatchArguments,
-        "mpicomm::TwoArrays<mpicomm::u8>": experts.TwoArrays,
-    },
-    "experts_combine.cu": {"mpicomm::Combine": experts.CombineExpertsArguments},
-    "experts_quantize.cu": {"mpicomm::Quantize": experts.QuantizeArguments},
-    "chain.cu": {"mpicomm::Hop": HopArguments, "mpicomm::Chain": ChainArguments},
-    "sendrecv.cu": {"mpicomm::Side": SendrecvSide, "mpicomm::Sendrecv": SendrecvArguments},
-    "p2p.cu": {
-        "mpicomm::Gate": p2p.Gate,
-        "mpicomm::Copying": p2p.Copying,
-        "mpicomm::PointerChase": p2p.PointerChase,
-    },
-}
+_ALGORITHMS, _KERNELS = (chain, chunks, copies, direct, packets, sendrecv), (packing, reductions, team, window)
+COPIES: dict[str, dict[str, type[ctypes.Structure]]] = defaultdict(dict)
+"""The host's copies of structures by the file of the structure, as their docstrings say."""
+for _module in (*_ALGORITHMS, *_KERNELS, epilogue, experts, message, p2p):
+    for _copy in vars(_module).values():
+        _said = re.match(r"The host's copy of ``(\w+)`` in ([\w.]+\.cuh?)", getattr(_copy, "__doc__", None) or "")
+        if _said:
+            COPIES[_said[2]][f"mpicomm::{_said[1]}{'<mpicomm::u8>' * (_said[1] == 'TwoArrays')}"] = _copy
+
+
+def same(module: ModuleType, names: str) -> dict[str, int]:
+    """Return constants of a module by their names in kernels: ``MAX_RANKS`` is ``kMaxRanks``."""
+    return {"k" + "".join(map(str.capitalize, name.split("_"))): getattr(module, name) for name in names.split()}
+
+
+_TEAM = "LANES MAX_RANKS MAX_BLOCKS LINE_NBYTES HEAD_NBYTES EXCHANGE MISMATCH MESSAGE COUNTS COUNTED_ROOM"
+_WINDOW = "RANKS WINDOW_THREADS ROW_WORDS ROWS_OF_COUNTS LOCK_ROW EXCLUSIVE_SHIFT COMES_FIRST FENCE START WAIT LOCK"
+_DISPATCH = "DISPATCH_THREADS MOST_EXPERTS MOST_TOP_K FEW_TOKENS HEADS PART_PACKETS DISPATCH COMBINE ROUTES ROOM"
+_SENTINELS = {"SentinelProtocol::kAbsent": team.ABSENT, "SentinelProtocol::kEscaped": SENTINELS[1]}
 CONSTANTS = {
-    "team.cuh": {
-        "kLanes": team.LANES,
-        "kMaxRanks": team.MAX_RANKS,
-        "kMaxBlocks": team.MAX_BLOCKS,
-        "kLineNbytes": team.LINE_NBYTES,
-        "kHeadNbytes": team.HEAD_NBYTES,
-        "kExchange": team.EXCHANGE,
-        "kMismatch": team.MISMATCH,
-        "kMessage": team.MESSAGE,
-        "kCounts": team.COUNTS,
-        "kCountedRoom": team.COUNTED_ROOM,
-    },
-    "exchange.cu": {
-        "kThreads": exchange.THREADS,
-        "kSlots": memory.CHUNK_SLOTS,
-        "kPacketNbytes": exchange.PACKET_NBYTES,
-    },
-    "packets.cu": {
-        "kOverseers": packets.OVERSEERS,
-        "kStages": packets.STAGES,
-        "kSlotNbytes": packets.SLOT_NBYTES,
-        "kFencesNbytes": packets.FENCES_NBYTES,
-        "SentinelProtocol::kAbsent": ABSENT,
-        "SentinelProtocol::kEscaped": SENTINELS[1],
-    },
-    "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
-    "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
-    "combine.cu": {"kCombineThreads": combine.COMBINE_THREADS},
-    "pack.cu": {
-        "kPackThreads": packing.PACK_THREADS,
-        "kLoops": packing.LOOPS,
-        "kPacketNbytes": packing.UNIT_NBYTES,
-    },
-    "message.cu": {"kMessageThreads": message.MESSAGE_THREADS},
-    "window.cu": {
-        "kWindowRanks": window.WINDOW_RANKS,
-        "kWindowThreads": window.WINDOW_THREADS,
-        "kRowWords": window.ROW_WORDS,
-        "kRowsOfCounts": window.ROWS_OF_COUNTS,
-        "kLockRow": window.LOCK_ROW,
-        "kExclusiveShift": window.EXCLUSIVE_SHIFT,
-        "kComesFirst": window.COMES_FIRST,
-        "kFence": window.FENCE,
-        "kStart": window.START,
-        "kWait": window.WAIT,
-        "kLock": window.LOCK,
-    },
-    "experts_dispatch.cu": {
-        "kDispatchThreads": experts.DISPATCH_THREADS,
-        "kMostExperts": experts.MOST_EXPERTS,
-        "kMostTopK": experts.MOST_TOP_K,
-        "kFewTokens": experts.FEW_TOKENS,
-        "kHeads": experts.HEADS,
-        "kPartPackets": experts.PART_PACKETS,
-        "kDispatch": experts.DISPATCH,
-        "kCombine": experts.COMBINE,
-        "kRoutes": experts.ROUTES,
-        "kRoom": experts.ROOM,
-    },
-    "experts_combine.cu": {"kPacketNbytes": experts.PACKET_NBYTES, "kSumThreads": experts.SUM_THREADS},
-    "experts_quantize.cu": {"kGroup": experts.GROUP, "kQuantizeThreads": experts.QUANTIZE_THREADS},
-    "chain.cu": {
-        "kChainThreads": chain.CHAIN_THREADS,
-        "kChainSlots": chain.CHAIN_SLOTS,
-        "kBatchNbytes": chain.BATCH_NBYTES,
-    },
-    "p2p.cu": {"kCopyThreads": p2p.COPY_THREADS},
-    "sendrecv.cu": {
-        "kSendrecvThreads": sendrecv.SENDRECV_THREADS,
-        "kSendrecvBlocks": sendrecv.SENDRECV_BLOCKS,
-        "kSendrecvSlots": sendrecv.SENDRECV_SLOTS,
-        "kSendrecvSlotNbytes": sendrecv.SENDRECV_SLOT_NBYTES,
-    },
+    "team.cuh": same(team, _TEAM),
+    "exchange.cu": {**same(chunks, "THREADS PACKET_NBYTES"), "kSlots": memory.CHUNK_SLOTS},
+    "packets.cu": same(packets, "OVERSEERS STAGES SLOT_NBYTES FENCES_NBYTES") | _SENTINELS,
+    "direct.cu": same(direct, "DIRECT_THREADS"),
+    "local_reduction.cu": same(copies, "REDUCTION_THREADS"),
+    "combine.cu": same(reductions, "COMBINE_THREADS"),
+    "pack.cu": {**same(packing, "PACK_THREADS LOOPS"), "kPacketNbytes": packing.UNIT_NBYTES},
+    "message.cu": same(message, "MESSAGE_THREADS"),
+    "window.cu": same(window, f"WINDOW_{_WINDOW}"),
+    "experts_dispatch.cu": same(experts, _DISPATCH),
+    "experts_combine.cu": same(experts, "PACKET_NBYTES SUM_THREADS"),
+    "experts_quantize.cu": same(experts, "GROUP QUANTIZE_THREADS"),
+    "chain.cu": same(chain, "CHAIN_THREADS CHAIN_SLOTS BATCH_NBYTES"),
+    "sendrecv.cu": same(sendrecv, "SENDRECV_THREADS SENDRECV_BLOCKS SENDRECV_SLOTS SENDRECV_SLOT_NBYTES"),
+    "p2p.cu": same(p2p, "COPY_THREADS"),
+    "accumulate.cu": same(window, "ACCUMULATE_THREADS"),
+    "epilogue.cu": same(epilogue, "MOST_OPERANDS EPILOGUE_THREADS"),
+    "norm.cu": same(epilogue, "NORM_THREADS"),
+    "counted.cuh": same(team, "OF_RECEIVE"),
+    "strided.cuh": {"kStrideLoops": packing.LOOPS},
 }
+WITH_EPILOGUE, WITH_NORM = epilogue.epilogue_options("v", "float32"), epilogue.norm_options("float32", "float32")
+COUNTED, STRIDED = (("-DMPICOMM_SENTINEL", f"-DMPICOMM_{name}") for name in ("COUNTED", "STRIDED"))
+OPTIONS_OF: dict[str, tuple[str, ...]] = {
+    "accumulate.cu": window.accumulate_kernel(("float32", "sum"), 4).options,
+    **dict.fromkeys(("epilogue.cu", "epilogue.cuh", "finish.cuh"), WITH_EPILOGUE),
+    **dict.fromkeys(("norm.cu", "norm.cuh"), WITH_NORM),
+    "counted.cuh": COUNTED,
+    "strided.cuh": STRIDED,
+}
+PACKETS: dict[str, tuple[type[ctypes.Structure], tuple[str, ...], dict[str, int]]] = {
+    "epilogue": (packets.finished_packet_arguments(epilogue.PacketEpilogue), WITH_EPILOGUE, {}),
+    "norm": (
+        packets.finished_packet_arguments(epilogue.NormArguments),
+        ("-DMPICOMM_SENTINEL", *WITH_NORM),
+        {"kGroups": most_groups(4, fan_out=False)},
+    ),
+    "counted": (packets.CountedPacketArguments, COUNTED, {}),
+    "strided": (packets.StridedPacketArguments, STRIDED, {}),
+}
+"""The arguments of packets.cu in kernels with more fields."""
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("name", sorted({*COPIES, *CONSTANTS}))
 def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: Path) -> None:
-    assert SENTINELS[0] == ABSENT
-    require_agreement(name, STRUCTURES[name], CONSTANTS[name], tmp_path)
+    assert SENTINELS[0] == team.ABSENT
+    require_agreement(name, COPIES[name], CONSTANTS.get(name, {}), tmp_path, OPTIONS_OF.get(name, ()))
 
 
-def test_host_and_kernel_agree_on_accumulates(tmp_path: Path) -> None:
-    structures = {"mpicomm::Accumulation": accumulate.AccumulateArguments, "mpicomm::Swap": accumulate.SwapArguments}
-    options = accumulate.accumulate_kernel(("float32", "sum"), 4).options
-    constants = {"kAccumulateThreads": accumulate.ACCUMULATE_THREADS}
-    require_agreement("accumulate.cu", structures, constants, tmp_path, options)
-
-
-def test_host_and_kernel_agree_on_epilogues(tmp_path: Path) -> None:
-    structures = {"mpicomm::Epilogue": epilogue.EpilogueArguments, "mpicomm::Operands": epilogue.EpilogueOperands}
-    constants = {"kMostOperands": epilogue.MOST_OPERANDS, "kEpilogueThreads": epilogue.EPILOGUE_THREADS}
-    options = epilogue.epilogue_options("v", "float32")
-    require_agreement("epilogue.cu", structures, constants, tmp_path, options)
-    norm = {"mpicomm::NormKernel": epilogue.NormKernelArguments, "mpicomm::Norm": epilogue.NormArguments}
-    threads, norm_options = {"kNormThreads": epilogue.NORM_THREADS}, epilogue.norm_options("float32", "float32")
-    require_agreement("norm.cu", norm, threads, tmp_path, norm_options)
-    with_finish = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.PacketEpilogue)}
-    require_agreement(
-        "packet_worker.cuh", {**with_finish, "mpicomm::Finish": epilogue.PacketEpilogue}, {}, tmp_path, options
-    )
-    with_norm = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.NormArguments)}
-    sentinel = ("-DMPICOMM_SENTINEL", *norm_options)
-    require_agreement("packet_worker.cuh", with_norm, {"kGroups": most_groups(4, fan_out=False)}, tmp_path, sentinel)
-
-
-def test_host_and_kernel_agree_on_counts_on_the_device(tmp_path: Path) -> None:
-    structures = {
-        "mpicomm::Packets": packets.CountedPacketArguments,
-        "mpicomm::Counted": packets.CountedArguments,
-        "mpicomm::CountedSide": packets.CountedSideArguments,
-    }
-    options = ("-DMPICOMM_SENTINEL", "-DMPICOMM_COUNTED")
-    require_agreement("packet_worker.cuh", structures, {"kOfReceive": team.OF_RECEIVE}, tmp_path, options)
-
-
-def test_host_and_kernel_agree_on_strides(tmp_path: Path) -> None:
-    structures = {"mpicomm::Packets": packets.StridedPacketArguments, "mpicomm::Strides": packets.StrideArguments}
-    options = ("-DMPICOMM_SENTINEL", "-DMPICOMM_STRIDED")
-    require_agreement("packet_worker.cuh", structures, {"kStrideLoops": packing.LOOPS}, tmp_path, options)
+@pytest.mark.parametrize("name", PACKETS)
+def test_host_and_kernel_agree_on_the_arguments_of_packets(name: str, tmp_path: Path) -> None:
+    arguments, options, constants = PACKETS[name]
+    require_agreement("packet_worker.cuh", {"mpicomm::Packets": arguments}, constants, tmp_path, options)
 
 
 def require_agreement(
