@@ -41,7 +41,6 @@ def roll_call(
     """Return when all ranks of ``comm`` have called it. Collective, blocking.
 
     It speaks through collectives of MPI, because ``comm`` may belong to the user, whose receives may take any message.
-    They are the linear ones: MPICH 5.0 crashes if a barrier or an allreduce is still under way when ``comm`` is freed.
     If a rank comes more than ``timeout_s`` seconds after the first rank or after another rank, the others raise
     `CollectiveTimeoutError` with its name. The late rank raises it, too. Then all ranks have made the same calls of
     MPI, so the communicator stays usable.
