@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -507,7 +508,9 @@ def page() -> str:
     ordered = [each for each in found if "orders" in each]
     lines.append("| float32 elements | " + " | ".join(each["title"] for each in ordered) + " |")
     lines.append("|---|" + "---|" * len(ordered))
-    lines += [f"| {count} | {' | '.join(each['orders'].get(f'{count}', '') for each in ordered)} |" for count in COUNTS]
+    for count in COUNTS:
+        cells = [", ".join(re.findall(r"not [\w ]+", each["orders"][f"{count}"])) or "all hold" for each in ordered]
+        lines.append(f"| {count} | {' | '.join(cells)} |")
     mpis = [each for each in found if "differences" in each]
     lines += [
         "",
