@@ -274,9 +274,9 @@ class CommunicatorRow:
                 log.clear()
             self._page.rows.append(self._number)
 
-    def open(self, heading: Heading, *, window: bool = False) -> None:
-        """Let the doctor read the row, of a communicator or of a window."""
-        key, number = heading.count(window=window)
+    def open(self, heading: Heading, counted: tuple[int, int] | None = None, *, window: bool = False) -> None:
+        """Let the doctor read the row, of a communicator or of a window; ``counted`` is from `Heading.count`."""
+        key, number = counted or heading.count(window=window)
         name, nbytes = f"{'window of ' * window}{heading.name}", layout.NAME.stop - layout.NAME.start
         self.bytes[:] = heading.row  # it has no key yet, so the doctor skips the row while its texts change
         self.bytes[layout.NAME] = name.encode()[: nbytes - 1].ljust(nbytes, b"\0")

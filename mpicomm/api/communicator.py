@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicomm import environment
 from mpicomm.api.collectives import (
     BlockingCollectives,
     NeighborCollectives,
@@ -27,7 +26,6 @@ from mpicomm.api.products import ProductCalls
 from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.process import close_after
-from mpicomm.cluster.roll_call import duplicate
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.handle import MemoryUse
@@ -192,9 +190,8 @@ class Communicator(
         plain = MPI.Intracomm(comm)
         session = Session.create(plain, device, handle, timeout_s, reductions=reductions, leaves=leaves)
         made: Any = cls._classes[plain.Get_topology()] if cls is Communicator else cls
-        self: Self = MPI.Intracomm.__new__(
-            made, duplicate(plain, "Communicator", environment.usable_timeout_s(timeout_s))
-        )
+        session.group.barrier("Communicator")  # because MPI waits without a limit
+        self: Self = MPI.Intracomm.__new__(made, plain.Dup())
         self._begin(session)
         self._unfreed = True
         return self
@@ -225,13 +222,16 @@ class Communicator(
 
     def _begin(self, session: Session) -> None:
         self._session = session
-        self._row = session.row.words
         self._gpu = session.gpu
         remember(self)
         if session.channel is not None:
             from mpicomm.observation import record_calls  # few programs record
 
             record_calls(self, session.channel)
+
+    @AtFirstUse
+    def _row(self) -> memoryview:
+        return self._session.row.words
 
     @AtFirstUse
     def _collectives(self) -> Dispatcher:

@@ -51,7 +51,6 @@ class RankPlace:
     pid: int
     node_key: str
     container: str
-    """`container_key`."""
     devices: tuple[DeviceInfo, ...]
     no_device_reason: str
     device: int | str
@@ -63,15 +62,11 @@ class RankPlace:
     given: bytes = b""
     """UUID of the GPU that "auto" gave this process before, else empty."""
     local_id: int = 0
-    """`environment.local_id`."""
     most_nbytes: int | None = None
-    """`environment.most_nbytes`."""
     number: int = 0
-    """`process_number`."""
     completes: bool = False
     """Whether blocking calls on device memory are complete on return, for every stream, as in a CUDA-aware MPI."""
     reductions: str = "auto"
-    """`environment.reductions`."""
     leaves: int = 64
     """The leaves of the tree in which sums with ``order="tree"`` go."""
 

@@ -8,7 +8,6 @@ that are here. An exchange of a `Group` does the same with results and errors, b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import cast
 
 from mpi4py import MPI
@@ -20,7 +19,7 @@ from mpicomm.waiting import soon, wait_until
 
 GRACE_S = 0.5  # the other ranks wait this much longer than the first rank, because its answer names the missing rank
 
-_HERE, _LEFT = b"\1", b"\2"  # words of a rank; 0 stands for a rank that has said nothing
+_HERE, _LEFT = 1, 2  # words of a rank; 0 stands for a rank that has said nothing
 
 
 def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -> CollectiveTimeoutError:
@@ -52,64 +51,51 @@ def roll_call(
     to the first rank.
     """
     require_own_process(step)
-    if comm.size == 1:
+    rank, size = comm.rank, comm.size
+    if size == 1:
         return
-    is_first, size = comm.rank == 0, comm.size
-    memory, all_here = bytearray(size), _HERE * size
+    words = bytearray(size)
     requests: list[MPI.Request] = []
 
-    def tell(memory: bytes | bytearray) -> None:
-        """Begin to send the memory from the first rank to each other rank."""
-        if is_first:
-            requests.append(comm.Iscatterv([memory * size, [len(memory)] * size, MPI.BYTE], MPI.IN_PLACE))
-        else:
-            requests.append(comm.Iscatterv(None, [memory, MPI.BYTE]))
-
-    def wait(waited: list[MPI.Request], limit_s: float) -> bool:
-        ready = partial(MPI.Request.Testall, waited)
+    def wait(ready: Callable[[], bool], limit_s: float) -> bool:
         if soon(ready):
             return True
         with page().step(step, ranks_in_world(comm, range(size))):
             return wait_until(ready, limit_s)
 
+    def all_done() -> bool:
+        return bool(MPI.Request.Testall(requests))
+
     try:
-        if is_first:
-            memory[:1] = _HERE
-            tell(bytes(1))
-            requests.append(comm.Igatherv(MPI.IN_PLACE, [memory, [1] * size, MPI.BYTE]))
+        if rank == 0:
+            words[0] = _HERE
+            ones = [1] * size
+            call = comm.Iscatterv([bytes(size), ones, MPI.BYTE], MPI.IN_PLACE)
+            hears = comm.Igatherv(MPI.IN_PLACE, [words, ones, MPI.BYTE])
+            requests += call, hears
             # This waits for the words alone. MPI may report an error for a send to a dead rank, and its error would
             # take the place of the error that names the silent rank.
-            wait(requests[1:], timeout_s)
-            words = bytes(memory)  # some may not have arrived
-            tell(words)
-            if words == all_here:
-                wait(requests, timeout_s)
+            wait(hears.Test, timeout_s)
+            said = bytes(words)  # some may not have arrived
+            requests.append(comm.Iscatterv([said * size, [size] * size, MPI.BYTE], MPI.IN_PLACE))
+            if said.count(_HERE) == size:
+                wait(all_done, timeout_s)
         else:
-            tell(bytearray(1))
-            called = wait(requests, timeout_s + GRACE_S)
-            requests.append(comm.Igatherv([_HERE if called else _LEFT, MPI.BYTE], None))
-            tell(memory)
-            answered = called and wait(requests, timeout_s + GRACE_S)
-            words = bytes(memory) if answered else b"\0" + all_here[1:]
-        if words != all_here:
+            call = comm.Iscatterv(None, [bytearray(1), MPI.BYTE])
+            requests.append(call)
+            called = wait(call.Test, timeout_s + GRACE_S)
+            requests.append(comm.Igatherv([bytes((_HERE if called else _LEFT,)), MPI.BYTE], None))
+            requests.append(comm.Iscatterv(None, [words, MPI.BYTE]))
+            answered = called and wait(all_done, timeout_s + GRACE_S)
+            said = bytes(words) if answered else b"\0" + bytes((_HERE,)) * (size - 1)
+        if said.count(_HERE) != size:
             # If a rank has left, the first rank was late; else the silent ranks are late.
-            missing = [0] if _LEFT in words else [rank for rank, word in enumerate(words) if not word]
+            missing = [0] if _LEFT in said else [each for each, word in enumerate(said) if not word]
             way_out = absence_reason(missing) or "let every rank make this call, or raise timeout_s="
             raise did_not_arrive(step, missing, timeout_s, way_out)
     except BaseException:  # also after a Ctrl-C
         abandoned.extend(requests)
         raise
-
-
-def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm:
-    """Return a duplicate of ``comm`` after all ranks have come. Collective, blocking; raises as `roll_call` does."""
-    roll_call(comm, step, timeout_s)
-    with page().step(step, ranks_in_world(comm, range(comm.size))):
-        copy, request = comm.Idup()
-        if not wait_until(request.Test, timeout_s):  # a rank has left since the roll call; only a `Group` could name it
-            abandoned.append(request)
-            raise CollectiveTimeoutError(f"{step}: not all ranks arrived within {timeout_s:g} s")
-        return copy
 
 
 def private_copy(

@@ -45,7 +45,7 @@ class MappedChannels(SharedMemory):
             return backend.allocate(kind, nbytes)
 
         super().__init__(_PURPOSE, kind, share(node, backend, _PURPOSE, clear_and_allocate, lambda: nbytes))
-        self._segments.content = SuspendedContent()  # the slots are empty between calls
+        self._segments[0].content = SuspendedContent()  # the slots are empty between calls
         stream = backend.stream(None)
         for pad in self._free:
             for peer in range(node.size):

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.cuda.beside import SideStream, beside
+from mpicomm.devices.cuda.stream_threads import SideStream, beside
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header

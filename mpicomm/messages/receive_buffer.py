@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.devices.cuda.beside import SideStream
+from mpicomm.devices.cuda.stream_threads import SideStream
 from mpicomm.devices.host import array_at
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header

@@ -84,7 +84,8 @@ class Session(SetUp):
         if not (self._groups or self._has_device or self._shared or self._beside or self._opened_unasked):
             # Most communicators of a program end so, because they carry only host messages.
             self._freed = self._is_shut = True
-            self.row.close()
+            if self._row is not None:
+                self._row.close()
             return
         if self._groups:
             self.group.patience = self.awaited_elsewhere

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, cast
 from mpi4py import MPI
 
 from mpicomm import environment, log
+from mpicomm.activity.layout import CALLS_BY_MPI, KEY
 from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster import process
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize
 from mpicomm.cluster.roll_call import private_copy
@@ -57,6 +57,25 @@ class SetUp:
     """The ranks that one engine serves: the same object as `node` if kernels serve all ranks of the node."""
     pads: SignalPads
 
+    # Most communicators of a program carry only host messages, so the class has what they do not change.
+    work: DeviceWork | None = None
+    """Measures the work of recorded calls on the device."""
+    awaited_elsewhere: Callable[[], bool] = staticmethod(lambda: False)
+    """Says whether peers wait for this rank in another call. They come to `close` after their time is over."""
+    timeout_on_host: Callable[[], CollectiveTimeoutError | None] = staticmethod(lambda: None)
+    """Returns the timeout of an earlier collective on host arrays."""
+    leaves_messages: Callable[[], bool] = staticmethod(lambda: False)
+    """Says whether messages between peer domains may be in flight that no receive takes."""
+    before_suspension: Callable[[], None] = staticmethod(lambda: None)
+    """Gives back memory to which no graph, no known call and no peer refers."""
+    _private: MPI.Intracomm | None = None  # this session frees it
+    _groups: tuple[Group, ...] = ()  # the groups that are different objects; none before `set_up`
+    _part: Group | None = None  # the latest group of `await_ranks`
+    _row: CommunicatorRow | None = None
+    _suspension: Suspension | None = None
+    _has_device = _missed = _freed = _left_messages = False
+    _is_shut = False  # freed or suspended: every call on a device array reads it
+
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -70,33 +89,19 @@ class SetUp:
         self.mappings = Mappings()
         """The symmetric arrays that are open."""
         self._comm = comm
-        self._private: MPI.Intracomm | None = None  # this session frees it
-        self._groups: tuple[Group, ...] = ()  # the groups that are different objects; none before `set_up`
-        self._part: Group | None = None  # the latest group of `await_ranks`
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
-        self.row = CommunicatorRow()
-        """The doctor reads this rank's calls here."""
-        self.row.open(placement.heading)
-        self.calls_on_host = CallsOnHost(placement, self.row.words)
-        self._missed = False
-        self._freed = False
-        self._suspension: Suspension | None = None
-        self._is_shut = False  # freed or suspended: every call on a device array reads it
-        self._has_device = False
-        self.work: DeviceWork | None = None
-        """Measures the work of recorded calls on the device."""
+        self._number_of_row = placement.heading.count(window=False)
         if backend is not None:
             self._use(backend)
-        self.awaited_elsewhere: Callable[[], bool] = lambda: False
-        """Says whether peers wait for this rank in another call. They come to `close` after their time is over."""
-        self.timeout_on_host: Callable[[], CollectiveTimeoutError | None] = lambda: None
-        """Returns the timeout of an earlier collective on host arrays."""
-        self.leaves_messages: Callable[[], bool] = lambda: False
-        """Says whether messages between peer domains may be in flight that no receive takes."""
-        self._left_messages = False
-        self.before_suspension: Callable[[], None] = lambda: None
-        """Gives back memory to which no graph, no known call and no peer refers."""
+
+    @property
+    def row(self) -> CommunicatorRow:
+        """The doctor reads this rank's calls here, from the first call on."""
+        if self._row is None:
+            self._row = CommunicatorRow()
+            self._row.open(self.placement.heading, self._number_of_row)
+        return self._row
 
     @classmethod
     def create(
@@ -146,11 +151,6 @@ class SetUp:
         return cast(Kind, self.placement.here.handle)
 
     @property
-    def is_set_up(self) -> bool:
-        """Whether the groups exist. The same on all ranks."""
-        return bool(self._groups)
-
-    @property
     def intact(self) -> bool:
         """Whether all ranks still answered in the last exchange; collective MPI calls would hang otherwise."""
         return not (self._missed or (self._groups and any(group.broken for group in self._groups)))
@@ -164,7 +164,7 @@ class SetUp:
         if not self._groups:
             self._require_open(what)
             limit_s = _PATIENCE_S if patient else self.placement.here.timeout_s
-            private = private_copy(self._comm, what, limit_s, self.calls_on_host.absence_reason)
+            private = private_copy(self._comm, what, limit_s, self.absence_reason)
             group = Group(private, range(private.size), limit_s)
             with _freed_on_failure(private, group), self._opened_on_all_ranks(group):
                 self._join(private, group)
@@ -271,6 +271,28 @@ class SetUp:
         if self._has_device:
             self.backend.check()
 
+    def call_by_mpi(self, rank: int) -> str:
+        """Return the call by MPI of a rank that has not come to this rank's call; "" if it is only late.
+
+        Local. MPI carries out most calls on the host, and tells no other rank of them. But each process describes them
+        on its page for the doctor, which ranks of the same node and container can read, in milliseconds.
+        """
+        if rank not in self.placement.node_ranks or rank == self.placement.rank:
+            return ""
+        from mpicomm.activity.reading import calls_of  # only for errors
+
+        own = self.row.words
+        calls = calls_of(self.placement.places[rank].pid, own[KEY])
+        # Ranks make the same calls in the same order, and a rank that is only late has begun no more calls by MPI.
+        if calls is None or calls.since_ns is not None or calls.by_mpi <= own[CALLS_BY_MPI] or not calls.last:
+            return ""
+        return f"{calls.last} by MPI"
+
+    def absence_reason(self, ranks: Sequence[int]) -> str:
+        """Return a text that names the calls by MPI of ``ranks``, which have not come; "" if they are only late."""
+        calls = [(rank, self.call_by_mpi(rank)) for rank in ranks]
+        return "; ".join(f"rank {rank} is in {call}, or has left it" for rank, call in calls if call)
+
     @property
     def is_suspended(self) -> bool:
         """Whether the driver has the memory. The same on all ranks."""
@@ -330,7 +352,7 @@ class SetUp:
         self.domain = self.node if len(members) == self.node.size else group.subgroup(members, tag=_DOMAIN_TAG)
         self._groups = tuple({id(each): each for each in (group, self.node, self.domain)}.values())
         for each in self._groups:
-            each.absence_reason = self.calls_on_host.absence_reason
+            each.absence_reason = self.absence_reason
         release_before_finalize(self)
 
 

@@ -44,66 +44,6 @@ class SignalPad:
         return self.bases[self.own] + (2 * len(self.bases) + peer) * _WORD_NBYTES
 
 
-class SignalPads:
-    """The `Suspendable` pads of a communicator, cut from chunks. All ranks take and return them in the same order."""
-
-    def __init__(self, node: Group, backend: Backend, kind: Kind) -> None:
-        self._node = node
-        self._backend = backend
-        self._kind = kind
-        self._chunks: list[SharedSegments] = []
-        self._free: list[int] = []
-        pad_nbytes = 3 * _WORD_NBYTES * node.size
-        self._stride = -(-pad_nbytes // _LINE_NBYTES) * _LINE_NBYTES
-        self._per_chunk = max(1, _CHUNK_NBYTES // self._stride)
-
-    def take(self, what: str) -> SignalPad:
-        """Return a pad, which the caller clears. Collective if it needs a new chunk, else local.
-
-        ``what`` names the call in errors.
-        """
-        if not self._free:
-            nbytes = self._per_chunk * self._stride
-            chunk = share(
-                self._node,
-                self._backend,
-                f"{what}: signal pads",
-                lambda: self._backend.allocate(self._kind, nbytes),
-                lambda: nbytes,
-            )
-            chunk.content = SuspendedContent(nbytes)
-            first = len(self._chunks) * self._per_chunk
-            self._chunks.append(chunk)
-            self._free.extend(range(first, first + self._per_chunk))
-        number = heapq.heappop(self._free)
-        index, slot = divmod(number, self._per_chunk)
-        chunk = self._chunks[index]
-        bases = tuple(chunk[rank].pointer + slot * self._stride for rank in range(self._node.size))
-        return SignalPad(number, bases, self._node.rank)
-
-    def clear(self, pad: SignalPad) -> None:
-        """Set this rank's counters to zero; local. Peers may signal only after the next exchange with them."""
-        self._backend.zero(pad.bases[pad.own], self._stride)
-
-    def give_back(self, pad: SignalPad) -> None:
-        """Let `take` return the pad again; local. Every peer must have stopped using it."""
-        heapq.heappush(self._free, pad.number)
-
-    def memory_use(self) -> Iterable[MemoryUse]:
-        return [MemoryUse.of_kind("signal pads", self._kind, chunk.own.nbytes) for chunk in self._chunks]
-
-    def memories(self) -> Iterable[SharedSegments]:
-        return self._chunks
-
-    def close_peers(self) -> None:
-        for chunk in self._chunks:
-            chunk.close_peers()
-
-    def close_own(self) -> None:
-        for chunk in self._chunks:
-            chunk.close_own()
-
-
 class Shared(Protocol):
     """Memory or events that ranks release in two steps: all unmap the peers' parts, then each rank frees its part."""
 
@@ -126,28 +66,76 @@ class Suspendable(Protocol):
 
 
 class SharedMemory:
-    """A `Suspendable`: one segment of each rank, which the other ranks have opened."""
+    """A `Suspendable`: segments of each rank, which the other ranks have opened."""
 
     closed = False
 
-    def __init__(self, purpose: str, kind: Kind, segments: SharedSegments) -> None:
+    def __init__(self, purpose: str, kind: Kind, *segments: SharedSegments) -> None:
         self._purpose = purpose
         self._kind = kind
-        self._segments = segments
-        self.pointers = segments.pointers
+        self._segments = list(segments)
+        self.pointers = segments[0].pointers if segments else []
+        """The address of each rank's first segment on this rank."""
 
     def memory_use(self) -> Iterable[MemoryUse]:
-        return (MemoryUse.of_kind(self._purpose, self._kind, self._segments.own.nbytes),)
+        return [MemoryUse.of_kind(self._purpose, self._kind, each.own.nbytes) for each in self._segments]
 
     def memories(self) -> Iterable[SharedSegments]:
-        return (self._segments,)
+        return self._segments
 
     def close_peers(self) -> None:
         self.closed = True
-        self._segments.close_peers()
+        for each in self._segments:
+            each.close_peers()
 
     def close_own(self) -> None:
-        self._segments.close_own()
+        for each in self._segments:
+            each.close_own()
+
+
+class SignalPads(SharedMemory):
+    """The pads of a communicator, cut from chunks. All ranks take and return them in the same order."""
+
+    def __init__(self, node: Group, backend: Backend, kind: Kind) -> None:
+        super().__init__("signal pads", kind)  # a segment is a chunk
+        self._node = node
+        self._backend = backend
+        self._free: list[int] = []
+        pad_nbytes = 3 * _WORD_NBYTES * node.size
+        self._stride = -(-pad_nbytes // _LINE_NBYTES) * _LINE_NBYTES
+        self._per_chunk = max(1, _CHUNK_NBYTES // self._stride)
+
+    def take(self, what: str) -> SignalPad:
+        """Return a pad, which the caller clears. Collective if it needs a new chunk, else local.
+
+        ``what`` names the call in errors.
+        """
+        if not self._free:
+            nbytes = self._per_chunk * self._stride
+            chunk = share(
+                self._node,
+                self._backend,
+                f"{what}: signal pads",
+                lambda: self._backend.allocate(self._kind, nbytes),
+                lambda: nbytes,
+            )
+            chunk.content = SuspendedContent(nbytes)
+            first = len(self._segments) * self._per_chunk
+            self._segments.append(chunk)
+            self._free.extend(range(first, first + self._per_chunk))
+        number = heapq.heappop(self._free)
+        index, slot = divmod(number, self._per_chunk)
+        chunk = self._segments[index]
+        bases = tuple(chunk[rank].pointer + slot * self._stride for rank in range(self._node.size))
+        return SignalPad(number, bases, self._node.rank)
+
+    def clear(self, pad: SignalPad) -> None:
+        """Set this rank's counters to zero; local. Peers may signal only after the next exchange with them."""
+        self._backend.zero(pad.bases[pad.own], self._stride)
+
+    def give_back(self, pad: SignalPad) -> None:
+        """Let `take` return the pad again; local. Every peer must have stopped using it."""
+        heapq.heappush(self._free, pad.number)
 
 
 AnyShared = TypeVar("AnyShared", bound=Shared)

@@ -176,7 +176,7 @@ class Engines:
     def _shared_call_log(self, session: Session, group: Group) -> CallLog:
         if group not in self._call_logs:
             index = int(group is not session.domain)
-            self._call_logs[group] = session.keep(CallLog(group, session.row, index, session.calls_on_host.of))
+            self._call_logs[group] = session.keep(CallLog(group, session.row, index, session.call_by_mpi))
             session.awaited_elsewhere = lambda: any(log.ahead() for log in self._call_logs.values())
             for each in (session.group, session.node, session.domain):
                 each.absence_reason = self._absence_reason
@@ -192,4 +192,4 @@ class Engines:
         if failed:
             return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
         ahead = (said for call_log in self._call_logs.values() if (said := call_log.absence_reason()))
-        return next(ahead, "") or self._session.calls_on_host.absence_reason(ranks)
+        return next(ahead, "") or self._session.absence_reason(ranks)

@@ -69,12 +69,8 @@ class OnGpus:
         known = gpu.find(operation, algorithm, send, receive, op, root, counts, epilogue, wire)
         if known is None:
             return None
-        backend, events = self._session.backend, gpu.engine.completions
-        event = events.take()  # if the call raises, the event goes with its last reference
+        backend, mark = self._session.backend, gpu.engine.completions.take()
         vote = self._votes.vote_for_gpus if votes else None
-        if gpu.enqueue(known, stream, send, receive, event, vote=vote):
-            done = event.passed
-        else:
-            events.give_back(event)
-            done = partial(bool, True)
+        is_enqueued = gpu.enqueue(known, stream, send, receive, mark, vote=vote)
+        done = mark.passed if is_enqueued else partial(bool, True)
         return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)

@@ -45,7 +45,7 @@ from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
-from mpicomm.devices.cuda.events import LocalEvent
+from mpicomm.devices.cuda.events import LocalEvent, Mark
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.cuda.types import GpuBackend
@@ -328,7 +328,7 @@ class DeviceEngine:
             self._longest.keep(plan, private_nbytes)
         return plan
 
-    def enqueue(self, plan: Plan, stream: int, event: LocalEvent | None = None, meets: bool = False) -> bool:
+    def enqueue(self, plan: Plan, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
 
         After some calls with private lengths it may block until all ranks have come: see `LongestMessage`.

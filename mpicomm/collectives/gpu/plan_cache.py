@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpi4py import MPI
 
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
-from mpicomm.devices.cuda.beside import beside
+from mpicomm.devices.cuda.stream_threads import beside
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.plain_arrays import (
     PlainArray,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpicomm.collectives.gpu.call_templates import CallTemplate
     from mpicomm.collectives.gpu.plan import Plan
     from mpicomm.collectives.wire import Wire
-    from mpicomm.devices.cuda.events import Completions, LocalEvent
+    from mpicomm.devices.cuda.events import EventPool, LocalEvent, Mark
     from mpicomm.epilogues.base import Epilogue
     from mpicomm.session import Session
     from mpicomm.symmetric.registry import Mappings
@@ -40,7 +40,7 @@ _TIMES = 8  # calls with the same arrays before they get a separate plan, which 
 class Engine(Protocol):
     """An engine for device arrays: `DeviceEngine`, which explains its methods, or one for several peer domains."""
 
-    completions: Completions
+    completions: EventPool
     """The events that callers pass to `enqueue`."""
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan: ...
@@ -53,7 +53,7 @@ class Engine(Protocol):
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan: ...
 
-    def enqueue(self, plan: Any, stream: int, event: LocalEvent | None = None, meets: bool = False) -> bool: ...
+    def enqueue(self, plan: Any, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ class PlanCache:
         stream: Any,
         send: Any,
         receive: Any,
-        event: LocalEvent | None = None,
+        event: LocalEvent | Mark | None = None,
         blocking: bool = False,
         vote: Callable[[], None] | None = None,
     ) -> bool:
@@ -222,7 +222,9 @@ class PlanCache:
             backend.complete(resolved)
         return pending
 
-    def enqueue_on(self, plan: AnyPlan, stream: int, event: LocalEvent | None = None, *, noted: bool = False) -> bool:
+    def enqueue_on(
+        self, plan: AnyPlan, stream: int, event: LocalEvent | Mark | None = None, *, noted: bool = False
+    ) -> bool:
         """As `enqueue`, on the stream with this address. Return whether ``event`` is recorded after the call. Local.
 
         ``noted`` is whether an earlier call has counted this thread among the users of the stream.

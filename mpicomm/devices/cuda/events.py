@@ -1,4 +1,4 @@
-"""CUDA events: events that processes share, events of this process, and a pool of them that tells when work is done."""
+"""CUDA events: events that processes share, events of this process, and marks of streams by pooled events."""
 
 from __future__ import annotations
 
@@ -74,56 +74,55 @@ class LocalEvent:
                 runtime.eventDestroy(self.ptr)
 
 
-class Completion(LocalEvent):
-    """An event of the pool ``idle``."""
+class Mark:
+    """A point in the work of a stream. The last reference to the mark gives its event, at ``ptr``, back to the pool."""
 
-    __slots__ = ("_idle",)
+    __slots__ = ("_pool", "ptr")
 
-    def __init__(self, idle: list[Completion]) -> None:
-        super().__init__()
-        self._idle = idle
+    def __init__(self, pointer: int, pool: EventPool) -> None:
+        self.ptr = pointer
+        self._pool = pool
+
+    def __del__(self) -> None:
+        # A stream that waits for the event waits for the record at that time, whatever comes later.
+        self._pool.idle.append(self.ptr)
 
     def passed(self) -> bool:
-        """Return whether the work before the recorded event is done; for any thread.
-
-        Callers do not call it again after it has returned true, because the event is then back in the pool.
-        """
+        """Return whether the work before the mark is done; for any thread."""
         # It raises if the device has failed, because work of a failed device is never done.
-        if not is_over(driver.cuEventQuery, self.ptr):
-            return False
-        self._idle.append(self)
-        return True
+        return is_over(driver.cuEventQuery, self.ptr)
 
     def wait(self) -> None:
-        """Block until the work before the recorded event is done. The event is then back in the pool."""
+        """Block until the work before the mark is done."""
         # Most collectives end within these queries, which see the end some microseconds before the driver's wait does.
         if not soon(self.passed):
             call(driver.cuEventSynchronize, self.ptr)
-            self._idle.append(self)
 
 
-class Completions:
-    """A pool of events of one device, because the driver takes longer to create an event than to record it.
+class EventPool:
+    """The events of marks, because the driver takes longer to create an event than to record it.
 
-    ``current`` makes the device current in a ``with`` block.
+    ``current`` makes the device current in a ``with`` block. Marks have only the addresses, and the pool keeps the
+    events. If a mark had the event, and a cycle of garbage had the mark, the garbage collector would call the
+    finalizers of both. The event would be destroyed, and in the pool.
     """
 
     def __init__(self, current: Callable[[], AbstractContextManager[None]]) -> None:
         self._current = current
-        self._idle: list[Completion] = []
+        self.events: dict[int, LocalEvent] = {}
+        self.idle: list[int] = []
 
-    def take(self) -> Completion:
-        """Return an event for the caller to record."""
+    def take(self) -> Mark:
+        """Return a mark that the caller records."""
         try:
-            return self._idle.pop()
-        except IndexError:  # a test beforehand is not enough: a thread that completes requests may take the last event
+            return Mark(self.idle.pop(), self)
+        except IndexError:  # a test beforehand is not enough: another thread may take the last event
             with self._current():
-                return Completion(self._idle)
-
-    def give_back(self, event: Completion) -> None:
-        """Let `take` return an event again that nobody has recorded."""
-        self._idle.append(event)
+                event = LocalEvent()
+            self.events[event.ptr] = event
+            return Mark(event.ptr, self)
 
     def close(self) -> None:
-        """Destroy the events of the pool."""
-        self._idle.clear()
+        """Destroy the events that no mark has. The others end with the pool."""
+        while self.idle:
+            self.events.pop(self.idle.pop(), None)

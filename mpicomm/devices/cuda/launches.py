@@ -34,8 +34,15 @@ class LaunchGraph:
         graph = int(call(driver.cuGraphCreate, 0))
         try:
             before: list[Any] = []
-            for launch in launches:
-                before = [_add(graph, before, kernel, *launch)]
+            for blocks, threads, argument in launches:
+                memory = ctypes.create_string_buffer(argument, len(argument))
+                pointer = ctypes.c_void_p(ctypes.addressof(memory))
+                node: Any = driver.CUDA_KERNEL_NODE_PARAMS()
+                node.func = driver.CUfunction(kernel.address)
+                node.gridDimX, node.blockDimX = blocks, threads
+                node.gridDimY = node.gridDimZ = node.blockDimY = node.blockDimZ = 1
+                node.kernelParams = ctypes.addressof(pointer)  # the driver copies the argument
+                before = [call(driver.cuGraphAddKernelNode, graph, before, len(before), node)]
             self._executable = int(call(driver.cuGraphInstantiate, graph, 0))
         finally:
             driver.cuGraphDestroy(graph)
@@ -50,18 +57,6 @@ class LaunchGraph:
     def __del__(self) -> None:
         if self._executable:
             driver.cuGraphExecDestroy(self._executable)  # its status may say that the driver shut down with the process
-
-
-def _add(graph: int, before: list[Any], kernel: Kernel, blocks: int, threads: int, argument: bytes) -> Any:
-    """Add a launch to a graph, after the launches ``before``; return its handle. The driver copies the argument."""
-    memory = ctypes.create_string_buffer(argument, len(argument))
-    pointer = ctypes.c_void_p(ctypes.addressof(memory))
-    parameters: Any = driver.CUDA_KERNEL_NODE_PARAMS()
-    parameters.func = driver.CUfunction(kernel.address)
-    parameters.gridDimX, parameters.blockDimX = blocks, threads
-    parameters.gridDimY = parameters.gridDimZ = parameters.blockDimY = parameters.blockDimZ = 1
-    parameters.kernelParams = ctypes.addressof(pointer)
-    return call(driver.cuGraphAddKernelNode, graph, before, len(before), parameters)
 
 
 _MOST_WAITING_BLOCKS = 4

@@ -60,12 +60,9 @@ class CudaSegment:
         if self not in self._context.segments:
             return
         self._context.segments.remove(self)
-        release, self._release, self._export = self._release, _do_nothing, None
+        release, self._release, self._export = self._release, lambda: None, None
         with contextlib.suppress(DriverShutDownError), self._context.current():
             release()
-
-
-def _do_nothing() -> None: ...
 
 
 def allocate_ipc(context: PrimaryContext, nbytes: int) -> CudaSegment:
@@ -80,7 +77,7 @@ def allocate_ipc(context: PrimaryContext, nbytes: int) -> CudaSegment:
 def adopt_ipc(context: PrimaryContext, base: int, size: int, array: Any) -> CudaSegment:
     """Return the memory of ``array`` in an allocation of ``cuMemAlloc``, with ``size`` bytes at ``base``."""
     export = partial(_export_ipc, context, base, size, array=array)
-    return CudaSegment(context, array.data.ptr, array.nbytes, _do_nothing, export)
+    return CudaSegment(context, array.data.ptr, array.nbytes, lambda: None, export)
 
 
 def _export_ipc(context: PrimaryContext, base: int, size: int, segment: CudaSegment, array: Any = None) -> Exported:

@@ -12,7 +12,7 @@ from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, is_over
-from mpicomm.devices.cuda.events import LocalEvent
+from mpicomm.devices.cuda.events import EventPool, LocalEvent, Mark
 from mpicomm.devices.cuda.stream_order import capture_of, relaxed, takes_part
 
 
@@ -64,43 +64,6 @@ class ForkedStream:
         self._captured.clear()
 
 
-class _EventPool:
-    """The events of marks, by their addresses. Creating and destroying an event takes longer than all else here.
-
-    Marks have only the addresses, and the pool keeps the events. If a mark had the event, and a cycle of garbage had
-    the mark, the garbage collector would call the finalizers of both. The event would be destroyed, and in the pool.
-    """
-
-    def __init__(self) -> None:
-        self.events: dict[int, LocalEvent] = {}
-        self.idle: list[int] = []
-
-    def recorded(self, stream: int) -> int:
-        """Return the address of an event that nothing else uses, recorded on ``stream``."""
-        try:
-            pointer = self.idle.pop()
-        except IndexError:  # a test beforehand is not enough: another thread may take the last event
-            event = LocalEvent()
-            self.events[event.ptr] = event
-            pointer = event.ptr
-        runtime.eventRecord(pointer, stream)
-        return pointer
-
-
-class Mark:
-    """A point in the work of a stream. The last reference to the mark gives its event, at ``ptr``, back to the pool."""
-
-    __slots__ = ("_pool", "ptr")
-
-    def __init__(self, pointer: int, pool: _EventPool) -> None:
-        self.ptr = pointer
-        self._pool = pool
-
-    def __del__(self) -> None:
-        # A stream that waits for the event waits for the record at that time, whatever comes later.
-        self._pool.idle.append(self.ptr)
-
-
 class SideStreams:
     """Streams of one device beside the user's, for work that waits for other ranks, and events.
 
@@ -116,7 +79,7 @@ class SideStreams:
         self._lock = threading.Lock()
         self._free: list[int] = []
         self._streams: list[Any] = []
-        self._events = _EventPool()
+        self._events = EventPool(context.current)
 
     def mark(self, stream: int, old: Mark | None = None) -> Mark:
         """Return a mark after the work that ``stream`` has at this call.
@@ -127,10 +90,9 @@ class SideStreams:
         if (old is None or stream <= 2) and runtime.getDevice() != self._ordinal:
             with self._context.current():
                 return self.mark(stream, old)
-        if old is None:
-            return Mark(self._events.recorded(stream), self._events)
-        runtime.eventRecord(old.ptr, stream)
-        return old
+        mark = old or self._events.take()
+        runtime.eventRecord(mark.ptr, stream)
+        return mark
 
     def event(self) -> LocalEvent:
         """Return a new event, which the caller keeps. An engine records it."""
@@ -145,13 +107,10 @@ class SideStreams:
         if runtime.getDevice() != self._ordinal:
             with self._context.current():
                 self.wait_stream(stream, other, old)
-        elif old is None:
-            event = self._events.recorded(other)
-            runtime.streamWaitEvent(stream, event)
-            self._events.idle.append(event)  # the stream waits for this record, whatever is recorded later
         else:
-            runtime.eventRecord(old.ptr, other)
-            runtime.streamWaitEvent(stream, old.ptr)
+            mark = old or self._events.take()
+            runtime.eventRecord(mark.ptr, other)
+            runtime.streamWaitEvent(stream, mark.ptr)
 
     def passed(self, mark: Mark) -> bool:
         """Return whether the work before a mark is done."""
@@ -196,9 +155,9 @@ class SideStreams:
     def close(self) -> None:
         """Destroy the streams; the context must be current, and their work over. A second call does nothing."""
         self._free.clear()
-        while self._events.idle:  # the events of marks end with the last mark, which then has the only pool
-            self._events.events.pop(self._events.idle.pop(), None)
-        self._events = _EventPool()
+        self._events.close()
+        # The events of marks end with the last mark, which then has the only reference to their pool.
+        self._events = EventPool(self._context.current)
         while self._streams:
             with contextlib.suppress(DriverShutDownError):
                 call(driver.cuStreamDestroy, self._streams.pop())

@@ -14,7 +14,7 @@ from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.events import Completions, LocalEvent
+from mpicomm.devices.cuda.events import EventPool, LocalEvent, Mark
 from mpicomm.errors import HandleError
 
 
@@ -68,15 +68,12 @@ class StreamOrder:
     ) -> None:
         """``current`` makes the device current. The process never destroys the streams at the addresses ``lasting``."""
         self._lasting = lasting
-        self.completions = Completions(current)
-        """The events of callers that ask whether their piece is done. Only `enqueue` records them.
-
-        The next piece may wait for an event after the event has gone back to this pool. If other work recorded the
-        event, the piece would wait for that work. A peer may begin that work only after the piece, so both ranks would
-        wait in a circle.
-        """
+        self.completions = EventPool(current)
+        """The marks of callers that ask whether their piece is done."""
         self._own: Any = self.completions.take()  # the event to record after a piece without an event of its caller
-        # The event to wait for before the next piece. This keeps it, because whoever owns it may drop it.
+        # The event to wait for before the next piece. This keeps it, because its owner may drop it. If other work then
+        # recorded the event, the piece would wait for that work. A peer may begin that work only after the piece, so
+        # both ranks would wait in a circle.
         self._awaited: Any = self._own
         self._stream = 0  # the stream on which `_awaited` was recorded
         # The events of captures, by capture, because no stream outside can wait for an event that a capture recorded.
@@ -84,7 +81,7 @@ class StreamOrder:
         # because the driver does not say which captures are over.
         self._captured: dict[int, LocalEvent] = {}
 
-    def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue, event: LocalEvent | None = None) -> bool:
+    def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue, event: LocalEvent | Mark | None = None) -> bool:
         """Call ``eager`` with ``stream``, or ``captured`` if the stream captures; this enqueues the next piece.
 
         Return whether it called ``eager``. Then it has recorded ``event`` after the piece. No other code records

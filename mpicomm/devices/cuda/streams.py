@@ -13,8 +13,8 @@ from cupy.cuda import get_current_stream, runtime
 
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.events import Completion, Completions
-from mpicomm.devices.stream_threads import StreamThreads, ThreadsOfStreams
+from mpicomm.devices.cuda.events import EventPool, Mark
+from mpicomm.devices.cuda.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.errors import InvalidUsageError
 
 _ACCEPTED = "pass a CuPy or PyTorch stream, an object with __cuda_stream__, an int, or leave stream out"
@@ -87,7 +87,7 @@ class StreamsOfGpu:
         `mpicomm.torch` takes from PyTorch's pool."""
         self.note = self._threads.note
         """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
-        self._completions = Completions(context.current)
+        self._events = EventPool(context.current)
 
     def stream(self, stream: Any, array: Any = None) -> int:
         """Return the address of a ``stream=`` argument; ``None`` is the current stream of ``array``'s library.
@@ -111,7 +111,7 @@ class StreamsOfGpu:
     def waits_beside(self, stream: int, array: Any) -> bool:
         """Return whether a blocking call on ``array`` and its thread wait for peers beside ``stream``.
 
-        They do if several threads use the stream: see `mpicomm.devices.stream_threads`.
+        They do if several threads use the stream: see `mpicomm.devices.cuda.stream_threads`.
         """
         # PyTorch itself calls from several threads: the threads of the program and of autograd. It keeps their order,
         # and expects that no call waits for the GPU.
@@ -120,7 +120,7 @@ class StreamsOfGpu:
     def meets(self, stream: int, array: Any) -> bool:
         """Return whether the ranks meet on the host before a blocking collective on ``array`` begins.
 
-        They do if several threads use the device: see `mpicomm.devices.stream_threads`.
+        They do if several threads use the device: see `mpicomm.devices.cuda.stream_threads`.
         """
         # Tensors do not count the threads: backward passes have a separate thread, and a count takes long.
         several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
@@ -141,8 +141,8 @@ class StreamsOfGpu:
 
         A stream that captures a graph runs nothing, so its work counts as done.
         """
-        event = self._recorded(stream)
-        return (lambda: True) if event is None else event.passed
+        mark = self._recorded(stream)
+        return (lambda: True) if mark is None else mark.passed
 
     def wait(self, stream: int) -> None:
         """Wait for the work that ``stream`` has at this call, unless it captures.
@@ -150,17 +150,17 @@ class StreamsOfGpu:
         It waits for an event and not for the stream. Another thread may enqueue more work there, which waits for a peer
         that waits for this thread.
         """
-        event = self._recorded(stream)
-        if event is not None:
-            event.wait()
+        mark = self._recorded(stream)
+        if mark is not None:
+            mark.wait()
 
-    def _recorded(self, stream: int) -> Completion | None:
-        """Return an event after the work that ``stream`` has at this call; None if it captures."""
+    def _recorded(self, stream: int) -> Mark | None:
+        """Return a mark after the work that ``stream`` has at this call; None if it captures."""
         if runtime.getDevice() != self._ordinal:
             with self._context.current():
                 return self._recorded(stream)
         if runtime.streamIsCapturing(stream):
             return None
-        event = self._completions.take()
-        runtime.eventRecord(event.ptr, stream)
-        return event
+        mark = self._events.take()
+        runtime.eventRecord(mark.ptr, stream)
+        return mark

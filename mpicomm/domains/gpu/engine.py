@@ -22,7 +22,7 @@ from mpicomm.collectives.packed import table_of_blocks
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda.driver import DriverShutDownError
-from mpicomm.devices.cuda.events import LocalEvent
+from mpicomm.devices.cuda.events import LocalEvent, Mark
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import MemoryUse
@@ -167,7 +167,7 @@ class DomainsEngine:
         self,
         plan: DomainsPlan | Any,
         stream: int,
-        event: LocalEvent | None = None,
+        event: LocalEvent | Mark | None = None,
         meets: bool = False,
     ) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.

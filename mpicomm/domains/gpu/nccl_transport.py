@@ -13,7 +13,8 @@ from typing import TypeVar
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda import nccl
-from mpicomm.devices.cuda.side_streams import ForkedStream, Mark
+from mpicomm.devices.cuda.events import Mark
+from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.steps import NetworkStep, Transport, TransportName
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.devices.base import MessageCopy, Scratch
+from mpicomm.devices.cuda.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.devices.handle import KEY_NBYTES, Exported, Kind, MemoryHandle
 from mpicomm.devices.host import array_at, fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
-from mpicomm.devices.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.errors import CollectiveTimeoutError, HandleError
 from mpicomm.kernels.message import MESSAGE_WORDS, blocks_of_message
 from mpicomm.kernels.packing import PackTable

@@ -29,7 +29,7 @@ from tests.helpers.rigs.message_rigs import Rig
 class Engine:
     """The engine of GPUs as the dispatcher sees it, and the number of calls that it has carried out."""
 
-    completions = SimpleNamespace(take=lambda: SimpleNamespace(passed=bool), give_back=bool)
+    completions = SimpleNamespace(take=lambda: SimpleNamespace(passed=bool))
     """Events that nothing records."""
 
     def __init__(self, host: HostEngine, post: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ class Engine:
 def on_host_engine(comm: Any) -> Iterator[Engine]:
     """Let a communicator whose GPU is a `ThreadDevice` carry out calls on device arrays. Collective over all ranks."""
     session = comm._session
-    made = engine_of(MPI.COMM_WORLD, timeout_s=session.placement.here.timeout_s, by_mpi=session.calls_on_host.of)
+    made = engine_of(MPI.COMM_WORLD, timeout_s=session.placement.here.timeout_s, by_mpi=session.call_by_mpi)
     with made as (host, _, _), pytest.MonkeyPatch.context() as patch:
         engines = comm._collectives.engines
         engine = Engine(host, lambda text: engines.node_log("test", patient=False).post(text))

@@ -93,10 +93,8 @@ class Known:
         """Whether the ranks met on the host before each of these."""
         self.streams: list[Any] = []
         self.done = False
-        self.idle: list[Any] = []
-        """The events that calls have given back."""
         event = SimpleNamespace(passed=lambda: self.done)
-        completions = SimpleNamespace(take=lambda: event, give_back=self.idle.append)
+        completions = SimpleNamespace(take=lambda: event)
         backend = SimpleNamespace(stream=lambda stream, array: stream or array, completes=False)
         session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
         self.runs = True  # the stream is not in a capture

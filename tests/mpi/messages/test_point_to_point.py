@@ -184,7 +184,7 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
                 child.Isend(buffer, 0).Wait()
                 assert (content() == 0).all()
         child.check()
-        assert not child._session.is_set_up
+        assert not child._session._groups
 
 
 def test_the_memory_of_messages_is_used_again(comm: mpicomm.Communicator, xp: Any) -> None:

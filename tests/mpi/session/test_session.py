@@ -39,7 +39,7 @@ def test_messages_open_the_device_and_set_nothing_up(comm_world: MPI.Intracomm) 
         comm, device = on_threads(parent)
         exchange(comm, device)
         comm.check()
-        assert not comm._session.is_set_up
+        assert not comm._session._groups
         comm.Free()
         assert device.closed
 
@@ -85,7 +85,7 @@ def test_a_set_up_that_fails_keeps_open_memory_open(comm_world: MPI.Intracomm, m
             monkeypatch.setattr(Placement, "create_backend", raising(OSError))
         with raises_everywhere(comm_world, HandleError, match="bind device failed on rank 1: .*injected"):
             comm._session.set_up("set up")
-        assert not comm._session.is_set_up
+        assert not comm._session._groups
         assert not device.closed
         monkeypatch.setattr(Placement, "create_backend", lambda placement: device)
         exchange(comm, device)
@@ -98,7 +98,7 @@ def test_a_gpu_is_refused_on_the_cpu_and_after_free(comm_world: MPI.Intracomm) -
         with pytest.raises(InvalidUsageError, match="Send: the buffers are on a GPU, the communicator is on the cpu"):
             parent._session.gpu("Send")
         comm, device = on_threads(parent)
-        assert parent._session.is_set_up
+        assert parent._session._groups
         assert cast(object, comm._session.gpu("Send")) is device
         comm.Free()
         with pytest.raises(InvalidUsageError, match="Send: the communicator was freed; create another"):

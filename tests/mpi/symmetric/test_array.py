@@ -108,15 +108,6 @@ def test_pointers_are_the_parts_as_mapped_here(comm: mpicomm.Communicator, xp: A
         settle(comm)
 
 
-def test_own_part_is_one_memory(comm: mpicomm.Communicator, xp: Any) -> None:
-    with comm.zeros(3, np.int64) as array:
-        assert array.peer(comm.rank) is array.local
-        array.put(xp.asarray([5]), comm.rank, offset=1)
-        comm.check()
-        assert to_host(array.local).tolist() == [0, 5, 0]
-        assert to_host(array.get(comm.rank)).tolist() == [0, 5, 0]
-
-
 @pytest.mark.parametrize("integer", [int, np.int64, np.uint8, np.int8, bool])
 def test_put_takes_any_integer_as_offset(comm: mpicomm.Communicator, xp: Any, integer: type) -> None:
     with comm.zeros(4, np.int64) as array:
@@ -184,15 +175,6 @@ def test_zeros_are_zero_before_a_peer_can_write(
         comm.check()
         assert to_host(array.local).tolist() == [7 + rank for rank in range(comm.size)]
         array.close()
-
-
-def test_zeros_are_zero_in_memory_used_before(comm: mpicomm.Communicator) -> None:
-    for _ in range(3):
-        with comm.empty(1000, np.uint8) as array:
-            array.local[...] = 255
-            comm.check()
-        with comm.zeros(1000, np.uint8) as array:
-            assert not to_host(array.local).any()
 
 
 def test_arrays_of_many_sizes_live_side_by_side(comm: mpicomm.Communicator, xp: Any) -> None:

@@ -14,7 +14,6 @@ from mpi4py import MPI
 from mpicomm import errors
 from mpicomm.cluster.agreement import Group, _Outcome
 from mpicomm.cluster.process import node_key
-from mpicomm.cluster.roll_call import duplicate
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError, UnknownTypeError
 from mpicomm.waiting import wait_until
@@ -46,18 +45,6 @@ def raising(error: BaseException) -> Callable[[], None]:
 
 
 # ---- exchange, on one rank
-
-
-def test_exchange_returns_the_results_of_every_rank(group: Group) -> None:
-    assert group.exchange("step", lambda: ["anything"]) == [["anything"]]
-    assert group.exchange("step", lambda: None) == [None]
-
-
-def test_agree_and_barrier_return_nothing_and_do_their_part(group: Group) -> None:
-    done: list[int] = []
-    group.agree("step", lambda: done.append(1))
-    group.barrier("step")
-    assert done == [1]
 
 
 @pytest.mark.parametrize("original", ERRORS, ids=lambda error: type(error).__name__)
@@ -94,12 +81,6 @@ def test_an_interrupt_is_passed_on(group: Group) -> None:
         group.exchange("step", raising(KeyboardInterrupt()))
 
 
-def test_a_failure_leaves_the_group_usable(group: Group) -> None:
-    with pytest.raises(HandleError):
-        group.exchange("step", raising(HandleError("no")))
-    assert group.exchange("step", lambda: 1) == [1]
-
-
 def test_a_broken_group_does_nothing_more(group: Group) -> None:
     done: list[int] = []
     group.broken = CollectiveTimeoutError("open: rank 3 did not arrive within 5 s", ranks=[3])
@@ -124,14 +105,6 @@ def test_a_timeout_inside_an_exchange_is_raised_as_it_is(group: Group) -> None:
     assert failure.value is timeout
 
 
-def test_groups_know_their_place() -> None:
-    group = Group(MPI.COMM_SELF, [0, 2, 5], 5.0)
-    part = group.subgroup([0, 5], tag=3)
-    assert (part.rank, part.size, part.ranks, part.timeout_s) == (0, 2, (0, 5), 5.0)
-    part.broken = CollectiveTimeoutError("no")
-    assert group.broken is None
-
-
 # ---- _judge
 
 
@@ -140,22 +113,11 @@ def judge(*outcomes: _Outcome) -> MpicommError | None:
     return Group(MPI.COMM_SELF, [0, 2, 5, 7], 5.0)._judge(list(outcomes))
 
 
-def test_success_everywhere_is_no_error() -> None:
-    assert judge(*[_Outcome("open", value) for value in (1, None, "x", False)]) is None
-
-
 def test_different_steps_are_a_peer_error_that_names_who_said_what() -> None:
     error = judge(_Outcome("open"), _Outcome("close"), _Outcome("open"), _Outcome("open", error=HandleError("no")))
     assert type(error) is PeerError
     assert str(error) == "ranks called different things: rank 0: open; rank 2: close; rank 5: open; rank 7: open"
     assert error.ranks == (0, 2, 5, 7)
-
-
-def test_one_failing_rank_is_named_without_the_step_if_an_argument_is_wrong() -> None:
-    error = judge(_Outcome("open"), _Outcome("open"), _Outcome("open", error=InvalidUsageError("no")), _Outcome("open"))
-    assert type(error) is InvalidUsageError
-    assert str(error) == "rank 5: no"
-    assert error.ranks == (5,)
 
 
 def test_ranks_that_failed_alike_are_named_together() -> None:
@@ -208,12 +170,6 @@ def test_without_proc_sys_a_node_has_the_name_of_its_host(monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "read_text", missing)
     monkeypatch.setattr(Path, "readlink", missing)
     assert node_key() == f"{socket.gethostname()}/"
-
-
-def test_a_duplicate_is_another_communicator() -> None:
-    copy = duplicate(MPI.COMM_SELF, "step", 60.0)
-    assert MPI.Comm.Compare(copy, MPI.COMM_SELF) == MPI.CONGRUENT
-    copy.Free()
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 5e-4, 0.02])

@@ -42,41 +42,20 @@ def place(
 # ---- assign_devices
 
 
-def assign(visible: Sequence[Sequence[bytes]]) -> list[int]:
-    """Return the devices of ranks without a device from before and without a launcher."""
-    return assign_devices(visible, [b""] * len(visible), [0] * len(visible))
-
-
-@pytest.mark.parametrize(
-    ("visible", "ordinals"),
-    [
-        ([], []),
-        ([[A, B, C, D]] * 4, [0, 1, 2, 3]),
-        ([[A, B, C, D]] * 2, [0, 1]),
-        ([[A], [B], [C], [D]], [0, 0, 0, 0]),
-        ([[A, B]] * 5, [0, 1, 0, 1, 0]),
-        ([[A]] * 3, [0, 0, 0]),
-        # The same devices in another order: each rank takes the first free one.
-        ([[A, B], [A, B], [B, A], [B, A]], [0, 1, 0, 1]),
-        ([[A, B], [B, A]], [0, 0]),
-        ([[A, B], [A, C]], [0, 1]),
-        ([[A, B, C], [A, B], [A, B, C]], [0, 1, 2]),
-        ([[A], [A, B], [A, B, C]], [0, 1, 2]),
-    ],
-)
-def test_devices_of_the_usual_cases(visible: list[list[bytes]], ordinals: list[int]) -> None:
-    assert assign(visible) == ordinals
-
-
 @pytest.mark.parametrize(
     ("visible", "given", "local_ids", "ordinals"),
     [
-        ([[A, B, C, D]] * 4, [b""] * 4, [0, 1, 2, 3], [0, 1, 2, 3]),
+        ([], [], [], []),
+        ([[A, B, C, D]] * 4, [b""] * 4, [0, 0, 0, 0], [0, 1, 2, 3]),  # without a launcher
+        ([[A, B]] * 5, [b""] * 5, [0] * 5, [0, 1, 0, 1, 0]),
+        ([[A], [B], [C], [D]], [b""] * 4, [0] * 4, [0, 0, 0, 0]),
+        # The same devices in another order: each rank takes the first free one.
+        ([[A, B], [A, B], [B, A], [B, A]], [b""] * 4, [0] * 4, [0, 1, 0, 1]),
+        ([[A, B, C], [A, B], [A, B, C]], [b""] * 3, [0] * 3, [0, 1, 2]),
+        ([[A], [A, B], [A, B, C]], [b""] * 3, [0] * 3, [0, 1, 2]),
         ([[A, B, C, D]] * 2, [b""] * 2, [2, 3], [2, 3]),  # the other half of the job
         ([[A, B, C, D]] * 2, [b""] * 2, [1, 5], [1, 2]),  # more processes than devices
         ([[A, B, C, D]] * 3, [b""] * 3, [3, 2, 1], [3, 2, 1]),  # in another order
-        ([[A, B]] * 3, [b""] * 3, [0, 0, 0], [0, 1, 0]),  # a launcher that gives all the same number
-        ([[A]] * 2, [b""] * 2, [0, 1], [0, 0]),
         # Each rank sees its own device first, so the number of the device does not count.
         ([[A, B, C, D], [B, C, D, A], [C, D, A, B]], [b""] * 3, [0, 1, 2], [0, 0, 0]),
         ([[A, B, C, D]] * 2, [C, A], [0, 1], [2, 0]),
@@ -85,29 +64,17 @@ def test_devices_of_the_usual_cases(visible: list[list[bytes]], ordinals: list[i
         ([[A, B]] * 2, [D, b""], [0, 1], [0, 1]),  # a device that the rank does not see
     ],
 )
-def test_a_rank_keeps_its_device_and_processes_of_other_communicators_have_theirs(
+def test_a_rank_keeps_its_device_and_takes_the_one_that_the_fewest_have(
     visible: list[list[bytes]], given: list[bytes], local_ids: list[int], ordinals: list[int]
 ) -> None:
     assert assign_devices(visible, given, local_ids) == ordinals
 
 
 @settings(deadline=None)
-@given(count=st.integers(1, 16), ranks=st.integers(0, 40), data=st.data())
-def test_ranks_that_see_all_devices_share_them_evenly_in_whatever_order(
-    count: int, ranks: int, data: st.DataObject
-) -> None:
-    uuids = [bytes([n]) * 16 for n in range(count)]
-    visible = [data.draw(st.permutations(uuids)) for _ in range(ranks)]
-    ordinals = assign(visible)
-    uses = Counter(seen[ordinal] for seen, ordinal in zip(visible, ordinals, strict=True))
-    assert max(uses.values(), default=0) - min((uses[uuid] for uuid in uuids), default=0) <= 1
-
-
-@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from([A, B, C, D]), min_size=1, unique=True), max_size=20))
 def test_every_rank_gets_a_device_it_sees_that_fewest_had_before(visible: list[list[bytes]]) -> None:
     users: Counter[bytes] = Counter()
-    ordinals = assign(visible)
+    ordinals = assign_devices(visible, [b""] * len(visible), [0] * len(visible))
     assert len(ordinals) == len(visible)
     for seen, ordinal in zip(visible, ordinals, strict=True):
         assert 0 <= ordinal < len(seen)
@@ -274,14 +241,6 @@ def test_a_subset_keeps_who_is_where(keys: list[str], data: st.DataObject) -> No
     assert {ranks[index] for index in part.node_ranks} == set(whole.node_ranks) & set(ranks)
     others = whole.subset(ranks[::-1]), whole.subset(ranks)  # what is kept belongs to its own ranks and their order
     assert [[each.pid for each in other.places] for other in others] == [ranks[::-1], ranks]
-
-
-def test_chosen_handles_are_kept_with_the_rejected_ones() -> None:
-    asked = Placement([place("left"), place("right")], 1)
-    chosen = asked.with_handles([("ipc", {}), ("fd", {"ipc": "not here"})])
-    assert [each.handle for each in chosen.places] == ["ipc", "fd"]
-    assert (chosen.rank, chosen.here.rejected) == (1, {"ipc": "not here"})
-    assert asked.here.handle == "auto"
 
 
 def test_only_ranks_of_the_node_have_an_index_in_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import re
 from typing import Any
 
 import numpy as np
@@ -65,13 +64,6 @@ def test_gpu_arrays_are_refused_with_the_way_out(backend: HostBackend) -> None:
         backend.asarray(GpuArray())
 
 
-def test_there_are_no_streams(backend: HostBackend) -> None:
-    assert backend.stream(None) == 0
-    for stream in (0, 1, object()):
-        with pytest.raises(InvalidUsageError, match=re.escape(f"stream={stream!r}: a cpu communicator has no streams")):
-            backend.stream(stream)
-
-
 @settings(deadline=None)
 @given(source=st.integers(0, 200), target=st.integers(0, 200), nbytes=st.integers(0, 56))
 def test_copies_move_these_bytes_and_no_others(source: int, target: int, nbytes: int) -> None:
@@ -80,25 +72,3 @@ def test_copies_move_these_bytes_and_no_others(source: int, target: int, nbytes:
     expected[target : target + nbytes] = memory[source : source + nbytes].copy()
     HostBackend(1.0).copy(memory.ctypes.data + target, memory.ctypes.data + source, nbytes, 0)
     assert memory.tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (0, 1), (3, 10), (15, 1)])
-def test_zero_clears_these_bytes_and_no_others(offset: int, nbytes: int) -> None:
-    memory = np.full(16, 7, np.uint8)
-    HostBackend(1.0).zero(memory.ctypes.data + offset, nbytes)
-    assert memory.tolist() == [0 if offset <= index < offset + nbytes else 7 for index in range(16)]
-
-
-def test_pointer_tables_hold_any_address() -> None:
-    pointers = [0, 1 << 63, (1 << 64) - 1]
-    table = HostBackend(1.0).pointer_table(pointers)
-    assert table.dtype == np.uint64
-    assert table.tolist() == pointers
-
-
-def test_events_need_nothing_but_a_fence(backend: HostBackend) -> None:
-    event = backend.create_event()
-    assert event.export() == b""
-    event.record(0)
-    backend.open_event(b"").wait(0)
-    event.close()

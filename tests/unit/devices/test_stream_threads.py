@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.devices.stream_threads import StreamThreads, ThreadsOfStreams
+from mpicomm.devices.cuda.stream_threads import StreamThreads, ThreadsOfStreams
 from tests.helpers.jobs.pace import HANG_S
 
 OTHER = 7

@@ -14,7 +14,7 @@ circle:
    answer.
 
 Against 2 and 3, blocking calls that wait for peers wait beside a stream that several threads use. The calling thread
-waits with them, as it does in MPI: see cuda/beside.py. Then the stream itself holds no wait. Only the waits of threads
+waits with them, as it does in MPI: see `beside`. Then the stream itself holds no wait. Only the waits of threads
 are left, and MPI's rules keep these free of circles.
 
 4. Each thread has another stream. On rank 0 the C of thread A runs, and B loads a kernel, which waits for the whole
@@ -32,9 +32,11 @@ program. Only a wait that it enqueued before the first call of a second thread s
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import get_ident
+from typing import Any
 
 _NOBODY, _SEVERAL = 0, -1  # these are not identifiers of threads
 
@@ -152,3 +154,34 @@ class ThreadsOfStreams:
 
 def _has_ended(ident: int) -> bool:
     return all(thread.ident != ident for thread in threading.enumerate())
+
+
+class SideStream:
+    """A ``with`` block that has a side stream to itself. If ``after`` is given, the work follows that mark."""
+
+    __slots__ = ("_after", "_stream", "_streams")
+
+    def __init__(self, streams: Any, after: Any = None) -> None:
+        self._streams = streams
+        self._after = after
+
+    def __enter__(self) -> int:
+        stream: int = self._streams.take(self._after)
+        self._stream = stream
+        return stream
+
+    def __exit__(self, *exception: object) -> None:
+        self._streams.give_back(self._stream)
+
+
+@contextlib.contextmanager
+def beside(backend: Any, stream: int, after: Any = None) -> Iterator[int]:
+    """Give a side stream for work that waits for peers; wait for this work at the end of the ``with`` block.
+
+    The work follows the mark ``after``, or the work that ``stream`` has at this call. Raises as `check` does.
+    """
+    streams = backend.side_streams
+    with SideStream(streams, streams.mark(stream) if after is None else after) as side:
+        yield side
+        backend.synchronize(side)
+    backend.check()
