@@ -66,11 +66,13 @@ def _chosen(variable: str, argument: T) -> tuple[str, T | str]:
     return variable.removeprefix(PREFIX).lower(), argument
 
 
-def _one_of(variable: str, values: tuple[str, ...], advice: str) -> str:
-    """Return the value of a variable, or else the first of its possible ``values``."""
-    value = os.environ.get(variable, values[0])
+def _one_of(variable: str, values: tuple[str, ...], advice: str, argument: str = "auto") -> str:
+    """Return an argument, or if it is "auto" the value of its variable, or else the first of the ``values``."""
+    name, value = _chosen(variable, argument)
+    if name != variable and value == "auto":
+        return values[0]
     if value not in values:
-        raise InvalidUsageError(f"{variable}={value!r}: use {advice}")
+        raise InvalidUsageError(f"{name}={value!r}{advice}")
     return value
 
 
@@ -86,25 +88,20 @@ def device(argument: int | str) -> int | str:
 
 def handle(argument: str) -> str:
     """Return ``handle=``, or MPICOMM_HANDLE if the argument is "auto"."""
-    name, value = _chosen("MPICOMM_HANDLE", argument)
-    if value in HANDLES:
-        return value
-    raise InvalidUsageError(f"{name}={value!r} is no handle kind: use one of {', '.join(HANDLES)}")
+    return _one_of("MPICOMM_HANDLE", HANDLES, f" is no handle kind: use one of {', '.join(HANDLES)}", argument)
 
 
 def reductions(argument: str) -> str:
     """Return ``reductions=``, or MPICOMM_REDUCTIONS if the argument is "auto": "auto" or "ordered"."""
-    name, value = _chosen("MPICOMM_REDUCTIONS", argument)
-    if value in ("auto", "ordered"):
-        return value
-    raise InvalidUsageError(f"{name}={value!r}: use auto (the fastest way) or ordered (in rank order, never by MPI)")
+    advice = ": use auto (the fastest way) or ordered (in rank order, never by MPI)"
+    return _one_of("MPICOMM_REDUCTIONS", ("auto", "ordered"), advice, argument)
 
 
 def stream_order(argument: bool | None) -> bool:
     """Return ``stream_order=`` of `mpicomm.install`; if it is None, whether MPICOMM_ORDER is "stream"."""
     if argument is None:
-        values = ("complete", "stream")
-        return _one_of("MPICOMM_ORDER", values, "complete (calls are complete on return) or stream") == "stream"
+        advice = ": use complete (calls are complete on return) or stream"
+        return _one_of("MPICOMM_ORDER", ("complete", "stream"), advice) == "stream"
     if isinstance(argument, bool):
         return argument
     raise InvalidUsageError(f"stream_order={argument!r}: use True, False or None")
@@ -162,12 +159,12 @@ def host_id() -> str | None:
 
 def bind_cpu() -> bool:
     """Return whether MPICOMM_BIND_CPU asks each rank to stay on the cores of its GPU's NUMA node."""
-    return _one_of("MPICOMM_BIND_CPU", ("0", "1"), "1 to bind, 0 not to") == "1"
+    return _one_of("MPICOMM_BIND_CPU", ("0", "1"), ": use 1 to bind, 0 not to") == "1"
 
 
 def internode() -> str:
     """Return MPICOMM_INTERNODE: the engine that moves device memory between peer domains, or "auto"."""
-    value = _one_of("MPICOMM_INTERNODE", ("auto", *INTERNODE, "staged"), f"{', '.join(INTERNODE)} or auto")
+    value = _one_of("MPICOMM_INTERNODE", ("auto", *INTERNODE, "staged"), f": use {', '.join(INTERNODE)} or auto")
     return "pinned" if value == "staged" else value  # an alias, because the handle kind "staged" is something else
 
 
@@ -197,7 +194,7 @@ class Recording:
 
 def recording() -> Recording | None:
     """Return the records of calls that MPICOMM_TRACE and MPICOMM_STATS ask for; None if they ask for none."""
-    stats = _one_of("MPICOMM_STATS", ("0", "1"), "1 for a table of the calls at the end, 0 for none")
+    stats = _one_of("MPICOMM_STATS", ("0", "1"), ": use 1 for a table of the calls at the end, 0 for none")
     trace = os.environ.get("MPICOMM_TRACE") or None
     if trace is not None and trace.endswith("/"):
         raise InvalidUsageError(f'MPICOMM_TRACE={trace!r} names a folder: name a file, as in "{trace}trace-%r.json"')

@@ -91,26 +91,20 @@ def configure(rank: int) -> None:
     Rank 0 warns of variables that mpicomm does not read.
     """
     if not logger.handlers:
-        _add_handler(rank)
+        level, path = environment.debug(), environment.debug_file()
+        handler: logging.Handler
+        handler = logging.StreamHandler() if path is None else _DebugFile(file_name(path, rank))
+        who = f"{socket.gethostname()}:{os.getpid()}:{rank}"
+        handler.setFormatter(logging.Formatter(f"{who} mpicomm %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel({"WARN": logging.WARNING, "INFO": logging.INFO, "TRACE": TRACE}[level])
+        logger.propagate = False
     if rank == 0:
         _warn_of_unknown_variables()
 
 
 @cache  # once per process, because each Communicator calls it
 def _warn_of_unknown_variables() -> None:
-    unknown = environment.unknown()
-    if unknown:
+    if unknown := environment.unknown():
         named = ", ".join(f"{name} (the nearest name that it reads is {nearest})" for name, nearest in unknown.items())
         logger.warning("mpicomm does not read %s: correct the name, or unset it", named)
-
-
-def _add_handler(rank: int) -> None:
-    level = environment.debug()
-    host, pid = socket.gethostname(), os.getpid()
-    path = environment.debug_file()
-    handler: logging.Handler
-    handler = logging.StreamHandler() if path is None else _DebugFile(file_name(path, rank))
-    handler.setFormatter(logging.Formatter(f"{host}:{pid}:{rank} mpicomm %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel({"WARN": logging.WARNING, "INFO": logging.INFO, "TRACE": TRACE}[level])
-    logger.propagate = False

@@ -108,7 +108,7 @@ packages_of() {
 }
 
 make_environment() {
-  if "$python" -m pip --version >/dev/null 2>&1; then
+  if "$python" -c "import pip" 2>/dev/null; then
     return
   fi
   require_writable "$environment"

@@ -41,6 +41,17 @@ _KEPT_BY_MPI4PY = ("Allgather", "Alltoall", "Alltoallv", "Bcast")
 def add_methods(cls: type, rows: Sequence[Operation], form: int) -> None:
     """Add the methods of ``rows`` to a class. ``form`` is the index of a method in `Operation.methods`."""
     for row in rows:
+        setattr(cls, row.methods[form], _UncompiledMethod(cls, row, form))
+
+
+class _UncompiledMethod:
+    """Compiles the method when it is first looked up, because all of them would take a tenth of the import's time."""
+
+    def __init__(self, cls: type, row: Operation, form: int) -> None:
+        self._cls, self._row, self._form = cls, row, form
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        cls, row, form = self._cls, self._row, self._form
         name = row.methods[form]
         text, file = "\n".join([f"def {head(row, form)}:", *_body(row, form)]), f"<mpicomm {name}>"
         scope = {**_SCOPE, "row": row, "mpi": getattr(row.mpi_class, name, None), "__name__": cls.__module__}
@@ -50,6 +61,7 @@ def add_methods(cls: type, rows: Sequence[Operation], form: int) -> None:
         method.__qualname__ = f"{cls.__name__}.{name}"
         method.__doc__ = documentation(row, form)
         setattr(cls, name, method)
+        return method.__get__(instance, owner)
 
 
 def head(row: Operation, form: int, join: Callable[[list[str]], str] = ", ".join) -> str:

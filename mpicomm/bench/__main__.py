@@ -7,7 +7,7 @@ import sys
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench import experts, matmul
-from mpicomm.bench.contenders import ROOM_NBYTES, Contenders, mean_share
+from mpicomm.bench.contenders import ROOM_NBYTES, close, mean_share, measure, open_own, open_peers
 from mpicomm.bench.content import OPS, Content
 from mpicomm.bench.machine import machine_of
 from mpicomm.bench.measure import Measuring, Outcome
@@ -117,10 +117,11 @@ def main() -> int:
     for block in blocks_of(operation, swept, dtype, comm.size):
         share = mean_share(block) if options.vary else 1.0
         cases.append(Case(operation, dtype, options.op, block, False, comm.rank, comm.size, share))
-    contenders = Contenders(comm, machine, max(16, cases[-1].nbytes) + (ROOM_NBYTES if options.vary else 0))
+    longest = max(16, cases[-1].nbytes) + (ROOM_NBYTES if options.vary else 0)
     kinds = ("symmetric", "ordinary") if options.buffers == "both" else (options.buffers,)
-    contenders.open_own(kinds, options.algorithm, as_wire(options.wire_dtype))
-    contenders.open_peers(options.compare)
+    contenders = open_own(comm, machine, kinds, options.algorithm, as_wire(options.wire_dtype), longest)
+    opened, absent = open_peers(comm, machine, PEERS, options.compare, longest)
+    contenders += opened.values()
 
     graphs = machine.stream is not None and not (options.eager or options.vary) and options.cudagraph > 0
     how = f"{options.cudagraph} launches of a graph of {options.iters} calls" if graphs else f"{options.iters} calls"
@@ -129,8 +130,8 @@ def main() -> int:
         f"bench {operation.name}",
         f"timed: {how}, slowest rank, median; algorithm {options.algorithm}; {' and '.join(kinds)} arrays"
         f"{f', elements travel as {options.wire_dtype}' if options.wire_dtype else ''}",
-        *(f"{contender.name} {contender.version}" for contender in contenders.present if not contender.own),
-        *(f"{name}: {reason}" for name, reason in contenders.absent.items()),
+        *(f"{contender.name} {contender.version}" for contender in contenders if not contender.own),
+        *(f"{name}: {reason}" for name, reason in absent.items()),
         "",
     )
 
@@ -142,7 +143,7 @@ def main() -> int:
         content = Content(machine.xp, dtype, options.op, comm.size, cases[-1].count, reduces=operation.reduces)
 
     places = operation.places
-    names = [contender.name for contender in contenders.present]
+    names = [contender.name for contender in contenders]
     issue = machine.stream is not None and not graphs
     table = Table(places, [name for name in names if name != OWN], issue=issue)
     command_line.show(*table.head())
@@ -151,22 +152,22 @@ def main() -> int:
         outcomes: dict[str, dict[str, Outcome]] = {}
         silent: dict[str, dict[str, str]] = {}
         for place in places:
-            measured = contenders.measure(measuring, content, case.at(place), options.check, vary=options.vary)
+            measured = measure(measuring, contenders, content, case.at(place), options.check, vary=options.vary)
             outcomes[place], silent[place] = measured
         results.rows.append(ResultRow(case, outcomes, silent))
         command_line.show(table.row(case, outcomes, OWN))
-    own = {contender.name for contender in contenders.present if contender.own}
+    own = {contender.name for contender in contenders if contender.own}
     wrong = sum(count for name, count in results.wrong().items() if name in own)
-    peers = {each.name: each.version for each in contenders.present if not each.own or each.name == UNCODED}
+    peers = {each.name: each.version for each in contenders if not each.own or each.name == UNCODED}
     command_line.show(*(f"# {line}" for line in results.footer()))
     document = {
         "collective": options.collective,
         "peers": peers,
-        "missing": contenders.absent,
+        "missing": absent,
         "results": results.document(),
         "geometric_means": results.geometric_means(),
     }
-    return run.finish(document, wrong, close=contenders.close)
+    return run.finish(document, wrong, close=lambda: close(contenders))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from mpicomm.bench.measure import (
     those_that_work,
 )
 from mpicomm.bench.operations import BARRIER, Case, CaseBuffers
-from mpicomm.bench.peers import ORDINARY, OWN, PEERS, UNCODED, Mpicomm, Peer, PlainMpi
+from mpicomm.bench.peers import ORDINARY, OWN, UNCODED, Mpicomm, Peer, PlainMpi
 from mpicomm.collectives.wire import Wire
 
 P = TypeVar("P", bound=Peer)
@@ -57,53 +57,41 @@ def mean_share(largest: int) -> float:
     return (largest // 2 + 1 + largest) / 2 / largest
 
 
-class Contenders:
-    """All contenders, mpicomm first. ``absent`` has the reason for each missing peer."""
+def open_own(
+    comm: Communicator, machine: Machine, kinds: Sequence[str], algorithm: str, wire: Wire | None, nbytes: int
+) -> list[Peer]:
+    """Return mpicomm on symmetric arrays, on ordinary arrays, or on both. Elements travel as ``wire``. Collective.
 
-    def __init__(self, comm: Communicator, machine: Machine, nbytes: int) -> None:
-        self._comm = comm
-        self._machine = machine
-        self._nbytes = nbytes
-        self.present: list[Peer] = []
-        self.absent: dict[str, str] = {}
+    With ``wire`` the last contender is mpicomm without it, on arrays of the first kind.
+    """
+    own = [(ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN, kind, wire) for kind in kinds]
+    return [
+        Mpicomm(comm, machine, symmetric=kind == "symmetric", algorithm=algorithm, wire=travels).named(name, nbytes)
+        for name, kind, travels in [*own, *([] if wire is None else [(UNCODED, kinds[0], None)])]
+    ]
 
-    def open_own(self, kinds: Sequence[str], algorithm: str, wire: Wire | None = None) -> None:
-        """Add mpicomm on symmetric arrays, on ordinary arrays, or on both. Elements travel as ``wire``. Collective.
 
-        With ``wire`` the last contender is mpicomm without it, on arrays of the first kind.
-        """
-        own = [(ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN, kind, wire) for kind in kinds]
-        for name, kind, travels in [*own, *([] if wire is None else [(UNCODED, kinds[0], None)])]:
-            symmetric = kind == "symmetric"
-            peer = Mpicomm(self._comm, self._machine, symmetric=symmetric, algorithm=algorithm, wire=travels)
-            self.present.append(peer.named(name, self._nbytes))
+def close(contenders: Sequence[Peer]) -> None:
+    """Close all contenders, the last one first. Collective."""
+    for contender in reversed(contenders):
+        contender.first = contender.second = None
+        # Keep the results even if closing the peer fails.
+        with suppress(Exception) if not contender.own else nullcontext():
+            contender.close()
 
-    def open_peers(self, names: Sequence[str]) -> None:
-        """Add the peers that all ranks can open. Collective."""
-        opened, self.absent = open_peers(self._comm, self._machine, PEERS, names, self._nbytes)
-        self.present += opened.values()
 
-    def close(self) -> None:
-        """Close all contenders, the last one first. Collective."""
-        while self.present:
-            contender = self.present.pop()
-            contender.first = contender.second = None
-            # Keep the results even if closing the peer fails.
-            with suppress(Exception) if not contender.own else nullcontext():
-                contender.close()
-
-    def measure(
-        self, measuring: Measuring, content: Content, case: Case, checks: int, *, vary: bool = False
-    ) -> tuple[dict[str, Outcome], dict[str, str]]:
-        """Measure a case with ``checks`` checked calls, as `Measuring.run`. If calls ``vary``, it is in variations."""
-        trials: list[Trial] = []
-        silent: dict[str, str] = {}
-        for contender in self.present:
-            try:
-                trials += _trials(measuring, content, contender, case, checks, vary=vary)
-            except PeerFailureError as failure:
-                silent[contender.name] = str(failure)
-        return measuring.run(trials, silent)
+def measure(
+    measuring: Measuring, contenders: Iterable[Peer], content: Content, case: Case, checks: int, *, vary: bool = False
+) -> tuple[dict[str, Outcome], dict[str, str]]:
+    """Measure a case with ``checks`` checked calls, as `Measuring.run`. If calls ``vary``, it is in variations."""
+    trials: list[Trial] = []
+    silent: dict[str, str] = {}
+    for contender in contenders:
+        try:
+            trials += _trials(measuring, content, contender, case, checks, vary=vary)
+        except PeerFailureError as failure:
+            silent[contender.name] = str(failure)
+    return measuring.run(trials, silent)
 
 
 def open_peers(

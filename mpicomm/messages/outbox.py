@@ -118,17 +118,14 @@ class Outbox:
             self._free.clear()
             self._idle.clear()
 
-    def _set_up_words(self) -> None:
-        self._words = self._allocate(2 * DONE, 0)
-        # This precedes any header that names the block, because a count other than 0 would let a receiver through.
-        self._device.zero(self._words.segment.pointer, 2 * DONE)
-        self._in_flight.set_up(self._words.segment.pointer)
-
     def _find_place(self, room: int, *, whole: bool) -> OutboxSlot:
         if room > self._most_nbytes:
             raise self._too_small_for(room)
         if self._words is None:
-            self._set_up_words()
+            self._words = self._allocate(2 * DONE, 0)
+            # This precedes any header that names the block, because a count other than 0 would let a receiver through.
+            self._device.zero(self._words.segment.pointer, 2 * DONE)
+            self._in_flight.set_up(self._words.segment.pointer)
         self._make_idle(self._in_flight.over())
         place = self._take_idle(room) or self._new_place(room, whole=whole) or self._look_for_place(room, whole=whole)
         if place is None:
@@ -152,7 +149,10 @@ class Outbox:
         begin = self._take(room, whole=whole) if self._in_flight.has_lines else None
         if begin is None:
             return None
-        extents = self._extents(begin, room)
+        parts = [(block, max(begin, block.begin), min(begin + room, block.end)) for block in self._blocks]
+        extents = tuple(
+            Extent(block.packet, start - block.begin, stop - start) for block, start, stop in parts if start < stop
+        )
         if len(extents) > MOST_EXTENTS:
             self._release(begin, begin + room)
             raise OutboxFullError(f"free memory lies in more than {MOST_EXTENTS} blocks")
@@ -175,7 +175,10 @@ class Outbox:
         place = self._take_idle(room)
         if not self._idle.get(room):
             # The next message would have to look, too, because slots of other lengths have the memory.
-            self._give_up_idle()
+            for places in self._idle.values():
+                for each in places:
+                    self._give_up(each)
+            self._idle.clear()
             place = place or self._new_place(room, whole=whole)
         return place
 
@@ -188,17 +191,15 @@ class Outbox:
 
     def _take(self, room: int, *, whole: bool) -> int | None:
         for index, (begin, end) in enumerate(self._free):
-            start = self._start_in(begin, end, room) if whole else begin
+            start: int | None = begin
+            if whole:  # in one block
+                parts_of_blocks = ((max(begin, block.begin), min(end, block.end)) for block in self._blocks)
+                start = next((first for first, stop in parts_of_blocks if stop - first >= room), None)
             if start is not None and end - start >= room:
                 parts = (begin, start), (start + room, end)
                 self._free[index : index + 1] = [part for part in parts if part[0] < part[1]]
                 return start
         return None
-
-    def _start_in(self, begin: int, end: int, room: int) -> int | None:
-        """Find ``room`` bytes of one block in the free range from ``begin`` to ``end``. Return None without them."""
-        parts = ((max(begin, block.begin), min(end, block.end)) for block in self._blocks)
-        return next((start for start, stop in parts if stop - start >= room), None)
 
     def _release(self, begin: int, end: int) -> None:
         index = bisect.bisect(self._free, (begin, end))
@@ -242,13 +243,6 @@ class Outbox:
         self._segments[block.packet] = segment
         return block
 
-    def _extents(self, begin: int, room: int) -> tuple[Extent, ...]:
-        end = begin + room
-        parts = ((block, max(begin, block.begin), min(end, block.end)) for block in self._blocks)
-        return tuple(
-            Extent(block.packet, start - block.begin, stop - start) for block, start, stop in parts if start < stop
-        )
-
     def _await_place(self, room: int, *, whole: bool) -> OutboxSlot | None:
         """Wait for a slot as long as the receivers take messages. Return None if they take none.
 
@@ -268,12 +262,6 @@ class Outbox:
     @property
     def _total_nbytes(self) -> int:
         return self._blocks[-1].end if self._blocks else 0
-
-    def _give_up_idle(self) -> None:
-        for places in self._idle.values():
-            for place in places:
-                self._give_up(place)
-        self._idle.clear()
 
     def _give_up(self, place: OutboxSlot) -> None:
         self._release(place.begin, place.end)

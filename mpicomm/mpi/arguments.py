@@ -19,7 +19,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.buffers import ArrayMemory, read
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.layout import Capacity, Elements, elements_at, require_types
+from mpicomm.mpi.layout import Elements, elements_at, require_types
 from mpicomm.mpi.spec import (
     Shape,
     datatype_of,
@@ -152,14 +152,12 @@ def parse(
     if not on_device and (shape == "typed" or (datatype is None and memory.dtype is None)):  # MPI may know the type
         return Operand(name, pointer, None, 0, 0, None, None, False, None, owner, None, spec, nowhere=memory.nowhere)
     number = 1 if shape in ("one", "counted") else blocks
-    room = Capacity(
-        name, pointer, memory.nbytes if memory.room is None else memory.room,
-        memory.device if buffer is MPI.BOTTOM else None,
-    )  # fmt: skip
+    room = pointer, memory.nbytes if memory.room is None else memory.room
+    gpu = memory.device if buffer is MPI.BOTTOM else None
     if shape == "typed":
         each, places, datatypes = typed_blocks(spec, size=number, name=name, peer=peer)
         typed = zip(datatypes, places, each, strict=True)
-        derived = tuple(elements_at(one, room, [(place, n)])[0] for one, place, n in typed)
+        derived = tuple(elements_at(one, room, [(place, n)], name=name, gpu=gpu)[0] for one, place, n in typed)
         return Operand(
             name, pointer, None, sum(each), sum(each), each, places, True, memory.device, owner, None, spec,
             memory.by_address, derived,
@@ -176,7 +174,7 @@ def parse(
         total, extents = count * number, [(start, count * number)]
         pointer += start * extent
     if (dtype is None or buffer is MPI.BOTTOM) and on_device and mpi_type is not None:
-        derived = elements_at(mpi_type, room, [(place * extent, n) for place, n in extents])
+        derived = elements_at(mpi_type, room, [(place * extent, n) for place, n in extents], name=name, gpu=gpu)
     if buffer is MPI.BOTTOM:
         dtype = None
     for_mpi = spec

@@ -214,49 +214,48 @@ class Elements:
     layout: DatatypeLayout
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """The memory of the argument ``name`` in which elements must lie."""
-
-    name: str
-    pointer: int
-    nbytes: int
-    device: int | None = None
-    """The GPU for MPI.BOTTOM, because its elements lie at any addresses of that GPU; else None."""
-
-    def require(self, address: int, count: int, block: DatatypeLayout) -> None:
-        """Raise `InvalidUsageError` if ``count`` elements at ``address``, laid out as ``block``, exceed the memory."""
-        begin, end = (address - self.pointer + each for each in (block.begin, block.end))
-        if self.device is None and block.regions and (begin < 0 or end > self.nbytes):
-            raise InvalidUsageError(
-                f"{self.name}: {count} elements of the datatype reach from byte {begin} to byte {end} of a buffer of "
-                f"{self.nbytes} bytes: pass a larger buffer or another count"
-            )
-        for region in block.regions if self.device is not None else ():
-            begin, end = region.ends
-            for at in (address + begin, address + end - 1):
-                place = memory_location.place_of(at)
-                if place is None or place.managed or place.device != self.device:
-                    lies = "in no memory of a GPU" if place is None or place.managed else f"on GPU {place.device}"
-                    raise InvalidUsageError(
-                        f"{self.name}: MPI.BOTTOM with address {at:#x}, which lies {lies}, and another address on GPU "
-                        f"{self.device}: let all elements lie in memory of one GPU, and none beyond its allocation"
-                    )
-
-
-def elements_at(datatype: MPI.Datatype, room: Capacity, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...]:
+def elements_at(
+    datatype: MPI.Datatype,
+    memory: tuple[int, int],
+    blocks: Sequence[tuple[int, int]],
+    *,
+    name: str,
+    gpu: int | None = None,
+) -> tuple[Elements, ...]:
     """Return the elements of each block. A block is a displacement in bytes and a count. Local.
 
-    Raises `InvalidUsageError` for elements that exceed the memory. Kernels need no committed datatype.
+    ``memory`` is the address and the bytes of the argument ``name``. ``gpu`` is for MPI.BOTTOM, whose elements lie at
+    any addresses of that GPU. Raises `InvalidUsageError` for elements that exceed the memory. Kernels need no committed
+    datatype.
     """
     layout = layout_of(datatype)
     assert layout is not None, "DATATYPE_NULL"
+    pointer, nbytes = memory
     found = []
     for displ, count in blocks:
         block = layout.repeated(count)
-        room.require(room.pointer + displ, count, block)
-        found.append(Elements(room.pointer + displ, block))
+        begin, end = displ + block.begin, displ + block.end
+        if gpu is None and block.regions and (begin < 0 or end > nbytes):
+            raise InvalidUsageError(
+                f"{name}: {count} elements of the datatype reach from byte {begin} to byte {end} of a buffer of "
+                f"{nbytes} bytes: pass a larger buffer or another count"
+            )
+        for region in block.regions if gpu is not None else ():
+            first, after = region.ends
+            _require_on_gpu((pointer + displ + first, pointer + displ + after - 1), gpu, name)
+        found.append(Elements(pointer + displ, block))
     return tuple(found)
+
+
+def _require_on_gpu(addresses: Iterable[int], gpu: int | None, name: str) -> None:
+    for at in addresses:
+        place = memory_location.place_of(at)
+        if place is None or place.managed or place.device != gpu:
+            lies = "in no memory of a GPU" if place is None or place.managed else f"on GPU {place.device}"
+            raise InvalidUsageError(
+                f"{name}: MPI.BOTTOM with address {at:#x}, which lies {lies}, and another address on GPU {gpu}: let "
+                "all elements lie in memory of one GPU, and none beyond its allocation"
+            )
 
 
 def require_types(types: Any, counts: Sequence[int], name: str, peer: str) -> list[MPI.Datatype]:

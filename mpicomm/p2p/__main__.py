@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from itertools import chain
 from typing import NoReturn
 
 import mpicomm
@@ -14,7 +15,7 @@ from mpicomm.cli import arguments, machine
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.driver import NoGpuError, visible_devices
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.p2p.report import NBYTES_ON_GPUS, Report, link_matrices, parser
+from mpicomm.p2p.report import NBYTES_ON_GPUS, ending, link_matrices, parser, record, report
 
 # Functions import the modules that load MPI or CuPy, if they need them.
 
@@ -41,30 +42,31 @@ def _in_one_process(options: argparse.Namespace) -> int:
                 f"--{name} is for ranks: start them with mpirun -np N python -m mpicomm.p2p, or leave --{name} out"
             )
     options.bytes = options.bytes or NBYTES_ON_GPUS
-    report, wrong = Report("GPU"), 0
+    wrong, matrices = 0, []
     devices: list[DeviceInfo] = []
     host = f"{socket.gethostname()} ({machine.processor()})"
     try:
         devices = visible_devices()
     except NoGpuError as error:
-        report.say(f"no GPU to measure on {host}: {error}")
+        sys.stdout.write(f"no GPU to measure on {host}: {error}\n")
     if devices:
         from mpicomm.p2p.one_process import OneProcess
 
         count = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
-        report.say(f"mpicomm {mpicomm.__version__} p2p: {count} on {host}")
-        report.say(*(f" GPU {each.ordinal:>2} [{each.pci_bus_id}] {each.name}" for each in devices))
+        lines = [f"mpicomm {mpicomm.__version__} p2p: {count} on {host}"]
+        lines += [f" GPU {each.ordinal:>2} [{each.pci_bus_id}] {each.name}" for each in devices]
         job = OneProcess(devices, options)
-        for matrix in (*link_matrices(job.links), *job.matrices()):
-            report.add(matrix)
+        matrices = report("GPU", lines, chain(link_matrices(job.links), job.matrices()))
         wrong = job.wrong
     if options.json:
         gpus = [
             {"ordinal": each.ordinal, "name": each.name, "uuid": machine.format_uuid(each.uuid), "pci": each.pci_bus_id}
             for each in devices
         ]
-        arguments.write_json(options.json, {**machine.run_record(options), "gpus": gpus, **report.record(wrong)})
-    return report.end_with(wrong) if devices else 0
+        arguments.write_json(options.json, {**machine.run_record(options), "gpus": gpus, **record(matrices, wrong)})
+    if devices:
+        sys.stdout.write("".join(f"{line}\n" for line in ending(wrong)))
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

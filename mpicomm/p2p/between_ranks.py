@@ -6,6 +6,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ from mpicomm.p2p.report import (
     POISON,
     STORES,
     Pairs,
-    Report,
     Transfer,
+    ending,
     link_matrices,
     parser,
+    record,
+    report,
 )
 
 
@@ -118,13 +121,10 @@ def main() -> int:
     run = command_line.Run(parser(), one_node="the matrices are of mapped memory and need all ranks on one node")
     options, comm = run.options, run.comm
     options.bytes = options.bytes or (NBYTES_ON_HOST if comm.device == "cpu" else NBYTES_ON_GPUS)
-    report = Report("rank", shows=comm.rank == 0)
-    report.say(*command_line.header("p2p", run.ranks, options.handle))
-    for matrix in link_matrices([info.links for info in run.ranks]):
-        report.add(matrix)
     job = BetweenRanks(comm, options)
-    for matrix in job.matrices():
-        report.add(matrix)
-    command_line.save(options.json, {**run.setting(), **report.record(job.wrong)})
+    matrices = chain(link_matrices([info.links for info in run.ranks]), job.matrices())
+    measured = report("rank", command_line.header("p2p", run.ranks, options.handle), matrices, shows=comm.rank == 0)
+    command_line.save(options.json, {**run.setting(), **record(measured, job.wrong)})
     comm.Free()
-    return report.end_with(job.wrong)
+    command_line.show(*ending(job.wrong))
+    return int(job.wrong > 0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -108,49 +108,38 @@ def link_matrices(links: Sequence[Sequence[Link]]) -> list[Matrix]:
     return [each for each in matrices if any(cell is not None for row in each.cells for cell in row)]
 
 
-@dataclass
-class Report:
-    """The measurements so far. ``end`` is "GPU" or "rank". Only the process with ``shows`` prints."""
+def report(end: str, lines: Iterable[str], matrices: Iterable[Matrix], *, shows: bool = True) -> list[Matrix]:
+    """Print lines, and each matrix as soon as it is measured. Return the matrices. ``end`` is "GPU" or "rank"."""
+    console, done = rich_console(sys.stdout, _FILE_WIDTH), []
+    console.quiet = not shows
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    for matrix in matrices:
+        done.append(matrix)
+        # This is not the title of `Table`, because `Table` folds its title to its width.
+        console.print(f"{matrix.title} ({matrix.unit})" if matrix.unit else matrix.title)
+        # An attribute says how a GPU accesses another one. A measurement says how fast data goes to the other one.
+        corner = f"from {end} \\ to {end}" if matrix.unit else f"{end} \\ peer"
+        numbers = [str(number) for number in range(len(matrix.cells))]
+        rows = ([number, *map(format_cell, row)] for number, row in zip(numbers, matrix.cells, strict=True))
+        console.print(rich_table(None, [corner, *numbers], rows, right=numbers))
+    return done
 
-    end: str
-    shows: bool = True
-    matrices: list[Matrix] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._console = rich_console(sys.stdout, _FILE_WIDTH)
+def record(matrices: Sequence[Matrix], wrong: int) -> dict[str, Any]:
+    """Return the results for the JSON file."""
+    return {"matrices": [asdict(matrix) for matrix in matrices], "wrong": wrong, "ok": wrong == 0}
 
-    def say(self, *lines: str) -> None:
-        """Print lines."""
-        if self.shows:
-            for line in lines:
-                self._console.print(line, soft_wrap=True)
 
-    def add(self, matrix: Matrix) -> None:
-        """Keep a matrix, and print it at once, because the next one may take some time."""
-        self.matrices.append(matrix)
-        if self.shows:
-            # This is not the title of `Table`, because `Table` folds its title to its width.
-            self._console.print(f"{matrix.title} ({matrix.unit})" if matrix.unit else matrix.title)
-            # An attribute says how a GPU accesses another one. A measurement says how fast data goes to the other one.
-            corner = f"from {self.end} \\ to {self.end}" if matrix.unit else f"{self.end} \\ peer"
-            numbers = [str(number) for number in range(len(matrix.cells))]
-            rows = ([number, *map(format_cell, row)] for number, row in zip(numbers, matrix.cells, strict=True))
-            self._console.print(rich_table(None, [corner, *numbers], rows, right=numbers))
-
-    def record(self, wrong: int) -> dict[str, Any]:
-        """Return the results for the JSON file."""
-        return {"matrices": [asdict(matrix) for matrix in self.matrices], "wrong": wrong, "ok": wrong == 0}
-
-    def end_with(self, wrong: int) -> int:
-        """Print how the run ended, and return the exit code."""
-        self.say(
-            "Bandwidth counts each byte once; within one memory it is read and written there.",
-            "Latency of copies: the mean time of many in a row.",
-            "Latency of a load: the mean time of many loads that wait for each other.",
-            "-: there is nothing to measure, or no peer access.",
-            "OK" if wrong == 0 else f"FAILED: {wrong} wrong bytes",
-        )
-        return int(wrong > 0)
+def ending(wrong: int) -> list[str]:
+    """Return the lines below the matrices, the last of which says how the run ended."""
+    return [
+        "Bandwidth counts each byte once; within one memory it is read and written there.",
+        "Latency of copies: the mean time of many in a row.",
+        "Latency of a load: the mean time of many loads that wait for each other.",
+        "-: there is nothing to measure, or no peer access.",
+        "OK" if wrong == 0 else f"FAILED: {wrong} wrong bytes",
+    ]
 
 
 def parser() -> argparse.ArgumentParser:

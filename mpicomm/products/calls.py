@@ -121,11 +121,17 @@ class Products:
                 operands.a = library.contiguous(operands.a)
             way = self._way_of(operands)
             self._gather_scales(operands, resolved)
-            if way is None or way.cut is None or self._overlapped is None:
-                why = "nothing to overlap with" if way is None else way.why
-                self._one_after_the_other(operands, resolved, why)
-            else:
-                self._overlap(operands, way, resolved)
+            why = "nothing to overlap with" if way is None else way.why
+            if way is not None and way.cut is not None and self._overlapped is not None:
+                from mpicomm.collectives.gpu.call_memory import NoMemoryError
+
+                try:
+                    self._overlapped.enqueue(operands, way, resolved)
+                    return operands.out
+                except NoMemoryError as error:  # on all ranks
+                    logger.warning("%s runs slower, one after the other, because memory is short: %s", kind, error)
+                    self._ways[operands.text], why = None, f"memory is short: {error}"
+            self._one_after_the_other(operands, resolved, why)
         return operands.out
 
     def _way_of(self, operands: Operands) -> ProductWay | None:
@@ -163,17 +169,6 @@ class Products:
         whole = library.empty((self._size * operands.a.shape[0], 1), scales[0])
         self._collectives.run(rows.ALLGATHER, stream, "auto", library.contiguous(scales[0]), whole)
         operands.scales = whole, scales[1]
-
-    def _overlap(self, operands: Operands, way: ProductWay, stream: int) -> None:
-        from mpicomm.collectives.gpu.call_memory import NoMemoryError
-
-        assert self._overlapped is not None
-        try:
-            self._overlapped.enqueue(operands, way, stream)
-        except NoMemoryError as error:  # on all ranks
-            logger.warning("%s runs slower, one after the other, because memory is short: %s", operands.kind, error)
-            self._ways[operands.text] = None
-            self._one_after_the_other(operands, stream, f"memory is short: {error}")
 
     def _one_after_the_other(self, operands: Operands, stream: int | None, why: str, sums: Any = None) -> None:
         """Carry a call out. ``sums`` is the product of this rank, if it is done."""

@@ -9,10 +9,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, launch_tag
-from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
-from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu.algorithms.copies.plan import with_launches
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, LibraryWork, Step
 from mpicomm.devices.cuda.side_streams import ForkedStream
@@ -135,14 +133,9 @@ class Overlapped:
         return self._engine.prepare_own(operands.text, choice, request, scratch_nbytes, steps), own
 
     def _steps(self, actions: Iterable[Action], operands: Operands, domain: Domain) -> Iterator[Step]:
-        template, tag, barriers = DirectTemplate(domain), zlib.crc32(operands.text.encode()), 0
-        for action in actions:
-            if isinstance(action, Barrier):
-                yield template.barrier(launch_tag(tag, barriers), after_copies=True)
-                barriers += 1
-            elif isinstance(action, Reduce):
-                yield local_reduction(action, (operands.result_dtype, "sum"))
-            elif isinstance(action, (Multiply, AddBias)):
+        tag = zlib.crc32(operands.text.encode())
+        for action in with_launches(actions, domain, tag, (operands.result_dtype, "sum")):
+            if isinstance(action, (Multiply, AddBias)):
                 yield LibraryWork(partial(self._work, action))
             elif isinstance(action, JoinLane):
                 yield LibraryWork(self._lane.join)

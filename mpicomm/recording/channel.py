@@ -79,9 +79,12 @@ class Channel:
             if identity is not None and len(ranks) > 1:
                 if is_new:
                     _recorders.pop(mine).discard()
+                put = '%r, which stands for the rank, into the name, as in "trace-%r.json"'
+                if "%r" in str(mine.trace):
+                    put = "%h and %p, which stand for the host and the process, into the name, as in "
+                    put += '"trace-%r-%h-%p.json"'
                 raise InvalidUsageError(
-                    f"MPICOMM_TRACE={told[ranks[0]][1]!r} is one file for {name_ranks(ranks)}: put {_missing(mine)}",
-                    ranks=ranks,
+                    f"MPICOMM_TRACE={told[ranks[0]][1]!r} is one file for {name_ranks(ranks)}: put {put}", ranks=ranks
                 )
         _, _, first, number = told[0]
         channel = cls(recorder, f"{first}.{number}", reads_clocks=True)
@@ -155,10 +158,3 @@ class Channel:
     def _read_clocks(self, group: Group, comm: MPI.Intracomm) -> None:
         if self._reads_clocks and self._recorder.file is not None:
             self._recorder.file.add_clock(read_clocks(group, comm))
-
-
-def _missing(settings: environment.Recording) -> str:
-    """Return the placeholders that a file name lacks if several ranks have it."""
-    if "%r" not in str(settings.trace):
-        return '%r, which stands for the rank, into the name, as in "trace-%r.json"'
-    return '%h and %p, which stand for the host and the process, into the name, as in "trace-%r-%h-%p.json"'

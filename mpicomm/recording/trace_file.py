@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,7 @@ class TraceFile:
             "rank": self._rank,
             "host": socket.gethostname(),
             "wall_ns": time.time_ns() - now_ns() + reading.time_ns,
-            "time_ns": reading.time_ns,
-            "reference": reading.reference,
-            "offset_ns": reading.offset_ns,
-            "uncertainty_ns": reading.uncertainty_ns,
+            **asdict(reading),
         }
         self._add({"ph": "M", "name": CLOCK, "pid": self._rank, "tid": 0, "args": facts})
 

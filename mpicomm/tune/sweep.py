@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import mpicomm
-from mpicomm.bench.contenders import Contenders
+from mpicomm.bench import contenders
 from mpicomm.bench.content import Content
 from mpicomm.bench.measure import Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, BenchOperation, Case, blocks_of
@@ -107,17 +107,15 @@ class Timing:
         makes the communicator unusable.
         """
         comm, machine, registered = self._measuring.comm, self._measuring.machine, subject.kind.registered
-        contenders = Contenders(comm, machine, self._nbytes)
-        for algorithm in subject.algorithms:
-            peer = self._peer(algorithm, registered)
+        peers = [self._peer(algorithm, registered) for algorithm in subject.algorithms]
+        for peer, algorithm in zip(peers, subject.algorithms, strict=True):
             peer.name, (peer.first, peer.second) = algorithm, self._arrays[registered]
-            contenders.present.append(peer)
         longest = self._nbytes // subject.dtype.itemsize
         with machine.current():
             content = Content(machine.xp, subject.dtype, _OP, comm.size, longest, reduces=True)
 
         def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
-            found = contenders.measure(self._measuring, content, case, checks=1)
+            found = contenders.measure(self._measuring, peers, content, case, checks=1)
             comm.check(machine.stream)
             return found
 

@@ -1,6 +1,6 @@
 """Calls that become simpler calls: with an epilogue or codes on the host, on pinned copies, or as one exchange by MPI.
 
-The first three return a call on other buffers, and a last step that fills the buffers of the user; see `Around`.
+All but the exchange return a call on other buffers, and a last step that fills the buffers of the user; see `Around`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL, EXSCAN, SCAN
 from mpicomm.devices.host import array_at
 from mpicomm.errors import PeerError
-from mpicomm.mpi.arguments import Span
+from mpicomm.mpi.arguments import Operand, Span
 from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import require_here
+from mpicomm.mpi.spec import Shape, items
 from mpicomm.session import Session
 from mpicomm.ways.reader import Reader
 
@@ -50,6 +51,38 @@ def with_epilogue(reader: Reader, call: Call) -> Steps:
     part = reader.read(call.operation, Arguments(given.send, target, given.op), call.algorithm)
     part.of_call = call.signature  # with the epilogue, so that ranks compare it
     return part, partial(epilogue.on_host, reduced, made)
+
+
+def as_packed(reader: Reader, call: Call) -> Steps:
+    """Move packed copies of derived datatypes, for a call with ``algorithm=``.
+
+    Ranks with plain elements take that algorithm, too. Without it all of them go to MPI, which packs itself.
+    """
+    operation, given, pieces = call.operation, call.arguments, list[tuple[Any, Any]]()
+
+    def packed(operand: Operand | None, argument: Any, *, receives: bool) -> Any:
+        if operand is None or operand.mpi_type is None or operand.dtype is not None:
+            return argument
+        shape: Shape = operation.receive if receives else operation.send
+        buffer, _, displs, _ = items(operand.spec, operand.name, shape)
+        starts, counts = operand.displs or (displs or 0,), operand.counts or (operand.total,)
+        lengths = [n * operand.mpi_type.size for n in counts]
+        copy = np.empty(sum(lengths), _BYTE)
+        for start, n, part in zip(starts, counts, np.split(copy, np.cumsum(lengths)[:-1]), strict=True):
+            elements, as_bytes = [buffer, n, start, operand.mpi_type], [part, MPI.BYTE]
+            if n:
+                MPI.COMM_SELF.Sendrecv(elements, 0, 0, as_bytes, 0, 0)  # an output may keep what it has
+                pieces.extend([(as_bytes, elements)] * receives)
+        return copy if operand.counts is None else [copy, lengths]
+
+    send = packed(call.send, given.send, receives=False)
+    given = replace(given, send=send, receive=packed(call.receive, given.receive, receives=True))
+
+    def unpack() -> None:
+        for as_bytes, elements in pieces:
+            MPI.COMM_SELF.Sendrecv(as_bytes, 0, 0, elements, 0, 0)
+
+    return reader.read(operation, given, call.algorithm), unpack
 
 
 def as_codes(reader: Reader, call: Call) -> Steps:

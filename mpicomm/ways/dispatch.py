@@ -27,7 +27,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import TREE, op_name
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
-from mpicomm.ways.around import Around, as_codes, copied, on_copies, start_exchange, with_epilogue
+from mpicomm.ways.around import Around, as_codes, as_packed, copied, on_copies, start_exchange, with_epilogue
 from mpicomm.ways.by_mpi import ByMpi
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
@@ -235,6 +235,13 @@ class Dispatcher:
             return with_epilogue
         if call.wire is not None:
             return as_codes
+        moves = not (call.operation.reduces or call.operation.of_neighbors or call.operation.send == "typed")
+        if (
+            moves
+            and call.algorithm not in ("auto", "mpi")
+            and any(each.dtype is None and each.mpi_type is not None for each in call.operands)
+        ):
+            return as_packed
         if selection.goes_to_mpi(call, self._size, self._nodes, blocking=blocking, ordered=self._ordered):
             return "mpi"
         return "mapped" if blocking else "exchange"

@@ -12,7 +12,7 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
@@ -116,7 +116,7 @@ def _require_known(operation: Operation, algorithm: str) -> None:
     if algorithm not in known:
         raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(known)}")
     if algorithm != "mpi" and algorithm not in registry.names_for(operation):
-        possible = ", ".join(registry.operations_for(algorithm))
+        possible = ", ".join(row.name for row in OPERATIONS.values() if algorithm in registry.names_for(row))
         raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
 
 
@@ -147,11 +147,7 @@ def _require_possible(call: Call) -> None:
             "leave algorithm= out"
         )
     elif call.dtype is None:
-        if not operation.reduces:  # only this rank knows that only MPI can carry it out
-            raise InvalidUsageError(
-                f"algorithm={algorithm!r} of {operation} moves plain element types, and on host arrays only MPI knows "
-                "other datatypes: leave algorithm= out on all ranks"
-            )
+        return  # only MPI can carry it out, as with algorithm="auto"
     elif algorithm == "ring" and isinstance(op := call.arguments.op, Op) and not op.commute:
         raise InvalidUsageError(
             f'algorithm="ring" of {operation}: the ring does not reduce in rank order, and {op!r} does not commute: '

@@ -14,7 +14,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.layout import Capacity, DatatypeLayout, elements_at
+from mpicomm.mpi.layout import DatatypeLayout, elements_at
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.spec import datatype_of, index_of, no_type
 from mpicomm.windows.memory import WindowMemory
@@ -102,8 +102,9 @@ def _elements_of(operand: Operand, array: Any, writable: bool) -> TypedElements:
             return TypedElements(0, 1, None, None)
         assert memory is not None
         raise no_type(memory, operand.name)
-    room = Capacity(operand.name, memory.pointer, memory.nbytes if memory.room is None else memory.room)
-    (found,) = elements_at(operand.mpi_type, room, [(operand.pointer - memory.pointer, operand.total)])
+    room = memory.pointer, memory.nbytes if memory.room is None else memory.room
+    start = operand.pointer - memory.pointer
+    (found,) = elements_at(operand.mpi_type, room, [(start, operand.total)], name=operand.name)
     return derived(operand.mpi_type, operand.total, found.layout)
 
 
@@ -169,9 +170,6 @@ def _of_type(datatype: Any, count: int, name: str) -> TypedElements:
     if dtype is not None:
         return TypedElements(count, dtype.itemsize, dtype, None)
     assert mpi_type is not None
-    (found,) = elements_at(mpi_type, _ANYWHERE, [(_ANYWHERE.nbytes // 2, count)])
+    # The room is for any target, whose bounds `read_target` compares with the part of the rank.
+    (found,) = elements_at(mpi_type, (0, 1 << 62), [(1 << 61, count)], name=name)
     return derived(mpi_type, count, found.layout)
-
-
-_ANYWHERE = Capacity("target", 0, 1 << 62)
-"""Room for all elements of a target, whose bounds `read_target` compares with the part of the rank."""

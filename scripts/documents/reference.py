@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -128,6 +129,8 @@ class Page:
 
 def pages() -> dict[str, Page]:
     """Return the pages by the names of their modules. Without PyTorch there is no page of `mpicomm.torch`."""
+    for cls in (Communicator, NeighborCollectives):
+        inspect.getmembers(cls)  # pdoc looks into classes, where collectives are compiled only when they are looked up
     found = {"mpicomm": _package(), "mpicomm.epilogues": _module("mpicomm.epilogues")}
     if importlib.util.find_spec("torch"):
         found["mpicomm.torch"] = _module("mpicomm.torch")

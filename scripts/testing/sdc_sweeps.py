@@ -14,9 +14,6 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from pySDC.implementations.controller_classes.controller_nonMPI import controller_nonMPI
-from pySDC.implementations.problem_classes.HeatEquation_ND_FD import heatNd_forced
-from pySDC.implementations.sweeper_classes.imex_1st_order_MPI import imex_1st_order_MPI
 
 WORLD = MPI.COMM_WORLD
 parser = argparse.ArgumentParser(description=__doc__)
@@ -37,6 +34,11 @@ def communicator() -> Any:
 
 def main() -> None:
     """Solve, and print the error, which is that of any number of ranks with these nodes."""
+    # Not above, so that --help needs no pySDC.
+    from pySDC.implementations.controller_classes.controller_nonMPI import controller_nonMPI
+    from pySDC.implementations.problem_classes.HeatEquation_ND_FD import heatNd_forced
+    from pySDC.implementations.sweeper_classes.imex_1st_order_MPI import imex_1st_order_MPI
+
     if GPU:
         import cupy
 

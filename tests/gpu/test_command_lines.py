@@ -9,14 +9,8 @@ import pytest
 
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.operations import ALLREDUCE
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.errors import BackendUnavailableError
+from tests.gpu import DEVICES
 from tests.helpers.jobs.mpiexec import run_job
-
-try:
-    DEVICES = visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
 RANKS = max(2, len(DEVICES))
 PEERS = ("nccl", "nccl-symmetric", "torch", "nvshmem", "mpi")

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 import tests.helpers.programs
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.errors import BackendUnavailableError
 from tests.helpers.jobs.mpiexec import run_job
-
-try:
-    visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
 LIBRARIES = [name for name in ("cupy", "torch") if importlib.util.find_spec(name)]
 PROGRAM = str(Path(tests.helpers.programs.__file__).with_name("complete_on_return.py"))

@@ -8,21 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import cupy
 import numpy as np
 import pytest
 from cuda.bindings import driver
 
-from mpicomm.devices.cuda.driver import call, visible_devices
-from mpicomm.errors import BackendUnavailableError, InvalidUsageError
-
-try:
-    DEVICES = visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
-
-import cupy
-
 from mpicomm.devices.cuda.backend import CudaBackend
+from mpicomm.devices.cuda.driver import call
+from mpicomm.errors import InvalidUsageError
+from tests.gpu import DEVICES
 
 MIB = 1 << 20
 

@@ -6,23 +6,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import cupy
 import numpy as np
 import pytest
-
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
-from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError
-
-try:
-    DEVICES = visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
-
-import cupy
 from cuda.bindings import driver
 
 from mpicomm.devices.cuda.backend import CudaBackend
+from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
+from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError
 from mpicomm.messages.in_flight import LINE_NBYTES
+from tests.gpu import DEVICES
 
 MIB = 1 << 20
 KINDS: list[Kind] = ["ipc", "fd", "staged"]

@@ -6,21 +6,13 @@ import multiprocessing
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 
+import cupy
 import numpy as np
 import pytest
 
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.devices.handle import FD_KINDS, Descriptor, Kind, MemoryHandle
-from mpicomm.errors import BackendUnavailableError, HandleError
-
-try:
-    DEVICES = visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
-
-import cupy
-
 from mpicomm.devices.cuda.backend import CudaBackend
+from mpicomm.devices.handle import FD_KINDS, Descriptor, Kind, MemoryHandle
+from mpicomm.errors import HandleError
 
 KINDS: list[Kind] = ["ipc", "fd", "staged"]
 INBOX = 64  # the second process signals with the counter at this place of the first process's memory

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.errors import BackendUnavailableError
 from tests.helpers.programs.document_programs import programs, require_programs_run
-
-try:
-    visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])

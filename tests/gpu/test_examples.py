@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.errors import BackendUnavailableError
 from tests.helpers.jobs.mpiexec import ROOT, run_job
-
-try:
-    visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
 NEEDS = {"experts": "sklearn", "train_cupy": "sklearn"}
 """Some environments of these tests lack these packages."""

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.errors import BackendUnavailableError
 from tests.helpers.jobs.mpiexec import ROOT, run_job
-
-try:
-    visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])

@@ -5,21 +5,12 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from mpicomm.devices.cuda.driver import visible_devices
 from mpicomm.doctor.__main__ import watch
 from mpicomm.doctor.running import job_of
 from mpicomm.doctor.waits import Line, RankWait
-from mpicomm.errors import BackendUnavailableError
 from mpicomm.waiting import wait_until
 from tests.helpers.jobs.mpiexec import environment, mpiexec_command, sharing_of_cores
 from tests.helpers.jobs.pace import HANG_S
-
-try:
-    visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
 LOOK_S = 0.5
 RANKS = 2

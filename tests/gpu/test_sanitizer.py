@@ -8,14 +8,8 @@ import sys
 
 import pytest
 
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.errors import BackendUnavailableError
+from tests.gpu import DEVICES
 from tests.helpers.jobs.mpiexec import environment, mpiexec_command
-
-try:
-    DEVICES = visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
 PROGRAM = ("-m", "mpi4py", "-m", "tests.helpers.programs.every_kernel")
 RANKS = max(2, len(DEVICES))

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from mpicomm.devices.cuda.driver import visible_devices
-from mpicomm.errors import BackendUnavailableError
 from tests.helpers.jobs.mpiexec import run_job
-from tests.helpers.jobs.pace import stretched
-from tests.helpers.programs.lock_deaths import WAYS, Call
-
-SLACK_S = 1.0  # a call may exceed its deadline by so much
-
-try:
-    visible_devices()
-except BackendUnavailableError as unavailable:
-    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
+from tests.helpers.jobs.survivors import calls_of
+from tests.helpers.programs.lock_deaths import WAYS
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -33,13 +23,8 @@ def require_named(results: Path, ranks: int, how: str, timeout_s: float) -> None
     assert (results / "done").exists(), job.stdout + job.stderr
     words = "has its turn to take the lock first" if how == "waiting" else "holds the lock"
     for rank in range(victim):
-        calls = [Call(*json.loads(line)) for line in (results / f"rank-{rank}").read_text().splitlines()]
-        if how == "waiting" and rank > 0:
-            assert all(not call.error for call in calls), f"rank {rank}: {calls}"
-            continue
-        *others, last = calls
-        assert all(not call.error for call in others), f"rank {rank}: {others}"
-        assert (last.name, last.error) == ("lock", "CollectiveTimeoutError"), f"rank {rank}: {last}"
-        assert last.ranks == [victim], f"rank {rank}: {last}"
-        assert f"Win.Lock: rank {victim} {words}" in last.text, last
-        assert last.seconds < timeout_s + stretched(SLACK_S), last
+        calls = calls_of(results, rank)
+        last = None if how == "waiting" and rank > 0 else calls.pop()
+        assert not any(call.errors for call in calls), f"rank {rank}: {calls}"
+        if last is not None:
+            last.require_missing(timeout_s, victim, f"Win.Lock: rank {victim} {words}")

@@ -13,10 +13,11 @@ To add a kernel:
    there, too. A wait has to go through memory_order.cuh, where each access lets other threads run. A poll of 16 bytes
    is two accesses there, because CUDA promises no more. A launch that may begin early (programmatic dependent launch)
    begins after the launch before it.
-2. A rig makes the arguments for a rank: see `channel_rigs` and `packet_rig`, which let the package make them. Memory
-   comes from `Machine.allocate` and `Machine.place`, whose addresses hold for one rank.
+2. A rig makes the arguments for a rank: see rig.py, which lets launchers of the package make them. Memory comes from
+   `Machine.allocate` and `Machine.place`, whose addresses hold for one rank.
 3. `Machine.launch(rank, kernel, parameters, blocks, threads)` for each rank, in stream order, then `Machine.run`, and a
    comparison with a reference: see `kernel_calls`.
 4. Runs between processes, and the same runs under ThreadSanitizer. Each flag, fence and barrier of the kernel's
-   protocol needs a control: a change of the source that one of these runs catches. See test_negative_controls.
+   protocol needs a control: a change of the source that one of these runs catches. `machine.controls` makes a test of
+   a table of changes: see test_negative_controls.
 """

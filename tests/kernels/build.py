@@ -30,11 +30,14 @@ SIMULATION = Path(__file__).parent / "simulation"
 
 # A sum and a product may not become one rounding, as in the package's options for NVRTC. Kernels read packets through
 # pointers to other types, so g++ may not assume that such pointers differ. A thread's stack has 128 KiB, and the next
-# stack lies below it. g++ is done sooner with -Og than with -O1, and most tests compile for longer than they run.
+# stack lies below it.
 _KERNEL = (
-    *("-std=c++17", "-Og", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
     "-Werror=frame-larger-than=65536",
 )
+# Most kernels compile for longer than they run: g++ is done sooner with -Og than with -O1. A kernel with changes runs
+# for one test, and -O0 is done the soonest.
+_OPTIMIZED, _CHANGED = "-Og", "-O0"
 _LAUNCHER = ("-std=c++20", "-O2", "-Wall", "-Wextra")
 # ThreadSanitizer names the lines of a race.
 _SANITIZER = ("-fsanitize=thread", "-g1")
@@ -125,7 +128,7 @@ class Builds:
         return self._kernels[key]
 
     def _compiled(self, source: Path, entry: str, options: Sequence[str], changes: Sequence[Change]) -> Path:
-        files = _included(source, changes)
+        files, speed = _included(source, changes), _CHANGED if changes else _OPTIMIZED
 
         def build(directory: Path) -> Path:
             for name, text in files.items():
@@ -133,28 +136,31 @@ class Builds:
                 (directory / name).write_text(text)
             (directory / "entry.cpp").write_text(f'#include "{source.name}"\nCPU_ENTRY({entry})\n')
             # The launcher has all libraries, so the kernel saves the time to link them.
-            paths = (f"-I{directory}", f"-I{directory / 'include'}", "-include", str(self._language.with_suffix("")))
+            paths = (
+                f"-I{directory}",
+                f"-I{directory / 'include'}",
+                "-include",
+                str(self._language(speed).with_suffix("")),
+            )
             _run(
-                *("g++", *_KERNEL, *self._sanitizer, *paths, *options, "-shared", "-nodefaultlibs"),
+                *("g++", *_KERNEL, speed, *self._sanitizer, *paths, *options, "-shared", "-nodefaultlibs"),
                 *(str(directory / "entry.cpp"), "-o", str(directory / "kernel.so")),
             )
             return directory / "kernel.so"
 
-        return self._once(
-            source.stem, ".so", (entry, options, _KERNEL, sorted(files.items()), self._language.name), build
-        )
+        content = entry, options, _KERNEL, speed, sorted(files.items()), self._language(speed).name
+        return self._once(source.stem, ".so", content, build)
 
-    @cached_property
-    def _language(self) -> Path:
-        """The header cuda.hpp of every kernel, compiled."""
+    def _language(self, speed: str) -> Path:
+        """Return the header cuda.hpp of every kernel, compiled."""
 
         def build(directory: Path) -> Path:
             header = ("-x", "c++-header", str(SIMULATION / "cuda.hpp"), "-o", str(directory / "cuda.hpp.gch"))
-            _run("g++", *_KERNEL, *self._sanitizer, *header)
+            _run("g++", *_KERNEL, speed, *self._sanitizer, *header)
             return directory / "cuda.hpp.gch"
 
         texts = [(SIMULATION / name).read_text() for name in _LANGUAGE]
-        return self._once("cuda", ".hpp.gch", (_KERNEL, texts), build)
+        return self._once("cuda", ".hpp.gch", (_KERNEL, speed, texts), build)
 
     def _once(self, stem: str, suffix: str, content: object, build: Callable[[Path], Path]) -> Path:
         """Return the file of that content, which the first process that asks for it builds, while others wait."""

@@ -14,7 +14,6 @@ from mpicomm.experts.arrays import Shape
 from mpicomm.experts.on_gpu import Blocks, ExpertsLaunches, ExpertsMemory
 from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same
-from tests.helpers.references.experts import Laid
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Array, Machine, Place, kernel_of
 
@@ -231,52 +230,49 @@ class Round:
         self.sums.append((places, np.dtype(dtype), weighted))
 
     def check(self) -> None:
-        shape = self.rig.shape
-        laid = self.routing.laid(shape.alignment)
-        if shape.by_token:
-            self._check_by_token(laid)
-            return
-        for rank, (expected, result) in enumerate(zip(laid, self.results, strict=True)):
-            experts = shape.experts_per_rank[rank]
-            rows = result.rows.view(shape.dtype).reshape(-1, shape.hidden)
-            counts, offsets = result.counts.view(np.int32)[:experts], result.offsets.view(np.int32)
-            sources = result.sources.view(np.int32).reshape(-1, 3)
-            require_laid_out(expected, rows, counts, offsets, sources, result.weights.view(np.float32))
-            rest = rows[expected.offsets[-1] :]
+        shape, routing = self.rig.shape, self.routing
+        places = routing.laid(shape.alignment)
+        laid: Any = routing.laid_by_token() if shape.by_token else places
+        for rank, result in enumerate(self.results):
+            found = self._found(rank, result)
+            rows = found["x"]
+            if shape.by_token:
+                require_laid_by_token(laid[rank], places[rank], found)
+                continue
+            names = ("x", "counts", "offsets", "sources", "weights")
+            require_laid_out(laid[rank], *(found[name] for name in names))
+            rest = rows[laid[rank].offsets[-1] :]
             require_same("rows that no pair has", rest, np.zeros_like(rest))
-        for places, dtype, weighted in self.sums:
-            for rank, (place, slots) in enumerate(places):
-                expected_sums = self.routing.sums(laid, [each.rows for each in laid], rank, dtype, weighted=weighted)
-                require_same("sums", place.view(dtype).reshape(expected_sums.shape), expected_sums)
+        outputs = [each.rows for each in laid]
+        for made, dtype, weighted in self.sums:
+            for rank, (place, slots) in enumerate(made):
+                if shape.by_token:
+                    expected = routing.sums_by_token(laid, outputs, rank, dtype)
+                else:
+                    expected = routing.sums(laid, outputs, rank, dtype, weighted=weighted)
+                require_same("sums", place.view(dtype).reshape(expected.shape), expected)
                 if not weighted:
-                    of_slots = self.routing.of_slots(laid, self.values, rank)
-                    require_same("values", slots.view(np.float32).reshape(of_slots.shape), of_slots)
+                    values_of = routing.slots_by_token if shape.by_token else routing.of_slots
+                    values = values_of(laid, self.values, rank)
+                    require_same("values", slots.view(np.float32).reshape(values.shape), values)
 
-    def _check_by_token(self, places: list[Laid]) -> None:
+    def _found(self, rank: int, result: Result) -> dict[str, Array]:
+        """Return the arrays of a dispatch on a rank, by their names in `Received`."""
         shape = self.rig.shape
-        laid = self.routing.laid_by_token()
-        for rank, (expected, result) in enumerate(zip(laid, self.results, strict=True)):
-            words = {name: place.view(np.int32) for name, place in result.of_tokens.items()}
-            found = {
-                **words,
-                "x": result.rows.view(shape.dtype).reshape(-1, shape.hidden),
-                "counts": result.counts.view(np.int32)[: shape.experts_per_rank[rank]],
-                "offsets": result.offsets.view(np.int32),
-                "sources": result.sources.view(np.int32).reshape(-1, 3),
-                "weights": result.weights.view(np.float32),
-                "tokens": result.tokens.view(np.int32),
-                "topk_ids": words["topk_ids"].reshape(-1, shape.top_k),
-                "topk_weights": words["topk_weights"].view(np.float32).reshape(-1, shape.top_k),
-                "token_rows": words["token_rows"].reshape(shape.size, -1),
-            }
-            require_laid_by_token(expected, places[rank], found)
-        for sums, dtype, has_values in ((places, dtype, not weighted) for places, dtype, weighted in self.sums):
-            for rank, (place, slots) in enumerate(sums):
-                expected_sums = self.routing.sums_by_token(laid, [each.rows for each in laid], rank, dtype)
-                require_same("sums", place.view(dtype).reshape(expected_sums.shape), expected_sums)
-                if has_values:
-                    of_slots = self.routing.slots_by_token(laid, self.values, rank)
-                    require_same("values", slots.view(np.float32).reshape(of_slots.shape), of_slots)
+        words = {name: place.view(np.int32) for name, place in result.of_tokens.items()}
+        if words:
+            words["topk_ids"] = words["topk_ids"].reshape(-1, shape.top_k)
+            words["topk_weights"] = words["topk_weights"].view(np.float32).reshape(-1, shape.top_k)
+            words["token_rows"] = words["token_rows"].reshape(shape.size, -1)
+        return {
+            **words,
+            "x": result.rows.view(shape.dtype).reshape(-1, shape.hidden),
+            "counts": result.counts.view(np.int32)[: shape.experts_per_rank[rank]],
+            "offsets": result.offsets.view(np.int32),
+            "sources": result.sources.view(np.int32).reshape(-1, 3),
+            "weights": result.weights.view(np.float32),
+            "tokens": result.tokens.view(np.int32),
+        }
 
 
 def play(

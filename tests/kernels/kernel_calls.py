@@ -7,45 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
-from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples, with_sentinels
-from tests.helpers.references.ring_order import ring_reduced
-from tests.kernels.machine import Array, Machine, Place
+from tests.helpers.references.reductions import (
+    dtype_named,
+    reduced,
+    require_same,
+    ring_reduced,
+    samples,
+    with_sentinels,
+)
+from tests.kernels.machine import Array, Place
+from tests.kernels.rig import Rig
 
 Check = Callable[[], None]
-
-
-class Rig(Protocol):
-    """The rig of calls."""
-
-    size: int
-    machine: Machine
-    outputs: Sequence[Place]
-    """Symmetric memory, if there is some."""
-
-    def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, **more: Any) -> None:
-        """Enqueue a rank's part of a collective."""
+BOTH = ("one_shot", "two_shot")
 
 
 class Calls:
     """A rank may be ``nap_us`` late.
 
-    With ``symmetric_at`` the outputs lie in symmetric memory of the rig, from that byte on. With ``algorithm`` calls
-    that name none take it. With ``ranks`` only these take part.
+    With ``symmetric_at`` the outputs lie in symmetric memory of the rig, from that byte on. Calls that name no
+    algorithm take ``algorithm``. With ``ranks`` only these take part.
     """
 
     def __init__(
         self,
-        rig: Any,
+        rig: Rig,
         rng: np.random.Generator,
         *,
         nap_us: int = 0,
@@ -53,7 +48,7 @@ class Calls:
         algorithm: str = "one_shot",
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self._rig: Rig = rig
+        self._rig = rig
         self._rng = rng
         self._nap_us = nap_us
         self._at = symmetric_at
@@ -61,36 +56,20 @@ class Calls:
         self._ranks = range(rig.size) if ranks is None else ranks
 
     def allreduce(
-        self, name: str, op: str, count: int, *, two_shot: bool = False, in_place: bool | None = None
+        self, name: str, op: str, count: int, algorithm: str = "one_shot", *, in_place: bool | None = None
     ) -> Check:
-        """All ranks reduce, with NumPy's bits."""
-        dtype = dtype_named(name)
-        parts = [self._samples(dtype, count) for _ in range(self._rig.size)]
+        """All ranks reduce, with NumPy's bits, or in the order of the ring."""
+        dtype, size = dtype_named(name), self._rig.size
+        parts = [self._samples(dtype, count) for _ in range(size)]
         in_place = self._at is None and (bool(self._rng.integers(2)) if in_place is None else in_place)
-        piece_nbytes = self._piece_nbytes(dtype, count) if two_shot else None
         sources = [self._place(rank, part) for rank, part in enumerate(parts)]
         targets = sources if in_place else [self._target(rank, np.zeros_like(part)) for rank, part in enumerate(parts)]
-        for rank in range(self._rig.size):
-            send, output = Span(sources[rank].address, count), Span(targets[rank].address, count)
-            self._run(
-                rank,
-                patterns.allreduce(rank, self._rig.size, dtype, send, output, op, piece_nbytes=piece_nbytes),
-                Signature("Allreduce", dtype.name, count, op),
-            )
-        expected = self._reduced(op, parts) if self._rig.size > 1 else parts[0]
-        return lambda: self._require(targets, [expected] * self._rig.size)
-
-    def ring_allreduce(self, name: str, op: str, count: int, *, in_place: bool) -> Check:
-        """All ranks reduce in the order of the ring."""
-        dtype, size = dtype_named(name), self._rig.size
-        parts = [samples(dtype, count, self._rng) for _ in range(size)]
-        sources = [self._place(rank, part) for rank, part in enumerate(parts)]
-        targets = sources if in_place else [self._place(rank, np.zeros_like(part)) for rank, part in enumerate(parts)]
         for rank in range(size):
             send, output = Span(sources[rank].address, count), Span(targets[rank].address, count)
-            pattern = patterns.ring_allreduce(rank, size, dtype, send, output, op)
-            self._run(rank, pattern, Signature("Allreduce", dtype.name, count, op))
-        return lambda: self._require(targets, [ring_reduced(op, parts)] * size)
+            pattern = replace(patterns.allreduce(rank, size, dtype, send, output, op), algorithm=algorithm)
+            self._run(rank, pattern)
+        expected = ring_reduced(op, parts) if algorithm == "ring" else self._reduced(op, parts)
+        return lambda: self._require(targets, [expected if size > 1 else parts[0]] * size)
 
     def alltoallv(self, counts: Array, operation: Operation = operations.ALLTOALLV) -> Check:
         """Rank a sends ``counts[a][b]`` bytes to rank b."""
@@ -101,7 +80,7 @@ class Calls:
             sends = [self._span(self._place(rank, block)) for block in data[rank]]
             receives = [self._span(place) for place in targets[rank]]
             exchanges = patterns.alltoall(rank, self._rig.size, dtype, sends, receives, operation)
-            self._run(rank, exchanges, Signature(operation.name, "uint8"))
+            self._run(rank, exchanges)
 
         def check() -> None:
             for b in ranks:
@@ -119,7 +98,7 @@ class Calls:
             starts = range(0, size * nbytes, nbytes)
             sends, receives = (patterns.blocks(place.address, [nbytes] * size, starts, 1) for place in places)
             pattern = patterns.alltoall(rank, size, dtype, sends, receives, operations.ALLTOALL)
-            self._run(rank, pattern, Signature("Alltoall", "uint8"))
+            self._run(rank, pattern)
         return lambda: self._require(targets, [np.concatenate([of[rank] for of in data]) for rank in range(size)])
 
     def allgather(self, nbytes: int) -> Check:
@@ -135,7 +114,7 @@ class Calls:
             if self._rng.integers(2):
                 target.bytes[starts[rank] : starts[rank] + nbytes] = part
                 send = blocks[rank]
-            self._run(rank, patterns.allgather(rank, size, dtype, send, blocks), Signature("Allgather", "uint8"))
+            self._run(rank, patterns.allgather(rank, size, dtype, send, blocks))
             targets.append(target)
         expected = np.concatenate([self._moved(part) for part in parts])
         return lambda: self._require(targets, [expected] * size)
@@ -149,7 +128,7 @@ class Calls:
         ]
         for rank, place in enumerate(places):
             exchanges = patterns.bcast(rank, self._rig.size, dtype, self._span(place), root, algorithm)
-            self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
+            self._run(rank, exchanges)
         return lambda: self._require(places, [content] * self._rig.size)
 
     def reduce(self, name: str, op: str, count: int, algorithm: str, *, in_place: bool | None = None) -> Check:
@@ -163,7 +142,7 @@ class Calls:
         for rank, source in enumerate(sources):
             output = Span(target.address, count) if rank == root else None
             pattern = patterns.reduce(rank, size, dtype, Span(source.address, count), output, op, root, algorithm)
-            self._run(rank, pattern, Signature("Reduce", dtype.name, count, op, root))
+            self._run(rank, pattern)
         return lambda: self._require([target], [reduced(op, parts)])
 
     def reduce_scatter(self, name: str, op: str, counts: Sequence[int], *, in_place: bool = False) -> Check:
@@ -184,7 +163,7 @@ class Calls:
             blocks = patterns.blocks(source.address, counts, starts, dtype.itemsize)
             output = Span(targets[rank].address, counts[rank])
             exchanges = patterns.reduce_scatter(rank, size, dtype, blocks, output, op)
-            self._run(rank, exchanges, Signature("Reduce_scatter", dtype.name, sum(counts), op))
+            self._run(rank, exchanges)
         return lambda: self._require(targets, expected)
 
     def scan(self, name: str, op: str, count: int) -> Check:
@@ -195,11 +174,11 @@ class Calls:
         for rank, place in enumerate(places):
             span = Span(place.address, count)
             exchanges = patterns.scan(rank, self._rig.size, dtype, span, span, op)
-            self._run(rank, exchanges, Signature("Scan", dtype.name, count, op))
+            self._run(rank, exchanges)
         expected = [parts[0], *(reduced(op, parts[: rank + 1]) for rank in range(1, self._rig.size))]
         return lambda: self._require(places, expected)
 
-    def _run(self, rank: int, pattern: Pattern, signature: Signature, **more: Any) -> None:
+    def _run(self, rank: int, pattern: Pattern, **more: Any) -> None:
         late = self._nap_us and self._rng.integers(20) == 0
         nap_us = int(self._rng.integers(self._nap_us)) if late else 0
         if pattern.algorithm == "one_shot":
@@ -207,7 +186,7 @@ class Calls:
         if self._at is not None:
             more["symmetric"] = True
         if rank in self._ranks:
-            self._rig.run(rank, pattern, signature, nap_us=nap_us, **more)
+            self._rig.run(rank, pattern, nap_us=nap_us, **more)
 
     def _target(self, rank: int, content: Array) -> Place:
         if self._at is None:
@@ -227,9 +206,6 @@ class Calls:
 
     def _moved(self, part: Array) -> Array:
         return part
-
-    def _piece_nbytes(self, dtype: np.dtype[Any], count: int) -> int:
-        return max(dtype.itemsize, count * dtype.itemsize // 2 + 1)
 
     def _require(self, places: Sequence[Place], expected: Sequence[Array]) -> None:
         for place, array in zip(places, expected, strict=True):

@@ -8,30 +8,43 @@ LATE = [
     Change(
         "fences.cuh",
         "struct Fences {",
-        """struct Late { u32 worker; std::function<void()> reset; bool asked; };  // of a slot or of scales
-inline std::vector<Late>& late() {
-  static thread_local std::vector<Late> all;  // of a block
-  return all;
+        """struct Late { u32 worker; void (*reset)(void*); void* slot; bool asked; u32 taker; };  // of scales, too
+struct LateResets {
+  Late all[1 << 15];
+  u32 count;
+};
+inline LateResets& late() {
+  static thread_local LateResets resets;  // of a block
+  return resets;
+}
+inline void add_late(u32 worker, void (*reset)(void*), void* slot) {
+  LateResets& x = late();
+  if (x.count == sizeof x.all / sizeof x.all[0]) __builtin_trap();
+  x.all[x.count++] = {worker, reset, slot, false, 0};
 }
 inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
-  std::vector<Late> left, now;  // first, as others have their turn in each store
-  for (const Late& each : late()) (arrives(each, who) ? now : left).push_back(each);
-  late() = left;
-  for (const Late& each : now) each.reset();
+  LateResets& x = late();
+  // This thread takes all of them first, and returns when it has reset them: others have their turn in each store.
+  const u32 taker = threadIdx.x + 1;
+  for (u32 i = 0; i < x.count; ++i) {
+    if (x.all[i].taker == 0 && arrives(x.all[i], who)) x.all[i].taker = taker;
+  }
+  for (u32 i = 0; i < x.count;) {
+    if (x.all[i].taker != taker) { ++i; continue; }
+    const Late each = x.all[i];
+    x.all[i] = x.all[--x.count];
+    each.reset(each.slot);
+    i = 0;
+  }
 }
 
 struct Fences {""",
     ),
     Change(
         "fences.cuh",
-        '#include "memory_order.cuh"',
-        '#include <functional>\n#include <vector>\n#include "memory_order.cuh"',
-    ),
-    Change(
-        "fences.cuh",
         "void say(u32 worker, u32 turns) {",
         """void say(u32 worker, u32 turns) {
-    for (Late& each : late()) each.asked |= each.worker == worker;
+    for (u32 i = 0; i < late().count; ++i) late().all[i].asked |= late().all[i].worker == worker;
     if (turns == kLeft) put_back([](const Late& each, u32 me) { return each.worker == me; }, worker);""",
     ),
     Change(
@@ -44,18 +57,19 @@ struct Fences {""",
         "packet_worker.cuh",
         "for (u32 each = 0; each < kPackets; ++each) Protocol::give_back(taken + each * kSharers);",
         """for (u32 each = 0; each < kPackets; ++each) {
-        const auto reset = [=] { Protocol::give_back(taken + each * kSharers); };
-        if constexpr (kLaps) late().push_back({threadIdx.x, reset, false});
-        else reset();
+        auto* const slot = taken + each * kSharers;
+        const auto reset = [](void* at) { Protocol::give_back(static_cast<decltype(slot)>(at)); };
+        if constexpr (kLaps) add_late(threadIdx.x, reset, slot);
+        else reset(slot);
       }""",
     ),
     Change(
         "scales.cuh",
         "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);",
         """ScaleWord* const taken = worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place);
-        const auto reset = [=] { store_volatile(taken, 0); };
-        if constexpr (kLaps) late().push_back({threadIdx.x, reset, false});
-        else reset();""",
+        const auto reset = [](void* at) { store_volatile(static_cast<ScaleWord*>(at), 0); };
+        if constexpr (kLaps) add_late(threadIdx.x, reset, taken);
+        else reset(taken);""",
     ),
 ]
 """A slot is put back when a later fence is over, and no sooner."""

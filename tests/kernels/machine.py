@@ -11,7 +11,7 @@ import selectors
 import signal
 import subprocess
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -65,6 +65,26 @@ def require_seen(run: Callable[[int], object], match: str = CAUGHT) -> None:
     with pytest.raises(AssertionError, match=match):
         for seed in SEEDS:
             run(seed)
+
+
+def controls(
+    run: Callable[..., object], mistakes: Mapping[str, Any], *, watched: bool = False, match: str = CAUGHT
+) -> Callable[..., None]:
+    """Return a test that a run of kernels with each mistake is seen, under ThreadSanitizer if ``watched``.
+
+    A mistake is a change of the sources, or a list of them, or a tuple that ends with one of these, after further
+    arguments of ``run``. It takes ``seed`` and ``changes`` by name.
+    """
+
+    @pytest.mark.parametrize("name", mistakes)
+    def test(request: pytest.FixtureRequest, name: str) -> None:
+        builds = request.getfixturevalue("watched_builds" if watched else "builds")
+        mistake = mistakes[name]
+        *given, changes = mistake if isinstance(mistake, tuple) else (mistake,)
+        changes = [changes] if isinstance(changes, Change) else changes
+        require_seen(lambda seed: run(builds, *given, seed=seed, changes=changes), match)
+
+    return test
 
 
 class RunFailedError(AssertionError):

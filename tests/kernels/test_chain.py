@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 
 from mpicomm.collectives.exchange import ChainHop
 from mpicomm.collectives.gpu.algorithms.chain.plan import BATCH_NBYTES, CHAIN_SLOTS
-from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds, Change
-from tests.kernels.channel_rigs import ChainRig
 from tests.kernels.kernel_calls import Calls, sizes_around
-from tests.kernels.machine import Machine, RunFailedError, require_seen
+from tests.kernels.machine import Machine, RunFailedError, controls
+from tests.kernels.rig import Rig, chain_rig
 
 UNIT_NBYTES = 512  # of a batch
 CHANNELS = 8  # one block has as many warps
@@ -39,21 +39,19 @@ def play(
     blocks: int = 1,
     room: int = 1 << 30,
     seed: int = 0,
-    changes: tuple[Change, ...] = (),
+    changes: Sequence[Change] = (),
+    timeout_s: float | None = None,
 ) -> None:
     rng = np.random.default_rng([size, seed])
-    # ThreadSanitizer makes everything slow. Without it a wait of two seconds is a wait for ever.
-    rig = ChainRig(Machine(builds, size), blocks, nbytes=room, changes=changes, timeout_s=20 if builds.sanitize else 2)
-    rig.start_at(2**32 - 3)
+    rig, channels = chain_rig(Machine(builds, size), blocks, nbytes=room, changes=changes, timeout_s=timeout_s)
+    channels.start_at(2**32 - 3)
     calls = Calls(rig, rng, nap_us=1000)
     # ThreadSanitizer does not know that a store which depends on a load comes after it: see chain.cu.
     in_place = False if builds.sanitize else None
     checks = []
     for nbytes in rng.permutation(sizes).tolist():
-        checks += [
-            calls.bcast(nbytes, "chain"),
-            calls.reduce("int32", "sum", -(-nbytes // 4), "chain", in_place=in_place),
-        ]
+        checks.append(calls.bcast(nbytes, "chain"))
+        checks.append(calls.reduce("int32", "sum", -(-nbytes // 4), "chain", in_place=in_place))
     rig.machine.run(checks, seed=seed, jitter_us=200, limit_s=60)
 
 
@@ -73,15 +71,14 @@ def test_slots_of_few_batches(builds: Builds, batches: int) -> None:
 
 def test_flags_of_all_slots_are_written(builds: Builds) -> None:
     """Slots that no launch begins with need flags, too: flags that are 2**31 slots old are ahead of awaited ones."""
-    rig = ChainRig(Machine(builds, 3), 1)
+    rig, channels = chain_rig(Machine(builds, 3))
     check = Calls(rig, np.random.default_rng(0)).bcast((CHAIN_SLOTS + 2) * SLOTS_NBYTES, "chain")
-    rig.machine.run(seed=1)
-    check()
-    layout = rig.layout
-    received = [memory.bytes[: layout.channels * 4].view(np.uint32).tolist() for memory in rig.memory]
+    rig.machine.run([check], seed=1)
+    memory = channels.memory
+    received = [words[: memory.channels * 4].view(np.uint32).tolist() for words in channels.words]
     assert sorted(received) == [[0] * CHANNELS] + [[CHAIN_SLOTS + 2] * CHANNELS] * 2
-    for memory, counts in zip(rig.memory, received, strict=True):
-        lines = memory.bytes[layout.flags : layout.slots].view(np.uint64).reshape(layout.channels, -1)
+    for words, counts in zip(channels.words, received, strict=True):
+        lines = words[memory.flags : memory.slots].view(np.uint64).reshape(memory.channels, -1)
         epochs = np.sort(lines[:, :CHAIN_SLOTS] >> np.uint64(32), axis=1)
         last = max(counts)
         assert (epochs == [last - 1, last] if last else epochs == 0).all()
@@ -89,7 +86,7 @@ def test_flags_of_all_slots_are_written(builds: Builds) -> None:
 
 @pytest.mark.parametrize("reduction", TYPES, ids="-".join)
 def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
-    rig = ChainRig(Machine(builds, 3), 1)
+    rig, _ = chain_rig(Machine(builds, 3))
     calls = Calls(rig, np.random.default_rng(len(reduction[0])))
     checks = [calls.reduce(*reduction, count, "chain") for count in (1, 15, 1021, 9001) for _ in range(3)]
     rig.machine.run(checks, seed=1, jitter_us=100)
@@ -142,23 +139,24 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_failure_is_seen(builds: Builds, name: str) -> None:
-    require_seen(lambda seed: play(builds, 3, [700, LARGE, 5, 5, 5, 5], seed=seed, changes=(MISTAKES[name],)))
+# Without a mistake all of this takes a fifth of the timeout.
+FEW_BATCHES = CHANNELS * 4 * BATCH_NBYTES  # in small slots, all of which are used again
+OF_FEW = [700, (CHAIN_SLOTS + 1) * FEW_BATCHES + 12, 5, 5, 5, 5]
+test_failure_is_seen = controls(partial(play, size=3, sizes=OF_FEW, room=FEW_BATCHES, timeout_s=0.5), MISTAKES)
 
 
-def reduce_to_last(rig: ChainRig, count: int, ranks: Sequence[int]) -> None:
+def reduce_to_last(rig: Rig, count: int, ranks: Sequence[int]) -> None:
     """Enqueue a sum for the last rank on these ranks."""
     dtype, root = np.dtype(np.float32), rig.size - 1
     for rank in ranks:
         span = Span(rig.machine.allocate(rank, count * dtype.itemsize).address, count)
         pattern = patterns.reduce(rank, rig.size, dtype, span, span if rank == root else None, "sum", root, "chain")
-        rig.run(rank, pattern, Signature("Reduce", dtype.name, count, "sum", root))
+        rig.run(rank, pattern)
 
 
 @pytest.mark.parametrize("counts", [(100, 99), (1, 100)], ids=["same packets", "fewer packets"])
 def test_ranks_that_disagree_notice(builds: Builds, counts: tuple[int, int]) -> None:
-    rig = ChainRig(Machine(builds, 2), 1)
+    rig, _ = chain_rig(Machine(builds, 2))
     for rank, count in enumerate(counts):
         reduce_to_last(rig, count, [rank])
     with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=3, sequence=1, block=0, peer=10"):
@@ -169,7 +167,7 @@ def test_ranks_that_disagree_notice(builds: Builds, counts: tuple[int, int]) -> 
     ("size", "count", "rank", "peer"), [(3, 100, 1, 10), (2, 1 << 18, 0, 11)], ids=["is missing", "does not take"]
 )
 def test_rank_that_is_missing_is_named(builds: Builds, size: int, count: int, rank: int, peer: int) -> None:
-    rig = ChainRig(Machine(builds, size), 1, timeout_s=0.2)
+    rig, _ = chain_rig(Machine(builds, size), timeout_s=0.2)
     reduce_to_last(rig, count, [rank])  # 2^18 elements are more than the slots of a block hold
     said = rf"fault on rank {rank}: state=2, operation=2, sequence=1, block=\d, peer={peer}"
     with pytest.raises(RunFailedError, match=said):

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, parts_of
-from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import BLOCK, Wire
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import Array, dtype_named
 from tests.kernels.build import Builds, Change
-from tests.kernels.kernel_calls import Calls, Check
+from tests.kernels.kernel_calls import BOTH, Calls, Check
 from tests.kernels.late_resets import LATE, LOST
-from tests.kernels.machine import Machine, Place, RunFailedError, require_seen
-from tests.kernels.packet_rig import SMALL, PacketRig
+from tests.kernels.machine import Machine, Place, RunFailedError, controls
+from tests.kernels.rig import SMALL, Rig, packet_rig
 
 FEWEST_LAPS = 6
 
@@ -48,7 +48,7 @@ class CodedCalls(Calls):
 
     def __init__(
         self,
-        rig: PacketRig,
+        rig: Rig,
         rng: np.random.Generator,
         wire: Wire,
         dtype: str,
@@ -58,9 +58,9 @@ class CodedCalls(Calls):
         self._wire = wire
         self._dtype = dtype_named(dtype)
 
-    def _run(self, rank: int, pattern: Pattern, signature: Signature, **more: Any) -> None:
+    def _run(self, rank: int, pattern: Pattern, **more: Any) -> None:
         coded = replace(pattern, buffers=replace(pattern.buffers, whole=BLOCK))
-        super()._run(rank, coded, replace(signature, wire_dtype=str(self._wire)), wire=(self._wire, self._dtype))
+        super()._run(rank, coded, wire=(self._wire, self._dtype))
 
     def _samples(self, dtype: np.dtype[Any], count: int) -> Array:
         return numbers(dtype, count, self._rng)
@@ -73,9 +73,6 @@ class CodedCalls(Calls):
 
     def _moved(self, part: Array) -> Array:
         return through_codes(part.view(self._dtype), self._wire.codes).astype(self._dtype)
-
-    def _piece_nbytes(self, dtype: np.dtype[Any], count: int) -> int:
-        return 1 << 30
 
     def _require(self, places: Sequence[Place], expected: Sequence[Array]) -> None:
         for rank, (place, right) in enumerate(zip(places, expected, strict=True)):
@@ -90,7 +87,6 @@ def counts_of(step: int) -> tuple[int, ...]:
     return 1, 15, 16, 127, 128, 129, 1000, step // 2, step - 1, step + 513, 2 * step + 128, 8 * step + 77
 
 
-BOTH = ("two_shot", "one_shot")
 ALL = (*BOTH, "plain", "scatter", "gather")
 
 
@@ -111,13 +107,13 @@ def run_all(
     """Calls with codes of these ``kinds``, with inboxes of ``laps`` steps. The compiler takes most of the time."""
     machine = Machine(builds, size)
     step = elements_of_step(size)
-    rig = PacketRig(machine, inbox_nbytes=laps * step, changes=changes, timeout_s=2)
+    rig = packet_rig(machine, inbox_nbytes=laps * step, changes=changes)
     rng = np.random.default_rng([size, seed])
     calls = CodedCalls(rig, rng, Wire(codes), dtype)
     plain = CodedCalls(rig, rng, Wire(codes, again=False), dtype)
     itemsize = dtype_named(dtype).itemsize
     make: dict[str, Callable[[int], Check]] = {
-        "two_shot": lambda count: calls.allreduce(dtype, op, count, two_shot=True),
+        "two_shot": lambda count: calls.allreduce(dtype, op, count, "two_shot"),
         "one_shot": lambda count: calls.allreduce(dtype, op, count),
         "plain": lambda count: plain.allreduce(dtype, op, count),
         "scatter": lambda count: calls.reduce_scatter(dtype, op, [count] * size),
@@ -148,18 +144,18 @@ def test_no_race(watched_builds: Builds) -> None:
 
 def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
     step = elements_of_step(3)
-    rig = PacketRig(Machine(builds, 3), inbox_nbytes=FEWEST_LAPS * step, timeout_s=0.3)
+    rig = packet_rig(Machine(builds, 3), inbox_nbytes=FEWEST_LAPS * step, timeout_s=0.3)
     calls = CodedCalls(rig, np.random.default_rng(0), Wire("int8"), "float32", ranks=(0, 1))
-    calls.allreduce("float32", "sum", 9 * step, two_shot=True)
+    calls.allreduce("float32", "sum", 9 * step, "two_shot")
     with pytest.raises(RunFailedError, match=r"operation=2, sequence=1, block=\d, peer=12"):
         rig.machine.run(limit_s=20)
 
 
 def test_ranks_with_other_codes_notice_it(builds: Builds) -> None:
-    rig = PacketRig(Machine(builds, 2), inbox_nbytes=FEWEST_LAPS * STEP, timeout_s=5)
+    rig = packet_rig(Machine(builds, 2), inbox_nbytes=FEWEST_LAPS * STEP, timeout_s=5)
     for rank, codes in enumerate(("int8", "float8_e4m3fn")):
         calls = CodedCalls(rig, np.random.default_rng(0), Wire(codes), "float32", ranks=[rank])
-        calls.allreduce("float32", "sum", 700, two_shot=True)
+        calls.allreduce("float32", "sum", 700, "two_shot")
     with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
         rig.machine.run()
 
@@ -193,37 +189,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_with_scales_is_seen(builds: Builds, name: str) -> None:
-    require_seen(
-        lambda seed: run_all(
-            builds,
-            2,
-            "int8",
-            "bfloat16",
-            counts=(300, *LAPS),
-            seed=seed,
-            changes=[MISTAKES[name]],
-            limit_s=20,
-            kinds=("two_shot",),
-        )
-    )
-
-
-def test_fence_that_is_not_waited_for_is_seen(builds: Builds) -> None:
-    mistake = Change(SOURCE, "fences.await(thread, turn - slack_of(x));", "")
-    require_seen(
-        lambda seed: run_all(
-            builds,
-            2,
-            "int8",
-            "bfloat16",
-            counts=LAPS[2:],
-            laps=7,
-            kinds=("two_shot",),
-            seed=seed,
-            changes=[*LATER, mistake],
-            limit_s=20,
-        ),
-        match=LOST,
-    )
+run_mistake = partial(run_all, size=2, codes="int8", dtype="bfloat16", limit_s=20, kinds=("two_shot",))
+test_mistake_with_scales_is_seen = controls(partial(run_mistake, counts=(300, *LAPS)), MISTAKES)
+NO_FENCE = {"fence": [*LATER, Change(SOURCE, "fences.await(thread, turn - slack_of(x));", "")]}
+test_fence_that_is_not_waited_for_is_seen = controls(
+    partial(run_mistake, counts=LAPS[2:], laps=7), NO_FENCE, match=LOST
+)

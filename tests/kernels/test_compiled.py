@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,15 @@ from mpicomm.kernels.reductions import (
     combine_kernel,
 )
 from mpicomm.kernels.variant import Variant
-from mpicomm.kernels.window import LOCATING, LOCK_KERNEL, MEET_KERNEL, MOVING, accumulate_kernel, swap_kernel
+from mpicomm.kernels.window import (
+    LOCATING,
+    LOCK_KERNEL,
+    MEET_KERNEL,
+    MOVING,
+    SWAPPED_SIZES,
+    accumulate_kernel,
+    swap_kernel,
+)
 from mpicomm.p2p.gpu import COPY, COPY_THREADS, GATE, POINTER_CHASE
 from tests.helpers.inputs.kernel_sources import INCLUDES
 from tests.helpers.jobs.mpiexec import ROOT
@@ -64,10 +73,13 @@ CAPABILITIES = [(major, minor) for major, minor in WANTED if 10 * major + minor 
 OF_EACH_KIND = [each for each in CAPABILITIES if each in ((7, 5), (8, 9), (12, 0))]
 
 # Each type once, with operations and architectures in turns; unit tests compile all operations, without a kernel.
-PAIRS = [
-    ((dtype, ops[number % len(ops)]), CAPABILITIES[number % len(CAPABILITIES)])
-    for number, (dtype, ops) in enumerate(REDUCTIONS.items())
+_UPDATES = [
+    accumulate_kernel((dtype, ops[number % len(ops)]), 0) for number, (dtype, ops) in enumerate(REDUCTIONS.items())
 ]
+_UPDATES += [accumulate_kernel((f"pair_{of}", op), 0) for of in ("f4", "f8", "i8", "i4", "i2") for op in LOCATING]
+_UPDATES += [accumulate_kernel(("any", op), nbytes) for op in MOVING for nbytes in (1, 2, 4, 8, 16)]
+_UPDATES += [*map(swap_kernel, SWAPPED_SIZES), MEET_KERNEL, LOCK_KERNEL]
+UPDATES = [(variant, CAPABILITIES[number % len(CAPABILITIES)]) for number, variant in enumerate(_UPDATES)]
 WIDEST = ("complex128", "prod")
 LAPS_AND_FEWER: list[tuple[Steps, int, bool]] = [
     *(("laps", 2, False), ("laps", 4, False), ("laps", 4, True), ("laps", 8, True)),
@@ -152,26 +164,11 @@ def spills(log: str, entry: str) -> list[int]:
     return [int(number) for number in properties.groups()]
 
 
-@pytest.mark.parametrize(("reduction", "capability"), PAIRS, ids=str)
-def test_updates_of_every_type_compile(reduction: tuple[str, str], capability: tuple[int, int]) -> None:
-    variant = accumulate_kernel(reduction, 0)
+@pytest.mark.parametrize(
+    ("variant", "capability"), UPDATES, ids=lambda value: " ".join(getattr(value, "options", ())[1:])
+)
+def test_updates_of_every_type_compile(variant: Variant, capability: tuple[int, int]) -> None:
     assert variant.entry.encode() in compile_kernel(variant.source, capability, variant.options)
-
-
-@pytest.mark.parametrize("nbytes", [1, 2, 4, 8, 16])
-def test_updates_of_every_size_compile(nbytes: int) -> None:
-    kernels = [accumulate_kernel(("any", op), nbytes) for op in MOVING]
-    kernels += [swap_kernel(nbytes)] if nbytes < 16 else []
-    for variant in (*kernels, MEET_KERNEL, LOCK_KERNEL):
-        image = compile_kernel(variant.source, CAPABILITIES[nbytes % len(CAPABILITIES)], variant.options)
-        assert variant.entry.encode() in image
-
-
-@pytest.mark.parametrize("dtype", ["pair_f4", "pair_f8", "pair_i8", "pair_i4", "pair_i2"])
-def test_updates_of_pairs_compile(dtype: str) -> None:
-    for op in LOCATING:
-        variant = accumulate_kernel((dtype, op), 0)
-        assert variant.entry.encode() in compile_kernel(variant.source, (9, 0), variant.options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint64"])
@@ -256,8 +253,7 @@ def test_kernels_with_epilogues_have_the_registers_they_need(variant: Variant) -
 
 @pytest.mark.parametrize("variant", BANDWIDTH, ids=lambda variant: " ".join(variant.options[1:]) or "copies")
 def test_kernel_for_bandwidth_has_the_registers_it_needs(variant: Variant) -> None:
-    text = (variant.source).read_text()
-    assert spills(ptxas_says(text, variant.options), variant.entry) == [0, 0]
+    assert spills(ptxas_says(variant.source.read_text(), variant.options), variant.entry) == [0, 0]
 
 
 def test_kernel_without_enough_registers_is_found() -> None:
@@ -311,15 +307,16 @@ def fences_of(variant: Variant) -> set[str]:
 
 
 # Before the first launches of a round packets are wiped, which takes a fence of the system in any case.
-@pytest.mark.parametrize("steps", ["laps", "paced"])
-def test_packets_in_memory_of_the_host_take_fences_of_the_whole_system(steps: Steps) -> None:
-    assert fences_of(packet_kernel(None, 2, "sentinel", steps, fan_out=False)) & {"gl", "gpu"}
-    assert fences_of(packet_kernel(None, 2, "sentinel", steps, fan_out=False, host_slots=True)) == {"sys"}
-
-
-def test_chains_in_memory_of_the_host_take_fences_of_the_whole_system() -> None:
-    assert fences_of(chain_kernel(None)) <= {"gl", "gpu"}
-    assert fences_of(chain_kernel(None, host_slots=True)) == {"sys"}
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *(partial(packet_kernel, None, 2, "sentinel", steps, fan_out=False) for steps in ("laps", "paced")),
+        partial(chain_kernel, None),
+    ],
+)
+def test_slots_in_memory_of_the_host_take_fences_of_the_whole_system(kernel: Callable[..., Variant]) -> None:
+    assert fences_of(kernel()) & {"gl", "gpu"}
+    assert fences_of(kernel(host_slots=True)) == {"sys"}
 
 
 @pytest.mark.parametrize("capability", OF_EACH_KIND, ids=lambda capability: "sm_{}{}".format(*capability))

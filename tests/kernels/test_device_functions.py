@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from tests.kernels.device_functions_rig import (
     hand_over,
     reduce_all,
 )
-from tests.kernels.machine import require_seen
+from tests.kernels.machine import controls
 
 # Lengths around a unit, a packet and a line, and longer than the bytes that all threads move at once.
 SHAPES = [
@@ -75,7 +76,15 @@ def test_reduction_equals_numpys_in_rank_order(builds: Builds, dtype: str, op: s
         require_all_in_time(reduce_all(Rig(builds, group, messages), dtype, op))
 
 
-def run(builds: Builds, name: str, group: str, changes: Sequence[Change] = (), *, timeout_s: float = 20) -> None:
+def run(
+    builds: Builds,
+    name: str,
+    group: str,
+    *,
+    seed: int = 0,
+    changes: Sequence[Change] = (),
+    timeout_s: float = 20,
+) -> None:
     """Run one kernel of device_functions.cu between three ranks."""
     messages = Messages(200, 4, 8) if name == "reduce_all" else Messages(200, 3, 5)
     rig = Rig(builds, group, messages, changes=changes)
@@ -126,6 +135,8 @@ CONTROLS: list[tuple[str, str, Change]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "group", "change"), CONTROLS, ids=lambda part: getattr(part, "old", part))
-def test_mistake_is_seen(watched_builds: Builds, name: str, group: str, change: Change) -> None:
-    require_seen(lambda _: run(watched_builds, name, group, [change], timeout_s=1))
+test_mistake_is_seen = controls(
+    partial(run, timeout_s=1),
+    {f"{name}-{group}-{change.old}": (name, group, change) for name, group, change in CONTROLS},
+    watched=True,
+)

@@ -3,109 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu.algorithms.base import launch_tag
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
-from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce, landing_place
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
-from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
+from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs import patterns
-from tests.helpers.inputs.launch_numbers import begin_after
-from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import Calls
-from tests.kernels.machine import Machine, RunFailedError, kernel_of, require_seen
-from tests.kernels.packet_rig import SmallLayout
+from tests.kernels.machine import Machine, RunFailedError, controls
+from tests.kernels.rig import direct_rig
 
-_PARITIES = 2
-_INBOX_NBYTES = 512  # of packets, whose old flags this kernel wipes
-
-
-class DirectRig:
-    """An arena, symmetric memory of ``nbytes`` and a template for each rank."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        nbytes: int,
-        *,
-        blocks: int = 3,
-        changes: Sequence[Change] = (),
-        timeout_s: float = 20,
-    ) -> None:
-        self.machine = machine
-        self.size = machine.size
-        layout = SmallLayout(self.size, 1, flagged_inbox_nbytes=_INBOX_NBYTES)
-        self._layout = layout
-        self.arenas = [machine.allocate(rank, layout.sentinels) for rank in range(self.size)]
-        self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
-        machine.keep()
-        self._changes = changes
-        arena: Any = SimpleNamespace(layout=layout)
-        self._templates = [
-            DirectTemplate(Domain(machine.team(self.arenas, rank, timeout_s), arena, blocks, early=False))
-            for rank in range(self.size)
-        ]
-
-    def start_at(self, launch: int, *, moved: int | None = None) -> None:
-        """Let all ranks have begun and ended this launch; ``moved`` is the last that moved data, if not the same."""
-        arrived = launch if moved is None else moved
-        for arena in self.arenas:
-            begin_after(launch, arena.bytes, self.size)
-            arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = arrived
-
-    def flags(self, rank: int) -> np.ndarray:
-        """Return the inboxes of the LL protocol of a rank, of either parity, as words."""
-        words = self.arenas[rank].bytes[self._layout.flagged : self._layout.sentinels].view(np.uint64)
-        return words.reshape(_PARITIES, -1)
-
-    def run(
-        self, rank: int, pattern: Pattern, signature: object = None, *, nap_us: int = 0, symmetric: bool = True
-    ) -> None:
-        """Enqueue a rank's part of an exchange into the symmetric memory; all calls have the tag 1."""
-        memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank)))
-        (exchange,) = pattern
-        sends, targets, going, coming = ([0] * self.size for _ in range(4))
-        for peer, (send, receive) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
-            if send is not None and send.count:
-                target = receive.pointer if receive is not None else 0
-                if peer != rank:
-                    target = landing_place(exchange, peer, memory, memory.pointers[rank])
-                if target not in (0, send.pointer):
-                    sends[peer], targets[peer] = send.pointer, target
-                    going[peer] = send.count * exchange.dtype.itemsize
-            if receive is not None and peer != rank:
-                coming[peer] = receive.count * exchange.dtype.itemsize
-        template = self._templates[rank]
-        (launch,) = template.steps_of(template.write(sends, targets, going, coming, exchange.longest_nbytes, 1))
-        assert isinstance(launch, Launch)
-        self._enqueue(rank, launch, nap_us)
-
-    def barrier(self, rank: int, *, tag: int = 1) -> None:
-        """Enqueue a rank's part of a barrier."""
-        self._enqueue(rank, self._templates[rank].barrier(tag, after_copies=False), 0)
-
-    def _enqueue(self, rank: int, launch: Launch, nap_us: int) -> None:
-        # Each thread more takes ThreadSanitizer a while.
-        threads = min(launch.threads, 96) if self.machine.builds.sanitize else launch.threads
-        self.machine.enqueue(rank, launch, changes=self._changes, threads=threads, nap_us=nap_us)
-
-
-BYTES = np.dtype(np.uint8)
 NBYTES = 64 << 10
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_size_at_which_something_changes(builds: Builds, size: int) -> None:
-    rig = DirectRig(Machine(builds, size), NBYTES * size)
+    rig = direct_rig(Machine(builds, size), NBYTES * size)
     calls = Calls(rig, np.random.default_rng(size), nap_us=2000, symmetric_at=0)
     for nbytes in (1, 15, 16, 1000, 3 * 64 * 16, 3 * 64 * 16 + 1, 3 * 256 * 16 - 1, 4 * 3 * 256 * 16, NBYTES):
         for call in (calls.allgather, calls.alltoall, calls.bcast):
@@ -115,49 +36,43 @@ def test_every_size_at_which_something_changes(builds: Builds, size: int) -> Non
             rig.machine.clear()
 
 
-def run_long(
-    builds: Builds, *, start: int = 0, rounds: int = 40, changes: Sequence[Change] = (), timeout_s: float = 20
-) -> None:
+def run_long(builds: Builds, rounds: int = 40, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
     """All-gathers into the same memory, which the next one overwrites. In between a kernel of the owner reads it.
 
     The kernel reduces the data into other memory. Between two ranks nothing else tells the peer when it may write
-    again.
+    again. The launches are those after number ``seed``.
     """
-    machine = Machine(builds, 3)
-    count = 700
-    rig = DirectRig(machine, 4 * 3 * count, changes=changes, timeout_s=timeout_s)
-    rig.start_at(start)
-    rng = np.random.default_rng(start)
-    sums = kernel_of(builds, local_reduction(Reduce((1,), 1, 4), ("int32", "sum")).variant)
+    machine, count = Machine(builds, 3), 700
+    rig = direct_rig(machine, 4 * 3 * count, changes=changes)
+    rig.start_at(seed)
+    rng = np.random.default_rng(seed)
     expected, results = [], []
     for _ in range(rounds):
         parts = [rng.integers(-1000, 1000, count).astype(np.int32) for _ in range(3)]
         expected.append(parts[0] + parts[1] + parts[2])
         for rank, part in enumerate(parts):
-            send = Span(machine.place(rank, part).address, count)
-            base = rig.outputs[rank].address
+            send, base = Span(machine.place(rank, part).address, count), rig.outputs[rank].address
             blocks = patterns.blocks(base, [count] * 3, [0, count, 2 * count], 4)
             pattern = patterns.allgather(rank, 3, np.dtype(np.int32), send, blocks)
-            rig.run(rank, pattern, nap_us=int(rng.integers(2000)) if rng.integers(10) == 0 else 0)
-            result = machine.allocate(rank, 4 * count)
-            results.append(result)
-            action = Reduce(tuple(block.pointer for block in blocks), result.address, 4 * count)
-            launch = local_reduction(action, ("int32", "sum"))
-            machine.launch(rank, sums, [launch.arguments], blocks=2, threads=64)
-    machine.run(seed=start, jitter_us=300, limit_s=30)
+            nap_us = int(rng.integers(2000)) if rng.integers(10) == 0 else 0
+            rig.run(rank, pattern, nap_us=nap_us, symmetric=True)
+            results.append(machine.allocate(rank, 4 * count))
+            action = Reduce(tuple(block.pointer for block in blocks), results[-1].address, 4 * count)
+            machine.enqueue(rank, local_reduction(action, ("int32", "sum")), blocks=2, threads=64)
+    machine.run(seed=seed, jitter_us=300, limit_s=30)
     for number, result in enumerate(results):
         require_same(result.view(np.int32).copy(), expected[number // 3])
 
 
 @pytest.mark.parametrize("start", [0, 2**32 - 20])
 def test_memory_is_written_again_only_when_its_owner_has_done_with_it(builds: Builds, start: int) -> None:
-    run_long(builds, start=start)
+    run_long(builds, seed=start)
 
 
 @pytest.mark.parametrize("launch", [2**31 + 8, 2**32 - 3])
 def test_data_is_awaited_after_many_launches_that_moved_none(builds: Builds, launch: int) -> None:
     """Barriers and packets count too: the ranks' flags of their data are as old as the first launch."""
-    rig = DirectRig(Machine(builds, 3), 3 * NBYTES)
+    rig = direct_rig(Machine(builds, 3), 3 * NBYTES)
     rig.start_at(launch, moved=0)
     check = Calls(rig, np.random.default_rng(launch), symmetric_at=0).allgather(NBYTES)
     rig.machine.run(seed=1, jitter_us=300)
@@ -167,10 +82,10 @@ def test_data_is_awaited_after_many_launches_that_moved_none(builds: Builds, lau
 @pytest.mark.parametrize("launch", [2**31 + 8, 2**32 - 3])
 def test_data_that_does_not_come_is_missed_after_many_launches_that_moved_none(builds: Builds, launch: int) -> None:
     """One rank begins the launch, as a barrier does, and stores nothing."""
-    rig = DirectRig(Machine(builds, 2), 2 * NBYTES, timeout_s=1)
+    rig = direct_rig(Machine(builds, 2), 2 * NBYTES, timeout_s=1)
     rig.start_at(launch, moved=0)
     Calls(rig, np.random.default_rng(0), symmetric_at=0, ranks=[0]).allgather(NBYTES)
-    rig.barrier(1)
+    rig.barrier(1, tag=launch_tag(Signature("Allgather", "uint8").hash32, memory=Mapped(1, 0, ())))
     with pytest.raises(RunFailedError, match=r"fault on rank 0: state=2, operation=2, .* peer=11,"):
         rig.machine.run()
 
@@ -178,7 +93,7 @@ def test_data_that_does_not_come_is_missed_after_many_launches_that_moved_none(b
 @pytest.mark.parametrize("moves", [False, True])
 def test_the_first_launches_of_a_round_wipe_old_flags_of_packets(builds: Builds, moves: bool) -> None:
     """Each launch wipes the set of inboxes of the next launch. It leaves the other set, where packets may be coming."""
-    rig = DirectRig(Machine(builds, 3), 3 * NBYTES)
+    rig = direct_rig(Machine(builds, 3), 3 * NBYTES)
     calls = Calls(rig, np.random.default_rng(0), symmetric_at=0)
     rig.start_at(2**30 - 2, moved=0)
     for rank in range(rig.size):
@@ -194,7 +109,7 @@ def test_the_first_launches_of_a_round_wipe_old_flags_of_packets(builds: Builds,
 
 
 def test_no_race(watched_builds: Builds) -> None:
-    run_long(watched_builds, rounds=15)
+    run_long(watched_builds, 15)
 
 
 @pytest.mark.parametrize(
@@ -228,34 +143,33 @@ def test_a_barrier_waits_for_all(builds: Builds) -> None:
     run_with_barriers(builds)
 
 
-def run_with_barriers(builds: Builds, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
+def run_with_barriers(builds: Builds, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
     machine = Machine(builds, 3)
-    rig = DirectRig(machine, 16, changes=changes, timeout_s=timeout_s)
-    copies = local_reduction(Reduce((1,), 1, 4), ("int32", "sum")).variant
-    kernel = kernel_of(builds, copies)
+    rig = direct_rig(machine, 16, changes=changes)
     results = []
+
+    def copy(rank: int, source: int, target: int, nap_us: int = 0) -> None:
+        launch = local_reduction(Reduce((source,), target, 4), ("int32", "sum"))
+        machine.enqueue(rank, launch, blocks=1, threads=64, nap_us=nap_us)
+
     for number in range(20):
         for rank in range(3):
             source = machine.place(rank, np.array([100 * number + rank], np.int32))
             following = (rank + 1) % 3
             target = machine.address(following, rig.outputs[following], rank)
-            launch = local_reduction(Reduce((source.address,), target, 4), ("int32", "sum"))
-            nap_us = 3000 if rank == number % 3 else 0
-            machine.launch(rank, kernel, [launch.arguments], blocks=1, threads=64, nap_us=nap_us)
+            copy(rank, source.address, target, nap_us=3000 if rank == number % 3 else 0)
             rig.barrier(rank)
-            result = machine.allocate(rank, 4)
-            results.append((result, 100 * number + (rank - 1) % 3))
-            launch = local_reduction(Reduce((rig.outputs[rank].address,), result.address, 4), ("int32", "sum"))
-            machine.launch(rank, kernel, [launch.arguments], blocks=1, threads=64)
+            results.append((machine.allocate(rank, 4), 100 * number + (rank - 1) % 3))
+            copy(rank, rig.outputs[rank].address, results[-1][0].address)
             rig.barrier(rank)
-    machine.run(limit_s=30)
+    machine.run(seed=seed, limit_s=30)
     for result, value in results:
         require_same(result.view(np.int32).copy(), np.array([value], np.int32))
 
 
 def test_ranks_in_different_calls_are_told(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = DirectRig(machine, 16)
+    rig = direct_rig(machine, 16)
     for rank in range(3):
         rig.barrier(rank, tag=1 + (rank == 2))
     with pytest.raises(RunFailedError, match="operation=3"):
@@ -282,15 +196,7 @@ RACES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_seen(builds: Builds, name: str) -> None:
-    require_seen(lambda start: run_long(builds, start=start, changes=[MISTAKES[name]], timeout_s=2))
-
-
-@pytest.mark.parametrize("name", RACES)
-def test_race_is_seen(watched_builds: Builds, name: str) -> None:
-    require_seen(lambda start: run_long(watched_builds, start=start, rounds=15, changes=[RACES[name]], timeout_s=2))
-
-
-def test_barrier_without_a_wait_is_seen(builds: Builds) -> None:
-    require_seen(lambda _: run_with_barriers(builds, [MISTAKES["no wait for the peers"]], timeout_s=2))
+test_mistake_is_seen = controls(run_long, MISTAKES)
+test_race_is_seen = controls(partial(run_long, rounds=15), RACES, watched=True)
+BARRIER = {"no wait": MISTAKES["no wait for the peers"]}
+test_barrier_without_a_wait_is_seen = controls(run_with_barriers, BARRIER)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -11,7 +14,7 @@ from mpicomm.kernels.team import ABSENT
 from tests.helpers.references.reductions import NARROW, dtype_named, require_same, rounded_once, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import bound, finished, run_after, run_fused
-from tests.kernels.machine import Machine, require_seen
+from tests.kernels.machine import Machine, controls
 
 RNG = np.random.default_rng(7)
 BIAS, ROW = samples(np.dtype(np.float32), 5000, RNG), samples(dtype_named("bfloat16"), 7, RNG)
@@ -141,31 +144,26 @@ def test_results_that_say_that_no_packet_has_come(builds: Builds) -> None:
     run_fused(builds, "sentinel", WORDS, ("float32", "sum"), exact=True)
 
 
-def test_results_that_lose_such_a_word_are_found(builds: Builds) -> None:
-    change = Change("packet_protocols.cuh", "(defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))", "1")
-    require_seen(lambda _: run_fused(builds, "sentinel", WORDS, ("float32", "sum"), exact=True, changes=[change]))
+WORD = Change("packet_protocols.cuh", "(defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))", "1")
+test_results_that_lose_such_a_word_are_found = controls(
+    partial(run_fused, protocol="sentinel", epilogue=WORDS, reduction=("float32", "sum"), exact=True), {"word": WORD}
+)
+
+
+def run_places(builds: Builds, result: str, *, seed: int, changes: Sequence[Change]) -> None:
+    run_fused(builds, "flagged", Elementwise("v + i"), ("float32", "sum"), result, seed=seed, changes=changes)
 
 
 PLACES = {
-    "before the fan-out": (Change("finish.cuh", "made = apply(unit, place)", "made = apply(unit, reduced)"), "float32"),
+    "before the fan-out": ("float32", Change("finish.cuh", "made = apply(unit, place)", "made = apply(unit, reduced)")),
     "where it is stored": (
-        Change("finish.cuh", "(to, apply(unit, array + at)", "(to, apply(unit, reduced + at)"),
         "float64",
+        Change("finish.cuh", "(to, apply(unit, array + at)", "(to, apply(unit, reduced + at)"),
     ),
     "to where it is stored": (
+        "float64",
         Change("finish.cuh", "finished + index_of(array + at)", "finished + index_of(reduced + at)"),
-        "float64",
     ),
-    "to ranks that reduce others": (
-        Change("packet_worker.cuh", "chosen(units, entry)", "units[1]"),
-        "float64",
-    ),
+    "to ranks that reduce others": ("float64", Change("packet_worker.cuh", "chosen(units, entry)", "units[1]")),
 }
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_an_epilogue_that_forgets_where_its_shard_begins_is_found(builds: Builds, name: str) -> None:
-    change, result = PLACES[name]
-    require_seen(
-        lambda _: run_fused(builds, "flagged", Elementwise("v + i"), ("float32", "sum"), result, changes=[change])
-    )
+test_an_epilogue_that_forgets_where_its_shard_begins_is_found = controls(run_places, PLACES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -24,7 +26,7 @@ from tests.kernels.experts_rig import (
     require_fault_everywhere,
     rig_of,
 )
-from tests.kernels.machine import Array, RunFailedError, require_seen
+from tests.kernels.machine import Array, RunFailedError, controls
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -244,24 +246,20 @@ FAILURES_BY_TOKEN = {
 }
 
 
-@pytest.mark.parametrize("name", RACES)
-def test_race_is_seen(watched_builds: Builds, name: str) -> None:
-    def run(seed: int) -> None:
-        rig = rig_of(watched_builds, 3, [BY_BLOCKS, RACES[name]], blocks=(1, 2), timeout_s=5)
-        play(rig, seed, 3, types=ONE_TYPE)
-
-    require_seen(run)
+def run_race(builds: Builds, *, seed: int, changes: Sequence[Change]) -> None:
+    play(rig_of(builds, 3, [BY_BLOCKS, *changes], blocks=(1, 2), timeout_s=5), seed, 3, types=ONE_TYPE)
 
 
-@pytest.mark.parametrize("name", [*FAILURES, *FAILURES_BY_TOKEN])
-def test_failure_is_seen(builds: Builds, name: str) -> None:
-    change, by_token = {**FAILURES, **FAILURES_BY_TOKEN}[name], name in FAILURES_BY_TOKEN
+def run_failure(
+    builds: Builds, *, seed: int, changes: Sequence[Change], top_k: int = 3, by_token: bool = False
+) -> None:
+    options: dict[str, Any] = {"blocks": (2, 2), "timeout_s": 1, "by_token": by_token, "top_k": top_k}
+    rig = rig_of(builds, 3, [BY_BLOCKS, *changes], **options)
+    rig.start_at(2**32 - 3)
+    play(rig, seed, 5, types=ONE_TYPE)
 
-    def run(seed: int) -> None:
-        # With a top_k of 12 a warp takes more than one step.
-        top_k = 12 if by_token else 3
-        rig = rig_of(builds, 3, [BY_BLOCKS, change], blocks=(2, 2), timeout_s=1, by_token=by_token, top_k=top_k)
-        rig.start_at(2**32 - 3)
-        play(rig, seed, 5, types=ONE_TYPE)
 
-    require_seen(run)
+test_race_is_seen = controls(run_race, RACES, watched=True)
+test_failure_is_seen = controls(run_failure, FAILURES)
+# With a top_k of 12 a warp takes more than one step.
+test_failure_by_token_is_seen = controls(partial(run_failure, top_k=12, by_token=True), FAILURES_BY_TOKEN)

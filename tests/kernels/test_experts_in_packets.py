@@ -21,7 +21,7 @@ from tests.kernels.experts_rig import (
     require_fault_everywhere,
     rig_of,
 )
-from tests.kernels.machine import RunFailedError, require_seen
+from tests.kernels.machine import RunFailedError, controls
 from tests.kernels.test_experts import FAILURES, RACES
 
 
@@ -180,16 +180,15 @@ FAILURES_IN_PACKETS = {
 }
 
 
-@pytest.mark.parametrize("name", RACES_IN_PACKETS)
-def test_race_of_packets_is_seen(watched_builds: Builds, name: str) -> None:
-    require_seen(lambda seed: play_one_way(one_way(watched_builds, [RACES_IN_PACKETS[name]]), seed))
+def run_race(builds: Builds, *, seed: int, changes: Sequence[Change]) -> None:
+    play_one_way(one_way(builds, changes), seed)
 
 
-@pytest.mark.parametrize("name", FAILURES_IN_PACKETS)
-def test_failure_of_packets_is_seen(builds: Builds, name: str) -> None:
-    def run(seed: int) -> None:
-        rig = rig_of(builds, 3, [FAILURES_IN_PACKETS[name]], blocks=(2, 5), timeout_s=1, **IN_PACKETS)
-        rig.start_at(2**32 - 3)
-        play(rig, seed, 5, types=ONE_TYPE)
+def run_failure(builds: Builds, *, seed: int, changes: Sequence[Change]) -> None:
+    rig = rig_of(builds, 3, changes, blocks=(2, 5), timeout_s=1, **IN_PACKETS)
+    rig.start_at(2**32 - 3)
+    play(rig, seed, 5, types=ONE_TYPE)
 
-    require_seen(run)
+
+test_race_of_packets_is_seen = controls(run_race, RACES_IN_PACKETS, watched=True)
+test_failure_of_packets_is_seen = controls(run_failure, FAILURES_IN_PACKETS)

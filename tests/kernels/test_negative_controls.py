@@ -6,6 +6,7 @@ The controls are kernels with one deliberate mistake each: if one of them passes
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ import pytest
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.gpu.algorithms.memory import CHUNK_SLOTS
 from tests.kernels.build import Builds, Change
-from tests.kernels.channel_rigs import ExchangeRig
-from tests.kernels.kernel_calls import Calls, random_counts, sizes_around
-from tests.kernels.machine import Machine, require_seen
+from tests.kernels.kernel_calls import BOTH, Calls, random_counts, sizes_around
+from tests.kernels.machine import Machine, controls
+from tests.kernels.rig import Rig, exchange_rig
 
 # Types of each size, of each kind of state of a reduction, and of each way to read an element.
 REDUCTIONS = [
@@ -27,7 +28,7 @@ REDUCTIONS = [
 ]
 
 
-def limits(rig: ExchangeRig) -> tuple[int, ...]:
+def limits(rig: Rig) -> tuple[int, ...]:
     """Bytes at which a message gets a further block, a further chunk, or chunks that reuse a slot."""
     channels, slots_nbytes = rig.layout.channels, rig.layout.channels * rig.layout.slot_nbytes
     return (16, CHANNEL_NBYTES, channels * CHANNEL_NBYTES, slots_nbytes, slots_nbytes * CHUNK_SLOTS)
@@ -36,32 +37,32 @@ def limits(rig: ExchangeRig) -> tuple[int, ...]:
 @pytest.mark.parametrize(("size", "channels"), [(1, 2), (3, 1), (4, 2)])
 def test_every_size_at_which_something_changes(builds: Builds, size: int, channels: int) -> None:
     rng = np.random.default_rng([size, channels])
-    rig = ExchangeRig(Machine(builds, size), channels, threads=(None, 64, 96, 512))
+    rig = exchange_rig(Machine(builds, size), channels, threads=(None, 64, 96, 512))
     calls = Calls(rig, rng, nap_us=2000)
     sizes = sizes_around(*limits(rig))
     checks = [calls.alltoallv(random_counts(rng, size, sizes)) for _ in range(12)]
     checks += [calls.bcast(nbytes) for nbytes in sizes]
-    for count, two_shot in itertools.product(sizes_around(*limits(rig), itemsize=4), (False, True)):
-        checks.append(calls.allreduce("float32", "sum", count, two_shot=two_shot))
+    for count, way in itertools.product(sizes_around(*limits(rig), itemsize=4), BOTH):
+        checks.append(calls.allreduce("float32", "sum", count, way))
     rig.machine.run(checks, seed=size, jitter_us=300)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda reduction: "-".join(reduction))
 def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
-    rig = ExchangeRig(Machine(builds, 3), 2, threads=(None, 160))
+    rig = exchange_rig(Machine(builds, 3), 2, threads=(None, 160))
     calls = Calls(rig, np.random.default_rng([ord(letter) for letter in reduction[0]]))
     checks = []
     for count in (1, 2, 15, 1021, 9001):
         checks += [calls.allreduce(*reduction, count, in_place=in_place) for in_place in (False, True)]
-        checks += [calls.allreduce(*reduction, count, two_shot=True), calls.scan(*reduction, count)]
+        checks += [calls.allreduce(*reduction, count, "two_shot"), calls.scan(*reduction, count)]
     rig.machine.run(checks, seed=1, jitter_us=100)
 
 
 def test_thousands_of_chunks_across_the_end_of_32_bits(builds: Builds) -> None:
     size = 3
     rng = np.random.default_rng(size)
-    rig = ExchangeRig(Machine(builds, size), 2, threads=(64,))
-    rig.start_at(2**32 - 700)
+    rig = exchange_rig(Machine(builds, size), 2, threads=(64,))
+    rig.channels().start_at(2**32 - 700)
     calls = Calls(rig, rng, nap_us=3000)
     for batch in range(3):
         rig.machine.clear()
@@ -71,7 +72,7 @@ def test_thousands_of_chunks_across_the_end_of_32_bits(builds: Builds) -> None:
             checks.append(calls.alltoallv(random_counts(rng, size, (0, 0, 1, 200, 20000))))
         rig.machine.run(checks, seed=batch, jitter_us=(0, 500)[batch % 2])
     # The first channel has gone past the end, and both sides have counted alike.
-    sent, received = ([rig.epoch(rank, 1 - rank, sent=way) for rank in (0, 1)] for way in (True, False))
+    sent, received = ([rig.channels().epoch(rank, 1 - rank, sent=way) for rank in (0, 1)] for way in (True, False))
     assert sent == received[::-1]
     assert all(0 < epoch < 2**31 for epoch in sent)
 
@@ -79,21 +80,21 @@ def test_thousands_of_chunks_across_the_end_of_32_bits(builds: Builds) -> None:
 # The results have the bits of the ring's order.
 @pytest.mark.parametrize(("size", "in_place"), [(2, False), (3, True), (4, False)])
 def test_rings_of_every_size_at_which_something_changes(builds: Builds, size: int, in_place: bool) -> None:
-    rig = ExchangeRig(Machine(builds, size), 2)
+    rig = exchange_rig(Machine(builds, size), 2)
     calls = Calls(rig, np.random.default_rng([size, in_place]), nap_us=2000)
     # The bytes of the whole array, and of a shard.
     limits = [128, CHANNEL_NBYTES, 2 * CHANNEL_NBYTES, 2 * rig.layout.slot_nbytes]
     counts = sizes_around(4 * size, *limits, *(size * limit for limit in limits), itemsize=4)
-    checks = [calls.ring_allreduce("float32", "sum", count, in_place=in_place) for count in counts]
+    checks = [calls.allreduce("float32", "sum", count, "ring", in_place=in_place) for count in counts]
     rig.machine.run(checks, seed=size, jitter_us=300)
 
 
 @pytest.mark.parametrize("reduction", [("bool", "land"), ("bfloat16", "sum"), ("complex128", "prod")], ids="-".join)
 def test_rings_of_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
-    rig = ExchangeRig(Machine(builds, 3), 2)
+    rig = exchange_rig(Machine(builds, 3), 2)
     calls = Calls(rig, np.random.default_rng([ord(letter) for letter in reduction[0]]), nap_us=2000)
     each = itertools.product((1, 2, 15, 1021, 9001), (False, True))
-    checks = [calls.ring_allreduce(*reduction, count, in_place=in_place) for count, in_place in each]
+    checks = [calls.allreduce(*reduction, count, "ring", in_place=in_place) for count, in_place in each]
     rig.machine.run(checks, seed=1, jitter_us=100)
 
 
@@ -101,14 +102,14 @@ def test_rings_of_every_class_of_types(builds: Builds, reduction: tuple[str, str
 def test_no_race(watched_builds: Builds, size: int) -> None:
     rng = np.random.default_rng(size)
     # ThreadSanitizer knows 8000 threads at most.
-    rig = ExchangeRig(Machine(watched_builds, size), 2, threads=(64, 96))
+    rig = exchange_rig(Machine(watched_builds, size), 2, threads=(64, 96))
     calls = Calls(rig, rng, nap_us=2000)
     slots_nbytes = 2 * rig.layout.slot_nbytes
     sizes = sizes_around(16, CHANNEL_NBYTES, slots_nbytes, 3 * slots_nbytes)
     checks = [calls.alltoallv(random_counts(rng, size, sizes)) for _ in range(8)]
     checks += [calls.bcast(nbytes) for nbytes in sizes[::2]]
     for count in (1, 5, 1000, 4097, 40000):
-        checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
+        checks += [calls.allreduce("float32", "sum", count, way) for way in BOTH]
         checks.append(calls.reduce_scatter("float32", "sum", [count] * size, in_place=True))
     checks += [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 2000, 40)]
     rig.machine.run(checks, seed=size, jitter_us=200)
@@ -151,14 +152,14 @@ FAILURES = {
 }
 
 
-def run(builds: Builds, seed: int, change: Change | None) -> None:
+def run(builds: Builds, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
     """Reductions of all kinds of sizes between three ranks, past the end of the epochs.
 
     If all send to all, flags keep the ranks in step; in a scan the first rank learns of others by credit.
     """
     rng = np.random.default_rng(seed)
-    rig = ExchangeRig(Machine(builds, 3), 2, threads=(64, 96), changes=[change] if change else (), timeout_s=2)
-    rig.start_at(2**32 - 20)
+    rig = exchange_rig(Machine(builds, 3), 2, threads=(64, 96), changes=changes)
+    rig.channels().start_at(2**32 - 20)
     calls = Calls(rig, rng, nap_us=1000)
     counts = [*rng.integers(1, 6000, 40), 60000]
     rng.shuffle(counts)
@@ -167,22 +168,16 @@ def run(builds: Builds, seed: int, change: Change | None) -> None:
     rig.machine.run(checks, seed=seed, jitter_us=300, limit_s=30)
 
 
-@pytest.mark.parametrize("name", RACES)
-def test_race_is_seen(watched_builds: Builds, name: str) -> None:
-    require_seen(lambda seed: run(watched_builds, seed, RACES[name]))
-
-
-@pytest.mark.parametrize("name", FAILURES)
-def test_failure_is_seen(builds: Builds, name: str) -> None:
-    require_seen(lambda seed: run(builds, seed, FAILURES[name]))
+test_race_is_seen = controls(run, RACES, watched=True)
+test_failure_is_seen = controls(run, FAILURES)
 
 
 def test_without_a_mistake_the_same_run_passes(builds: Builds, watched_builds: Builds) -> None:
     for seed in range(3):
-        run(builds, seed, None)
-    run(watched_builds, 0, None)
+        run(builds, seed=seed)
+    run(watched_builds)
 
 
 def test_change_that_fits_nowhere_is_no_control(builds: Builds) -> None:
     with pytest.raises(ValueError, match=r"exchange\.cu has 0 of: no such text"):
-        run(builds, 0, Change("exchange.cu", "no such text", ""))
+        run(builds, changes=[Change("exchange.cu", "no such text", "")])

@@ -97,28 +97,28 @@ def test_several_jobs_go_in_one_launch(builds: Builds) -> None:
     assert np.array_equal(target.bytes, np.concatenate(expected))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        Change("regions.cuh", "round * region.packed_strides[loop]", "round * region.run_units"),
-        Change("regions.cuh", "region.strides[loop]", "region.strides[0]"),
-        Change("regions.cuh", "region.packed_strides[loop]", "region.packed_strides[0]"),
-        Change("regions.cuh", "list_of(x, region)[round]", "list_of(x, region)[0]"),
-        Change("regions.cuh", "loop == region.listed", "loop == 0"),
-        Change("regions.cuh", "(x.regions) + region.list", "(x.regions) + x.regions->list"),
-        Change("regions.cuh", "left < kPacketNbytes ? left : kPacketNbytes", "kPacketNbytes"),
-        Change("regions.cuh", "first_unit <= number", "first_unit < number"),
-        Change("pack.cu", "x.structures == 1", "true"),
-        Change("pack.cu", "x.num_regions == 1", "true"),
-        Change("regions.cuh", "rest -= units;", ""),
-        Change("regions.cuh", "x.regions[++index]", "x.regions[1]"),
-        Change("pack.cu", "second = words[1]", "second = 0"),
-    ],
+MISTAKES = (
+    ("regions.cuh", "round * region.packed_strides[loop]", "round * region.run_units"),
+    ("regions.cuh", "region.strides[loop]", "region.strides[0]"),
+    ("regions.cuh", "region.packed_strides[loop]", "region.packed_strides[0]"),
+    ("regions.cuh", "list_of(x, region)[round]", "list_of(x, region)[0]"),
+    ("regions.cuh", "loop == region.listed", "loop == 0"),
+    ("regions.cuh", "(x.regions) + region.list", "(x.regions) + x.regions->list"),
+    ("regions.cuh", "left < kPacketNbytes ? left : kPacketNbytes", "kPacketNbytes"),
+    ("regions.cuh", "first_unit <= number", "first_unit < number"),
+    ("pack.cu", "x.structures == 1", "true"),
+    ("pack.cu", "x.num_regions == 1", "true"),
+    ("regions.cuh", "rest -= units;", ""),
+    ("regions.cuh", "x.regions[++index]", "x.regions[1]"),
+    ("pack.cu", "second = words[1]", "second = 0"),
 )
-def test_a_mistake_is_seen(builds: Builds, change: Change) -> None:
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[1])
+def test_a_mistake_is_seen(builds: Builds, mistake: tuple[str, str, str]) -> None:
     with pytest.raises(AssertionError):
         for layout in LAYOUTS.values():
-            check(builds, layout, 0, [change])
+            check(builds, layout, 0, [Change(*mistake)])
 
 
 @pytest.mark.parametrize("most_units", [1, 5, 64])

@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, carried_nbytes
-from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import SENTINELS
 from tests.kernels.build import Builds, Change
-from tests.kernels.kernel_calls import Calls, random_counts, sizes_around
+from tests.kernels.kernel_calls import BOTH, Calls, random_counts, sizes_around
 from tests.kernels.late_resets import LATE, LOST
-from tests.kernels.machine import Array, Machine, RunFailedError, require_seen
-from tests.kernels.packet_rig import INBOX_NBYTES, SMALL, STARTS, PacketRig
+from tests.kernels.machine import Array, Machine, RunFailedError, controls
+from tests.kernels.rig import INBOX_NBYTES, SMALL, STARTS, packet_rig
 
 _STEP_NBYTES = SMALL.threads * 16
 
 
-def run_every_size(builds: Builds, protocol: Protocol, size: int) -> None:
-    """Collectives at every size at which something changes."""
-    rig = PacketRig(Machine(builds, size), protocol)
+# Each number of ranks is another kernel; the next test has the others of them.
+@pytest.mark.parametrize(("protocol", "size"), [("flagged", 4), ("sentinel", 3)])
+def test_every_size_at_which_something_changes(builds: Builds, protocol: Protocol, size: int) -> None:
+    rig = packet_rig(Machine(builds, size), protocol)
     calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
     room = carried_nbytes(INBOX_NBYTES, protocol)
     most = room - 4 if protocol == "flagged" else INBOX_NBYTES * 4
@@ -33,56 +33,66 @@ def run_every_size(builds: Builds, protocol: Protocol, size: int) -> None:
     checks = []
     for count in sizes_around(*limits, itemsize=4):
         if 0 < count * 4 <= most:
-            checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
-            checks.append(calls.reduce("float32", "sum", count, "two_shot", in_place=False))
-            checks.append(calls.scan("float32", "sum", count))
-            checks += [calls.allgather(4 * count), calls.bcast(4 * count - 1, "two_shot")]
+            checks += [calls.allreduce("float32", "sum", count, way) for way in BOTH]
+            checks += [calls.reduce("float32", "sum", count, "two_shot", in_place=False)]
+            checks += [calls.scan("float32", "sum", count), calls.allgather(4 * count)]
+            checks.append(calls.bcast(4 * count - 1, "two_shot"))
     rig.machine.run(checks, seed=size, jitter_us=300)
 
 
-def run_movements(builds: Builds, protocol: Protocol, nbytes: int) -> None:
-    """Collectives that only move data."""
-    rig = PacketRig(Machine(builds, 4), protocol)
-    calls = Calls(rig, np.random.default_rng(nbytes))
-    checks = [call(nbytes) for call in (calls.bcast, partial(calls.bcast, algorithm="two_shot"), calls.allgather)]
-    rig.machine.run(checks, jitter_us=100)
-
-
 def run_uneven(
-    builds: Builds, size: int, *, laps: int = 6, seed: int = 0, changes: Sequence[Change] = (), timeout_s: float = 20
+    builds: Builds,
+    size: int = 3,
+    laps: int = 6,
+    *,
+    moves_only: bool = False,
+    seed: int = 0,
+    changes: Sequence[Change] = (),
+    timeout_s: float | None = None,
 ) -> None:
-    """Calls that use inboxes again, between two ranks; one of them sends more than the other, or only it sends."""
+    """Calls that use inboxes again, between two ranks; one of them sends more than the other, or only it sends.
+
+    With ``moves_only`` there are fewer kernels to compile.
+    """
     machine, inbox_nbytes = Machine(builds, size), laps * _STEP_NBYTES
-    rig = PacketRig(machine, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
+    rig = packet_rig(machine, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
     rng = np.random.default_rng((size, seed))
     calls = Calls(rig, rng, nap_us=1000)
     lengths = (0, 5, _STEP_NBYTES - 1, inbox_nbytes, inbox_nbytes + 1, 2 * inbox_nbytes + 100, 5 * inbox_nbytes - 7)
     checks = []
     for turn in range(3):
         checks += [calls.alltoallv(random_counts(rng, size, lengths)) for _ in range(3)]
-        checks += [calls.bcast(20_000 + turn), calls.scan("float32", "sum", 5000 + turn)]
-        checks.append(calls.reduce_scatter("int32", "sum", [int(length) // 4 for length in rng.choice(lengths, size)]))
+        checks.append(calls.bcast(20_000 + turn))
+        if not moves_only:
+            checks.append(calls.scan("float32", "sum", 5000 + turn))
+            counts = [int(length) // 4 for length in rng.choice(lengths, size)]
+            checks.append(calls.reduce_scatter("int32", "sum", counts))
     machine.run(checks, seed=seed, jitter_us=300, limit_s=30)
+
+
+@pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 6), (4, 10)])
+def test_one_rank_sends_more_than_the_other(builds: Builds, size: int, laps: int) -> None:
+    run_uneven(builds, size, laps)
 
 
 def run_long(
     builds: Builds,
     protocol: Protocol,
-    *,
-    start: int,
     batches: int = 2,
+    *,
+    seed: int = 0,
     changes: Sequence[Change] = (),
-    timeout_s: float = 20,
+    timeout_s: float | None = None,
 ) -> None:
-    """Hundreds of small reductions between three ranks, from launch ``start`` on.
+    """Hundreds of small reductions between three ranks, from launch ``seed`` on.
 
     If all send to all, packets keep the ranks in step; in scans the first rank takes none.
     """
-    rng = np.random.default_rng(start)
+    rng = np.random.default_rng(seed)
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, protocol, changes=changes, timeout_s=timeout_s)
-    rig.start_at(start)
-    if protocol == "flagged" and start > 0:  # the round of numbers ends soon, and inboxes are wiped
+    rig = packet_rig(machine, protocol, changes=changes, timeout_s=timeout_s)
+    rig.start_at(seed)
+    if protocol == "flagged" and seed > 0:  # the round of numbers ends soon, and inboxes are wiped
         rig.fill_with_old_flags(rng)
     calls = Calls(rig, rng, nap_us=1000)
     for batch in range(batches):
@@ -90,12 +100,48 @@ def run_long(
         checks = [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 600, 150)]
         checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
         if protocol != "flagged":  # several times the size of the inboxes
-            checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
+            checks += [calls.allreduce("float32", "sum", 5000, way) for way in BOTH]
             checks += [calls.allgather(12000), calls.bcast(20000, "two_shot"), calls.allgather(12000)]
         machine.run(checks, seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
 
 
 PROTOCOLS: list[Protocol] = ["flagged", "sentinel"]
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, protocol: Protocol, start: str) -> None:
+    run_long(builds, protocol, seed=STARTS[start])
+
+
+def run_reductions(
+    builds: Builds, reduction: tuple[str, str], *, seed: int = 1, changes: Sequence[Change] = ()
+) -> None:
+    """All-reduces in one hop and in two."""
+    rig = packet_rig(Machine(builds, 3), changes=changes)
+    calls = Calls(rig, np.random.default_rng(seed))
+    checks = [calls.allreduce(*reduction, count, way) for count, way in zip((5, 3001), BOTH, strict=True)]
+    rig.machine.run(checks, jitter_us=100)
+
+
+TYPES = (
+    *(("float8_e4m3fn", "max"), ("bfloat16", "avg"), ("float32", "min"), ("complex64", "sum"), ("complex128", "sum")),
+    *(("int16", "sum"), ("float16", "a * 2 - b"), ("int64", "a * 2 - b")),
+)
+
+
+@pytest.mark.parametrize("reduction", TYPES, ids="-".join)
+def test_types_of_every_width(builds: Builds, reduction: tuple[str, str]) -> None:
+    run_reductions(builds, reduction)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_bytes_are_moved(builds: Builds, protocol: Protocol) -> None:
+    rig = packet_rig(Machine(builds, 4), protocol)
+    calls = Calls(rig, np.random.default_rng(4))
+    for nbytes in (1, 8, 100, 2000):
+        checks = [calls.bcast(nbytes), calls.bcast(nbytes, "two_shot"), calls.allgather(nbytes)]
+        rig.machine.run(checks, jitter_us=100)
 
 
 class SentinelCalls(Calls):
@@ -105,65 +151,13 @@ class SentinelCalls(Calls):
         return self._rng.choice(SENTINELS, -(-nbytes // 4)).astype(np.uint32).view(np.uint8)[:nbytes]
 
 
-# Each number of ranks is another kernel; the next test has the others of them.
-@pytest.mark.parametrize(("protocol", "size"), [("flagged", 4), ("sentinel", 3)])
-def test_every_size_at_which_something_changes(builds: Builds, protocol: Protocol, size: int) -> None:
-    run_every_size(builds, protocol, size)
-
-
-@pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 6), (4, 10)])
-def test_one_rank_sends_more_than_the_other(builds: Builds, size: int, laps: int) -> None:
-    run_uneven(builds, size, laps=laps)
-
-
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, protocol: Protocol, start: str) -> None:
-    run_long(builds, protocol, start=STARTS[start])
-
-
-def run_reductions(
-    builds: Builds, reduction: tuple[str, str], *, changes: Sequence[Change] = (), timeout_s: float = 20
-) -> None:
-    """All-reduces in one hop and in two."""
-    rig = PacketRig(Machine(builds, 3), changes=changes, timeout_s=timeout_s)
-    calls = Calls(rig, np.random.default_rng(1))
-    checks = [calls.allreduce(*reduction, count, two_shot=two_shot) for count, two_shot in ((5, False), (3001, True))]
-    rig.machine.run(checks, jitter_us=100)
-
-
-TYPES = (
-    ("float8_e4m3fn", "max"),
-    ("bfloat16", "avg"),
-    ("float32", "min"),
-    ("complex64", "sum"),
-    ("complex128", "sum"),
-    ("int16", "sum"),
-    ("float16", "a * 2 - b"),
-    ("int64", "a * 2 - b"),
-)
-
-
-@pytest.mark.parametrize("reduction", TYPES, ids="-".join)
-def test_types_of_every_width(builds: Builds, reduction: tuple[str, str]) -> None:
-    run_reductions(builds, reduction)
-
-
-@pytest.mark.parametrize("nbytes", [1, 8, 100, 2000])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_bytes_are_moved(builds: Builds, protocol: Protocol, nbytes: int) -> None:
-    run_movements(builds, protocol, nbytes)
-
-
-def run_escapes(builds: Builds, *, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
+def run_escapes(builds: Builds, *, seed: int = 3, changes: Sequence[Change] = ()) -> None:
     """Movements of only words that need escapes."""
-    rig = PacketRig(Machine(builds, 3), changes=changes, timeout_s=timeout_s)
-    calls = SentinelCalls(rig, np.random.default_rng(3), nap_us=1000)
-    checks = [
-        call(nbytes)
-        for nbytes in (64, 20_000) * 3
-        for call in (partial(calls.bcast, algorithm="two_shot"), calls.allgather)
-    ]
+    rig = packet_rig(Machine(builds, 3), changes=changes)
+    calls = SentinelCalls(rig, np.random.default_rng(seed), nap_us=1000)
+    checks = []
+    for nbytes in (64, 20_000) * 3:
+        checks += [calls.bcast(nbytes, "two_shot"), calls.allgather(nbytes)]
     rig.machine.run(checks, jitter_us=100)
 
 
@@ -172,30 +166,29 @@ def test_all_words_of_the_data_need_escapes(builds: Builds) -> None:
 
 
 def test_five_ranks_with_no_more_than_six_steps_of_room(builds: Builds) -> None:
-    rig = PacketRig(Machine(builds, 5))
+    rig = packet_rig(Machine(builds, 5))
     calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
-    checks = [calls.allreduce("int32", "sum", 3001, two_shot=two_shot) for two_shot in (False, True)]
+    checks = [calls.allreduce("int32", "sum", 3001, way) for way in BOTH]
     checks.append(calls.reduce_scatter("int32", "sum", [3001] * rig.size, in_place=True))
     checks += [calls.allgather(9001), calls.bcast(30001, "two_shot"), calls.allgather(9001)]
     rig.machine.run(checks, seed=5, jitter_us=300)
 
 
 def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
-    rig = PacketRig(Machine(builds, 3), timeout_s=0.3)
+    rig = packet_rig(Machine(builds, 3), timeout_s=0.3)
     Calls(rig, np.random.default_rng(0), ranks=(0, 1)).allreduce("int32", "sum", 700)
     with pytest.raises(RunFailedError, match=r"operation=2, sequence=1, block=\d, peer=12"):
         rig.machine.run(limit_s=20)
 
 
 def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_in_another_call(builds: Builds) -> None:
-    machine = Machine(builds, 3)
-    rig = PacketRig(machine, "flagged")
-    dtype, size = np.dtype(np.uint8), 3
+    machine, size = Machine(builds, 3), 3
+    rig = packet_rig(machine, "flagged")
     for rank in range(size):
         root = min(rank, 1)  # rank 2 takes from rank 1, which agrees with it; no rank takes from rank 0
-        buffer = machine.allocate(rank, 8)
-        exchanges = patterns.bcast(rank, size, dtype, Span(buffer.address, 8), root)
-        rig.run(rank, exchanges, Signature("Bcast", "uint8", 8, root=root))
+        buffer = Span(machine.allocate(rank, 8).address, 8)
+        exchanges = patterns.bcast(rank, size, np.dtype(np.uint8), buffer, root)
+        rig.run(rank, exchanges)
     machine.run()
     Calls(rig, np.random.default_rng(0)).allreduce("float32", "sum", 100)
     with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
@@ -205,14 +198,14 @@ def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_
 @pytest.mark.parametrize("expected", [0, 99, 101])
 def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expected: int) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, timeout_s=5)
-    dtype, nothing = np.dtype(np.uint8), [Span(0, 0)] * 3
+    rig = packet_rig(machine, timeout_s=5)
+    nothing = [Span(0, 0)] * 3
     sent, taken = (Span(machine.allocate(rank, nbytes).address, nbytes) for rank, nbytes in ((0, 100), (1, expected)))
     sends = [[nothing[0], sent, Span(sent.pointer, 5)], nothing, nothing]
     receives = [nothing, [taken, *nothing[1:]], [Span(machine.allocate(2, 5).address, 5), *nothing[1:]]]
     for rank in range(3):
-        exchanges = patterns.alltoall(rank, 3, dtype, sends[rank], receives[rank])
-        rig.run(rank, exchanges, Signature("Alltoallv", "uint8"))
+        exchanges = patterns.alltoall(rank, 3, np.dtype(np.uint8), sends[rank], receives[rank])
+        rig.run(rank, exchanges)
     if expected == 0:  # no rank waits
         machine.run()
         Calls(rig, np.random.default_rng(0)).allreduce("float32", "sum", 100)
@@ -222,24 +215,24 @@ def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expect
 
 def test_two_ranks_that_cut_the_same_bytes_differently_notice(builds: Builds) -> None:
     machine = Machine(builds, 2)
-    rig = PacketRig(machine, timeout_s=5)
+    rig = packet_rig(machine, timeout_s=5)
     for rank, cut in ((0, (0, 7)), (1, (8, 0))):
         own, other = ([Span(machine.allocate(rank, 100).address, 100), Span(0, 0)][:: 1 - 2 * rank] for _ in range(2))
         exchanges = patterns.alltoall(rank, 2, np.dtype(np.uint8), own[::-1], other[::-1], cuts=[cut, cut])
-        rig.run(rank, exchanges, Signature("Neighbor_alltoallv", "uint8"))
+        rig.run(rank, exchanges)
     with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
         machine.run()
 
 
 def test_a_rank_that_gives_up_keeps_the_earlier_report_of_another(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "flagged")
+    rig = packet_rig(machine, "flagged")
     told = [arena.bytes[:8].view(np.uint64) for arena in rig.arenas]
     told[2][0] = mismatch = 3 << 56 | 11 << 32 | 1
     machine.failed[0].view(np.uint32)[0] = 1  # a wait of an earlier kernel of rank 0 has failed
     source, target = machine.allocate(0, 8), machine.allocate(0, 8)
     exchanges = patterns.allreduce(0, 3, np.dtype(np.float32), Span(source.address, 2), Span(target.address, 2), "sum")
-    rig.run(0, exchanges, Signature("Allreduce", "float32", 2, "sum"))
+    rig.run(0, exchanges)
     with contextlib.suppress(RunFailedError):  # a late block reads the report of another block
         machine.run()
     assert told[1][0] >> 56 == 2
@@ -248,18 +241,24 @@ def test_a_rank_that_gives_up_keeps_the_earlier_report_of_another(builds: Builds
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_no_race(watched_builds: Builds, protocol: Protocol) -> None:
-    run_long(watched_builds, protocol, start=0, batches=1)
+    run_long(watched_builds, protocol, 1)
 
 
 def test_no_race_between_ranks_that_send_unevenly(watched_builds: Builds) -> None:
-    run_uneven(watched_builds, 3)
+    run_uneven(watched_builds)
+
+
+def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
+    run_long(builds, "sentinel", changes=LATE, timeout_s=20)
+    for laps in (6, 7):
+        run_uneven(builds, 3, laps, changes=LATE, timeout_s=20)
 
 
 SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
-NO_BARRIER = Change(SOURCE, "if (!__syncthreads_and(ok)) return;", "if (!ok) return;")
-MISTAKES: dict[str, tuple[Protocol, Change]] = {
-    "one set of inboxes": ("flagged", Change(WORKER, "((launch % 2) * kStages + stage)", "(stage)")),
-    "one set of inboxes of sentinels": ("sentinel", Change(WORKER, "((launch % 2) * kStages + stage)", "(stage)")),
+ONE_SET = Change(WORKER, "((launch % 2) * kStages + stage)", "(stage)")
+MISTAKES = {
+    "one set of inboxes": ("flagged", ONE_SET),
+    "one set of inboxes of sentinels": ("sentinel", ONE_SET),
     "no wait for the last launch": ("flagged", Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
     "old flags not wiped": ("flagged", Change("ll_flags.cuh", "wipe_flags(inboxes, launch);", ";")),
     "sentinels not put back": (
@@ -271,81 +270,47 @@ MISTAKES: dict[str, tuple[Protocol, Change]] = {
         Change(SOURCE, "has_c ? worker", "has_c && (!kRelays || x.sources != 0) ? worker"),
     ),
 }
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_seen(builds: Builds, name: str) -> None:
-    protocol, change = MISTAKES[name]
-    require_seen(lambda _: run_long(builds, protocol, start=2**30 - 1, batches=4, changes=[change], timeout_s=2))
-
-
 ESCAPES = {
     "not put back": Change(WORKER, "store_volatile(escape, 0);", ""),
     "looked at once": Change(WORKER, "return code == 0 ? 1u << rank : 0u;", "return 0u;"),
     "left out": Change("sentinels.cuh", "return kEscapes && (is_special", "return kEscapes && false && (is_special"),
 }
-
-
-@pytest.mark.parametrize("name", ESCAPES)
-def test_mistake_with_escapes_is_seen(builds: Builds, name: str) -> None:
-    require_seen(lambda _: run_escapes(builds, changes=[ESCAPES[name]], timeout_s=2))
-
-
 NANS = {
     "a number changed with them": Change("sentinels.cuh", "kSign = 1ull << 63", "kSign = 1ull << 32"),
     "sent as they are": Change("sentinels.cuh", "packet.second ^= kSign;\n    return", ";\n    return"),
 }
-
-
-@pytest.mark.parametrize("name", NANS)
-def test_mistake_with_nan_is_seen(builds: Builds, name: str) -> None:
-    require_seen(lambda _: run_reductions(builds, ("float16", "prod"), changes=[NANS[name]], timeout_s=2))
-
-
 PACES = {
     "not said": Change(SOURCE, "worker.pace(a_at, a_place);", ";"),
     "not heard": Change(SOURCE, "b_ranks |= m.paced", "b_ranks |= 0"),
     "a third as often": Change(SOURCE, "return sum_of_both(x) - slack_of(x);", "return 2 * sum_of_both(x);"),
 }
-
-
-@pytest.mark.parametrize("name", PACES)
-def test_mistake_with_ranks_that_send_unevenly_is_seen(builds: Builds, name: str) -> None:
-    require_seen(lambda seed: run_uneven(builds, 3, seed=seed, changes=[PACES[name]], timeout_s=2))
-
-
-def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
-    run_long(builds, "sentinel", start=0, changes=LATE)
-    for laps in (6, 7):
-        run_uneven(builds, 3, laps=laps, changes=LATE)
-
-
 FENCES = {
-    "not waited for": Change(SOURCE, "fences.await(thread, turn - slack_of(x));", ""),
-    "a turn too seldom": Change(
-        SOURCE, "return sum_of_both(x) - slack_of(x);", "return sum_of_both(x) + 1 - slack_of(x);"
-    ),
-    "asked for too soon": Change(
-        SOURCE,
-        "(turn + slack_of(x) == paces_at) {\n        fences.say(thread, turn);",
-        "(turn + slack_of(x) + 1 == paces_at) {\n        fences.say(thread, turn + 1);",
-    ),
+    "not waited for": [*LATE, Change(SOURCE, "fences.await(thread, turn - slack_of(x));", "")],
+    "a turn too seldom": [
+        *LATE,
+        Change(SOURCE, "return sum_of_both(x) - slack_of(x);", "return sum_of_both(x) + 1 - slack_of(x);"),
+    ],
+    "asked for too soon": [
+        *LATE,
+        Change(
+            SOURCE,
+            "(turn + slack_of(x) == paces_at) {\n        fences.say(thread, turn);",
+            "(turn + slack_of(x) + 1 == paces_at) {\n        fences.say(thread, turn + 1);",
+        ),
+    ],
 }
+OF_TWO_HOPS = {name: ("sentinel", FENCES[name]) for name in ("not waited for", "a turn too seldom")}
+NO_BARRIER = {"barrier": ("flagged", 1, Change(SOURCE, "if (!__syncthreads_and(ok)) return;", "if (!ok) return;"))}
 
 
-@pytest.mark.parametrize("name", FENCES)
-def test_mistake_with_fences_is_seen(builds: Builds, name: str) -> None:
-    require_seen(
-        lambda seed: run_uneven(builds, 3, laps=7, seed=seed, changes=[*LATE, FENCES[name]], timeout_s=2), match=LOST
-    )
+def run_to_the_end_of_a_round(builds: Builds, protocol: Protocol, *, seed: int, changes: Sequence[Change]) -> None:
+    run_long(builds, protocol, 4, seed=2**30 - 1, changes=changes)
 
 
-@pytest.mark.parametrize("name", ["not waited for", "a turn too seldom"])
-def test_mistake_with_fences_in_two_hops_is_seen(builds: Builds, name: str) -> None:
-    require_seen(
-        lambda start: run_long(builds, "sentinel", start=start, changes=[*LATE, FENCES[name]], timeout_s=2), match=LOST
-    )
-
-
-def test_race_is_seen(watched_builds: Builds) -> None:
-    require_seen(lambda _: run_long(watched_builds, "flagged", start=0, batches=1, changes=[NO_BARRIER]))
+test_mistake_is_seen = controls(run_to_the_end_of_a_round, MISTAKES)
+test_mistake_with_escapes_is_seen = controls(run_escapes, ESCAPES)
+test_mistake_with_nan_is_seen = controls(partial(run_reductions, reduction=("float16", "prod")), NANS)
+test_mistake_with_ranks_that_send_unevenly_is_seen = controls(partial(run_uneven, moves_only=True), PACES)
+test_mistake_with_fences_is_seen = controls(partial(run_uneven, laps=7, moves_only=True), FENCES, match=LOST)
+test_mistake_with_fences_in_two_hops_is_seen = controls(run_long, OF_TWO_HOPS, match=LOST)
+test_race_is_seen = controls(partial(run_long), NO_BARRIER, watched=True)

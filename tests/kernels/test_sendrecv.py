@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -12,9 +13,9 @@ from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SENDRECV_SLOT_NBYTES, SENDRECV_SLOTS
 from tests.kernels.build import Builds, Change
-from tests.kernels.channel_rigs import SendrecvRig
 from tests.kernels.kernel_calls import sizes_around
-from tests.kernels.machine import Array, Machine, Place, RunFailedError, require_seen
+from tests.kernels.machine import Array, Machine, Place, RunFailedError, controls
+from tests.kernels.rig import SendrecvRig
 
 CHANNELS = 2
 FITS_NBYTES = CHANNELS * SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES // 2  # fits into the slots, beside another one
@@ -49,9 +50,9 @@ def random_round(
     for rank in range(rig.size):
         threads, nap_us = int(rng.choice(blocks)) or None, int(rng.choice((0, 0, 800)))
         mine, theirs = sent.get(rank), received.get(rank)
-        rig.enqueue(rank, mine, None if apart else theirs, threads=threads, nap_us=nap_us)
+        rig.exchange(rank, mine, None if apart else theirs, threads=threads, nap_us=nap_us)
         if apart:
-            rig.enqueue(rank, None, theirs)
+            rig.exchange(rank, None, theirs)
 
     def check() -> None:
         for place, content in arrived:
@@ -61,12 +62,11 @@ def random_round(
     return check
 
 
-def play(builds: Builds, size: int, rounds: int, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
+def play(builds: Builds, rounds: int, size: int = 3, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
     rng = np.random.default_rng([size, seed])
-    # ThreadSanitizer makes everything slow. Without it a wait of two seconds is a wait for ever.
-    rig = SendrecvRig(Machine(builds, size), CHANNELS, changes=changes, timeout_s=20 if builds.sanitize else 2)
-    rig.start_at(2**32 - 3)
     blocks = (64, 96) if builds.sanitize else (0, 64, 512)  # each thread more takes ThreadSanitizer a while
+    rig = SendrecvRig(Machine(builds, size), CHANNELS, changes=changes)
+    rig.words.start_at(2**32 - 3)
     checks = [random_round(rig, rng, sizes_around(*LIMITS), blocks) for _ in range(rounds)]
     rig.machine.run(checks, seed=seed, jitter_us=200, limit_s=60)
 
@@ -74,11 +74,11 @@ def play(builds: Builds, size: int, rounds: int, *, seed: int = 0, changes: Sequ
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_random_messages_past_the_end_of_32_bits(builds: Builds, size: int) -> None:
     for seed in range(3):
-        play(builds, size, 12, seed=seed)
+        play(builds, 12, size, seed=seed)
 
 
 def test_no_race(watched_builds: Builds) -> None:
-    play(watched_builds, 3, 3)
+    play(watched_builds, 3)
 
 
 def test_both_sides_count_alike(builds: Builds) -> None:
@@ -86,11 +86,11 @@ def test_both_sides_count_alike(builds: Builds) -> None:
     rig = SendrecvRig(Machine(builds, 2), 1)
     for number in range(1, 8):
         place = rig.machine.place(0, content_of(rng, number * SENDRECV_SLOT_NBYTES))
-        rig.enqueue(0, rig.message(1, place))
-        rig.enqueue(1, None, rig.message(0, rig.machine.allocate(1, place.bytes.size)))
+        rig.exchange(0, rig.message(1, place))
+        rig.exchange(1, None, rig.message(0, rig.machine.allocate(1, place.bytes.size)))
     rig.machine.run()
-    assert rig.epoch(0, 1, sent=True) == rig.epoch(1, 0, sent=False) == sum(range(1, 8))
-    assert rig.epoch(1, 0, sent=True) == rig.epoch(0, 1, sent=False) == 0
+    assert rig.words.epoch(0, 1, sent=True) == rig.words.epoch(1, 0, sent=False) == sum(range(1, 8))
+    assert rig.words.epoch(1, 0, sent=True) == rig.words.epoch(0, 1, sent=False) == 0
 
 
 def test_a_send_does_not_wait_for_a_receive(builds: Builds) -> None:
@@ -100,10 +100,10 @@ def test_a_send_does_not_wait_for_a_receive(builds: Builds) -> None:
     content = content_of(rng, 3 * SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES)
     places = [rig.machine.place(0, content), *(rig.machine.allocate(rank, content.size) for rank in (1, 2))]
     back = rig.machine.allocate(0, content.size)
-    rig.enqueue(0, rig.message(1, places[0]), rig.message(2, back))
+    rig.exchange(0, rig.message(1, places[0]), rig.message(2, back))
     for rank, following in pairwise((1, 2, 0)):
-        rig.enqueue(rank, None, rig.message(rank - 1, places[rank]))
-        rig.enqueue(rank, rig.message(following, places[rank]))
+        rig.exchange(rank, None, rig.message(rank - 1, places[rank]))
+        rig.exchange(rank, rig.message(following, places[rank]))
     rig.machine.run(limit_s=30)
     assert (back.bytes == content).all()
 
@@ -111,16 +111,16 @@ def test_a_send_does_not_wait_for_a_receive(builds: Builds) -> None:
 @pytest.mark.parametrize(("nbytes", "tag"), [(99, 7), (100, 8)], ids=["length", "tag"])
 def test_ranks_that_disagree_on_a_message_notice(builds: Builds, nbytes: int, tag: int) -> None:
     rig = SendrecvRig(Machine(builds, 2), 1)
-    rig.enqueue(0, rig.message(1, rig.machine.allocate(0, 100), 7))
+    rig.exchange(0, rig.message(1, rig.machine.allocate(0, 100), 7))
     target = rig.machine.allocate(1, nbytes)
-    rig.enqueue(1, None, rig.message(0, target, tag))
+    rig.exchange(1, None, rig.message(0, target, tag))
     with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=3, sequence=1, block=0, peer=10"):
         rig.machine.run(limit_s=10)
 
 
 def test_rank_that_is_missing_is_named(builds: Builds) -> None:
     rig = SendrecvRig(Machine(builds, 3), 1, timeout_s=0.2)
-    rig.enqueue(1, None, rig.message(2, rig.machine.allocate(1, 5)))
+    rig.exchange(1, None, rig.message(2, rig.machine.allocate(1, 5)))
     with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=4, sequence=1, block=0, peer=12"):
         rig.machine.run(limit_s=10)
 
@@ -148,11 +148,5 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_race_is_seen(watched_builds: Builds, name: str) -> None:
-    require_seen(lambda seed: play(watched_builds, 3, 3, seed=seed, changes=(MISTAKES[name],)))
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_failure_is_seen(builds: Builds, name: str) -> None:
-    require_seen(lambda seed: play(builds, 3, 6, seed=seed, changes=(WRONG[name],)))
+test_race_is_seen = controls(partial(play, rounds=3), MISTAKES, watched=True)
+test_failure_is_seen = controls(partial(play, rounds=6), WRONG)

@@ -9,7 +9,6 @@ import pytest
 
 from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.packed import Strides
-from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.layout import DatatypeLayout
 from tests.helpers.inputs import patterns
@@ -18,10 +17,10 @@ from tests.helpers.inputs.regions import layout, region
 from tests.helpers.references.reference_packing import pack, unpack
 from tests.kernels.build import Builds
 from tests.kernels.machine import Machine
-from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
+from tests.kernels.rig import LARGE_INBOX_NBYTES, ProgramRig
 
 RUNS = (1, 2, 4, 6, 8, 12, 16, 24, 64, 1536)
-LENGTHS = (50, 1548, 3 * INBOX_NBYTES // 2 // 1536 * 1536, 27648)
+LENGTHS = (50, 1548, 3 * LARGE_INBOX_NBYTES // 2 // 1536 * 1536, 27648)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +53,7 @@ def random_layout(rng: np.random.Generator, nbytes: int) -> DatatypeLayout:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_keep_their_bytes_and_gaps(builds: Builds, size: int) -> None:
-    rng, rig = np.random.default_rng(size), ProgramRig(Machine(builds, size), 16)
+    rng, rig = np.random.default_rng(size), ProgramRig(Machine(builds, size))
     machine = rig.machine
     for turn in range(8):
         lengths = rng.choice([0, 50, 1548], (size, size))
@@ -81,7 +80,7 @@ def test_messages_keep_their_bytes_and_gaps(builds: Builds, size: int) -> None:
             sends, received = blocks
             pattern = patterns.alltoall(rank, size, np.dtype(np.uint8), sends, received)
             strided = StridedPattern(pattern.operation, pattern.buffers, strides=tuple(strides))
-            rig.run(rank, strided, Signature("Alltoallw", "uint8"))
+            rig.run(rank, strided)
         machine.run(seed=turn, jitter_us=200)
         for rank, memory, expected, ends in checks:
             for peer, start in enumerate(ends[:-1]):

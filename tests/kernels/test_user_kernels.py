@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from ctypes import c_uint32, c_uint64
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from tests.helpers.jobs.mpiexec import ROOT
 from tests.helpers.references.reductions import reduced, require_same
 from tests.kernels.build import Builds, Change
-from tests.kernels.machine import Machine, Place, require_seen
+from tests.kernels.machine import Machine, Place, controls, require_seen
 
 CALLS, COUNT = 60, 300
 ROWS, COLUMNS, BLOCKS, THREADS, STEPS = 11, 37, 3, 40, 20
@@ -53,7 +54,13 @@ class Ranks:
 
 
 def ring_sum(
-    builds: Builds, size: int, changes: Sequence[Change] = (), *, absent: int | None = None, timeout_s: float = 20
+    builds: Builds,
+    size: int,
+    *,
+    seed: int = 0,
+    changes: Sequence[Change] = (),
+    absent: int | None = None,
+    timeout_s: float = 20,
 ) -> list[int]:
     """All ranks add the values of all, many times."""
     ranks = Ranks(builds, size, ROOT / "examples/ring_sum.cu", "ring_sum", changes, absent)
@@ -77,8 +84,9 @@ def ring_sum(
 def jacobi(
     builds: Builds,
     dims: tuple[int, int],
-    changes: Sequence[Change] = (),
     *,
+    seed: int = 0,
+    changes: Sequence[Change] = (),
     absent: int | None = None,
     timeout_s: float = 20,
 ) -> list[int]:
@@ -196,14 +204,8 @@ IN_JACOBI = {
 }
 
 
-@pytest.mark.parametrize("name", IN_RING_SUM)
-def test_race_is_seen(watched_builds: Builds, name: str) -> None:
-    require_seen(lambda _: ring_sum(watched_builds, 3, [IN_RING_SUM[name]]))
-
-
-@pytest.mark.parametrize("name", IN_JACOBI)
-def test_race_of_neighbours_is_seen(watched_builds: Builds, name: str) -> None:
-    require_seen(lambda _: jacobi(watched_builds, (2, 2), [IN_JACOBI[name]]))
+test_race_is_seen = controls(partial(ring_sum, size=3), IN_RING_SUM, watched=True)
+test_race_of_neighbours_is_seen = controls(partial(jacobi, dims=(2, 2)), IN_JACOBI, watched=True)
 
 
 def test_numbers_that_are_read_too_early_are_seen(watched_builds: Builds, guide: Run) -> None:

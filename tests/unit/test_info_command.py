@@ -19,22 +19,25 @@ from rich.console import Console
 import mpicomm
 from mpicomm.cluster import process as cuda_aware
 from mpicomm.info import algorithms, tables
+from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import run_job
 
 INFO = ("-m", "mpicomm.info", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
-def answer() -> dict[str, Any]:
-    """The answer in JSON of two ranks."""
-    found: dict[str, Any] = json.loads(run_job(2, *INFO, "--json", "-").stdout)
+def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The answer in JSON of two ranks, on standard output and in a file."""
+    file = tmp_path_factory.mktemp("info") / "info.json"
+    job, (shown, written) = run_in_turn(2, (*INFO, "--json"), (*INFO, "--json", file), MPICOMM_TIMEOUT="12")
+    assert (job.returncode, job.stderr, shown[1], written) == (0, "", 0, ("", 0))
+    found: dict[str, Any] = json.loads(shown[0])
+    assert json.loads(file.read_text()) == found
     return found
 
 
-def test_json_is_one_complete_object() -> None:
-    job = run_job(2, *INFO, "--json", MPICOMM_TIMEOUT="12")
-    assert (job.returncode, job.stderr) == (0, "")
-    found = json.loads(job.stdout)
+def test_json_is_one_complete_object(answer: dict[str, Any]) -> None:
+    found = answer
     assert [info["rank"] for info in found["ranks"]] == [0, 1]
     assert len({info["pid"] for info in found["ranks"]}) == 2
     for rank, info in enumerate(found["ranks"]):
@@ -161,10 +164,3 @@ def test_algorithms_that_collectives_on_gpus_choose(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("MPICOMM_TUNING", str(tmp_path / "none"))
     (refusal,) = algorithms("NVIDIA H200", [])
     assert str(tmp_path / "none") in refusal
-
-
-def test_json_goes_to_a_file_as_with_the_other_commands(tmp_path: Path) -> None:
-    file = tmp_path / "info.json"
-    job = run_job(2, *INFO, "--json", str(file))
-    assert job.returncode == 0 and not job.stdout
-    assert len(json.loads(file.read_text())["ranks"]) == 2

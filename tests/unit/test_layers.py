@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 import mpicomm
+from tests.helpers.jobs.mpiexec import run_command
 
 ROOT = Path(mpicomm.__file__).parents[1]
 
@@ -195,6 +196,11 @@ def test_import_loads_nothing_heavy() -> None:
     rooms = ("experts", "windows", "messages", "domains", "recording", "observation", "world")
     few = {*rooms, "products.choose", "products.operands", "expressions.tree", "epilogues.norm"}
     assert not modules & {f"mpicomm.{name}" for name in few}
+
+
+def test_methods_are_compiled_when_they_are_looked_up() -> None:
+    code = "import linecache, mpicomm; mpicomm.Communicator.Bcast; print(*(n for n in linecache.cache if n[0] == '<'))"
+    assert run_command(sys.executable, "-c", code).stdout == "<mpicomm Bcast>\n"
 
 
 def test_all_has_every_public_name() -> None:

@@ -102,19 +102,14 @@ WRONG = {
 }
 
 
-def test_a_wrong_option_is_said_once() -> None:
-    job, ended = run_in_turn(3, *((*RING, *options) for options in WRONG))
+def test_a_wrong_option_is_said_once_and_so_is_help() -> None:
+    job, (*ended, (usage, status)) = run_in_turn(3, *((*RING, *options) for options in (*WRONG, ("--help",))))
     assert ended == [("", 2)] * len(WRONG), job.stderr
+    assert (usage.count("usage:"), status) == (1, 0)
     assert [job.stderr.count(message) for message in WRONG.values()] == [1] * len(WRONG)
     assert job.stderr.count("error:") == len(WRONG)
     assert "Traceback" not in job.stderr
     assert "abort" not in job.stderr.lower()
-
-
-def test_help_is_printed_once() -> None:
-    job = run_job(2, *RING, "--help")
-    assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.count("usage:") == 1
 
 
 def ring(folder: Path, nprocs: int, *codes: str, **variables: str) -> Any:

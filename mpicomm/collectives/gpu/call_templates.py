@@ -37,14 +37,9 @@ class CallTemplate(AnyPlan, ABC):
     order of streams must be the same on both ranks.
     """
 
-    collective = True
     lasts = is_new = False
     steps = (None,)
     """Never empty: every rank launches something in a call that is filled in, so `enqueue` must not skip it."""
-    private_nbytes: int | None = None
-    count = 0
-    offset: int | None = None
-    """The text and the numbers of the filled-in call, for `CallLog.post`."""
     launch: Enqueue | None = None
     enqueue: Enqueue | None = None
     """Both enqueue the filled-in call; the device's context must be current."""
@@ -252,17 +247,13 @@ def _add_for_neighbors(
 ) -> bool:
     blocks = len(peers)
     of_blocks: tuple[list[int], list[int]] = [], []
-    if shape == "vector":
-        if not _add_blocks(blocks, nbytes, buffer, *of_blocks):
+    if shape != "vector":  # all neighbours get the whole buffer, or equal parts
+        count, rest = divmod(buffer[1], blocks) if shape == "blocks" and blocks else (buffer[1], 0)
+        if rest:
             return False
-    elif blocks:
-        pointer, total = buffer[0], buffer[1] * nbytes
-        length = total if shape == "one" else buffer[1] // blocks * nbytes
-        if shape == "blocks" and length * blocks != total:
-            return False
-        step = 0 if shape == "one" else length
-        places = [pointer + step * block for block in range(blocks)] if length else [0] * blocks
-        of_blocks = [length] * blocks, places
+        buffer = (*buffer[:3], [count] * blocks, [0] * blocks if shape == "one" else None)
+    if not _add_blocks(blocks, nbytes, buffer, *of_blocks):
+        return False
     first = len(lengths)
     lengths += [0] * ranks
     begins += [0] * ranks
@@ -328,19 +319,19 @@ def template_of(call: Call, decision: Decision, mappings: Mappings, scratch: Gro
 class MessageTemplate(CallTemplate):
     """The messages of one route between ranks, from and into buffers of one kind.
 
-    ``element_nbytes`` are the bytes of an element of both buffers; 0 for a buffer that no message uses.
+    The bytes of an element are 0 for a buffer that no message uses.
     """
 
     collective = False
     choice = BY_KERNELS
 
     def __init__(
-        self, text: str, template: SendrecvTemplate, loader: StepLoader, element_nbytes: tuple[int, int]
+        self, text: str, template: SendrecvTemplate, loader: StepLoader, send_nbytes: int, receive_nbytes: int
     ) -> None:
         self.words = text
         self._template = template
         self._enqueue_of = enqueuers_of(template, loader)
-        self._send_nbytes, self._receive_nbytes = element_nbytes
+        self._send_nbytes, self._receive_nbytes = send_nbytes, receive_nbytes
 
     def fill(self, sent: Any, received: Any) -> bool:
         send, receive = sent[0], received[0]

@@ -285,7 +285,7 @@ class DeviceEngine:
         return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
-        """Return a plan that sends one message and receives another; ``text`` names the call.
+        """Return a plan that sends one message and receives another; ``text`` names the call. It has a `template_of`.
 
         Collective the first time, then local. Both ranks of a message must enqueue it in the same order, relative to
         their other messages and to collectives.
@@ -294,7 +294,9 @@ class DeviceEngine:
         request = sendrecv_request(self._sendrecv)
         if not self._arena.has(request):
             self._memory.provide([request], "the first message in stream order, for which all ranks set up memory")
-        template, packs, spans, at = self._sendrecv_template(sent, received), [list[Launch](), list[Launch]()], [], 0
+        memory = self._arena.region(request).pointers
+        template = SendrecvTemplate(self.domain.team, self._sendrecv, memory, sent, received)
+        packs, spans, at = [list[Launch](), list[Launch]()], [], 0
         packed = [0 if end is None or end.elements is None else whole_lines(end.span.count) for end in (sent, received)]
         scratch = self._scratch.of(sum(packed))
         for number, end in enumerate((sent, received)):
@@ -307,20 +309,9 @@ class DeviceEngine:
             spans.append(span)
         send, receive = spans
         filled = template.fill(send.pointer, send.count, receive.pointer, receive.count)
-        return self._plan(text, [*packs[0], *template.steps_of(filled), *packs[1]], BY_KERNELS, collective=False)
-
-    def message_template(
-        self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
-    ) -> MessageTemplate:
-        """Return one plan for all messages between these ranks with these tags, after `prepare_messages`. Local.
-
-        The messages differ in addresses and in numbers of elements.
-        """
-        return MessageTemplate(text, self._sendrecv_template(sent, received), self._loader, element_nbytes)
-
-    def _sendrecv_template(self, sent: Message | None, received: Message | None) -> SendrecvTemplate:
-        memory = self._arena.region(sendrecv_request(self._sendrecv)).pointers
-        return SendrecvTemplate(self.domain.team, self._sendrecv, memory, sent, received)
+        plan = self._plan(text, [*packs[0], *template.steps_of(filled), *packs[1]], BY_KERNELS, collective=False)
+        plan.template_of = partial(MessageTemplate, text, template, self._loader)
+        return plan
 
     def _plan(
         self,

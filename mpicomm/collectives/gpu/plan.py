@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,24 +31,22 @@ if TYPE_CHECKING:
 class Plan(AnyPlan):
     """The steps of one call, ready to be enqueued.
 
-    ``text`` names the call in errors. ``choice`` names its algorithm in records. ``collective`` is whether all ranks
-    make the call. Then ranks can compare their calls.
+    ``text`` names the call in errors. ``choice`` names its algorithm in records.
     """
 
     def __init__(
         self, text: str, steps: Sequence[Enqueue], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
     ) -> None:
         self.words = text
-        self.count = 0
-        self.offset: int | None = None
-        """The text and the numbers of the call for `CallLog.post`."""
         self.choice = choice
         self.collective = collective
-        self.private_nbytes: int | None = None
-        """This rank's longest message if only the two ranks of a message know its length; else None."""
         self.is_new = True
         """Whether the plan was not enqueued yet. Then the call log has the call already."""
         self.steps = tuple(steps)
+        self.template_of: Callable[[int, int], Any] | None = None
+        """Returns one `CallTemplate` for all messages of this one's route, which differ in addresses and in numbers of
+        elements; its arguments are the bytes of an element of both buffers. None for a plan that is no message.
+        """
         self.launch: Enqueue | None = None
         """Enqueues the steps as a graph; None until there is a graph."""
         self._graph: Any = None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.algorithms.steps import AnyPlan
     from mpicomm.collectives.gpu.call_templates import CallTemplate
+    from mpicomm.collectives.gpu.plan import Plan
     from mpicomm.collectives.wire import Wire
     from mpicomm.devices.cuda.events import Completions, LocalEvent
     from mpicomm.epilogues.base import Epilogue
@@ -50,11 +51,7 @@ class Engine(Protocol):
 
     def require_same(self, text: str) -> None: ...
 
-    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> AnyPlan: ...
-
-    def message_template(
-        self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
-    ) -> CallTemplate: ...
+    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan: ...
 
     def enqueue(self, plan: Any, stream: int, event: LocalEvent | None = None, meets: bool = False) -> bool: ...
 
@@ -290,7 +287,7 @@ class PlanCache:
 
     def add_message(
         self,
-        plan: AnyPlan,
+        plan: Plan,
         operation: str,
         send: Any,
         receive: Any,
@@ -313,8 +310,8 @@ class PlanCache:
         ends = (sent, to_peer), (received, from_peer)
         # The lengths of blocks add up in another way, and an empty message does not tell the bytes of an element.
         if kind.template is None and all(len(plain) == 3 and (end is None or end.span.count) for plain, end in ends):
-            send_nbytes, receive_nbytes = (0 if end is None else end.span.count // plain[1] for plain, end in ends)
-            kind.template = self.engine.message_template(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
+            assert plan.template_of is not None
+            kind.template = plan.template_of(*(0 if end is None else end.span.count // plain[1] for plain, end in ends))
         _keep(kind, (sent, received), plan)
 
     def _kind_of(self, key: Hashable, op: MPI.Op | None) -> _Kind:

@@ -14,7 +14,6 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy, Launch
-from mpicomm.collectives.gpu.call_templates import MessageTemplate
 from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.plan import Plan
@@ -163,11 +162,6 @@ class DomainsEngine:
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
         """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's domain."""
         return self._engine.prepare_messages(text, sent, received)
-
-    def message_template(
-        self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
-    ) -> MessageTemplate:
-        return self._engine.message_template(text, sent, received, element_nbytes)
 
     def enqueue(
         self,

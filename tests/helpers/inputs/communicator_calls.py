@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,6 @@ from tests.helpers.inputs.buffers import Placed, values
 from tests.helpers.references import reference
 from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import OWN, Array, Groups, require_same
-from tests.helpers.rigs.compiling import compile_kernels
 
 _MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in _MPI_OPS} | {"avg": mpicomm.AVG}
@@ -382,5 +383,22 @@ def compile_reductions(comm: mpicomm.Communicator, names: Sequence[str]) -> None
     """Compile the reductions that a GPU needs for these types; the ranks share them out. Collective."""
     if comm.device == "cpu":
         return
-    backend = comm._session.gpu("compile_reductions")
-    compile_kernels(backend.info.compute_capability, [(name, op) for name in names for op in legal_ops(name)], comm)
+    from mpicomm.collectives.gpu.algorithms.chunks.plan import exchange_kernel
+    from mpicomm.collectives.gpu.algorithms.packets.arguments import flags_can_carry, packet_kernel
+    from mpicomm.devices.cuda.load import compile_kernel
+
+    capability = comm._session.gpu("compile_reductions").info.compute_capability
+    variants = []
+    for pair in ((name, op) for name in names for op in legal_ops(name)):
+        variants.append(exchange_kernel(pair))
+        for fan_out in (False, True):
+            sentinel = partial(packet_kernel, pair, comm.size, "sentinel", fan_out=fan_out)
+            variants += [sentinel("one"), sentinel("few"), sentinel("laps")]
+            if flags_can_carry(pair[0]):
+                flagged = partial(packet_kernel, pair, comm.size, "flagged", fan_out=fan_out)
+                variants += [flagged("one"), flagged("few")]
+    with ThreadPoolExecutor() as pool:
+        mine = variants[comm.rank :: comm.size]
+        for future in [pool.submit(compile_kernel, each.source, capability, each.options) for each in mine]:
+            future.result()
+    comm.Barrier()

@@ -14,6 +14,7 @@ from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers, blocks, split
+from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 
 __all__ = ["Pattern", "blocks", "split"]
@@ -55,6 +56,18 @@ class Pattern(Sequence[Exchange]):
     def form(self) -> Form:
         """The form of the call."""
         return Form.of_buffers(self.operation, self.buffers)
+
+    @property
+    def signature(self) -> Signature:
+        """The facts in which ranks must agree."""
+        b, operation, count = self.buffers, self.operation, None
+        span = b.output or b.send
+        if operation.send == "counted":
+            count = sum(block.count for block in b.send_blocks or ())
+        elif span and "blocks" not in (operation.send, operation.receive) and operation.counts != "private":
+            count = span.count
+        op, root = b.op if operation.reduces else None, b.root if operation.rooted else None
+        return Signature(operation.name, b.dtype.name, count, op, root)
 
     @cached_property
     def _exchanges(self) -> list[Exchange]:

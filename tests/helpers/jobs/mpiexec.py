@@ -64,6 +64,19 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
+def run_command(*command: str | Path, cwd: str | Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that reads nothing and return the result."""
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+
+
 def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run this Python with ``arguments`` on ``nprocs`` ranks and return the result.
 

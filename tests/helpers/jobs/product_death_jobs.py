@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tests.helpers.jobs.mpiexec import run_job
-from tests.helpers.jobs.pace import stretched
-from tests.helpers.programs.product_deaths import Call
+from tests.helpers.jobs.survivors import calls_of
 
-SLACK_S = 1.0  # a call may exceed its deadline by so much
 DEATHS = [("allgather_matmul", "kill"), ("matmul_reduce_scatter", "exit"), ("matmul_allreduce", "kill")]
 
 
-def survivors(results: Path, ranks: int, device: str, kind: str, how: str, timeout_s: float) -> list[Call]:
-    """Return the last calls of the survivors, after an assertion that they name the last rank in time."""
+def require_named(results: Path, ranks: int, device: str, kind: str, how: str, timeout_s: float) -> None:
+    """Assert that the last calls of the survivors name the last rank in time."""
     victim = ranks - 1
     job = run_job(ranks, "-m", "tests.helpers.programs.product_deaths", str(results), device, kind, how, str(timeout_s))
     assert (results / "done").exists(), job.stdout + job.stderr
-    calls = [Call(*json.loads((results / f"rank-{rank}").read_text())) for rank in range(victim)]
-    for rank, call in enumerate(calls):
-        assert (call.error, call.ranks) == ("CollectiveTimeoutError", [victim]), f"rank {rank}: {call}"
-        assert f"rank {victim} did not" in call.text, f"rank {rank}: {call}"
-        assert call.seconds < timeout_s + stretched(SLACK_S), f"rank {rank}: {call}"
-    return calls
+    for rank in range(victim):
+        (call,) = calls_of(results, rank)
+        call.require_missing(timeout_s, victim, f"rank {victim} did not")

@@ -2,54 +2,32 @@
 
 All ranks make the call KIND, a method of `Communicator`. When they make it again, the last rank dies in the last
 product that it has to multiply: by a signal if HOW is `kill`, without a word if HOW is `exit`. All other ranks make the
-call until it raises. Each writes a line of JSON about the last call into RESULTS.
+call until it raises. The file `products-<r>` has the number of products into which a call is cut on a rank.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import time
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs.in_child import begin_in_child
-from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.jobs.survivors import end_job, make_calls, run_in_child
 
 
-def shape_of(device: str, kind: str) -> tuple[int, int, int]:
-    """Return the rows, the inner size and the columns of a product. On GPUs it overlaps with its collective."""
-    if device == "cpu":
-        return 24, 16, 8
-    return 3840, 4096 if kind == "allgather_matmul" else 512, 4096
-
-
-@dataclass
-class Call:
-    """The last call on one rank: the class and the text of its error, the ranks it names, its duration."""
-
-    error: str
-    text: str
-    ranks: list[int]
-    seconds: float
-    products: int
-    """The products into which a call is cut on this rank."""
-
-
-def main(results: Path, device: str, kind: str, how: str, timeout_s: float) -> None:
+def main(results: Path, device: str, kind: str, how: str, timeout_s: str) -> None:
     """Let the last rank die, and make the calls of the others."""
-    from mpi4py import MPI  # imported here, because `begin_in_child` has to fork before MPI starts
+    from mpi4py import MPI  # imported here, because the rank has to fork before MPI starts
 
     import mpicomm
     from tests.helpers.rigs.communicators import array_module
 
     world = MPI.COMM_WORLD
-    comm = mpicomm.Communicator(world.Dup(), device="cpu" if device == "cpu" else "auto", timeout_s=timeout_s)
+    comm = mpicomm.Communicator(world.Dup(), device="cpu" if device == "cpu" else "auto", timeout_s=float(timeout_s))
     victim = comm.size - 1
-    rows, inner, columns = shape_of(device, kind)
+    # On GPUs a product overlaps with its collective.
+    rows, inner, columns = (24, 16, 8) if device == "cpu" else (3840, 4096 if kind == "allgather_matmul" else 512, 4096)
     multiplied, fatal = 0, 0
     with array_module(comm) as xp:
         a = xp.ones((rows // comm.size if kind == "allgather_matmul" else rows, inner), "f4")
@@ -70,36 +48,14 @@ def main(results: Path, device: str, kind: str, how: str, timeout_s: float) -> N
 
         call()
         products = multiplied
+        (results / f"products-{world.rank}").write_text(str(products))
         call()  # nothing is imported, compiled or planned later
         if comm.rank == victim:
             fatal = 3 * products
         world.Barrier()
-        with (results / f"rank-{world.rank}").open("w") as file:
-            file.write(json.dumps(astuple(_last(call, products))) + "\n")
-    (results / f"end-{world.rank}").touch()
-    if world.rank == 0:
-        deadline = time.monotonic() + HANG_S
-        while not all((results / f"end-{rank}").exists() for rank in range(victim)):
-            assert time.monotonic() < deadline, "a survivor does not come to its end"
-            time.sleep(0.01)
-        (results / "done").touch()
-
-
-def _last(call: Any, products: int) -> Call:
-    """Make calls until one raises."""
-    import mpicomm
-
-    while True:
-        start = time.monotonic()
-        try:
-            call()
-        except mpicomm.MpicommError as error:
-            seconds = time.monotonic() - start
-            return Call(type(error).__name__, str(error), list(error.ranks), seconds, products)
+        make_calls(results, world.rank, [(kind, call)], again=[kind])
+    end_job(results, world.rank, victim)
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1])
-    begin_in_child(directory)  # so that the launcher does not end the job with the victim
-    main(directory, sys.argv[2], sys.argv[3], sys.argv[4], float(sys.argv[5]))
-    os._exit(0)  # MPI_Finalize would wait for the victim
+    run_in_child(main, *sys.argv[1:])

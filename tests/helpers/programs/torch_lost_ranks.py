@@ -1,47 +1,33 @@
 """`python -m tests.helpers.programs.torch_lost_ranks RESULTS TIMEOUT`: the errors of calls after a rank has died.
 
 All ranks make groups and a model. Then they reduce, one call after the other, and the last rank kills itself between
-two calls. The other ranks go on, and make one call of each kind, each in another group. Each writes a line of JSON per
-call into a file of RESULTS.
+two calls. The other ranks go on, and make one call of each kind, each in another group.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from tests.helpers.jobs.in_child import begin_in_child
+from tests.helpers.jobs.survivors import make_calls, run_in_child
 
 CALLS_BEFORE = 20
 NAMES = ("all_reduce", "wait", "barrier", "all_gather_object", "recv", "training", "destroy")
 
 
-@dataclass
-class Call:
-    """The result of one call on one rank: the names of the error's classes, its text, the duration."""
-
-    name: str
-    errors: list[str]
-    text: str
-    seconds: float
-
-
-def main(results: Path, timeout_s: float) -> None:
+def main(results: Path, timeout_s: str) -> None:
     """Lose a rank, and make the calls."""
-    import torch  # imported here, because `begin_in_child` has to fork before threads and MPI start
+    import torch  # imported here, because the rank has to fork before threads and MPI start
     import torch.distributed as dist
     from torch import nn
 
     import mpicomm.torch  # noqa: F401 - it registers the backend
 
-    limit = timedelta(seconds=timeout_s)
+    limit = timedelta(seconds=float(timeout_s))
     dist.init_process_group("mpicomm")
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = {name: dist.new_group(timeout=limit) for name in NAMES}
@@ -67,20 +53,8 @@ def main(results: Path, timeout_s: float) -> None:
         "training": lambda: model(torch.ones(2, 5)).sum().backward(),
         "destroy": lambda: dist.destroy_process_group(groups["destroy"]),
     }
-    with (results / f"calls-{rank}").open("w", buffering=1) as file:
-        for name in NAMES:
-            start = time.monotonic()
-            errors, text = [], ""
-            try:
-                calls[name]()
-            except Exception as error:
-                errors, text = [each.__name__ for each in type(error).__mro__], str(error)
-            file.write(json.dumps(asdict(Call(name, errors, text, time.monotonic() - start))) + "\n")
-    (results / f"end-{rank}").touch()
+    make_calls(results, rank, [(name, calls[name]) for name in NAMES])
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1])
-    begin_in_child(directory)  # so that the launcher does not end the job with the rank
-    main(directory, float(sys.argv[2]))
-    os._exit(0)  # MPI_Finalize would wait for the dead
+    run_in_child(main, *sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
@@ -11,6 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+from mpicomm.collectives.patterns import split
+from mpicomm.mpi.arguments import Span
 
 Array = npt.NDArray[Any]
 
@@ -115,6 +119,20 @@ def _folded(op: str, parts: Sequence[Array]) -> Array:
         else:
             result = _BINARY[op](result, part)
     return result
+
+
+def ring_reduced(op: str, parts: Sequence[Array]) -> Array:
+    """Return for shard r ((part r + 1 op part r + 2) op ...) op part r, rounded to the dtype at every step."""
+    size, whole = len(parts), parts[0]
+    stops = np.cumsum([shard.count for shard in split(Span(0, whole.size), size, whole.itemsize)])
+    shards = [np.split(part, stops[:-1]) for part in parts]
+    orders = [[(index + step) % size for step in range(1, size + 1)] for index in range(size)]
+    return np.concatenate(
+        [
+            functools.reduce(lambda a, b: reduced(op, [a, b]), [shards[rank][index] for rank in order])
+            for index, order in enumerate(orders)
+        ]
+    )
 
 
 def samples(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:

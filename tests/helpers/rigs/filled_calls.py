@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
-from mpi4py import MPI
-
-from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call import Call
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form, with_place
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
@@ -19,12 +16,9 @@ from mpicomm.collectives.gpu.call_templates import CallTemplate, CollectiveTempl
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.gpu.tuning import BUILT_IN
-from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.wire import Wire
 from mpicomm.devices.base import Scratch
 from mpicomm.kernels.team import Team
 from mpicomm.symmetric.registry import Mappings
-from tests.helpers.fakes.addresses import DeviceArray
 
 
 class Arena:
@@ -71,32 +65,6 @@ class Device:
 
     def enqueuers(self, steps: Sequence[Step]) -> list[Any]:
         return [lambda stream, step=step: self.launched.append(as_enqueued(step)) for step in steps]
-
-
-def call_of(
-    operation: Operation,
-    rank: int,
-    size: int,
-    count: int,
-    dtype: np.dtype[Any],
-    root: int,
-    *,
-    in_place: bool,
-    at: int,
-    wire: Wire | None = None,
-) -> Call:
-    """A call in which each block has ``count`` elements, with buffers at addresses that depend on ``at``."""
-    blocks = {"one": count, "blocks": count * size}
-    send: Any = DeviceArray((1 << 50) + 4096 * at, blocks[operation.send], dtype)
-    receive: Any = DeviceArray((1 << 51) + 128 * at, blocks[operation.receive], dtype)
-    if in_place and operation.rooted in ("", "receive") and (operation.rooted == "" or rank == root):
-        if operation.reduces:
-            receive = DeviceArray(receive.pointer, blocks[operation.send], dtype)
-        send = MPI.IN_PLACE
-    elif in_place and operation.rooted == "send" and rank == root:
-        receive = MPI.IN_PLACE
-    op = MPI.SUM if operation.reduces else None
-    return Call(operation, Arguments(send, receive, op, root, wire=wire), rank, size)
 
 
 def decision_of(call: Call, device: Device, asked: str) -> Decision:
@@ -148,18 +116,6 @@ class Kind:
         assert template.choice == chosen.choice
         assert template.private_nbytes == chosen.launcher.private_nbytes
         assert (template.private_nbytes is not None) == (call.operation.counts == "private")
-
-
-def plain_of(call: Call) -> list[Any]:
-    """Return both buffers of a call without lists, as `plain_array` reads them."""
-    (send, sent), (receive, received) = (
-        (0, 0) if operand is None else (operand.pointer, operand.total) for operand in (call.send, call.receive)
-    )
-    return [(0, 0, None) if call.in_place else (send, sent, None), (receive, received, None)]
-
-
-def fill(plan: CollectiveTemplate, call: Call) -> bool:
-    return plan.fill(*plain_of(call))
 
 
 def packet_launch(template: PacketTemplate, tag: int, way: PacketConfig, nbytes: int, itemsize: int) -> Launch:

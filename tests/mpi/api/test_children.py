@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers.rigs.communicators import communicator, halves, require_memory_works
+from tests.helpers.rigs.communicators import communicator, require_memory_works
 
 Make = Callable[[mpicomm.Communicator], MPI.Comm]
 
@@ -125,20 +125,6 @@ def test_halves_work_at_the_same_time(comm: mpicomm.Communicator) -> None:
         comm.Barrier()
         assert int(outer.local[0]) == 20 + (comm.rank - 1) % comm.size
         assert int(inner.local[0]) == 10 + half.allgather(comm.rank)[(half.rank - 1) % half.size]
-
-
-@pytest.mark.mpi(min_size=2)
-def test_intercommunicators_stay_mpi4pys(comm: mpicomm.Communicator) -> None:
-    half = halves(comm)
-    between = half.Create_intercomm(0, comm, 1 - comm.rank % 2, tag=5)
-    merged = between.Merge(comm.rank % 2 == 1)
-    assert isinstance(between, MPI.Intercomm)
-    assert between.allgather(comm.rank) == list(range(1 - comm.rank % 2, comm.size, 2))
-    assert merged.size == comm.size
-    with mpicomm.Communicator(merged, device="cpu") as on_merged:
-        require_memory_works(on_merged)
-    for made in (merged, between, half):
-        made.Free()
 
 
 def test_parent_and_child_are_freed_in_any_order(device: str) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,6 @@ from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.rigs.communicators import communicator, node_ranks, require_memory_works, to_host
 from tests.helpers.rigs.hosts_by_name import on_hosts
 
-Make = Callable[[mpicomm.Communicator], MPI.Comm]
-
 
 def test_is_an_intracommunicator(comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
     assert isinstance(comm, MPI.Intracomm)
@@ -24,19 +22,6 @@ def test_is_an_intracommunicator(comm: mpicomm.Communicator, comm_world: MPI.Int
     assert comm != comm_world
     assert MPI.Comm.Compare(comm, comm_world) == MPI.CONGRUENT
     assert (comm.local_rank, comm.local_size, comm.num_nodes) == (comm.rank, comm.size, 1)
-
-
-def test_calls_of_mpi4py_work_on_host_arrays(comm: mpicomm.Communicator) -> None:
-    rank, size = comm.rank, comm.size
-    assert comm.allgather({"rank": rank}) == [{"rank": each} for each in range(size)]
-    assert comm.bcast(rank, root=size - 1) == size - 1
-    total = np.full(5, rank, np.int64)
-    comm.Allreduce(MPI.IN_PLACE, total)
-    assert total.tolist() == [sum(range(size))] * 5
-    left = np.empty(1, np.int64)
-    comm.Sendrecv(np.array([rank]), (rank + 1) % size, recvbuf=left, source=(rank - 1) % size)
-    assert left[0] == (rank - 1) % size
-    comm.Ibarrier().Wait()
 
 
 def test_messages_of_the_user_and_of_mpicomm_never_meet(comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
@@ -57,15 +42,6 @@ def test_messages_of_the_user_and_of_mpicomm_never_meet(comm: mpicomm.Communicat
     comm.Recv(second)
     MPI.Request.Waitall(sends)
     assert [int(each[0]) for each in (*received, second)] == [(comm.rank - 1) % comm.size] * 3
-
-
-def test_repr_says_what_it_is(comm: mpicomm.Communicator) -> None:
-    assert repr(comm) == (
-        f"<mpicomm.Communicator rank {comm.rank} of {comm.size} device={comm.device!r} handle={comm.handle!r}>"
-    )
-    other = comm.Dup()
-    other.Free()
-    assert repr(other) == "<mpicomm.Communicator freed>"
 
 
 def test_device_and_handle_are_what_was_asked_for(comm: mpicomm.Communicator, device: str) -> None:
@@ -104,43 +80,20 @@ def test_memory_of_the_caller_does_not_count(comm: mpicomm.Communicator, device:
         assert {use.purpose for use in child.describe().memory} == {"signal pads"}
 
 
-def test_free_twice_does_nothing(device: str) -> None:
-    comm = communicator(device)
-    array = comm.zeros(3)
-    comm.Free()
-    assert comm == MPI.COMM_NULL
+@pytest.mark.parametrize("end", ["Free", "free", "Disconnect"])
+def test_the_end_of_a_communicator_closes_its_arrays_and_refuses_its_calls(device: str, end: str) -> None:
+    comm, unused = communicator(device), communicator(device)
+    array, text = comm.zeros(3), "the communicator was freed; create another"
+    for each in (comm, unused):
+        getattr(each, end)()
+        assert each == MPI.COMM_NULL and isinstance(each, mpicomm.Communicator)
+        assert repr(each) == "<mpicomm.Communicator freed>"
+        for name in ("empty", "zeros", "register", "shared_event", "check", "suspend"):
+            with pytest.raises(InvalidUsageError, match=f"{name}: {text}"):
+                getattr(each, name)(np.zeros(3))
+        getattr(each, end)()  # it does nothing
     assert array.closed
-    comm.Free()
     array.close()
-
-
-def test_disconnect_frees(device: str) -> None:
-    comm = communicator(device)
-    array = comm.zeros(3)
-    comm.Disconnect()
-    assert comm == MPI.COMM_NULL
-    assert array.closed
-    comm.Disconnect()
-
-
-CALLS: dict[str, Callable[[mpicomm.Communicator], object]] = {
-    "empty": lambda comm: comm.empty(3),
-    "zeros": lambda comm: comm.zeros(3),
-    "register": lambda comm: comm.register(np.zeros(3)),
-    "shared_event": lambda comm: comm.shared_event(),
-    "check": lambda comm: comm.check(),
-}
-
-
-@pytest.mark.parametrize("used", [True, False], ids=["after use", "unused"])
-@pytest.mark.parametrize("name", CALLS)
-def test_use_after_free_is_refused(comm: mpicomm.Communicator, name: str, used: bool) -> None:
-    child = comm.Dup()
-    if used:
-        child.zeros(3)
-    child.Free()
-    with pytest.raises(InvalidUsageError, match=f"{name}: the communicator was freed; create another"):
-        CALLS[name](child)
 
 
 def test_with_block_frees_whatever_is_raised(device: str) -> None:

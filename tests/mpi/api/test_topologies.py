@@ -98,21 +98,6 @@ def test_graphs(comm: mpicomm.Communicator, xp: Any) -> None:
         made.Free()
 
 
-def test_collectives_of_neighbours(comm: mpicomm.Communicator, xp: Any) -> None:
-    left, right = ring(comm)
-    graph = comm.Create_dist_graph_adjacent([left], [right])
-    got = xp.zeros(4)
-    for begin in (
-        lambda: graph.Neighbor_allgather(xp.full(4, float(comm.rank)), got),
-        lambda: graph.Ineighbor_alltoall(xp.full(4, float(comm.rank)), got).Wait(),
-        lambda: graph.Neighbor_alltoallv([xp.full(4, float(comm.rank)), [4]], [got, [4]]),
-    ):
-        got[:] = -1
-        begin()
-        np.testing.assert_array_equal(to_host(got), np.full(4, float(left)))
-    graph.Free()
-
-
 def test_lists_of_neighbours_that_do_not_match_are_refused(comm: mpicomm.Communicator) -> None:
     left, right = ring(comm)
     sources = [left, left] if comm.rank == 0 else [left]

@@ -238,16 +238,6 @@ def test_algorithm_mpi_refuses_calls_that_mpi_lacks(comm: mpicomm.Communicator, 
             method(*arguments, algorithm="mpi")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_algorithms_move_no_derived_datatypes_on_the_host(host_comm: mpicomm.Communicator, form: str) -> None:
-    pair = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
-    method = getattr(host_comm, method_name(form, "Bcast"))
-    with pytest.raises(InvalidUsageError, match=r"moves plain element types, .* leave algorithm="):
-        method([np.zeros(3), 1, pair], algorithm="one_shot")
-    complete(method([np.zeros(3), 1, pair]))
-    pair.Free()
-
-
 @pytest.mark.parametrize("used", [False, True])
 def test_a_freed_communicator_says_so(device: str, used: bool) -> None:
     comm = communicator(device)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +14,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from mpicomm.mpi.buffers import read
-from tests.helpers.fakes.message_devices import DeviceArray
-from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.jobs.pace import HANG_S, stretched
-from tests.helpers.rigs.message_rigs import LARGE, Rig, content, on_threads, same, take_for_gpu
+from tests.helpers.rigs.message_rigs import LARGE, Rig, content, same, take_for_gpu
 
 Array = npt.NDArray[Any]
 
@@ -137,52 +133,6 @@ def test_capture_is_refused(rig: Rig) -> None:
     rig.comm.Sendrecv(rig.empty(LARGE), MPI.PROC_NULL, source=MPI.PROC_NULL)
 
 
-class Observed(DeviceArray):
-    """Counts the questions about the place of its memory."""
-
-    asked = 0
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        self.asked += 1
-        return self._interface
-
-    @__cuda_array_interface__.setter
-    def __cuda_array_interface__(self, interface: Any) -> None:
-        self._interface = interface
-
-
-NONE = MPI.PROC_NULL
-READS: dict[str, tuple[int, Callable[[mpicomm.Communicator, Observed, Observed], MPI.Request | None]]] = {
-    "Send": (1, lambda comm, sent, received: comm.Send(sent, NONE)),
-    "Ssend": (1, lambda comm, sent, received: comm.Ssend(sent, NONE)),
-    "Isend": (1, lambda comm, sent, received: comm.Isend(sent, NONE)),
-    "Recv": (1, lambda comm, sent, received: comm.Recv(received, NONE)),
-    "Irecv": (1, lambda comm, sent, received: comm.Irecv(received, NONE)),
-    "Sendrecv": (2, lambda comm, sent, received: comm.Sendrecv(sent, NONE, 0, received, NONE)),
-    "Isendrecv": (2, lambda comm, sent, received: comm.Isendrecv(sent, NONE, 0, received, NONE)),
-    "Sendrecv_replace": (1, lambda comm, sent, received: comm.Sendrecv_replace(sent, NONE, source=NONE)),
-}
-
-
-@pytest.mark.parametrize("count", [5, LARGE])
-@pytest.mark.parametrize("name", READS)
-def test_a_call_reads_each_buffer_once_and_asks_once_for_its_capture(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str, count: int
-) -> None:
-    sent, received = (Observed(rig.device, np.zeros(count, np.int32)) for _ in range(2))
-    read(sent, False, "buf")
-    once, sent.asked = sent.asked, 0
-    captures: list[int] = []
-    monkeypatch.setattr(rig.device, "is_capturing", captures.append)
-    buffers, call = READS[name]
-    request = call(rig.comm, sent, received)
-    if request is not None:
-        request.Wait()
-    assert sent.asked + received.asked == buffers * once
-    assert len(captures) == buffers
-
-
 def test_a_communicator_made_from_another_has_its_own_secret(rig: Rig) -> None:
     half = rig.comm.Split(rig.rank % 2)
     assert isinstance(half, mpicomm.Communicator)
@@ -201,20 +151,6 @@ def test_a_communicator_made_from_another_has_its_own_secret(rig: Rig) -> None:
     rig.comm.Sendrecv(carried, rig.rank, 0, received, rig.rank, 0)
     same(received, content(rig.left, LARGE))
     half.Free()
-
-
-def test_a_session_takes_over_the_device_and_gives_back_the_memory_of_messages(parent: mpicomm.Communicator) -> None:
-    with nothing_leaks():
-        comm, device = on_threads(parent)
-        rig = Rig(comm, device)
-        received = rig.empty(LARGE)
-        rig.comm.Sendrecv(rig.of(rig.rank, LARGE), rig.right, 0, received, rig.left, 0)
-        assert cast(object, comm._session.set_up("test").backend) is device
-        rig.comm.Sendrecv(rig.of(rig.rank, LARGE, 1), rig.right, 0, received, rig.left, 0)
-        comm.check()
-        same(received, content(rig.left, LARGE, 1))
-        comm.Free()
-        assert device.closed
 
 
 def test_a_sender_whose_device_stops_is_named(parent: mpicomm.Communicator) -> None:

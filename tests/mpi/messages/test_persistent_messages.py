@@ -58,14 +58,6 @@ def test_a_started_request_is_refused_a_second_start(rig: Rig) -> None:
     assert not send and send == MPI.REQUEST_NULL
 
 
-def test_a_message_in_several_pieces_replaces_the_one_before(rig: Rig) -> None:
-    count = 20 * LARGE
-    for turn in range(4):
-        replaced = rig.of(rig.rank, count, turn)
-        rig.comm.Isendrecv_replace(replaced, rig.right, turn, rig.left, turn).Wait()
-        same(replaced, content(rig.left, count, turn))
-
-
 def by_address(array: DeviceArray) -> list[object]:
     """The memory of a device array that only its address names."""
     memory = array.memory

@@ -142,22 +142,6 @@ def test_proc_null_is_a_partner(comm: mpicomm.Communicator, xp: Any) -> None:
     assert buffer.get().tolist() == [1] * 5
 
 
-def test_persistent_and_partitioned_messages_of_host_arrays(comm: mpicomm.Communicator) -> None:
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for name in ("Send_init", "Ssend_init", "Bsend_init"):
-        with room_for_buffered_sends(comm, 1024 + MPI.BSEND_OVERHEAD):
-            sent, received = np.zeros(5), np.zeros(5)
-            requests = [comm.Recv_init(received, left, 3), getattr(comm, name)(sent, right, 3)]
-            for number in range(3):
-                sent[:] = 10 * number + comm.rank
-                for request in requests:
-                    request.Start()
-                MPI.Request.Waitall(requests)
-                assert (received == 10 * number + left).all()
-            for request in requests:
-                request.Free()
-
-
 def test_streams_of_host_arrays_are_refused() -> None:
     with communicator("cpu") as comm:
         for call in (

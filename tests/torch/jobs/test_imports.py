@@ -1,10 +1,14 @@
-"""The backend starts where packages of CUDA or internal functions of PyTorch are missing."""
+"""Programs of the backend begin and end well, also where packages or functions are missing, and without its import."""
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
+
 import pytest
 
-from tests.helpers.jobs.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 WITHOUT_CUDA = """
 import sys
@@ -43,3 +47,84 @@ def test_the_backend_starts_without(missing: str) -> None:
     result = run_job(2, "-c", missing + PROGRAM, MPICOMM_DEVICE="cpu", CUDA_VISIBLE_DEVICES="")
     expected = "mpicomm [2.0, 2.0, 2.0] [[4.0, 4.0], [4.0, 4.0]]\n"
     assert (result.returncode, result.stdout) == (0, expected), result.stdout + result.stderr
+
+
+GROUP = "torch.distributed.backends"
+WITHOUT_IMPORT = """
+import os, sys
+from mpi4py import MPI
+import torch, torch.distributed as dist
+
+world = MPI.COMM_WORLD
+os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
+# The first rank listens on a port that the system chooses. PyTorch's own store in the same process shares the port.
+held = None
+if world.rank == 0:
+    held = dist.TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False, multi_tenant=True)
+os.environ["MASTER_PORT"] = str(world.bcast(held and held.port))
+assert "mpicomm" not in sys.modules
+dist.init_process_group("mpicomm")
+total = torch.ones(3)
+dist.all_reduce(total)
+if world.rank == 0:
+    print(dist.get_backend(), total.tolist())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(
+    not any(each.value.startswith("torch.") for each in entry_points(group=GROUP)),
+    reason="this PyTorch has no entry points of backends: a program imports mpicomm.torch",
+)
+def test_a_program_names_only_the_backend(tmp_path: Path) -> None:
+    # The metadata that an installation of this checkout has, also if another one, or none, is installed.
+    (entry,) = re.findall(rf'^\[project\.entry-points\."{GROUP}"\]\n(.+)$', (ROOT / "pyproject.toml").read_text(), re.M)
+    metadata = tmp_path / "mpicomm-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mpicomm\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{entry}\n".replace('"', ""))
+    result = run_job(
+        2,
+        "-c",
+        WITHOUT_IMPORT,
+        PYTHONPATH=f"{tmp_path}:{ROOT}",
+        MASTER_ADDR="127.0.0.1",
+        MPICOMM_DEVICE="cpu",
+    )
+    assert (result.returncode, result.stdout) == (0, "mpicomm [2.0, 2.0, 2.0]\n"), result.stdout + result.stderr
+
+
+DROPS_WORKS_AT_THE_END = """
+import atexit, threading, time
+import torch, torch.distributed as dist
+import mpicomm.torch
+from mpicomm.torch.works import MessageWork
+
+over, main, has_ended = MessageWork.is_completed, threading.current_thread(), threading.Event()
+
+def held(work):  # until the program ends, when the thread drops all works at once
+    done = over(work)
+    if done and threading.current_thread() is not main:
+        has_ended.wait()
+    return done
+
+MessageWork.is_completed = MessageWork.advance = held
+dist.init_process_group("mpicomm")
+peer = 1 - dist.get_rank()
+works = [call(torch.ones(3), peer) for _ in range(1000) for call in (dist.isend, dist.irecv)]
+for work in works:
+    work.wait()
+del works, work
+dist.destroy_process_group()
+
+def end():
+    has_ended.set()
+    time.sleep(1e-4)
+
+atexit.register(end)
+"""
+
+
+def test_works_that_a_thread_drops_while_python_ends_abort_nothing() -> None:
+    result = run_job(2, "-c", DROPS_WORKS_AT_THE_END, MPICOMM_DEVICE="cpu", CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stdout + result.stderr

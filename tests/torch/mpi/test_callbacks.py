@@ -64,34 +64,6 @@ def test_the_calls_of_a_callback_come_before_the_next_call_of_the_program(world:
     require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(3)])
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.host_alone
-def test_the_calls_of_a_callback_come_after_calls_begun_before(world: dist.ProcessGroup) -> None:
-    """The future is complete when the last rank asks for it, and not yet on the others."""
-    case = Case(world)
-    tensors = [case.own(3, salt=salt) for salt in range(6)]
-    with while_the_last_rank_is_late() as on_time:
-        works = [begin(tensor) for tensor in tensors[:2]]
-        if on_time:
-            futures = call_after(works, tensors[2:4])
-    if not on_time:
-        for work in works:
-            work.wait()
-        futures = call_after(works, tensors[2:4])
-    begin(tensors[4]).wait()
-    dist.all_reduce(tensors[5])
-    torch.futures.wait_all(futures)
-    require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(6)])
-
-
-def call_after(works: list[dist.Work], tensors: list[torch.Tensor]) -> list[torch.futures.Future[None]]:
-    """Let the callback of each work reduce one of the tensors."""
-    return [
-        work.get_future().then(lambda _, tensor=tensor: dist.all_reduce(tensor))
-        for work, tensor in zip(works, tensors, strict=True)
-    ]
-
-
 def add_late(futures: Futures, reduce: Reduce) -> Futures:
     begun = [reduce(2), reduce(3)]
     return [futures[0].then(lambda _: reduce(4)), *begun]

@@ -24,8 +24,7 @@ from mpicomm.activity.reading import (
 )
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.kernels.window import WINDOW_RANKS
-from tests.helpers.jobs.mpiexec import environment
-from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.jobs.mpiexec import run_command
 
 ALONE = [Member("host", 1, 0)]
 
@@ -138,9 +137,7 @@ def test_a_communicator_has_the_same_key_in_all_processes() -> None:
         "row = CommunicatorRow(); row.open(Heading(1, [Member('a', 1, 45), Member('b', 1, 46)], 'cpu'));"
         "print(read_activity(os.getpid()).communicators[0].key)"
     )
-    other = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=HANG_S, check=True
-    )
+    other = run_command(sys.executable, "-c", program)
     row = opened([Member("a", 1, 45), Member("b", 1, 46)])
     assert of("ranks 45-46").key == int(other.stdout)
     row.close()

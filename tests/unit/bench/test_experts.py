@@ -9,17 +9,20 @@ import pytest
 
 pytest.importorskip("ml_dtypes")
 
-from tests.helpers.jobs.in_turn import run_changed
-from tests.helpers.jobs.mpiexec import run_job
+from tests.helpers.jobs.in_turn import run_changed, run_in_turn
 
 OPTIONS = ("experts", "-D", "cpu", "-n", "1", "--tokens", "5,9", "--hidden", "16", "--experts", "7", "--top-k", "3")
 
 
-def test_every_row_is_checked(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    job = run_job(2, "-m", "mpicomm.bench", *OPTIONS, "-J", str(path))
-    assert (job.returncode, job.stderr) == (0, "")
-    lines = job.stdout.splitlines()
+def test_every_row_is_checked_and_the_defaults_fit_the_host(tmp_path: Path) -> None:
+    path, command = tmp_path / "out.json", ("-m", "mpicomm.bench")
+    job, ((said, status), (by_default, second)) = run_in_turn(
+        2, (*command, *OPTIONS, "-J", path), (*command, *OPTIONS[:5])
+    )
+    assert (job.returncode, job.stderr, status, second) == (0, "", 0, 0)
+    assert "hidden 1024 of float32" in by_default
+    assert [line.split()[0] for line in by_default.splitlines() if line[0] != "#"] == ["16", "16", "128", "128"]
+    lines = said.splitlines()
     assert lines[-1] == "# OK"
     shown = [line.split() for line in lines if not line.startswith("#")]
     expected = [("5", "experts"), ("5", "tokens"), ("9", "experts"), ("9", "tokens")]
@@ -28,12 +31,6 @@ def test_every_row_is_checked(tmp_path: Path) -> None:
     assert report["ok"]
     assert [(str(row["tokens"]), row["layout"]) for row in report["experts"]] == expected
     assert all(row["crossing_nbytes"] > 0 and row["dispatch_us"] > 0 for row in report["experts"])
-
-
-def test_the_defaults_fit_the_host() -> None:
-    job = run_job(2, "-m", "mpicomm.bench", "experts", "-D", "cpu", "-n", "1")
-    assert (job.returncode, job.stderr) == (0, "") and "hidden 1024 of float32" in job.stdout
-    assert [line.split()[0] for line in job.stdout.splitlines() if line[0] != "#"] == ["16", "16", "128", "128"]
 
 
 FAULTS = {

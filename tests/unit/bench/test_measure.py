@@ -12,7 +12,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.contenders import ROOM_NBYTES, Contenders, draw, mean_share
+from mpicomm.bench.contenders import ROOM_NBYTES, draw, mean_share
+from mpicomm.bench.contenders import measure as measure_all
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, CallTimes, Machine
 from mpicomm.bench.measure import Measuring, Outcome
@@ -73,12 +74,10 @@ def measure(
     comm: mpicomm.Communicator, library: Library, *, name: str = "other", graphs: bool = True, machine: Any = None
 ) -> tuple[dict[str, Outcome], dict[str, str]]:
     machine = machine or Replaying()
-    contenders = Contenders(comm, machine, CASE.nbytes)
     library.name, library.first, library.second = name, *(np.empty(CASE.nbytes, np.uint8) for _ in range(2))
-    contenders.present.append(library)
     content = Content(np, FLOAT, "sum", 1, CASE.count, reduces=True)
     measuring = Measuring(comm, machine, iterations=3, warmups=1, rounds=2, graphs=graphs)
-    return contenders.measure(measuring, content, CASE, checks=1)
+    return measure_all(measuring, [library], content, CASE, checks=1)
 
 
 def test_a_graph_is_timed(comm: mpicomm.Communicator) -> None:

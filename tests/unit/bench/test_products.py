@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.jobs.in_turn import run_changed, run_in_turn
-from tests.helpers.jobs.mpiexec import run_job
 
 BENCH = ("-m", "mpicomm.bench", "matmul", "-D", "cpu", "-n", "1", "-G", "2", "--shape", "48,32")
 KINDS = ["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"]
 
 
-def test_all_is_well(tmp_path: Path) -> None:
+def test_all_is_well_and_the_defaults_fit_the_host(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    job = run_job(2, *BENCH, "--rows", "8,64", "--compare", "nccl,torch", "-J", str(path))
-    assert (job.returncode, job.stderr) == (0, "")
-    lines = job.stdout.splitlines()
+    named = (*BENCH, "--rows", "8,64", "--compare", "nccl,torch", "-J", path)
+    job, ((said, status), by_default) = run_in_turn(2, named, (*BENCH[:5], "-n", "1", "-G", "1"))
+    assert (job.returncode, job.stderr, status, by_default[1]) == (0, "", 0, 0)
+    assert [line.split()[1] for line in by_default[0].splitlines() if line[0] != "#"] == ["256", "512"] * len(KINDS)
+    lines = said.splitlines()
     assert lines[-1] == "# OK" and "# nccl: skipped, because it needs GPUs and these ranks are on the cpu" in lines
     rows = [line.split() for line in lines if not line.startswith("#")]
     assert [(row[0], int(row[1])) for row in rows] == [(kind, each) for kind in KINDS for each in (8, 64)]
@@ -33,12 +34,6 @@ def test_all_is_well(tmp_path: Path) -> None:
         assert list(times) == ["collective", "product", "mpicomm", "serial"]
         assert result["ratio"] == times["mpicomm"] / max(times["collective"], times["product"])
         assert float(row[-2]) == pytest.approx(result["ratio"], abs=0.001)
-
-
-def test_the_defaults_fit_the_host() -> None:
-    job = run_job(2, "-m", "mpicomm.bench", "matmul", "-D", "cpu", "-n", "1", "-G", "1")
-    assert (job.returncode, job.stderr) == (0, "")
-    assert [line.split()[1] for line in job.stdout.splitlines() if line[0] != "#"] == ["256", "512"] * len(KINDS)
 
 
 def test_wrong_results_are_counted(tmp_path: Path) -> None:

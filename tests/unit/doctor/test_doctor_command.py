@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.doctor.checks import CHECKS
-from tests.helpers.jobs.mpiexec import ROOT, environment, mpiexec_command, run_job
+from tests.helpers.jobs.mpiexec import ROOT, mpiexec_command, run_command, run_job
 from tests.helpers.jobs.pace import HANG_S
 
 DOCTOR = ("-m", "mpicomm.doctor", "--device", "cpu")
@@ -36,17 +36,6 @@ def require_namespaces(*namespaces: str) -> None:
         pytest.skip("there is no unshare: install util-linux")
     if subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=HANG_S).returncode != 0:
         pytest.skip(f"this machine forbids unshare {' '.join(namespaces)}")
-
-
-def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env=environment(**variables),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
 
 
 def faults(file: Path) -> dict[str, list[str]]:
@@ -100,7 +89,7 @@ def test_containers(namespaces: str, name: str, said: str, report: Path) -> None
         pytest.skip("a rank of Open MPI does not start in another network or user namespace than its mpiexec")
     require_namespaces(namespaces)
     mpiexec, count, ranks, *rest = mpiexec_command(2, *DOCTOR, "--json", str(report))
-    job = run(mpiexec, count, ranks, "sh", "-c", IN_NAMESPACES, "-", *rest, NAMESPACES=namespaces)
+    job = run_command(mpiexec, count, ranks, "sh", "-c", IN_NAMESPACES, "-", *rest, NAMESPACES=namespaces)
     assert job.returncode != 0
     assert list(faults(report)) == [name]
     assert any(said in fault for fault in faults(report)[name])
@@ -119,15 +108,15 @@ assert (array == 1).all()
 """
     mpiexec, count, ranks, *rest = mpiexec_command(2, "-c", code)
     command = [mpiexec, count, ranks, "sh", "-c", IN_NAMESPACES, "-", *rest]
-    assert run(*command, NAMESPACES="--pid").returncode != 0
-    assert run(*command, NAMESPACES="--pid", MPIR_CVAR_CH4_CMA_ENABLE="0").returncode == 0
+    assert run_command(*command, NAMESPACES="--pid").returncode != 0
+    assert run_command(*command, NAMESPACES="--pid", MPIR_CVAR_CH4_CMA_ENABLE="0").returncode == 0
 
 
 @pytest.mark.needs_root
 def test_a_small_dev_shm_is_said_before_mpi_ends_the_process() -> None:
     require_namespaces("--mount")
     small = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
-    job = run("unshare", "--mount", "sh", "-c", small, "-", *mpiexec_command(2, *DOCTOR))
+    job = run_command("unshare", "--mount", "sh", "-c", small, "-", *mpiexec_command(2, *DOCTOR))
     assert job.returncode != 0
     assert job.stderr.count("FAULT shm: /dev/shm on") == 1
     assert "64K free; 2 ranks may need 32 MiB" in job.stderr
@@ -139,7 +128,7 @@ def test_a_report_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
     require_namespaces("--mount")
     full = f'mount -t tmpfs -o size=4k tmpfs {tmp_path} && head -c 4096 /dev/zero > {tmp_path}/rest && exec "$@"'
     command = mpiexec_command(2, *DOCTOR, "--json", f"{tmp_path}/report.json")
-    job = run("unshare", "--mount", "sh", "-c", full, "-", *command)
+    job = run_command("unshare", "--mount", "sh", "-c", full, "-", *command)
     assert (job.returncode, job.stdout) == (2, "")
     said = f"error: {tmp_path}/report.json cannot be written: No space left on device: name a file on another disk\n"
     assert job.stderr.count(said) == 1 and "Traceback" not in job.stderr
@@ -153,13 +142,13 @@ def test_a_low_limit_of_locked_memory_beside_infiniband(report: Path) -> None:
         "mount -t tmpfs tmpfs /sys/class && mkdir -p /sys/class/infiniband/mlx5_0 && ulimit -l 64 && "
         'exec setpriv --bounding-set=-ipc_lock --inh-caps=-ipc_lock "$@"'
     )
-    job = run("unshare", "--mount", "bash", "-c", card, "-", sys.executable, *DOCTOR, "--json", str(report))
+    job = run_command("unshare", "--mount", "bash", "-c", card, "-", sys.executable, *DOCTOR, "--json", str(report))
     assert job.returncode == 1
     assert faults(report) == {"locked": ["rank 0 may lock 64K of memory, and InfiniBand registers memory"]}
 
 
 def test_an_mpi_that_is_not_there() -> None:
-    job = run(sys.executable, *DOCTOR, MPI4PY_MPIABI="openmpi" if IS_MPICH else "mpich")
+    job = run_command(sys.executable, *DOCTOR, MPI4PY_MPIABI="openmpi" if IS_MPICH else "mpich")
     assert job.returncode == 1
     assert "FAULT library: mpi4py finds no library of an MPI that it is built for: libmpi.so." in job.stderr
     assert "Traceback" not in job.stderr
@@ -167,7 +156,7 @@ def test_an_mpi_that_is_not_there() -> None:
 
 @pytest.mark.parametrize("command", [("-c", "import mpicomm"), ("-m", "mpicomm", "-c", ""), ("-m", "mpicomm.info")])
 def test_an_import_without_an_mpi_says_the_way_out(command: tuple[str, ...]) -> None:
-    job = run(sys.executable, *command, MPI4PY_MPIABI="openmpi" if IS_MPICH else "mpich")
+    job = run_command(sys.executable, *command, MPI4PY_MPIABI="openmpi" if IS_MPICH else "mpich")
     assert job.returncode == 1
     assert "mpicomm needs mpi4py and an MPI library that mpi4py can load (libmpi.so." in job.stderr
     assert ("Traceback" in job.stderr) == (command[0] == "-c")
@@ -178,7 +167,7 @@ def test_an_import_without_an_mpi_says_the_way_out(command: tuple[str, ...]) -> 
 def test_an_mpiexec_of_another_mpi(launcher: str) -> None:
     own = Path(sys.executable).parent
     mpiexec, python = (own, OTHER) if (launcher == "MPICH") == IS_MPICH else (OTHER, own)
-    job = run(str(mpiexec / "mpiexec"), "-n", "2", str(python / "python"), *DOCTOR)
+    job = run_command(str(mpiexec / "mpiexec"), "-n", "2", str(python / "python"), *DOCTOR)
     said = job.stdout + job.stderr
     assert job.returncode != 0
     assert said.count(f"FAULT launcher: {launcher} has started 2 ranks, but mpi4py uses ") == 1
@@ -187,13 +176,13 @@ def test_an_mpiexec_of_another_mpi(launcher: str) -> None:
 
 @pytest.mark.skipif(not OTHER.exists(), reason="another MPI: scripts/test --mpi openmpi installs it")
 def test_the_first_mpiexec_on_the_path_is_of_another_mpi(report: Path) -> None:
-    job = run(sys.executable, *DOCTOR, "--json", str(report), PATH=f"{OTHER}:{os.environ['PATH']}")
+    job = run_command(sys.executable, *DOCTOR, "--json", str(report), PATH=f"{OTHER}:{os.environ['PATH']}")
     assert job.returncode == 1
     assert f"{OTHER}/mpiexec belongs to " in faults(report)["mpiexec"][0]
 
 
 def test_fewer_threads(report: Path) -> None:
-    job = run(sys.executable, *DOCTOR, "--json", str(report), MPI4PY_RC_THREAD_LEVEL="serialized")
+    job = run_command(sys.executable, *DOCTOR, "--json", str(report), MPI4PY_RC_THREAD_LEVEL="serialized")
     assert job.returncode == 1
     assert list(faults(report)) == ["threads"]
 
@@ -201,7 +190,7 @@ def test_fewer_threads(report: Path) -> None:
 def test_settings_of_pytorch_on_one_rank(report: Path) -> None:
     setting = 'if [ "$%s" = 1 ]; then export PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync; fi; exec "$@"'
     mpiexec, count, ranks, *rest = mpiexec_command(2, *DOCTOR, "--json", str(report))
-    job = run(mpiexec, count, ranks, "sh", "-c", setting % RANK_VARIABLE, "-", *rest)
+    job = run_command(mpiexec, count, ranks, "sh", "-c", setting % RANK_VARIABLE, "-", *rest)
     assert job.returncode != 0
     assert list(faults(report)) == ["pytorch"]
     assert "PYTORCH_CUDA_ALLOC_CONF on rank 1 has backend:cudaMallocAsync" in faults(report)["pytorch"][0]

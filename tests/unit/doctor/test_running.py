@@ -26,7 +26,7 @@ from mpicomm.doctor.running import job_of
 from mpicomm.doctor.waits import RankWait
 from mpicomm.errors import InvalidUsageError
 from mpicomm.waiting import wait_until
-from tests.helpers.jobs.mpiexec import ROOT, environment, mpiexec_command, sharing_of_cores
+from tests.helpers.jobs.mpiexec import ROOT, environment, mpiexec_command, run_command, sharing_of_cores
 from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.programs.late_rank import CALLS, LATE, TAG
 
@@ -36,14 +36,7 @@ NOBODY = 65534
 
 
 def doctor(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*before, *DOCTOR, *arguments],
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    return run_command(*before, *DOCTOR, *arguments)
 
 
 def sleeper() -> subprocess.Popen[bytes]:

@@ -76,62 +76,48 @@ def test_reductions_go_where_they_should() -> None:
     assert lists(reference.exscan(THREE, "sum", np.array([7, 8, 9]))) == [[7, 8, 9], [1, 2, 3], [11, 22, 33]]
 
 
-def reduce_values(op: str, values: Sequence[Any], dtype: Any) -> Any:
-    received = reference.allreduce([np.array([value], dtype) for value in values], op)
-    assert all(array.tobytes() == received[0].tobytes() and array.dtype == dtype for array in received)
-    return received[0][0]
-
-
-@pytest.mark.parametrize(
-    ("op", "values", "result"),
-    [
-        *[("sum", (1, 2, 3), 6), ("prod", (2, 3, 4), 24), ("max", (3, -7, 5), 5), ("min", (3, -7, 5), -7)],
-        *[("land", (5, 0, 1), 0), ("land", (5, 2, 1), 1), ("lor", (0, 0, 6), 1), ("lxor", (5, 6, 7), 1)],
-        *[("lxor", (5, 6, 0), 0), ("band", (7, 5, 13), 5), ("bor", (1, 2, 8), 11), ("bxor", (7, 5, 1), 3)],
+FLOAT16, INT = np.dtype("f2"), np.dtype("i4")
+REDUCED = [
+    *[
+        ("sum", (1, 2, 3), INT, 6),
+        ("prod", (2, 3, 4), INT, 24),
+        ("max", (3, -7, 5), INT, 5),
+        ("min", (3, -7, 5), INT, -7),
     ],
-)
-def test_integer_operations(op: str, values: Sequence[int], result: int) -> None:
-    assert reduce_values(op, values, np.dtype("i4")) == result
+    *[
+        ("land", (5, 0, 1), INT, 0),
+        ("land", (5, 2, 1), INT, 1),
+        ("lor", (0, 0, 6), INT, 1),
+        ("lxor", (5, 6, 7), INT, 1),
+    ],
+    *[
+        ("lxor", (5, 6, 0), INT, 0),
+        ("band", (7, 5, 13), INT, 5),
+        ("bor", (1, 2, 8), INT, 11),
+        ("bxor", (7, 5, 1), INT, 3),
+    ],
+    # Integers wrap.
+    *[("sum", (127, 1), np.dtype("i1"), -128), ("prod", (2**62, 2), np.dtype("i8"), -(2**63))],
+    # In rank order (1 + 2^24) loses the 1; the other way round it would be there.
+    *[("sum", (1, 2**24, -(2**24)), np.dtype("f4"), 0), ("sum", (2**24, -(2**24), 1), np.dtype("f4"), 1)],
+    # Narrow floats are rounded once: in float16 every step would lose the 1, and float16 does not hold 70000.
+    *[("sum", (2048, 1, 1), FLOAT16, 2050), ("sum", (256, 1, 1), np.dtype(ml_dtypes.bfloat16), 258)],
+    *[("sum", (16, 1, 1), np.dtype(ml_dtypes.float8_e4m3fn), 18), ("sum", (60000, 10000, -30000), FLOAT16, 40000)],
+    *[("sum", (60000, 10000), FLOAT16, np.inf), ("avg", (60000, 60000), FLOAT16, 60000)],
+    *[
+        ("avg", (1, 1, 2), np.dtype("f4"), np.float32(4) / np.float32(3)),
+        ("avg", (1 + 2j, 3 - 4j), np.dtype("c8"), 2 - 1j),
+    ],
+    ("prod", (1 + 2j, 3 - 1j, 2), np.dtype("c16"), 10 + 10j),
+    *[(op, values, np.dtype("f8"), np.nan) for op in ("max", "min") for values in ((np.nan, 1), (1, np.nan))],
+]
 
 
-def test_integers_wrap() -> None:
-    assert reduce_values("sum", (127, 1), np.dtype("i1")) == -128
-    assert reduce_values("sum", (200, 100), np.dtype("u1")) == 44
-    assert reduce_values("prod", (2**62, 2), np.dtype("i8")) == -(2**63)
-
-
-def test_sum_is_in_rank_order() -> None:
-    # (1 + 2^24) loses the 1; the other way round it would be there.
-    assert reduce_values("sum", (1, 2**24, -(2**24)), np.dtype("f4")) == 0
-    assert reduce_values("sum", (2**24, -(2**24), 1), np.dtype("f4")) == 1
-
-
-def test_narrow_floats_are_rounded_once() -> None:
-    # In float16 every step would lose the 1 (2048 + 1 is 2048).
-    assert reduce_values("sum", (2048, 1, 1), np.dtype("f2")) == 2050
-    assert reduce_values("sum", (256, 1, 1), np.dtype(ml_dtypes.bfloat16)) == 258
-    assert reduce_values("sum", (16, 1, 1), np.dtype(ml_dtypes.float8_e4m3fn)) == 18
-    assert reduce_values("sum", (8, 1, 1), np.dtype(ml_dtypes.float8_e5m2)) == 10
-    # 70000 is more than float16 can hold, but its half is not.
-    assert reduce_values("sum", (60000, 10000, -30000), np.dtype("f2")) == 40000
-    assert reduce_values("sum", (60000, 10000), np.dtype("f2")) == np.inf
-
-
-def test_average() -> None:
-    assert reduce_values("avg", (1, 2, 6), np.dtype("f4")) == 3
-    assert reduce_values("avg", (1, 1, 2), np.dtype("f4")) == np.float32(4) / np.float32(3)
-    assert reduce_values("avg", (60000, 60000), np.dtype("f2")) == 60000
-    assert reduce_values("avg", (1 + 2j, 3 - 4j), np.dtype("c8")) == 2 - 1j
-
-
-def test_nan_wins() -> None:
-    for values in ((np.nan, 1, 2), (1, np.nan, 2), (1, 2, np.nan)):
-        for op in ("max", "min", "sum"):
-            assert np.isnan(reduce_values(op, values, np.dtype("f8")))
-
-
-def test_complex_product() -> None:
-    assert reduce_values("prod", (1 + 2j, 3 - 1j, 2), np.dtype("c16")) == 10 + 10j
+@pytest.mark.parametrize(("op", "values", "dtype", "result"), REDUCED)
+def test_reductions(op: str, values: Sequence[Any], dtype: Any, result: Any) -> None:
+    for array in reference.allreduce([np.array([value], dtype) for value in values], op):
+        assert array.dtype == dtype
+        np.testing.assert_array_equal(array, np.array([result], dtype))
 
 
 def test_what_is_sent_is_not_changed_or_shared() -> None:

@@ -9,21 +9,14 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.mpi.arguments import parse
+from mpicomm.mpi.arguments import Operand, parse
 from tests.helpers.fakes import fake_driver
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_types_that_mpi_does_not_know(name: str) -> None:
-    dtype = np.dtype(getattr(ml_dtypes, name))
-    a = np.zeros(6, dtype)
-    assert parse(a, writable=True, name="x").dtype == dtype
-    assert parse([a, 2], blocks=2, writable=True, name="x").total == 4
-    assert parse([a.view("u1"), name], writable=True, name="x").total == 6
-    assert parse([a, 2, MPI.BYTE], writable=True, name="x").dtype == np.dtype("V1")
-    assert parse(np.zeros(3, np.float16), writable=True, name="x").dtype == np.dtype(np.float16)
+def read(spec: Any, **how: Any) -> Operand:
+    return parse(spec, **{"writable": True, "name": "x", **how})
 
 
 class CudaArray:
@@ -35,27 +28,34 @@ class CudaArray:
         self.__cuda_array_interface__ = {**fields, **changes}
 
 
-def test_fields_of_a_cuda_array() -> None:
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_types_that_mpi_does_not_know(name: str) -> None:
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    a = np.zeros(6, dtype)
+    assert read(a).dtype == dtype
+    assert read([a, 2], blocks=2).total == 4
+    assert read([a.view("u1"), name]).total == 6
+    assert read([a, 2, MPI.BYTE]).dtype == np.dtype("V1")
+    assert read(np.zeros(3, np.float16)).dtype == np.dtype(np.float16)
+
+
+def test_fields_and_forms_of_cuda_arrays() -> None:
     a = CudaArray((4, 6))
-    operand = parse(a, blocks=4, writable=True, name="recvbuf")
+    operand = read(a, blocks=4)
     assert (operand.pointer, operand.dtype, operand.count, operand.total) == (0x7000_0000, np.dtype("f4"), 6, 24)
-    assert (operand.on_device, operand.device) == (True, 0)
-    assert operand.owner is a
-
-
-def test_forms_with_cuda_arrays() -> None:
+    assert (operand.on_device, operand.device, operand.owner is a) == (True, 0, True)
+    for strides in ((24, 4), (4, 16), None):  # in either order
+        assert read(CudaArray((4, 6), strides=strides)).total == 24
+    for strides in (None, (4, 4), (999, 4)):  # an empty array may lie nowhere
+        operand = read(CudaArray((0, 3), data=(None, False), strides=strides), blocks=4)
+        assert (operand.pointer, operand.total) == (0, 0)
     a = CudaArray((10,), "<f8")
-    assert parse([a, (2, 3), MPI.DOUBLE], writable=False, name="x").pointer == 0x7000_0000 + 24
-    assert parse([a, "i4"], writable=False, name="x").total == 20
-    assert parse([a, [1, 2]], shape="vector", blocks=2, writable=False, name="x").displs == (0, 1)
-    assert parse([a, 1, MPI.FLOAT_INT], writable=False, name="x").dtype is None
+    assert read([a, (2, 3), MPI.DOUBLE]).pointer == 0x7000_0000 + 24
+    assert read([a, "i4"]).total == 20
+    assert read([a, [1, 2]], shape="vector", blocks=2).displs == (0, 1)
+    assert read([a, 1, MPI.FLOAT_INT]).dtype is None
     with pytest.raises(InvalidUsageError, match="elements 0 to 11 are asked for"):
-        parse([a, 11], writable=False, name="x")
-
-
-@pytest.mark.parametrize("strides", [(24, 4), (4, 16), None])
-def test_cuda_array_may_be_in_either_order(strides: tuple[int, int] | None) -> None:
-    assert parse(CudaArray((4, 6), strides=strides), writable=False, name="x").total == 24
+        read([a, 11])
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_cuda_array_may_be_in_either_order(strides: tuple[int, int] | None) -> N
 )
 def test_cuda_arrays_that_are_refused(array: CudaArray, text: str) -> None:
     with pytest.raises(InvalidUsageError, match=text):
-        parse(array, writable=True, name="x")
+        read(array)
 
 
 @pytest.mark.parametrize("changes", [{"data": None}, {"shape": 3}, {"typestr": 4}, {"strides": 42}, {"descr": 42}])
@@ -81,21 +81,15 @@ def test_what_is_no_cuda_array_interface(changes: dict[str, Any]) -> None:
     array = CudaArray((4,))
     array.__cuda_array_interface__.update(changes)
     with pytest.raises(TypeError, match=r"x is a .*CudaArray that cannot be read"):
-        parse(array, writable=True, name="x")
+        read(array)
 
 
 def test_cuda_array_of_a_type_that_its_interface_cannot_name() -> None:
     a = CudaArray((4,), "<V2")
     a.dtype = np.dtype(ml_dtypes.bfloat16)  # type: ignore[attr-defined]
-    assert parse(a, writable=True, name="x").dtype == np.dtype(ml_dtypes.bfloat16)
-    assert parse([CudaArray((4,), "<V2"), MPI.BYTE], writable=True, name="x").total == 8
-    assert parse([CudaArray((4,), "<V2"), "bfloat16"], writable=True, name="x").total == 4
-
-
-@pytest.mark.parametrize("strides", [None, (4, 4), (999, 4)])
-def test_empty_cuda_array_may_lie_nowhere(strides: tuple[int, int] | None) -> None:
-    operand = parse(CudaArray((0, 3), data=(None, False), strides=strides), blocks=4, writable=True, name="x")
-    assert (operand.pointer, operand.total) == (0, 0)
+    assert read(a).dtype == np.dtype(ml_dtypes.bfloat16)
+    assert read([CudaArray((4,), "<V2"), MPI.BYTE]).total == 8
+    assert read([CudaArray((4,), "<V2"), "bfloat16"]).total == 4
 
 
 class DlpackArray:
@@ -119,15 +113,15 @@ class DlpackArray:
 @pytest.mark.parametrize(("device", "ordinal"), [((2, 3), 3), ((13, 1), 1), ((1, 0), None), ((3, 0), None)])
 def test_dlpack_array(device: tuple[int, int], ordinal: int | None) -> None:
     a = np.zeros(6, "i2")
-    operand = parse(DlpackArray(a, device), blocks=2, writable=True, name="x")
+    operand = read(DlpackArray(a, device), blocks=2)
     assert (operand.pointer, operand.dtype, operand.count, operand.total) == (a.ctypes.data, np.dtype("i2"), 3, 6)
     assert (operand.on_device, operand.device) == (ordinal is not None, ordinal)
 
 
 def test_dlpack_array_names_its_type_as_its_library_does() -> None:
-    assert parse(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.bfloat16"), writable=True, name="x").total == 6
+    assert read(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.bfloat16")).total == 6
     with pytest.raises(InvalidUsageError, match="unknown type"):
-        parse(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.posit16"), writable=True, name="x")
+        read(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.posit16"))
 
 
 def test_an_old_capsule_of_a_library_that_knows_newer_ones() -> None:
@@ -137,7 +131,7 @@ def test_an_old_capsule_of_a_library_that_knows_newer_ones() -> None:
 
     array = np.arange(6, dtype="i2")
     for device in ((2, 3), (1, 0)):
-        operand = parse(Old(array, device), writable=True, name="x")
+        operand = read(Old(array, device))
         assert (operand.pointer, operand.dtype, operand.total) == (array.ctypes.data, np.dtype("i2"), 6)
 
 
@@ -145,7 +139,7 @@ def test_an_old_capsule_of_a_library_that_knows_newer_ones() -> None:
 def test_buffers_whose_format_has_standard_sizes_as_jax_arrays(code: str, dtype: str) -> None:
     exporters = pytest.importorskip("_testbuffer")  # CPython's own tests come with it
     array = exporters.ndarray([1, 2, 3], shape=[3], format=f"={code}")
-    assert parse(array, writable=False, name="x").dtype == np.dtype(dtype)
+    assert read(array, writable=False).dtype == np.dtype(dtype)
     received = np.zeros(3, dtype)
     comm = mpicomm.Communicator(MPI.COMM_SELF, device="cpu")
     comm.Sendrecv(array, 0, 0, received, 0, 0)
@@ -160,7 +154,7 @@ def test_buffers_whose_format_has_standard_sizes_as_jax_arrays(code: str, dtype:
 def test_dlpack_array_of_the_host_without_a_type_exports_it(typecode: str) -> None:
     array = DlpackArray(np.zeros(6, typecode), (1, 0))
     del array.dtype
-    operand = parse(array, writable=True, name="x")
+    operand = read(array)
     assert (operand.dtype, operand.total) == (np.dtype(typecode), 6)
 
 
@@ -170,7 +164,7 @@ def test_dlpack_array_of_the_host_without_a_type_exports_it(typecode: str) -> No
 def test_vectors_as_elements_are_elements_of_their_exported_type(element: Any, typecode: str) -> None:
     """Warp names vectors by arrays of ctypes, which has no float16."""
     array = DlpackArray(np.arange(12, dtype=typecode).reshape(4, 3), (1, 0), element * 3)
-    operand = parse(array, blocks=4, writable=True, name="x")
+    operand = read(array, blocks=4)
     assert (operand.dtype, operand.count, operand.total) == (np.dtype(typecode), 3, 12)
     comm, received = mpicomm.Communicator(MPI.COMM_SELF, device="cpu"), np.zeros(12, typecode)
     comm.Allreduce(array, received)
@@ -181,27 +175,27 @@ def test_vectors_as_elements_are_elements_of_their_exported_type(element: Any, t
 def test_host_memory_is_the_hosts_although_its_dlpack_object_names_a_gpu() -> None:
     array = DlpackArray(np.zeros(6, "i2"), (1, 0))
     array.device = (2, 0)
-    assert not parse(array, writable=True, name="x").on_device
+    assert not read(array).on_device
 
 
 def test_dlpack_arrays_that_are_refused() -> None:
     with pytest.raises(InvalidUsageError, match=r"x is a .*DlpackArray on a device of DLPack's type 10"):
-        parse(DlpackArray(np.zeros(6), (10, 0)), writable=True, name="x")
+        read(DlpackArray(np.zeros(6), (10, 0)))
     with pytest.raises(InvalidUsageError, match=r"cannot be read through DLPack .*not contiguous"):
-        parse(DlpackArray(np.zeros(6)[::2], (2, 0)), writable=True, name="x")
+        read(DlpackArray(np.zeros(6)[::2], (2, 0)))
 
 
 def test_cupy_array() -> None:
     cupy = pytest.importorskip("cupy")
     memory = cupy.cuda.UnownedMemory(0x7000_0000, 96, None, device_id=2)  # no device is asked
     a = cupy.ndarray((4, 6), "f4", memptr=cupy.cuda.MemoryPointer(memory, 0))
-    operand = parse(a, blocks=4, writable=True, name="x")
+    operand = read(a, blocks=4)
     assert (operand.pointer, operand.dtype, operand.count, operand.total) == (0x7000_0000, np.dtype("f4"), 6, 24)
     assert (operand.on_device, operand.device, operand.owner is a) == (True, 2, True)
-    assert parse(a.T, writable=True, name="x").total == 24
-    assert parse(a[1:], writable=True, name="x").pointer == 0x7000_0000 + 24
+    assert read(a.T).total == 24
+    assert read(a[1:]).pointer == 0x7000_0000 + 24
     with pytest.raises(InvalidUsageError, match="neither C- nor Fortran-contiguous"):
-        parse(a[:, 1:], writable=True, name="x")
+        read(a[:, 1:])
 
 
 def test_torch_tensor() -> None:
@@ -209,14 +203,14 @@ def test_torch_tensor() -> None:
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         for dtype in ("bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "bool", "int64", "complex64"):
             t = torch.zeros((4, 6), dtype=getattr(torch, dtype), device=device)
-            operand = parse(t, blocks=4, writable=True, name="x")
+            operand = read(t, blocks=4)
             assert (operand.pointer, operand.count, operand.total) == (t.data_ptr(), 6, 24)
             assert operand.dtype is not None and operand.dtype.name == dtype
             assert (operand.on_device, operand.device) == ((True, 0) if device == "cuda" else (False, None))
-            assert parse(t.T, writable=True, name="x").pointer == t.data_ptr()
+            assert read(t.T).pointer == t.data_ptr()
             with pytest.raises(InvalidUsageError, match="neither C- nor Fortran-contiguous"):
-                parse(t[:, 1:], writable=True, name="x")
-    assert parse(torch.zeros(0), writable=True, name="x").total == 0
+                read(t[:, 1:])
+    assert read(torch.zeros(0)).total == 0
     for refused, text in (
         (torch.zeros(3, requires_grad=True), r"requires a gradient: pass x\.detach"),
         (torch.zeros(3, dtype=torch.complex64).conj(), "conjugate or negative view"),
@@ -225,6 +219,6 @@ def test_torch_tensor() -> None:
         (torch.zeros(3).to_sparse(), "x is a tensor without plain memory"),
     ):
         with pytest.raises(InvalidUsageError, match=text):
-            parse(refused, writable=True, name="x")
+            read(refused)
     only_in_torch = torch.zeros(3).to(torch.float8_e4m3fnuz)
-    assert parse(only_in_torch, writable=True, name="x").spec is only_in_torch  # MPI is asked, and refuses it
+    assert read(only_in_torch).spec is only_in_torch  # MPI is asked, and refuses it

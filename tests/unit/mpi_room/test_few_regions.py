@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -43,31 +46,47 @@ def _irregular(count: int) -> list[int]:
     return places
 
 
-def test_loops() -> None:
-    part = MPI.DOUBLE.Create_subarray(_CUBE, [4, 5, 6], [1, 2, 3])
-    assert _regions(part) == (region(8 * (600 + 60 + 3), ((4, 4800), (5, 240)), 48),)
-    rows = MPI.DOUBLE.Create_subarray(_CUBE, [10, 5, 30], [0, 2, 0])
-    assert _regions(rows) == (region(8 * 60, ((10, 4800),), 1200),)
-    assert _regions(MPI.DOUBLE.Create_subarray(_CUBE, [2, 20, 30], [1, 0, 0])) == (region(4800, (), 9600),)
-    assert _regions(MPI.FLOAT.Create_vector(5, 2, 2)) == (region(0, (), 40),)
-    assert _regions(MPI.FLOAT.Create_vector(5, 1, 2)) == (region(0, ((5, 8),), 4),)
-    assert _regions(MPI.FLOAT.Create_indexed([1, 1, 1], [0, 3, 6])) == (region(0, ((3, 12),), 4),)
-    assert _regions(MPI.FLOAT.Create_resized(0, 4), 7) == (region(0, (), 28),)
-    assert _regions(MPI.FLOAT.Create_resized(0, 8), 7) == (region(0, ((7, 8),), 4),)
+def _of(part: MPI.Datatype, make: str, *arguments: Any) -> MPI.Datatype:
+    return _freed(part, getattr(part, f"Create_{make}")(*arguments))
 
 
-def test_equal_blocks_at_irregular_places_are_a_list() -> None:
-    assert _regions(MPI.FLOAT.Create_indexed_block(2, [9, 0, 5])) == (region(36, ([0, -36, -16],), 8),)
-    assert _regions(MPI.FLOAT.Create_hindexed_block(1, [0, 5, 30])) == (region(0, ([0, 5, 30],), 4),)
-    assert _regions(MPI.FLOAT.Create_indexed([3, 3, 3], [0, 4, 9])) == (region(0, ([0, 16, 36],), 12),)
-    row = MPI.FLOAT.Create_vector(3, 1, 2)
-    rows = _freed(row, row.Create_hindexed_block(1, [0, 50, 300]))
-    assert _regions(rows) == (region(0, ([0, 50, 300], (3, 8)), 4),)
+F, D = MPI.FLOAT, MPI.DOUBLE
+ONE_REGION: list[tuple[str, Callable[[], MPI.Datatype], int, Region]] = [
+    ("part of an array", lambda: D.Create_subarray(_CUBE, [4, 5, 6], [1, 2, 3]), 1,
+     region(8 * (600 + 60 + 3), ((4, 4800), (5, 240)), 48)),
+    ("rows of an array", lambda: D.Create_subarray(_CUBE, [10, 5, 30], [0, 2, 0]), 1,
+     region(8 * 60, ((10, 4800),), 1200)),
+    ("planes of an array", lambda: D.Create_subarray(_CUBE, [2, 20, 30], [1, 0, 0]), 1, region(4800, (), 9600)),
+    ("vector without gaps", lambda: F.Create_vector(5, 2, 2), 1, region(0, (), 40)),
+    ("vector with gaps", lambda: F.Create_vector(5, 1, 2), 1, region(0, ((5, 8),), 4)),
+    ("blocks at equal distances", lambda: F.Create_indexed([1, 1, 1], [0, 3, 6]), 1, region(0, ((3, 12),), 4)),
+    ("elements without gaps", lambda: F.Create_resized(0, 4), 7, region(0, (), 28)),
+    ("elements with gaps", lambda: F.Create_resized(0, 8), 7, region(0, ((7, 8),), 4)),
+    # equal blocks at irregular places are a list
+    ("listed", lambda: F.Create_indexed_block(2, [9, 0, 5]), 1, region(36, ([0, -36, -16],), 8)),
+    ("listed by bytes", lambda: F.Create_hindexed_block(1, [0, 5, 30]), 1, region(0, ([0, 5, 30],), 4)),
+    ("equal lengths", lambda: F.Create_indexed([3, 3, 3], [0, 4, 9]), 1, region(0, ([0, 16, 36],), 12)),
+    ("listed rows", lambda: _of(F.Create_vector(3, 1, 2), "hindexed_block", 1, [0, 50, 300]), 1,
+     region(0, ([0, 50, 300], (3, 8)), 4)),
+    ("list in a loop", lambda: _of(F.Create_indexed_block(1, [0, 5, 2]), "resized", 0, 64), 9,
+     region(0, ((9, 64), [0, 20, 8]), 4)),
+    ("touching blocks", lambda: F.Create_indexed_block(2, [0, 2, 4]), 1, region(0, (), 24)),
+    ("touching pairs", lambda: F.Create_indexed_block(1, [0, 1, 8, 9, 11, 12]), 1, region(0, ([0, 32, 44],), 8)),
+    # blocks of many lengths are cut to one length if they are short
+    ("short blocks", lambda: D.Create_indexed([1, 3, 2], [0, 3, 9]), 1, region(0, ([0, 24, 32, 40, 72, 80],), 8)),
+]  # fmt: skip
 
 
-def test_a_list_is_repeated_by_a_loop() -> None:
-    block = MPI.FLOAT.Create_indexed_block(1, [0, 5, 2])
-    assert _regions(_freed(block, block.Create_resized(0, 64)), 9) == (region(0, ((9, 64), [0, 20, 8]), 4),)
+@pytest.mark.parametrize(
+    ("make", "count", "expected"), [each[1:] for each in ONE_REGION], ids=[x[0] for x in ONE_REGION]
+)
+def test_one_region(make: Callable[[], MPI.Datatype], count: int, expected: Region) -> None:
+    assert _regions(make(), count) == (expected,)
+
+
+def test_long_blocks_of_many_lengths_stay_whole() -> None:
+    long = MPI.DOUBLE.Create_indexed([100, 301, 200], [0, 300, 900])
+    assert [each.nbytes for each in _regions(long)] == [800, 2408, 1600]
 
 
 def test_long_lists_in_a_list_are_regions_with_one_list_in_the_table() -> None:
@@ -75,18 +94,6 @@ def test_long_lists_in_a_list_are_regions_with_one_list_in_the_table() -> None:
     layout = _layout(_freed(inner, inner.Create_hindexed_block(1, [0, 60000, 30000])))
     assert len(layout.regions) == 3
     assert len(table_for(layout).content) == 3 * ENTRY_NBYTES + 8 * 1000
-
-
-def test_blocks_that_touch_are_one_run() -> None:
-    assert _regions(MPI.FLOAT.Create_indexed_block(2, [0, 2, 4])) == (region(0, (), 24),)
-    assert _regions(MPI.FLOAT.Create_indexed_block(1, [0, 1, 8, 9, 11, 12])) == (region(0, ([0, 32, 44],), 8),)
-
-
-def test_blocks_of_many_lengths_are_cut_to_one_length_if_they_are_short() -> None:
-    short = MPI.DOUBLE.Create_indexed([1, 3, 2], [0, 3, 9])
-    assert _regions(short) == (region(0, ([0, 24, 32, 40, 72, 80],), 8),)
-    long = MPI.DOUBLE.Create_indexed([100, 301, 200], [0, 300, 900])
-    assert [each.nbytes for each in _regions(long)] == [800, 2408, 1600]
 
 
 def test_each_field_of_an_array_of_structures_is_a_region() -> None:
@@ -114,24 +121,14 @@ def test_parts_in_turn() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_a_million_blocks_are_one_region_and_a_list() -> None:
-    layout = _layout(MPI.INT.Create_indexed_block(1, _irregular(1_000_000)))
-    table = table_for(layout)
-    assert len(layout.regions) == table.num_regions == 1
-    assert len(table.content) == ENTRY_NBYTES + 8_000_000
-
-
-@pytest.mark.timeout(20)
-def test_a_million_blocks_of_many_lengths_are_one_region_and_a_list() -> None:
+def test_a_million_blocks_are_few_regions() -> None:
+    table = table_for(_layout(MPI.INT.Create_indexed_block(1, _irregular(1_000_000))))
+    assert (table.num_regions, len(table.content)) == (1, ENTRY_NBYTES + 8_000_000)
     lengths = np.random.default_rng(2).integers(0, 5, 1_000_000)
     places = np.cumsum(lengths) - lengths + 2 * np.arange(len(lengths))
     layout = _layout(MPI.INT.Create_indexed(lengths.tolist(), places.tolist()))
     assert layout.nbytes == 4 * int(lengths.sum())
     assert len(table_for(layout).content) == ENTRY_NBYTES + 2 * layout.nbytes
-
-
-@pytest.mark.timeout(20)
-def test_a_million_structures_are_a_region_for_each_field() -> None:
     layout = _layout(_structures(32, 16, MPI.FLOAT), 1_000_000)
     assert layout.nbytes == 12_000_000
     assert len(table_for(layout).content) == 2 * ENTRY_NBYTES

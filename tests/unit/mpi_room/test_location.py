@@ -16,7 +16,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.mpi.arguments import parse
+from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import is_host_view, read
 from mpicomm.mpi.host_calls import HostCopies
 from mpicomm.mpi.location import is_on_device, parse_on_device
@@ -26,6 +26,10 @@ from tests.helpers.fakes import fake_driver
 @pytest.fixture
 def memory() -> npt.NDArray[np.uint8]:
     return fake_driver.content(256)
+
+
+def read_argument(spec: Any, **how: Any) -> Operand:
+    return parse(spec, writable=True, name="buf", **how)
 
 
 def around(memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
@@ -66,7 +70,7 @@ def test_buffers_around_device_memory_are_device_arrays(memory: npt.NDArray[np.u
         assert (operand.pointer, operand.total, operand.device, operand.by_address) == (address, 64, 0, True)
     view = around(memory)[4:]
     assert not is_host_view(view) and is_on_device(view)
-    assert parse(view, writable=True, name="buf").pointer == address + 16
+    assert read_argument(view).pointer == address + 16
 
 
 def test_host_memory_is_the_hosts_whatever_offers_it(memory: npt.NDArray[np.uint8]) -> None:
@@ -97,26 +101,24 @@ def test_counts_beside_an_address_reach_to_the_end_of_its_allocation(
     memory: npt.NDArray[np.uint8], nbytes: int
 ) -> None:
     bare = MPI.memory.fromaddress(memory.ctypes.data, nbytes)
-    assert parse([bare, 64, MPI.FLOAT], writable=True, name="buf").nbytes == 256
-    assert parse([bare, MPI.FLOAT], writable=True, name="buf").nbytes == nbytes
-    assert parse([bare, (60, 4), MPI.FLOAT], writable=True, name="buf").pointer == memory.ctypes.data + 16
-    assert (
-        parse([bare, ([32, 32], [0, 32]), MPI.FLOAT], shape="vector", blocks=2, writable=True, name="buf").total == 64
-    )
+    assert read_argument([bare, 64, MPI.FLOAT]).nbytes == 256
+    assert read_argument([bare, MPI.FLOAT]).nbytes == nbytes
+    assert read_argument([bare, (60, 4), MPI.FLOAT]).pointer == memory.ctypes.data + 16
+    assert read_argument([bare, ([32, 32], [0, 32]), MPI.FLOAT], shape="vector", blocks=2).total == 64
     with pytest.raises(InvalidUsageError, match="elements 0 to 65 are asked for, but the buffer holds 64"):
-        parse([bare, 65, MPI.FLOAT], writable=True, name="buf")
+        read_argument([bare, 65, MPI.FLOAT])
     host = np.zeros(64, np.float32)
     bare = MPI.memory.fromaddress(host.ctypes.data, nbytes)
-    assert parse([bare, 64, MPI.FLOAT], writable=True, name="buf").nbytes == 256
+    assert read_argument([bare, 64, MPI.FLOAT]).nbytes == 256
 
 
 def test_elements_with_gaps_reach_to_the_end_of_the_allocation_of_an_address(memory: npt.NDArray[np.uint8]) -> None:
     gaps = MPI.FLOAT.Create_vector(1, 1, 1).Create_resized(0, 16).Commit()
     bare = MPI.memory.fromaddress(memory.ctypes.data, 16 * 4)  # only the bytes of the elements
-    derived = parse([bare, 16, gaps], writable=True, name="buf").derived
+    derived = read_argument([bare, 16, gaps]).derived
     assert derived is not None and [each.address for each in derived] == [memory.ctypes.data]
     with pytest.raises(InvalidUsageError, match="reach from byte 0 to byte 260 of a buffer of 256 bytes"):
-        parse([bare, 17, gaps], writable=True, name="buf")
+        read_argument([bare, 17, gaps])
     gaps.Free()
 
 
@@ -133,12 +135,12 @@ def test_mpi_gets_a_copy_of_all_elements_that_an_address_has(memory: npt.NDArray
     )
     bare, short = (MPI.memory.fromaddress(memory.ctypes.data, nbytes) for nbytes in (0, 8))
     operands = [
-        (parse([bare, 6, MPI.FLOAT], writable=True, name="buf"), 24),
-        (parse([bare, (6, 2), MPI.FLOAT], writable=True, name="buf"), 32),
-        (parse([bare, 3, MPI.FLOAT], writable=True, name="buf", blocks=4), 48),
-        (parse([bare, ([2, 0, 3], [9, 60, 0]), MPI.FLOAT], shape="vector", blocks=3, writable=True, name="buf"), 44),
-        (parse([short, 2, gaps], writable=True, name="buf"), 2 * 4 * 4),
-        (parse([short, MPI.FLOAT], writable=True, name="buf"), 8),
+        (read_argument([bare, 6, MPI.FLOAT]), 24),
+        (read_argument([bare, (6, 2), MPI.FLOAT]), 32),
+        (read_argument([bare, 3, MPI.FLOAT], blocks=4), 48),
+        (read_argument([bare, ([2, 0, 3], [9, 60, 0]), MPI.FLOAT], shape="vector", blocks=3), 44),
+        (read_argument([short, 2, gaps]), 2 * 4 * 4),
+        (read_argument([short, MPI.FLOAT]), 8),
     ]
     for operand, nbytes in operands:
         copies = HostCopies(backend, 7)

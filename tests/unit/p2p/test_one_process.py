@@ -26,8 +26,7 @@ from tests.helpers.fakes.fake_gpus import (
     FakeGpus,
     installed,
 )
-from tests.helpers.jobs.mpiexec import environment
-from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.jobs.mpiexec import run_command
 
 NBYTES = 40 << 20
 Command = Callable[..., tuple[int, str, dict[str, Any]]]
@@ -128,14 +127,7 @@ def test_options_of_ranks_are_refused(option: tuple[str, str], monkeypatch: pyte
 
 
 def alone(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mpicomm.p2p", *options],
-        env={**environment(), **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    return run_command(sys.executable, "-m", "mpicomm.p2p", *options, **variables)
 
 
 def test_without_a_gpu_it_says_so_and_starts_no_mpi(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import importlib
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,8 @@ from hypothesis import strategies as st
 from mpicomm.products.choose import Facts, ProductWay, choose, describe
 from mpicomm.products.schedule import RowCut, is_possible
 from tests.helpers.fakes.fake_cuda import FakeCuda
+from tests.helpers.jobs.pace import stretched
+from tests.helpers.jobs.product_death_jobs import DEATHS, require_named
 from tests.helpers.rigs.fake_engines import STREAM, Rig
 
 MIB = 1 << 20
@@ -156,3 +159,8 @@ def test_every_choice_is_a_cut_that_the_model_prefers(
     if way.cut is not None:
         assert way.overlapped_us < way.serial_us
         assert way.cut.parts >= 1 and (not way.cut.nested or is_possible(way.cut, size, shard))
+
+
+@pytest.mark.parametrize(("kind", "how"), DEATHS)
+def test_survivors_name_the_rank_that_died(tmp_path: Path, kind: str, how: str) -> None:
+    require_named(tmp_path, 3, "cpu", kind, how, stretched(1.0))

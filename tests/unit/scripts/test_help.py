@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.jobs.in_turn import run_in_turn
-from tests.helpers.jobs.mpiexec import ROOT, environment
-from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.jobs.mpiexec import ROOT, run_command
 
 SCRIPTS = ROOT / "scripts"
 COMMANDS = [path for path in SCRIPTS.iterdir() if path.is_file() and os.access(path, os.X_OK)]
@@ -27,15 +25,7 @@ def require_names_itself(script: Path, said: str) -> None:
 def test_each_command_answers_help_and_writes_nothing(tmp_path: Path) -> None:
     assert len(COMMANDS) == 5
     for command in COMMANDS:
-        job = subprocess.run(
-            [command, "--help"],
-            cwd=tmp_path,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
+        job = run_command(command, "--help", cwd=tmp_path)
         assert (job.returncode, job.stderr) == (0, ""), command
         require_names_itself(command, job.stdout)
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from functools import cache
 from html import unescape
@@ -14,8 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 import mpicomm
-from tests.helpers.jobs.mpiexec import ROOT, environment
-from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.jobs.mpiexec import ROOT, run_command
 
 ELSEWHERE = re.compile(r"(https?|mailto|data):")
 
@@ -23,8 +21,7 @@ ELSEWHERE = re.compile(r"(https?|mailto|data):")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, str(ROOT / "scripts/documents/build_site.py"), "--no-runs", str(folder)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=HANG_S)
+    result = run_command(sys.executable, "scripts/documents/build_site.py", "--no-runs", str(folder))
     assert result.returncode == 0, result.stderr
     assert "does not resolve" not in result.stderr  # pdoc warns of a public name that it leaves out
     return folder

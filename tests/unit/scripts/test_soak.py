@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
-from tests.helpers.jobs.mpiexec import ROOT, environment, run_job
+from tests.helpers.jobs.mpiexec import ROOT, run_command, run_job
 
 
 # test_recorded_results.py makes communicators and registers memory.
@@ -16,6 +15,5 @@ def test_nothing_is_wrong_and_nothing_grows() -> None:
 
 
 def test_damaged_packets_are_refused() -> None:
-    command = [sys.executable, "scripts/testing/fuzz.py", "--packets=30000"]
-    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    result = run_command(sys.executable, "scripts/testing/fuzz.py", "--packets=30000")
     assert result.returncode == 0, result.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.trace.__main__ import main
+from tests.helpers.jobs.mpiexec import run_command
 
 Event = dict[str, Any]
 
@@ -203,8 +202,7 @@ def damaged(draw: st.DrawFn, lines: list[str]) -> str:
 def test_a_damaged_trace_is_merged_or_refused(tmp_path: Path) -> None:
     program = "import mpicomm, numpy as n; c = mpicomm.Communicator(device='cpu'); c.Bcast(n.ones(3)); c.Free()"
     good = tmp_path / "trace-0.json"
-    variables = {**os.environ, "MPICOMM_TRACE": str(good)}
-    subprocess.run([sys.executable, "-c", program], env=variables, stdin=subprocess.DEVNULL, timeout=60, check=True)
+    assert run_command(sys.executable, "-c", program, MPICOMM_TRACE=str(good)).returncode == 0
     other = write(tmp_path, clock(1), call(1, 0, 1, "1", "Bcast"))
     bad = tmp_path / "bad.json"
 

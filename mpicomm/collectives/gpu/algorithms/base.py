@@ -1,4 +1,4 @@
-"""Form: a kind of collective calls. Algorithm: one way to carry out collectives on GPUs. FormLauncher: it for one form.
+"""Form: a kind of collective calls. Algorithm: one way to carry out collectives on GPUs. FormLauncher: one for a form.
 
 A form's calls differ only in the addresses and lengths of their blocks. The patterns of `patterns.py` know addresses
 and counts. A form gets from them the exchange of one unit. In this exchange an address encodes the number of a block

@@ -29,7 +29,6 @@ def whole_lines(nbytes: int) -> int:
     return -(-nbytes // LINE_NBYTES) * LINE_NBYTES
 
 
-@dataclass(frozen=True)
 class ChannelMemory:
     """The memory of a rank for the channels of one kernel: their words, which are zero at first, then their slots.
 
@@ -37,29 +36,14 @@ class ChannelMemory:
     rank, then the flags of each rank. All of them are per channel.
     """
 
-    size: int
-    channels: int
-    channel_nbytes: int = 0
-
-    @property
-    def credits(self) -> int:
-        """The offset of the credits."""
-        return whole_lines(2 * self.size * self.channels * 4)
-
-    @property
-    def flags(self) -> int:
-        """The offset of the flags."""
-        return self.credits + self.size * self.channels * LINE_NBYTES
-
-    @property
-    def slots(self) -> int:
+    def __init__(self, size: int, channels: int, channel_nbytes: int = 0) -> None:
+        self.size, self.channels, self.channel_nbytes = size, channels, channel_nbytes
+        self.credits = whole_lines(2 * size * channels * 4)
+        self.flags = self.credits + size * channels * LINE_NBYTES
+        """The offsets of the credits and of the flags."""
+        self.slots = self.flags + size * channels * LINE_NBYTES
         """The offset of the slots, hence the size of all words."""
-        return self.flags + self.size * self.channels * LINE_NBYTES
-
-    @property
-    def slots_nbytes(self) -> int:
-        """The size of the slots."""
-        return self.size * self.channels * self.channel_nbytes
+        self.slots_nbytes = size * channels * channel_nbytes
 
 
 def escapes_nbytes(slots_nbytes: int) -> int:

@@ -10,7 +10,7 @@ from mpicomm.collectives.gpu.algorithms.chunks.plan import serve_chunks, serve_r
 from mpicomm.collectives.gpu.algorithms.copies.plan import CopyLauncher
 from mpicomm.collectives.gpu.algorithms.direct.plan import serve_direct
 from mpicomm.collectives.gpu.algorithms.packets.plan import serve_any_length, serve_one_shot, serve_two_shot
-from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.collectives.operations import Operation
 
 ALGORITHMS = (
     Algorithm("one_shot", lambda operation: operation.into_all and not operation.reduces, serve_direct),
@@ -33,8 +33,3 @@ def names_for(operation: Operation, *, in_rank_order: bool = False) -> tuple[str
     """Return the names of the algorithms for a collective; with ``in_rank_order`` only algorithms of "auto"."""
     serving = [each for each in ALGORITHMS if each.serves(operation) and (each.in_rank_order or not in_rank_order)]
     return tuple(dict.fromkeys(algorithm.name for algorithm in serving))
-
-
-def operations_for(name: str) -> tuple[str, ...]:
-    """Return the collectives that an algorithm of that name serves."""
-    return tuple(operation.name for operation in OPERATIONS.values() if name in names_for(operation))

@@ -73,7 +73,14 @@ class AnyPlan:
     """A call that an engine can enqueue repeatedly. Its ``str`` is `text`."""
 
     words: str
+    count = 0
+    offset: int | None = None
+    """The text and the numbers of the call, for `CallLog.post`."""
     choice: AlgorithmChoice = NO_CHOICE
+    collective = True
+    """Whether all ranks make the call. Then they can compare their calls."""
+    private_nbytes: int | None = None
+    """This rank's longest message if only the two ranks of a message know its length; else None."""
     is_old = False
     """Whether the call has to be planned again, because ranks may change the memory that it uses."""
     lasts = True

@@ -16,8 +16,7 @@ from mpicomm.collectives.host.channels import Channels
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
-from tests.helpers.references.reductions import require_same
-from tests.helpers.references.ring_order import ring_reduced
+from tests.helpers.references.reductions import require_same, ring_reduced
 from tests.helpers.rigs.host_engines import CALL, FLOAT32, engine_of, meet, parts_of, span, spans, wanted
 
 

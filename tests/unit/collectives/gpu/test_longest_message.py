@@ -20,7 +20,7 @@ pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda
 
 from mpicomm.collectives.gpu import call_memory
 from mpicomm.collectives.gpu.algorithms.base import Domain
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.configs import geometry_within
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
@@ -34,6 +34,7 @@ from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.inputs.tuning import table
 from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.rigs.filled_calls import Arena as EmptyArena
 
 KIB, MIB = 1 << 10, 1 << 20
 BYTE = np.dtype(np.uint8)
@@ -63,15 +64,12 @@ class World:
         return everything
 
 
-class Arena:
+class Arena(EmptyArena):
     """The arena of one rank."""
 
     def __init__(self, world: World, rank: int) -> None:
+        super().__init__(world.size, regions=False)
         self._world, self._rank = world, rank
-        self.layout = ArenaLayout(world.size, 8)
-        bases = tuple(1 << 40 for _ in range(world.size))
-        self.flagged = Inboxes(bases, self.layout.flagged_inbox_nbytes)
-        self.sentinels = self.any_length = Inboxes(bases, self.layout.sentinel_inbox_nbytes)
         self.regions: list[Request] = []
 
     def has(self, request: Request) -> bool:

@@ -82,16 +82,6 @@ def test_new_messages_are_filled_with_their_addresses_and_lengths(messages: Mess
     assert len(tags) == len({sent for sent, _ in counts})  # it contains the length
 
 
-def test_a_planned_message_and_a_filled_one_are_alike(messages: Messages) -> None:
-    rng = random.Random(2)
-    send, receive = array_of(1, 1000, rng), array_of(2, 70_000, rng)
-    planned = messages.exchange(send, receive)
-    messages.exchange(receive, send)
-    for _ in range(3):
-        assert messages.exchange(send, receive) == planned
-    assert messages.planned == 1
-
-
 def test_messages_of_other_ranks_tags_and_kinds_are_planned(messages: Messages) -> None:
     rng = random.Random(3)
     for planned, route in enumerate([BOTH, (PEER, 8, PEER, MPI.ANY_TAG), (PEER, TAG, PEER, 8), (0, TAG, PEER, 8)], 1):

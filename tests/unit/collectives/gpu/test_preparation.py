@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda
 
 from mpicomm.collectives.gpu import call_memory
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, FEWEST_LAPS, OVERSEERS
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.call_memory import CallMemory, NoMemoryError, OverBoundError
@@ -29,19 +29,17 @@ from mpicomm.mpi.arguments import Span, parse
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.inputs.tuning import row, table
+from tests.helpers.rigs.filled_calls import Arena as EmptyArena
 
 TABLE = table(row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine")))
 FLOAT32 = np.dtype(np.float32)
 
 
-class Arena:
+class Arena(EmptyArena):
     """An arena that raises the error that ``failures`` has for a purpose."""
 
     def __init__(self, failures: dict[str, MpicommError]) -> None:
-        self.layout = ArenaLayout(3, 8)
-        self.flagged = Inboxes((0, 1 << 30, 2 << 30), self.layout.flagged_inbox_nbytes)
-        self.sentinels = Inboxes((0, 1 << 30, 2 << 30), self.layout.sentinel_inbox_nbytes)
-        self.any_length = self.sentinels
+        super().__init__(3, regions=False)
         self.failures = failures
         self.over_bound: set[str] = set()
         self.tried: list[str] = []
@@ -59,10 +57,6 @@ class Arena:
         if request.what in self.failures:
             raise self.failures[request.what]
         self._there.append(request)
-
-    def region(self, request: Request) -> ArenaRegion:
-        assert request in self._there
-        return ArenaRegion((0, 1 << 32, 2 << 32), request.slots_nbytes)
 
 
 class Rig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, KernelTemplate, Numbers
@@ -116,9 +115,8 @@ class ChainLauncher(KernelTemplate, FormLauncher):
         if not domain.arena.has(request):
             return None
         region = domain.arena.region(request)
-        layout = replace(layout, channel_nbytes=region.slots_nbytes // layout.channels)
         blocks, batch_nbytes = cut(longest, links, domain)
-        slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
+        slot_nbytes = region.slots_nbytes // layout.channels // CHAIN_SLOTS
         at = [*begins, 0]  # block -1 is no block
         for place, (own, output) in zip(arguments.places, self._blocks, strict=False):
             place.own, place.output = at[own], at[output]

@@ -18,10 +18,10 @@ that for an IPC handle.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import isqrt
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers, launch_tag
@@ -42,7 +42,7 @@ from mpicomm.collectives.gpu.algorithms.copies.schedule import (
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, options_for
 from mpicomm.kernels.team import MAX_RANKS
@@ -96,19 +96,8 @@ class CopyLauncher(FormLauncher):
         lengths, begins, longest, hash32, memory, _ = numbers
         if not all(map(self._domain.arena.has, self.memory(longest, symmetric=memory is not None))):
             return None
-        template, reduction = DirectTemplate(self._domain), self._form.reduction
-        steps: list[Step] = []
-        barriers = 0  # counted, because ranks without a part have fewer steps
-        for action in self._actions(self._form.buffers(lengths, begins), memory):
-            if isinstance(action, Barrier):
-                steps.append(template.barrier(launch_tag(hash32, barriers, memory), after_copies=True))
-                barriers += 1
-            elif isinstance(action, Reduce):
-                assert reduction is not None
-                steps.append(local_reduction(action, reduction))
-            else:
-                steps.append(action)
-        return steps, 0, 0
+        actions = self._actions(self._form.buffers(lengths, begins), memory)
+        return [*with_launches(actions, self._domain, hash32, self._form.reduction, memory)], 0, 0
 
     def _actions(self, buffers: Buffers, memory: Mapped | None) -> list[Action]:
         rank, reduces = self._domain.rank, self._form.operation.reduces
@@ -172,6 +161,23 @@ def parts_of(
         smallest = _SMALLEST_NBYTES * (size - 1 if then == "gather" else 1)
         return Parts.tapered(longest_nbytes, min(largest, -(-longest_nbytes // number)), smallest)
     return Parts.equal(longest_nbytes, max(number, -(-longest_nbytes // largest)))
+
+
+def with_launches(
+    actions: Iterable[Any], domain: Domain, hash32: int, reduction: Reduction | None, memory: Mapped | None = None
+) -> Iterator[Any]:
+    """Yield the actions of a call with this hash, with launches in place of barriers and reductions."""
+    template = DirectTemplate(domain)
+    barriers = 0  # counted, because ranks without a part have fewer steps
+    for action in actions:
+        if isinstance(action, Barrier):
+            yield template.barrier(launch_tag(hash32, barriers, memory), after_copies=True)
+            barriers += 1
+        elif isinstance(action, Reduce):
+            assert reduction is not None
+            yield local_reduction(action, reduction)
+        else:
+            yield action
 
 
 def local_reduction(action: Reduce, reduction: Reduction) -> Launch:

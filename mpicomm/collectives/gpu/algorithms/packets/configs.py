@@ -147,6 +147,22 @@ def limits_of(reduction: Reduction | None, domain: Domain, *, to_all: bool) -> P
     )
 
 
+@dataclass(frozen=True)
+class Coding:
+    """How packets carry elements as codes."""
+
+    element: str
+    itemsize: int
+    codes: str
+    codes_result: bool
+    """Whether the result of a reduction becomes codes again."""
+
+    @property
+    def packet_nbytes(self) -> int:
+        """The bytes of memory that one packet carries."""
+        return CODES_OF_PACKET * self.itemsize
+
+
 Stepped = tuple[Filled, int, int, int]
 """A launch, its steps, the steps that an inbox holds, and the peers with which the ranks pace each other, as bits."""
 
@@ -175,13 +191,14 @@ class PacketConfig:
 
     @classmethod
     def of(
-        cls, protocol: Protocol, inboxes: Inboxes, geometry: Geometry, coded_nbytes: int = 0, parts: int = 1
+        cls, protocol: Protocol, inboxes: Inboxes, geometry: Geometry, coding: Coding | None = None, size: int = 0
     ) -> PacketConfig:
-        """Return a config. A packet of codes stands for ``coded_nbytes`` of memory. ``parts`` is as in the class."""
+        """Return a config; with ``coding`` of messages between ``size`` ranks."""
         blocks, workers = geometry
-        packet_nbytes, packets = coded_nbytes or UNIT_NBYTES[protocol], inboxes.nbytes // SLOT_NBYTES
-        slots = packets
-        if coded_nbytes:  # the slots of a warp lie side by side
+        packet_nbytes, slots, parts = UNIT_NBYTES[protocol], inboxes.nbytes // SLOT_NBYTES, 1
+        packets = slots
+        if coding is not None:  # the slots of a warp lie side by side
+            packet_nbytes, parts = coding.packet_nbytes, parts_of(size, one_step=False)
             packets, slots = packets // LANES * LANES, packets // (parts * LANES) * LANES
         threads = blocks * workers
         step_nbytes, launch = packet_nbytes * min(threads, packets), ((protocol, "one"), blocks, workers + OVERSEERS)
@@ -203,26 +220,6 @@ ANY_NBYTES = 1 << 62
 """The length that all ranks assume for a message if only two ranks know its length."""
 
 
-@dataclass(frozen=True)
-class Coding:
-    """How packets carry elements as codes."""
-
-    element: str
-    itemsize: int
-    codes: str
-    codes_result: bool
-    """Whether the result of a reduction becomes codes again."""
-
-    @property
-    def packet_nbytes(self) -> int:
-        """The bytes of memory that one packet carries."""
-        return CODES_OF_PACKET * self.itemsize
-
-    def config_in(self, inboxes: Inboxes, geometry: Geometry, size: int) -> PacketConfig:
-        """Return the config of messages between ``size`` ranks in these inboxes with this geometry."""
-        return PacketConfig.of("sentinel", inboxes, geometry, self.packet_nbytes, parts_of(size, one_step=False))
-
-
 def coding_of(form: Form) -> Coding | None:
     """Return how packets carry the elements of a form; None if they carry them as they are."""
     if form.wire is None:
@@ -234,56 +231,48 @@ def coding_of(form: Form) -> Coding | None:
 def sized_configs(
     limits: ProtocolLimits, domain: Domain, *, fan_out: bool = False, coding: Coding | None = None
 ) -> Configs:
-    """Return the configs of calls in which all ranks know the longest message. Codes have no limits."""
+    """Return the configs of calls in which all ranks know the longest message, within the limits, and at least 1 byte.
+
+    Codes have no limits.
+    """
     arena, layout, sentinels, size = domain.arena, domain.arena.layout, domain.arena.sentinels, domain.size
     most_units, geometries = geometries_of(domain.most_blocks, size, fan_out=fan_out, coded=coding is not None)
-    most_flagged, most_sentinel = limits if coding is None else (0, inf)
+    most_flagged = limits.flagged if coding is None else 0
     flag_nbytes, sentinel_nbytes = UNIT_NBYTES["flagged"], coding.packet_nbytes if coding else UNIT_NBYTES["sentinel"]
     room = sentinels.nbytes
     slots_of_unit = parts_of(size, one_step=False) * LANES  # of the unit of a warp
-    flagged, by_sentinels = dict[int, PacketConfig](), dict[int, PacketConfig]()
-    large: dict[tuple[int, int], PacketConfig] = {}
+    made: dict[tuple[int, int], PacketConfig] = {}
 
-    def in_inbox(nbytes: int) -> int:
-        """Return the bytes that a message of codes takes in an inbox."""
-        return -(-nbytes // (sentinel_nbytes * slots_of_unit)) * slots_of_unit * SLOT_NBYTES
-
-    def made(protocol: Protocol, inboxes: Inboxes, number: int) -> PacketConfig:
+    def packed(nbytes: int) -> int:
+        """Return the bytes that a message takes in an inbox."""
         if coding is None:
-            return PacketConfig.of(protocol, inboxes, geometries[number])
-        return coding.config_in(inboxes, geometries[number], size)
+            return nbytes
+        return -(-nbytes // (sentinel_nbytes * slots_of_unit)) * slots_of_unit * SLOT_NBYTES
 
     def config_of(nbytes: int) -> PacketConfig | None:
         # Every new call comes here.
         if nbytes <= most_flagged:
-            if not nbytes:
-                return None
-            number = bisect_left(most_units, -(-nbytes // flag_nbytes))
-            config = flagged.get(number)
-            if config is None:
-                config = flagged[number] = made("flagged", arena.flagged, number)
-            return config
-        if nbytes > most_sentinel:
-            return None
-        number = bisect_left(most_units, -(-nbytes // sentinel_nbytes))
-        packed = nbytes if coding is None else in_inbox(nbytes)
-        if packed <= room:
-            config = by_sentinels.get(number)
-            if config is None:
-                config = by_sentinels[number] = made("sentinel", sentinels, number)
-            return config
-        key = layout.large_inbox_nbytes(packed), number
-        config = large.get(key)
-        if config is None and arena.has(large_inboxes(layout, packed)):
-            # A request keeps its region, because the ranks set up another region only if no region is large enough.
-            inboxes = inboxes_of(layout, arena.region(large_inboxes(layout, packed)))
-            config = large[key] = made("sentinel", inboxes, number)
+            kind, of_packet = 0, flag_nbytes
+        else:
+            of_packet, in_inbox = sentinel_nbytes, nbytes if coding is None else packed(nbytes)
+            kind = 1 if in_inbox <= room else layout.large_inbox_nbytes(in_inbox)
+        key = kind, bisect_left(most_units, -(-nbytes // of_packet))
+        config = made.get(key)
+        if config is None:
+            protocol: Protocol = "sentinel" if kind else "flagged"
+            inboxes = sentinels if kind else arena.flagged
+            if kind > 1:
+                # A request keeps its region, because the ranks set up another region only if no region is large enough.
+                request = large_inboxes(layout, packed(nbytes))
+                if not arena.has(request):
+                    return None
+                inboxes = inboxes_of(layout, arena.region(request))
+            config = made[key] = PacketConfig.of(protocol, inboxes, geometries[key[1]], coding, size)
         return config
 
     def memory(nbytes: int) -> Sequence[Request]:
-        packed = nbytes if coding is None else in_inbox(nbytes)
-        is_large = packed > room and most_flagged < nbytes <= most_sentinel
-        return (large_inboxes(layout, packed),) if is_large else ()
+        is_large = nbytes > most_flagged and packed(nbytes) > room
+        return (large_inboxes(layout, packed(nbytes)),) if is_large else ()
 
     return Configs(config_of, memory)
 
@@ -323,9 +312,9 @@ def any_length_configs(domain: Domain) -> Callable[[int], PacketConfig]:
 def any_length_config(domain: Domain, inboxes: Inboxes, coding: Coding | None = None) -> PacketConfig:
     """Return the config of messages of any length in these inboxes, which may be smaller than the messages."""
     geometry = geometry_within(inboxes.nbytes, domain.most_blocks, domain.size, coded=coding is not None)
+    config = PacketConfig.of("sentinel", inboxes, geometry, coding, domain.size)
     if coding is not None:
-        return coding.config_in(inboxes, geometry, domain.size)
-    config = PacketConfig.of("sentinel", inboxes, geometry)
+        return config
     launch, steps, _, paced = config.in_one_step
     return replace(config, in_one_step=(launch, steps, config.laps, paced))  # other ranks may have longer messages
 
