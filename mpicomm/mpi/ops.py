@@ -249,7 +249,7 @@ def check_legal(name: str, dtype: np.dtype[Any]) -> None:
     if kind in _LEGAL[name] or (dtype.kind in "SU" and name not in ("avg", "tree")):
         _checked.add((name, dtype))
         return
-    legal = [other for other, kinds in _LEGAL.items() if kind in kinds]
+    legal = [other for other, kinds in _LEGAL.items() if kind in kinds and other != "tree"]  # an order of sum
     raise RefusedByMpiError(
         f"op={name} is not defined for {shown}, only for {', '.join(_LEGAL[name])}; "
         f"defined for {shown}: {', '.join(legal) or 'none, it can only be moved'}",

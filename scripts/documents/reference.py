@@ -150,7 +150,10 @@ def bases_of(cls: type, public: Container[str]) -> list[str]:
 
 
 def _module(name: str) -> Page:
-    module = pdoc.doc.Module(importlib.import_module(name))
+    loaded = importlib.import_module(name)
+    for each in loaded.__all__:
+        setattr(loaded, each, getattr(loaded, each))  # pdoc does not find names that load at their first use
+    module = pdoc.doc.Module(loaded)
     return Page(module, [Section(members=[_with_members(module.members[each]) for each in module.obj.__all__])])
 
 

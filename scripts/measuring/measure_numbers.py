@@ -29,7 +29,7 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts/results/numbers"
 PAGE = ROOT / "mpicomm/docs/numbers.md"
-ORDER = ("mpicomm-host", "mpich", "open-mpi", "gloo", "mpicomm-gpu", "nccl", "torch-nccl")
+ORDER = ("mpicomm-gpu", "nccl", "torch-nccl", "mpicomm-host", "mpich", "open-mpi", "gloo")
 NAN = float("nan")
 
 # Title, element type, operation, and the elements of rank 0 and of rank 1; for "bits" as integers.

@@ -126,7 +126,7 @@ def test_other_types() -> None:
             check_legal("avg", np.dtype(char))
     with pytest.raises(InvalidUsageError, match="integer, float, complex; defined for bool: land, lor, lxor"):
         check_legal("sum", np.dtype("?"))
-    with pytest.raises(InvalidUsageError, match="op=avg is not defined for int32, only for float, complex"):
+    with pytest.raises(InvalidUsageError, match=r"op=avg .*, complex; defined for int32: sum, prod, max, min, l"):
         check_legal("avg", np.dtype("i4"))
 
 
