@@ -2,7 +2,7 @@
 
 Each rank has a slab of the array: some planes of its first axis. It transforms the two other axes at once. For the
 first axis the ranks turn the array by one Alltoallw. After it each rank has that axis as a whole. Datatypes say where
-the blocks lie in the slabs, so the program packs nothing; on GPUs a kernel packs. The program makes a random field: it
+the blocks lie in the slabs, so the program packs nothing; nor do kernels on GPUs. The program makes a random field: it
 scales the frequencies of noise, and transforms back. It compares the field with the field of one rank.
 """
 

@@ -218,7 +218,8 @@ class BlockingCollectives(MPI.Intracomm):
         """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``. Blocks differ in datatype.
 
         A buffer is ``[array, counts, displacements, types]``, with an entry for each rank. Displacements are in bytes.
-        On GPUs a kernel packs and unpacks derived datatypes.
+        On GPUs vectors, subarrays and other regular blocks go from layout to layout without packing. A kernel packs
+        other blocks.
 
         Collective. On host arrays the call blocks. On device arrays it is enqueued on ``stream``, by default the
         current stream of their library. ``algorithm`` is "auto", "one_shot" or "mpi", the same on all ranks. Raises

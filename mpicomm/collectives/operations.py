@@ -201,7 +201,7 @@ DOCS[ALLTOALLW] = """\
 Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``. Blocks differ in datatype.
 
 A buffer is ``[array, counts, displacements, types]``, with an entry for each rank. Displacements are in bytes. On GPUs
-a kernel packs and unpacks derived datatypes.
+vectors, subarrays and other regular blocks go from layout to layout without packing. A kernel packs other blocks.
 
     x, y = cp.arange(4.0 * comm.size).reshape(4, comm.size), cp.empty((4, comm.size))
     column = MPI.DOUBLE.Create_vector(4, 1, comm.size).Commit()
