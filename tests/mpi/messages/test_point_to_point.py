@@ -68,7 +68,7 @@ def test_a_message_goes_to_the_next_rank(comm: mpicomm.Communicator, xp: Any, wa
                 comm.Sendrecv(given, right, tag, taken, left, MPI.ANY_TAG, status)
             elif way == "Isendrecv":
                 comm.Isendrecv(given, right, tag, taken, left, tag).Wait()
-                status.source, status.tag = left, tag  # MPICH's may be the status of the send
+                status.source, status.tag = left, tag  # MPICH leaves that of an earlier message
                 status.Set_elements(receiver.datatype, receiver.count)
             elif way == "Recv":
                 request = comm.Isend(given, right, tag)
