@@ -111,8 +111,8 @@ def open_peers(
         if isinstance(made, str):
             module, _, cls = made.partition(".")
             made = getattr(importlib.import_module(f"mpicomm.bench.{module}"), cls)
-        peer: Peer = open_peer(made, comm, machine)
-        return peer.named(name, nbytes) if nbytes else peer
+        peer: Peer = open_peer(made, comm, machine).named(name, nbytes)
+        return peer
 
     return those_that_work(comm, names, open_one)
 
