@@ -36,7 +36,7 @@ OF_TWO = (
     *(
         f"{COLLECTIVES}/test_{name}.py"
         for name in (
-            *("chains", "derived_datatypes", "epilogues", "streams_and_graphs"),
+            *("chains", "datatypes", "epilogues", "streams_and_graphs"),
             *("collectives", "nonblocking_collectives", "random_collectives", "symmetric_collectives"),
         )
     ),

@@ -195,26 +195,6 @@ def address_of(array: Any) -> int:
     return address
 
 
-UNIT = 16  # bytes, a multiple of each type
-TYPES: list[tuple[Any, int]] = [
-    (MPI.BYTE, 1), (MPI.SIGNED_CHAR, 1), (MPI.DOUBLE, 8), ("bfloat16", 2), (MPI.CHAR, 1), (MPI.UNSIGNED_SHORT, 2),
-    (MPI.C_DOUBLE_COMPLEX, 16), ("float8_e5m2", 1), (MPI.INT64_T, 8), ("f", 4), (MPI.AINT, 8), (MPI.C_BOOL, 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_each_rank_may_name_the_data_by_another_type(comm: mpicomm.Communicator, xp: Any, algorithm: str) -> None:
-    pytest.importorskip("ml_dtypes")
-    for turn, units in itertools.product(range(len(TYPES)), (1, 777)):
-        root = turn % comm.size
-        content = np.random.default_rng(turn).integers(0, 256, UNIT * units, np.uint8)
-        buffer = Placed(xp, content if comm.rank == root else np.zeros_like(content))
-        datatype, itemsize = TYPES[(turn + comm.rank) % len(TYPES)]
-        comm.Bcast([buffer.array, units * UNIT // itemsize, datatype], root, algorithm=algorithm)
-        comm.check()
-        assert (buffer.get() == content).all(), datatype
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"])
 def test_plain_arrays_of_types_that_mpi_lacks(comm: mpicomm.Communicator, xp: Any, dtype: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -252,18 +232,6 @@ def test_sums_of_characters_are_mpis(comm: mpicomm.Communicator, xp: Any, count:
             except MPI.Exception as error:
                 outcomes.append(error.Get_error_class())
         assert outcomes[0] == outcomes[1], datatype.name
-
-
-def test_what_only_the_root_names_otherwise(comm: mpicomm.Communicator, xp: Any) -> None:
-    """No rank waits for a root that refuses."""
-    for units, name in itertools.product((1, 70_000), ("Gather", "Gatherv")):
-        mine = Placed(xp, np.full(8 * units, comm.rank, np.uint8))
-        joined = Placed(xp, np.zeros(8 * units * comm.size, np.uint8))
-        whole = joined.array if name == "Gather" else [joined.array, 8 * units]
-        getattr(comm, name)([mine.array, units, MPI.DOUBLE], whole if comm.rank == 0 else None)
-        comm.check()
-        if comm.rank == 0:
-            assert (joined.get().reshape(comm.size, -1) == np.arange(comm.size)[:, None]).all()
 
 
 @pytest.mark.parametrize(
