@@ -62,18 +62,12 @@ def one_of(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
     return choices[int(rng.integers(len(choices)))]
 
 
-def forms_of_host_memory(memory: Array, *, reads: bool) -> list[Any]:
+def forms_of_host_memory(memory: Any, *, reads: bool) -> list[Any]:
     """Return objects that name the same bytes, and copies of them if the call only reads them."""
     views = [memory.view(name) for name in ("S1", "V4", "f8", "i8", "i8")]
     named = MPI.memory.fromaddress(memory.ctypes.data if memory.size else 0, memory.size)
-    return [
-        memory,
-        memoryview(memory),
-        *views,
-        named,
-        memory.reshape(4, -1),
-        *[memory.tobytes(), bytearray(memory)] * reads,
-    ]
+    copies = [memory.tobytes(), bytearray(memory)] if reads else []
+    return [memory, memoryview(memory), *views, named, memory.reshape(4, -1), *copies]
 
 
 class Buffer:
