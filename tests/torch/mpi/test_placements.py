@@ -13,6 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import mpicomm
 import mpicomm.torch
 
+pytestmark = pytest.mark.usefixtures("world")
+
 
 @pytest.mark.parametrize(
     ("from_", "to"), [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0))]
