@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
+from result_file import Sheet, measuring_parser
 
 import mpicomm
 from mpicomm.bench.machine import Call, Machine, machine_of
@@ -243,56 +243,22 @@ def main() -> None:
     options = parser.parse_args()
     with mpicomm.Communicator(WORLD) as comm:
         runs = Runs(comm, machine_of(comm))
-        exchanges, halos = [], []
-        show(EXCHANGE_COLUMNS)
-        for shape, dtype in EXCHANGES:
-            exchanges.append(cells(exchange(runs, tuple(max(1, n // options.divide) for n in shape), dtype)))
-            show(exchanges[-1])
-        columns = ["layer", "Neighbor_alltoallw, us", "copies and two Sendrecvs, us", "host's time, us"]
-        show(columns)
-        with comm.Create_cart([WORLD.size], periods=[False]) as grid:
-            for axis in (0, 1):
-                halos.append(cells(halo(runs, grid, axis, HALO // options.divide)))
-                show(halos[-1])
-        where = hardware_of(comm)
-    if WORLD.rank == 0 and options.json is not None:
         way = "A CUDA graph of calls runs twice, and events time the second run. " if runs.machine.stream else ""
         text = f"{way}Times are medians of {ROUNDS} runs, of the slowest rank. "
-        add_tables(
-            options.json,
-            [
-                Table(
-                    "Calls",
-                    f"Arrays split along axis 0 and arrays split along axis 1, {WORLD.size} ranks",
-                    where,
-                    EXCHANGE_COLUMNS,
-                    exchanges,
-                    text=text + "Alltoall moves as many bytes, in one block for each rank.",
-                    command=command(WORLD.size),
-                ),
-                Table(
-                    "Calls",
-                    f"Halos of a field of float64, {WORLD.size} ranks",
-                    where,
-                    columns,
-                    halos,
-                    text=text + "The outer layers of each field get the layers beside them.",
-                    command=command(WORLD.size),
-                ),
-            ],
-        )
-
-
-def cells(row: Sequence[Any]) -> list[Any]:
-    """Return a row with two digits after the point."""
-    return [round(cell, 2) if isinstance(cell, float) else cell for cell in row]
-
-
-def show(row: Sequence[Any]) -> None:
-    """Print a row on rank 0."""
-    if WORLD.rank == 0:
-        sys.stdout.write(" | ".join("-" if cell is None else str(cell) for cell in row) + "\n")
-        sys.stdout.flush()
+        title = f"Arrays split along axis 0 and arrays split along axis 1, {WORLD.size} ranks"
+        explained = text + "Alltoall moves as many bytes, in one block for each rank."
+        with Sheet(comm, options, title, EXCHANGE_COLUMNS, text=explained) as sheet:
+            for shape, dtype in EXCHANGES:
+                sheet.add(*exchange(runs, tuple(max(1, n // options.divide) for n in shape), dtype))
+        columns = ["layer", "Neighbor_alltoallw, us", "copies and two Sendrecvs, us", "host's time, us"]
+        title = f"Halos of a field of float64, {WORLD.size} ranks"
+        explained = text + "The outer layers of each field get the layers beside them."
+        with (
+            Sheet(comm, options, title, columns, text=explained) as sheet,
+            comm.Create_cart([WORLD.size], periods=[False]) as grid,
+        ):
+            for axis in (0, 1):
+                sheet.add(*halo(runs, grid, axis, HALO // options.divide))
 
 
 main()

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from cuda.bindings import __version__ as bindings_version
 from cuda.bindings import driver, nvrtc
 
 from mpicomm import environment
@@ -23,6 +25,8 @@ from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.driver import call, check
 from mpicomm.errors import BackendUnavailableError, HandleError, KernelCompileError
 from mpicomm.kernels.variant import SHARED, Variant
+
+_INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 
 
 def compile_kernel(source: Path, compute_capability: tuple[int, int], extra_options: Sequence[str] = ()) -> bytes:
@@ -32,23 +36,37 @@ def compile_kernel(source: Path, compute_capability: tuple[int, int], extra_opti
     `BackendUnavailableError` if NVRTC is missing.
     """
     text = source.read_bytes()
-    version = _nvrtc_version()
-    architecture = _architecture(compute_capability, version)
     directories = (SHARED, source.parent)
-    includes = [*(f"-I{directory}" for directory in directories), *_cuda_headers()]
-    options = [f"-arch={architecture}", "-std=c++17", *includes, *extra_options]
-    digest = hashlib.sha256(repr((version, options, text)).encode())
-    for header in (header for directory in directories for header in sorted(directory.glob("*.cuh"))):
-        digest.update(repr((header.name, header.read_bytes())).encode())
+    major, minor = compute_capability
+    # Not the version of NVRTC, because loading the library takes longer than all the rest.
+    digest = hashlib.sha256(repr((bindings_version, tuple(extra_options), text)).encode())
+    for name, header in sorted(_headers(text, directories).items()):
+        digest.update(repr((name, header)).encode())
     directory = environment.cache_directory()
-    cached = directory and directory / f"{source.stem}-{architecture}-{digest.hexdigest()[:32]}"
+    cached = directory and directory / f"{source.stem}-sm_{major}{minor}-{digest.hexdigest()[:32]}"
     if cached:
         with contextlib.suppress(OSError):
             return cached.read_bytes()
+    architecture = _architecture(compute_capability, _nvrtc_version())
+    includes = [f"-I{directory}" for directory in directories]
+    options = [f"-arch={architecture}", "-std=c++17", *includes, *extra_options]
     image = _run_nvrtc(text, source.name, options)
     if cached:
         _store(cached, image)
     return image
+
+
+def _headers(text: bytes, directories: Sequence[Path]) -> dict[str, bytes]:
+    """Return the headers that a source includes, and the headers that these include, by their names."""
+    found: dict[str, bytes] = {}
+    texts = [text]
+    while texts:
+        for name in map(bytes.decode, _INCLUDE.findall(texts.pop())):
+            for path in (directory / name for directory in directories):
+                if name not in found and path.exists():
+                    found[name] = path.read_bytes()
+                    texts.append(found[name])
+    return found
 
 
 def _nvrtc_version() -> tuple[int, int]:
@@ -77,16 +95,6 @@ def _architecture(compute_capability: tuple[int, int], version: tuple[int, int])
         )
     # The device is newer than this NVRTC, so the driver compiles PTX for it when it loads the module.
     return f"compute_{max(older)}"
-
-
-def _cuda_headers() -> list[str]:
-    # CUDA's headers for fp16 and bf16 need CUDA's other headers; the kernels themselves do not.
-    try:
-        from cuda.pathfinder import find_nvidia_header_directory
-    except ImportError:  # an older cuda-pathfinder
-        return []
-    directory = find_nvidia_header_directory("cudart")
-    return [f"-I{directory}"] if directory else []
 
 
 def _run_nvrtc(text: bytes, name: str, options: list[str]) -> bytes:

@@ -110,6 +110,23 @@ def test_a_second_call_reads_the_cache_and_another_device_is_another_entry(runs:
     assert runs == ["signal.cu", "signal.cu"]
 
 
+def test_a_header_of_other_kernels_changes_no_entry(
+    runs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(SHARED, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")))
+    first = compile_kernel(SHARED / "signal.cu", (9, 0))
+    monkeypatch.setattr(kernel_compile, "SHARED", copy)
+    (copy / "experts.cuh").write_text("// changed")
+    assert compile_kernel(copy / "signal.cu", (9, 0)) == first
+    assert runs == ["signal.cu"]
+
+
+def test_a_known_kernel_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compile_kernel(SHARED / "signal.cu", (9, 0))
+    monkeypatch.delattr(nvrtc, "nvrtcVersion")
+    assert compile_kernel(SHARED / "signal.cu", (9, 0)) == first
+
+
 def test_a_changed_header_is_another_entry(runs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(SHARED, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")))
     monkeypatch.setattr(kernel_compile, "SHARED", copy)
