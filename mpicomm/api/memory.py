@@ -52,11 +52,11 @@ class MemoryCalls(MPI.Intracomm):
         """Open existing memory, one array per rank, to the other ranks of the node. Collective, blocking.
 
         On a GPU ``array`` is a C-contiguous CuPy, DLPack or ``__cuda_array_interface__`` array in memory of
-        ``cudaMalloc``, or in virtual memory that can be exported as a file descriptor. The default pools of CuPy and
-        PyTorch and PyTorch's expandable segments have such memory, and ``cudaMallocAsync`` has none. Peers then see
-        the whole block of the pool, or the whole allocations around the array. On the host ``array`` lies in a shared
-        mapping: ``multiprocessing.shared_memory``, a writable ``numpy.memmap``, or memory that a communicator with the
-        same ranks has made, such as ``a.local`` of `empty`. The memory stays the caller's, and must outlive the
+        ``cudaMalloc``, or in virtual memory or a stream-ordered pool that can be exported as a file descriptor. The
+        default pools of CuPy and PyTorch and PyTorch's expandable segments have such memory. Peers then see the whole
+        block of the pool, or the whole allocations around the array. On the host ``array`` lies in a shared mapping:
+        ``multiprocessing.shared_memory``, a writable ``numpy.memmap``, or memory that a communicator with the same
+        ranks has made, such as ``a.local`` of `empty`. The memory stays the caller's, and must outlive the
         `SymmetricArray`. The `SymmetricArray` closes like an array of `empty`.
 
         Raises the same error on all ranks: `InvalidUsageError` for memory that peers cannot open, with its kind and the

@@ -58,14 +58,14 @@ def way_out(code: int | None) -> str:
     return ""
 
 
-Kind = Literal["memfd", "ipc", "fd", "fabric", "staged"]
+Kind = Literal["memfd", "ipc", "fd", "fabric", "staged", "pool"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-FD_KINDS: frozenset[Kind] = frozenset({"memfd", "fd", "staged"})  # a file descriptor travels beside the handle
+FD_KINDS: frozenset[Kind] = frozenset({"memfd", "fd", "staged", "pool"})  # a file descriptor travels beside the handle
 VIRTUAL_KINDS: frozenset[Kind] = frozenset({"fd", "fabric"})  # memory of a GPU that can go and come back at its address
 SEALED_KINDS: frozenset[Kind] = frozenset({"memfd", "staged"})  # the descriptor belongs to host memory, which has seals
 
 KEY_NBYTES = 64
-"""The size of ``CUipcMemHandle`` and ``CUmemFabricHandle``."""
+"""The size of ``CUipcMemHandle``, ``CUmemFabricHandle`` and ``CUmemPoolPtrExportData``."""
 
 _PACKET = struct.Struct(f"<B16s{KEY_NBYTES}sQQQ")
 PACKET_NBYTES = _PACKET.size
@@ -76,8 +76,8 @@ class MemoryHandle:
     """The facts that a process needs to open ``nbytes`` bytes of another process.
 
     The bytes lie ``offset`` bytes into an allocation of ``size`` bytes. ``device`` is the UUID of the GPU that owns the
-    memory, zeros for host memory. ``key`` is the CUDA IPC or fabric handle of the *allocation*, or the file of host
-    memory that the peers have mapped already; else it is empty.
+    memory, zeros for host memory. ``key`` is the CUDA IPC or fabric handle of the *allocation*, its name in a pool, or
+    the file of host memory that the peers have mapped already; else it is empty.
     """
 
     kind: Kind

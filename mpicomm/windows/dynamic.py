@@ -156,8 +156,9 @@ class DynamicMemory(WindowMemory):
             if descriptor is not None:
                 # A descriptor of GPU memory opens only in a process to which a message has carried it.
                 raise InvalidUsageError(
-                    "Win.Attach: memory lies in virtual memory, which ranks can open only together: attach memory of "
-                    "cudaMalloc, such as of CuPy's default pool, or pass the array to Win.Create"
+                    "Win.Attach: memory lies in virtual memory or in a stream-ordered pool, which ranks can open only "
+                    "together: attach memory of cudaMalloc, such as of CuPy's default pool, or pass the array to "
+                    "Win.Create"
                 )
             self._directory.add(segment.pointer, view.nbytes, handle.pack())
             on_failure.pop_all()

@@ -9,7 +9,7 @@ import cupy
 from cuda.bindings import driver
 
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.virtual_memory import can_export
+from mpicomm.devices.cuda.virtual_memory import can_export, handle_type
 from mpicomm.devices.handle import Kind
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
@@ -84,8 +84,9 @@ Allocation = tuple[int, int]
 def allocations_of(array: Any, ordinal: int) -> tuple[Kind, list[Allocation]]:
     """Return the kind of handle by which peers open a non-empty ``cupy.ndarray``, and its allocations in order.
 
-    Memory of ``cuMemAlloc`` is one allocation of the kind "ipc". Virtual memory has the kind "fd", and may be several
-    allocations, because PyTorch's expandable segments grow by allocations. Local; the device's context must be current.
+    Memory of ``cuMemAlloc`` is one allocation of the kind "ipc", and memory of a stream-ordered pool one of the kind
+    "pool". Virtual memory has the kind "fd", and may be several allocations, because PyTorch's expandable segments grow
+    by allocations. Local; the device's context must be current.
     Raises `InvalidUsageError` for memory that no peer can open. Logs a warning, once per process, if other arrays may
     become visible to peers.
     """
@@ -110,11 +111,13 @@ def allocations_of(array: Any, ordinal: int) -> tuple[Kind, list[Allocation]]:
             f"array lies in host memory (pinned, or the system's), not on GPU {ordinal}; {_USE_EMPTY}, or copy it with "
             "cupy.array(array)"
         )
-    if int(pool) != 0:
+    handle_types = attribute.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES
+    if int(pool) != 0 and not call(driver.cuPointerGetAttribute, handle_types, pointer) & int(handle_type("fd")):
         raise InvalidUsageError(
-            f"array lies in a stream-ordered pool (cudaMallocAsync), which ranks cannot open; {_USE_EMPTY}, or call "
-            "cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc) before it is made, or for PyTorch set "
-            "PYTORCH_CUDA_ALLOC_CONF=backend:native"
+            "array lies in a stream-ordered pool (cudaMallocAsync) that was not made for export, such as the default "
+            f"pool; {_USE_EMPTY}, or before it is made create a pool by cudaMemPoolCreate with handle type "
+            "cudaMemHandleTypePosixFileDescriptor (mpicomm/docs/troubles.md has the lines for CuPy), or for PyTorch "
+            "set PYTORCH_CUDA_ALLOC_CONF=backend:native"
         )
     allocations: list[Allocation] = []
     at, end = pointer, pointer + array.nbytes
@@ -123,7 +126,7 @@ def allocations_of(array: Any, ordinal: int) -> tuple[Kind, list[Allocation]]:
         allocations.append((int(base), size))
         at = int(base) + size
     begin = allocations[0][0]
-    if not ipc_capable and not all(can_export(base) for base, _ in allocations):
+    if int(pool) == 0 and not ipc_capable and not all(can_export(base) for base, _ in allocations):
         raise InvalidUsageError(
             "array lies in virtual memory (cuMemCreate) that its allocator has not made for export as a file "
             f"descriptor; {_USE_EMPTY}, or for PyTorch set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
@@ -136,7 +139,7 @@ def allocations_of(array: Any, ordinal: int) -> tuple[Kind, list[Allocation]]:
             array.nbytes,
             at - begin,
         )
-    return ("ipc" if ipc_capable else "fd"), allocations
+    return ("pool" if int(pool) else "ipc" if ipc_capable else "fd"), allocations
 
 
 _ROOM_NBYTES = 512

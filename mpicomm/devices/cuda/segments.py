@@ -1,26 +1,106 @@
-"""Segments of one GPU by the kind of their handle, and the private memory of a GPU."""
+"""Segments of one GPU by the kind of their handle, also memory of pools; and the private memory of a GPU."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import threading
+from collections import Counter
 from typing import Any
+
+from cuda.bindings import driver
 
 from mpicomm.devices.cuda.arrays import allocations_of
 from mpicomm.devices.cuda.context import PrimaryContext
+from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.memory import (
     CudaSegment,
     adopt_ipc,
     allocate_ipc,
     allocate_staged,
+    bytes_of,
     open_ipc,
     open_staged,
 )
 from mpicomm.devices.cuda.virtual_memory import (
+    NO_ACCESS,
     VirtualSegment,
+    access_for,
     adopt_virtual,
+    handle_type,
 )
-from mpicomm.devices.handle import FD_KINDS, Exported, Kind
+from mpicomm.devices.handle import FD_KINDS, KEY_NBYTES, Descriptor, Exported, Kind, MemoryHandle
 from mpicomm.errors import HandleError
 from mpicomm.interrupts import uninterrupted
+
+
+def adopt_pool(context: PrimaryContext, base: int, size: int, array: Any) -> CudaSegment:
+    """Return the memory of ``array`` in a pool. ``base`` and ``size`` are its allocation in the pool.
+
+    While the array lives, the pool gives this memory to no other array.
+    """
+    with context.current():
+        # Streams order an allocation. A peer knows none of them, so the allocation has to be over before it.
+        call(driver.cuCtxSynchronize)
+
+    def export(segment: CudaSegment) -> Exported:
+        """Return the handle of the allocation, and a descriptor of the pool, which the caller closes."""
+        attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+        with context.current():
+            pool = call(driver.cuPointerGetAttribute, attribute, base)
+            with uninterrupted():  # the driver returns a descriptor as a plain number
+                fd = Descriptor(call(driver.cuMemPoolExportToShareableHandle, pool, handle_type("fd"), 0))
+            os.set_inheritable(fd, False)  # a child process must not keep the memory alive
+            try:
+                key = bytes_of(call(driver.cuMemPoolExportPointer, base))
+            except HandleError:
+                fd.close()
+                raise
+        offset = array.data.ptr - base
+        return ((MemoryHandle("pool", context.device.uuid, key, size, offset, segment.nbytes), fd),)
+
+    return CudaSegment(context, array.data.ptr, array.nbytes, lambda: None, export)
+
+
+# A process that imports an allocation again gets the same address. The driver does not count these imports, so the
+# first free would unmap the memory of all. A thread holds the lock while the driver works, so that no thread imports an
+# allocation that another one is about to free.
+_users: Counter[int] = Counter()
+_unused_pools: list[Any] = []
+_lock = threading.Lock()
+
+
+def open_pool(context: PrimaryContext, handle: MemoryHandle, fd: int) -> CudaSegment:
+    """Map memory of a peer's pool into this process. The owner may free it only after the `close` of all peers."""
+
+    def destroy_pool() -> None:
+        # As soon as the driver permits it: it may wait for allocations of other imports.
+        _unused_pools.append(pool)
+        _unused_pools[:] = [each for each in _unused_pools if int(driver.cuMemPoolDestroy(each)[0]) != 0]
+
+    def release() -> None:
+        with _lock:
+            _users[base] -= 1
+            try:
+                if not _users[base]:
+                    del _users[base]
+                    call(driver.cuMemFree, base)
+            finally:
+                destroy_pool()
+
+    with _lock, context.current():
+        pool = call(driver.cuMemPoolImportFromShareableHandle, fd, handle_type("fd"), 0)
+        try:
+            # At first only the GPU of the pool has access.
+            call(driver.cuMemPoolSetAccess, pool, [access_for(context.device.ordinal)], 1, hint=NO_ACCESS)
+            data = driver.CUmemPoolPtrExportData()
+            ctypes.memmove(data.getPtr(), handle.key, KEY_NBYTES)
+            base = int(call(driver.cuMemPoolImportPointer, pool, data))
+        except HandleError:
+            destroy_pool()
+            raise
+        _users[base] += 1
+    return CudaSegment(context, base + handle.offset, handle.nbytes, release)
 
 
 class SegmentsOfGpu:
@@ -53,6 +133,8 @@ class SegmentsOfGpu:
         if kind == "fd":
             return adopt_virtual(self._context, allocations, array)
         ((base, size),) = allocations
+        if kind == "pool":
+            return adopt_pool(self._context, base, size, array)
         return adopt_ipc(self._context, base, size, array)
 
     def export(self, segment: Any) -> Exported:
@@ -63,7 +145,7 @@ class SegmentsOfGpu:
     def open(self, parts: Exported) -> CudaSegment:
         """Map a peer's memory. The caller still owns the descriptors, and may close them afterwards."""
         for handle, fd in parts:
-            if handle.kind not in self.kinds:
+            if handle.kind not in (*self.kinds, "pool"):
                 raise HandleError(
                     f"a GPU communicator cannot open a {handle.kind} handle, which comes from a cpu communicator: pass "
                     "the same device= on all ranks"
@@ -77,4 +159,7 @@ class SegmentsOfGpu:
             if handle.kind == "staged":
                 assert fd is not None
                 return open_staged(self._context, handle, fd)
+            if handle.kind == "pool":
+                assert fd is not None
+                return open_pool(self._context, handle, fd)
             return VirtualSegment.open(self._context, parts)

@@ -274,6 +274,10 @@ class FakeCuda:
     def cuMemExportToShareableHandle(self, allocation: int, kind: Any, flags: int) -> tuple[int, int]:
         return 0, os.memfd_create("exported", 0)
 
+    @_may_fail
+    def cuMemPoolExportToShareableHandle(self, pool: int, kind: Any, flags: int) -> tuple[int, int]:
+        return 0, os.memfd_create("exported", 0)
+
     def cuMemImportFromShareableHandle(self, name: Any, kind: Any) -> tuple[Any, int]:
         return self._bindings.CUresult.CUDA_SUCCESS, ADDRESS
 

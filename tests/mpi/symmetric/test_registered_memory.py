@@ -168,12 +168,81 @@ def test_host_memory_is_refused_on_a_gpu(gpu: None, comm: mpicomm.Communicator, 
     require_memory_works(comm)
 
 
-def test_memory_of_a_stream_ordered_pool_is_refused(
-    gpu: None, comm: mpicomm.Communicator, comm_world: MPI.Intracomm, xp: Any
-) -> None:
+@pytest.fixture
+def default_pool(device: str, comm: mpicomm.Communicator, xp: Any) -> Iterator[int]:
+    """The default pool of the GPU, in which `allocated` then allocates."""
+    if device == "cpu":
+        pytest.skip("pools are a GPU's")
+    before = xp.cuda.runtime.deviceGetMemPool(comm.device)
+    xp.cuda.runtime.deviceSetMemPool(comm.device, xp.cuda.runtime.deviceGetDefaultMemPool(comm.device))
+    yield xp.cuda.runtime.deviceGetDefaultMemPool(comm.device)
+    xp.cuda.runtime.deviceSetMemPool(comm.device, before)
+
+
+@pytest.fixture
+def pool(default_pool: int, comm: mpicomm.Communicator, xp: Any) -> Iterator[int]:
+    """A pool for export, in which `allocated` then allocates."""
+    cuda = xp.cuda.runtime
+    kinds = cuda.cudaMemAllocationTypePinned, cuda.cudaMemHandleTypePosixFileDescriptor, cuda.cudaMemLocationTypeDevice
+    made = cuda.memPoolCreate(cuda.MemPoolProps(*kinds, comm.device))
+    cuda.deviceSetMemPool(comm.device, made)
+    yield made
+    xp.cuda.Device().synchronize()
+    cuda.memPoolDestroy(made)
+
+
+def allocated(xp: Any, count: int) -> Any:
     with xp.cuda.using_allocator(xp.cuda.malloc_async):
-        array = xp.zeros(100, np.int64)
-    with raises_everywhere(comm_world, InvalidUsageError, match="stream-ordered pool.*comm.empty"):
+        return xp.zeros(count, np.int64)
+
+
+def test_arrays_of_a_pool_for_export_are_registered(pool: int, comm: mpicomm.Communicator, xp: Any) -> None:
+    for count in (1, 5000, 1 << 20):
+        first, second = allocated(xp, count), allocated(xp, count)
+        require_registered_works(comm, xp, [first, second])
+        require_registered_works(comm, xp, [first])
+        require_registered_works(comm, xp, [second[count // 2 :], first[: count // 2 + 1]])
+        del first, second
+
+
+def test_one_array_is_registered_twice_and_closed_in_any_order(pool: int, comm: mpicomm.Communicator, xp: Any) -> None:
+    array, right = allocated(xp, 1000), (comm.rank + 1) % comm.size
+    one, two = comm.register(array), comm.register(array[500:])
+    array[...] = comm.rank
+    settle(comm)
+    one.close()
+    assert (two.get(right) == right).all()
+    one = comm.register(array)
+    two.close()
+    assert (one.get(right) == right).all()
+    settle(comm)
+    one.close()
+
+
+def test_collectives_and_windows_use_it(pool: int, comm: mpicomm.Communicator, xp: Any) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for count in (100, 1 << 20):
+        output = allocated(xp, count * comm.size)
+        with comm.register(output):
+            comm.Allgather(xp.full(count, comm.rank, np.int64), output)
+            comm.check()
+            assert (to_host(output).reshape(comm.size, count) == np.arange(comm.size)[:, None]).all()
+            comm.Barrier()
+    part = allocated(xp, 100)
+    win = mpicomm.Win.Create(part, 8, MPI.INFO_NULL, comm)
+    win.Fence()
+    win.Put(xp.full(100, comm.rank), right)
+    win.Fence()
+    comm.check()
+    assert (to_host(part) == left).all()
+    win.Free()
+
+
+def test_a_pool_that_was_not_made_for_export_is_refused(
+    default_pool: int, comm: mpicomm.Communicator, comm_world: MPI.Intracomm, xp: Any
+) -> None:
+    array = allocated(xp, 100)
+    with raises_everywhere(comm_world, InvalidUsageError, match="not made for export.*cudaMemPoolCreate"):
         comm.register(array)
-    with raises_everywhere(comm_world, InvalidUsageError, match="stream-ordered pool.*comm.empty"):
+    with raises_everywhere(comm_world, InvalidUsageError, match="not made for export.*cudaMemPoolCreate"):
         mpicomm.Win.Create(array, 8, MPI.INFO_NULL, comm)

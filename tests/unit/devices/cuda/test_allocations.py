@@ -83,8 +83,21 @@ def test_virtual_memory_that_was_not_made_for_export_is_refused(arrays: Any, mon
         find_virtual(arrays, monkeypatch, exportable={BASE, BASE + 4096})
 
 
-def test_memory_of_a_stream_ordered_pool_is_refused(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def find_in_pool(arrays: Any, monkeypatch: pytest.MonkeyPatch, *, exportable: bool) -> Any:
     device = int(arrays.driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
-    monkeypatch.setattr(arrays, "call", lambda *_, **__: (device, False, 7, False))
-    with pytest.raises(InvalidUsageError, match=r"comm\.empty\(\).*MemoryPool\(\)\.malloc.*backend:native"):
-        arrays.allocations_of(SimpleNamespace(data=SimpleNamespace(ptr=BASE), nbytes=512), 0)
+    types = arrays.driver.CUmemAllocationHandleType
+    name = "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR" if exportable else "CU_MEM_HANDLE_TYPE_NONE"
+    answers = iter([(device, False, 7, False), int(getattr(types, name)), (BASE, 512)])
+    monkeypatch.setattr(arrays, "call", lambda *_, **__: next(answers))
+    return arrays.allocations_of(SimpleNamespace(data=SimpleNamespace(ptr=BASE), nbytes=512), 0)
+
+
+def test_memory_of_a_pool_for_export_is_one_allocation(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_in_pool(arrays, monkeypatch, exportable=True) == ("pool", [(BASE, 512)])
+
+
+def test_a_pool_that_was_not_made_for_export_is_refused(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        InvalidUsageError, match=r"not made for export.*cudaMemPoolCreate.*troubles\.md.*backend:native"
+    ):
+        find_in_pool(arrays, monkeypatch, exportable=False)
