@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
+from result_file import Sheet, measuring_parser
 
 import mpicomm
 from mpicomm.bench.machine import Call, Machine, machine_of
@@ -250,46 +250,23 @@ def main() -> None:
     parser.add_argument("--divide", type=int, default=1, help="divide each length by this number; default: 1")
     options = parser.parse_args()
     with mpicomm.Communicator(WORLD) as comm:
-        runs, where = Runs(comm, machine_of(comm)), hardware_of(comm)
-        way = (
-            "" if runs.machine.stream is None else "A CUDA graph of calls runs twice, and events time the second run. "
-        )
-        text = f"{way}Times are medians of {ROUNDS} runs, of the slowest rank."
-
-        def write(title: str, columns: list[str], rows: list[list[Any]], explained: str) -> None:
-            if WORLD.rank == 0 and options.json is not None:
-                table = Table("Calls", f"{title}, {WORLD.size} ranks", where, columns, rows, f"{text} {explained}")
-                table.command = command(WORLD.size)
-                add_tables(options.json, [table])
-
-        rows = []
-        show(EXCHANGE_COLUMNS)
-        for shape, dtype in EXCHANGES:
-            rows.append(cells(exchange(runs, tuple(max(1, n // options.divide) for n in shape), dtype)))
-            show(rows[-1])
-        explained = "Alltoall moves as many bytes, in one block for each rank. The plan is of `redistribution`."
-        write("Arrays split along axis 0 and arrays split along axis 1", EXCHANGE_COLUMNS, rows, explained)
-        rows = []
+        runs = Runs(comm, machine_of(comm))
+        way = "A CUDA graph of calls runs twice, and events time the second run. " if runs.machine.stream else ""
+        text = f"{way}Times are medians of {ROUNDS} runs, of the slowest rank. "
+        title = f"Arrays split along axis 0 and arrays split along axis 1, {WORLD.size} ranks"
+        explained = text + "Alltoall moves as many bytes, in one block for each rank. The plan is of `redistribution`."
+        with Sheet(comm, options, title, EXCHANGE_COLUMNS, text=explained) as sheet:
+            for shape, dtype in EXCHANGES:
+                sheet.add(*exchange(runs, tuple(max(1, n // options.divide) for n in shape), dtype))
         columns = ["layer", "Neighbor_alltoallw, us", "copies and two Sendrecvs, us", "host's time, us"]
-        show(columns)
-        with comm.Create_cart([WORLD.size], periods=[False]) as grid:
+        title = f"Halos of a field of float64, {WORLD.size} ranks"
+        explained = text + "The outer layers of each field get the layers beside them."
+        with (
+            Sheet(comm, options, title, columns, text=explained) as sheet,
+            comm.Create_cart([WORLD.size], periods=[False]) as grid,
+        ):
             for axis in (0, 1):
-                rows.append(cells(halo(runs, grid, axis, HALO // options.divide)))
-                show(rows[-1])
-        explained = "The outer layers of each field get the layers beside them."
-        write("Halos of a field of float64", columns, rows, explained)
-
-
-def cells(row: Sequence[Any]) -> list[Any]:
-    """Return a row with two digits after the point."""
-    return [round(cell, 2) if isinstance(cell, float) else cell for cell in row]
-
-
-def show(row: Sequence[Any]) -> None:
-    """Print a row on rank 0."""
-    if WORLD.rank == 0:
-        sys.stdout.write(" | ".join("-" if cell is None else str(cell) for cell in row) + "\n")
-        sys.stdout.flush()
+                sheet.add(*halo(runs, grid, axis, HALO // options.divide))
 
 
 main()
