@@ -37,7 +37,7 @@ Method = Callable[..., Any]
 Divert = Callable[[Method, dict[str, Any], list[str]], Any]
 """Carries out a method of MPI on device arrays: gets the method, all arguments by name, and the names of the arrays."""
 
-_MADE = re.compile(r"\b(Self|Message|Comm|(Intra|Inter|Topo|Cart|Graph|Distgraph)comm)\b")
+_MADE = re.compile(r"\b(Self|Message|CommT?|(Intra|Inter|Topo|Cart|Graph|Distgraph)comm)\b")
 """mpi4py's classes of communicators and messages, as its annotations name them."""
 _RECEIVE_BUFFERS = ("recvbuf", "inoutbuf", "outbuf")
 _RECEIVE_INTO_BUF = frozenset((

@@ -119,7 +119,10 @@ def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
         return None
     if datatype.is_predefined:
         dtype = BYTE if datatype == MPI.BYTE else None
-        if dtype is None and datatype not in _NO_NUMBERS:
+        if datatype == MPI.BFLOAT16_T:  # mpi4py has no code for it
+            with suppress(InvalidUsageError):
+                dtype = covered_dtype("bfloat16")
+        elif dtype is None and datatype not in _NO_NUMBERS:
             with suppress(TypeError):
                 dtype = np.dtype(datatype.typestr)
             # The sizes differ for a type that NumPy lacks, such as REAL16 in some builds of MPI.

@@ -45,7 +45,14 @@ def main() -> None:
         cupy.cuda.Device(WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
     description = {
         "problem_class": heatNd_forced,
-        "problem_params": {"nvars": (POINTS, POINTS), "freq": (2, 2), "bc": "periodic", "nu": 0.1, "useGPU": GPU},
+        "problem_params": {
+            "nvars": (POINTS, POINTS),
+            "freq": (2, 2),
+            "bc": "periodic",
+            "nu": 0.1,
+            "useGPU": GPU,
+            "solver_type": "CG",
+        },
         "sweeper_class": imex_1st_order_MPI,
         "sweeper_params": {
             "num_nodes": WORLD.size,

@@ -20,7 +20,7 @@ DATATYPES = {
 }
 NOT_PLAIN = {
     name for name in DATATYPES if name.endswith("_INT") and not name.startswith(("SIGNED", "UNSIGNED", "F_"))
-} | {"TWOINT", "PACKED", "F_BOOL", "INTEGER16", *(f"LOGICAL{nbytes}" for nbytes in ("", 1, 2, 4, 8, 16))}
+} | {"TWOINT", "PACKED", "F_BOOL", "INTEGER16", "COMPLEX4", *(f"LOGICAL{nbytes}" for nbytes in ("", 1, 2, 4, 8, 16))}
 
 
 @pytest.mark.parametrize("name", sorted(DATATYPES))
@@ -31,6 +31,8 @@ def test_every_predefined_datatype(name: str) -> None:
         assert dtype is None
     elif name == "BYTE":
         assert dtype == np.dtype("V1")
+    elif name == "BFLOAT16_T":
+        assert dtype == np.dtype(ml_dtypes.bfloat16)
     else:
         assert dtype is not None
         assert dtype == dtlib.to_numpy_dtype(datatype) or dtype == np.dtype("U1")  # mpi4py's wide character has no size
