@@ -14,7 +14,7 @@ if typing.TYPE_CHECKING:
     from mpicomm.world import install, uninstall
 
 # These commands decide themselves whether to start MPI, and when; the modules below load and start it.
-if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
+if {"mpicomm.doctor", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
     try:
         importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench import experts, matmul
-from mpicomm.bench.contenders import ROOM_NBYTES, close, mean_share, measure, open_own, open_peers
+from mpicomm.bench.contenders import ROOM_NBYTES, mean_share, measure, open_own, open_peers
 from mpicomm.bench.content import OPS, Content
 from mpicomm.bench.machine import machine_of
 from mpicomm.bench.measure import Measuring, Outcome
-from mpicomm.bench.operations import ALIASES, BARRIER, DTYPES, OPERATIONS, Case, blocks_of
-from mpicomm.bench.peers import OWN, PEERS, UNCODED
-from mpicomm.bench.report import ResultRow, Results, Table
+from mpicomm.bench.operations import ALIASES, BARRIER, DTYPES, OPERATIONS, ROOT, Case, blocks_of
+from mpicomm.bench.peers import OWN, PEERS
+from mpicomm.bench.report import ResultRow, Results, Table, introduce
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.collectives.gpu.algorithms.registry import NAMES
@@ -22,6 +23,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import check_legal
 from mpicomm.mpi.types import covered_dtype
 
+FACTS = [("size", "(B)", 12), ("count", "(elements)", 13), ("type", "", 15), ("redop", "", 7), ("root", "", 6)]
 _NCCL_TESTS_NAMES = {
     "half": "float16",
     "float": "float32",
@@ -124,50 +126,42 @@ def main() -> int:
     contenders += opened.values()
 
     graphs = machine.stream is not None and not (options.eager or options.vary) and options.cudagraph > 0
-    how = f"{options.cudagraph} launches of a graph of {options.iters} calls" if graphs else f"{options.iters} calls"
-    how += ", each of another size and at other addresses" if options.vary else ""
-    run.introduce(
-        f"bench {operation.name}",
-        f"timed: {how}, slowest rank, median; algorithm {options.algorithm}; {' and '.join(kinds)} arrays"
-        f"{f', elements travel as {options.wire_dtype}' if options.wire_dtype else ''}",
-        *(f"{contender.name} {contender.version}" for contender in contenders if not contender.own),
-        *(f"{name}: {reason}" for name, reason in absent.items()),
-        "",
-    )
-
     # At least one call comes before a capture, because a graph cannot capture the set-up of a first call.
     warmups = max(1, options.warmup_iters) if graphs else options.warmup_iters
     effort = {"iterations": options.iters, "warmups": warmups, "rounds": max(1, options.cudagraph)}
     measuring = Measuring(comm, machine, **effort, graphs=graphs)
+    how = f"{measuring.how}{', each of another size and at other addresses' if options.vary else ''}"
+    travel = f", elements travel as {options.wire_dtype}" if options.wire_dtype else ""
+    arrays = f"algorithm {options.algorithm}; {' and '.join(kinds)} arrays{travel}"
+    introduce(run, operation.name, how, contenders, absent, arrays)
     with machine.current():
         content = Content(machine.xp, dtype, options.op, comm.size, cases[-1].count, reduces=operation.reduces)
 
-    places = operation.places
-    names = [contender.name for contender in contenders]
-    issue = machine.stream is not None and not graphs
-    table = Table(places, [name for name in names if name != OWN], issue=issue)
+    places, others = operation.places, [each.name for each in contenders if each.name != OWN]
+    table = Table(FACTS, places, others, ("algbw", "busbw"), issue=machine.stream is not None and not graphs)
     command_line.show(*table.head())
-    results = Results(OWN)
+    results = Results(others, [each.name for each in contenders if each.own])
     for case in command_line.tracked(cases, operation.name):
-        outcomes: dict[str, dict[str, Outcome]] = {}
-        silent: dict[str, dict[str, str]] = {}
-        for place in places:
-            measured = measure(measuring, contenders, content, case.at(place), options.check, vary=options.vary)
-            outcomes[place], silent[place] = measured
-        results.rows.append(ResultRow(case, outcomes, silent))
-        command_line.show(table.row(case, outcomes, OWN))
-    own = {contender.name for contender in contenders if contender.own}
-    wrong = sum(count for name, count in results.wrong().items() if name in own)
-    peers = {each.name: each.version for each in contenders if not each.own or each.name == UNCODED}
-    command_line.show(*(f"# {line}" for line in results.footer()))
-    document = {
-        "collective": options.collective,
-        "peers": peers,
-        "missing": absent,
-        "results": results.document(),
-        "geometric_means": results.geometric_means(),
-    }
-    return run.finish(document, wrong, close=lambda: close(contenders))
+        measured = {
+            place: measure(measuring, contenders, content, case.at(place), options.check, vary=options.vary)
+            for place in places
+        }
+        results.rows.append(row_of(case, measured))
+        command_line.show(table.line(results.rows[-1]))
+    return results.finish(run, options.collective, contenders, absent)
+
+
+def row_of(case: Case, measured: Mapping[str, tuple[Mapping[str, Outcome], Mapping[str, str]]]) -> ResultRow:
+    """Return the row of a case, with what `measure` returned for each place."""
+    op, root = case.op if case.operation.reduces else None, ROOT if case.operation.rooted else None
+    return ResultRow(
+        f"{case.nbytes} B",
+        {"nbytes": case.nbytes, "count": case.count, "dtype": case.dtype.name, "op": op, "root": root},
+        [case.nbytes, case.count, case.dtype.name, op or "none", -1 if root is None else root],
+        {place: outcomes for place, (outcomes, _) in measured.items()},
+        {place: silent for place, (_, silent) in measured.items()},
+        lambda place, time_us: case.rates(time_us),
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ If calls vary, a contender has a list of variations of a case, and makes the nex
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -36,6 +37,7 @@ _STEP_NBYTES = 512  # PyTorch and CuPy place arrays of GPUs at multiples of it
 _PLACES = 64
 ROOM_NBYTES = _STEP_NBYTES * _PLACES
 """The bytes that an array for all variations has in addition to the largest case."""
+_WITHOUT_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}  # NCCL has a configuration
 _CHECKED = 8  # variations in each check, because a call may go wrong only after a call of another size
 
 
@@ -100,16 +102,17 @@ def open_peers(
     """Open the libraries of these names, with arrays of ``nbytes``. Collective.
 
     Return those that all ranks can open, and the reasons of the others. The classes are ``known``, or their modules,
-    which then load at this moment.
+    which then load at this moment. Multicast is off for all.
     """
+    os.environ.update(_WITHOUT_MULTICAST)
 
     def open_one(name: str) -> Peer:
         made = known[name]
         if isinstance(made, str):
             module, _, cls = made.partition(".")
             made = getattr(importlib.import_module(f"mpicomm.bench.{module}"), cls)
-        peer: Peer = open_peer(made, comm, machine)
-        return peer.named(name, nbytes) if nbytes else peer
+        peer: Peer = open_peer(made, comm, machine).named(name, nbytes)
+        return peer
 
     return those_that_work(comm, names, open_one)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # p2p, which takes this, may run without MPI
-    from mpicomm.bench.operations import Case, CaseBuffers
+from mpicomm.bench.operations import Case, CaseBuffers
 
 _PERIOD = 1_000_003
 _POISON = 0xA5

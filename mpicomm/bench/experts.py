@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import open_peers
-from mpicomm.bench.machine import Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Measuring, Trial
+from mpicomm.bench.machine import Call, Machine, machine_of
+from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, Trial
+from mpicomm.bench.peers import OWN
+from mpicomm.bench.report import ResultRow, Results, Table, introduce
 from mpicomm.bench.torch_peers import TorchNccl
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.experts.arrays import BY_EXPERT, DTYPES, LAYOUTS, Received
 from mpicomm.experts.experts import Experts
 from mpicomm.mpi.types import covered_dtype
-from mpicomm.sizes import Columns
+from mpicomm.symmetric.array import SymmetricArray
 
 NAME = "experts"
 _PEERS = {"nccl": TorchNccl}  # through PyTorch
 _ROOM = 2
 """A rank has room for so many times the rows that come if all experts get the same."""
 _ROUNDS = 7
-_CALLS = ("dispatch", "combine", "even", "copy")
-_COLUMNS = ("tokens", "layout", "dispatch", "rate", "combine", "rate", "even", "copy", "wrong")
-_NCCL_CALLS = ("nccl_dispatch", "nccl_combine", "nccl_even")
+_PLACES = ("dispatch", "combine", "even")
+COPY = "copy"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,51 +70,42 @@ def main() -> int:
     tokens, hidden, dtype = ([16, 128], 1024, "float32") if on_host else ([128, 4096], 7168, "bfloat16")
     options.tokens, options.hidden = options.tokens or tokens, options.hidden or hidden
     options.datatype = options.datatype or dtype
-    run.introduce(
-        "bench experts",
-        f"hidden {options.hidden} of {options.datatype}, top {options.top_k} of {options.num_experts} experts",
-        "GB/s: the bytes that cross the links of a GPU, each way; even: an even Alltoall of as many rows to each rank",
-    )
     measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=_ROUNDS, graphs=not on_host)
-    rows = []
     with machine.current():
         opened, absent = open_peers(comm, machine, _PEERS, options.compare)
-        command_line.show(*(f"# {name}: {reason}" for name, reason in absent.items()))
-        peer: TorchNccl | None = opened.get("nccl")
-        if peer is not None:
-            command_line.show(f"# {peer.version}")
-        names = [*_COLUMNS, *(["nccl disp.", "nccl comb.", "nccl even"] if peer is not None else [])]
-        units = {"tokens": "", "layout": "", "rate": "(GB/s)", "copy": "(GB/s)", "wrong": ""}
-        table = Columns([(name, units.get(name, "(us)"), 11) for name in names])
+        introduce(
+            run,
+            NAME,
+            measuring.how,
+            [*opened.values()],
+            absent,
+            f"hidden {options.hidden} of {options.datatype}, top {options.top_k} of {options.num_experts} experts",
+            "crossing: the bytes that cross the links of a GPU, each way; copy: as many bytes by a copy engine",
+            "even: an even Alltoall of as many rows to each rank",
+        )
+        others = [*([] if on_host else [COPY]), *opened]
+        table = Table([("tokens", "", 8), ("layout", "", 9)], _PLACES, others, ["crossing"])
         command_line.show(*table.head())
-        for count in options.tokens:
-            for layout in options.layouts:
-                rows.append(_measure(options, measuring, count, layout, peer))
-                command_line.show(table.line(_cells(rows[-1])[: len(names)]))
-        if peer is not None:
-            peer.close()
-    wrong = sum(row["wrong"] for row in rows)
-    return run.finish({"absent": absent, "experts": rows}, wrong, "wrong rows")
-
-
-def _cells(row: dict[str, Any]) -> list[object]:
-    us, crossing = {name: row[f"{name}_us"] for name in (*_CALLS, *_NCCL_CALLS)}, row["crossing_nbytes"] / 1e3
-    copy = None if us["copy"] is None else crossing / us["copy"]
-    rates = (us["dispatch"], crossing / us["dispatch"], us["combine"], crossing / us["combine"], us["even"], copy)
-    return [row["tokens"], row["layout"], *rates, row["wrong"], *(us[name] for name in _NCCL_CALLS)]
+        results = Results([*opened])
+        rows = [*itertools.product(options.tokens, options.layouts)]
+        for count, layout in command_line.tracked(rows, NAME):
+            results.rows.append(_measure(options, measuring, count, layout, opened.get("nccl")))
+            command_line.show(table.line(results.rows[-1]))
+        return results.finish(run, NAME, [*opened.values()], absent)
 
 
 def _measure(
     options: argparse.Namespace, measuring: Measuring, tokens: int, layout: str, peer: TorchNccl | None
-) -> dict[str, Any]:
-    """Return the row of one number of tokens for the JSON file."""
+) -> ResultRow:
+    """Measure dispatch and combine of one number of tokens."""
     comm, machine = measuring.comm, measuring.machine
     dtype, top_k, experts = covered_dtype(options.datatype), options.top_k, options.num_experts
     routes = Routes(machine, comm.rank, comm.size, (tokens, options.hidden), top_k, experts, dtype)
     room = min(comm.size * tokens * top_k, _ROOM * tokens * top_k + 64) if layout == BY_EXPERT else None
     numbers = experts, options.hidden, tokens, top_k, dtype
-    crossing = max(comm.allgather(routes.crossing)) * options.hidden * dtype.itemsize
-    shape = (comm.size * tokens, options.hidden * dtype.itemsize)
+    row_nbytes = options.hidden * dtype.itemsize
+    crossing = max(comm.allgather(routes.crossing)) * row_nbytes
+    shape = (comm.size * tokens, row_nbytes)
     with (
         Experts(comm, *numbers, capacity=room, blocks=options.blocks, layout=layout) as made,
         comm.zeros(shape, "u1") as sent,
@@ -119,39 +113,53 @@ def _measure(
     ):
         received = made.dispatch(routes.x, routes.ids, routes.weights)
         sums = made.combine(received.x, received)
-
-        def dispatch() -> None:
-            made.dispatch(routes.x, routes.ids, routes.weights, out=received)
-
-        def combine() -> None:
-            made.combine(received.x, received, out=sums)
-
-        def trial(name: str, call: Callable[[], object], count_wrong: Callable[[], int]) -> Trial:
-            return Trial(name, call, [CheckedCall(lambda: None, call, count_wrong)])
-
-        trials = [
-            trial("dispatch", dispatch, lambda: routes.count_wrong_rows(received)),
-            trial("combine", combine, lambda: routes.count_wrong_sums(sums, weighted=layout == BY_EXPERT)),
-            Trial("even", lambda: comm.Alltoall(sent.local, taken.local)),
-        ]
-        if machine.stream is not None and comm.size > 1:
-            # The same bytes by a copy engine, both ways at once.
-            nbytes, following = crossing // (comm.size - 1), (comm.rank + 1) % comm.size
-            source = sent.local.reshape(-1)[:nbytes]
-            trials.append(Trial("copy", lambda: taken.put(source, following)))
+        calls: dict[str, tuple[Call, Callable[[], int] | None]] = {
+            "dispatch": (
+                lambda: made.dispatch(routes.x, routes.ids, routes.weights, out=received),
+                lambda: routes.count_wrong_rows(received),
+            ),
+            "combine": (
+                lambda: made.combine(received.x, received, out=sums),
+                lambda: routes.count_wrong_sums(sums, weighted=layout == BY_EXPERT),
+            ),
+            "even": (lambda: comm.Alltoall(sent.local, taken.local), None),
+        }
+        theirs: dict[str, Call] = {}
         if peer is not None:
             counts = [int(routes.goes_to(rank).sum()) for rank in range(comm.size)]
-            for name, call in peer.calls(counts, tokens, options.hidden).items():
+            theirs = peer.calls(counts, tokens, options.hidden)
+        outcomes: dict[str, dict[str, Outcome]] = {}
+        silent: dict[str, dict[str, str]] = {}
+        for place, (call, count_wrong) in calls.items():
+            checks = [] if count_wrong is None else [CheckedCall(lambda: None, call, count_wrong)]
+            trials = [Trial(OWN, call, checks)]
+            if place == "dispatch" and machine.stream is not None and comm.size > 1:
+                trials.append(Trial(COPY, _copies(comm, sent, taken, crossing)))
+            if place in theirs:
                 # The host waits within the other calls, so no graph can have them.
-                trials.append(Trial(f"nccl_{name}", call, own=False, capturable=name == "even"))
-        outcomes, silent = measuring.run(trials)
-    command_line.show(*(f"# {name}: {reason}" for name, reason in silent.items()))
-    times: dict[str, float | None] = {f"{name}_us": None for name in (*_CALLS, *_NCCL_CALLS)}
-    times.update({f"{name}_us": outcome.time_us for name, outcome in outcomes.items()})
-    if times["copy_us"] is not None:
-        times["copy_us"] *= comm.size - 1
-    wrong = sum(outcome.wrong or 0 for outcome in outcomes.values())
-    return {"tokens": tokens, "layout": layout, "crossing_nbytes": crossing, **times, "wrong": wrong}
+                trials.append(Trial("nccl", theirs[place], own=False, capturable=place == "even"))
+            outcomes[place], silent[place] = measuring.run(trials)
+    nbytes = {"dispatch": crossing, "combine": crossing, "even": tokens * (comm.size - 1) * row_nbytes}
+    return ResultRow(
+        f"{tokens} tokens by {layout}",
+        {"tokens": tokens, "layout": layout, "crossing_nbytes": crossing},
+        [tokens, layout],
+        outcomes,
+        silent,
+        lambda place, time_us: {"crossing": nbytes[place] / time_us * 1e-3},
+    )
+
+
+def _copies(comm: Communicator, sent: SymmetricArray, taken: SymmetricArray, nbytes: int) -> Call:
+    """Return a call that moves ``nbytes`` by copy engines, both ways at once."""
+    following = (comm.rank + 1) % comm.size
+    source = sent.local.reshape(-1)[: nbytes // (comm.size - 1)]
+
+    def copy() -> None:
+        for _ in range(comm.size - 1):
+            taken.put(source, following)
+
+    return copy
 
 
 class Routes:

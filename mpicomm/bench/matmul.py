@@ -9,7 +9,6 @@ import argparse
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,12 +21,12 @@ from mpicomm.bench.machine import Call, machine_of
 from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, PeerFailureError, Trial
 from mpicomm.bench.nccl import OPS, Nccl, type_of
 from mpicomm.bench.peers import OWN, Peer
+from mpicomm.bench.report import ResultRow, Results, Table, introduce
 from mpicomm.bench.torch_peers import FusedTorch
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import covered_dtype
-from mpicomm.sizes import Columns
 
 NAME = "matmul"
 _PEERS: dict[str, type[Peer]] = {"nccl": Nccl, "torch": FusedTorch}
@@ -182,11 +181,10 @@ def main() -> int:
     options.rows = options.rows or ([256, 512] if on_host else [1024, 4096, 16384])
     inner, columns = options.shape = options.shape or ((1024, 512) if on_host else (8192, 7168))
     _require_possible(options, comm)
-    dtype = options.datatype or ("float32" if on_host else "bfloat16")
+    options.datatype = options.datatype or ("float32" if on_host else "bfloat16")
     machine = machine_of(comm)
     graphs = not on_host and not options.eager
     measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=options.rounds, graphs=graphs)
-    results, wrong = [], 0
     if on_host:
         stream: AbstractContextManager[Any] = nullcontext()
     else:
@@ -195,36 +193,18 @@ def main() -> int:
         stream = torch.cuda.stream(torch.cuda.ExternalStream(machine.stream.ptr, device=comm.device))
     with stream:
         opened, absent = open_peers(comm, machine, _PEERS, options.compare)
-        names = (*_PARTS, OWN, "serial", *opened)
-        times_of = [(name, "(us)", 11) for name in names]
-        table = Columns([("call", "", 24), ("rows", "", 8), *times_of, ("ratio", "", 11), ("#wrong", "", 8)])
-        run.introduce(
-            f"bench {NAME}",
-            f"timed: {'graphs of ' if graphs else ''}{options.iters} calls, slowest rank, median of {options.rounds} "
-            f"rounds; {dtype}",
-            *(f"{name} {peer.version}" for name, peer in opened.items()),
-            *(f"{name}: {reason}" for name, reason in absent.items()),
-            *(["torch: call by call, not in graphs"] if graphs and "torch" in opened else []),
-            "ratio: mpicomm divided by the larger of collective and product",
-        )
+        introduce(run, NAME, measuring.how, [*opened.values()], absent, options.datatype)
+        results = Results(["serial", *opened], [OWN, "serial"])
+        table = Table([("call", "", 24), ("rows", "", 8)], [NAME], [*_PARTS, *results.compared])
         command_line.show(*table.head())
         # The products after an all-gather and before a reduction have transposed shapes, as in a layer.
-        for kind, rows in itertools.product(_KINDS, options.rows):
+        for kind, rows in command_line.tracked([*itertools.product(_KINDS, options.rows)], NAME):
             shape = (inner, columns) if kind == "allgather_matmul" else (columns, inner)
-            times, silent = _measure(measuring, Matrices(comm, kind, rows, *shape, dtype), opened)
-            ratio = times[OWN].time_us / max(times[name].time_us for name in _PARTS)
-            wrong += sum(times[name].wrong or 0 for name in (OWN, "serial"))
-            found = {name: asdict(each) for name, each in times.items()}
-            facts = {"kind": kind, "rows": rows, "inner": shape[0], "columns": shape[1], "size": comm.size}
-            results.append({**facts, "times": found, "ratio": ratio, "missing": silent})
-            cells = [times[name].time_us if name in times else None for name in names]
-            bad = sum(each.wrong or 0 for each in times.values())
-            command_line.show(table.line((kind, rows, *cells, f"{ratio:.3f}", bad)))
-        for peer in opened.values():
-            peer.close()
-    peers = {name: peer.version for name, peer in opened.items()}
-    document = {"datatype": dtype, "peers": peers, "results": results, "absent": absent}
-    return run.finish(document, wrong)
+            times, silent = _measure(measuring, Matrices(comm, kind, rows, *shape, options.datatype), opened)
+            facts = {"kind": kind, "rows": rows, "inner": shape[0], "columns": shape[1]}
+            results.rows.append(ResultRow(f"{kind} of {rows}", facts, [kind, rows], {NAME: times}, {NAME: silent}))
+            command_line.show(table.line(results.rows[-1]))
+        return results.finish(run, NAME, [*opened.values()], absent)
 
 
 def _require_possible(options: argparse.Namespace, comm: Communicator) -> None:

@@ -117,6 +117,13 @@ class Measuring:
         self.comm, self.machine = comm, machine
         self.iterations, self.warmups, self.rounds, self.graphs = iterations, warmups, rounds, graphs
 
+    @property
+    def how(self) -> str:
+        """How calls are timed, in words."""
+        if self.graphs:
+            return f"{self.rounds} launches of a graph of {self.iterations} calls"
+        return f"{self.rounds} times {self.iterations} calls"
+
     def run(
         self, trials: Sequence[Trial], failures: Mapping[str, str] | None = None
     ) -> tuple[dict[str, Outcome], dict[str, str]]:

@@ -46,7 +46,8 @@ class Nccl(Peer):
     def __init__(self, comm: Communicator, machine: Machine) -> None:
         super().__init__(comm, machine)
         self.version = nccl.version()
-        self._nccl = nccl.NcclCommunicator(comm.size, command_line.on_first_rank(comm, nccl.unique_id), comm.rank)
+        identity = command_line.on_first_rank(comm, nccl.unique_id)
+        self._nccl = nccl.NcclCommunicator(comm.size, identity, comm.rank, multicast=False)
 
     @staticmethod
     def missing() -> str | None:

@@ -166,14 +166,11 @@ class Case:
         """Return the case of another rank."""
         return replace(self, rank=rank)
 
-    def algbw_gb_s(self, time_us: float) -> float:
-        """Return the size divided by the time, in GB/s."""
-        return self.share * self.nbytes / time_us * 1e-3
-
-    def busbw_gb_s(self, time_us: float) -> float:
-        """Return the bytes that each link must carry, divided by the time, in GB/s."""
+    def rates(self, time_us: float) -> dict[str, float]:
+        """Return GB/s: the size divided by the time, and the bytes that each link must carry divided by the time."""
+        algbw = self.share * self.nbytes / time_us * 1e-3
         crossings = self.operation.crossings
-        return self.algbw_gb_s(time_us) * (crossings * (self.size - 1) / self.size if crossings else 1)
+        return {"algbw": algbw, "busbw": algbw * (crossings * (self.size - 1) / self.size if crossings else 1)}
 
 
 def blocks_of(operation: BenchOperation, sizes: Iterable[int], dtype: np.dtype[Any], ranks: int) -> list[int]:

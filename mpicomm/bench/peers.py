@@ -82,8 +82,10 @@ class Peer:
         """Free everything."""
 
     def named(self: P, name: str, nbytes: int) -> P:
-        """Return the peer with a name and arrays of ``nbytes``."""
+        """Return the peer with a name, and with arrays of ``nbytes`` unless 0."""
         self.name = name
+        if nbytes == 0:
+            return self
         self.first, self.second = self.allocate(nbytes), self.allocate(nbytes)
         with self._machine.current():
             for array in (self.first, self.second):

@@ -1,65 +1,83 @@
-"""The report of a run: the table in nccl-tests' form, the lines below it, and the JSON document."""
+"""The report of all benches: the table in nccl-tests' form, the lines below it, and the JSON document."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 from typing import Any
 
+from mpicomm.bench.contenders import close
 from mpicomm.bench.measure import Outcome
-from mpicomm.bench.operations import ROOT, Case
+from mpicomm.bench.peers import OWN, UNCODED, Peer
+from mpicomm.cli import options as command_line
 from mpicomm.sizes import Columns, format_cell
 
 _NOISE = 0.03  # two runs on the same machine differ by as much
 
 
-class Table:
-    """The table for these places and peers. With ``issue`` a column has the time for which a call holds the caller.
+@dataclass(frozen=True)
+class ResultRow:
+    """One line of the table: outcomes by place and contender, and the reason of each contender without one.
 
-    ``+-`` is the spread of the rounds of mpicomm. Each other library has two columns: its time, and this time divided
-    by mpicomm's.
+    A place is a group of columns, such as calls in place.
     """
 
-    def __init__(self, places: Sequence[str], peers: Sequence[str], *, issue: bool) -> None:
-        self._places, self._peers, self._issue = places, peers, issue
-        self._case = [
-            ("size", "(B)", 12),
-            ("count", "(elements)", 13),
-            ("type", "", 15),
-            ("redop", "", 7),
-            ("root", "", 6),
-        ]
+    name: str
+    facts: Mapping[str, Any]
+    """What was measured, for the JSON file."""
+    cells: Sequence[object]
+    """What was measured, for the table."""
+    outcomes: Mapping[str, Mapping[str, Outcome]]
+    silent: Mapping[str, Mapping[str, str]]
+    rates: Callable[[str, float], Mapping[str, float]] = lambda place, time_us: {}
+    """Returns the bandwidths of a time in a place, in GB/s, by name."""
+
+
+class Table:
+    """The table for these places and contenders beside mpicomm. ``facts`` are the first columns.
+
+    With ``issue`` a column has the time for which a call holds the caller. ``+-`` is the spread of the rounds of
+    mpicomm. Each other contender has two columns: its time, and this time divided by mpicomm's.
+    """
+
+    def __init__(
+        self,
+        facts: Sequence[tuple[str, str, int]],
+        places: Sequence[str],
+        others: Sequence[str],
+        rates: Sequence[str] = (),
+        *,
+        issue: bool = False,
+    ) -> None:
+        self._facts, self._places, self._others, self._rates, self._issue = facts, places, others, rates, issue
         self._own = [("issue", "(us)", 10)] if issue else []
-        self._own += [("time", "(us)", 10), ("+-", "(%)", 6)]
-        self._own += [("algbw", "(GB/s)", 9), ("busbw", "(GB/s)", 9), ("#wrong", "", 8)]
-        self._widths = [max(17, len(peer) + 2) for peer in peers]
+        self._own += [("time", "(us)", 10), ("+-", "(%)", 6), *((rate, "(GB/s)", 9) for rate in rates)]
+        self._own += [("#wrong", "", 8)]
+        self._widths = [max(17, len(name) + 2) for name in others]
         of_place = [*self._own]
         for width in self._widths:
             of_place += [("time", "(us)", width - 7), ("ratio", "", 7)]
-        self._columns = Columns([*self._case, *of_place * len(places)])
+        self._columns = Columns([*facts, *of_place * len(places)])
 
     def head(self) -> list[str]:
         """Return the lines above the rows."""
         own_width = sum(width for *_, width in self._own)
-        names = "".join(f"{peer:>{width}}" for peer, width in zip(self._peers, self._widths, strict=True))
+        names = "".join(f"{name:>{width}}" for name, width in zip(self._others, self._widths, strict=True))
         places = "".join(f"{place:^{own_width}}{names}" for place in self._places)
-        return [f"#{' ' * (sum(width for *_, width in self._case) - 1)}{places}".rstrip(), *self._columns.head()]
+        return [f"#{' ' * (sum(width for *_, width in self._facts) - 1)}{places}".rstrip(), *self._columns.head()]
 
-    def row(self, case: Case, outcomes: Mapping[str, Mapping[str, Outcome]], own: str) -> str:
-        """Return the line for outcomes by place and contender. It compares the others with ``own``."""
-        operation = case.operation
-        cells: list[object] = [case.nbytes, case.count, case.dtype.name, case.op if operation.reduces else "none"]
-        cells.append(ROOT if operation.rooted else -1)
+    def line(self, row: ResultRow) -> str:
+        """Return the line of a row."""
+        cells = [*row.cells]
         for place in self._places:
-            found = outcomes.get(place, {})
-            mine = found[own]
+            found = row.outcomes[place]
+            mine = found[OWN]
             cells += [mine.issue_us] if self._issue else []
-            cells += [format_time(mine), f"{mine.spread:.0%}"[:-1]]
-            cells += [case.algbw_gb_s(mine.time_us), case.busbw_gb_s(mine.time_us)]
+            cells += [format_time(mine), f"{mine.spread:.0%}"[:-1], *row.rates(place, mine.time_us).values()]
             cells.append("N/A" if mine.wrong is None else mine.wrong)
-            for peer in self._peers:
-                other = found.get(peer)
+            for name in self._others:
+                other = found.get(name)
                 cells += [format_time(other), other.time_us / mine.time_us] if other else [None, None]
         return self._columns.line(cells)
 
@@ -69,20 +87,13 @@ def format_time(outcome: Outcome) -> str:
     return format_cell(outcome.time_us) + ("*" if outcome.eager else "")
 
 
-@dataclass(frozen=True)
-class ResultRow:
-    """One line of the table: outcomes by place and contender, and the reason of each contender without one."""
-
-    case: Case
-    outcomes: Mapping[str, Mapping[str, Outcome]]
-    silent: Mapping[str, Mapping[str, str]]
-
-
 @dataclass
 class Results:
-    """The rows. ``own`` is the name of mpicomm in them."""
+    """The rows. ``compared`` are the contenders whose ratios count; others are parts of a call, or limits."""
 
-    own: str
+    compared: Sequence[str]
+    own: Sequence[str] = (OWN,)
+    """The contenders of mpicomm, whose wrong elements fail the run."""
     rows: list[ResultRow] = field(default_factory=list)
 
     def wrong(self) -> dict[str, int]:
@@ -92,13 +103,13 @@ class Results:
             total[name] = total.get(name, 0) + (outcome.wrong or 0)
         return {name: count for name, count in total.items() if count}
 
-    def ratios(self) -> dict[str, dict[str, dict[int, float]]]:
-        """Return time / mpicomm's time by contender, place and size."""
-        ratios: dict[str, dict[str, dict[int, float]]] = {}
+    def ratios(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return time / mpicomm's time by compared contender, place and row."""
+        ratios: dict[str, dict[str, dict[str, float]]] = {}
         for row, place, name, outcome in self._outcomes():
-            if name != self.own:
+            if name in self.compared:
                 of_place = ratios.setdefault(name, {}).setdefault(place, {})
-                of_place[row.case.nbytes] = outcome.time_us / row.outcomes[place][self.own].time_us
+                of_place[row.name] = outcome.time_us / row.outcomes[place][OWN].time_us
         return ratios
 
     def geometric_means(self) -> dict[str, dict[str, float]]:
@@ -108,49 +119,54 @@ class Results:
 
     def footer(self) -> list[str]:
         """Return the lines below the table."""
-        own = [(row.case, outcome) for row, _, name, outcome in self._outcomes() if name == self.own]
-        average = sum(case.busbw_gb_s(outcome.time_us) for case, outcome in own) / len(own)  # as nccl-tests does
-        lines = [f"Avg bus bandwidth    : {average:.3f}"]
+        rates = [row.rates(place, found[OWN].time_us) for row in self.rows for place, found in row.outcomes.items()]
+        busbw = [each["busbw"] for each in rates if "busbw" in each]
+        lines = [f"Avg bus bandwidth    : {fmean(busbw):.3f}"] if busbw else []  # as nccl-tests does
         means = self.geometric_means()
         for name, places in self.ratios().items():
-            said = ", ".join(f"{place} {means[name][place]:.3f} ({len(of)} sizes)" for place, of in places.items())
-            lines.append(f"{name} / {self.own}, geometric mean: {said}")
-            faster = [(ratio, nbytes, at) for at, of in places.items() for nbytes, ratio in of.items()]
+            said = ", ".join(f"{place} {means[name][place]:.3f} ({len(of)} rows)" for place, of in places.items())
+            lines.append(f"{name} / {OWN}, geometric mean: {said}")
+            faster = [(ratio, row, at) for at, of in places.items() for row, ratio in of.items()]
             faster = [each for each in faster if each[0] < 1 - _NOISE]
             if faster:
-                ratio, nbytes, place = min(faster)
-                lines.append(f"  faster at {len(faster)} of them, most at {nbytes} B {place}: {ratio:.2f}")
+                ratio, row, place = min(faster)
+                lines.append(f"  faster at {len(faster)} of them, most at {row} {place}: {ratio:.2f}")
         eager = {outcome.eager: name for _, _, name, outcome in self._outcomes() if outcome.eager}
         lines += [f"* {name} is timed call by call: {reason}" for reason, name in eager.items()]
         silent = (reasons.items() for row in self.rows for reasons in row.silent.values())
         lines += dict.fromkeys(f"- {name}: {reason}" for each in silent for name, reason in each)
-        lines += [f"{name}: {count} wrong" for name, count in self.wrong().items() if name != self.own]
+        lines += [f"{name}: {count} wrong" for name, count in self.wrong().items() if name not in self.own]
         return lines
 
     def document(self) -> list[dict[str, Any]]:
         """Return the rows for JSON."""
         return [
             {
-                "nbytes": row.case.nbytes,
-                "count": row.case.count,
-                "dtype": row.case.dtype.name,
-                "op": row.case.op if row.case.operation.reduces else None,
-                "root": ROOT if row.case.operation.rooted else None,
+                **row.facts,
                 "places": {
-                    place: {
-                        name: {
-                            **asdict(outcome),
-                            "algbw_gb_s": row.case.algbw_gb_s(outcome.time_us),
-                            "busbw_gb_s": row.case.busbw_gb_s(outcome.time_us),
-                        }
-                        for name, outcome in found.items()
-                    }
+                    place: {name: {**asdict(outcome), **_named(row, place, outcome)} for name, outcome in found.items()}
                     for place, found in row.outcomes.items()
                 },
                 "missing": {place: dict(reasons) for place, reasons in row.silent.items() if reasons},
             }
             for row in self.rows
         ]
+
+    def finish(
+        self, run: command_line.Run, collective: str, contenders: Sequence[Peer], absent: Mapping[str, str]
+    ) -> int:
+        """Print the lines below the table, save the document, and close all. Return the exit code. Collective."""
+        command_line.show(*(f"# {line}" for line in self.footer()))
+        document = {
+            "collective": collective,
+            "multicast": False,
+            "peers": {each.name: each.version for each in contenders if not each.own or each.name == UNCODED},
+            "missing": absent,
+            "results": self.document(),
+            "geometric_means": self.geometric_means(),
+        }
+        wrong = sum(count for name, count in self.wrong().items() if name in self.own)
+        return run.finish(document, wrong, close=lambda: close(contenders))
 
     def _outcomes(self) -> list[tuple[ResultRow, str, str, Outcome]]:
         return [
@@ -159,3 +175,22 @@ class Results:
             for place, found in row.outcomes.items()
             for name, outcome in found.items()
         ]
+
+
+def introduce(
+    run: command_line.Run, title: str, how: str, contenders: Sequence[Peer], absent: Mapping[str, str], *notes: str
+) -> None:
+    """Print the lines above the table: the command and the ranks, how calls are timed, and the libraries."""
+    run.introduce(
+        f"bench {title}",
+        f"timed: {how}, slowest rank, median",
+        *(f"{each.name} {each.version}" for each in contenders if not each.own),
+        *(f"{name}: {reason}" for name, reason in absent.items()),
+        *(["multicast (NVLink SHARP) is off for all"] if run.comm.device != "cpu" else []),
+        *notes,
+        "",
+    )
+
+
+def _named(row: ResultRow, place: str, outcome: Outcome) -> dict[str, float]:
+    return {f"{name}_gb_s": rate for name, rate in row.rates(place, outcome.time_us).items()}

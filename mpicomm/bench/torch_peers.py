@@ -103,10 +103,9 @@ class TorchSymmetric(TorchGroup):
 
 
 class FusedTorch(TorchGroup):
-    """The fused operators of PyTorch's symmetric memory, without multicast."""
+    """The fused operators of PyTorch's symmetric memory."""
 
     def __init__(self, comm: Communicator, machine: Machine) -> None:
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         super().__init__(comm, machine)
         importlib.import_module("torch.distributed._symmetric_memory")  # defines the operators
 
@@ -133,6 +132,7 @@ class TorchNccl(TorchGroup):
     def __init__(self, comm: Communicator, machine: Machine) -> None:
         import torch
 
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # PyTorch passes no configuration of it
         super().__init__(comm, machine, device_id=torch.device("cuda", comm.device))
         self.version = f"torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
         self._size = comm.size

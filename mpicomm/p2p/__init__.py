@@ -1,1 +1,1 @@
-"""Bandwidth and latency between each two GPUs of this process, or between each two ranks."""
+"""Bandwidth and latency between each two ranks."""

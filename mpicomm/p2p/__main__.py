@@ -1,73 +1,70 @@
-"""``python -m mpicomm.p2p``: the speed of writes and reads of other GPUs' memory, or of other ranks' memory."""
+"""``python -m mpicomm.p2p``: the speed of writes and reads of other ranks' memory."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import socket
 import sys
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import chain
-from typing import NoReturn
 
-import mpicomm
-from mpicomm.cli import arguments, machine
-from mpicomm.devices.base import DeviceInfo
-from mpicomm.devices.cuda.driver import NoGpuError, visible_devices
-from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.p2p.report import NBYTES_ON_GPUS, ending, link_matrices, parser, record, report
+from mpicomm.cli import arguments
+from mpicomm.cli import options as command_line
+from mpicomm.p2p.pairs import Matrix, Pairs, link_matrices
+from mpicomm.sizes import format_cell, rich_console, rich_table
 
-# Functions import the modules that load MPI or CuPy, if they need them.
-
-
-def main() -> NoReturn:
-    """Run the command line on all ranks of a job, or in only this process, without MPI."""
-    if machine.launch_of(os.environ).size > 1:
-        from mpicomm.cli import options as command_line
-        from mpicomm.p2p import between_ranks
-
-        command_line.run(between_ranks.main)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process without a traceback
-    try:
-        sys.exit(_in_one_process(parser().parse_args()))
-    except MpicommError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2 if isinstance(error, InvalidUsageError) else 1)
+_FILE_WIDTH = 1000  # wide enough to fold no cell, if no terminal sets the width
+_EXPLAINED = (
+    "Bandwidth counts each byte once; within one memory it is read and written there.",
+    "Latency of copies: the mean time of many in a row.",
+    "Latency of a load: the mean time of many loads that wait for each other.",
+    "-: there is nothing to measure.",
+)
 
 
-def _in_one_process(options: argparse.Namespace) -> int:
-    for name in ("device", "handle"):
-        if getattr(options, name) != "auto":
-            raise InvalidUsageError(
-                f"--{name} is for ranks: start them with mpirun -np N python -m mpicomm.p2p, or leave --{name} out"
-            )
-    options.bytes = options.bytes or NBYTES_ON_GPUS
-    wrong, matrices = 0, []
-    devices: list[DeviceInfo] = []
-    host = f"{socket.gethostname()} ({machine.processor()})"
-    try:
-        devices = visible_devices()
-    except NoGpuError as error:
-        sys.stdout.write(f"no GPU to measure on {host}: {error}\n")
-    if devices:
-        from mpicomm.p2p.one_process import OneProcess
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    result = arguments.command_parser(
+        "p2p",
+        "Measure bandwidth and latency between each two ranks, through the memory that they open for each other: by "
+        "copy engines and by kernels on GPUs, by copies on the host. Every byte is checked.",
+    )
+    count = arguments.count_from
+    result.add_argument(
+        "-b", "--bytes", type=arguments.parse_size, metavar="SIZE", help="of a copy; default: 256M, 16M on the host"
+    )
+    result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="copies in a round; default: 10")
+    result.add_argument("-r", "--rounds", type=count(1), default=5, metavar="N", help="median of N; default: 5")
+    return result
 
-        count = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
-        lines = [f"mpicomm {mpicomm.__version__} p2p: {count} on {host}"]
-        lines += [f" GPU {each.ordinal:>2} [{each.pci_bus_id}] {each.name}" for each in devices]
-        job = OneProcess(devices, options)
-        matrices = report("GPU", lines, chain(link_matrices(job.links), job.matrices()))
-        wrong = job.wrong
-    if options.json:
-        gpus = [
-            {"ordinal": each.ordinal, "name": each.name, "uuid": machine.format_uuid(each.uuid), "pci": each.pci_bus_id}
-            for each in devices
-        ]
-        arguments.write_json(options.json, {**machine.run_record(options), "gpus": gpus, **record(matrices, wrong)})
-    if devices:
-        sys.stdout.write("".join(f"{line}\n" for line in ending(wrong)))
-    return int(wrong > 0)
+
+def report(matrices: Iterable[Matrix], *, shows: bool) -> list[Matrix]:
+    """Print each matrix as soon as it is measured. Return the matrices."""
+    console, done = rich_console(sys.stdout, _FILE_WIDTH), []
+    console.quiet = not shows
+    for matrix in matrices:
+        done.append(matrix)
+        # This is not the title of `Table`, because `Table` folds its title to its width.
+        console.print(f"{matrix.title} ({matrix.unit})" if matrix.unit else matrix.title)
+        # An attribute says how a rank accesses another one. A measurement says how fast data goes to the other one.
+        corner = "from rank \\ to rank" if matrix.unit else "rank \\ peer"
+        numbers = [str(number) for number in range(len(matrix.cells))]
+        rows = ([number, *map(format_cell, row)] for number, row in zip(numbers, matrix.cells, strict=True))
+        console.print(rich_table(None, [corner, *numbers], rows, right=numbers))
+    return done
+
+
+def main() -> int:
+    """Run the command line on this rank. Collective."""
+    run = command_line.Run(parser(), one_node="the matrices are of mapped memory and need all ranks on one node")
+    options, comm = run.options, run.comm
+    options.bytes = options.bytes or (16 << 20 if comm.device == "cpu" else 256 << 20)
+    run.introduce("p2p", *_EXPLAINED)
+    pairs = Pairs(comm, options)
+    matrices = chain(link_matrices([info.links for info in run.ranks]), pairs.matrices())
+    measured = report(matrices, shows=comm.rank == 0)
+    return run.finish({"matrices": [asdict(matrix) for matrix in measured]}, pairs.wrong, "wrong bytes")
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

@@ -1,10 +1,9 @@
-"""A GPU of this process: a stream for timed work, and the kernels of p2p.cu."""
+"""The GPU of this rank: a stream for timed work, and the kernels of p2p.cu."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -44,67 +43,51 @@ GATE, COPY, POINTER_CHASE = (
 
 
 class Gpu:
-    """A GPU. All methods are local; `copy` is stream-ordered, the others block."""
+    """The current GPU. All methods are local; `copy` is stream-ordered, the others block."""
 
     def __init__(self, info: DeviceInfo) -> None:
         import cupy  # not above, because tests compile the kernels without CuPy
 
-        from mpicomm.devices.cuda.context import PrimaryContext
         from mpicomm.devices.cuda.load import kernels_of
 
         self._cupy = cupy
-        self.ordinal = info.ordinal
-        self._context = PrimaryContext(info)  # as long as the process
-        with self.current():
-            self.stream = cupy.cuda.Stream(non_blocking=True)
-            # All kernels are loaded before one can spin, because a load may wait for the whole device.
-            self._gate, self._copy, self._pointer_chase = map(kernels_of(info).load, (GATE, COPY, POINTER_CHASE))
-            self.start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
-            self._blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
-        # Pinned memory, which all GPUs of the process access at its address.
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        # All kernels are loaded before one can spin, because a load may wait for the whole device.
+        self._gate, self._copy, self._pointer_chase = map(kernels_of(info).load, (GATE, COPY, POINTER_CHASE))
+        self._start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
+        self._blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
+        # Pinned memory, which the GPU accesses at its address.
         self._released = np.frombuffer(cupy.cuda.alloc_pinned_memory(4), np.uint32, 1)
         self._result = np.frombuffer(cupy.cuda.alloc_pinned_memory(16), np.uint64, 2)
 
-    def current(self) -> AbstractContextManager[None]:
-        """Return a ``with`` block in which this GPU is the current GPU."""
-        return self._context.current()
-
-    def synchronize(self) -> None:
-        """Wait for all work of the GPU."""
-        with self.current():
-            self._cupy.cuda.Device().synchronize()
-
-    def time_us(self, enqueue: Callable[[], object], meet: Callable[[], object] = lambda: None) -> float:
+    def time_us(self, enqueue: Callable[[], object], meet: Callable[[], object]) -> float:
         """Return the time of the work that ``enqueue`` gives to `stream`.
 
-        The work starts after all of it is enqueued and ``meet`` has returned. `start` is recorded before ``enqueue``.
+        The work starts after all of it is enqueued and ``meet`` has returned.
         """
-        with self.current():
-            self._released[0] = 0
-            gate = Gate(self._released.ctypes.data, _GATE_NS)
-            self._gate.launch_structure(self.stream.ptr, gate, blocks=1, threads=1)
-            try:
-                self.start.record(self.stream)
-                enqueue()
-                self._stop.record(self.stream)
-                meet()
-            finally:
-                self._released[0] = 1
-            self._stop.synchronize()
-            milliseconds: float = self._cupy.cuda.get_elapsed_time(self.start, self._stop)
+        self._released[0] = 0
+        gate = Gate(self._released.ctypes.data, _GATE_NS)
+        self._gate.launch_structure(self.stream.ptr, gate, blocks=1, threads=1)
+        try:
+            self._start.record(self.stream)
+            enqueue()
+            self._stop.record(self.stream)
+            meet()
+        finally:
+            self._released[0] = 1
+        self._stop.synchronize()
+        milliseconds: float = self._cupy.cuda.get_elapsed_time(self._start, self._stop)
         return milliseconds * 1e3
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Let a kernel on `stream` copy between two addresses that this GPU can access."""
         copying = Copying(target, source, nbytes)
-        with self.current():
-            self._copy.launch_structure(self.stream.ptr, copying, blocks=self._blocks, threads=COPY_THREADS)
+        self._copy.launch_structure(self.stream.ptr, copying, blocks=self._blocks, threads=COPY_THREADS)
 
     def load_us(self, word: int) -> float:
         """Return the time in which a kernel of this GPU loads a word of 64 bits. The word is 0."""
         chase = PointerChase(word, self._result.ctypes.data, _LOADS)
-        with self.current():
-            self._pointer_chase.launch_structure(self.stream.ptr, chase, blocks=1, threads=1)
-            self.stream.synchronize()
+        self._pointer_chase.launch_structure(self.stream.ptr, chase, blocks=1, threads=1)
+        self.stream.synchronize()
         elapsed_ns, loads = map(int, self._result)
         return elapsed_ns / loads / 1e3

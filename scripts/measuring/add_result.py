@@ -17,6 +17,21 @@ from result_file import hardware, without
 
 from mpicomm.cli.arguments import write_json
 
+OWN = "mpicomm"
+TABLES = {
+    "matmul": (
+        "Matrix products with a collective",
+        "Collective and product are the parts alone. Serial is mpicomm's collective and the product, one after the "
+        "other. The number in brackets is the time divided by mpicomm's. All times are of one run.",
+    ),
+    "experts": (
+        "A mixture of experts",
+        "The experts of a token are drawn at random. The tokens of a rank are the `max_tokens` of its `Experts`. "
+        "Copy moves the bytes of a dispatch that cross the links by a copy engine. Even is an all-to-all of as many "
+        "rows to each rank. Calls are in CUDA graphs, but dispatch and combine of NCCL are not: there the host waits "
+        "for the counts. NCCL moves rows that lie by rank already, and does not sort or add them.",
+    ),
+}
 FOLDER = Path(__file__).parents[1] / "results"
 
 
@@ -34,76 +49,37 @@ def published(result: dict[str, Any], where: str | None) -> dict[str, Any]:
     }
 
 
-def table_of_products(result: dict[str, Any], where: str | None) -> dict[str, Any]:
-    """Return a result of ``bench matmul`` as a table: see `result_file.Table`."""
-    document = published(result, where)
-    names = list(dict.fromkeys(name for row in result["results"] for name in row["times"]))
-    rows = [
-        [
-            f"`{row['kind']}`, {row['rows']} rows, {row['inner']} x {row['columns']}",
-            *(round(row["times"][name]["time_us"], 1) if name in row["times"] else None for name in names),
-            round(row["ratio"], 2),
-        ]
-        for row in result["results"]
-    ]
+def as_table(result: dict[str, Any], where: str | None) -> dict[str, Any]:
+    """Return a result of ``bench matmul`` or ``bench experts`` as a table: see `result_file.Table`."""
+    document, first = published(result, where), result["results"][0]
+    facts = [name for name in first if name not in ("places", "missing")]
+    places = {place: list(found) for place, found in first["places"].items()}
+    title, text = TABLES[result["collective"]]
     return {
         "group": "Calls",
-        "title": f"Matrix products with a collective, {len(result['ranks'])} ranks, {result['datatype']}",
+        "title": f"{title}, {len(result['ranks'])} ranks, {result['options']['datatype']}",
         "hardware": document["hardware"],
-        "columns": ["product", *(f"{name}, us" for name in names), "ratio"],
-        "rows": rows,
-        "text": "Collective and product are the parts alone. Serial is mpicomm's collective and the product, one after "
-        "the other. The ratio is mpicomm's time divided by the larger part. All times are of one run.",
+        "columns": [*facts, *(f"{place}: {name}, us" for place, names in places.items() for name in names)],
+        "rows": [
+            [
+                *(row[name] for name in facts),
+                *(_time(row["places"][place], name) for place, names in places.items() for name in names),
+            ]
+            for row in result["results"]
+        ],
+        "text": text,
         "notes": [],
         "versions": {**document["versions"], **document["peers"]},
         **{name: document[name] for name in ("command", "date")},
     }
 
 
-def table_of_experts(result: dict[str, Any], where: str | None) -> dict[str, Any]:
-    """Return a result of ``bench experts`` as a table: see `result_file.Table`."""
-    document, options = published(result, where), result["options"]
-    rows = [
-        [
-            row["tokens"],
-            row["layout"],
-            *_rate(row, "dispatch_us"),
-            *_rate(row, "combine_us"),
-            round(row["even_us"], 1),
-            _rate(row, "copy_us")[1],
-            *(_with_ratio(row, name) for name in ("dispatch", "combine")),
-        ]
-        for row in result["experts"]
-    ]
-    shape = f"{options['hidden']} elements of {options['datatype']}"
-    return {
-        "group": "Calls",
-        "title": f"A mixture of experts, {len(result['ranks'])} ranks, {options['num_experts']} experts",
-        "hardware": document["hardware"],
-        "columns": [
-            *("tokens of a rank", "layout", "dispatch, us", "GB/s", "combine, us", "GB/s"),
-            *("even all-to-all, us", "copy engine, GB/s", "NCCL dispatch, us", "NCCL combine, us"),
-        ],
-        "rows": rows,
-        "text": f"A token has {shape} and {options['top_k']} different experts, drawn at random. The tokens of a rank "
-        "are the `max_tokens` of its `Experts` object. GB/s are the bytes that cross the links of a GPU, each way. The "
-        "even all-to-all is mpicomm's, of as many rows to each rank. Calls are in CUDA graphs, but dispatch and "
-        "combine of NCCL are not: there the host waits for the counts. NCCL moves rows that lie by rank already, and "
-        "does not sort or add them.",
-        "notes": [],
-        **{name: document[name] for name in ("command", "versions", "date")},
-    }
-
-
-def _rate(row: dict[str, Any], name: str) -> tuple[float | None, float | None]:
-    """Return a time in microseconds, and the rate of the bytes that cross the links."""
-    time_us = row[name]
-    return (None, None) if time_us is None else (round(time_us, 1), round(row["crossing_nbytes"] / time_us / 1e3, 1))
-
-
-def _with_ratio(row: dict[str, Any], name: str) -> str | None:
-    time_us = row[f"nccl_{name}_us"]
-    return None if time_us is None else f"{time_us:.1f} ({time_us / row[f'{name}_us']:.2f})"
+def _time(found: dict[str, Any], name: str) -> float | str | None:
+    """Return mpicomm's time, or another time with its ratio to mpicomm's."""
+    if name not in found:
+        return None
+    time_us, own_us = found[name]["time_us"], found[OWN]["time_us"]
+    return round(time_us, 1) if name == OWN else f"{time_us:.1f} ({time_us / own_us:.2f})"
 
 
 def main() -> None:
@@ -114,7 +90,7 @@ def main() -> None:
     parser.add_argument("--hardware", help="default: the GPUs, their links and the processor of the result")
     options = parser.parse_args()
     result = json.loads(options.result.read_text())
-    written = published if "collective" in result else table_of_experts if "experts" in result else table_of_products
+    written = as_table if result["collective"] in TABLES else published
     document = written(result, options.hardware)
     write_json(FOLDER / f"{options.name}.json", document)
 

@@ -33,7 +33,7 @@ faster. Bold type marks a peer that is faster by more than 3 %, because two runs
 
 "NCCL symm." is NCCL with symmetric windows. "torch" is the fastest way of PyTorch's symmetric memory. In columns "in
 place" the result replaces the input. Symmetric arrays are parts of a `SymmetricArray`, so all ranks have mapped them.
-Only its rank has mapped an ordinary array.
+Only its rank has mapped an ordinary array. NVLink SHARP, the multicast of the switch, was off for all libraries.
 """
 
 

@@ -47,7 +47,6 @@ def test_tune_writes_a_table_of_this_machine(tmp_path: Path) -> None:
 def test_p2p_measures_every_pair(ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "p2p.json"
     job = run_job(ranks, "-m", "mpicomm.p2p", "-b", "4M", "-n", "2", "-r", "1", "--json", str(path))
-    assert (job.returncode, job.stdout.splitlines()[-1]) == (0, "OK"), job.stdout + job.stderr
+    assert (job.returncode, job.stdout.splitlines()[-1]) == (0, "# OK"), job.stdout + job.stderr
     found = json.loads(path.read_text())
-    size = len(DEVICES) if ranks == 1 else ranks
-    assert all(len(matrix["cells"]) == len(matrix["cells"][0]) == size for matrix in found["matrices"])
+    assert all(len(matrix["cells"]) == len(matrix["cells"][0]) == ranks for matrix in found["matrices"])

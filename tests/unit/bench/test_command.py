@@ -188,7 +188,7 @@ def main():
     options = (*CHANGED, "--vary", "--compare", "mpi", "-e", "4K", "-J", str(tmp_path / "out.json"))
     job, ((said, status),) = run_changed(tmp_path, 2, "mpicomm.bench.__main__", (code, options))
     assert (job.returncode, job.stderr, status) == (0, "", 0)
-    assert "2 calls, each of another size and at other addresses" in said
+    assert "2 times 2 calls, each of another size and at other addresses" in said
     # In each place 8 checked calls, one to warm up, and 2 rounds of 2 calls.
     texts = {(tmp_path / str(rank)).read_text() for rank in (0, 1)}
     assert len(texts) == 1

@@ -43,13 +43,13 @@ def test_bandwidths_are_defined_as_in_nccl_tests(name: str, factor: float) -> No
     (block,) = blocks_of(operation, [1 << 30], FLOAT, 4)
     one = case(name, block=block)
     assert one.nbytes == 1 << 30
-    assert one.algbw_gb_s(4200.0) == pytest.approx((1 << 30) / 4200e-6 / 1e9)
-    assert one.busbw_gb_s(4200.0) == pytest.approx(factor * (1 << 30) / 4200e-6 / 1e9)
+    algbw = (1 << 30) / 4200e-6 / 1e9
+    assert one.rates(4200.0) == pytest.approx({"algbw": algbw, "busbw": factor * algbw})
 
 
 def test_bandwidths_of_calls_that_vary_count_their_mean_size() -> None:
     one = case("allreduce", block=1000)
-    assert dataclasses.replace(one, share=0.75).busbw_gb_s(10.0) == pytest.approx(0.75 * one.busbw_gb_s(10.0))
+    assert dataclasses.replace(one, share=0.75).rates(10.0)["busbw"] == pytest.approx(0.75 * one.rates(10.0)["busbw"])
 
 
 @pytest.mark.parametrize(("name", "block", "nbytes"), [("allreduce", 2, 8), ("allgather", 1, 16), ("alltoall", 1, 16)])

@@ -23,17 +23,18 @@ def test_all_is_well_and_the_defaults_fit_the_host(tmp_path: Path) -> None:
     assert lines[-1] == "# OK" and "# nccl: skipped, because it needs GPUs and these ranks are on the cpu" in lines
     rows = [line.split() for line in lines if not line.startswith("#")]
     assert [(row[0], int(row[1])) for row in rows] == [(kind, each) for kind in KINDS for each in (8, 64)]
-    assert all(row[-1] == "0" for row in rows)
     report = json.loads(path.read_text())
-    assert (report["ok"], report["wrong"]) == (True, 0)
-    assert report["absent"] == dict.fromkeys(
+    assert (report["ok"], report["wrong"], report["collective"]) == (True, 0, "matmul")
+    assert report["missing"] == dict.fromkeys(
         ("nccl", "torch"), "skipped, because it needs GPUs and these ranks are on the cpu"
     )
     for row, result in zip(rows, report["results"], strict=True):
-        times = {name: each["time_us"] for name, each in result["times"].items()}
+        times = {name: each["time_us"] for name, each in result["places"]["matmul"].items()}
         assert list(times) == ["collective", "product", "mpicomm", "serial"]
-        assert result["ratio"] == times["mpicomm"] / max(times["collective"], times["product"])
-        assert float(row[-2]) == pytest.approx(result["ratio"], abs=0.001)
+        assert [float(cell) for cell in row[6::2]] == [
+            pytest.approx(times[name] / times["mpicomm"], abs=0.0051) for name in ("collective", "product", "serial")
+        ]
+        assert row[4] == "0"
 
 
 def test_wrong_results_are_counted(tmp_path: Path) -> None:

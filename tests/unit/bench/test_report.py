@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from mpicomm.bench.__main__ import FACTS, row_of
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import OPERATIONS, Case
 from mpicomm.bench.report import ResultRow, Results, Table
@@ -21,32 +23,40 @@ def outcome(time_us: float, wrong: int | None = 0, eager: str = "", issue_us: fl
 
 
 def results() -> Results:
-    small = dataclasses.replace(CASE, block=256)
+    small, large = {"mpi": "not in place"}, {"mpi": "too large"}
+    out_of_place = {"mpicomm": outcome(3.0), "nccl": outcome(9.0), "mpi": outcome(30.0, eager="held")}
+    in_place = {"mpicomm": outcome(4200.0, wrong=5), "nccl": outcome(4620.0, wrong=2)}
     rows = [
-        ResultRow(
-            small,
+        row_of(
+            dataclasses.replace(CASE, block=256),
             {
-                "out-of-place": {"mpicomm": outcome(3.0), "nccl": outcome(9.0), "mpi": outcome(30.0, eager="held")},
-                "in-place": {"mpicomm": outcome(4.0), "nccl": outcome(2.0)},
+                "out-of-place": (out_of_place, {}),
+                "in-place": ({"mpicomm": outcome(4.0), "nccl": outcome(2.0)}, small),
             },
-            {"out-of-place": {}, "in-place": {"mpi": "not in place"}},
         ),
-        ResultRow(
+        row_of(
             CASE,
             {
-                "out-of-place": {"mpicomm": outcome(4200.0), "nccl": outcome(4100.0)},
-                "in-place": {"mpicomm": outcome(4200.0, wrong=5), "nccl": outcome(4620.0, wrong=2)},
+                "out-of-place": ({"mpicomm": outcome(4200.0), "nccl": outcome(4100.0)}, large),
+                "in-place": (in_place, large),
             },
-            {"out-of-place": {"mpi": "too large"}, "in-place": {"mpi": "too large"}},
         ),
     ]
-    return Results("mpicomm", rows)
+    return Results(["nccl", "mpi"], rows=rows)
+
+
+def table(places: Sequence[str] = PLACES[:1], others: Sequence[str] = (), *, issue: bool = False) -> Table:
+    return Table(FACTS, places, others, ("algbw", "busbw"), issue=issue)
+
+
+def one_row(case: Case, found: Outcome) -> ResultRow:
+    return row_of(case, {"out-of-place": ({"mpicomm": found}, {})})
 
 
 def test_table_has_nccl_tests_columns_and_a_pair_for_each_peer() -> None:
-    table = Table(PLACES, ["nccl", "mpi"], issue=False)
-    head = table.head()
-    first, last = (table.row(row.case, row.outcomes, "mpicomm") for row in results().rows)
+    both_peers = table(PLACES, ["nccl", "mpi"])
+    head = both_peers.head()
+    first, last = map(both_peers.line, results().rows)
     own, peers = ["time", "+-", "algbw", "busbw", "#wrong"], ["time", "ratio"] * 2
     assert head[1].split() == ["#", "size", "count", "type", "redop", "root", *(own + peers) * 2]
     assert head[0].split() == ["#", "out-of-place", "nccl", "mpi", "in-place", "nccl", "mpi"]
@@ -58,19 +68,17 @@ def test_table_has_nccl_tests_columns_and_a_pair_for_each_peer() -> None:
 
 
 def test_calls_one_by_one_have_a_column_for_what_the_caller_waits() -> None:
-    table = Table(["out-of-place"], [], issue=True)
-    row = {"out-of-place": {"mpicomm": outcome(5.5, issue_us=4.0)}}
-    assert "issue" in table.head()[1]
-    assert table.row(CASE, row, "mpicomm").split()[5:7] == ["4.00", "5.50"]
+    with_issue = table(issue=True)
+    assert "issue" in with_issue.head()[1]
+    assert with_issue.line(one_row(CASE, outcome(5.5, issue_us=4.0))).split()[5:7] == ["4.00", "5.50"]
 
 
 def test_a_barrier_has_no_size_and_a_broadcast_a_root() -> None:
-    table = Table(["out-of-place"], [], issue=False)
     barrier = dataclasses.replace(CASE, operation=OPERATIONS["barrier"], block=1)
-    cells = table.row(barrier, {"out-of-place": {"mpicomm": outcome(2.0, None)}}, "mpicomm").split()
+    cells = table().line(one_row(barrier, outcome(2.0, None))).split()
     assert cells == ["0", "0", "float32", "none", "-1", "2.00", "25", "0.00", "0.00", "N/A"]
     bcast = dataclasses.replace(CASE, operation=OPERATIONS["bcast"])
-    assert table.row(bcast, {"out-of-place": {"mpicomm": outcome(2.0)}}, "mpicomm").split()[3:5] == ["none", "0"]
+    assert table().line(one_row(bcast, outcome(2.0))).split()[3:5] == ["none", "0"]
 
 
 def test_geometric_means_and_what_is_faster() -> None:
@@ -83,7 +91,7 @@ def test_geometric_means_and_what_is_faster() -> None:
     }
     assert found.wrong() == {"mpicomm": 5, "nccl": 2}
     lines = found.footer()
-    assert "nccl / mpicomm, geometric mean: out-of-place 1.711 (2 sizes), in-place 0.742 (2 sizes)" in lines
+    assert "nccl / mpicomm, geometric mean: out-of-place 1.711 (2 rows), in-place 0.742 (2 rows)" in lines
     assert "  faster at 1 of them, most at 1024 B in-place: 0.50" in lines
     assert "* mpi is timed call by call: held" in lines
     assert lines.count("- mpi: too large") == 1

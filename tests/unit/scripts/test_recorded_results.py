@@ -90,4 +90,4 @@ def test_a_result_of_the_bench_becomes_a_section_without_names_of_machines(proje
     products = ("-m", "mpicomm.bench", "matmul", "-D", "cpu", "--rows", "8", "--shape", "4,6", "-n", "1", "-G", "1")
     job(2, *products, "-J", str(result))
     run(project, "scripts/measuring/add_result.py", str(result), "products-here")
-    assert "| `matmul_reduce_scatter`, 8 rows, 6 x 4 |" in tables(project)
+    assert "| matmul_reduce_scatter | 8 | 6 | 4 |" in tables(project)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ def test_three_ranks_on_the_host(tmp_path: Path) -> None:
     file = tmp_path / "p2p.json"
     job = run_job(3, *P2P, *SHORT, "--json", str(file))
     assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.startswith("mpicomm ") and job.stdout.splitlines()[-1] == "OK"
+    assert job.stdout.startswith("# mpicomm ") and job.stdout.splitlines()[-1] == "# OK"
     found = json.loads(file.read_text())
     assert (found["ok"], found["wrong"], found["handle"], len(found["ranks"])) == (True, 0, "memfd", 3)
     assert found["options"]["bytes"] == 100003
@@ -48,30 +49,30 @@ WAYS = ("to the target", "from the source")
 
 
 CORRUPT = """
-from mpicomm.p2p.between_ranks import BetweenRanks
+from mpicomm.p2p.pairs import Pairs
 def corrupt(self, way, peer, nbytes, *options):
     result = round_us(self, way, peer, nbytes, *options)
     if RANK == 1 and not self.ways[way]:
         self._window.peer(peer)[nbytes - 1] ^= 1
     return result
-round_us = patch(BetweenRanks, "round_us", corrupt)
+round_us = patch(Pairs, "round_us", corrupt)
 """
 LOSE = """
-from mpicomm.p2p.between_ranks import BetweenRanks
+from mpicomm.p2p.pairs import Pairs
 def lose(self, way, *options):
     return 1.0 if self.ways[way] else round_us(self, way, *options)
-round_us = patch(BetweenRanks, "round_us", lose)
+round_us = patch(Pairs, "round_us", lose)
 """
 TWO_NODES = "import os; os.environ['MPICOMM_HOSTID'] = str(RANK)"
 
 
 def test_wrong_bytes_are_found_and_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
     changes = [(code, SHORT) for code in (CORRUPT, LOSE, TWO_NODES)]
-    job, ended = run_changed(tmp_path, 2, "mpicomm.p2p.between_ranks", *changes)
+    job, ended = run_changed(tmp_path, 2, "mpicomm.p2p.__main__", *changes)
     (corrupted, first), (lost, second), nodes = ended
     assert (job.returncode, first, second, nodes) == (0, 1, 1, ("", 2))
     # One way and with few bytes rank 1 puts in the cells of one row, both ways in the two cells that are measured.
-    assert corrupted.splitlines()[-1] == "FAILED: 6 wrong bytes"
+    assert corrupted.splitlines()[-1] == "# FAILED: 6 wrong bytes"
     # One way all four cells, both ways two cells with two copies; some bytes are right by chance.
     assert int(lost.split()[-3]) > 0.99 * (4 + 2 * 2) * 100003
     assert job.stderr == (
@@ -80,58 +81,107 @@ def test_wrong_bytes_are_found_and_ranks_on_two_nodes_are_refused(tmp_path: Path
     )
 
 
+GB_S = {"engine": 200.0, "kernel": 100.0}
+LOAD_US = 0.75
+
+
+class Memory(np.ndarray[Any, Any]):
+    """An array that says where it lies as CuPy's arrays do."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise NotImplementedError
+
+
+class Event:
+    at_us: float
+
+    def record(self, stream: Gpu) -> None:
+        self.at_us = stream.now_us
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Gpu:
+    """As much of CuPy and of kernels as p2p uses: work is done when it is enqueued, and moves the clock of a stream."""
+
+    def __init__(self) -> None:
+        self.now_us = 0.0
+        self.ptr = 5
+        self.cuda = SimpleNamespace(
+            Stream=lambda non_blocking: self,
+            Event=Event,
+            Device=lambda: SimpleNamespace(attributes={"MultiProcessorCount": 2}),
+            alloc_pinned_memory=bytearray,
+            get_elapsed_time=lambda start, stop: (stop.at_us - start.at_us) / 1e3,
+        )
+        self.asarray = self.count_nonzero = np.asarray
+
+    def synchronize(self) -> None:
+        pass
+
+    def load(self, variant: Any) -> Any:
+        return SimpleNamespace(launch_structure=self._launch)
+
+    def move(self, target: int, source: int, nbytes: int, kind: str) -> None:
+        ctypes.memmove(target, source, nbytes)
+        self.now_us += nbytes / GB_S[kind] * 1e-3
+
+    def _launch(self, stream: int, arguments: Any, *, blocks: int, threads: int) -> None:
+        assert stream == self.ptr
+        if hasattr(arguments, "nbytes"):
+            self.move(arguments.target, arguments.source, arguments.nbytes, "kernel")
+        elif hasattr(arguments, "loads"):
+            result = (ctypes.c_uint64 * 2).from_address(arguments.result)
+            result[:] = [int(1e3 * LOAD_US * arguments.loads), arguments.loads]
+
+
 class Part:
     """A symmetric array of two ranks; rank 0 is here."""
 
-    def __init__(self, gpus: Any, shape: int, dtype: Any) -> None:
-        self._parts = []
-        for owner in range(2):
-            with gpus.Device(owner):
-                self._parts.append(gpus.own(np.zeros(shape, dtype)))
+    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+        self._gpu, self._parts = gpu, [np.zeros(nbytes, np.uint8).view(Memory) for _ in range(2)]
         self.local = self._parts[0]
-        self._gpus = gpus
 
     def peer(self, rank: int) -> Any:
         return self._parts[rank]
 
     def put(self, src: Any, peer: int, *, stream: Any) -> None:
-        with self._gpus.Device(0):
-            self._gpus.memcpyPeerAsync(self.peer(peer).data.ptr, peer, src.data.ptr, 0, src.nbytes, stream.ptr)
+        assert stream is self._gpu
+        self._gpu.move(self.peer(peer).data.ptr, src.data.ptr, src.nbytes, "engine")
 
 
-@pytest.fixture
-def gpus() -> Iterator[Any]:
+def test_a_rank_moves_bytes_of_gpus_and_loads_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="the driver's names need cuda-bindings")
-    from tests.helpers.fakes.fake_gpus import FakeGpus, installed
+    from mpicomm.p2p.pairs import Pairs
 
-    gpus = FakeGpus(2)
-    gpus.enabled.add((0, 1))  # as mapped memory is
-    with installed(gpus):
-        yield gpus
-
-
-def test_a_rank_moves_bytes_of_gpus_and_loads_a_word(gpus: Any) -> None:
-    from mpicomm.p2p.between_ranks import BetweenRanks
-    from tests.helpers.fakes.fake_gpus import BACK, KERNEL, LINK, LOAD_US
-
+    gpu = Gpu()
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+    monkeypatch.setattr("mpicomm.devices.cuda.load.kernels_of", lambda info: gpu)
+    monkeypatch.setattr("mpicomm.devices.cuda.driver.visible_devices", lambda: [None])
     nbytes, count, met = 1 << 20, 3, []
 
     def empty(shape: int, dtype: Any) -> Part:
-        return Part(gpus, shape, dtype)
+        return Part(gpu, shape * np.dtype(dtype).itemsize)
 
     comm: Any = SimpleNamespace(
         device=0, rank=0, size=2, empty=empty, zeros=empty, check=int, barrier=int, bcast=lambda found, root: found
     )
-    job = BetweenRanks(comm, argparse.Namespace(bytes=nbytes, iters=count, rounds=1))
-    for number, (way, loads) in enumerate(job.ways.items(), start=1):
-        source, target = job._data.local, job._window.peer(1)
+    pairs = Pairs(comm, argparse.Namespace(bytes=nbytes, iters=count, rounds=1))
+    for number, (way, loads) in enumerate(pairs.ways.items(), start=1):
+        source, target = pairs._data.local, pairs._window.peer(1)
         if loads:
-            source, target = job._data.peer(1), job._window.local
+            source, target = pairs._data.peer(1), pairs._window.local
         source[:] = number
-        time_us = job.round_us(way, 1, nbytes - 1, count, lambda: met.append(1))
-        gb_s = (BACK if loads else LINK) + (KERNEL if "kernels" in way else 0)
+        time_us = pairs.round_us(way, 1, nbytes - 1, count, lambda: met.append(1))
+        gb_s = GB_S["kernel" if "kernels" in way else "engine"]
         assert time_us == pytest.approx(count * (nbytes - 1) / gb_s * 1e-3)
         assert (target[:-1] == number).all() and target[-1] != number
-    assert job.load_us(1, 0) == LOAD_US
-    assert job.load_us(0, 1) is None  # rank 1 knows the time
+    assert pairs.load_us(1, 0) == LOAD_US
+    assert pairs.load_us(0, 1) is None  # rank 1 knows the time
     assert met == [1, 1, 1]
