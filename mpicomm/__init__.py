@@ -27,6 +27,7 @@ if {"mpicomm.doctor", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
 
     from mpicomm import epilogues
     from mpicomm.api.communicator import Communicator
+    from mpicomm.api.redistribution import Redistribution, Split
     from mpicomm.errors import (
         BackendUnavailableError,
         CollectiveTimeoutError,
@@ -54,7 +55,9 @@ __all__ = [
     "Op",
     "PeerError",
     "Received",
+    "Redistribution",
     "SharedEvent",
+    "Split",
     "SymmetricArray",
     "Win",
     "__version__",

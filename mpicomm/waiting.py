@@ -18,23 +18,32 @@ def soon(ready: Callable[[], bool]) -> bool:
     return any(ready() for _ in range(_SPINS))
 
 
-def wait_until(ready: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:
-    """Call ``ready`` until it returns true, and return True; return False after ``timeout_s`` seconds.
+def without_sleep(ready: Callable[[], bool], meanwhile: Callable[[], object] | None = None) -> bool:
+    """Call ``ready`` until it returns true, for about a millisecond; return whether it did.
 
-    The wait spins for some microseconds. Then it yields the core between polls, because ranks may outnumber cores and
-    the peer needs a core. After a millisecond it sleeps between polls, longer and longer. From the first yield on, it
-    calls ``meanwhile`` between polls.
+    This spins for some microseconds. Then it yields the core between polls, because ranks may outnumber cores and the
+    peer needs a core. From the first yield on, it calls ``meanwhile`` between polls.
     """
-    if soon(ready):
+    if ready() or soon(ready):  # the first poll spares the generator
         return True
-    start = now = time.monotonic()
-    while now < start + _YIELD_S:
+    end = time.monotonic() + _YIELD_S
+    while time.monotonic() < end:
         os.sched_yield()
         if meanwhile is not None:
             meanwhile()
         if ready():
             return True
-        now = time.monotonic()
+    return False
+
+
+def wait_until(ready: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:
+    """Call ``ready`` until it returns true, and return True; return False after ``timeout_s`` seconds.
+
+    The wait begins as `without_sleep`. Then it sleeps between polls, longer and longer.
+    """
+    start = time.monotonic()
+    if without_sleep(ready, meanwhile):
+        return True
     pause_s = 1e-5
     while not ready():
         if time.monotonic() > start + timeout_s:

@@ -7,12 +7,14 @@ import pytest
 
 from tests.helpers.faults.leaks import collect_only_new_objects, nothing_leaks
 from tests.helpers.jobs.pace import set_pace
-from tests.helpers.jobs.sweeps import mark_sweeps
+from tests.helpers.jobs.sweeps import draw_few_examples, mark_sweeps
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_sweeps(items)
+    if config.option.markexpr == "not sweep":
+        draw_few_examples(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

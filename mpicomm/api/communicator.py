@@ -23,6 +23,7 @@ from mpicomm.api.memory import MemoryCalls
 from mpicomm.api.objects import ObjectCalls, Probes
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.products import ProductCalls
+from mpicomm.api.redistribution import RedistributionCalls
 from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.process import close_after
@@ -93,6 +94,7 @@ class Communicator(
     PointToPoint,
     Probes,
     ProductCalls,
+    RedistributionCalls,
     ObjectCalls,
     MemoryCalls,
     Constructors,

@@ -11,7 +11,6 @@ from mpi4py import MPI
 from mpicomm.activity.page import begin_by_mpi, by_mpi, page
 from mpicomm.api.topologies import edges_of, edges_of_grid, linked_well, read_edges, read_graph, read_neighbors
 from mpicomm.cluster.process import ranks_in_world
-from mpicomm.cluster.roll_call import roll_call
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -70,10 +69,13 @@ class Constructors(MPI.Intracomm):
         cannot make this call again.
         """
         ranks = self._ranks_of(group)
-        self._session.await_ranks("Create_group", ranks)
-        # A step, because only the members make the call: its count would show other ranks behind.
-        with page().step("Create_group", ranks_in_world(self, ranks)):
-            made = MPI.Intracomm(self).Create_group(group, tag)
+        plain = MPI.Intracomm(self)
+        if self._session.await_some("Create_group", ranks):
+            made = plain.Create_group(group, tag)
+        else:
+            # A step, because only the members make the call: its count would show other ranks behind.
+            with page().step("Create_group", ranks_in_world(plain, ranks)):
+                made = plain.Create_group(group, tag)
         return self._adopt_part(_intracomm(made), ranks)
 
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
@@ -156,9 +158,8 @@ class Constructors(MPI.Intracomm):
     def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
         """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
         begin_by_mpi(self._row, by_mpi(operation))
-        plain = MPI.Intracomm(self)
-        roll_call(plain, operation, self._session.placement.here.timeout_s)
-        return plain
+        self._session.await_all(operation)
+        return MPI.Intracomm(self)
 
     def _ranks_of(self, group: MPI.Group) -> list[int]:
         """Return the ranks of ``group`` in this communicator. MPI refuses a group with other ranks."""

@@ -33,7 +33,7 @@ class Session(SetUp):
         try:
             self._give_back([shared], step, late)
         finally:
-            del self._shared[position]
+            self._shared = tuple(each for each in self._shared if each is not shared)
 
     def check(self, stream: Any) -> None:
         """Wait for a stream, then raise the error of its work; see ``Communicator.check``. Local."""
@@ -103,7 +103,7 @@ class Session(SetUp):
             raise
         finally:
             self.row.close()
-            self._shared.clear()
+            self._shared = ()
             if self._has_device:
                 self.backend.close()
             # MPI gives the number of a freed communicator to another, which would get messages that are left.
@@ -161,8 +161,8 @@ class Session(SetUp):
     def _timeout(self, step: str) -> CollectiveTimeoutError | None:
         """Return the timeout of an earlier call, if there was one. Local."""
         self._tell_error(step)
-        if self._part is not None and isinstance(self._part.broken, CollectiveTimeoutError):
-            return self._part.broken
+        if isinstance(self._part_error, CollectiveTimeoutError):
+            return self._part_error
         try:
             self.backend.check()
         except CollectiveTimeoutError as error:
@@ -197,7 +197,7 @@ class Session(SetUp):
 
                 def stop_and_tell() -> bool:
                     stop_and_unmap()
-                    return self.leaves_messages()
+                    return self._left_messages or self.leaves_messages()
 
                 self._left_messages |= any(self.group.exchange(f"{step}: unmap", stop_and_tell))
             else:

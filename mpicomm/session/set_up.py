@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from mpi4py import MPI
@@ -15,12 +16,12 @@ from mpicomm.cluster import process
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize
-from mpicomm.cluster.roll_call import private_copy
+from mpicomm.cluster.roll_call import ByMessages, private_copy, roll_call
 from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse, summed
 from mpicomm.devices.host import HostBackend
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
 from mpicomm.sharing.choose_handle import choose_handles, node_of
 from mpicomm.sharing.suspension import Suspension
 from mpicomm.symmetric.owner import AnyShared, Shared, SignalPads
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from mpicomm.recording.channel import Channel
     from mpicomm.recording.device_work import DeviceWork
 
-_DOMAIN_TAG, _PART_TAG = 2, 4  # they keep the messages of parts apart from the messages of the whole communicator
+# They keep messages of a part and words of roll calls apart from the messages of the whole communicator.
+_DOMAIN_TAG, _PART_TAG, _WHOLE_TAG = 2, 4, 6
 
 _PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
 
@@ -70,10 +72,13 @@ class SetUp:
     """Gives back memory to which no graph, no known call and no peer refers."""
     _private: MPI.Intracomm | None = None  # this session frees it
     _groups: tuple[Group, ...] = ()  # the groups that are different objects; none before `set_up`
-    _part: Group | None = None  # the latest group of `await_ranks`
+    _everyone: ByMessages | None = None  # for `await_all`, after `set_up`
+    _part_error: CollectiveTimeoutError | PeerError | None = None  # of `await_some`
     _row: CommunicatorRow | None = None
     _suspension: Suspension | None = None
     _has_device = _missed = _freed = _left_messages = False
+    _shared: tuple[Shared, ...] = ()
+    _beside: tuple[Shared, ...] = ()
     _is_shut = False  # freed or suspended: every call on a device array reads it
 
     def __init__(
@@ -86,14 +91,15 @@ class SetUp:
     ) -> None:
         self.placement = placement
         self.channel = channel
-        self.mappings = Mappings()
-        """The symmetric arrays that are open."""
         self._comm = comm
-        self._shared: list[Shared] = []
-        self._beside: list[Shared] = []
         self._number_of_row = placement.heading.count(window=False)
         if backend is not None:
             self._use(backend)
+
+    @cached_property
+    def mappings(self) -> Mappings:
+        """The symmetric arrays that are open."""
+        return Mappings()
 
     @property
     def row(self) -> CommunicatorRow:
@@ -172,18 +178,44 @@ class SetUp:
                 each.timeout_s = self.placement.here.timeout_s
         return self
 
-    def await_ranks(self, what: str, ranks: Sequence[int]) -> None:
-        """Return after these ranks have called ``what``, among them this rank; at once before `set_up`.
+    def await_all(self, what: str) -> None:
+        """Wait until all ranks have called ``what``. Collective. Raises as `roll_call`, and stays usable."""
+        if self._everyone is None:
+            roll_call(self._comm, what, self.placement.here.timeout_s)
+        else:
+            self._call_roll(what, self._everyone)
 
-        Collective over the ranks. Raises as `Group.exchange`. After an error that breaks a group of ranks, all later
-        calls raise, because the groups have one tag: a call could take the message of a late rank for one of its own.
+    def await_some(self, what: str, ranks: Sequence[int]) -> bool:
+        """Wait until these ranks have called ``what``, among them this rank. Return False at once before `set_up`.
+
+        Collective over the ranks. Raises as `roll_call`. After an error all later calls of this rank raise, because a
+        call with other ranks could take the word of a late rank for one of its own.
         """
         if self._private is None or self.placement.rank not in ranks:
-            return
-        if self._part is not None:
-            self._part.require_whole(what)
-        self._part = self.group.subgroup(ranks, tag=_PART_TAG)
-        self._part.barrier(what)
+            return False
+        earlier = self._part_error
+        if earlier is not None:
+            raise type(earlier)(
+                f"{what}: an earlier call has failed ({earlier}): make this call on a duplicate", ranks=earlier.ranks
+            )
+        try:
+            self._call_roll(what, ByMessages(self._private, ranks, _PART_TAG))
+        except CollectiveTimeoutError as error:
+            self._part_error = equal_error(error)  # without the frames of `error`, and the mapped memory in them
+            raise
+        except BaseException as error:
+            here = self.placement.rank
+            left = f"rank {here} left in the middle of {what}: {type(error).__name__}"
+            self._part_error = PeerError(left, ranks=[here])
+            raise
+        return True
+
+    def _call_roll(self, what: str, carrier: ByMessages) -> None:
+        try:
+            roll_call(self.private, what, self.placement.here.timeout_s, self.absence_reason, carrier)
+        except BaseException:
+            self._left_messages = True  # words of a late rank may come yet
+            raise
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -225,12 +257,12 @@ class SetUp:
 
     def keep(self, shared: AnyShared) -> AnyShared:
         """Release ``shared`` with the communicator; all ranks keep the same things in the same order. Local."""
-        self._shared.append(shared)
+        self._shared += (shared,)
         return shared
 
     def keep_beside(self, member: Shared) -> None:
         """Release ``member`` with the communicator. Unlike with `keep`, each rank has a separate member. Local."""
-        self._beside.append(member)
+        self._beside += (member,)
 
     def links(self) -> tuple[Link, ...]:
         """Return this rank's link to the memory of each rank, after `set_up`; local."""
@@ -346,8 +378,9 @@ class SetUp:
         if not isinstance(self.backend, HostBackend):
             self.backend.kind = self.kind
         self.pads = SignalPads(self.node, self.backend, self.kind)
-        self._beside.append(self.pads)
+        self._beside += (self.pads,)
         self._private = private
+        self._everyone = ByMessages(private, range(private.size), _WHOLE_TAG)
         members = self.placement.domain_ranks
         self.domain = self.node if len(members) == self.node.size else group.subgroup(members, tag=_DOMAIN_TAG)
         self._groups = tuple({id(each): each for each in (group, self.node, self.domain)}.values())

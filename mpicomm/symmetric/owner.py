@@ -145,12 +145,15 @@ class Owner(Protocol):
     """The part of a session that symmetric arrays and shared events need; `mpicomm.session.Session` has it."""
 
     placement: Placement
-    mappings: Mappings
     group: Group
     """All ranks of the communicator."""
     node: Group
     """The ranks of this node: the same object as `group` if all ranks are on one node."""
     pads: SignalPads
+
+    @property
+    def mappings(self) -> Mappings:
+        """The symmetric arrays that are open."""
 
     @property
     def backend(self) -> Backend:

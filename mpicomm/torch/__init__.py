@@ -5,6 +5,7 @@ of the host and of GPUs over memory that the ranks have opened for each other. O
 PyTorch.
 """
 
+from mpicomm.torch.placements import split_of
 from mpicomm.torch.process_group import communicator
 from mpicomm.torch.registration import register
 from mpicomm.torch.training import (
@@ -27,4 +28,5 @@ __all__ = [
     "matmul_allreduce",
     "matmul_reduce_scatter",
     "register",
+    "split_of",
 ]

@@ -26,6 +26,7 @@ INTERNAL = frozenset(
         *(f"SharedEvent.{name}" for name in ("__init__", "close_own", "close_peers", "memory_use")),
         *(f"Received.{name}" for name in ("__init__", "empty", "pointers", "on_device")),
         *("RankInfo.__init__", "Statistics.__init__"),
+        *("Redistribution.__init__", "Split.boxes", "Split.__init__"),
         *("Epilogue.key", "Epilogue.bind", "Elementwise.key", "Elementwise.bind", "Elementwise.read"),
     }
 )
@@ -74,6 +75,7 @@ PURPOSES = (
         text="Communicators of `Create_cart`, `Create_graph`, `Create_dist_graph` and `Create_dist_graph_adjacent` "
         "have these methods.",
     ),
+    Purpose("Splits of arrays", ("Split", "Redistribution"), ("RedistributionCalls",)),
     Purpose("Matrix products", classes=("ProductCalls",)),
     Purpose("Mixture of experts", ("Experts", "Received")),
     Purpose(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mpi4py import MPI
+
+from mpicomm.bench.machine import GpuMachine
 
 WORLD = MPI.COMM_WORLD
 _WARM_UPS = 2
@@ -39,3 +42,21 @@ def in_turns(
 def median_us(work: Callable[[], object], rounds: int, finish: Callable[[], object]) -> float:
     """Return the median of microseconds of one way, like `in_turns`; collective."""
     return 1e6 * in_turns({"work": work}, rounds, finish)["work"]
+
+
+def graph_us(comm: Any, calls: Sequence[Callable[[], object]], count: int, rounds: int) -> list[float]:
+    """Return the microseconds of each of ``calls`` in a CUDA graph of ``count``, of the slowest rank; collective."""
+    gpu = GpuMachine()
+    graphs = []
+    with gpu.current():
+        for call in calls:
+            call()  # compiles, and sets up memory
+            call()
+            gpu.finish()
+            graphs.append(gpu.capture(call, count))
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for graph, times in zip(graphs, seconds, strict=True):
+            times.append(gpu.time_graph(graph).complete)
+    comm.check()
+    return [1e6 * float(comm.allreduce(statistics.median(times), MPI.MAX)) for times in seconds]

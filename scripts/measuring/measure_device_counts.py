@@ -11,12 +11,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+from in_turns import graph_us
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
+from result_file import Sheet, measuring_parser
 
 import mpicomm
 from mpicomm.cli.arguments import parse_size
@@ -31,39 +31,18 @@ def _sizes(text: str) -> list[int]:
     return [parse_size(size) for size in text.split(",")]
 
 
-def _graph(stream: Any, call: Callable[[], None]) -> Any:
-    call()
-    stream.synchronize()
-    stream.begin_capture()
-    for _ in range(_CALLS):
-        call()
-    return stream.end_capture()
-
-
-def _us(comm: mpicomm.Communicator, stream: Any, graph: Any) -> float:
-    """Return the time of a call of the slowest rank."""
-    start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    comm.Barrier(stream=stream)
-    start.record(stream)
-    graph.launch(stream)
-    end.record(stream)
-    stream.synchronize()
-    slowest: float = comm.allreduce(cupy.cuda.get_elapsed_time(start, end) * 1e3 / _CALLS, MPI.MAX)
-    return slowest
-
-
-def _issue_us(call: Callable[[], None], stream: Any) -> float:
+def _issue_us(call: Callable[[], None]) -> float:
     """Return the median time in which the host enqueues a call."""
     times = []
     for _ in range(200):
         begin = time.perf_counter_ns()
         call()
         times.append((time.perf_counter_ns() - begin) / 1e3)
-        stream.synchronize()
+        cupy.cuda.Device().synchronize()
     return statistics.median(times)
 
 
-def _row(comm: mpicomm.Communicator, stream: Any, nbytes: int) -> tuple[float, ...]:
+def _row(comm: mpicomm.Communicator, nbytes: int) -> tuple[float, ...]:
     """Return the times with counts of the host and with counts on the device: of calls in graphs, then of the issue."""
     size, rank = comm.size, comm.rank
     elements = nbytes // 4
@@ -74,25 +53,23 @@ def _row(comm: mpicomm.Communicator, stream: Any, nbytes: int) -> tuple[float, .
     on_device, received = cupy.asarray(counts), cupy.zeros(size, cupy.int64)
     sent_by_host, received_by_host = [x, counts.tolist()], [by_host, coming.tolist()]
     sent, taken = [x, on_device], [y, received]
-    stream.synchronize()
+    cupy.cuda.Device().synchronize()
 
     def host() -> None:
-        comm.Alltoallv(sent_by_host, received_by_host, stream=stream)
+        comm.Alltoallv(sent_by_host, received_by_host)
 
     def device() -> None:
-        comm.Alltoallv(sent, taken, stream=stream)
+        comm.Alltoallv(sent, taken)
 
     for _ in range(20):  # the ranks set up the inboxes that the lengths of both calls need
         host()
         device()
-    stream.synchronize()
+    cupy.cuda.Device().synchronize()
     comm.check()
     assert (received.get() == coming).all(), "the counts are wrong"
     assert (y[: len(by_host)] == by_host).all() and not y[len(by_host) :].any(), "the data is wrong"
-    graphs = [_graph(stream, call) for call in (host, device)]
-    rounds = [[_us(comm, stream, graph) for graph in graphs] for _ in range(_ROUNDS)]
-    by_call = [statistics.median(times) for times in zip(*rounds, strict=True)]
-    issue = [_issue_us(call, stream) for call in (host, device)]
+    by_call = graph_us(comm, (host, device), _CALLS, _ROUNDS)
+    issue = [_issue_us(call) for call in (host, device)]
     comm.check()
     return (*by_call, *issue)
 
@@ -102,31 +79,20 @@ def main() -> None:
     parser = measuring_parser(__doc__)
     parser.add_argument("--sizes", type=_sizes, default=_SIZES, metavar="SIZE,...", help="as in 1K,16M")
     options = parser.parse_args()
-    rows: list[list[Any]] = []
+    columns = ["sent", "counts of the host, us", "counts on the GPU, us", "ratio"]
+    columns += ["issue with counts of the host, us", "issue with counts on the GPU, us"]
+    text = (
+        f"Each rank sends uneven blocks of float32. A CUDA graph has {_CALLS} calls. Times are medians of {_ROUNDS} "
+        "rounds, in which both graphs take turns, on the slowest rank. Issue is the time of the host in a known call."
+    )
     with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
         if comm.device == "cpu":
             sys.exit("measure_device_counts.py needs GPUs")
-        where = hardware_of(comm)
-        stream = cupy.cuda.Stream(non_blocking=True)
-        for nbytes in options.sizes:
-            by_host, on_device, *issue = _row(comm, stream, nbytes)
-            rows.append(
-                [format_size(nbytes), *(round(each, 2) for each in (by_host, on_device)), round(on_device / by_host, 3)]
-            )
-            rows[-1] += [round(each, 1) for each in issue]
-            if comm.rank == 0:
-                sys.stdout.write(f"{rows[-1]}\n")
-                sys.stdout.flush()
-        if options.json is not None and comm.rank == 0:
-            columns = ["sent", "counts of the host, us", "counts on the GPU, us", "ratio"]
-            columns += ["issue with counts of the host, us", "issue with counts on the GPU, us"]
-            text = (
-                f"Each rank sends uneven blocks of float32. A CUDA graph has {_CALLS} calls. Times are medians of "
-                f"{_ROUNDS} rounds, in which both graphs take turns, on the slowest rank. Issue is the time of the "
-                "host in a known call."
-            )
-            title = f"Alltoallv with counts on the GPU, {comm.size} ranks"
-            add_tables(options.json, [Table("Calls", title, where, columns, rows, text=text, command=command())])
+        title = f"Alltoallv with counts on the GPU, {comm.size} ranks"
+        with Sheet(comm, options, title, columns, text=text) as sheet, cupy.cuda.Stream(non_blocking=True):
+            for nbytes in options.sizes:
+                by_host, on_device, *issue = _row(comm, nbytes)
+                sheet.add(format_size(nbytes), by_host, on_device, on_device / by_host, *issue)
 
 
 main()

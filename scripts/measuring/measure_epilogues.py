@@ -10,20 +10,18 @@ columns, and do not compare the times with times of other machines.
 
 from __future__ import annotations
 
-import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from in_turns import graph_us
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
+from result_file import Sheet, measuring_parser
 
 import mpicomm
 from mpicomm import epilogues
-from mpicomm.bench.machine import GpuMachine
 from mpicomm.epilogues import Elementwise, Epilogue
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.mpi.arguments import Operand
@@ -118,20 +116,7 @@ class Calls:
         if not bool((_words(y) == _words(other)).all()):
             raise SystemExit(f"the second kernel has other bits: {_words(y)[:4]} and {_words(other)[:4]}")
         _require_close(y, made)
-        return [time_us(self._comm, work) for work in (alone, fused, behind, with_cupy)]
-
-
-def time_us(comm: mpicomm.Communicator, work: Callable[[], Any]) -> float:
-    """Return the microseconds of a call of ``work`` in a CUDA graph of many. Collective."""
-    gpu = GpuMachine()
-    with gpu.current():
-        work()  # compiles, and sets up memory
-        work()
-        gpu.finish()
-        graph = gpu.capture(work, CALLS)
-    seconds = [gpu.time_graph(graph).complete for _ in range(ROUNDS)]
-    comm.check()
-    return 1e6 * float(max(comm.allgather(statistics.median(seconds))))
+        return graph_us(self._comm, (alone, fused, behind, with_cupy), CALLS, ROUNDS)
 
 
 def _words(array: Any) -> Any:
@@ -228,32 +213,23 @@ def main() -> None:
     parser = measuring_parser(__doc__)
     parser.add_argument("--algorithm", default="auto", help="the algorithm of all calls")
     options = parser.parse_args()
-    rows: list[list[Any]] = []
+    text = (
+        f"CUDA graphs have {CALLS} all-reduces without an epilogue, or with one. The same epilogue also runs in a "
+        "second kernel of mpicomm, and in kernels of CuPy. Times are us for one all-reduce on the slowest rank. "
+        "*affine* is `v * scale + bias[i]`, *fp8* multiplies and converts to float8_e4m3fn, *norm* adds a residual and "
+        f"normalises rows of {HIDDEN}, and *norm fp8* converts these rows to float8_e4m3fn with a scale for each row."
+    )
     with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
         if comm.device == "cpu":
             raise SystemExit("there is no GPU: epilogues of host arrays are NumPy's")
-        where, size = hardware_of(comm), comm.size
-        say = sys.stdout.write if comm.rank == 0 else lambda _: 0
-        say(f"{'us, ' + str(comm.size) + ' ranks':>26}" + "".join(f"{column:>14}" for column in COLUMNS) + "\n")
-        for name, dtype in (("float32", cupy.float32), ("float16", cupy.float16)):
-            for what, measure in KINDS:
-                for nbytes in SIZES:
-                    x = cupy.random.random(nbytes // np.dtype(dtype).itemsize).astype(dtype)
-                    times = measure(comm, x, options.algorithm)
-                    say(f"{name:>8} {what:>8} {format_size(nbytes):>8}" + "".join(f"{t:14.2f}" for t in times) + "\n")
-                    rows.append([name, what, format_size(nbytes), *(round(each, 2) for each in times)])
-    if MPI.COMM_WORLD.rank == 0 and options.json is not None:
-        text = (
-            f"CUDA graphs have {CALLS} all-reduces without an epilogue, or with one. The same epilogue also runs in a "
-            "second kernel of mpicomm, and in kernels of CuPy. Times are us for one "
-            "all-reduce on the slowest rank. *affine* is `v * scale + bias[i]`, *fp8* multiplies and converts to "
-            f"float8_e4m3fn, *norm* adds a residual and normalises rows of {HIDDEN}, and *norm fp8* converts these "
-            "rows to float8_e4m3fn with a scale for each row."
-        )
-        columns = ["type", "epilogue", "size", *COLUMNS]
         named = "" if options.algorithm == "auto" else f", {options.algorithm}"
-        title = f"Epilogues of all-reduces, {size} ranks{named}"
-        add_tables(options.json, [Table("Calls", title, where, columns, rows, text=text, command=command(size))])
+        title = f"Epilogues of all-reduces, {comm.size} ranks{named}"
+        with Sheet(comm, options, title, ["type", "epilogue", "size", *COLUMNS], text=text) as sheet:
+            for dtype in (np.dtype("float32"), np.dtype("float16")):
+                for what, measure in KINDS:
+                    for nbytes in SIZES:
+                        x = cupy.random.random(nbytes // dtype.itemsize).astype(dtype)
+                        sheet.add(dtype.name, what, format_size(nbytes), *measure(comm, x, options.algorithm))
 
 
 if __name__ == "__main__":

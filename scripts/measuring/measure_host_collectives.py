@@ -11,16 +11,14 @@ collectives. ``--json FILE`` adds the rows to a result file.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from in_turns import in_turns
 from mpi4py import MPI
-from result_file import Table, add_tables, command, hardware, measuring_parser
+from result_file import Sheet, measuring_parser
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Arguments, Call
@@ -66,8 +64,8 @@ def by_engine(engine: HostEngine, operation: Operation, arguments: Arguments, wa
     return lambda: engine.run(selection.schedule(call, way, SIZE, engine.scratch(call.scratch_nbytes)), signature)
 
 
-def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int) -> list[list[Any]]:
-    """Measure one collective at one size, check that all ways agree, print a line, and return a row for each way."""
+def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int) -> dict[str, float]:
+    """Measure one collective at one size, check that all ways agree, and return the milliseconds of each way."""
     operation, rng = OPERATIONS[name], np.random.default_rng(RANK)
     # Sums of such values are exact, so MPI's order of additions gives the same bits.
     send = rng.integers(-8, 8, nbytes // 4 // SIZE * SIZE).astype(np.float32)
@@ -85,15 +83,7 @@ def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int)
     same = all(np.array_equal(result, results["MPI"]) for result in results.values())
     if not WORLD.allreduce(same, MPI.LAND):
         raise SystemExit(f"{name}: MPI and mapped memory returned different values")
-    if RANK == 0:
-        ratios = "  ".join(f"{way} {value:8.3f} ({times['MPI'] / value:5.2f}x)" for way, value in times.items())
-        sys.stdout.write(f"{name:21s}{nbytes >> 10:7d} KiB  {ratios}\n")
-        sys.stdout.flush()
-    own = {way: value for way, value in times.items() if way != "MPI"}
-    return [
-        [name, f"{nbytes >> 10} KiB", way, round(value, 3), round(times["MPI"], 3), round(times["MPI"] / value, 2)]
-        for way, value in own.items()
-    ]
+    return times
 
 
 def main() -> None:
@@ -111,17 +101,18 @@ def main() -> None:
     engines = {
         label: HostEngine(node, call_log, slot_nbytes=nbytes, slots=slots) for label, (nbytes, slots) in shapes.items()
     }
-    rows: list[list[Any]] = []
-    for name in options.only.split(",") if options.only else NAMES:
-        for kib in options.kib.split(","):
-            nbytes = int(kib) << 10
-            rows += compare(name, nbytes, engines, options.rounds if nbytes > 1 << 20 else 5 * options.rounds)
-    if RANK == 0 and options.json is not None:
-        columns = ["collective", "size", "way", "this way, ms", "MPI, ms", "MPI's time by this way's"]
-        title = f"Collectives on host arrays through mapped memory, {SIZE} ranks"
-        text = "`np.copyto` copies as many bytes on all ranks at once."
-        table = Table("Calls", title, hardware([]), columns, rows, text=text, command=command(SIZE))
-        add_tables(options.json, [table])
+    columns = ["collective", "size", "way", "this way, ms", "MPI, ms", "MPI's time by this way's"]
+    title = f"Collectives on host arrays through mapped memory, {SIZE} ranks"
+    text = "`np.copyto` copies as many bytes on all ranks at once."
+    with Sheet(WORLD, options, title, columns, digits=3, text=text) as sheet:
+        for name in options.only.split(",") if options.only else NAMES:
+            for kib in options.kib.split(","):
+                nbytes = int(kib) << 10
+                rounds = options.rounds if nbytes > 1 << 20 else 5 * options.rounds
+                times = compare(name, nbytes, engines, rounds)
+                for way, each in times.items():
+                    if way != "MPI":
+                        sheet.add(name, f"{kib} KiB", way, each, times["MPI"], times["MPI"] / each)
     parts: list[Shared] = [*engines.values(), call_log]
     for part in parts:
         part.close_peers()

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from in_turns import in_turns
 from mpi4py import MPI
-from result_file import Table, add_tables, command, hardware, measuring_parser
-from rich.console import Console
+from result_file import Sheet, measuring_parser
 
 from mpicomm.sizes import format_size, nbytes_of
 
@@ -61,23 +60,14 @@ def main() -> None:
 
     import mpicomm  # the variable is for the communicator below
 
-    console = Console(width=140, quiet=WORLD.rank != 0)
-    console.print(*(f"{name:>24}" for name in COLUMNS))
-    rows: list[list[Any]] = []
-    with mpicomm.Communicator(WORLD, device="cpu") as comm:
+    domains = os.environ.get("MPIR_CVAR_NUM_CLIQUES", "1")
+    text = f"{WORLD.size} ranks of one machine that claim to be on 2 hosts; MPIR_CVAR_NUM_CLIQUES={domains}."
+    title = f"Host arrays between two peer domains against MPI alone, {WORLD.size} ranks"
+    with mpicomm.Communicator(WORLD, device="cpu") as comm, Sheet(WORLD, options, title, COLUMNS, text=text) as sheet:
         for name in CALLS:
             for size in options.sizes.split(","):
                 ours, plain = compare(name, nbytes_of(size), comm, options.rounds)
-                rows.append(
-                    [name, format_size(nbytes_of(size)), round(ours, 1), round(plain, 1), round(plain / ours, 2)]
-                )
-                console.print(*(f"{cell:>24}" for cell in rows[-1]))
-    if WORLD.rank == 0 and options.json is not None:
-        domains = os.environ.get("MPIR_CVAR_NUM_CLIQUES", "1")
-        text = f"{WORLD.size} ranks of one machine that claim to be on 2 hosts; MPIR_CVAR_NUM_CLIQUES={domains}."
-        title = f"Host arrays between two peer domains against MPI alone, {WORLD.size} ranks"
-        where = hardware([])
-        add_tables(options.json, [Table("Calls", title, where, COLUMNS, rows, text=text, command=command(WORLD.size))])
+                sheet.add(name, format_size(nbytes_of(size)), ours, plain, plain / ours)
 
 
 main()

@@ -13,14 +13,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 from in_turns import median_us
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware, measuring_parser
-from rich.console import Console
+from result_file import Sheet, hardware, measuring_parser
 
 from mpicomm.cli.options import rank_record
 from mpicomm.sizes import format_size, nbytes_of
@@ -59,11 +57,20 @@ def main() -> None:
 
     rail, near = WORLD.Split(WORLD.rank % ranks, WORLD.rank), WORLD.Split(WORLD.rank // ranks)
     assert isinstance(rail, MPI.Intracomm) and isinstance(near, MPI.Intracomm)
-    rows: list[list[Any]] = []
-    with mpicomm.Communicator(WORLD) as comm, mpicomm.Communicator(near) as group:
+    title = f"Between peer domains: all-reduce, {options.hosts} x {ranks} ranks"
+    text = (
+        f"{WORLD.size} ranks of one machine that claim to be on {options.hosts} hosts; NCCL takes sockets between "
+        'them. *possible* is what the engine "pinned" cannot do without: copies of a shard to the host and back, and '
+        "MPI's own Allreduce of the shards. *one peer domain* is an Allreduce of its ranks."
+    )
+    with (
+        mpicomm.Communicator(WORLD) as comm,
+        mpicomm.Communicator(near) as group,
+        Sheet(comm, options, title, COLUMNS, group="Ways compared", text=text) as sheet,
+    ):
         info, finish = comm.describe(), cupy.cuda.Device().synchronize
-        if comm.rank == 0:
-            Console().print(*(f"{name:>20}" for name in COLUMNS))
+        # The hosts are claimed.
+        sheet.table.hardware = hardware([{**each, "node": 0} for each in comm.allgather(rank_record(info))])
         for size in options.sizes.split(","):
             nbytes = nbytes_of(size)
             send = cupy.random.default_rng(comm.rank).random(nbytes // 4, cupy.float32)
@@ -74,23 +81,7 @@ def main() -> None:
                 raise SystemExit(f"{size}: wrong data")
             least = median_us(possible(rail, ranks, nbytes), options.rounds, finish)
             inside = median_us(partial(group.Allreduce, send, total), options.rounds, finish)
-            cells = [format_size(nbytes), info.internode, *(round(each, 1) for each in (ours, least))]
-            rows.append([*cells, round(least / ours, 2), round(inside, 1)])
-            if comm.rank == 0:
-                Console().print(*(f"{cell:>20}" for cell in rows[-1]))
-        record = WORLD.gather({**rank_record(info), "node": 0})  # the hosts are claimed
-        if comm.rank == 0 and options.json is not None:
-            text = (
-                f"{WORLD.size} ranks of one machine that claim to be on {options.hosts} hosts; NCCL takes sockets "
-                'between them. *possible* is what the engine "pinned" cannot do without: copies of a shard to the host '
-                "and back, and MPI's own Allreduce of the shards. *one peer domain* is an Allreduce of its ranks."
-            )
-            where = hardware(record or [])
-            title = f"Between peer domains: all-reduce, {options.hosts} x {ranks} ranks"
-            add_tables(
-                options.json,
-                [Table("Ways compared", title, where, COLUMNS, rows, text=text, command=command(comm.size))],
-            )
+            sheet.add(format_size(nbytes), info.internode, ours, least, least / ours, inside)
 
 
 main()

@@ -8,13 +8,12 @@ makes the calls of arrays, and NCCL's C functions make them with arguments that 
 Times are microseconds. mpicomm and its peer take turns in ``ROUNDS`` rounds, which share the ``--calls`` calls of each.
 The time is the lowest median of a round, of the slowest rank. So another load of the machine at times does not matter.
 Up to 20 calls are in flight. Then the ranks wait for the calls and for each other, outside the time. The script
-compares each byte that the new calls leave. A step of DistributedDataParallel is timed until it is done. Without GPUs
-the arrays are NumPy's, and gloo takes NCCL's place in `torch.distributed`.
+compares each byte that the new calls leave. Without GPUs the arrays are NumPy's, and gloo takes NCCL's place in
+`torch.distributed`. measure_torch.py times a step of DistributedDataParallel.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -23,17 +22,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from needed import torch
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
+from result_file import Sheet, measuring_parser
 from torch import distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from varied_arrays import FLOAT, Pools
 
 import mpicomm
@@ -45,17 +41,11 @@ from mpicomm.bench.nccl import Nccl
 from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
 from mpicomm.bench.peers import Mpicomm, mpi_call
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from train_torch import BATCH, digits, network
-
 WORLD = MPI.COMM_WORLD
 ROUNDS = 5
 IN_FLIGHT = 20
 WARM_UPS = 40
 """Calls before those that count: the first ones set up memory and compile kernels."""
-STEP = "a step of DistributedDataParallel, small network, until done"
-STEPS = 5
-"""Steps of training in a row."""
 Make = Callable[[Pools, int], Call]
 """Returns the call number so of the pools."""
 
@@ -258,41 +248,6 @@ def torch_rows(session: Session) -> list[Row]:
     ]
 
 
-def training_step(session: Session, turns: int) -> list[Any]:
-    """Return the row of a step of training the network of examples/train_torch.py, until it is done. Collective."""
-    images, shown = (part[: BATCH : WORLD.size] for part in digits(session.device))
-    groups = {"mpicomm": dist.group.WORLD, session.peer: session.peer_group}
-
-    def steps_of(group: Any) -> Call:
-        model = DistributedDataParallel(network().to(session.device), process_group=group)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def steps() -> None:
-            for _ in range(STEPS):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(images), shown).backward()
-                optimizer.step()
-            session.finish()
-
-        return steps
-
-    ways = {name: steps_of(group) for name, group in groups.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(3 + ROUNDS * turns):
-        for name, steps in ways.items():
-            WORLD.Barrier()
-            times[name] += [each / STEPS for each in host_times([steps], session.finish)]
-    own, peer = (
-        min(slowest(each[begin : begin + turns]) for begin in range(3, len(each), turns)) for each in times.values()
-    )
-    return [STEP, own, peer, None, None]
-
-
-def cells(row: Sequence[Any]) -> list[Any]:
-    """Return a row with one digit after the point."""
-    return [round(cell, 1) if isinstance(cell, float) else cell for cell in row]
-
-
 def _parts(place: CaseBuffers) -> tuple[Any, Any]:
     return place.send, place.receive
 
@@ -312,19 +267,13 @@ def run_row(session: Session, row: Row, nbytes: int, calls: int) -> list[Any]:
         try:
             together(session.comm, row.peer(pools, 0))
         except PeerFailureError as failure:
-            show(f"{session.peer}: {failure}")
+            if WORLD.rank == 0:
+                sys.stdout.write(f"{session.peer}: {failure}\n")
             makes.pop()
     times = measure(session, pools, makes, calls, known_alone=row.known_alone)
     session.comm.check()
     (own_known, own_new), (peer_known, peer_new) = [*times, (None, None)][:2]
     return [row.name, own_known, peer_known, own_new, peer_new]
-
-
-def show(line: str) -> None:
-    """Print on rank 0."""
-    if WORLD.rank == 0:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
 
 
 def main() -> None:
@@ -337,49 +286,23 @@ def main() -> None:
     if options.calls < ROUNDS:
         parser.error(f"--calls={options.calls}: at least one for each of {ROUNDS} rounds")
     torch.set_num_threads(1)  # of each rank, because the ranks share the cores
-    rows = []
-
-    def picked(name: str) -> bool:
-        return any(text in name for text in options.only.split(","))
-
     with ExitStack() as stack:
         session = Session(stack)
         columns = ["call", *(f"{what}: {who}, us" for what in ("known", "new") for who in ("mpicomm", session.peer))]
-        show(" | ".join(columns))
-        for row in (*array_rows(session), *torch_rows(session)):
-            if picked(row.name):
-                rows.append(cells(run_row(session, row, options.kib << 10, options.calls)))
-                show(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]))
-        if picked(STEP):
-            rows.append(cells(training_step(session, max(1, options.calls // (STEPS * ROUNDS)))))
-            show(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]))
-        where = hardware_of(session.comm)
-        if WORLD.rank == 0 and options.json is not None:
-            add_tables(options.json, [table(session, columns, rows, where, options)])
-
-
-def table(
-    session: Session, columns: list[str], rows: list[list[Any]], where: str, options: argparse.Namespace
-) -> Table:
-    """Return the table of a result file."""
-    software = {"torch": torch.__version__}
-    if session.nccl is not None:
-        software |= {"NCCL": session.nccl.version, "NCCL of torch": ".".join(map(str, torch.cuda.nccl.version()))}
-    return Table(
-        "Calls",
-        f"The host's time in a call, known and new, {WORLD.size} ranks, {options.kib} KiB",
-        where,
-        columns,
-        rows,
-        text=(
+        software = {"torch": torch.__version__}
+        if session.nccl is not None:
+            software |= {"NCCL": session.nccl.version, "NCCL of torch": ".".join(map(str, torch.cuda.nccl.version()))}
+        title = f"The host's time in a call, known and new, {WORLD.size} ranks, {options.kib} KiB"
+        text = (
             f"mpicomm and its peer take turns in {ROUNDS} rounds of {options.calls // ROUNDS} calls. Times are the "
             "lowest medians of a round, of the slowest rank. A known call is the same each time. A new "
             f"call has another size, above {options.kib / 2:g} KiB, other addresses, and other counts if the ranks "
             "have counts. NCCL's calls of arrays are its C functions, and their arguments are converted before."
-        ),
-        command=command(WORLD.size),
-        versions=software,
-    )
+        )
+        with Sheet(session.comm, options, title, columns, digits=1, text=text, versions=software) as sheet:
+            for row in (*array_rows(session), *torch_rows(session)):
+                if any(each in row.name for each in options.only.split(",")):
+                    sheet.add(*run_row(session, row, options.kib << 10, options.calls))
 
 
 main()

@@ -22,8 +22,7 @@ import numpy as np
 from in_turns import median_us
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
-from rich.console import Console
+from result_file import Sheet, measuring_parser
 
 import mpicomm
 from mpicomm.sizes import format_size, nbytes_of
@@ -121,7 +120,7 @@ def measure(name: str, way: Way, nbytes: int, count: int, rounds: int) -> list[A
     cupy.cuda.Device().synchronize()
     if not WORLD.allreduce(bool((received == expected).all()), MPI.LAND):
         raise SystemExit(f"{name}, {nbytes} bytes: wrong data")
-    return [format_size(nbytes), name, *(each and round(each, 1) for each in (sending, receiving, one_way, both))]
+    return [format_size(nbytes), name, sending, receiving, one_way, both]
 
 
 def main() -> None:
@@ -134,26 +133,20 @@ def main() -> None:
     options = parser.parse_args()
     if WORLD.size != 2:
         raise SystemExit("messages are measured between two ranks: mpiexec -n 2")
-    with mpicomm.Communicator(WORLD) as comm:
-        rows: list[list[Any]] = []
-        only = [name for name in options.only.split(",") if name]
-        if RANK == 0:
-            Console().print(*(f"{name:>14}" for name in COLUMNS))
+    text = (
+        "Times of `Send` and `Recv` of CuPy arrays are us. *MPI matches* and *stream order* are ways of mpicomm. "
+        "*by hand* copies to the host and back around mpi4py's calls."
+    )
+    title, only = "Messages of GPU arrays, 2 ranks", [name for name in options.only.split(",") if name]
+    with (
+        mpicomm.Communicator(WORLD) as comm,
+        Sheet(comm, options, title, COLUMNS, digits=1, group="Messages", text=text) as sheet,
+    ):
         for size in options.sizes.split(","):
             for name, way in ways(comm, nbytes_of(size)).items():
                 if not only or name in only:
-                    rows.append(measure(name, way, nbytes_of(size), options.count, options.rounds))
+                    sheet.add(*measure(name, way, nbytes_of(size), options.count, options.rounds))
                     comm.check()
-                    if RANK == 0:
-                        Console().print(*(f"{cell or '':>14}" for cell in rows[-1]))
-        where = hardware_of(comm)
-        if RANK == 0 and options.json is not None:
-            text = (
-                "Times of `Send` and `Recv` of CuPy arrays are us. *MPI matches* and *stream order* are ways of "
-                "mpicomm. *by hand* copies to the host and back around mpi4py's calls."
-            )
-            title = "Messages of GPU arrays, 2 ranks"
-            add_tables(options.json, [Table("Messages", title, where, COLUMNS, rows, text=text, command=command(2))])
 
 
 main()

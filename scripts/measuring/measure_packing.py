@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
+from result_file import Sheet, command, measuring_parser
 
 import mpicomm
 from mpicomm.bench.machine import GpuMachine
@@ -168,35 +168,27 @@ def main() -> None:
     """Measure and print; write the table if a file is named."""
     parser = measuring_parser(__doc__)
     options = parser.parse_args()
+    columns = ["datatype", "packed", "copy, us", "pack, us", "unpack, us"]
+    columns += ["pack, GB/s", "unpack, GB/s", "pack, % of the copy's rate", "unpack, % of the copy's rate"]
+    text = (
+        "GB/s count packed bytes. The copy moves as many bytes within the device. A CUDA graph of "
+        f"{LAUNCHES} launches runs twice, and events time the second run. Times are medians of {ROUNDS}."
+    )
     with mpicomm.Communicator(MPI.COMM_SELF) as comm:
         if comm.device == "cpu":
             sys.exit("measure_packing.py needs a GPU")
-        device, where = int(comm.device), hardware_of(comm)
-    backend, gpu = CudaBackend(device, timeout_s=30), GpuMachine()
-    rows: list[list[Any]] = []
-    sys.stdout.write(f"{where}\n{'datatype':28} {'packed':>8}   pack: GB/s, of a copy   unpack: GB/s, of a copy\n")
-    for size in SIZES:
-        for make in CASES:
-            case = make(size)
-            nbytes, us = measured(case, backend, gpu)
-            case.datatype.Free()
-            rates = [nbytes / us[way] / 1e3 for way in ("pack", "unpack")]
-            shares = [100 * us["copy"] / us[way] for way in ("pack", "unpack")]
-            both = "   ".join(f"{rate:10.0f} {share:9.0f} %" for rate, share in zip(rates, shares, strict=True))
-            sys.stdout.write(f"{case.name:28} {format_size(size):>8}   {both}\n")
-            sys.stdout.flush()
-            times = [round(us[way], 2) for way in ("copy", "pack", "unpack")]
-            rows.append([case.name, format_size(size), *times, *map(round, rates), *map(round, shares)])
-    backend.close()
-    if options.json is not None:
-        columns = ["datatype", "packed", "copy, us", "pack, us", "unpack, us"]
-        columns += ["pack, GB/s", "unpack, GB/s", "pack, % of the copy's rate", "unpack, % of the copy's rate"]
-        text = (
-            "GB/s count packed bytes. The copy moves as many bytes within the device. A CUDA graph of "
-            f"{LAUNCHES} launches runs twice, and events time the second run. Times are medians of {ROUNDS}."
-        )
-        table = Table("Calls", "Packing of derived datatypes", where, columns, rows, text=text, command=command())
-        add_tables(options.json, [table])
+        backend, gpu = CudaBackend(int(comm.device), timeout_s=30), GpuMachine()
+        title = "Packing of derived datatypes"
+        with Sheet(comm, options, title, columns, text=text, command=command()) as sheet:
+            for size in SIZES:
+                for make in CASES:
+                    case = make(size)
+                    nbytes, us = measured(case, backend, gpu)
+                    case.datatype.Free()
+                    rates = [round(nbytes / us[way] / 1e3) for way in ("pack", "unpack")]
+                    shares = [round(100 * us["copy"] / us[way]) for way in ("pack", "unpack")]
+                    sheet.add(case.name, format_size(size), us["copy"], us["pack"], us["unpack"], *rates, *shares)
+        backend.close()
 
 
 main()

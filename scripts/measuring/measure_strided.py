@@ -1,9 +1,10 @@
 """Measure strided exchanges beside flat ones: `mpirun -np 2 python -m mpi4py scripts/measuring/measure_strided.py`.
 
 An array that is split along its first axis becomes an array that is split along its second axis, and the other way.
-An Alltoallw of subarrays does so, into an ordinary and into a symmetric array. Beside it stand an Alltoall of as many
-bytes, and a copy of the array library into packed memory with an Alltoall after it. The second table has the halos of
-a field: a Neighbor_alltoallw of rows or columns, and two Sendrecvs with copies before and after them.
+An Alltoallw of subarrays does so, into an ordinary and into a symmetric array, and so does a plan of `redistribution`.
+Beside them stand an Alltoall of as many bytes, and a copy into packed memory by the array library with an Alltoall
+after it. The second table has the halos of a field: a Neighbor_alltoallw of rows or columns, and two Sendrecvs with
+copies before and after them.
 
 On GPUs CUDA graphs of calls run twice, and events time the second run. Without GPUs the clock times the calls. Before
 each run the results are poison, and after it the script compares each byte. ``--divide`` makes the arrays smaller.
@@ -17,12 +18,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
+from result_file import Sheet, measuring_parser
 
 import mpicomm
 from mpicomm.bench.machine import Call, Machine, machine_of
@@ -109,13 +110,13 @@ def content(xp: Any, shape: Sequence[int], dtype: str, box: Sequence[slice]) -> 
         stride = np.uint32(words * math.prod(shape[axis + 1 :]) & 0xFFFFFFFF)
         index = index + (places * stride).reshape(-1, *[1] * (len(shape) - axis))
     index *= np.uint32(2654435761)  # odd, so words differ if their places do
-    return index.reshape(*index.shape[:-2], -1).view(dtype)
+    return index.reshape(*index.shape[:-2], index.shape[-2] * words).view(dtype)
 
 
 def shares(length: int) -> list[slice]:
-    """Divide an axis among the ranks, as evenly as possible."""
-    bounds = [length * rank // WORLD.size for rank in range(WORLD.size + 1)]
-    return [slice(*pair) for pair in pairwise(bounds)]
+    """Divide an axis among the ranks, as `numpy.array_split` does."""
+    parts = [len(part) for part in np.array_split(np.empty(length, bool), WORLD.size)]
+    return [slice(*bounds) for bounds in pairwise(accumulate(parts, initial=0))]
 
 
 def subarray(shape: Sequence[int], axis: int, part: slice, element: MPI.Datatype) -> MPI.Datatype:
@@ -165,10 +166,19 @@ def exchange(runs: Runs, shape: tuple[int, ...], dtype: str) -> list[Any]:
     there = time_us(f"{name}: 0 to 1", forward(result), result=result, expected=by_columns)
     here = time_us(f"{name}: 1 to 0", backward, result=back, expected=by_rows)
     issue = runs.issue_us(forward(result)) if nbytes < LARGE else None
+    with comm.redistribution(shape, dtype, from_=0, to=1) as plan:
+        if (plan.source_shape, plan.target_shape) != (by_rows.shape, by_columns.shape):
+            sys.exit(f"{name}: the plan has other parts")
+        planned = time_us(
+            f"{name}: plan",
+            lambda: plan(by_rows, result, stream=runs.machine.stream),
+            result=result,
+            expected=by_columns,
+        )
     for datatype in (*of_rows, *of_columns):
         datatype.Free()
     ratios = [None if flat is None or each is None else each / flat for each in (there, here, symmetric)]
-    return [name, nbytes / (1 << 20), flat, there, here, symmetric, packing, *ratios, issue]
+    return [name, nbytes / (1 << 20), flat, there, here, symmetric, planned, packing, *ratios, issue]
 
 
 EXCHANGE_COLUMNS = [
@@ -178,6 +188,7 @@ EXCHANGE_COLUMNS = [
     "Alltoallw 0 to 1, us",
     "1 to 0, us",
     "0 to 1, symmetric, us",
+    "plan 0 to 1, us",
     "packing and Alltoall, us",
     "0 to 1, of Alltoall",
     "1 to 0, of Alltoall",
@@ -191,9 +202,9 @@ def halo(runs: Runs, grid: Any, axis: int, length: int) -> list[Any]:
     xp, stream = runs.machine.xp, runs.machine.stream
     before, after = grid.Shift(0, 1)
     with runs.machine.current():
-        start = xp.arange(length * length, dtype="float64").reshape(length, length) + WORLD.rank * length**2
-        cells, other = start.copy(), start.copy()
-        expected = start.copy()
+        field = xp.arange(length * length, dtype="float64").reshape(length, length) + WORLD.rank * length**2
+        cells, other, expected = xp.empty_like(field), xp.empty_like(field), xp.empty_like(field)
+        bytes_of(expected)[...] = POISON
     layer: list[Any] = [slice(None)] * 2
 
     def at(place: int) -> tuple[Any, ...]:
@@ -202,20 +213,20 @@ def halo(runs: Runs, grid: Any, axis: int, length: int) -> list[Any]:
     with runs.machine.current():
         for place, inner, peer in ((0, -2, before), (-1, 1, after)):
             if peer != MPI.PROC_NULL:
-                expected[at(place)] = start[at(inner)] + (peer - WORLD.rank) * length**2
+                expected[at(place)] = field[at(inner)] + (peer - WORLD.rank) * length**2
     sent, received = (
-        [subarray(start.shape, axis, slice(place, place + 1), MPI.DOUBLE) for place in places]
+        [subarray(field.shape, axis, slice(place, place + 1), MPI.DOUBLE) for place in places]
         for places in ((1, length - 2), (0, length - 1))
     )
 
     def neighbours() -> None:
-        grid.Neighbor_alltoallw([cells, [1, 1], [0, 0], sent], [cells, [1, 1], [0, 0], received], stream=stream)
+        grid.Neighbor_alltoallw([field, [1, 1], [0, 0], sent], [cells, [1, 1], [0, 0], received], stream=stream)
 
     lines = [xp.empty(length) for _ in range(4)]
 
     def messages() -> None:
-        lines[0][...] = other[at(1)]
-        lines[1][...] = other[at(-2)]
+        lines[0][...] = field[at(1)]
+        lines[1][...] = field[at(-2)]
         grid.Sendrecv(lines[0], before, 0, lines[2], after, 0, stream=stream)
         grid.Sendrecv(lines[1], after, 1, lines[3], before, 1, stream=stream)
         if after != MPI.PROC_NULL:
@@ -226,10 +237,7 @@ def halo(runs: Runs, grid: Any, axis: int, length: int) -> list[Any]:
     name = f"{length} {('rows', 'columns')[axis]} apart"
     times = []
     for what, call, result in (("neighbours", neighbours, cells), ("messages", messages, other)):
-        times.append(runs.time_us(f"{name}: {what}", call, 0))
-        with runs.machine.current():
-            if WORLD.allreduce(not bool((result == expected).all())):
-                sys.exit(f"{name}: {what} left wrong values")
+        times.append(runs.time_us(f"{name}: {what}", call, 0, result, expected))
     issue = runs.issue_us(neighbours)
     for datatype in (*sent, *received):
         datatype.Free()
@@ -243,56 +251,22 @@ def main() -> None:
     options = parser.parse_args()
     with mpicomm.Communicator(WORLD) as comm:
         runs = Runs(comm, machine_of(comm))
-        exchanges, halos = [], []
-        show(EXCHANGE_COLUMNS)
-        for shape, dtype in EXCHANGES:
-            exchanges.append(cells(exchange(runs, tuple(max(1, n // options.divide) for n in shape), dtype)))
-            show(exchanges[-1])
-        columns = ["layer", "Neighbor_alltoallw, us", "copies and two Sendrecvs, us", "host's time, us"]
-        show(columns)
-        with comm.Create_cart([WORLD.size], periods=[False]) as grid:
-            for axis in (0, 1):
-                halos.append(cells(halo(runs, grid, axis, HALO // options.divide)))
-                show(halos[-1])
-        where = hardware_of(comm)
-    if WORLD.rank == 0 and options.json is not None:
         way = "A CUDA graph of calls runs twice, and events time the second run. " if runs.machine.stream else ""
         text = f"{way}Times are medians of {ROUNDS} runs, of the slowest rank. "
-        add_tables(
-            options.json,
-            [
-                Table(
-                    "Calls",
-                    f"Arrays split along axis 0 and arrays split along axis 1, {WORLD.size} ranks",
-                    where,
-                    EXCHANGE_COLUMNS,
-                    exchanges,
-                    text=text + "Alltoall moves as many bytes, in one block for each rank.",
-                    command=command(WORLD.size),
-                ),
-                Table(
-                    "Calls",
-                    f"Halos of a field of float64, {WORLD.size} ranks",
-                    where,
-                    columns,
-                    halos,
-                    text=text + "The outer layers of each field get the layers beside them.",
-                    command=command(WORLD.size),
-                ),
-            ],
-        )
-
-
-def cells(row: Sequence[Any]) -> list[Any]:
-    """Return a row with two digits after the point."""
-    return [round(cell, 2) if isinstance(cell, float) else cell for cell in row]
-
-
-def show(row: Sequence[Any]) -> None:
-    """Print a row on rank 0."""
-    if WORLD.rank == 0:
-        sys.stdout.write(" | ".join("-" if cell is None else str(cell) for cell in row) + "\n")
-        sys.stdout.flush()
+        title = f"Arrays split along axis 0 and arrays split along axis 1, {WORLD.size} ranks"
+        explained = text + "Alltoall moves as many bytes, in one block for each rank. The plan is of `redistribution`."
+        with Sheet(comm, options, title, EXCHANGE_COLUMNS, text=explained) as sheet:
+            for shape, dtype in EXCHANGES:
+                sheet.add(*exchange(runs, tuple(max(1, n // options.divide) for n in shape), dtype))
+        columns = ["layer", "Neighbor_alltoallw, us", "copies and two Sendrecvs, us", "host's time, us"]
+        title = f"Halos of a field of float64, {WORLD.size} ranks"
+        explained = text + "The outer layers of each field get the layers beside them."
+        with (
+            Sheet(comm, options, title, columns, text=explained) as sheet,
+            comm.Create_cart([WORLD.size], periods=[False]) as grid,
+        ):
+            for axis in (0, 1):
+                sheet.add(*halo(runs, grid, axis, HALO // options.divide))
 
 
 main()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from needed import cupy
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
+from result_file import Sheet, measuring_parser
 
 import mpicomm
 
@@ -212,27 +212,18 @@ def main() -> None:
     """Measure, and print the rows on rank 0."""
     parser = measuring_parser(__doc__)
     options = parser.parse_args()
+    text = (
+        "Rank 0 accesses the memory of rank 1, which takes part only in fences. Events time "
+        f"{REPEATS} calls, or {LAUNCHES} launches of a graph of {CAPTURED} calls. The time of the host is for "
+        f"{ISSUED} equal calls in a row. All times are medians of {ROUNDS} rounds."
+    )
     with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
         if comm.size != 2 or comm.device == "cpu":
             sys.exit("run it with 2 ranks on GPUs: mpirun -np 2 python -m mpi4py scripts/measuring/measure_windows.py")
-        rows = measure(comm)
-        where = hardware_of(comm)
-        if comm.rank != 0:
-            return
-        for call, where, us, beside, us_beside, _ in rows:
-            shown = f"   {beside}: {us_beside:.2f}" if beside else ""
-            sys.stdout.write(f"{call:34} {where:20} {us:10.2f}{shown}\n")
-        if options.json is not None:
-            text = (
-                "Rank 0 accesses the memory of rank 1, which takes part only in fences. Events time "
-                f"{REPEATS} calls, or {LAUNCHES} launches of a graph of {CAPTURED} calls. The time of the host is for "
-                f"{ISSUED} equal calls in a row. All times are medians of {ROUNDS} rounds."
-            )
-            title = "Windows between two GPUs"
-            add_tables(
-                options.json,
-                [Table("Mapped memory", title, where, COLUMNS, rows, text=text, command=command(2))],
-            )
+        title = "Windows between two GPUs"
+        with Sheet(comm, options, title, COLUMNS, digits=3, group="Mapped memory", text=text) as sheet:
+            for cells in measure(comm):
+                sheet.add(*cells)
 
 
 if __name__ == "__main__":

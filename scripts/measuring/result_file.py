@@ -43,6 +43,39 @@ class Table:
     """Of software that `mpicomm.cli.machine.versions` does not name."""
 
 
+class Sheet:
+    """A table whose rows rank 0 prints as they come, and adds to the file of ``options`` when the block ends.
+
+    ``comm`` is a Communicator, or a communicator of MPI if the rows are of the host. Creation is collective.
+    """
+
+    def __init__(
+        self, comm: Any, options: argparse.Namespace, title: str, columns: list[str], *, digits: int = 2, **more: Any
+    ) -> None:
+        where = hardware_of(comm) if hasattr(comm, "describe") else hardware([])
+        facts = {"group": "Calls", "command": command(comm.size), **more}
+        self.table = Table(title=title, hardware=where, columns=columns, rows=[], **facts)
+        self._path, self._digits, self._shows = options.json, digits, comm.rank == 0
+        self._print(columns)
+
+    def __enter__(self) -> Sheet:
+        return self
+
+    def __exit__(self, error: object, *rest: object) -> None:
+        if error is None and self._shows and self._path is not None:
+            add_tables(self._path, [self.table])
+
+    def add(self, *cells: Any) -> None:
+        """Add a row. Floats get the digits of the sheet."""
+        self.table.rows.append([round(cell, self._digits) if isinstance(cell, float) else cell for cell in cells])
+        self._print(self.table.rows[-1])
+
+    def _print(self, cells: Sequence[Any]) -> None:
+        if self._shows:
+            sys.stdout.write(" | ".join("-" if cell is None else str(cell) for cell in cells) + "\n")
+            sys.stdout.flush()
+
+
 def add_tables(path: Path, tables: Sequence[Table]) -> None:
     """Write tables into a file. If the file has a table already, the rows follow its rows.
 

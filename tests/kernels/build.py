@@ -25,6 +25,7 @@ from pathlib import Path
 from mpicomm import environment
 from mpicomm.kernels.variant import SHARED
 from tests.helpers.inputs.kernel_sources import HEADERS, SOURCES
+from tests.kernels.launchers import Server
 
 SIMULATION = Path(__file__).parent / "simulation"
 
@@ -117,6 +118,15 @@ class Builds:
 
         texts = [(SIMULATION / name).read_text() for name in (*_LANGUAGE, "block.cpp", "launcher.cpp", "launch.hpp")]
         return self._once("launcher", "", (_LAUNCHER, texts), build)
+
+    @cached_property
+    def server(self) -> Server:
+        """A process that runs kernels under ThreadSanitizer; `end` ends it."""
+        return Server(self.launcher)
+
+    def end(self) -> None:
+        if "server" in self.__dict__:
+            self.server.end()
 
     def kernel(
         self, source: Path, entry: str, options: Sequence[str] = (), *, changes: Sequence[Change] = ()

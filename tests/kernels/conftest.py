@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -21,9 +22,11 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
 
 
 @pytest.fixture(scope="session")
-def watched_builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
+def watched_builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
     """Builds for ThreadSanitizer."""
-    return _builds(tmp_path_factory, sanitize=True)
+    builds = _builds(tmp_path_factory, sanitize=True)
+    yield builds
+    builds.end()
 
 
 def _builds(tmp_path_factory: pytest.TempPathFactory, *, sanitize: bool) -> Builds:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
-import resource
-import selectors
 import signal
-import subprocess
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +20,7 @@ from mpicomm.devices.cuda.faults import FaultRecord
 from mpicomm.kernels.team import Faults, Team
 from mpicomm.kernels.variant import Variant
 from tests.kernels.build import Builds, Change, Kernel
+from tests.kernels.launchers import MOST_CPU_S, file_of, run_together
 
 Array = npt.NDArray[Any]
 
@@ -36,12 +33,8 @@ _RANK_NBYTES = 1 << 27
 _GAP = 64  # around each allocation, to see whether a kernel writes beside it
 _GAP_BYTE = 0xA5
 _HEADER_LINES = 3  # of a job of one rank, before its own
-_ADDR_NO_RANDOMIZE = 0x0040000  # of personality(2)
 _TICK_NS = 200_000  # of the time of kernels: see Clock in launch.hpp
 _AWAY = 2**64 - 1  # kAway
-_MOST_CPU_S = 300  # of a launcher, because a kernel that loops without a memory access stops the time of kernels
-_CURRENT = 0xFFFFFFFF
-_LIBC = ctypes.CDLL(None)
 
 
 CAUGHT = "|".join(
@@ -228,10 +221,19 @@ class Machine:
         self._clock = clock = self._new_clock(limit_s)
         jobs = [self._job(rank, clock, seed, jitter_us) for rank in range(self.size) if self._launches[rank]]
         if self.builds.sanitize:
-            header = [line for job in jobs[:1] for line in job.splitlines()[:_HEADER_LINES]]
-            jobs = ["\n".join([*header, *(line for job in jobs for line in job.splitlines()[_HEADER_LINES:])])]
+            header = jobs[0].splitlines()[:_HEADER_LINES] if jobs else []
+            job = "\n".join([*header, *(line for job in jobs for line in job.splitlines()[_HEADER_LINES:])])
+            fibers = sum(max(x.blocks for x in each) * max(x.threads for x in each) for each in self._launches if each)
+            results = [self.builds.server.run(job, fibers)]
+        else:
+            results = run_together(self.builds.launcher, jobs)
         self._launches = [[] for _ in range(self.size)]
-        self._run_jobs(jobs)
+        codes = [code for code, _ in results]
+        if any(codes):
+            ends = [said[-6000:] for _, said in results if said]
+            if -signal.SIGXCPU in codes:
+                ends.append(f"hang: not over after {MOST_CPU_S} s of a processor")
+            raise RunFailedError(f"exit codes {codes}:\n" + "\n".join(ends))
         # The records of all ranks: a rank may have learned that another one gives up, before it found the cause itself.
         faults = []
         for rank, place in enumerate(self._records):
@@ -272,7 +274,7 @@ class Machine:
 
     def _job(self, rank: int, clock: Place, seed: int, jitter_us: int) -> str:
         lines = [
-            f"memory {self._fd} {self.size * _RANK_NBYTES} {self._base(rank)}",
+            f"memory {file_of(self._fd)} {self.size * _RANK_NBYTES} {self._base(rank)}",
             f"clock {self.address(0, clock, rank)}",
             f"jitter {seed} {jitter_us}",
             f"rank {rank}",
@@ -281,64 +283,3 @@ class Machine:
             words = (each.nap_us, each.kernel.binary, each.kernel.entry, each.blocks, each.threads, *each.parameters)
             lines.append(f"launch {' '.join(map(str, words))}")
         return "\n".join(lines)
-
-    def _run_jobs(self, jobs: Sequence[str]) -> None:
-        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-            running: list[subprocess.Popen[bytes]] = []
-
-            def end() -> None:
-                for process in running:
-                    process.kill()
-
-            stack.callback(lambda: [process.communicate() for process in running])
-            stack.callback(end)
-            for job in jobs:
-                running.append(self._start(job))
-                selector.register(cast(IO[bytes], running[-1].stderr), selectors.EVENT_READ, running[-1])
-            said: dict[int, bytes] = {process.pid: b"" for process in running}
-            while selector.get_map():
-                for key, _ in selector.select():
-                    if text := os.read(key.fd, 1 << 16):
-                        said[key.data.pid] += text
-                        continue
-                    selector.unregister(key.fileobj)
-                    if key.data.wait():  # the others may wait for it for ever
-                        end()
-            codes = [process.wait() for process in running]
-        if any(codes):
-            texts = [text.decode(errors="replace")[-6000:] for text in said.values() if text]
-            if -signal.SIGXCPU in codes:
-                texts.append(f"hang: not over after {_MOST_CPU_S} s of a processor")
-            raise RunFailedError(f"exit codes {codes}:\n" + "\n".join(texts))
-
-    def _start(self, job: str) -> subprocess.Popen[bytes]:
-        with _fixed_addresses():
-            process = subprocess.Popen(
-                [str(self.builds.launcher)],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=[self._fd],
-                env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"},
-            )
-        resource.prlimit(process.pid, resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S + 1))
-        stdin = cast(IO[bytes], process.stdin)
-        stdin.write(job.encode())
-        stdin.close()
-        process.stdin = None
-        return process
-
-
-@contextlib.contextmanager
-def _fixed_addresses() -> Iterator[None]:
-    """Let programs that this thread starts have the same addresses in every run.
-
-    Many versions of Linux spread addresses widely (vm.mmap_rnd_bits, which only root may read). Then ThreadSanitizer
-    does not start, and a library may lie at the addresses of the ranks' memory. A container may forbid the call, which
-    then changes nothing.
-    """
-    before = _LIBC.personality(_CURRENT)
-    _LIBC.personality(before | _ADDR_NO_RANDOMIZE)
-    try:
-        yield
-    finally:
-        _LIBC.personality(before)

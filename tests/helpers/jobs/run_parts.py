@@ -36,7 +36,7 @@ OF_TWO = (
     *(
         f"{COLLECTIVES}/test_{name}.py"
         for name in (
-            *("chains", "derived_datatypes", "epilogues", "streams_and_graphs"),
+            *("chains", "datatypes", "epilogues", "streams_and_graphs"),
             *("collectives", "nonblocking_collectives", "random_collectives", "symmetric_collectives"),
         )
     ),
@@ -50,15 +50,15 @@ OF_FOUR = (
 WITH_OPEN_MPI = (
     *(
         f"tests/mpi/api/test_{name}.py"
-        for name in ("calls_by_mpi", "children", "communicator", "errors_of_mpi", "neighbors", "topologies")
+        for name in ("calls_by_mpi", "children", "communicator", "errors", "neighbors", "topologies")
     ),
-    *(f"{COLLECTIVES}/test_{name}.py" for name in ("derived_datatypes", "nonblocking_collectives", "own_ops")),
+    *(f"{COLLECTIVES}/test_{name}.py" for name in ("datatypes", "nonblocking_collectives", "own_ops")),
     *(
         f"tests/mpi/messages/test_{name}.py"
         for name in ("derived_messages", "mixed_messages", "persistent_messages", "point_to_point", "threads")
     ),
     *(f"tests/mpi/session/test_{name}.py" for name in ("late_ranks", "session", "setup_missing_ranks")),
-    "tests/mpi/domains/test_mpi_transports.py",
+    "tests/mpi/domains/test_transports.py",
     "tests/mpi/windows/test_host_types.py",
 )
 # PyTorch on one and three ranks differs from four in how data and ranks are divided, not in how groups begin and end.

@@ -1,35 +1,54 @@
-"""What `scripts/test` leaves to `scripts/test --all`: long sweeps. Controls of flags and fences are in none of them."""
+"""What `scripts/test` leaves to `scripts/test --all`: long sweeps, and most examples of Hypothesis.
+
+A flag or fence whose controls differ only in the algorithm around it keeps one of them.
+"""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 KERNELS, UNIT, MPI = "tests/kernels/", "tests/unit/", "tests/mpi/"
 QUICK_RUNS_EVERY = {
     # Registers, types and devices of kernels: NVRTC takes about a second for each.
-    f"{KERNELS}test_compiled.py::test_kernel_for_bandwidth_has_the_registers_it_needs": 6,
-    f"{KERNELS}test_compiled.py::test_kernels_with_epilogues_have_the_registers_they_need": 4,
-    f"{KERNELS}test_compiled.py::test_updates_of_every_type_compile": 6,
+    f"{KERNELS}test_compiled.py::test_kernel_for_bandwidth_has_the_registers_it_needs": 24,
+    f"{KERNELS}test_compiled.py::test_kernels_with_epilogues_have_the_registers_they_need": 8,
+    f"{KERNELS}test_compiled.py::test_updates_of_every_type_compile": 12,
     f"{KERNELS}test_compiled.py::test_the_largest_block_fits_on_every_gpu": 4,
     f"{KERNELS}test_compiled.py::test_public_header_compiles_in_kernels_of_a_user": 3,
     f"{KERNELS}test_compiled.py::test_expressions_compile": 4,
-    f"{UNIT}devices/cuda/test_compile.py::test_every_kernel_compiles": 2,
+    f"{UNIT}devices/cuda/test_compile.py::test_every_kernel_compiles": 4,
+    f"{UNIT}collectives/gpu/algorithms/test_arguments.py::test_host_and_kernel_agree_on_structures_and_constants": 4,
+    f"{UNIT}collectives/gpu/algorithms/test_arguments.py::test_host_and_kernel_agree_on_the_threads_of_a_block": 4,
     # Kernels on CPU threads: further numbers of ranks, types, sizes and seeds.
     f"{KERNELS}test_negative_controls.py::test_every_class_of_types": 5,
     f"{KERNELS}test_negative_controls.py::test_every_size_at_which_something_changes": 3,
+    f"{KERNELS}test_negative_controls.py::test_no_race": 2,
+    f"{KERNELS}test_negative_controls.py::test_thousands_of_chunks_across_the_end_of_32_bits": 0,
+    f"{KERNELS}test_accumulate.py::test_updates_of_several_ranks_are_atomic": 4,
     f"{KERNELS}test_chain.py::test_every_class_of_types": 2,
     f"{KERNELS}test_chain.py::test_every_size_at_which_something_changes_past_the_end_of_32_bits": 3,
     f"{KERNELS}test_coded_packets.py::test_results_have_the_bits_of_the_host": 4,
+    f"{KERNELS}test_counted.py::test_every_rank_gets_its_blocks_and_their_counts": 3,
+    f"{KERNELS}test_device_functions.py::test_messages_arrive": 5,
+    f"{KERNELS}test_device_functions.py::test_no_race": 2,
+    f"{KERNELS}test_device_functions.py::test_reduction_equals_numpys_in_rank_order": 5,
     f"{KERNELS}test_epilogues.py::test_conversions_in_the_kernel_that_reduces": 3,
     f"{KERNELS}test_epilogues.py::test_the_kernel_after_the_reduction": 2,
     f"{KERNELS}test_epilogues.py::test_in_the_kernel_that_reduces": 2,
     f"{KERNELS}test_experts.py::test_random_routings": 4,
     f"{KERNELS}test_experts.py::test_no_race": 0,
+    f"{KERNELS}test_filled_calls.py::test_filled_calls_with_any_number_of_rows": 3,
+    f"{KERNELS}test_norms.py::test_a_thread_that_gives_up_in_a_row_leaves_with_its_group": 2,
+    f"{KERNELS}test_norms.py::test_fences_that_come_too_late_for_rows_are_found": 2,
+    f"{KERNELS}test_norms.py::test_no_race": 2,
+    f"{KERNELS}test_norms.py::test_no_race_of_scales": 2,
     f"{KERNELS}test_norms.py::test_rows_are_normalised": 3,
     f"{KERNELS}test_norms.py::test_slots_are_used_again": 4,
     f"{KERNELS}test_norms.py::test_what_is_put_back_may_arrive_as_late_as_the_next_fence": 2,
     f"{KERNELS}test_packets.py::test_every_size_at_which_something_changes": 2,
     f"{KERNELS}test_packets.py::test_hundreds_of_launches_while_numbers_begin_again": 4,
+    f"{KERNELS}test_packets.py::test_no_race": 2,
     f"{KERNELS}test_packets.py::test_no_race_between_ranks_that_send_unevenly": 0,
     f"{KERNELS}test_packets.py::test_one_rank_sends_more_than_the_other": 3,
     f"{KERNELS}test_packets.py::test_types_of_every_width": 4,
@@ -43,10 +62,18 @@ QUICK_RUNS_EVERY = {
     f"{MPI}collectives/test_collectives.py::test_every_reduction_of_every_type": 3,
     f"{MPI}domains/test_collectives.py::test_movements": 4,
     f"{MPI}domains/test_collectives.py::test_reductions": 5,
+    f"{MPI}messages/test_any_mixture.py::test_any_buffer_is_received_into_any_buffer": 4,
     f"{MPI}messages/test_derived_messages.py::test_kernels_pack_and_unpack": 4,
     f"{MPI}symmetric/test_array.py::test_dtype_and_every_shape": 3,
+    # One process: further orders of streams, forms and shapes; what mypy says of the documents' programs, all links.
+    f"{UNIT}collectives/gpu/algorithms/test_copies.py::test_calls_in_any_order_of_streams": 4,
+    f"{UNIT}collectives/gpu/test_forms.py::test_a_filled_call_is_launched_as_if_it_had_been_read": 3,
+    f"{UNIT}collectives/test_packed.py::test_ranks_with_gaps_meet_ranks_without": 3,
+    f"{UNIT}documents/test_programs.py::test_a_type_checker_accepts_all_programs": 0,
+    f"{UNIT}scripts/test_site.py::test_every_link_leads_to_a_page_or_a_file_and_to_its_anchor": 0,
     # Jobs of ranks: further ends of programs, planted faults and numbers of ranks.
     f"{UNIT}helpers/test_peer_death.py::test_survivors_of_any_death_learn_it_in_time_and_go_on": 2,
+    f"{UNIT}scripts/test_recorded_results.py::test_one_file_of_measured_memory_has_several_tables": 0,
     f"{UNIT}scripts/test_recorded_results.py::test_rows_of_long_runs_share_a_table": 0,
     f"{UNIT}scripts/test_soak.py::test_nothing_is_wrong_and_nothing_grows": 0,
     f"{UNIT}test_examples.py::test_a_picture_without_matplotlib_is_refused": 5,
@@ -56,6 +83,10 @@ QUICK_RUNS_EVERY = {
     f"{UNIT}test_ring_command.py::test_all_is_well": 2,
 }
 """Of the parameters of a test the quick run takes the last one of so many; of a test with 0 it takes none."""
+
+
+EXAMPLES, FEWEST_EXAMPLES = 4, 10
+"""The quick run draws every fourth example of Hypothesis, and no fewer than so many."""
 
 
 def mark_sweeps(items: list[pytest.Item]) -> None:
@@ -69,3 +100,13 @@ def mark_sweeps(items: list[pytest.Item]) -> None:
         seen[test] = seen.get(test, 0) + 1
         if every == 0 or seen[test] % every:
             item.add_marker(pytest.mark.sweep)
+
+
+def draw_few_examples(items: list[pytest.Item]) -> None:
+    """Let tests of Hypothesis draw as many examples as the quick run does."""
+    for test in {getattr(item, "function", None) for item in items}:
+        # Hypothesis has no public way to change the settings of a test. Without this one all examples are drawn.
+        given = getattr(test, "_hypothesis_internal_use_settings", None)
+        if given is not None:
+            fewer = min(given.max_examples, max(FEWEST_EXAMPLES, given.max_examples // EXAMPLES))
+            setattr(test, "_hypothesis_internal_use_settings", settings(given, max_examples=fewer))  # noqa: B010

@@ -24,7 +24,6 @@
 extern "C" {
 __attribute__((weak)) void* __tsan_create_fiber(unsigned);
 __attribute__((weak)) void* __tsan_get_current_fiber();
-__attribute__((weak)) void __tsan_destroy_fiber(void*);
 __attribute__((weak)) void __tsan_switch_to_fiber(void*, unsigned);
 __attribute__((weak)) void __tsan_acquire(void*);
 __attribute__((weak)) void __tsan_release(void*);
@@ -86,6 +85,22 @@ void sleep_us(unsigned us) {
   nanosleep(&time, nullptr);
 }
 
+namespace {
+
+std::vector<void*> made;  // fibers of ThreadSanitizer; they end with the process
+std::atomic<size_t> taken{0};
+
+void* tsan_fiber() {
+  const size_t number = taken++;
+  return number < made.size() ? made[number] : __tsan_create_fiber(0);
+}
+
+}  // namespace
+
+void make_fibers(size_t count) {
+  while (__tsan_create_fiber && made.size() < count) made.push_back(__tsan_create_fiber(0));
+}
+
 struct Fiber {
   Place place;
   bool at_block_barrier;
@@ -120,12 +135,7 @@ Block::Block(unsigned rank, unsigned index, unsigned most_threads, char* launche
   stacks_ = static_cast<char*>(memory) + kGuardNbytes;
 }
 
-Block::~Block() {
-  for (Fiber& fiber : fibers_) {
-    if (fiber.tsan) __tsan_destroy_fiber(fiber.tsan);
-  }
-  munmap(stacks_ - kGuardNbytes, kGuardNbytes + fibers_.size() * kStackNbytes);
-}
+Block::~Block() { munmap(stacks_ - kGuardNbytes, kGuardNbytes + fibers_.size() * kStackNbytes); }
 
 void Block::run(const Launch& launch) {
   if (index >= launch.blocks) {
@@ -156,7 +166,7 @@ void Block::run(const Launch& launch) {
 void Block::prepare(unsigned thread) {
   const Launch& launch = *launch_;
   Fiber& fiber = fibers_[thread];
-  if (__tsan_create_fiber && !fiber.tsan) fiber.tsan = __tsan_create_fiber(0);
+  if (__tsan_create_fiber && !fiber.tsan) fiber.tsan = tsan_fiber();
   fiber.place = {{thread, 0, 0}, {index, 0, 0}, {launch.threads, 1, 1}, {launch.blocks, 1, 1}};
   warps_[thread / kWarp].live |= 1u << thread % kWarp;
   // switch_stacks pops registers, whose values mean nothing here, and the address of the fiber's next instruction. A

@@ -23,6 +23,9 @@ struct Jitter {
 
 void sleep_us(unsigned us);
 
+// Makes fibers of ThreadSanitizer for the blocks of this process and of its children, until there are so many.
+void make_fibers(size_t count);
+
 // The time of the kernels of all ranks, in memory that they share (machine.py has this layout). A tick is over when each
 // block at work has had a turn, in which each of its threads has come to a memory access. A block that waits for another
 // one polls once a turn. Hence a rank that gets no processor stops the time of all ranks, as one that sleeps does, and a

@@ -1,18 +1,27 @@
 // Runs kernels on threads of the CPU. The job comes on the standard input, in lines of these kinds:
 //
-// memory FD NBYTES ADDRESS   map this descriptor at this address
+// memory FILE NBYTES ADDRESS map this file at this address
+// errors FILE                the standard error output
 // clock ADDRESS              the Clock lies there
 // jitter SEED US             see Jitter
 // rank NUMBER                the next launches are of this rank, one after the other; ranks run at once
 // launch NAP_US LIBRARY ENTRY BLOCKS THREADS ADDRESSES...   ADDRESSES are those of the kernel's parameters
 //
 // Exits with 0 when all kernels are over.
+//
+// `launcher serve` carries out a job after the other, each in a process of its own. A line `job FIBERS LINES` comes before
+// each, and the answer is the status of its process, as of waitpid. ThreadSanitizer takes a millisecond for each fiber,
+// because it writes to 2 MiB. Processes of the server get them from it.
 
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <barrier>
@@ -37,8 +46,15 @@ struct Rank {
   exit(2);
 }
 
-void map(int fd, size_t nbytes, size_t address) {
+int open_file(const std::string& file) {
+  const int fd = open(file.c_str(), O_RDWR);
+  if (fd < 0) fail(file + " cannot be opened");
+  return fd;
+}
+
+void map(const std::string& file, size_t nbytes, size_t address) {
   void* const wanted = reinterpret_cast<void*>(address);
+  const int fd = open_file(file);
   if (mmap(wanted, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED_NOREPLACE, fd, 0) != wanted) {
     fail("the memory cannot be mapped where it has to be");
   }
@@ -93,21 +109,23 @@ void run_blocks(std::list<Rank>& ranks, const cpu::Jitter& jitter, cpu::Clock& c
   for (std::thread& thread : threads) thread.join();
 }
 
-}  // namespace
-
-int main() {
+void carry_out(std::istream& job) {
   std::list<Rank> ranks;
   cpu::Jitter jitter{};
   cpu::Clock* clock = nullptr;
-  for (std::string line; std::getline(std::cin, line);) {
+  for (std::string line; std::getline(job, line);) {
     std::istringstream words(line);
     std::string what;
     words >> what;
     if (what == "memory") {
-      int fd;
+      std::string file;
       size_t nbytes, address;
-      words >> fd >> nbytes >> address;
-      map(fd, nbytes, address);
+      words >> file >> nbytes >> address;
+      map(file, nbytes, address);
+    } else if (what == "errors") {
+      std::string file;
+      words >> file;
+      dup2(open_file(file), STDERR_FILENO);
     } else if (what == "clock") {
       size_t address;
       words >> address;
@@ -124,5 +142,33 @@ int main() {
   }
   if (!clock) fail("there is no clock");
   run_blocks(ranks, jitter, *clock);
+}
+
+[[noreturn]] void serve() {
+  for (std::string word; std::cin >> word;) {
+    unsigned fibers, lines;
+    std::cin >> fibers >> lines >> std::ws;
+    std::stringstream job;
+    for (std::string line; lines > 0 && std::getline(std::cin, line); --lines) job << line << "\n";
+    cpu::make_fibers(fibers);
+    // ThreadSanitizer watches no more after fork() where there are fibers, which it takes for threads.
+    const pid_t process = _Fork();
+    if (process == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      carry_out(job);
+      _exit(0);
+    }
+    int status = -1;
+    if (process < 0 || waitpid(process, &status, 0) != process) fail("no process for a job");
+    std::cout << status << std::endl;
+  }
+  exit(0);
+}
+
+}  // namespace
+
+int main(int arguments, char**) {
+  if (arguments > 1) serve();
+  carry_out(std::cin);
   return 0;
 }

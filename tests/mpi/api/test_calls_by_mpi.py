@@ -163,13 +163,6 @@ def test_matched_messages_refuse_device_arrays(way: str) -> None:
         assert comm.Improbe() is None
 
 
-def test_a_device_array_is_refused_on_a_communicator_made_from_another(comm_world: MPI.Intracomm) -> None:
-    with communicator("cpu") as comm, comm.Dup() as child:
-        if comm_world.rank == 0:  # alone: the call must not wait for a set-up of all ranks
-            with pytest.raises(InvalidUsageError, match="the communicator is on the cpu"):
-                child.Send(FakeDeviceArray(np.ones(4)), MPI.PROC_NULL)
-
-
 def test_a_wrapped_communicator_takes_objects_without_a_buffer() -> None:
     with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
         for wrapped in (comm, comm.Create_cart([1])):

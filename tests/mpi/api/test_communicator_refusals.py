@@ -28,6 +28,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"timeout_s": math.inf}, "timeout_s=inf: use a positive number"),
     ({"timeout_s": 1e12}, "timeout_s=.*: use a positive number of seconds, .* at most"),
     ({"timeout_s": "soon"}, "timeout_s='soon': use a positive number"),
+    ({"reductions": "fast"}, "reductions='fast': use auto"),
+    *(({"leaves": bad}, f"leaves={bad}: pass a power of two from 1 to 1024") for bad in (0, 3, 2048, 4.0)),
 ]
 GOOD_ARGUMENTS: dict[str, Any] = {"device": "cpu", "timeout_s": 20}
 
@@ -75,6 +77,7 @@ def test_bad_environment_of_one_rank_is_refused_by_all(
     [
         ({"handle": "fd"}, {"handle": "ipc"}),
         ({"timeout_s": 20}, {"timeout_s": 21}),
+        ({"leaves": 16}, {"leaves": 8}),
         ({"device": "auto"}, {"device": "cpu"}),
         ({"device": "cpu"}, {"device": 0}),
     ],

@@ -108,26 +108,43 @@ def test_lists_of_neighbours_that_do_not_match_are_refused(comm: mpicomm.Communi
     made.Free()
 
 
-BAD_NEIGHBOURS: list[tuple[dict[str, Any], str]] = [
-    *(({"sources": [bad]}, f"sources[0]={bad} is no rank of the communicator: use 0 to ") for bad in (77, -7)),
-    ({"destinations": [0, 77]}, "destinations[1]=77 is no rank of the communicator: use 0 to "),
-    ({"sources": ["a"]}, "sources=['a'] is no list of integers: pass one"),
-    ({"sourceweights": [1, 2]}, "sourceweights has 2 items: pass 1"),
-    ({"destweights": 2.5}, "'float' object is not iterable"),
-    ({"destweights": []}, "destweights has 0 items: pass 1"),
+ADJACENT, ANYWHERE = "Create_dist_graph_adjacent", "Create_dist_graph"
+NO_RANK = "is no rank of the communicator: use 0 to "
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    (ADJACENT, {"sources": [77]}, f"sources[0]=77 {NO_RANK}"),
+    (ADJACENT, {"sources": [-7]}, f"sources[0]=-7 {NO_RANK}"),
+    (ADJACENT, {"destinations": [0, 77]}, f"destinations[1]=77 {NO_RANK}"),
+    (ADJACENT, {"sources": ["a"]}, "sources=['a'] is no list of integers: pass one"),
+    (ADJACENT, {"sourceweights": [1, 2]}, "sourceweights has 2 items: pass 1"),
+    (ADJACENT, {"destweights": 2.5}, "'float' object is not iterable"),
+    (ADJACENT, {"destweights": []}, "destweights has 0 items: pass 1"),
+    (ANYWHERE, {"destinations": [99]}, f"destinations[0]=99 {NO_RANK}"),
+    (ANYWHERE, {"destinations": [MPI.PROC_NULL]}, f"destinations[0]={MPI.PROC_NULL} {NO_RANK}"),
+    (ANYWHERE, {"sources": [-7]}, f"sources[0]=-7 {NO_RANK}"),
+    (ANYWHERE, {"degrees": [1, 1], "destinations": [0, 0]}, "degrees has 2 items: pass 1"),
+    (
+        ANYWHERE,
+        {"sources": [0, 0], "degrees": [3, -1], "destinations": [0, 0]},
+        "degrees=[3, -1] has a negative number: pass 0 or more",
+    ),
+    (ANYWHERE, {"degrees": [2]}, "destinations has 1 items: pass 2"),
+    (ANYWHERE, {"weights": [1, 2]}, "weights has 2 items: pass 1"),
 ]
+"""Lists of a call that are bad on one rank, and its error."""
 
 
-@pytest.mark.parametrize(("bad", "text"), BAD_NEIGHBOURS)
-def test_bad_neighbours_of_one_rank_are_every_ranks_error(
-    host_comm: mpicomm.Communicator, bad: dict[str, Any], text: str
+@pytest.mark.parametrize(("call", "bad", "text"), BAD)
+def test_a_bad_list_of_one_rank_is_every_ranks_error(
+    host_comm: mpicomm.Communicator, call: str, bad: dict[str, Any], text: str
 ) -> None:
     left, right = ring(host_comm)
+    good: dict[str, Any] = {"sources": [left], "destinations": [right]}
+    if call == ANYWHERE:
+        good = {"sources": [host_comm.rank], "degrees": [1], "destinations": [0]}
     for culprit in range(host_comm.size):
-        given = {"sources": [left], "destinations": [right], **(bad if host_comm.rank == culprit else {})}
-        said = f"^Create_dist_graph_adjacent: rank {culprit}: {re.escape(text)}"
+        said = f"^{call}: rank {culprit}: {re.escape(text)}"
         with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=said) as raised:
-            host_comm.Create_dist_graph_adjacent(**given)
+            getattr(host_comm, call)(**{**good, **(bad if host_comm.rank == culprit else {})})
         assert raised.value.ranks == (culprit,)
 
 
@@ -142,26 +159,6 @@ def test_a_neighbour_may_be_none(host_comm: mpicomm.Communicator) -> None:
     graph.Neighbor_alltoall(np.array([5.0, 6.0]), got)
     np.testing.assert_array_equal(got, [0, 6])
     graph.Free()
-
-
-@pytest.mark.parametrize(
-    ("bad", "text"),
-    [
-        (([0], [1], [99]), "destinations[0]=99 is no rank of the communicator: use 0 to "),
-        (([0], [1], [MPI.PROC_NULL]), f"destinations[0]={MPI.PROC_NULL} is no rank of the communicator: use 0 to "),
-        (([-7], [1], [0]), "sources[0]=-7 is no rank of the communicator: use 0 to "),
-        (([0], [1, 1], [0, 0]), "degrees has 2 items: pass 1"),
-        (([0, 0], [3, -1], [0, 0]), "degrees=[3, -1] has a negative number: pass 0 or more"),
-        (([0], [2], [0]), "destinations has 1 items: pass 2"),
-        (([0], [1], [0], [1, 2]), "weights has 2 items: pass 1"),
-    ],
-)
-def test_bad_edges_of_one_rank_are_every_ranks_error(host_comm: mpicomm.Communicator, bad: Any, text: str) -> None:
-    for culprit in range(host_comm.size):
-        given = bad if host_comm.rank == culprit else ([host_comm.rank], [1], [0])
-        said = f"^Create_dist_graph: rank {culprit}: {re.escape(text)}"
-        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=said):
-            host_comm.Create_dist_graph(*given)
 
 
 @pytest.mark.parametrize(

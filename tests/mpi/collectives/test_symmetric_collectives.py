@@ -201,12 +201,3 @@ def test_ring_of_other_types(comm: mpicomm.Communicator, xp: Any, name: str) -> 
         comm.Allreduce(on_device(xp, parts[comm.rank]), output, algorithm="ring")
         comm.check()
         assert to_host(output).tolist() == reduced("sum", parts).tolist()
-
-
-def test_ring_cannot_average(comm: mpicomm.Communicator, xp: Any) -> None:
-    array = xp.ones(5, FLOAT32)
-    with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match="ring cannot average"):
-        comm.Allreduce(MPI.IN_PLACE, array, mpicomm.AVG, algorithm="ring")
-    comm.Allreduce(MPI.IN_PLACE, array)
-    comm.check()
-    assert to_host(array).tolist() == [comm.size] * 5

@@ -58,6 +58,8 @@ WAYS = (*SENDS, "Recv", "Waitall", "Mprobe", "Sendrecv", "Isendrecv")
 @pytest.mark.parametrize("on_host", ["nothing", "sender", "receiver"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_message_goes_to_the_next_rank(comm: mpicomm.Communicator, xp: Any, way: str, on_host: str) -> None:
+    if xp is np and on_host != "nothing":
+        pytest.skip("all arrays lie on the host")
     senders, receivers = (rings(comm, np if side == on_host else xp) for side in ("sender", "receiver"))
     # For all buffered messages: they may be received late.
     with room_for_buffered_sends(comm, sum(SIZES) * 4 + (1 << 20)):

@@ -228,18 +228,6 @@ def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_w
                 assert time.monotonic() - start < timeout_s + stretched(1.0)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_rank_that_never_comes_to_create_a_communicator_is_named(comm_world: MPI.Intracomm) -> None:
-    for culprit in EVERY_RANK:
-        parent = comm_world.Dup()
-        with without(culprit) as others:
-            if others:
-                text = f"Communicator: rank {culprit} did not arrive within {patience_s('cpu'):g} s"
-                with raises_everywhere(others, CollectiveTimeoutError, match=text) as excinfo:
-                    mpicomm.Communicator(parent, device="cpu", timeout_s=patience_s("cpu"))
-                assert excinfo.value.ranks == (culprit,)
-
-
 @pytest.mark.mpi(min_size=3)
 def test_all_ranks_that_never_come_are_named_by_the_first_rank(comm_world: MPI.Intracomm) -> None:
     parent = comm_world.Dup()
@@ -272,15 +260,3 @@ def test_rank_that_comes_late_to_create_a_communicator_raises_too_and_the_parent
         receive.Wait()
         assert anything[0] == 1
         parent.Free()
-
-
-def test_rank_that_never_comes_to_the_set_up_of_a_split_communicator_is_named(comm_world: MPI.Intracomm) -> None:
-    for culprit in FIRST_AND_LAST:
-        with mpicomm.Communicator(comm_world, device="cpu", timeout_s=patience_s("cpu")) as impatient:
-            part = impatient.Split()
-            assert isinstance(part, mpicomm.Communicator)
-            with without(culprit) as others:
-                if others:
-                    text = f"^zeros: rank {culprit} did not arrive within {patience_s('cpu'):g} s"
-                    with raises_everywhere(others, CollectiveTimeoutError, match=text):
-                        part.zeros(3)

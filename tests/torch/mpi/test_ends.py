@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm
+import mpicomm.torch
+from mpicomm import CollectiveTimeoutError, MpicommError
 from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
 from tests.helpers.jobs.pace import stretched
 
@@ -18,19 +25,6 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.host_alone]
 
 def _is_last(group: dist.ProcessGroup) -> bool:
     return bool(dist.get_rank(group) == dist.get_world_size(group) - 1)
-
-
-def test_a_rank_that_does_not_come_makes_a_runtime_error(world: dist.ProcessGroup) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    if not _is_last(group):
-        with pytest.raises(RuntimeError, match="barrier: the timeout is over") as caught:
-            dist.barrier(group)
-        assert isinstance(caught.value, mpicomm.CollectiveTimeoutError)
-        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-        with pytest.raises(RuntimeError):
-            work.wait()
-    dist.barrier()
-    dist.destroy_process_group(group)
 
 
 REFUSED_BY_OLD_PYTORCH = pytest.mark.skipif(
@@ -127,3 +121,120 @@ def test_a_callback_may_destroy_the_group(world: dist.ProcessGroup, is_late: boo
     with pytest.raises(mpicomm.InvalidUsageError, match="was destroyed"):
         group.barrier()
     dist.barrier()
+
+
+TIMEOUT_S = 1.0
+SLACK_S = 1.0
+CALLS: dict[str, Callable[[dist.ProcessGroup], object]] = {
+    "all_reduce_of_many": lambda group: dist.all_reduce(torch.ones(500_000), group=group),
+    "broadcast": lambda group: dist.broadcast(torch.ones(4), group_src=dist.get_world_size() - 1, group=group),
+    "all_to_all_single": lambda group: dist.all_to_all_single(
+        torch.ones(dist.get_world_size()), torch.ones(dist.get_world_size()), group=group
+    ),
+    "barrier": lambda group: dist.barrier(group),
+    "wait": lambda group: dist.all_reduce(torch.ones(4), group=group, async_op=True).wait(),
+    "future": lambda group: dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future().wait(),
+    "all_gather_object": lambda group: dist.all_gather_object([None] * dist.get_world_size(), "x", group=group),
+}
+
+
+@pytest.fixture
+def group(world: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """A group whose calls end early. All ranks destroy it together, also after a test that fails on one of them."""
+    made = impatient()
+    yield made
+    MPI.COMM_WORLD.Barrier()
+    dist.destroy_process_group(made)
+    dist.barrier()
+
+
+def impatient() -> dist.ProcessGroup:
+    return dist.new_group(timeout=timedelta(seconds=stretched(TIMEOUT_S)))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_never_calls_is_named_in_time(group: dist.ProcessGroup, name: str) -> None:
+    culprit = dist.get_world_size() - 1
+    if dist.get_rank() != culprit:
+        start = time.monotonic()
+        # A future passes on only the text of an error.
+        expected = RuntimeError if name == "future" else CollectiveTimeoutError
+        with pytest.raises(
+            expected, match=f"rank {culprit} did not arrive within {stretched(TIMEOUT_S):g} s"
+        ) as raised:
+            CALLS[name](group)
+        assert time.monotonic() - start < stretched(TIMEOUT_S + SLACK_S)
+        if name != "future":
+            assert isinstance(raised.value, CollectiveTimeoutError)
+            assert raised.value.ranks == (culprit,)
+
+
+def test_a_rank_that_does_not_make_a_group_is_named(world: dist.ProcessGroup) -> None:
+    culprit = dist.get_world_size() - 1
+    if dist.get_rank() == culprit:
+        time.sleep(stretched(TIMEOUT_S + SLACK_S))
+    with pytest.raises(RuntimeError, match=f"Rank {culprit} failed to pass new_group in {stretched(TIMEOUT_S):g} s"):
+        impatient()
+    dist.destroy_process_group(dist.new_group())
+
+
+def test_a_work_has_the_error(group: dist.ProcessGroup) -> None:
+    culprit = dist.get_world_size() - 1
+    if dist.get_rank() != culprit:
+        work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+        assert work is not None
+        assert work.get_future_result().wait() == int(torch._C._distributed_c10d.WorkResult.TIMEOUT)
+        assert isinstance(work.exception(), CollectiveTimeoutError)
+        with pytest.raises(CollectiveTimeoutError, match=f"unusable since an earlier .*rank {culprit} did not arrive"):
+            dist.all_reduce(torch.ones(4), group=group)
+
+
+@pytest.mark.parametrize("hook", [None, mpicomm.torch.allreduce_hook])
+def test_a_step_of_data_parallel_training_raises(group: dist.ProcessGroup, hook: Any) -> None:
+    culprit = dist.get_world_size() - 1
+    model = DistributedDataParallel(nn.Linear(5, 5), process_group=group)
+    if hook:
+        model.register_comm_hook(group, hook)
+    if dist.get_rank() != culprit:
+        with pytest.raises(RuntimeError, match=f"rank {culprit} did not arrive within {stretched(TIMEOUT_S):g} s"):
+            model(torch.ones(2, 5)).sum().backward()
+
+
+def test_a_message_that_never_comes_times_out(group: dist.ProcessGroup) -> None:
+    start = time.monotonic()
+    text = f"recv from rank 1 has not ended within {stretched(TIMEOUT_S):g} s"
+    try:
+        if dist.get_rank() == 0:
+            with pytest.raises(CollectiveTimeoutError, match=text):
+                dist.recv(torch.ones(4), group_src=1, group=group)
+            assert time.monotonic() - start < stretched(TIMEOUT_S + SLACK_S)
+    finally:
+        MPI.COMM_WORLD.Barrier()
+    if dist.get_rank() == 1:
+        dist.send(torch.ones(4), group_dst=0, group=group)
+
+
+def test_a_rank_that_does_not_destroy_the_group_keeps_no_other(
+    world: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = impatient()
+    dist.all_reduce(torch.ones(4), group=group)
+    try:
+        if dist.get_rank():
+            start = time.monotonic()
+            dist.destroy_process_group(group)
+            assert time.monotonic() - start < stretched(TIMEOUT_S + SLACK_S)
+    finally:
+        MPI.COMM_WORLD.Barrier()
+        if dist.get_rank() == 0:
+            dist.destroy_process_group(group)
+    assert "a process group is not freed on all ranks" in caplog.text
+    dist.barrier()
+
+
+def test_ranks_that_call_different_things_learn_it(group: dist.ProcessGroup) -> None:
+    with pytest.raises(MpicommError, match=r"Allreduce.*Bcast|Bcast.*Allreduce|did not arrive within"):
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(70_000), group=group)
+        else:
+            dist.broadcast(torch.ones(70_000), 0, group=group)

@@ -1,10 +1,11 @@
-"""Messages and functional collectives."""
+"""Messages and functional collectives, also compiled."""
 
 from __future__ import annotations
 
 import gc
 import threading
 from datetime import timedelta
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -172,3 +173,28 @@ def test_the_future_of_messages_ends_with_the_timeout_of_the_group(world: dist.P
             dist.send(case.own(3), group_dst=0, group=group)
     dist.barrier()
     dist.destroy_process_group(group)
+
+
+def require_compiled(world: dist.ProcessGroup, backend: str) -> None:
+    case = Case(world)
+    name = world.group_name
+
+    def calculate(given: torch.Tensor) -> torch.Tensor:
+        total = functional.all_reduce(2 * given, "sum", name)
+        whole = functional.all_gather_tensor(total + 1, 0, name)
+        return functional.reduce_scatter_tensor(whole - 1, "max", 0, name)
+
+    compiled = torch.compile(calculate, backend=backend, fullgraph=True)
+    for salt in range(3):
+        expected = 2 * reduced(case.all(6, 5, salt=salt), Op.SUM)
+        require_same([compiled(case.own(6, 5, salt=salt))], [expected])
+
+
+def test_compiled_functional_collectives(world: dist.ProcessGroup) -> None:
+    require_compiled(world, "aot_eager")
+
+
+@pytest.mark.gpu_alone
+@pytest.mark.skipif(not find_spec("triton"), reason="PyTorch compiles for GPUs with Triton")
+def test_functional_collectives_beside_compiled_kernels(world: dist.ProcessGroup) -> None:
+    require_compiled(world, "inductor")

@@ -15,7 +15,6 @@ from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.errors import InvalidUsageError
-from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs import patterns
 from tests.helpers.rigs.host_engines import CALL, FLOAT32, SMALL, engine_of, meet, span
@@ -74,41 +73,6 @@ def test_messages_beyond_any_pattern(comm_world: MPI.Intracomm, engine: HostEngi
     if rank == 0:
         assert set(kept.tolist()) == {size}
         assert set(out.tolist()) == {sum(range(2, size))}
-
-
-def test_real_slots(comm_world: MPI.Intracomm) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    private = comm_world.Dup()
-    node = Group(private, range(size), 20.0)
-    call_log = CallLog(node)
-    engine = HostEngine(node, call_log)
-    count = 3_000_001
-    parts = [np.random.default_rng(peer).integers(0, 1000, count).astype(np.int32) for peer in range(size)]
-    out = np.zeros(count, np.int32)
-    steps = patterns.allreduce(rank, size, out.dtype, span(parts[rank]), span(out), "sum", piece_nbytes=size << 20)
-    engine.run(steps, CALL)
-    np.testing.assert_array_equal(out, np.sum(parts, 0, dtype=np.int32))
-    for part in (engine, call_log):
-        part.close_peers()
-        comm_world.Barrier()
-        part.close_own()
-    private.Free()
-
-
-def test_closing_gives_everything_back(comm_world: MPI.Intracomm) -> None:
-    with engine_of(comm_world):
-        pass  # descriptors that MPI opens at first
-    comm_world.Barrier()
-    with nothing_leaks():
-        with engine_of(comm_world) as (engine, call_log, _):
-            a = np.ones(3000, np.float32)
-            at = (comm_world.rank, comm_world.size, FLOAT32)
-            engine.run(patterns.allreduce(*at, span(a), span(a), "sum"), CALL)
-        with pytest.raises(InvalidUsageError, match="Test: the communicator was freed"):
-            engine.run([], CALL)
-        with pytest.raises(InvalidUsageError, match="freed"):
-            call_log.post("x")
-        assert engine.broken is None
 
 
 def test_ranks_must_ask_for_the_same_slots(comm_world: MPI.Intracomm) -> None:

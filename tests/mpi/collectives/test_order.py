@@ -1,8 +1,9 @@
-"""Sums with order="tree": the same bits however many ranks hold the leaves."""
+"""Reductions in a promised order: order="tree" of any number of ranks, and communicators with reductions="ordered"."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -170,18 +171,50 @@ def test_ranks_with_different_orders_are_told(device: str) -> None:
     comm.Free()
 
 
-@pytest.mark.parametrize("leaves", [0, 3, 2048, 4.0])
-def test_leaves_are_a_power_of_two(comm_world: MPI.Intracomm, leaves: Any) -> None:
-    with raises_everywhere(comm_world, InvalidUsageError, match=f"leaves={leaves}: pass a power of two from 1 to 1024"):
-        mpicomm.Communicator(comm_world, device="cpu", leaves=leaves)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_name_the_same_leaves(comm_world: MPI.Intracomm) -> None:
-    with raises_everywhere(comm_world, InvalidUsageError, match="leaves"):
-        mpicomm.Communicator(comm_world, device="cpu", leaves=8 if comm_world.rank else 16)
-
-
 def test_children_have_the_leaves() -> None:
     with mpicomm.Communicator(WORLD, device="cpu", leaves=16) as comm, comm.Dup() as child:
         assert child.leaves == 16
+
+
+@pytest.fixture(params=["argument", "environment", "child"])
+def ordered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[mpicomm.Communicator]:
+    how: dict[str, Any] = {} if request.param == "environment" else {"reductions": "ordered"}
+    if request.param == "environment":
+        monkeypatch.setenv("MPICOMM_REDUCTIONS", "ordered")
+    with mpicomm.Communicator(MPI.COMM_WORLD, device="cpu", **how) as comm:
+        assert comm.describe().reductions == "ordered"
+        if request.param != "child":
+            yield comm
+            return
+        with comm.Dup() as child:
+            yield child
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_all_ranks_have_the_bits_of_rank_order(ordered: mpicomm.Communicator, op: str) -> None:
+    size, rank, mpi_op = ordered.size, ordered.rank, getattr(MPI, op.upper())
+    for count in (1, 5, 1000):
+        parts = [np.random.default_rng(peer).standard_normal(count) * 10.0**peer for peer in range(size)]
+        for peer, part in enumerate(parts):
+            part[peer::size] = np.nan if op != "sum" else 1e-17
+        for method in ("Allreduce", "Reduce", "Scan"):
+            expected = reduced(op, parts[: rank + 1] if method == "Scan" else parts)
+            for form in OPERATIONS[method].methods:
+                received = np.zeros(count)
+                request = getattr(ordered, form)(parts[rank], received, mpi_op)
+                if form.endswith("_init"):
+                    request.Start()
+                if request is not None:
+                    request.Wait()
+                if method != "Reduce" or rank == 0:
+                    require_same(received, expected)
+                if form.endswith("_init"):
+                    request.Free()
+
+
+def test_what_only_mpi_has_goes_to_mpi(ordered: mpicomm.Communicator) -> None:
+    pair = np.zeros(1, np.dtype([("value", "f8"), ("rank", "i4")], align=True))
+    pair["value"], pair["rank"] = ordered.rank, ordered.rank
+    found = np.zeros_like(pair)
+    ordered.Allreduce([pair, 1, MPI.DOUBLE_INT], [found, 1, MPI.DOUBLE_INT], MPI.MAXLOC)
+    assert found["rank"] == ordered.size - 1

@@ -1,0 +1,47 @@
+"""The splits of DTensors, for `mpicomm.Communicator.redistribution`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch.distributed as dist
+
+from mpicomm.errors import InvalidUsageError
+
+
+def split_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list[Any]:
+    """Return the box of each rank of a DTensor of this ``shape`` on a DeviceMesh, as a split. Local.
+
+    A box is a pair (start, stop) for each axis. Ranks outside of the mesh have None. ``placements`` has a ``Shard`` or
+    ``Replicate`` for each dimension of the mesh. The boxes are for a Communicator of all ranks, such as
+    ``mpicomm.torch.communicator()``.
+
+    Raises `InvalidUsageError` for other placements.
+
+        rows = mpicomm.torch.split_of(t.shape, t.device_mesh, t.placements)
+        y = comm.redistribute(t.to_local(), from_=rows, to=1, shape=t.shape)
+    """
+    from torch.distributed.tensor import Replicate, Shard  # a program that passes them has imported this
+
+    placed = list(placements)
+    if len(placed) != mesh.ndim:
+        raise InvalidUsageError(f"placements={placed} for a mesh of {mesh.ndim} dimensions: pass one for each")
+    for placement in placed:
+        if type(placement) not in (Replicate, Shard):
+            raise InvalidUsageError(
+                f"placements={placed}: {placement} has no boxes: redistribute the DTensor to Shard or Replicate first"
+            )
+    whole = [(0, int(length)) for length in shape]
+    boxes: list[Any] = [None] * dist.get_world_size()
+    for coordinates in product(*map(range, mesh.shape)):
+        box = list(whole)
+        for place, parts, placement in zip(coordinates, mesh.shape, placed, strict=True):
+            if isinstance(placement, Shard):
+                start, stop = box[placement.dim]
+                length = -(-(stop - start) // parts)  # PyTorch rounds up, so the last ranks may have nothing
+                first = min(start + place * length, stop)
+                box[placement.dim] = first, min(first + length, stop)
+        boxes[int(mesh.mesh[coordinates])] = tuple(box)
+    return boxes

@@ -1,0 +1,212 @@
+"""Redistributions, compared with slices of the whole array by NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import Split
+
+SIZE = MPI.COMM_WORLD.size
+SHAPE = (5, 7, 3)
+DTYPES = ("float32", "complex128", "int8", "float16", "bool")
+
+
+def pieces(draw: st.DrawFn, length: int, parts: int) -> list[int]:
+    cuts = sorted(draw(st.lists(st.integers(0, length), min_size=parts - 1, max_size=parts - 1)))
+    bounds = [0, *cuts, length]
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+@st.composite
+def splits(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
+    """Draw a split in one of its forms."""
+    form = draw(st.sampled_from(["none", "axis", "sizes", "grid", "ranks", "boxes"]))
+    axis = draw(st.integers(-len(shape), len(shape) - 1))
+    ranks = draw(st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=SIZE, unique=True))
+    if form == "none":
+        return draw(st.sampled_from([None, Split(None, ranks=ranks)]))
+    if form == "axis":
+        return axis
+    if form == "ranks":
+        return Split(axis, ranks=ranks)
+    if form == "sizes":
+        return Split(axis, sizes=pieces(draw, shape[axis], len(ranks)), ranks=ranks)
+    if form == "grid" and len(shape) > 1:
+        return Split((len(shape) - 1, 0), grid=draw(st.sampled_from([(SIZE, 1), (1, SIZE), None])))
+    boxes: list[Any] = [None] * SIZE
+    stops = list(accumulate(pieces(draw, shape[0], len(ranks))))
+    for rank, start, stop in zip(ranks, [0, *stops], stops, strict=False):
+        boxes[rank] = (slice(start, stop), *((0, length) for length in shape[1:]))
+    if draw(st.booleans()):
+        boxes[ranks[-1]] = tuple((0, length) for length in shape)  # so several ranks may have an element
+    return boxes
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], str, Any, Any]:
+    shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
+    return shape, draw(st.sampled_from(DTYPES)), draw(splits(shape)), draw(splits(shape))
+
+
+def whole(shape: tuple[int, ...], dtype: str, start: int = 0) -> np.ndarray[Any, Any]:
+    return (np.arange(start, start + np.prod(shape, dtype=int)) % 101).reshape(shape).astype(dtype)
+
+
+def part(array: Any, box: Any) -> Any:
+    return array[:0] if box is None else array[tuple(slice(*bounds) for bounds in box)]
+
+
+def moved(comm: Any, xp: Any, plan: mpicomm.Redistribution, array: Any) -> None:
+    """Carry a plan out, and compare what this rank gets."""
+    x = xp.asarray(np.ascontiguousarray(part(array, plan.source_box)))
+    out = xp.full(plan.target_shape, 7, plan.dtype)
+    assert x.shape == plan.source_shape
+    assert plan(x, out) is out
+    comm.check()
+    assert (out == xp.asarray(part(array, plan.target_box))).all()
+
+
+def test_random_splits(comm: mpicomm.Communicator, xp: Any, drawn: Callable[..., Any]) -> None:
+    for shape, dtype, from_, to in drawn(cases(), 60):
+        with comm.redistribution(shape, dtype, from_, to) as plan:
+            assert (plan.nbytes_sent, plan.nbytes_received) <= (SIZE * 8 * 216, SIZE * 8 * 216)
+            sent, received = (comm.allreduce(each) for each in (plan.nbytes_sent, plan.nbytes_received))
+            assert sent == received
+            for start in (0, 1):  # new arrays of the same plan
+                moved(comm, xp, plan, whole(shape, dtype, start))
+
+
+@pytest.fixture
+def drawn() -> Callable[..., list[Any]]:
+    """Return a function that draws the same examples on all ranks."""
+
+    def draw(strategy: Any, count: int) -> list[Any]:
+        found: list[Any] = []
+
+        @settings(max_examples=count, derandomize=True, database=None, deadline=None)
+        @given(strategy)
+        def keep(example: Any) -> None:
+            found.append(example)
+
+        keep()
+        return found
+
+    return draw
+
+
+def test_blocks_are_as_even_as_those_of_numpy(comm: mpicomm.Communicator) -> None:
+    with comm.redistribution(SHAPE, "f4", None, 1) as plan:
+        assert plan.target_shape == np.array_split(np.empty(SHAPE), comm.size, 1)[comm.rank].shape
+        assert plan.nbytes_received == 0  # each rank reads its own copy
+
+
+def test_two_disjoint_groups(comm: mpicomm.Communicator, xp: Any) -> None:
+    trainers, generators = [*range(comm.size // 2 or 1)], [*range(comm.size // 2, comm.size)]
+    array = whole(SHAPE, "float32")
+    for to in (Split(1, ranks=generators), Split(None, ranks=generators)):
+        with comm.redistribution(SHAPE, "float32", Split(0, ranks=trainers), to) as plan:
+            x = xp.asarray(part(array, plan.source_box)) if comm.rank in trainers else None
+            out = xp.empty(plan.target_shape, "float32") if comm.rank in generators else None
+            plan(x, out)
+            comm.check()
+            assert out is None or (out == xp.asarray(part(array, plan.target_box))).all()
+
+
+def test_replicas_share_the_readers(comm: mpicomm.Communicator) -> None:
+    holders = [*range(comm.size // 2 or 1)]
+    with comm.redistribution(SHAPE, "f4", Split(None, ranks=holders), None) as plan:
+        readers = comm.size - len(holders)
+        assert plan.nbytes_sent <= -(-readers // len(holders)) * 4 * np.prod(SHAPE)
+
+
+def test_parts_say_the_shape(comm: mpicomm.Communicator, xp: Any) -> None:
+    rows = [2 * rank + 1 for rank in range(comm.size)]
+    array = whole((sum(rows), 5), "float64")
+    first = sum(rows[: comm.rank])
+    x = xp.asarray(array[first : first + rows[comm.rank]])
+    columns = comm.redistribute(x, from_=0, to=1)
+    assert isinstance(columns, type(x))
+    assert (columns == xp.asarray(np.array_split(array, comm.size, 1)[comm.rank])).all()
+    assert (comm.redistribute(x, from_=0, to=None) == xp.asarray(array)).all()
+    back = comm.redistribute(columns, xp.empty_like(x), from_=1, to=Split(0, sizes=rows), shape=array.shape)
+    assert (back == x).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"from_": 3}, r"from_=Split\(3\).*no such axes"),
+        ({"to": Split(0, sizes=[9] * SIZE)}, r"to=Split\(0, sizes=.*axis 0 .* sum 5"),
+        ({"to": Split((0, 1), grid=(SIZE, 2))}, "to=.*grid .* no place"),
+        ({"to": Split(0, ranks=[SIZE])}, "to=.*ranks 0 to"),
+        ({"to": "rows"}, "to='rows' is no split"),
+        ({"to": [None] * (SIZE + 1)}, "pass one for each of"),
+        ({"to": [((0, 9),)] * SIZE}, "no part of shape"),
+        ({"from_": [None] * SIZE}, "no rank has the elements"),
+        ({"shape": -1}, "shape=-1"),
+        ({"dtype": "V3"}, "dtype='V3' is no element type"),
+    ],
+)
+def test_bad_arguments_raise_on_all_ranks(comm: mpicomm.Communicator, given: dict[str, Any], said: str) -> None:
+    call: dict[str, Any] = {"shape": SHAPE, "dtype": "f4", "from_": 0, "to": 1, **given}
+    with pytest.raises(mpicomm.InvalidUsageError, match=said):
+        comm.redistribution(**call)
+
+
+def test_ranks_that_differ_raise_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
+    if comm.size == 1:
+        pytest.skip("one rank")
+    with pytest.raises(mpicomm.InvalidUsageError, match="ranks passed different things"):
+        comm.redistribution(SHAPE, "f4", 0, 1 + (comm.rank == 0))
+    with pytest.raises(mpicomm.InvalidUsageError, match="element types"):
+        comm.redistribute(xp.ones(3, "f4" if comm.rank else "f8"), from_=0, to=None)
+    with pytest.raises(mpicomm.InvalidUsageError, match="no parts of one array"):
+        comm.redistribute(xp.ones((3, 1 + comm.rank)), from_=0, to=None)
+    with pytest.raises(mpicomm.InvalidUsageError, match="out has shape"):  # on one rank
+        comm.redistribute(xp.ones(3), xp.ones(3 * comm.size + (comm.rank == 0)), from_=0, to=None)
+
+
+def test_arrays_that_do_not_fit(comm: mpicomm.Communicator, xp: Any) -> None:
+    plan = comm.redistribution((4, 6), "f4", None, None)
+    fitting = xp.ones((4, 6), "f4")
+    for x, out, said in (
+        (xp.ones((4, 5), "f4"), None, r"x has shape \(4, 5\)"),
+        (fitting, xp.ones((4, 6)), "out has shape .* type float64"),
+        (xp.ones((6, 4), "f4").T, None, "not C-contiguous: pass numpy.ascontiguousarray"),
+        (None, fitting, "x=None: this rank has a part"),
+        ([1], None, "x is a list"),
+    ):
+        with pytest.raises(mpicomm.InvalidUsageError, match=said):
+            plan(x, out)
+    assert repr(plan).startswith("<mpicomm.Redistribution (4, 6) float32, Split(None) to Split(None): this rank sends")
+    plan.Free()
+    with pytest.raises(mpicomm.InvalidUsageError, match="freed"):
+        plan(fitting)
+
+
+def test_a_graph_has_the_call(comm: mpicomm.Communicator, xp: Any) -> None:
+    if xp is np:
+        pytest.skip("the host has no graphs")
+    array = whole(SHAPE, "float32")
+    stream = xp.cuda.Stream(non_blocking=True)
+    with comm.redistribution(SHAPE, "float32", 0, 1) as plan, stream:
+        x, out = xp.asarray(part(array, plan.source_box)), xp.empty(plan.target_shape, "f4")
+        plan(x, out)
+        stream.begin_capture()
+        plan(x, out)
+        graph = stream.end_capture()
+        out[...] = -1
+        stream.synchronize()
+        comm.Barrier()
+        graph.launch(stream)
+        comm.check(stream)
+        assert (out == xp.asarray(part(array, plan.target_box))).all()

@@ -1,0 +1,194 @@
+"""What a process holds: nothing leaks, few descriptors are enough, and a stranger finds neither names nor secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import HandleError
+from mpicomm.sharing.fd_exchange import FdExchange
+from tests.helpers.faults.setup_failures import FIRST_AND_LAST, WORLD
+from tests.helpers.jobs.pace import stretched
+from tests.helpers.rigs.communicators import array_module, communicator, require_memory_works
+from tests.helpers.rigs.fd_exchanges import few_free_descriptors
+
+WARM_UP = 20
+
+
+def counts() -> dict[str, int]:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "shared mappings": sum(line.split()[1].endswith("s") for line in maps),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Leave nothing to the garbage collector, which runs at any time."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def nothing_logged() -> Iterator[None]:
+    """Do not count the warnings that pytest keeps, such as the warning about ranks that share a GPU."""
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def cycles_on(device: str) -> int:
+    # Each round that leaks shows at once, save for files, of which other programs make some meanwhile.
+    return 120 // MPI.COMM_WORLD.size if device == "cpu" else 50
+
+
+def require_no_growth(cycle: Callable[[], object], cycles: int) -> None:
+    with garbage_kept():
+        for _ in range(WARM_UP):
+            cycle()
+        before, files = counts(), len(os.listdir("/dev/shm"))
+        for _ in range(cycles):
+            cycle()
+        assert counts() == before
+        # Other programs have files there, too.
+        assert len(os.listdir("/dev/shm")) - files < cycles / 2
+    with nothing_logged():
+        gc.collect()
+        objects = len(gc.get_objects())
+        for _ in range(WARM_UP):
+            cycle()
+        gc.collect()
+        assert len(gc.get_objects()) - objects < WARM_UP
+
+
+def test_arrays_leave_nothing(device: str) -> None:
+    with communicator(device) as comm:
+
+        def cycle() -> None:
+            with comm.zeros(10) as array:
+                array.put(array.local, (comm.rank + 1) % comm.size)
+
+        require_no_growth(cycle, cycles_on(device))
+
+
+def test_arrays_left_to_free_leave_nothing(device: str) -> None:
+    with communicator(device) as parent:
+
+        def cycle() -> None:
+            with parent.Dup() as comm:
+                comm.zeros(10)
+                comm.empty((2, 3), np.int8).peer((comm.rank + 1) % comm.size)
+                comm.shared_event()
+
+        require_no_growth(cycle, cycles_on(device) // 2)
+
+
+def test_communicators_leave_nothing(device: str) -> None:
+    def cycle() -> None:
+        with communicator(device) as comm, array_module(comm) as xp:
+            comm.zeros(10)
+            comm.Allreduce(MPI.IN_PLACE, xp.ones(10), algorithm="one_shot")
+
+    require_no_growth(cycle, cycles_on(device))
+
+
+def test_events_leave_nothing(device: str) -> None:
+    with communicator(device) as comm:
+        require_no_growth(lambda: comm.shared_event().close(), cycles_on(device))
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+def test_children_leave_nothing(own_comm: mpicomm.Communicator, device: str, used: bool) -> None:
+    def cycle() -> None:
+        with own_comm.Dup() as child:
+            if used:
+                require_memory_works(child)
+
+    require_no_growth(cycle, cycles_on(device) // 2)
+
+
+def test_any_number_of_arrays_and_communicators_does_with_few_descriptors() -> None:
+    with communicator("cpu") as comm, few_free_descriptors(20):
+        arrays = [comm.zeros(10) for _ in range(50)]
+        children = [comm.Dup() for _ in range(10)]
+        for child in children:
+            require_memory_works(child)
+            child.Allreduce(MPI.IN_PLACE, np.ones(10), algorithm="one_shot")
+            child.Free()
+        for array in arrays:
+            array.close()
+
+
+@pytest.mark.parametrize("culprit", FIRST_AND_LAST)
+def test_too_few_descriptors_on_one_rank_name_the_limit_on_all(culprit: int) -> None:
+    # A rank without a descriptor for a socket sends nothing, for which its peers wait.
+    with communicator("cpu", timeout_s=stretched(2.0)) as comm:
+        require_memory_works(comm)
+        failures = 0
+        while said := _failure_with(failures, comm, culprit):
+            assert f"rank {culprit}" in said
+            assert "files open: raise the limit (ulimit -n)" in said
+            failures += 1
+        assert 0 < failures < 10 + comm.size
+        require_memory_works(comm)
+
+
+def _failure_with(free: int, comm: mpicomm.Communicator, culprit: int) -> str:
+    """Make an array with few free descriptors on one rank; return the text of the error, or ""."""
+    with few_free_descriptors(free) if WORLD.rank == culprit else contextlib.nullcontext():
+        try:
+            comm.zeros(10).close()
+        except HandleError as error:
+            return str(error)
+    return ""
+
+
+def shared_mappings() -> set[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    fields = [line.split(maxsplit=5) for line in lines]
+    return {each[5] for each in fields if each[1].endswith("s") and len(each) == 6}
+
+
+def test_shared_memory_has_no_name_and_secrets_are_not_shown(
+    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with communicator("cpu"):
+        pass  # descriptors that MPI opens at first
+    mapped = shared_mappings()
+    secrets = []
+    begin = FdExchange.__init__
+
+    def remembering(exchange: FdExchange, rank: int, size: int) -> None:
+        begin(exchange, rank, size)
+        secrets.append(exchange.address.secret)
+
+    monkeypatch.setattr(FdExchange, "__init__", remembering)
+    with communicator("cpu") as comm:
+        array = comm.zeros(1000)
+        comm.Allreduce(MPI.IN_PLACE, np.ones(1000), algorithm="one_shot")
+        comm.Barrier()
+        new = shared_mappings() - mapped
+        assert new <= {"/memfd:mpicomm (deleted)"}, new
+        shown = b"".join(Path("/proc/self", name).read_bytes() for name in ("cmdline", "environ"))
+        assert secrets
+        for secret in secrets:
+            assert secret not in shown and secret.hex().encode() not in shown
+        array.close()
