@@ -2,7 +2,8 @@
 
 Each process starts anew, so one run is one sample. Each time is the slowest rank's, in milliseconds, until the GPU has
 finished. Device memory is what the GPU of rank 0 lost, for each rank that uses it. ``--nccl`` measures NCCL in place of
-mpicomm, which needs a GPU for each rank. With XDG_CACHE_HOME=(an empty directory) the kernels are compiled, too.
+mpicomm, which needs a GPU for each rank. Kernels are compiled, too, if XDG_CACHE_HOME and CUDA_CACHE_PATH name empty
+directories: NVRTC from CUDA 13 on has a cache of its own. Modules have to be compiled already, so run it twice.
 
 ``--spans MS`` prints where rank 0 spent at least MS milliseconds, as a tree of Python calls, which takes time itself.
 """
@@ -116,6 +117,7 @@ def main() -> None:
     gathered = xp.ones((world.size, MIB // 4), "f4")
     if steps.cupy is not None:
         float(large[0][0] + large[1][0])  # with CuPy's own kernels
+        world.Barrier()  # ranks may share the GPU
         steps.note_memory("")
     if options.nccl:
         measure_nccl(steps, world, small, gathered, large)

@@ -83,7 +83,7 @@ class _Arena:
         self.any_length = self.sentinels
         # The ordinary inboxes, which are used again more often.
         large = ArenaRegion(self.sentinels.pointers, PARITIES * STAGES * layout.size * self.sentinels.nbytes)
-        self._regions = {large_inboxes(layout, 1).what: large, **regions}
+        self._regions = {large_inboxes(layout, 1, STAGES).what: large, **regions}
 
     def has(self, request: Request) -> bool:
         return True
@@ -232,13 +232,19 @@ def packet_rig(
     *,
     inbox_nbytes: int = INBOX_NBYTES,
     rig: Callable[..., Any] = Rig,
+    in_one_stage: bool = False,
     **options: Any,
 ) -> Any:
-    """Return a rig of packets.cu: the threads of `SMALL` share the work, or rows, if an epilogue normalises these."""
+    """Return a rig of packets.cu: the threads of `SMALL` share the work, or rows, if an epilogue normalises these.
+
+    ``in_one_stage`` is whether calls without fan-out have one inbox, of twice the size, in place of two.
+    """
 
     def launcher(pattern: Pattern, form: Form, domain: Domain) -> FormLauncher:
         fans, finish = pattern.algorithm == "two_shot", form.epilogue
         inboxes = domain.arena.flagged if protocol == "flagged" else domain.arena.sentinels
+        if in_one_stage and not fans:
+            inboxes = Inboxes(inboxes.pointers, 2 * inboxes.nbytes, 1)
         if finish and finish.row_nbytes:
             configs = row_configs(finish.row_nbytes, domain, fan_out=fans)
         else:

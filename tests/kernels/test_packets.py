@@ -105,6 +105,21 @@ def run_long(
         machine.run(checks, seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
 
 
+def run_both_stages(builds: Builds, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
+    """Calls with one inbox for each source share memory with calls that have two."""
+    rig = packet_rig(Machine(builds, 2), in_one_stage=True, changes=changes, timeout_s=10 if changes else None)
+    calls = Calls(rig, np.random.default_rng(2), nap_us=1000)
+    checks = []
+    for count in (1, 600, 5000, 12000) * 6:
+        checks += [calls.allreduce("float32", "sum", count, way) for way in (*BOTH, "one_shot", "one_shot")]
+        checks.append(calls.bcast(4 * count, "two_shot"))
+    rig.machine.run(checks, seed=seed, jitter_us=300, limit_s=30)
+
+
+def test_calls_with_one_stage_and_with_two_share_inboxes(builds: Builds) -> None:
+    run_both_stages(builds)
+
+
 PROTOCOLS: list[Protocol] = ["flagged", "sentinel"]
 
 
@@ -255,7 +270,7 @@ def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -
 
 
 SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
-ONE_SET = Change(WORKER, "((launch % 2) * kStages + stage)", "(stage)")
+ONE_SET = Change(WORKER, "((launch % 2) * x.stages + stage)", "(stage)")
 MISTAKES = {
     "one set of inboxes": ("flagged", ONE_SET),
     "one set of inboxes of sentinels": ("sentinel", ONE_SET),
@@ -313,4 +328,8 @@ test_mistake_with_nan_is_seen = controls(partial(run_reductions, reduction=("flo
 test_mistake_with_ranks_that_send_unevenly_is_seen = controls(partial(run_uneven, moves_only=True), PACES)
 test_mistake_with_fences_is_seen = controls(partial(run_uneven, laps=7, moves_only=True), FENCES, match=LOST)
 test_mistake_with_fences_in_two_hops_is_seen = controls(run_long, OF_TWO_HOPS, match=LOST)
+test_mistake_with_both_stages_is_seen = controls(
+    run_both_stages,
+    {"one set for one stage": Change(WORKER, "(launch % 2) * x.stages", "(launch % 2) * 2 * (x.stages - 1)")},
+)
 test_race_is_seen = controls(partial(run_long), NO_BARRIER, watched=True)

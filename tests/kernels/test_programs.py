@@ -14,7 +14,7 @@ from tests.kernels.machine import Machine, RunFailedError
 from tests.kernels.rig import LARGE_INBOX_NBYTES as INBOX_NBYTES
 from tests.kernels.rig import ProgramRig
 
-COUNTS = (1, 700, 4096, INBOX_NBYTES // 4 - 1, INBOX_NBYTES // 4 + 1, 2 * INBOX_NBYTES // 4)  # of 4 bytes each
+COUNTS = (1, 700, 4096, INBOX_NBYTES // 4 - 1, INBOX_NBYTES // 4 + 1, 3 * INBOX_NBYTES // 4)  # of 4 bytes each
 
 
 def test_messages_of_nothing_need_neither_kernels_nor_memory(builds: Builds) -> None:

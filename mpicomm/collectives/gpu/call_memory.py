@@ -376,7 +376,7 @@ class CallMemory:
             except NoMemoryError as error:
                 _warn_of_memory(str(call), "in smaller inboxes", str(error))
             else:
-                self._arena.any_length = inboxes_of(self._arena.layout, self._arena.region(request))
+                self._arena.any_length = inboxes_of(self._arena.layout, self._arena.region(request), stages=1)
                 return True
         return False
 

@@ -112,7 +112,8 @@ class CountedTemplate(CallTemplate, KernelTemplate):
         config, arguments = self._config_of(0), self.arguments
         if config is not self._config:
             self._config = config
-            arguments.laps, arguments.inbox_nbytes = config.laps, config.inboxes.nbytes
+            arguments.laps, arguments.stages = config.laps, config.inboxes.stages
+            arguments.inbox_nbytes = config.inboxes.nbytes
             arguments.inboxes[: self._size] = config.inboxes.pointers
             self._shape = config.blocks, config.workers + OVERSEERS
             self._most_of_step = config.step_nbytes // self._itemsize if self._follow else -1

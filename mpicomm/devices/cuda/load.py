@@ -61,11 +61,12 @@ def _headers(text: bytes, directories: Sequence[Path]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     texts = [text]
     while texts:
-        for name in map(bytes.decode, _INCLUDE.findall(texts.pop())):
-            for path in (directory / name for directory in directories):
-                if name not in found and path.exists():
-                    found[name] = path.read_bytes()
+        for name in {*map(bytes.decode, _INCLUDE.findall(texts.pop()))} - found.keys():
+            for directory in directories:
+                with contextlib.suppress(OSError):
+                    found[name] = (directory / name).read_bytes()
                     texts.append(found[name])
+                    break
     return found
 
 

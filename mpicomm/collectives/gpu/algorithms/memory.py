@@ -114,6 +114,8 @@ class Inboxes:
 
     pointers: tuple[int, ...]
     nbytes: int
+    stages: int = STAGES
+    """The inboxes for one source and parity."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def test_the_engine_says_its_memory(rig: Rig) -> None:
     assert held() == [arena]
     for _ in range(2):
         rig.enqueue(rig.alltoallv(64 * MIB))
-    assert held() == [arena, MemoryUse("collectives: large messages", device_nbytes=136 * MIB)]
+    assert held() == [arena, MemoryUse("collectives: large messages", device_nbytes=68 * MIB)]
 
 
 def test_messages_in_stream_order_that_exceed_the_bound_are_refused(

@@ -288,8 +288,8 @@ def test_ranks_agree_whatever_they_send_and_remember(seed: int) -> None:
 def test_a_bound_leaves_the_inboxes_that_it_has_room_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "mpicomm")
     layout = ArenaLayout(4, 8)
-    _, *inboxes, regions = run(World(4, 100 * MIB), [even(4, 64 * MIB)] * 5)
-    assert {*inboxes} == {layout.large_inboxes_nbytes[0]} and [each.slots_nbytes for each in regions] == [64 * MIB]
+    _, *inboxes, regions = run(World(4, 50 * MIB), [even(4, 64 * MIB)] * 5)
+    assert {*inboxes} == {layout.large_inboxes_nbytes[0]} and [each.slots_nbytes for each in regions] == [32 * MIB]
     assert {record.getMessage() for record in caplog.records} == {
         "Alltoallv runs slower, in smaller inboxes, because memory is short: MPICOMM_MEMORY is too small"
     }

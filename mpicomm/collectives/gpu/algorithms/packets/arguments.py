@@ -16,11 +16,12 @@ _SOURCE = Path(__file__).with_name("packets.cu")
 
 # Constants and structures of packet_worker.cuh; a test compares them.
 OVERSEERS = 32
-STAGES = 2
 SLOT_NBYTES = 16
 FENCES_NBYTES = 3072  # for each block: see fences.cuh
 CODES_OF_PACKET = 16
 """The elements that a packet carries as codes of 8 bits: ``kPartElements`` in eight_bits.cuh."""
+STAGES = 2
+"""The inboxes for one source and parity of calls with fan-out. Others need one."""
 UNIT_NBYTES = {"flagged": 8, "sentinel": 16}
 """The bytes of data in a packet of each protocol: see packet_protocols.cuh."""
 _PROTOCOLS = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
@@ -51,7 +52,7 @@ class PacketArguments(ctypes.Structure):
         ("send_nbytes", ctypes.c_uint64 * MAX_RANKS),
         ("receive_nbytes", ctypes.c_uint64 * MAX_RANKS),
         *u64("own", "output", "output_nbytes"),
-        *u32("steps", "laps", "sources", "targets", "paced", "unused"),
+        *u32("steps", "laps", "sources", "targets", "paced", "stages"),
         ("inboxes", ctypes.c_uint64 * MAX_RANKS),
         *u64("inbox_nbytes"),
         ("flagged", FlaggedInboxes),

@@ -241,6 +241,7 @@ def sized_configs(
     flag_nbytes, sentinel_nbytes = UNIT_NBYTES["flagged"], coding.packet_nbytes if coding else UNIT_NBYTES["sentinel"]
     room = sentinels.nbytes
     slots_of_unit = parts_of(size, one_step=False) * LANES  # of the unit of a warp
+    stages = STAGES if fan_out else 1
     made: dict[tuple[int, int], PacketConfig] = {}
 
     def packed(nbytes: int) -> int:
@@ -263,16 +264,16 @@ def sized_configs(
             inboxes = sentinels if kind else arena.flagged
             if kind > 1:
                 # A request keeps its region, because the ranks set up another region only if no region is large enough.
-                request = large_inboxes(layout, packed(nbytes))
+                request = large_inboxes(layout, packed(nbytes), stages)
                 if not arena.has(request):
                     return None
-                inboxes = inboxes_of(layout, arena.region(request))
+                inboxes = inboxes_of(layout, arena.region(request), stages)
             config = made[key] = PacketConfig.of(protocol, inboxes, geometries[key[1]], coding, size)
         return config
 
     def memory(nbytes: int) -> Sequence[Request]:
         is_large = nbytes > most_flagged and packed(nbytes) > room
-        return (large_inboxes(layout, packed(nbytes)),) if is_large else ()
+        return (large_inboxes(layout, packed(nbytes), stages),) if is_large else ()
 
     return Configs(config_of, memory)
 
@@ -319,12 +320,12 @@ def any_length_config(domain: Domain, inboxes: Inboxes, coding: Coding | None = 
     return replace(config, in_one_step=(launch, steps, config.laps, paced))  # other ranks may have longer messages
 
 
-def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:
+def large_inboxes(layout: ArenaLayout, nbytes: int, stages: int) -> Request:
     """Return the request for inboxes of the sentinel protocol for ``nbytes`` from each rank, or for a part of them."""
-    slots_nbytes = PARITIES * STAGES * layout.size * layout.large_inbox_nbytes(nbytes)
+    slots_nbytes = PARITIES * stages * layout.size * layout.large_inbox_nbytes(nbytes)
     return Request("collectives: large messages", slots_nbytes, sentinel=True)
 
 
-def inboxes_of(layout: ArenaLayout, region: ArenaRegion) -> Inboxes:
+def inboxes_of(layout: ArenaLayout, region: ArenaRegion, stages: int) -> Inboxes:
     """Return the inboxes in a region for a request of `large_inboxes`."""
-    return Inboxes(region.pointers, region.slots_nbytes // (PARITIES * STAGES * layout.size))
+    return Inboxes(region.pointers, region.slots_nbytes // (PARITIES * stages * layout.size), stages)

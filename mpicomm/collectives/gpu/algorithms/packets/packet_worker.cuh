@@ -17,7 +17,6 @@ namespace mpicomm {
 // The host's copies of these constants and of Packets are in arguments.py; a test compares them.
 constexpr u32 kRanks = MPICOMM_RANKS;
 constexpr u32 kOverseers = 32;   // the overseer warp: threads of a block that move no data
-constexpr u32 kStages = 2;       // inboxes for one source and parity
 constexpr u32 kStatistics = 2;   // the number of the slots for statistics of rows, as a stage
 constexpr u32 kSlotNbytes = 16;  // a packet
 constexpr u32 kFencesNbytes = sizeof(Fences);
@@ -36,7 +35,7 @@ struct Packets {
   u32 sources;  // the sources of the reduction or relay, bit r for rank r
   u32 targets;  // the targets of the fan-out, as bits
   u32 paced;    // the peers with messages longer than an inbox, of different lengths each way
-  u32 unused;
+  u32 stages;   // the inboxes for one source and parity: 1 or 2, with fan-out 2
   u8* inboxes[kMaxRanks];  // the inboxes of every rank, for the protocol of this kernel
   u64 inbox_nbytes;        // of one inbox
   FlaggedInboxes flagged;
@@ -153,7 +152,7 @@ struct Outgoing {
 MPICOMM_DEVICE u8* escape_of(const Packets& x, u32 owner, const Pair* slot) {
   u8* const inboxes = x.inboxes[owner];
   const u64 begin = reinterpret_cast<const u8*>(slot) - inboxes;
-  return inboxes + 2 * kStages * kRanks * x.inbox_nbytes + begin / kSlotNbytes;
+  return inboxes + 2 * x.stages * kRanks * x.inbox_nbytes + begin / kSlotNbytes;
 }
 
 // Waits for the escape of a packet of `rank` and takes it. Returns 0 if the kernel must leave.
@@ -206,7 +205,7 @@ struct Worker {
   // rows, which the first thread of a group takes. Its slot for `source` is the slot of thread `source`.
   MPICOMM_DEVICE Pair* slot(u32 owner, u32 stage, u32 source, u64 place) const {
     if (stage == kStatistics) return slot(owner, 1, owner, place + source);
-    const u32 inbox = ((launch % 2) * kStages + stage) * kRanks + source;
+    const u32 inbox = ((launch % 2) * x.stages + stage) * kRanks + source;
     const u64 first = kPackets == 1 ? place : place / kSharers * kSharers * kPackets + place % kSharers;
     return reinterpret_cast<Pair*>(x.inboxes[owner] + inbox * x.inbox_nbytes) + first;
   }

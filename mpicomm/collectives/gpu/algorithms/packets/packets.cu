@@ -26,7 +26,8 @@
 // inboxes. The parity of the launch selects the set. A rank begins launch n only after all other
 // ranks have begun launch n-1 (`announce`). So they have finished launch n-2, which used the same
 // slots as launch n. With one set a fast rank would overwrite packets that a slow rank has yet to
-// read.
+// read. A set is one half of the memory, also for launches with one inbox for each source (`stages`),
+// which is twice as long then.
 //
 // Why a slot is free within a launch. A message may have more steps than the L steps that an inbox
 // holds ("laps", only on the sentinel protocol). Then the packet of step k goes where the packet

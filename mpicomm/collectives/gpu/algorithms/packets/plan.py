@@ -205,5 +205,5 @@ def larger_inboxes(domain: Domain, nbytes: int) -> list[Request]:
     for inbox_nbytes in layout.large_inboxes_nbytes:
         if steps_in(inbox_nbytes) < fewest:
             fewest = steps_in(inbox_nbytes)
-            found.append(large_inboxes(layout, inbox_nbytes))
+            found.append(large_inboxes(layout, inbox_nbytes, stages=1))
     return found[::-1]

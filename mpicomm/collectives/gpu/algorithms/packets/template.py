@@ -33,7 +33,7 @@ from mpicomm.mpi.arguments import Span
 
 # A call fills in two ranges of `PacketArguments`: the tags with the messages and the steps after them; the inboxes.
 _AT_TAGS: int = PacketArguments.team.offset + Team.tags.offset
-_AT_INBOXES: int = PacketArguments.inboxes.offset
+_AT_INBOXES: int = PacketArguments.stages.offset
 _pack_pair = struct.Struct("<IQQQQ").pack
 
 Number = Callable[[Span | None], int]
@@ -93,7 +93,7 @@ class PacketTemplate(KernelTemplate):
         self.early = domain.early
         words, absent = f"{size}Q", f"{8 * (MAX_RANKS - size)}x"
         self._messages = struct.Struct(f"={size}I{4 * (MAX_RANKS - size)}x{4 * (words + absent)}3Q5I")
-        self._inboxes = struct.Struct(f"={words}{absent}Q")
+        self._inboxes = struct.Struct(f"=I{words}{absent}Q")
         self._filled_inboxes: Inboxes | None = None
         self._cut: tuple[int, PacketConfig | None, int, int] = 0, None, 0, 0
         """The last arguments of `_steps`, and its result."""
@@ -192,7 +192,7 @@ class PacketTemplate(KernelTemplate):
         self._messages.pack_into(self.arguments, _AT_TAGS, *pick(values), steps, laps, sources, targets, paced)
         if config.inboxes is not self._filled_inboxes:
             inboxes = config.inboxes
-            self._inboxes.pack_into(self.arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
+            self._inboxes.pack_into(self.arguments, _AT_INBOXES, inboxes.stages, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
         if self._options:
             kernel, blocks, threads = filled

@@ -75,7 +75,7 @@ _SENTINELS = {"SentinelProtocol::kAbsent": team.ABSENT, "SentinelProtocol::kEsca
 CONSTANTS = {
     "team.cuh": same(team, _TEAM),
     "exchange.cu": {**same(chunks, "THREADS PACKET_NBYTES"), "kSlots": memory.CHUNK_SLOTS},
-    "packets.cu": same(packets, "OVERSEERS STAGES SLOT_NBYTES FENCES_NBYTES") | _SENTINELS,
+    "packets.cu": same(packets, "OVERSEERS SLOT_NBYTES FENCES_NBYTES") | _SENTINELS,
     "direct.cu": same(direct, "DIRECT_THREADS"),
     "local_reduction.cu": same(copies, "REDUCTION_THREADS"),
     "combine.cu": same(reductions, "COMBINE_THREADS"),
