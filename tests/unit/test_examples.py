@@ -103,7 +103,7 @@ BROKEN: dict[str, tuple[str, dict[str, str]]] = {
     "tasks that no rank takes": ("work_stealing", {'xp.ones(1, "int64")': 'xp.full(1, 2, "int64")'}),
     "swapped blocks": (
         "fft_transpose",
-        {"block(turned, 0, part) for part in rows": "block(turned, 0, part) for part in rows[::-1]"},
+        {"from_=1, to=0)": "from_=mpicomm.Split(1, ranks=[1, 0]), to=0)"},
     ),
 }
 
