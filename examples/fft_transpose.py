@@ -86,8 +86,7 @@ def time_ms(call: Callable[[], object], runs: int) -> float:
     for _ in range(runs):
         call()
     comm.check()
-    spent: float = comm.allreduce((time.perf_counter() - start) / runs * 1000, op=MPI.MAX)
-    return spent
+    return float(comm.allreduce((time.perf_counter() - start) / runs * 1000, op=MPI.MAX))
 
 
 rows, columns = (np.array_split(np.arange(length), comm.size) for length in shape[:2])

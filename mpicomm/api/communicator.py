@@ -33,8 +33,9 @@ from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.products.calls import Products
 from mpicomm.session import Session
-from mpicomm.ways.dispatch import Dispatcher
+from mpicomm.ways.dispatch import Dispatcher, checks_of
 from mpicomm.ways.in_stream_order import InStreamOrder
+from mpicomm.ways.location_votes import needs_votes
 
 _get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 
@@ -241,7 +242,9 @@ class Communicator(
 
     @AtFirstUse
     def _plain(self) -> dict[str, PlainCheck]:
-        return self._collectives.at_once
+        # Many duplicates carry a few small calls of the host, which need no dispatcher.
+        placement = self._session.placement
+        return self._collectives.at_once if needs_votes(placement) else checks_of(placement)
 
     @AtFirstUse
     def _starts_on(self) -> MPI.Intracomm:

@@ -128,9 +128,11 @@ AnySplit = int | None | Split | Sequence[Any]
 class Redistribution:
     """A plan of `Communicator.redistribution`: call it with this rank's part, and it returns the other part.
 
-    Local to make and to free after the ranks have compared it. A call is *collective*. It is an Alltoallw of the
-    communicator: it blocks on host arrays, and is stream-ordered on device arrays, also in CUDA graphs after a first
-    call outside.
+    A call is *collective*. It is an Alltoallw of the communicator: it blocks on host arrays, and is stream-ordered on
+    device arrays, also in CUDA graphs after a first call outside. `Free` is local. ``shape`` and ``dtype`` are those of
+    the whole array. ``source_box`` and ``target_box`` are this rank's parts before and after, as the start and the stop
+    of each axis, or None without a part. ``nbytes_sent`` and ``nbytes_received`` are the bytes that a call moves
+    between this rank and other ranks.
     """
 
     def __init__(
@@ -145,13 +147,11 @@ class Redistribution:
         self._comm, self._text, self.shape, self.dtype = comm, text, shape, dtype
         own = comm.rank
         self.source_box, self.target_box = from_[own], to[own]
-        """The start and the stop of each axis of this rank's parts, before and after; None without a part."""
         received, sent = meetings(shape, from_, to, own)
         self.nbytes_sent, self.nbytes_received = (
             dtype.itemsize * sum(volume(piece) for rank, pieces in enumerate(blocks) if rank != own for piece in pieces)
             for blocks in (sent, received)
         )
-        """Bytes that this rank sends to other ranks and receives from them in a call."""
         self._types: list[MPI.Datatype] = []
         element = types.mpi_datatype(dtype)
         if element is None:  # bytes move as well
@@ -275,6 +275,7 @@ class RedistributionCalls(MPI.Intracomm):
         Raises the same error on all ranks: `InvalidUsageError` for arguments that do not fit; `CollectiveTimeoutError`
         if a rank does not come.
 
+            rows = cp.ones((3, 8))  # of each rank
             columns = comm.redistribute(rows, from_=0, to=1)
             whole = comm.redistribute(rows, from_=0, to=None)
         """
@@ -314,7 +315,8 @@ class RedistributionCalls(MPI.Intracomm):
         Raises the same error on all ranks: `InvalidUsageError` for arguments that do not fit; `CollectiveTimeoutError`
         if a rank does not come.
 
-            with comm.redistribution((64, 48), "complex64", from_=0, to=1) as to_columns:
+            with comm.redistribution((64, 48), "float32", from_=0, to=1) as to_columns:
+                rows = cp.ones(to_columns.source_shape, "float32")
                 columns = to_columns(rows)
         """
         made: list[tuple[Any, ...]] = []

@@ -16,10 +16,11 @@ from typing import Any, Literal
 from mpi4py import MPI
 from numpy import ndarray
 
+from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.call import Arguments, Call, in_order
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.host import selection
-from mpicomm.collectives.host.fast_path import after_votes, plain_calls
+from mpicomm.collectives.host.fast_path import PlainCheck, after_votes, plain_calls
 from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
@@ -33,6 +34,12 @@ from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.on_gpus import OnGpus
 from mpicomm.ways.reader import Reader
+
+
+def checks_of(placement: Placement) -> dict[str, PlainCheck]:
+    """Return the checks of the calls that methods hand to MPI if the ranks need no votes. Local."""
+    ordered = placement.here.reductions == "ordered"
+    return plain_calls(len(placement.places), placement.rank, len(placement.nodes), ordered=ordered)
 
 
 class Dispatcher:
@@ -54,8 +61,8 @@ class Dispatcher:
         self.again = by_mpi.again
         """Carries out a call whose arguments mpi4py has refused, or raises: see `ByMpi.again`."""
         self._gpus = OnGpus(session, engines, votes)
-        self._ordered = ordered = placement.here.reductions == "ordered"
-        self._plain = checks = plain_calls(self._size, placement.rank, self._nodes, ordered=ordered)
+        self._ordered = placement.here.reductions == "ordered"
+        self._plain = checks = checks_of(placement)
         self.at_once = after_votes(checks, self._is_on_host, self._starts_on_host) if votes.are_needed else checks
         """The checks of the calls that methods hand to MPI. If one fails, the method calls `run` or `start`."""
         # What the checks have found out meanwhile, for the call of `run` or `start` that follows.

@@ -31,6 +31,7 @@ from mpi4py import MPI
 
 from mpicomm.activity.layout import CALLS_BY_MPI
 from mpicomm.activity.page import begin_by_mpi
+from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.call_log import FOR_GPUS, FOR_HOST, CallLog
 from mpicomm.collectives.operations import Operation
@@ -44,6 +45,11 @@ Begin = Callable[[CallLocation], MPI.Request]
 _LOOKS = 8  # for the votes of a start, together some microseconds
 
 
+def needs_votes(placement: Placement) -> bool:
+    """Return whether ranks may pass different kinds of memory. The same on all ranks."""
+    return isinstance(placement.here.device, int) and any(len(node) > 1 for node in placement.nodes)
+
+
 class LocationVotes:
     """The votes of the ranks of this node in the collectives of the communicator ``given``."""
 
@@ -53,8 +59,7 @@ class LocationVotes:
         self._session = session
         self._engines = engines
         self._log: CallLog | None = None
-        self.are_needed = isinstance(placement.here.device, int) and any(len(node) > 1 for node in placement.nodes)
-        """Whether ranks may pass different kinds of memory. The same on all ranks."""
+        self.are_needed = needs_votes(placement)
         self.queue: deque[tuple[int, Callable[[CallLocation], None]]] = deque()
         """The started calls that have not begun yet: the numbers of their votes, and what begins them."""
         self._turn = threading.Lock()  # `Wait`, the next call and the completer's thread all advance the queue

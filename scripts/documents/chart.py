@@ -1,6 +1,7 @@
-"""Draw the times of all-reduces that scripts/results has, for README.md.
+"""Draw the times of all-reduces that scripts/results has, for README.md, or the times of strided exchanges.
 
-Run `python scripts/documents/chart.py [FILE]`. Without FILE the script writes mpicomm/docs/allreduce.svg.
+Run `python scripts/documents/chart.py [FILE] [--strided RESULT]`. Without FILE the script writes
+mpicomm/docs/allreduce.svg. RESULT is a file of scripts/measuring/measure_strided.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ PICTURE = ROOT / "mpicomm/docs/allreduce.svg"
 RESULTS = {2: "allreduce-2-h100.json", 4: "allreduce-4-h100.json"}
 LINES = {"mpicomm": "#1d4ed8", "nccl": "#b91c1c", "nccl-symmetric": "#b45309", "torch": "#15803d"}
 NAMES = {"nccl": "NCCL", "nccl-symmetric": "NCCL, symmetric windows", "torch": "PyTorch's symmetric memory"}
+BARS = {"plan 0 to 1, us": "#1d4ed8", "Alltoallw 0 to 1, us": "#60a5fa", "packing and Alltoall, us": "#b91c1c"}
+"""Columns of strided exchanges, and their colours."""
 WIDTH, HEIGHT, PANEL_WIDTH, PANEL_HEIGHT, TOP = 915, 400, 375, 280, 50
 SMALLEST, LARGEST = 10, 30
 """Sizes, as powers of two of bytes."""
@@ -75,11 +78,38 @@ def chart() -> str:
     return picture(WIDTH, HEIGHT, "Times of an all-reduce of float32 in symmetric arrays", [], parts)
 
 
+def strided_chart(result: Path) -> str:
+    """Return bars of the times of strided exchanges, as shares of an Alltoall of as many bytes."""
+    documents = json.loads(result.read_text())
+    table = documents[0] if isinstance(documents, list) else documents
+    flat, *columns = (table["columns"].index(name) for name in ("Alltoall, us", *BARS))
+    rows = [(row[0], [row[column] / row[flat] for column in columns]) for row in table["rows"] if row[flat]]
+    left, width, step = 210, 560, 56
+    longest = max(1, *(share for _, shares in rows for share in shares))
+    height = TOP + step * len(rows) + 50
+    parts = [text(WIDTH / 2, 28, table["title"], weight="bold")]
+    for number, (name, shares) in enumerate(rows):
+        top = TOP + step * number
+        parts.append(text(left - 10, top + 26, name, size=13, anchor="end"))
+        for place, (share, colour) in enumerate(zip(shares, BARS.values(), strict=True)):
+            end = left + width * share / longest
+            parts.append(box(left, top + 16 * place, end - left, 13, fill=colour, stroke="none"))
+            parts.append(text(end + 6, top + 16 * place + 11, f"{share:.2f}", size=12, anchor="start"))
+    one = left + width / longest
+    parts += [_rule(one, TOP - 6, one, height - 44), text(one, height - 28, "Alltoall of as many bytes", size=13)]
+    for place, (name, colour) in enumerate(BARS.items()):
+        parts.append(box(20 + 200 * place, height - 18, 14, 8, fill=colour, stroke="none"))
+        parts.append(text(40 + 200 * place, height - 10, name.removesuffix(", us"), size=13, anchor="start"))
+    return picture(WIDTH, height, "Times of strided exchanges", [], parts)
+
+
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=PICTURE)
-    parser.parse_args().file.write_text(chart())
+    parser.add_argument("--strided", type=Path, metavar="RESULT", help="draw this file's strided exchanges")
+    options = parser.parse_args()
+    options.file.write_text(chart() if options.strided is None else strided_chart(options.strided))
 
 
 if __name__ == "__main__":

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from in_turns import in_turns
 from mpi4py import MPI
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
+from result_file import Sheet, measuring_parser
 
 import mpicomm
 from mpicomm.cli.machine import processor
 
 WORLD = MPI.COMM_WORLD
 ROUNDS = 21
+GROUP = "Mapped memory"
 
 
 def slowest(seconds: float) -> float:
@@ -93,13 +94,12 @@ def host_ring(nbytes: int) -> dict[str, float]:
             "computed in the next rank's memory": compute_there,
             "computed, then Sendrecv": compute_and_sendrecv,
         }
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(ROUNDS):
-            for name, way in ways.items():
-                times[name].append(timed(way))
+        seconds = in_turns(ways, ROUNDS)
+        compute_there()
+        compute_and_sendrecv()
         if not np.array_equal(array.local, target):
             raise SystemExit("the two ways moved different bytes")
-    return {way: nbytes / statistics.median(values[1:]) / 1e9 for way, values in times.items()}
+    return {way: nbytes / each / 1e9 for way, each in seconds.items()}
 
 
 def device_ring(nbytes: int) -> list[list[Any]]:
@@ -158,59 +158,33 @@ def device_ring(nbytes: int) -> list[list[Any]]:
 
 def main() -> None:
     """Measure and print on rank 0; write the tables if a file is named."""
-    parser = measuring_parser(__doc__)
-    options = parser.parse_args()
-    set_up_ms = set_up()  # first of all: it times the first communicator of the process
+    options = measuring_parser(__doc__).parse_args()
+    milliseconds = set_up()  # first of all: it times the first communicator of the process
+    first, later = milliseconds["communicator"]
+    arrays = [milliseconds[step][1] for step in ("first array", "second array")]
     with mpicomm.Communicator(WORLD) as comm:
-        where = hardware_of(comm)
-        device, handle = "cpu" if comm.device == "cpu" else "GPUs", comm.handle
-    tables = [set_up_table(set_up_ms, where, device, handle), host_table(host_ring(64 << 20), where)]
-    if device != "cpu":
-        tables.append(device_table(device_ring(256 << 20), where))
-    if WORLD.rank != 0:
-        return
-    for table in tables:
-        sys.stdout.write(f"{table.title} ({table.hardware})\n")
-        for row in table.rows:
-            cells = zip(table.columns, row, strict=True)
-            sys.stdout.write("  " + ", ".join(f"{name}: {cell}" for name, cell in cells) + "\n")
-    if options.json is not None:
-        add_tables(options.json, tables)
-
-
-def set_up_table(milliseconds: dict[str, list[float]], where: str, device: str, handle: str) -> Table:
-    """Return the table of set-up."""
-    first, later = (round(value, 1) for value in milliseconds["communicator"])
-    arrays = [round(milliseconds[step][1], 1) for step in ("first array", "second array")]
-    rows = [
-        ["the first communicator" + ", with the CUDA context" * (device != "cpu"), first],
-        ["the next communicator", later],
-        ["its first array, with the signal pads", arrays[0]],
-        ["its second array", arrays[1]],
-    ]
-    columns = ["step", f"{WORLD.size} ranks, {device}, `{handle}`, ms"]
-    text = "Each time is the slowest rank's."
-    return Table("Mapped memory", "Set-up", where, columns, rows, text=text, command=command(WORLD.size))
-
-
-def host_table(rates: dict[str, float], where: str) -> Table:
-    """Return the table of mapped host memory."""
-    title, text = "Host memory: 64 MiB to the next rank", "GB/s per rank. Every rank sends to the next rank at once."
-    rows = [[processor(), WORLD.size, *(round(rate, 1) for rate in rates.values())]]
-    columns = ["host", "ranks", *rates]
-    return Table("Mapped memory", title, where, columns, rows, text=text, command=command(WORLD.size))
-
-
-def device_table(measured: list[list[Any]], where: str) -> Table:
-    """Return the table of mapped GPU memory."""
-    rows = [[kind, rate and round(rate), plain and round(plain), note] for kind, rate, plain, note in measured]
-    text = (
-        "Every rank puts into the memory of the next rank at once. The copy engine makes the plain copy between the "
-        "same two GPUs inside one process, in the same run."
-    )
-    columns = ["handle", "put, GB/s per rank", "plain copy, GB/s per rank", "note"]
-    title = f"Puts of 256 MiB to the next rank, {WORLD.size} ranks"
-    return Table("Mapped memory", title, where, columns, rows, text=text, command=command(WORLD.size))
+        on_gpus = comm.device != "cpu"
+        columns = ["step", f"{WORLD.size} ranks, {'GPUs' if on_gpus else 'cpu'}, `{comm.handle}`, ms"]
+        with Sheet(comm, options, "Set-up", columns, group=GROUP, text="Each time is the slowest rank's.") as sheet:
+            sheet.add("the first communicator" + ", with the CUDA context" * on_gpus, first)
+            sheet.add("the next communicator", later)
+            sheet.add("its first array, with the signal pads", arrays[0])
+            sheet.add("its second array", arrays[1])
+        rates = host_ring(64 << 20)
+        text = "GB/s per rank. Every rank sends to the next rank at once."
+        columns = ["host", "ranks", *rates]
+        with Sheet(comm, options, "Host memory: 64 MiB to the next rank", columns, group=GROUP, text=text) as sheet:
+            sheet.add(processor(), WORLD.size, *rates.values())
+        if on_gpus:
+            text = (
+                "Every rank puts into the memory of the next rank at once. The copy engine makes the plain copy "
+                "between the same two GPUs inside one process, in the same run."
+            )
+            columns = ["handle", "put, GB/s per rank", "plain copy, GB/s per rank", "note"]
+            title = f"Puts of 256 MiB to the next rank, {WORLD.size} ranks"
+            with Sheet(comm, options, title, columns, group=GROUP, text=text) as sheet:
+                for row in device_ring(256 << 20):
+                    sheet.add(*row)
 
 
 main()

@@ -28,7 +28,7 @@ from typing import Any
 
 from mpi4py import MPI
 from needed import torch
-from result_file import Table, add_tables, command, hardware_of, measuring_parser
+from result_file import Sheet, measuring_parser
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -124,7 +124,7 @@ def all_reduce(nbytes: int, peer: Peer, rounds: int) -> list[Any]:
     for times in (issued, done) if peer.device.type == "cuda" else (done,):
         for begun in ("", ", begun"):
             own, other = 1e6 * times[f"mpicomm{begun}"], 1e6 * times[f"{peer.name}{begun}"]
-            row += [round(own, 1), round(other, 1), round(other / own, 2)]
+            row += [own, other, other / own]
     return row
 
 
@@ -185,7 +185,7 @@ def training_steps(training: Training, peer: Peer, rounds: int) -> list[list[Any
     for others in trained[1:]:
         for one, other in zip(trained[0], others, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-    return [[name, round(1e3 * value, 2), round(times[peer.name] / value, 2)] for name, value in times.items()]
+    return [[name, 1e3 * value, times[peer.name] / value] for name, value in times.items()]
 
 
 def main() -> None:
@@ -198,18 +198,41 @@ def main() -> None:
     torch.set_num_threads(1)  # of each rank, because the ranks share the cores
     dist.init_process_group("mpicomm")
     peer = peer_on_gpus() if options.gpu else Peer("gloo", dist.new_group(backend="gloo"), torch.device("cpu"))
-    rows = []
-    for kib in options.kib.split(","):
-        nbytes = int(kib) << 10
-        rows.append(all_reduce(nbytes, peer, options.rounds if nbytes > 1 << 20 else 5 * options.rounds))
-    steps = {SMALL: training_steps(SMALL, peer, 5 * options.rounds)}
-    if options.gpu:
-        steps[LARGE] = training_steps(LARGE, peer, options.rounds)
-    written = tables(peer, rows, steps)
-    if RANK == 0:
-        sys.stdout.write("".join(f"{row}\n" for table in written for row in table.rows))
-    if RANK == 0 and options.json is not None:
-        add_tables(options.json, written)
+    on_gpus = peer.device.type == "cuda"
+    software, notes = {"torch": torch.__version__}, []
+    cores = len(os.sched_getaffinity(0))
+    if cores < SIZE:
+        notes.append(f"{SIZE} ranks share {cores} cores, so a rank that waits keeps another from its work.")
+    ratio, place = f"{peer.name}'s time by mpicomm's", "GPUs" if on_gpus else "the host"
+    columns = ["mpicomm, us", f"{peer.name}, us", ratio]
+    columns += [f"begun: {columns[0]}", f"begun: {columns[1]}", ratio]
+    text = (
+        '"Begun" is `all_reduce(async_op=True)` and a wait right after it. Tensors are float32, and each rank has one '
+        "thread."
+    )
+    if on_gpus:
+        columns = [f"issued: {name}" for name in columns] + [f"done: {name}" for name in columns]
+        text += " A call is issued when it returns to the program, and done when its kernels have ended."
+        software["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if ranks_share_gpus():
+            notes.append(
+                "Ranks use one GPU in turns of some milliseconds. NCCL goes through sockets, because NCCL_HOSTID makes "
+                "each rank a host, so only the host's time to issue can be compared."
+            )
+    comm = mpicomm.torch.communicator()
+    more: dict[str, Any] = {"notes": notes, "versions": software}
+    title = f"PyTorch's all_reduce on {place}, backends mpicomm and {peer.name}, {SIZE} ranks"
+    with Sheet(comm, options, title, ["size", *columns], text=text, **more) as sheet:
+        for kib in options.kib.split(","):
+            nbytes = int(kib) << 10
+            sheet.add(*all_reduce(nbytes, peer, options.rounds if nbytes > 1 << 20 else 5 * options.rounds))
+    columns = ["who averages the gradients", "step, ms", f"{peer.name}'s time by this"]
+    for training, rounds in ((SMALL, 5 * options.rounds), *([(LARGE, options.rounds)] if on_gpus else [])):
+        title = f"A training step of PyTorch on {place}, {SIZE} ranks, {training.network}"
+        text = f"DistributedDataParallel trains on {training.samples} samples of all ranks together, in float32."
+        with Sheet(comm, options, title, columns, text=text, **more) as sheet:
+            for row in training_steps(training, peer, rounds):
+                sheet.add(*row)
     dist.destroy_process_group()
 
 
@@ -229,59 +252,6 @@ def peer_on_gpus() -> Peer:
 def ranks_share_gpus() -> bool:
     """Return whether there are fewer GPUs than ranks. Collective."""
     return len(set(WORLD.allgather(str(torch.cuda.get_device_properties().uuid)))) < SIZE
-
-
-def tables(peer: Peer, rows: list[list[Any]], steps: dict[Training, list[list[Any]]]) -> list[Table]:
-    """Return the tables of a result file. Collective."""
-    software, notes = {"torch": torch.__version__}, []
-    cores = len(os.sched_getaffinity(0))
-    if cores < SIZE:
-        notes.append(f"{SIZE} ranks share {cores} cores, so a rank that waits keeps another from its work.")
-    ratio = f"{peer.name}'s time by mpicomm's"
-    columns = ["mpicomm, us", f"{peer.name}, us", ratio]
-    columns += [f"begun: {columns[0]}", f"begun: {columns[1]}", ratio]
-    text = (
-        '"Begun" is `all_reduce(async_op=True)` and a wait right after it. Tensors are float32, and each rank has one '
-        "thread."
-    )
-    place = "the host"
-    if peer.device.type == "cuda":
-        place = "GPUs"
-        columns = [f"issued: {name}" for name in columns] + [f"done: {name}" for name in columns]
-        text += " A call is issued when it returns to the program, and done when its kernels have ended."
-        software["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        if ranks_share_gpus():
-            notes.append(
-                "Ranks use one GPU in turns of some milliseconds. NCCL goes through sockets, because NCCL_HOSTID makes "
-                "each rank a host, so only the host's time to issue can be compared."
-            )
-    where, started = hardware_of(mpicomm.torch.communicator()), command(SIZE)
-    calls = Table(
-        "Calls",
-        f"PyTorch's all_reduce on {place}, backends mpicomm and {peer.name}, {SIZE} ranks",
-        where,
-        columns=["size", *columns],
-        rows=rows,
-        text=text,
-        notes=notes,
-        command=started,
-        versions=software,
-    )
-    trained = [
-        Table(
-            "Calls",
-            f"A training step of PyTorch on {place}, {SIZE} ranks, {training.network}",
-            where,
-            columns=["who averages the gradients", "step, ms", f"{peer.name}'s time by this"],
-            rows=measured,
-            text=f"DistributedDataParallel trains on {training.samples} samples of all ranks together, in float32.",
-            notes=notes,
-            command=started,
-            versions=software,
-        )
-        for training, measured in steps.items()
-    ]
-    return [calls, *trained]
 
 
 main()

@@ -21,11 +21,14 @@ NCCL = ("nccl", "nccl-symmetric")
 PLACE = "out-of-place"
 EAGER = "issue-2-h100.json"
 """The host's times in calls."""
+STRIDED, STRIDED_ARRAY = "strided-*.json", "512 x 512 x 512 complex64"
+"""Files of strided exchanges, the first of which the text takes, and the array."""
 
 
 def headline(benches: list[Bench]) -> list[str]:
     """Return the lines: all-reduces with 2 and with 4 ranks, the fastest in bold, and what all collectives gain."""
-    lines, where = [""], []
+    lines: list[str] = [""]
+    where: dict[str, list[str]] = {}  # the numbers of GPUs of each machine
     for count in RANKS:
         bench = _only(benches, "allreduce", "symmetric", count)
         rows = []
@@ -36,13 +39,15 @@ def headline(benches: list[Bench]) -> list[str]:
             rows.append([nbytes(size), *bold])
         lines += table([f"{count} ranks, us", OWN, *(PEERS[peer] for peer in COMPARED)], rows)
         lines += [""]
-        where.append(f"{bench['hardware']}; {bench['date'][:10]}; {_versions(bench)}.")
+        gpus, _, machine = bench["hardware"].partition(" x ")
+        where.setdefault(f"{machine}; {bench['date'][:10]}; {_versions(bench)}", []).append(gpus)
+    machines = " ".join(f"{' and '.join(gpus)} x {machine}." for machine, gpus in where.items())
     text = (
         "All-reduces of float32 in symmetric arrays, out of place, in CUDA graphs; NVLink SHARP was off for all. NCCL "
-        f"symm. is NCCL with symmetric windows, torch is PyTorch's symmetric memory. {' '.join(where)} "
+        f"symm. is NCCL with symmetric windows, torch is PyTorch's symmetric memory. {machines} "
         + _range_of_means(benches)
     )
-    return [*lines, *textwrap.wrap(text, 120), "", *textwrap.wrap(_eager(), 120), ""]
+    return [*lines, *textwrap.wrap(text, 120), "", *textwrap.wrap(f"{_eager()}{_strided()}", 120), ""]
 
 
 def _eager() -> str:
@@ -55,6 +60,24 @@ def _eager() -> str:
         f"{known_nccl} us) if the same call was made before, and {new} us (NCCL {new_nccl} us) with a new size "
         f"({_gpus(document)}, {document['date'][:10]})."
     )
+
+
+def _strided() -> str:
+    """Say what an array takes to be split along another axis; nothing if no file has it."""
+    for path in sorted(Path(__file__).parent.glob(STRIDED)):
+        documents = json.loads(path.read_text())
+        document = documents[0] if isinstance(documents, list) else documents
+        row = next(
+            dict(zip(document["columns"], each, strict=True))
+            for each in document["rows"]
+            if each[0].startswith(STRIDED_ARRAY)
+        )
+        time, flat, packing = (row[name] for name in ("plan 0 to 1, us", "Alltoall, us", "packing and Alltoall, us"))
+        return (
+            f" `redistribute` of {STRIDED_ARRAY} takes {time / flat:.2f} times an Alltoall of its bytes, packing "
+            f"{packing / flat:.2f} times ({_gpus(document)}, {document['date'][:10]})."
+        )
+    return ""
 
 
 def figure(benches: list[Bench]) -> list[str]:

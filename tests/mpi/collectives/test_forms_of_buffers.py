@@ -193,6 +193,8 @@ class Call:
         self._same = scale * int(shared.integers(0, MOST))
         self._root, self._gap = int(shared.integers(size)), int(shared.integers(3))
         self._op = MPI.SUM if gpu is not None else one_of(shared, (MPI.SUM, MPI.MAX, MPI.BXOR, MPI.PROD))
+        self._joins = comm.rank in shared.permutation(size)[: int(shared.integers(size))]
+        """Whether this rank passes only host arrays, and joins a call that another rank has on GPUs."""
         self._content = np.random.default_rng([seed, comm.rank, 1])
         self.send, self.receive = self._buffers()
         for buffer in (self.send, self.receive):
@@ -234,7 +236,7 @@ class Call:
         ]
 
     def _drawn(self) -> list[Any]:
-        """Draw the form and the memory of each buffer. Without MPI, this rank's buffers put the call on GPUs."""
+        """Draw the form and the memory of each buffer. Without MPI, the buffers of a rank put the call on GPUs."""
         typed, pair = self._row.send == "typed", [self.send, self.receive]
         common = {"receive": [self.send], "send": [self.receive]}.get(self._row.rooted, pair)
         deciding = [each for each in common if each is not None]
@@ -251,6 +253,8 @@ class Call:
             empty_of_all = self._row.counts == "same" and buffer.is_empty
             if lies == "host" and not self._by_mpi and (buffer is sure or empty_of_all):
                 lies = "gpu"
+            if lies == "gpu" and self._joins and not empty_of_all:
+                lies = "host"
             if lies == "nowhere":
                 made.append(buffer.nowhere(self._rng, typed=typed))
             else:

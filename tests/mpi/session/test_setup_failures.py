@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -67,8 +68,6 @@ MAP = {"map": attribute(host_memory, "map_shared")}
 
 ERRORS = [HandleError, OSError, MemoryError, KeyError]
 
-with_every_error = pytest.mark.parametrize("error", ERRORS, ids=[error.__name__ for error in ERRORS])
-
 
 def require_array_fails(device: str, break_: Break, error: type[BaseException] = OSError) -> None:
     with communicator(device) as comm:
@@ -102,62 +101,46 @@ def require_communicator_fails(device: str, break_: Break, error: type[BaseExcep
         require_memory_works(comm)
 
 
-@with_every_error
-@stages(ALLOCATE, ZERO, VIEW)
-def test_array_that_fails_on_one_rank_fails_on_all(device: str, break_: Break, error: type[Exception]) -> None:
-    require_array_fails(device, break_, error)
+LOOK = {
+    "node": attribute(placement, "node_key"),
+    "bind": attribute(placement.Placement, "create_backend"),
+    "prepare": attribute(secrets, "randbits"),
+    "write and read": synchronize(once=False),
+}
+OF_PEERS = (*OPEN, *LISTEN, *MAP)
+Require = Callable[[str, Break, type[BaseException]], None]
 
 
-@pytest.mark.mpi(min_size=2)
-@with_every_error
-@stages(OPEN)
-def test_array_that_one_rank_cannot_open_fails_on_all(device: str, break_: Break, error: type[Exception]) -> None:
-    require_array_fails(device, break_, error)
+def cases(*table: tuple[list[Require], dict[str, Break], list[type[Exception]]]) -> pytest.MarkDecorator:
+    """Run a test once for each thing that a stage makes fail, stage and error."""
+    found = []
+    for requirements, stages_of_row, errors in table:
+        for require, (name, break_), error in itertools.product(requirements, stages_of_row.items(), errors):
+            marks = [pytest.mark.mpi(min_size=2)] if name in OF_PEERS else []
+            label = f"{require.__name__.removeprefix('require_')}-{name}-{error.__name__}"
+            found.append(pytest.param(require, break_, error, marks=marks, id=label))
+    return pytest.mark.parametrize(("require", "break_", "error"), found)
 
 
-@stages(ALLOCATE)
-def test_first_array_that_fails_on_one_rank_fails_on_all(device: str, break_: Break) -> None:
-    require_first_array_fails(device, break_)
-
-
-@stages(ALLOCATE, VIEW)
-def test_communicator_that_fails_on_one_rank_fails_on_all(device: str, break_: Break) -> None:
-    require_communicator_fails(device, break_)
-
-
-@pytest.mark.mpi(min_size=2)
-@stages(OPEN)
-def test_first_use_that_one_rank_cannot_open_fails_on_all(device: str, break_: Break) -> None:
-    require_first_array_fails(device, break_)
-    require_communicator_fails(device, break_)
-
-
-@stages(SYSTEM)
-def test_host_memory_that_one_rank_cannot_have_fails_on_all(comm_world: MPI.Intracomm, break_: Break) -> None:
-    require_array_fails("cpu", break_)
-    require_communicator_fails("cpu", break_)
-
-
-@pytest.mark.mpi(min_size=2)
-@with_every_error
-@stages(LISTEN, MAP)
-def test_host_memory_that_one_rank_cannot_exchange_fails_on_all(
-    comm_world: MPI.Intracomm, break_: Break, error: type[Exception]
-) -> None:
-    require_array_fails("cpu", break_, error)
-    require_communicator_fails("cpu", break_, error)
-
-
-@stages(
-    {
-        "node": attribute(placement, "node_key"),
-        "bind": attribute(placement.Placement, "create_backend"),
-        "prepare": attribute(secrets, "randbits"),
-        "write and read": synchronize(once=False),
-    }
+@cases(
+    ([require_array_fails], ALLOCATE | ZERO | VIEW | OPEN, ERRORS),
+    ([require_first_array_fails], ALLOCATE | OPEN, [OSError]),
+    ([require_communicator_fails], ALLOCATE | VIEW | OPEN | LOOK, [OSError]),
 )
-def test_communicator_that_cannot_look_around_on_one_rank_fails_on_all(device: str, break_: Break) -> None:
-    require_communicator_fails(device, break_)
+def test_what_fails_on_one_rank_fails_on_all(
+    device: str, require: Require, break_: Break, error: type[Exception]
+) -> None:
+    require(device, break_, error)
+
+
+@cases(
+    ([require_array_fails, require_communicator_fails], SYSTEM, [OSError]),
+    ([require_array_fails, require_communicator_fails], LISTEN | MAP, ERRORS),
+)
+def test_host_memory_that_fails_on_one_rank_fails_on_all(
+    comm_world: MPI.Intracomm, require: Require, break_: Break, error: type[Exception]
+) -> None:
+    require("cpu", break_, error)
 
 
 def test_child_that_fails_on_one_rank_fails_on_all(own_comm: mpicomm.Communicator, device: str) -> None:

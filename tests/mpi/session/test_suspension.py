@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from mpi4py import MPI
 
@@ -16,11 +20,13 @@ from mpicomm import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import DeviceInfo, Link
 from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.devices.handle import Exported, Kind, MemoryUse
+from mpicomm.devices.host import array_at
 from mpicomm.session import Session
 from tests.helpers.fakes.fake_cuda import imported_over
 from tests.helpers.fakes.message_devices import DeviceArray
-from tests.helpers.fakes.virtual_device import VirtualDevice
 from tests.helpers.fakes.virtual_memory import VirtualCuda
+from tests.helpers.fakes.window_devices import WindowDevice
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.jobs.pace import stretched
@@ -28,6 +34,69 @@ from tests.helpers.rigs.communicators import communicator
 
 pytestmark = pytest.mark.mpi(min_size=2)
 BLOCK = 2 << 20
+
+
+_WORD = np.dtype(np.uint64)
+_UUID = bytes(15) + b"\1"
+
+
+class VirtualDevice(WindowDevice):
+    """A `WindowDevice` with memory of ``cuda``. Create it inside of ``imported_over(cuda)``."""
+
+    kinds: tuple[Kind, ...] = ("fd",)
+
+    def __init__(self, cuda: VirtualCuda, rank: int, timeout_s: float) -> None:
+        super().__init__(rank, timeout_s)
+        self.cuda = cuda
+        self._virtual: Any = importlib.import_module("mpicomm.devices.cuda.virtual_memory").VirtualSegment
+        context: Any = importlib.import_module("mpicomm.devices.cuda.context").PrimaryContext
+        self._context = context(SimpleNamespace(ordinal=0, uuid=_UUID))
+
+    def owns(self, pointer: int) -> bool:
+        mapped = any(at <= pointer < at + size for at, (size, _) in self.cuda.mapped.items())
+        return mapped or super().owns(pointer)
+
+    def allocate(self, kind: Kind, nbytes: int) -> Any:
+        return super().allocate(kind, nbytes) if kind == "ipc" else self._virtual.allocate(self._context, kind, nbytes)
+
+    def export(self, segment: Any) -> Exported:
+        exported: Exported = segment.export() if isinstance(segment, self._virtual) else super().export(segment)
+        return exported
+
+    def open(self, parts: Exported) -> Any:
+        return self._virtual.open(self._context, parts) if parts[0][0].kind == "fd" else super().open(parts)
+
+    def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        count = int(np.prod(shape, dtype=object))
+        return array_at(segment.pointer, count, dtype).reshape(shape)
+
+    def signal(self, sent: int, inbox: int, stream: int) -> None:
+        def step() -> None:
+            count = array_at(sent, 1, _WORD)
+            count += np.uint64(1)
+            array_at(inbox, 1, _WORD)[:] = count
+
+        self.enqueue(stream, step)
+
+    def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
+        def step() -> None:
+            count = array_at(expected, 1, _WORD)
+            count += np.uint64(1)
+            until = time.monotonic() + self.timeout_s
+            while array_at(inbox, 1, _WORD)[0] < count[0]:
+                assert time.monotonic() < until, "no signal"
+                time.sleep(1e-4)
+
+        self.enqueue(stream, step)
+
+    def suspend(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+    def memory_use(self) -> tuple[MemoryUse, ...]:
+        return ()
 
 
 class Rig:

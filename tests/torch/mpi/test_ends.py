@@ -23,10 +23,6 @@ from tests.helpers.jobs.pace import stretched
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.host_alone]
 
 
-def _is_last(group: dist.ProcessGroup) -> bool:
-    return bool(dist.get_rank(group) == dist.get_world_size(group) - 1)
-
-
 REFUSED_BY_OLD_PYTORCH = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12), reason="this PyTorch refuses all backends but gloo"
 )

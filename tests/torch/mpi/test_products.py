@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,6 @@ import mpicomm.torch
 from mpicomm.errors import InvalidUsageError
 
 ROWS, WIDTH, HIDDEN = 24, 8, 48
-Layer = Callable[..., torch.Tensor]
 
 
 def whole_layers() -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -6,7 +6,6 @@ import gc
 import itertools
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,6 @@ from tests.helpers.inputs import patterns
 from tests.helpers.jobs.pace import HANG_S, stretched
 from tests.helpers.rigs.communicators import patience_s
 from tests.helpers.rigs.host_engines import CALL, FLOAT32, engine_of, span
-
-
-@pytest.fixture
-def engine(comm_world: MPI.Intracomm) -> Iterator[HostEngine]:
-    with engine_of(comm_world) as (engine, _, _):
-        yield engine
 
 
 @pytest.mark.mpi(min_size=2)
