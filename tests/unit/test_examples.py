@@ -122,11 +122,27 @@ def test_programs_find_wrong_results(tmp_path: Path) -> None:
         assert code != 0 and " is allowed\n" in output, (mistake, output, job.stderr)
 
 
+def last_words(folder: Path, *programs: list[str]) -> list[str]:
+    """Run programs that refuse to run, one after the other on one rank; return the texts that they exit with."""
+    driver = folder / "driver.py"
+    driver.write_text(f"""
+import runpy, sys
+for program, *options in {programs!r}:
+    sys.argv = ["{ROOT}/examples/" + program + ".py", *options]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print(end.code)
+""")
+    job = run_job(1, str(driver), MPICOMM_DEVICE="cpu")
+    assert (job.returncode, job.stderr) == (0, "")
+    return job.stdout.splitlines()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there")
-@pytest.mark.parametrize("name", COMPARED)
-def test_a_picture_without_matplotlib_is_refused(name: str) -> None:
-    result = run_job(1, str(ROOT / f"examples/{name}.py"), "--plot=picture.svg", MPICOMM_DEVICE="cpu")
-    assert (result.returncode, result.stderr) == (1, "--plot needs matplotlib: pip install matplotlib\n")
+def test_a_picture_without_matplotlib_is_refused(tmp_path: Path) -> None:
+    said = last_words(tmp_path, *([name, "--plot=picture.svg"] for name in COMPARED))
+    assert said == ["--plot needs matplotlib: pip install matplotlib"] * len(COMPARED)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn has the digits")
@@ -137,25 +153,25 @@ def test_matplotlib_is_only_for_pictures(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("name", "other"), [("gpu_allreduce", "stock_mpi4py"), ("ring_sum", "peer_memory")])
-def test_gpu_program_says_what_is_missing(name: str, other: str) -> None:
-    result = run_job(2, str(ROOT / "examples" / f"{name}.py"), CUDA_VISIBLE_DEVICES="", MPICOMM_DEVICE="cpu")
-    assert (result.returncode, result.stderr) == (0, "")
-    said = rf"this example needs CuPy and a GPU on every rank: .+; examples/{other}\.py runs without\n"
-    assert re.fullmatch(said, result.stdout)
+def test_gpu_program_says_what_is_missing() -> None:
+    others = {"gpu_allreduce": "stock_mpi4py", "ring_sum": "peer_memory"}
+    programs = ([ROOT / f"examples/{name}.py"] for name in others)
+    job, ended = run_in_turn(2, *programs, CUDA_VISIBLE_DEVICES="", MPICOMM_DEVICE="cpu")
+    assert (job.returncode, job.stderr) == (0, "")
+    for (output, code), other in zip(ended, others.values(), strict=True):
+        said = rf"this example needs CuPy and a GPU on every rank: .+; examples/{other}\.py runs without\n"
+        assert code == 0 and re.fullmatch(said, output)
 
 
-@pytest.mark.parametrize(
-    ("name", "package", "extras"),
-    [
-        ("train_torch", "torch", "torch,examples"),
-        ("tensor_parallel", "torch", "torch"),
-        ("train_cupy", "sklearn", "examples"),
-        ("experts", "sklearn", "examples"),
-    ],
-)
-def test_program_says_which_package_is_missing(name: str, package: str, extras: str, tmp_path: Path) -> None:
-    (tmp_path / f"{package}.py").write_text("raise ImportError('none here')")
-    result = run_job(1, str(ROOT / "examples" / f"{name}.py"), PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert result.returncode != 0 and "Traceback" not in result.stderr
-    assert "(none here)" in result.stderr and f'pip install -e ".[{extras}]"' in result.stderr
+def test_programs_say_which_package_is_missing(tmp_path: Path) -> None:
+    extras = {
+        "train_torch": "torch,examples",
+        "tensor_parallel": "torch",
+        "train_cupy": "examples",
+        "experts": "examples",
+    }
+    for package in ("torch", "sklearn"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('none here')")
+    said = last_words(tmp_path, *([name] for name in extras))
+    for text, of_program in zip(said, extras.values(), strict=True):
+        assert "(none here)" in text and f'pip install -e ".[{of_program}]"' in text

@@ -45,10 +45,8 @@ def require_end(code: str, status: int = 0, *options: str, said: str = "") -> No
 
 
 ENDS = {
-    "no Free": "",
     "Free of one": "comm.Free()",
     "Free of all": "child.Free(); comm.Free()",
-    "sys.exit": "sys.exit(0)",
     "Finalize": "MPI.Finalize()",
     "Finalize, Free": "MPI.Finalize(); repr(comm); array.close(); event.close(); child.Free(); comm.Free()",
     "Finalize in a block": "with comm, array, child: MPI.Finalize()",

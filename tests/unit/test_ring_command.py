@@ -176,7 +176,7 @@ def fail(self, *arguments, **options):
 if RANK == 1:
     patch(SymmetricArray, "put", fail)
 """
-    job, ended = ring(tmp_path, 3, code, MPICOMM_TIMEOUT=f"{2 * HANG_S:g}")  # which no rank waits
+    job, ended = ring(tmp_path, 2, code, MPICOMM_TIMEOUT=f"{2 * HANG_S:g}")  # which no rank waits
     assert job.returncode != 0 and not ended
     assert "# OK" not in job.stdout and "# FAILED" not in job.stdout
     said = f"rank 1 on {socket.gethostname()} (device cpu) failed"
@@ -193,7 +193,7 @@ def test_an_error_before_there_is_a_device(tmp_path: Path) -> None:
 
 
 def test_errors_on_all_ranks_at_once_end_the_job(tmp_path: Path) -> None:
-    job, _ = ring(tmp_path, 4, "from mpicomm.bench.content import Content; Content.write = lambda *args: 1 / 0")
+    job, _ = ring(tmp_path, 2, "from mpicomm.bench.content import Content; Content.write = lambda *args: 1 / 0")
     assert job.returncode != 0
     assert "ZeroDivisionError" in job.stderr
 

@@ -20,17 +20,8 @@ following, previous = (rank + 1) % size, (rank - 1) % size
 """
 
 
-def run(tmp_path: Path, program: str, *arguments: str, nprocs: int = 2) -> str:
-    file = tmp_path / "program.py"
-    file.write_text(HEAD + program)
-    result = run_job(nprocs, "-W", "error", "-m", "mpicomm", str(file), *arguments, MPICOMM_DEVICE="cpu")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stdout
-
-
-def test_the_world_is_a_communicator_and_all_that_is_made_from_it(tmp_path: Path) -> None:
-    program = """
+HOST = {
+    "the world is a Communicator, and so is all that is made from it": """
 import sys
 import mpicomm
 assert sys.argv[1:] == ["one", "-x"], sys.argv
@@ -64,12 +55,8 @@ for comm in (C, MPI.COMM_SELF):
     comm.Barrier()
 with mpicomm.Communicator() as duplicate:
     assert MPI.Comm.Compare(duplicate, C) == MPI.CONGRUENT
-"""
-    run(tmp_path, program, "one", "-x")
-
-
-def test_communicators_come_back_from_the_numbers_that_mpi_knows_them_by(tmp_path: Path) -> None:
-    program = """
+""",
+    "communicators come back from the numbers that MPI knows them by": """
 import mpicomm
 grid = C.Create_cart([C.size], [True])
 graph = C.Create_dist_graph_adjacent([C.rank], [C.rank])
@@ -86,19 +73,8 @@ freed.Free()
 others = [MPI.Intracomm(C).Dup() for _ in range(3)]
 assert all(type(MPI.Comm.fromhandle(each.handle)) is MPI.Intracomm for each in others)
 assert MPI.Comm.fromhandle(MPI.COMM_NULL.handle) == MPI.COMM_NULL
-"""
-    run(tmp_path, program)
-
-
-def test_modules_of_the_program_bind_the_communicator(tmp_path: Path) -> None:
-    (tmp_path / "library.py").write_text(
-        "from mpi4py import MPI\ndef size(comm=MPI.COMM_WORLD):\n    return type(comm).__name__, comm.size\n"
-    )
-    run(tmp_path, 'import library\nassert library.size() == ("Communicator", 2)')
-
-
-def test_requests_in_any_mixture(tmp_path: Path) -> None:
-    program = """
+""",
+    "requests in any mixture": """
 half, sums = np.ones(10, np.float16), np.zeros(10, np.float16)
 statuses = [MPI.Status() for _ in range(3)]
 requests = [C.Iallreduce(half, sums), MPI.REQUEST_NULL, C.Irecv(np.zeros(4), previous, 7)]
@@ -116,12 +92,8 @@ threading.Timer(0.1, open_request.Complete).start()
 MPI.Request.Waitall([open_request, MPI.REQUEST_NULL])  # MPICH itself ends the program here
 assert type(send) is MPI.Prequest and type(C.Isend(half.view("i2"), MPI.PROC_NULL)) is MPI.Request
 send.Free()
-"""
-    run(tmp_path, program)
-
-
-def test_device_memory_in_calls_that_only_mpi_has(tmp_path: Path) -> None:
-    program = """
+""",
+    "device memory in calls that only MPI has": """
 import mpicomm
 from tests.helpers.fakes import fake_driver
 memory = fake_driver.content(1024)
@@ -141,19 +113,15 @@ refused(window.Put, device, 0)
 window.Put(np.ones(8), rank)
 window.Fence()
 window.Free()
-file = MPI.File.Open(C, FILE, MPI.MODE_CREATE | MPI.MODE_WRONLY)
+file = MPI.File.Open(C, __file__ + ".written", MPI.MODE_CREATE | MPI.MODE_WRONLY)
 refused(file.Write_at, 0, [device, MPI.BYTE])
 file.Write_at(8 * rank, np.ones(1))
 file.Close()
 MPI.Attach_buffer(device)
 C.Ibsend(np.ones(1), MPI.PROC_NULL).Wait()
 assert MPI.Detach_buffer() is device
-"""
-    run(tmp_path, program.replace("FILE", repr(str(tmp_path / "file"))))
-
-
-def test_objects_that_a_probe_has_matched(tmp_path: Path) -> None:
-    program = """
+""",
+    "objects that a probe has matched": """
 request = C.isend([1, 2], following, 7)
 assert C.mprobe(previous, 7).recv() == [1, 2]
 request.wait()
@@ -163,21 +131,20 @@ while message is None:
     message = C.improbe(previous, 8)
 assert message.irecv().wait() == {"a": previous}
 request.wait()
-"""
-    run(tmp_path, program)
+""",
+    "modules of the program bind the communicator": 'import library\nassert library.size() == ("Communicator", 2)',
+}
+"""Parts of a program, which run one after the other in one job. A part has the names of HEAD."""
 
-
-DEVICE = """
+DEVICE_HEAD = """
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.message_rigs import take_for_gpu
 gpu = take_for_gpu(MPI.COMM_WORLD)
 def of(*values):
     return DeviceArray(gpu, np.array(values, np.int32))
 """
-
-
-def test_calls_that_name_the_class_take_device_arrays(tmp_path: Path) -> None:
-    program = """
+DEVICE = {
+    "calls that name the class": """
 for probe in (MPI.Message.Probe, MPI.Message.Iprobe):
     request, received, message = C.Isend(of(rank, 7), following, 3), of(0, 0), None
     while message is None:
@@ -194,12 +161,8 @@ assert received.get().tolist() == [1 - rank]
 between.Free()
 half.Free()
 assert MPI.Comm.Get_parent() == MPI.COMM_NULL
-"""
-    run(tmp_path, DEVICE + program)
-
-
-def test_local_calls_of_mpi_take_device_arrays(tmp_path: Path) -> None:
-    program = """
+""",
+    "local calls of MPI": """
 total = of(1, 2)
 MPI.SUM.Reduce_local(of(10, 20), total)
 assert total.get().tolist() == [11, 22]
@@ -214,12 +177,8 @@ assert unpacked.get().tolist() == [5, 6]
 external = np.zeros(8, np.uint8)
 assert MPI.INT32_T.Pack_external("external32", of(5, 6), external, 0) == 8
 assert external.view(">i4").tolist() == [5, 6]
-"""
-    run(tmp_path, DEVICE + program)
-
-
-def test_a_wait_for_all_takes_inactive_requests(tmp_path: Path) -> None:
-    program = """
+""",
+    "a wait for all with inactive requests": """
 send, received = C.Send_init(of(rank), following), of(0)
 receive = C.Irecv(received, previous)
 MPI.Request.Waitall([send, C.Irecv(of(0), MPI.PROC_NULL)])
@@ -227,8 +186,21 @@ send.Start()
 MPI.Request.Waitall([send, receive])
 assert received.get().tolist() == [previous] and send != MPI.REQUEST_NULL
 send.Free()
-"""
-    run(tmp_path, DEVICE + program)
+""",
+}
+
+
+@pytest.mark.parametrize(("head", "parts"), [(HEAD, HOST), (HEAD + DEVICE_HEAD, DEVICE)], ids=["host", "device"])
+def test_a_program_gets_communicators_that_take_all_arrays(head: str, parts: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "library.py").write_text(
+        "from mpi4py import MPI\ndef size(comm=MPI.COMM_WORLD):\n    return type(comm).__name__, comm.size\n"
+    )
+    run_each = "for part, code in PARTS.items():\n    exec(compile(code, part, 'exec'), dict(globals()))\n"
+    file = tmp_path / "program.py"
+    file.write_text(f"{head}\nPARTS = {parts!r}\n{run_each}print('end')\n")
+    job = run_job(2, "-W", "error", "-m", "mpicomm", str(file), "one", "-x", MPICOMM_DEVICE="cpu")
+    assert (job.returncode, job.stdout.count("end")) == (0, 2), job.stdout + job.stderr
+    assert "Traceback" not in job.stderr
 
 
 def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:

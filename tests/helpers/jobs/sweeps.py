@@ -18,6 +18,7 @@ QUICK_RUNS_EVERY = {
     f"{KERNELS}test_compiled.py::test_public_header_compiles_in_kernels_of_a_user": 3,
     f"{KERNELS}test_compiled.py::test_expressions_compile": 4,
     f"{UNIT}devices/cuda/test_compile.py::test_every_kernel_compiles": 4,
+    f"{UNIT}collectives/gpu/algorithms/test_arguments.py::test_every_reduction_compiles": 3,
     f"{UNIT}collectives/gpu/algorithms/test_arguments.py::test_host_and_kernel_agree_on_structures_and_constants": 4,
     f"{UNIT}collectives/gpu/algorithms/test_arguments.py::test_host_and_kernel_agree_on_the_threads_of_a_block": 4,
     # Kernels on CPU threads: further numbers of ranks, types, sizes and seeds.
@@ -67,20 +68,32 @@ QUICK_RUNS_EVERY = {
     f"{MPI}symmetric/test_array.py::test_dtype_and_every_shape": 3,
     # One process: further orders of streams, forms and shapes; what mypy says of the documents' programs, all links.
     f"{UNIT}collectives/gpu/algorithms/test_copies.py::test_calls_in_any_order_of_streams": 4,
+    f"{UNIT}collectives/gpu/test_decision.py::test_all_ranks_choose_alike": 3,
     f"{UNIT}collectives/gpu/test_forms.py::test_a_filled_call_is_launched_as_if_it_had_been_read": 3,
     f"{UNIT}collectives/test_packed.py::test_ranks_with_gaps_meet_ranks_without": 3,
+    f"{UNIT}domains/test_schedules.py::test_movements_bring_each_block_to_its_place": 2,
+    f"{UNIT}domains/test_schedules.py::test_reductions_keep_the_order_of_ranks_and_domains_and_round_once": 3,
     f"{UNIT}documents/test_programs.py::test_a_type_checker_accepts_all_programs": 0,
     f"{UNIT}scripts/test_site.py::test_every_link_leads_to_a_page_or_a_file_and_to_its_anchor": 0,
     # Jobs of ranks: further ends of programs, planted faults and numbers of ranks.
+    f"{UNIT}doctor/test_doctor_command.py::test_an_import_without_an_mpi_says_the_way_out": 3,
     f"{UNIT}helpers/test_peer_death.py::test_survivors_of_any_death_learn_it_in_time_and_go_on": 2,
+    f"{UNIT}recording/test_process_end.py::test_the_trace_ends_and_the_table_is_printed": 3,
     f"{UNIT}scripts/test_recorded_results.py::test_one_file_of_measured_memory_has_several_tables": 0,
     f"{UNIT}scripts/test_recorded_results.py::test_rows_of_long_runs_share_a_table": 0,
     f"{UNIT}scripts/test_soak.py::test_nothing_is_wrong_and_nothing_grows": 0,
-    f"{UNIT}test_examples.py::test_a_picture_without_matplotlib_is_refused": 5,
     f"{UNIT}test_examples.py::test_halo_exchange_computes_the_results_of_one_rank": 3,
     f"{UNIT}test_examples.py::test_stock_program_gives_the_results_of_mpi4py": 3,
     f"{UNIT}test_process_end.py::test_clean_end_is_clean": 4,
+    f"{UNIT}test_process_end.py::test_error_of_all_ranks_ends_the_job": 2,
+    f"{UNIT}test_process_end.py::test_exception_of_one_rank_ends_the_job": 2,
+    f"{UNIT}test_process_end.py::test_exception_of_one_rank_in_a_with_block_ends_the_job": 3,
+    f"{UNIT}test_process_end.py::test_interrupt_ends_the_job": 3,
+    f"{UNIT}test_process_end.py::test_rank_that_did_not_come_keeps_no_rank_from_ending": 2,
     f"{UNIT}test_ring_command.py::test_all_is_well": 2,
+    f"{UNIT}test_ring_command.py::test_an_error_on_one_rank_ends_the_job": 2,
+    f"{UNIT}test_ring_command.py::test_an_interrupt_is_quiet": 2,
+    f"{UNIT}test_runner.py::test_a_program_starts_and_ends_mpi_itself": 3,
 }
 """Of the parameters of a test the quick run takes the last one of so many; of a test with 0 it takes none."""
 

@@ -13,6 +13,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.doctor.checks import CHECKS
+from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import ROOT, mpiexec_command, run_command, run_job
 from tests.helpers.jobs.pace import HANG_S
 
@@ -44,17 +45,12 @@ def faults(file: Path) -> dict[str, list[str]]:
     return {check["name"]: check["faults"] for check in checks if check["faults"]}
 
 
-def test_nothing_is_wrong() -> None:
-    job = run_job(2, *DOCTOR)
-    assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.splitlines() == [f"ok    {check.name}: {check.title}" for check in CHECKS]
-    assert "ok    shm: /dev/shm is large enough for the ranks\n" in job.stdout
-
-
-def test_json_has_the_facts_of_all_ranks(tmp_path: Path) -> None:
+def test_nothing_is_wrong_and_json_has_the_facts_of_all_ranks(tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
-    job = run_job(2, *DOCTOR, "--json", str(file))
-    assert (job.returncode, job.stdout) == (0, "")
+    job, ((said, status), as_json) = run_in_turn(2, DOCTOR, (*DOCTOR, "--json", file))
+    assert (job.returncode, job.stderr, status, as_json) == (0, "", 0, ("", 0))
+    assert said.splitlines() == [f"ok    {check.name}: {check.title}" for check in CHECKS]
+    assert "ok    shm: /dev/shm is large enough for the ranks\n" in said
     found = json.loads(file.read_text())
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
     assert [one["world_size"] for one in found["ranks"]] == [2, 2]

@@ -25,6 +25,7 @@ from mpicomm.tune import __main__ as tune
 from mpicomm.tune.sweep import Measure, Subject, Timing, choose, subjects_of, sweep
 from tests.helpers.inputs.tuning import row as tuning_row
 from tests.helpers.inputs.tuning import table
+from tests.helpers.jobs.in_turn import run_changed
 from tests.helpers.jobs.mpiexec import run_job
 from tests.helpers.references.reductions import dtype_named
 
@@ -276,38 +277,42 @@ def test_the_host_has_no_table(tmp_path: Path) -> None:
     assert not output.exists()
 
 
-DRIVER = """
+CHANGED = """
 import time
-import mpicomm
-from mpicomm.cli import options as command_line
 from mpicomm.collectives.gpu.tuning import find
 from mpicomm.tune import __main__ as tune, sweep
-tune.require_possible = lambda comm, ranks: None
-sweep.algorithms_of = lambda operation: ("one_shot", "two_shot", "magic")
-RANK = command_line.MPI.COMM_WORLD.rank
-allreduce = mpicomm.Communicator.Allreduce
+patch(tune, "require_possible", lambda comm, ranks: None)
+patch(sweep, "algorithms_of", lambda operation: ("one_shot", "two_shot", "magic"))
 def changed(self, send, receive, *args, **options):
     find("this", lambda: None)  # as the engine for GPUs calls it
     allreduce(self, send, receive, *args, **options)
     {code}
-mpicomm.Communicator.Allreduce = changed
-command_line.run(tune.main)
+allreduce = patch(mpicomm.Communicator, "Allreduce", changed)
 """
 SHORT = ("-D", "cpu", "-n", "2", "-w", "1", "-b", "1K", "-e", "16K", "-f", "4", "--operations", "allreduce")
 
 
-def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
+def test_whole_runs_on_the_host_which_are_right_and_wrong(tmp_path: Path) -> None:
     # From 16 KiB on one_shot is slow on rank 1, below that two_shot: the slowest rank counts.
-    code = 'RANK == 1 and (options["algorithm"] == "one_shot") == (receive.nbytes >= 16384) and time.sleep(0.02)'
-    (tmp_path / "driver.py").write_text(DRIVER.format(code=code))
-    output = tmp_path / "table.json"
+    slow = 'RANK == 1 and (options["algorithm"] == "one_shot") == (receive.nbytes >= 16384) and time.sleep(0.02)'
+    corrupt = 'if RANK == 1 and options["algorithm"] == "two_shot": receive[7] += 1'
+    output, unwritten = tmp_path / "table.json", tmp_path / "unwritten.json"
     kept = Row(Kind("Bcast", False), 8, ((0, "two_shot"),))
     replaced = Row(Kind("Allreduce", False), 2, ((0, "copy_engine"),))
     output.write_text(json.dumps(to_json(Tuning("", (kept, replaced), "cpu"))))
-    options = (*SHORT, "-d", "float32", "--output", str(output))
-    job = run_job(2, str(tmp_path / "driver.py"), *options, MPICOMM_TUNING="not/there.json")  # tune ignores it
-    assert (job.returncode, job.stderr) == (0, "")
-    lines = job.stdout.splitlines()
+    changes = [
+        (CHANGED.format(code=slow), (*SHORT, "-d", "float32", "--output", str(output))),
+        (CHANGED.format(code=corrupt), (*SHORT, "--output", str(unwritten))),
+    ]
+    # A table that is named is ignored.
+    job, ((right, status), (wrong, failed)) = run_changed(
+        tmp_path, 2, "mpicomm.tune.__main__", *changes, MPICOMM_TUNING="not/there.json"
+    )
+    assert (job.returncode, job.stderr, status, failed) == (0, "", 0, 1)
+    assert wrong.splitlines()[-1] == "# FAILED: 6 wrong; nothing was written"
+    assert wrong.count("# - two_shot: 1 wrong at 16384 B") == 2
+    assert not unwritten.exists()
+    lines = right.splitlines()
     assert lines[0].startswith(f"# mpicomm {mpicomm.__version__} tune: 2 ranks")
     assert lines[-1] == "# OK"
     assert f"# {output} (cpu)" in lines
@@ -330,15 +335,4 @@ def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
         times_us = {times["nbytes"]: times["us"] for times in row.measured["times"]}
         assert {name for each in times_us.values() for name in each} == {"one_shot", "two_shot"}
         assert times_us[16384]["one_shot"] >= 20_000 > times_us[16384]["two_shot"]
-    assert {path.name for path in tmp_path.iterdir()} == {"driver.py", "table.json"}
-
-
-def test_wrong_elements_fail_the_run_and_nothing_is_written(tmp_path: Path) -> None:
-    code = 'if RANK == 1 and options["algorithm"] == "two_shot": receive[7] += 1'
-    (tmp_path / "driver.py").write_text(DRIVER.format(code=code))
-    output = tmp_path / "table.json"
-    job = run_job(2, str(tmp_path / "driver.py"), *SHORT, "--output", str(output))
-    assert (job.returncode, job.stderr) == (1, "")
-    assert job.stdout.splitlines()[-1] == "# FAILED: 6 wrong; nothing was written"
-    assert job.stdout.count("# - two_shot: 1 wrong at 16384 B") == 2
-    assert not output.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"changed_0.py", "changed_1.py", "table.json"}
