@@ -25,7 +25,7 @@ COMPARED = {
     r"one turn takes \S+ ms, and \S+ ms with packing and Alltoallv\n",
 }
 """The programs that compare with one rank, and their first words."""
-SLEEP = f'__import__("time").sleep({stretched(0.1) / 3})'  # longer than the producer needs for a batch
+SLEEP = f'__import__("time").sleep({stretched(0.1) / 3})'  # longer than the other rank needs until it reads
 CHANGED = {
     "import mpicomm  # <- added\n": "",
     "comm = mpicomm.Communicator(MPI.COMM_WORLD)  # <- was: comm = MPI.COMM_WORLD\n": "comm = MPI.COMM_WORLD\n",
@@ -97,8 +97,14 @@ BROKEN: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "copies": ("producer_consumers", {"batches[number % SLOTS]": "batches[number % SLOTS].copy()"}),
-    "no activations": ("pipeline", {"arrived.wait_signal(comm.rank - 1)": "pass"}),
-    "no derivatives": ("pipeline", {"returned.wait_signal(comm.rank + 1)": "pass"}),
+    "no activations": (
+        "pipeline",
+        {"arrived.wait_signal(comm.rank - 1)": "pass", "arrived.put(": f"{SLEEP}; arrived.put("},
+    ),
+    "no derivatives": (
+        "pipeline",
+        {"returned.wait_signal(comm.rank + 1)": "pass", "returned.put(": f"{SLEEP}; returned.put("},
+    ),
     "counts that replace others": ("histogram", {"rank, op=MPI.SUM": "rank, op=MPI.REPLACE"}),
     "tasks that no rank takes": ("work_stealing", {'xp.ones(1, "int64")': 'xp.full(1, 2, "int64")'}),
     "swapped blocks": (
