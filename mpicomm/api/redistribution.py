@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
+from mpicomm.mpi.location import is_on_device
 from mpicomm.session import Session
 from mpicomm.sizes import format_size
 
@@ -184,7 +185,8 @@ class Redistribution:
         if self._is_freed:
             raise InvalidUsageError(f"{self!r} is freed: make another one")
         out = self._checked(x, out)
-        self._comm.Alltoallw([x, *self._sent], [out, *self._received], stream=stream, algorithm=algorithm)
+        parts = [_given_to_mpi(x), *self._sent], [_given_to_mpi(out), *self._received]
+        self._comm.Alltoallw(*parts, stream=stream, algorithm=algorithm)
         return out
 
     def Free(self) -> None:
@@ -523,6 +525,12 @@ def _check_array(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[
             f"{name} of shape {found} is not C-contiguous: pass numpy.ascontiguousarray({name}), "
             f"cupy.ascontiguousarray({name}) or {name}.contiguous()"
         )
+
+
+def _given_to_mpi(array: Any) -> Any:
+    """Return None for an empty host array: mpi4py takes some empty slices of tensors for not contiguous."""
+    is_empty = array is not None and not math.prod(array.shape) and not is_on_device(array)
+    return None if is_empty else array
 
 
 def _empty(shape: tuple[int, ...], x: Any) -> Any:

@@ -410,9 +410,7 @@ MISTAKES_OF_ONE_STEP = {
     ),
     "packets taken before they have come": Change("counted_step.cu", "!Protocol::has_come(packets[d], {})", "false"),
     "one set of lengths instead of two": Change("counted_step.cu", "flagged_set = launch % 2 *", "flagged_set = 0 *"),
-    "one set of slots instead of two": Change(
-        "counted_step.cu", "u64 set = launch % 2 * x.stages", "u64 set = 0 * x.stages"
-    ),
+    "one set of slots instead of two": Change("counted_step.cu", "u64 set = launch % 2 ?", "u64 set = 0 ?"),
     "slots not put back": Change("counted_step.cu", "    Protocol::give_back(slot);\n", ""),
     "escapes not taken": Change(
         "counted_step.cu",
