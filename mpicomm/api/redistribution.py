@@ -83,8 +83,8 @@ class Split:
         if not all(0 <= axis < ndim for axis in axes) or len(set(axes)) < len(axes):
             raise InvalidUsageError(f"{said}: the array of shape {shape} has no such axes: pass {ndim} or fewer")
         ranks = range(size) if self.ranks is None else self.ranks
-        if not all(0 <= rank < size for rank in ranks) or len(set(ranks)) < len(ranks):
-            raise InvalidUsageError(f"{said}: pass each of the ranks 0 to {size - 1} at most once")
+        if not ranks or not all(0 <= rank < size for rank in ranks) or len(set(ranks)) < len(ranks):
+            raise InvalidUsageError(f"{said}: pass one or more of the ranks 0 to {size - 1}, each once")
         bounds, grid = [], self._grid(said, len(ranks))
         for axis, parts, sizes in zip(axes, grid, self.sizes, strict=True):
             shared, more = divmod(shape[axis], max(parts, 1))

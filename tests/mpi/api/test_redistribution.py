@@ -148,6 +148,7 @@ def test_parts_say_the_shape(comm: mpicomm.Communicator, xp: Any) -> None:
         ({"to": Split(0, sizes=[9] * SIZE)}, r"to=Split\(0, sizes=.*axis 0 .* sum 5"),
         ({"to": Split((0, 1), grid=(SIZE, 2))}, "to=.*grid .* no place"),
         ({"to": Split(0, ranks=[SIZE])}, "to=.*ranks 0 to"),
+        ({"to": Split(0, ranks=[])}, "to=.*pass one or more of the ranks"),
         ({"to": "rows"}, "to='rows' is no split"),
         ({"to": [None] * (SIZE + 1)}, "pass one for each of"),
         ({"to": [((0, 9),)] * SIZE}, "no part of shape"),

@@ -130,6 +130,7 @@ MPICOMM_DEVICE void work(const Packets& x) {
   // After this barrier the overseers know that slots are free, and all threads have read the number of the launch.
   if (!__syncthreads_and(ok)) return;
 
+  // The choice between two values leaves a register more than a product with the parity, which would spill.
   const u64 set = launch % 2 ? x.stages * kRanks * x.inbox_nbytes : 0, flagged_set = launch % 2 * x.flagged.nbytes;
 #pragma unroll
   for (u32 d = 1; d < kRanks; ++d) {
