@@ -19,6 +19,7 @@ from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request, whole_lines
+from mpicomm.collectives.gpu.algorithms.registry import usual_kernels
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     SENDRECV_BLOCKS,
     SendrecvTemplate,
@@ -144,7 +145,8 @@ class DeviceEngine:
         with backend.current():
             self._order = StreamOrder(backend.current, backend.lasting_streams)
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
-            self._loader = StepLoader(backend, kernels_of(backend.info))
+            self._kernels = kernels_of(backend.info)
+            self._loader = StepLoader(backend, self._kernels)
         self.completions = self._order.completions
         backend.calls = calls.different
 
@@ -212,6 +214,8 @@ class DeviceEngine:
             if len(self._decisions) >= _MOST_DECISIONS:
                 self._decisions.clear()
             decision = Decision(form, asked, self.tuning, self.domain, self._loader)
+            domain = self.domain
+            self._kernels.expect(usual_kernels(form.reduction, domain.size, host_slots=domain.host_slots))
             self._decisions[key] = decision
         return decision
 

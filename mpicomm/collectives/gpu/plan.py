@@ -103,6 +103,7 @@ class StepLoader:
         variants = [step.variant for step in steps if isinstance(step, Launch)]
         missing = [variant for variant in variants if self._kernels.find(variant) is None]
         if missing:
+            self._kernels.expect(missing)
             with self._backend.loading():
                 for variant in missing:
                     self._kernels.load(variant)

@@ -7,26 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from cuda.bindings import __version__ as bindings_version
 from cuda.bindings import driver, nvrtc
+from cuda.pathfinder import load_nvidia_dynamic_lib
 
 from mpicomm import environment
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.driver import call, check
-from mpicomm.errors import BackendUnavailableError, HandleError, KernelCompileError
+from mpicomm.errors import BackendUnavailableError, HandleError, KernelCompileError, MpicommError
 from mpicomm.kernels.variant import SHARED, Variant
 
 _INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
+_POLL_S = 0.002
+_LONGEST_WAIT_S = 10.0
+"""The time after which a rank compiles a kernel itself, because a process that has stopped keeps its lock."""
+_MOST_HELPERS = 2
+"""The threads of a process that compile kernels ahead. More threads gain little: NVRTC runs them one after the other in
+part, and all ranks of the node help.
+"""
 
 
 def compile_kernel(source: Path, compute_capability: tuple[int, int], extra_options: Sequence[str] = ()) -> bytes:
@@ -35,25 +45,96 @@ def compile_kernel(source: Path, compute_capability: tuple[int, int], extra_opti
     Local, blocking (up to some seconds the first time). Raises `KernelCompileError` with NVRTC's log, and
     `BackendUnavailableError` if NVRTC is missing.
     """
-    text = source.read_bytes()
-    directories = (SHARED, source.parent)
-    major, minor = compute_capability
-    # Not the version of NVRTC, because loading the library takes longer than all the rest.
-    digest = hashlib.sha256(repr((bindings_version, tuple(extra_options), text)).encode())
-    for name, header in sorted(_headers(text, directories).items()):
-        digest.update(repr((name, header)).encode())
-    directory = environment.cache_directory()
-    cached = directory and directory / f"{source.stem}-sm_{major}{minor}-{digest.hexdigest()[:32]}"
-    if cached:
-        with contextlib.suppress(OSError):
-            return cached.read_bytes()
-    architecture = _architecture(compute_capability, _nvrtc_version())
-    includes = [f"-I{directory}" for directory in directories]
-    options = [f"-arch={architecture}", "-std=c++17", *includes, *extra_options]
-    image = _run_nvrtc(text, source.name, options)
-    if cached:
-        _store(cached, image)
-    return image
+    return _Code(source, compute_capability, extra_options).get()
+
+
+class _Code:
+    """The code of a kernel for a device, compiled once per machine. Construction raises `BackendUnavailableError`."""
+
+    def __init__(self, source: Path, compute_capability: tuple[int, int], extra_options: Sequence[str]) -> None:
+        self._text, self._name = source.read_bytes(), source.name
+        self._compute_capability = major, minor = compute_capability
+        self._version = _nvrtc_version()
+        directories = (SHARED, source.parent)
+        facts = self._version, _library_nbytes(), tuple(extra_options), self._text
+        digest = hashlib.sha256(repr(facts).encode())
+        for name, header in sorted(_headers(self._text, directories).items()):
+            digest.update(repr((name, header)).encode())
+        self._options = ["-std=c++17", *(f"-I{directory}" for directory in directories), *extra_options]
+        directory = environment.cache_directory()
+        self._kept = directory and directory / f"{source.stem}-sm_{major}{minor}-{digest.hexdigest()[:32]}"
+
+    def get(self, meanwhile: Callable[[], None] = lambda: None) -> bytes:
+        """Return the code; blocking. Raises `KernelCompileError`.
+
+        If it is not in the cache, call ``meanwhile`` while somebody else compiles it, or after compiling it here.
+        """
+        image = self._read()
+        if image is None:
+            give_up_at = time.monotonic() + _LONGEST_WAIT_S
+            with contextlib.closing(_Lock(self._kept)) as lock:
+                while not lock.take() and time.monotonic() < give_up_at:
+                    meanwhile()
+                    time.sleep(_POLL_S)
+                image = self._read() or self._compile()
+            meanwhile()
+        return image
+
+    def keep(self) -> None:
+        """Compile the code into the cache, unless it is there or somebody else is at it; blocking. Raises as `get`."""
+        if self._kept is not None and not self._kept.exists():
+            with contextlib.closing(_Lock(self._kept)) as lock:
+                if lock.take() and not self._kept.exists():
+                    self._compile()
+
+    def _read(self) -> bytes | None:
+        if self._kept is not None:
+            with contextlib.suppress(OSError):
+                return self._kept.read_bytes()
+        return None
+
+    def _compile(self) -> bytes:
+        architecture = _architecture(self._compute_capability, self._version)
+        image = _run_nvrtc(self._text, self._name, [f"-arch={architecture}", *self._options])
+        if self._kept is not None:
+            _store(self._kept, image)
+        return image
+
+
+class _Lock:
+    """The right to compile the code that will be ``kept`` in a file. One thread of one process of a machine has it.
+
+    The operating system releases the lock of a process that dies. Without a cache, or on a file system without locks,
+    everybody has it.
+    """
+
+    def __init__(self, kept: Path | None) -> None:
+        self._file: IO[str] | None = None
+        self._taken = False
+        if kept is not None:
+            self._path = kept.with_name(f"{kept.name}.lock")
+            with contextlib.suppress(OSError):
+                self._file = self._path.open("w")
+
+    def take(self) -> bool:
+        """Take the lock if it is free. Return whether it is taken here."""
+        if self._file is not None:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._taken = True
+            except BlockingIOError:
+                return False
+            except OSError:
+                pass
+        return True
+
+    def close(self) -> None:
+        """Release the lock. Those who wait for it find the code; a later one uses another file, and finds it, too."""
+        if self._file is not None:
+            if self._taken:
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+            self._file.close()
 
 
 def _headers(text: bytes, directories: Sequence[Path]) -> dict[str, bytes]:
@@ -79,6 +160,11 @@ def _nvrtc_version() -> tuple[int, int]:
         ) from error
     _check(status)
     return major, minor
+
+
+def _library_nbytes() -> int:
+    """Return the bytes of NVRTC's library, which differ between the patches of a version."""
+    return Path(load_nvidia_dynamic_lib("nvrtc").abs_path).stat().st_size
 
 
 def _architecture(compute_capability: tuple[int, int], version: tuple[int, int]) -> str:
@@ -252,6 +338,9 @@ class Module:
 class KernelCache:
     """The kernels on one device, compiled and loaded once for all communicators of the process: see `kernels_of`.
 
+    If a kernel has to be compiled, threads of all ranks of the machine compile the `expect`ed kernels, too, into the
+    cache on disk. The interpreter waits for them before it ends.
+
     They stay as long as the process, because a graph of the user may refer to them longer than a communicator lives.
     Also, loading them again for each communicator would fragment the device's memory for code. The methods are local,
     for any thread.
@@ -263,6 +352,15 @@ class KernelCache:
         self._lock = threading.RLock()
         self._modules: dict[tuple[Path, tuple[str, ...]], Module] = {}
         self._kernels: dict[Variant, Kernel] = {}
+        self._known: set[Variant] = set()
+        self._expected: deque[Variant] = deque()
+        self._helpers: list[threading.Thread] = []
+
+    def expect(self, variants: Iterable[Variant]) -> None:
+        """Note kernels that this process may need soon, the most likely first. Cheap; compiles nothing."""
+        new = [variant for variant in variants if variant not in self._known]
+        self._known.update(new)
+        self._expected += new
 
     def find(self, variant: Variant) -> Kernel | None:
         """Return the kernel, or None if it is not loaded."""
@@ -283,8 +381,26 @@ class KernelCache:
         """Return the module of a source, compiled and loaded if necessary, like `load`."""
         with self._lock:
             if (source, options) not in self._modules:
-                self._modules[source, options] = Module(compile_kernel(source, self._compute_capability, options))
+                code = _Code(source, self._compute_capability, options)
+                self._modules[source, options] = Module(code.get(self._compile_ahead))
             return self._modules[source, options]
+
+    def _compile_ahead(self) -> None:
+        """Start the threads that compile the expected kernels, and leave a core to the program."""
+        self._helpers = [helper for helper in self._helpers if helper.is_alive()]
+        most = min(_MOST_HELPERS, len(os.sched_getaffinity(0)) - 1, len(self._expected))
+        with contextlib.suppress(RuntimeError):  # the system refuses threads, or the interpreter ends
+            for _ in range(most - len(self._helpers)):
+                helper = threading.Thread(target=self._help, name="mpicomm compiles")
+                helper.start()
+                self._helpers.append(helper)
+
+    def _help(self) -> None:
+        while self._expected and threading.main_thread().is_alive():
+            # Another helper may take the last one. Whoever needs a kernel gets the errors of its compilation.
+            with contextlib.suppress(IndexError, MpicommError):
+                variant = self._expected.popleft()
+                _Code(variant.source, self._compute_capability, variant.options).keep()
 
 
 @lru_cache

@@ -47,7 +47,7 @@ class Rig:
             return SimpleNamespace(launch=launch)
 
         kernel = SimpleNamespace(launcher=launcher)
-        kernels = SimpleNamespace(find=lambda variant: kernel, load=lambda variant: kernel)
+        kernels = SimpleNamespace(find=lambda variant: kernel, expect=lambda variants: None)
         monkeypatch.setattr(cuda, "getDevice", lambda: 0, raising=False)
         monkeypatch.setattr(engine, "kernels_of", lambda info: kernels)
         monkeypatch.setattr(arena, "share", self._share)

@@ -279,6 +279,22 @@ def test_sizes_are_scaled_by_the_speed_of_the_links(link_speed: float) -> None:
     assert way(4 * MIB * link_speed + 8) == ("direct", False)
 
 
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_usual_kernels_are_those_of_calls_of_many_sizes(size: int) -> None:
+    """Only they: each of them is compiled ahead, so a kernel that no call takes costs a second of a core."""
+    taken = set()
+    for operation in (operations.ALLREDUCE, operations.BCAST, operations.ALLGATHER):
+        for exponent in range(1, 28):
+            call = CallOf(operation, 0, [1 << exponent] * size, dtype="float32")
+            taken |= {launch.variant for launch in call.launches("auto", node_of(0, size))}
+    usual = registry.usual_kernels(("float32", "sum"), size, host_slots=False)
+    assert set(usual) <= taken
+    moves = registry.usual_kernels(None, size, host_slots=False)
+    assert set(moves) <= set(usual)
+    assert {each.source.stem for each in taken - set(usual)} <= {"packets", "exchange", "chain"}
+    assert registry.usual_kernels(("float32", "sum"), 1, host_slots=False) == ()
+
+
 def can_chain(operation: Operation, dtype: str, op: str = "sum", root: int = 0) -> bool:
     call = CallOf(operation, 0, [8] * 4, op=op, root=root, dtype=dtype)
     return not isinstance(serve_chain(call.form, node_of(0, 4)), str)

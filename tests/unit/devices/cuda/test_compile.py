@@ -1,11 +1,19 @@
+import importlib
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mpicomm.devices.base import DeviceInfo
 from mpicomm.errors import KernelCompileError
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
@@ -14,7 +22,8 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import counted_step_ke
 from mpicomm.devices.cuda import load as kernel_compile  # noqa: E402
 from mpicomm.devices.cuda.faults import FaultRecord  # noqa: E402
 from mpicomm.devices.cuda.load import compile_kernel  # noqa: E402
-from mpicomm.kernels.variant import SHARED  # noqa: E402
+from mpicomm.kernels.variant import SHARED, Variant  # noqa: E402
+from tests.helpers.fakes.fake_cuda import FakeCuda  # noqa: E402
 from tests.helpers.inputs.kernel_sources import SOURCES  # noqa: E402
 
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
@@ -123,8 +132,117 @@ def test_a_header_of_other_kernels_changes_no_entry(
 
 def test_a_known_kernel_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     first = compile_kernel(SHARED / "signal.cu", (9, 0))
-    monkeypatch.delattr(nvrtc, "nvrtcVersion")
+    monkeypatch.delattr(nvrtc, "nvrtcCreateProgram")
     assert compile_kernel(SHARED / "signal.cu", (9, 0)) == first
+
+
+@pytest.mark.parametrize("upgrade", ["version", "patch"])
+def test_another_nvrtc_is_another_entry(runs: list[str], monkeypatch: pytest.MonkeyPatch, upgrade: str) -> None:
+    compile_kernel(SHARED / "signal.cu", (9, 0))
+    status, major, minor = nvrtc.nvrtcVersion()
+    if upgrade == "version":
+        monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (status, major, minor + 1))
+    else:  # the library has other bytes, as the next file has
+        library = SimpleNamespace(abs_path=str(SHARED / "signal.cu"))
+        monkeypatch.setattr(kernel_compile, "load_nvidia_dynamic_lib", lambda name: library)
+    for _ in range(2):
+        compile_kernel(SHARED / "signal.cu", (9, 0))
+    assert len(runs) == 2
+
+
+def test_one_of_those_who_need_a_kernel_compiles_it(runs: list[str], cache: Path) -> None:
+    together = threading.Barrier(3)
+
+    def compiled(_: int) -> bytes:
+        together.wait()
+        return compile_kernel(SHARED / "signal.cu", (9, 0))
+
+    with ThreadPoolExecutor(3) as pool:
+        images = list(pool.map(compiled, range(3)))
+    assert images == [images[0]] * 3
+    assert runs == ["signal.cu"]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_those_who_wait_get_the_errors_of_the_compiler(tmp_path: Path) -> None:
+    source = source_in(tmp_path, "missing")
+
+    def error(_: int) -> str:
+        with pytest.raises(KernelCompileError) as raised:
+            compile_kernel(source, (9, 0))
+        return str(raised.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        first, *others = pool.map(error, range(3))
+    assert others == [first] * 2
+    assert "sample.cu(1): error" in first
+
+
+LOCKER = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["dies", "stops"])
+def test_a_process_that_ends_while_it_compiles_holds_nobody_up(
+    runs: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    image = compile_kernel(SHARED / "signal.cu", (9, 0))
+    (kept,) = cache.iterdir()
+    kept.unlink()
+    monkeypatch.setattr(kernel_compile, "_LONGEST_WAIT_S", 60.0 if end == "dies" else 0.5)
+    command = [sys.executable, "-c", LOCKER, f"{kept}.lock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+        if end == "dies":
+            threading.Timer(0.2, other.kill).start()
+        assert compile_kernel(SHARED / "signal.cu", (9, 0)) == image
+        other.kill()
+    assert len(runs) == 2
+    assert kept.read_bytes() == image
+
+
+def kernel_cache(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels on a device that runs none, in a process that may use three cores."""
+    load = importlib.import_module("mpicomm.devices.cuda.load")
+    monkeypatch.setattr(load, "Module", lambda image: SimpleNamespace(kernel=lambda name, types: image))
+
+    def run_nvrtc(text: bytes, name: str, options: list[str]) -> bytes:
+        if name == "norm.cu":
+            raise KernelCompileError("it is refused")
+        return bytes(name, "ascii")
+
+    monkeypatch.setattr(load, "_run_nvrtc", run_nvrtc)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    return load.kernels_of(DeviceInfo(0, "a GPU", b"0" * 16, "", -1, (9, 0)))
+
+
+def variant(name: str) -> Variant:
+    return Variant(SHARED / f"{name}.cu", name, ())
+
+
+def test_a_kernel_that_is_compiled_has_the_expected_kernels_compiled_too(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    kernels = kernel_cache(cuda, monkeypatch)
+
+    def kept_after(name: str) -> list[str]:
+        kernels.load(variant(name))
+        for thread in threading.enumerate():
+            if thread.name == "mpicomm compiles":
+                thread.join()
+        return sorted(path.name.split("-")[0] for path in cache.iterdir())
+
+    assert kept_after("signal") == ["signal"]
+    kernels.expect(map(variant, ("combine", "norm", "epilogue")))
+    assert kept_after("signal") == ["signal"]
+    assert kept_after("message") == ["combine", "epilogue", "message", "signal"]
+    with pytest.raises(KernelCompileError, match="it is refused"):
+        kernels.load(variant("norm"))
 
 
 def test_a_changed_header_is_another_entry(runs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
