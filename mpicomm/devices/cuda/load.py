@@ -56,13 +56,12 @@ class _Code:
         self._compute_capability = major, minor = compute_capability
         self._version = _nvrtc_version()
         directories = (SHARED, source.parent)
-        facts = self._version, _library_nbytes(), tuple(extra_options), self._text
-        digest = hashlib.sha256(repr(facts).encode())
-        for name, header in sorted(_headers(self._text, directories).items()):
-            digest.update(repr((name, header)).encode())
+        headers = sorted(_headers(self._text, directories).items())
+        facts = self._version, _library_nbytes(), tuple(extra_options), self._text, headers
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()
         self._options = ["-std=c++17", *(f"-I{directory}" for directory in directories), *extra_options]
         directory = environment.cache_directory()
-        self._kept = directory and directory / f"{source.stem}-sm_{major}{minor}-{digest.hexdigest()[:32]}"
+        self._kept = directory and directory / f"{source.stem}-sm_{major}{minor}-{digest[:32]}"
 
     def get(self, meanwhile: Callable[[], None] = lambda: None) -> bytes:
         """Return the code; blocking. Raises `KernelCompileError`.
@@ -137,18 +136,30 @@ class _Lock:
             self._file.close()
 
 
-def _headers(text: bytes, directories: Sequence[Path]) -> dict[str, bytes]:
-    """Return the headers that a source includes, and the headers that these include, by their names."""
+def _headers(text: bytes, directories: tuple[Path, ...]) -> dict[str, bytes]:
+    """Return digests of the headers that a source includes, and of those that these include, by their names."""
     found: dict[str, bytes] = {}
-    texts = [text]
-    while texts:
-        for name in {*map(bytes.decode, _INCLUDE.findall(texts.pop()))} - found.keys():
-            for directory in directories:
-                with contextlib.suppress(OSError):
-                    found[name] = (directory / name).read_bytes()
-                    texts.append(found[name])
-                    break
+    names = _included(text)
+    while names:
+        name = names.pop()
+        if name not in found:
+            found[name], more = _header(name, directories)
+            names |= more
     return found
+
+
+def _included(text: bytes) -> set[str]:
+    return {*map(bytes.decode, _INCLUDE.findall(text))}
+
+
+@lru_cache  # kernels share most headers, and their text takes a while to read
+def _header(name: str, directories: tuple[Path, ...]) -> tuple[bytes, set[str]]:
+    """Return the digest of a header, and the names of the headers that it includes."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            text = (directory / name).read_bytes()
+            return hashlib.sha256(text).digest(), _included(text)
+    return b"", set()  # an error of the compiler
 
 
 def _nvrtc_version() -> tuple[int, int]:
