@@ -16,7 +16,7 @@ import mpicomm
 from mpicomm.collectives.gpu.algorithms.chain.plan import CHAIN_THREADS, chain_kernel
 from mpicomm.collectives.gpu.algorithms.chunks.plan import THREADS, exchange_kernel
 from mpicomm.collectives.gpu.algorithms.copies.plan import REDUCTION_THREADS, local_reduction_kernel
-from mpicomm.collectives.gpu.algorithms.direct.plan import DIRECT_KERNEL, DIRECT_THREADS
+from mpicomm.collectives.gpu.algorithms.direct.plan import BARRIER_KERNEL, DIRECT_KERNEL, DIRECT_THREADS
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     OVERSEERS,
     Steps,
@@ -275,7 +275,7 @@ LARGEST_BLOCKS = [
         most_workers(2, fan_out=False, one_step=True) + OVERSEERS,
     ),
     (chain_kernel(None), CHAIN_THREADS),
-    (DIRECT_KERNEL, DIRECT_THREADS),
+    *((kernel, DIRECT_THREADS) for kernel in (DIRECT_KERNEL, BARRIER_KERNEL)),
     (SENDRECV_KERNEL, SENDRECV_THREADS),
     (local_reduction_kernel(("float32", "sum")), REDUCTION_THREADS),
     (combine_kernel(("float32", "sum"), "float32"), COMBINE_THREADS),

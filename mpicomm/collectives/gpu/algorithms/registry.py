@@ -8,7 +8,7 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm
 from mpicomm.collectives.gpu.algorithms.chain.plan import serve_chain
 from mpicomm.collectives.gpu.algorithms.chunks.plan import serve_chunks, serve_ring
 from mpicomm.collectives.gpu.algorithms.copies.plan import CopyLauncher, local_reduction_kernel
-from mpicomm.collectives.gpu.algorithms.direct.plan import DIRECT_KERNEL, serve_direct
+from mpicomm.collectives.gpu.algorithms.direct.plan import BARRIER_KERNEL, serve_direct
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, Steps, flags_can_carry, packet_kernel
 from mpicomm.collectives.gpu.algorithms.packets.plan import serve_any_length, serve_one_shot, serve_two_shot
 from mpicomm.collectives.operations import Operation
@@ -52,12 +52,12 @@ def usual_kernels(reduction: Reduction | None, size: int, *, host_slots: bool) -
         return ()
     moves = packets(None, "sentinel", "one"), packets(None, "flagged", "one"), packets(None, "sentinel", "few")
     if reduction is None:
-        return *moves, DIRECT_KERNEL
+        return *moves, BARRIER_KERNEL
     shards = size > 2  # then long reductions are in two shots
     return (
         packets(reduction, "sentinel", "few", fan_out=shards),
         moves[0],
-        DIRECT_KERNEL,
+        BARRIER_KERNEL,
         local_reduction_kernel(reduction),
         packets(reduction, "sentinel", "one"),
         *[packets(reduction, "flagged", "one")] * flags_can_carry(reduction[0]),

@@ -1,5 +1,7 @@
 // Stores messages straight to their places in symmetric memory of the peers. Without messages it is
-// a barrier. Each rank launches one kernel. All ranks launch the same number of blocks.
+// a barrier. Each rank launches one kernel. All ranks launch the same number of blocks. A barrier has
+// a kernel of its own (MPICOMM_BARRIER), which compiles in half the time, because most of the code
+// copies memory of any alignment.
 //
 // A rank stores to a peer after the peer has announced this launch (team.cuh). All work that the
 // peer enqueued before is over then, so other ranks may write its memory. The message to a peer is
@@ -97,6 +99,7 @@ MPICOMM_DEVICE void run(const Direct& x) {
   // left.
   if (!__syncthreads_and(ok)) return;
 
+#if !defined(MPICOMM_BARRIER)
   // The next rank comes first: see team.cuh. This rank itself comes last.
   for (u32 distance = 1; distance <= team.size; ++distance) {
     const u32 to = (rank + distance) % team.size;
@@ -115,6 +118,7 @@ MPICOMM_DEVICE void run(const Direct& x) {
     store_release(arrival_of(x, thread, rank), count);
   }
   if (x.coming[thread].has_part()) await_arrival(x, count, thread);
+#endif
 }
 
 }  // namespace mpicomm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class DirectArguments(ctypes.Structure):
 
 
 DIRECT_KERNEL = Variant(Path(__file__).with_name("direct.cu"), "mpicomm_direct", OPTIONS)
+BARRIER_KERNEL = replace(DIRECT_KERNEL, options=(*OPTIONS, "-DMPICOMM_BARRIER"))
 _FEWEST_THREADS = 64  # one thread for each rank, and one thread that checks the health of the team
 _MOST_THREADS_FOR_ALL_BLOCKS = 256
 _AT_TAGS: int = DirectArguments.team.offset + Team.tags.offset
@@ -110,7 +112,7 @@ class DirectTemplate(KernelTemplate):
         """
         arguments = DirectArguments.from_buffer_copy(self._without_messages)
         arguments.team.tags[:] = [tag] * MAX_RANKS
-        return Launch(DIRECT_KERNEL, arguments, 1, _FEWEST_THREADS, self.early and not after_copies)
+        return Launch(BARRIER_KERNEL, arguments, 1, _FEWEST_THREADS, self.early and not after_copies)
 
 
 class DirectLauncher(DirectTemplate, FormLauncher):
