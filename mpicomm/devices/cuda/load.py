@@ -349,12 +349,12 @@ class Module:
 class KernelCache:
     """The kernels on one device, compiled and loaded once for all communicators of the process: see `kernels_of`.
 
-    If a kernel has to be compiled, threads of all ranks of the machine compile the `expect`ed kernels, too, into the
-    cache on disk. The interpreter waits for them before it ends.
-
     They stay as long as the process, because a graph of the user may refer to them longer than a communicator lives.
-    Also, loading them again for each communicator would fragment the device's memory for code. The methods are local,
-    for any thread.
+    Also, loading them again for each communicator would fragment the device's memory for code.
+
+    If a kernel has to be compiled, threads of all ranks of the machine compile the `expect`ed kernels into the cache on
+    disk, too. At its end the interpreter waits for the kernel that a thread compiles then. The methods are local, for
+    any thread.
     """
 
     def __init__(self, device: DeviceInfo) -> None:
@@ -402,7 +402,7 @@ class KernelCache:
         most = min(_MOST_HELPERS, len(os.sched_getaffinity(0)) - 1, len(self._expected))
         with contextlib.suppress(RuntimeError):  # the system refuses threads, or the interpreter ends
             for _ in range(most - len(self._helpers)):
-                helper = threading.Thread(target=self._help, name="mpicomm compiles")
+                helper = threading.Thread(target=self._help, name="mpicomm-compile")
                 helper.start()
                 self._helpers.append(helper)
 

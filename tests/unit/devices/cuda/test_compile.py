@@ -234,7 +234,7 @@ def test_a_kernel_that_is_compiled_has_the_expected_kernels_compiled_too(
     def kept_after(name: str) -> list[str]:
         kernels.load(variant(name))
         for thread in threading.enumerate():
-            if thread.name == "mpicomm compiles":
+            if thread.name == "mpicomm-compile":
                 thread.join()
         return sorted(path.name.split("-")[0] for path in cache.iterdir())
 
