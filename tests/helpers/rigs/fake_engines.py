@@ -13,6 +13,7 @@ import pytest
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import DeviceInfo, Link, Scratch
 from mpicomm.kernels.team import Faults
+from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.arguments import Span
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns
@@ -38,6 +39,8 @@ class Rig:
         self.launched: list[Any] = []
         self.told: list[str] = []
         self.shapes: list[dict[str, Any]] = []
+        self.expected: list[Variant] = []
+        """The kernels that the engine expects to need."""
 
         def launcher(x: Any, blocks: int, threads: int, *, early: bool) -> Any:
             def launch(stream: int) -> None:
@@ -47,7 +50,7 @@ class Rig:
             return SimpleNamespace(launch=launch)
 
         kernel = SimpleNamespace(launcher=launcher)
-        kernels = SimpleNamespace(find=lambda variant: kernel, expect=lambda variants: None)
+        kernels = SimpleNamespace(find=lambda variant: kernel, expect=self.expected.extend)
         monkeypatch.setattr(cuda, "getDevice", lambda: 0, raising=False)
         monkeypatch.setattr(engine, "kernels_of", lambda info: kernels)
         monkeypatch.setattr(arena, "share", self._share)

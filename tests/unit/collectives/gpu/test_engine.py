@@ -12,6 +12,7 @@ import pytest
 
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Message
+from mpicomm.collectives.gpu.algorithms.registry import usual_kernels
 from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.handle import MemoryUse
@@ -29,6 +30,12 @@ MIB = 1 << 20
 @pytest.fixture
 def rig(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(cuda, monkeypatch)
+
+
+def test_the_first_call_of_a_kind_expects_the_usual_kernels(rig: Rig) -> None:
+    for nbytes in (4096, 8192):
+        rig.alltoallv(nbytes)
+        assert rig.expected == [*usual_kernels(None, 2, host_slots=False)]
 
 
 def test_the_call_log_gets_each_enqueue_of_a_plan_once(rig: Rig) -> None:
