@@ -30,6 +30,7 @@ from mpicomm.errors import BackendUnavailableError, HandleError, KernelCompileEr
 from mpicomm.kernels.variant import SHARED, Variant
 
 _INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
+_END_NBYTES = 4096
 _POLL_S = 0.002
 _LONGEST_WAIT_S = 10.0
 """The time after which a rank compiles a kernel itself, because a process that has stopped keeps its lock."""
@@ -57,7 +58,8 @@ class _Code:
         self._version = _nvrtc_version()
         directories = (SHARED, source.parent)
         headers = sorted(_headers(self._text, directories).items())
-        facts = self._version, _library_nbytes(), tuple(extra_options), self._text, headers
+        build = _build(load_nvidia_dynamic_lib("nvrtc").abs_path)
+        facts = self._version, build, tuple(extra_options), self._text, headers
         digest = hashlib.sha256(repr(facts).encode()).hexdigest()
         self._options = ["-std=c++17", *(f"-I{directory}" for directory in directories), *extra_options]
         directory = environment.cache_directory()
@@ -173,9 +175,16 @@ def _nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
-def _library_nbytes() -> int:
-    """Return the bytes of NVRTC's library, which differ between the patches of a version."""
-    return Path(load_nvidia_dynamic_lib("nvrtc").abs_path).stat().st_size
+@lru_cache
+def _build(library: str) -> str:
+    """Return a digest of both ends of a library, one of which holds the number of its build.
+
+    Patches of NVRTC share the version that it tells, and the size of the library.
+    """
+    with Path(library).open("rb") as file:
+        begin = file.read(_END_NBYTES)
+        file.seek(-len(begin), os.SEEK_END)
+        return hashlib.sha256(begin + file.read()).hexdigest()
 
 
 def _architecture(compute_capability: tuple[int, int], version: tuple[int, int]) -> str:

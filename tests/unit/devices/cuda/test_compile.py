@@ -143,7 +143,7 @@ def test_another_nvrtc_is_another_entry(runs: list[str], monkeypatch: pytest.Mon
     status, major, minor = nvrtc.nvrtcVersion()
     if upgrade == "version":
         monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (status, major, minor + 1))
-    else:  # the library has other bytes, as the next file has
+    else:  # the library is another file
         library = SimpleNamespace(abs_path=str(SHARED / "signal.cu"))
         monkeypatch.setattr(kernel_compile, "load_nvidia_dynamic_lib", lambda name: library)
     for _ in range(2):
