@@ -246,6 +246,37 @@ def test_a_kernel_that_is_compiled_has_the_expected_kernels_compiled_too(
         kernels.load(variant("norm"))
 
 
+SHORT_PROGRAM = """
+import os, threading, time
+from types import SimpleNamespace
+from mpicomm.devices.base import DeviceInfo
+from mpicomm.devices.cuda import load
+from mpicomm.kernels.variant import SHARED, Variant
+
+begun = threading.Semaphore(0)
+
+def run_nvrtc(text, name, options):
+    begun.release()
+    while name != "signal.cu" and threading.main_thread().is_alive():
+        time.sleep(0.001)
+    return name.encode()
+
+load._run_nvrtc, load.call = run_nvrtc, lambda *arguments: 0
+load.Module = lambda image: SimpleNamespace(kernel=lambda name, types: image)
+os.sched_getaffinity = lambda pid: {0, 1, 2}
+kernels = load.KernelCache(DeviceInfo(0, "a GPU", bytes(16), "", -1, (9, 0)))
+kernels.expect(Variant(SHARED / f"{name}.cu", name, ()) for name in ("combine", "epilogue", "norm", "pack"))
+kernels.load(Variant(SHARED / "signal.cu", "signal", ()))
+for _ in range(3):
+    begun.acquire()
+"""
+
+
+def test_a_program_ends_after_the_kernels_that_threads_compile_then(cache: Path) -> None:
+    subprocess.run([sys.executable, "-c", SHORT_PROGRAM], check=True, timeout=60)
+    assert sorted(path.name.split("-")[0] for path in cache.iterdir()) == ["combine", "epilogue", "signal"]
+
+
 def test_a_changed_header_is_another_entry(runs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(SHARED, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")))
     monkeypatch.setattr(kernel_compile, "SHARED", copy)
