@@ -406,9 +406,11 @@ class KernelCache:
             return self._modules[source, options]
 
     def _compile_ahead(self) -> None:
-        """Start the threads that compile the expected kernels, and leave a core to the program."""
+        """Start the threads that compile the expected kernels."""
         self._helpers = [helper for helper in self._helpers if helper.is_alive()]
-        most = min(_MOST_HELPERS, len(os.sched_getaffinity(0)) - 1, len(self._expected))
+        # They leave a core to the program. With a single core one thread uses it while the program waits for a kernel.
+        others = max(1, len(os.sched_getaffinity(0)) - 1)
+        most = min(_MOST_HELPERS, others, len(self._expected))
         with contextlib.suppress(RuntimeError):  # the system refuses threads, or the interpreter ends
             for _ in range(most - len(self._helpers)):
                 helper = threading.Thread(target=self._help, name="mpicomm-compile")

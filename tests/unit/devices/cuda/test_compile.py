@@ -207,8 +207,8 @@ def test_a_process_that_ends_while_it_compiles_holds_nobody_up(
     assert kept.read_bytes() == image
 
 
-def kernel_cache(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernels on a device that runs none, in a process that may use three cores."""
+def kernel_cache(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cores: int) -> Any:
+    """The kernels on a device that runs none, in a process that may use so many cores."""
     load = importlib.import_module("mpicomm.devices.cuda.load")
     monkeypatch.setattr(load, "Module", lambda image: SimpleNamespace(kernel=lambda name, types: image))
 
@@ -218,7 +218,7 @@ def kernel_cache(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
         return bytes(name, "ascii")
 
     monkeypatch.setattr(load, "_run_nvrtc", run_nvrtc)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(cores)})
     return load.kernels_of(DeviceInfo(0, "a GPU", b"0" * 16, "", -1, (9, 0)))
 
 
@@ -226,10 +226,11 @@ def variant(name: str) -> Variant:
     return Variant(SHARED / f"{name}.cu", name, ())
 
 
+@pytest.mark.parametrize("cores", [1, 3])
 def test_a_kernel_that_is_compiled_has_the_expected_kernels_compiled_too(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cache: Path
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cache: Path, cores: int
 ) -> None:
-    kernels = kernel_cache(cuda, monkeypatch)
+    kernels = kernel_cache(cuda, monkeypatch, cores)
 
     def kept_after(name: str) -> list[str]:
         kernels.load(variant(name))
