@@ -28,8 +28,11 @@
 #define MPICOMM_DEVICE_CALL __device__ __noinline__
 #define MPICOMM_KERNEL extern "C" __global__
 #else
-#include <atomic>
+// The program that runs the threads may have a clock that stands still while a rank lacks a processor.
+#if !defined(MPICOMM_CLOCK_NS)
 #include <chrono>
+#define MPICOMM_CLOCK_NS() std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count()
+#endif
 #define MPICOMM_DEVICE inline
 #define MPICOMM_DEVICE_CALL inline
 #define MPICOMM_KERNEL extern "C"
@@ -310,7 +313,7 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   store_relaxed(&p->first, value.first);
   store_relaxed(&p->second, value.second);
 }
-MPICOMM_DEVICE void fence_device() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+MPICOMM_DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 // The program that runs the threads of a block knows which threads have come to a barrier.
 #if defined(MPICOMM_MEET)
 MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) { return MPICOMM_MEET(number, threads, ok); }
@@ -318,7 +321,7 @@ MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) { return MPICOMM_MEET
 MPICOMM_DEVICE void pause() {}
 MPICOMM_DEVICE void wait_for_predecessor() {}
 MPICOMM_DEVICE void let_successor_start() {}
-MPICOMM_DEVICE void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+MPICOMM_DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 template <class T>
 MPICOMM_DEVICE T yield_and_swap(T* p, T expected, T value, int order, int order_of_failure) {
   MPICOMM_YIELD();
@@ -342,10 +345,6 @@ MPICOMM_DEVICE u64 fetch_and_release(u64* p, u64 value) {
   MPICOMM_YIELD();
   return __atomic_fetch_and(p, value, __ATOMIC_RELEASE);
 }
-// The program that runs the threads may have a clock that stands still while a rank lacks a processor.
-#if !defined(MPICOMM_CLOCK_NS)
-#define MPICOMM_CLOCK_NS() std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count()
-#endif
 MPICOMM_DEVICE u64 clock_ns() { return MPICOMM_CLOCK_NS(); }
 
 #endif

@@ -38,10 +38,10 @@ _KERNEL = (
 )
 # Most kernels compile for longer than they run: g++ is done sooner with -Og than with -O1. A kernel with changes runs
 # for one test, and -O0 is done the soonest.
-_OPTIMIZED, _CHANGED = "-Og", "-O0"
+_OPTIMIZED, _CHANGED = ("-Og",), ("-O0",)
 _LAUNCHER = ("-std=c++20", "-O2", "-Wall", "-Wextra")
-# ThreadSanitizer names the lines of a race.
-_SANITIZER = ("-fsanitize=thread", "-g1")
+_SANITIZER = ("-fsanitize=thread",)
+_LINES = ("-g1",)  # of a race, which is no surprise in a kernel with changes
 
 _INCLUDE_DIRECTORY = SHARED / "include"
 _PUBLIC = {path.name: path for path in _INCLUDE_DIRECTORY.rglob("*.cuh")}
@@ -99,7 +99,6 @@ class Builds:
         self.sanitize = sanitize
         self._directory = directory
         self._kernels: dict[tuple[object, ...], Kernel] = {}
-        self._sanitizer = _SANITIZER if sanitize else ()
         for number in range(_LOCKS):
             (directory / f"lock-{number}").touch()
         _drop_unused(directory)
@@ -107,17 +106,18 @@ class Builds:
     @cached_property
     def launcher(self) -> Path:
         """The program that runs kernels."""
+        sanitizer = _SANITIZER if self.sanitize else ()
 
         def build(directory: Path) -> Path:
             objects = []
             for name in ("block", "launcher"):  # not instrumented: see block.cpp
                 objects.append(str(directory / f"{name}.o"))
                 _run("g++", *_LAUNCHER, "-c", str(SIMULATION / f"{name}.cpp"), "-o", objects[-1])
-            _run("g++", *self._sanitizer, "-rdynamic", *objects, "-ldl", "-pthread", "-o", str(directory / "launcher"))
+            _run("g++", *sanitizer, "-rdynamic", *objects, "-ldl", "-pthread", "-o", str(directory / "launcher"))
             return directory / "launcher"
 
         texts = [(SIMULATION / name).read_text() for name in (*_LANGUAGE, "block.cpp", "launcher.cpp", "launch.hpp")]
-        return self._once("launcher", "", (_LAUNCHER, texts), build)
+        return self._once("launcher", "", (_LAUNCHER, sanitizer, texts), build)
 
     @cached_property
     def server(self) -> Server:
@@ -138,7 +138,11 @@ class Builds:
         return self._kernels[key]
 
     def _compiled(self, source: Path, entry: str, options: Sequence[str], changes: Sequence[Change]) -> Path:
-        files, speed = _included(source, changes), _CHANGED if changes else _OPTIMIZED
+        files = _included(source, tuple(changes))
+        changed = files != _included(source)  # a run may have kernels that the changes do not concern
+        speed: tuple[str, ...] = _CHANGED if changed else _OPTIMIZED
+        if self.sanitize:
+            speed += _SANITIZER if changed else _SANITIZER + _LINES
 
         def build(directory: Path) -> Path:
             for name, text in files.items():
@@ -153,7 +157,7 @@ class Builds:
                 str(self._language(speed).with_suffix("")),
             )
             _run(
-                *("g++", *_KERNEL, speed, *self._sanitizer, *paths, *options, "-shared", "-nodefaultlibs"),
+                *("g++", *_KERNEL, *speed, *paths, *options, "-shared", "-nodefaultlibs"),
                 *(str(directory / "entry.cpp"), "-o", str(directory / "kernel.so")),
             )
             return directory / "kernel.so"
@@ -161,12 +165,12 @@ class Builds:
         content = entry, options, _KERNEL, speed, sorted(files.items()), self._language(speed).name
         return self._once(source.stem, ".so", content, build)
 
-    def _language(self, speed: str) -> Path:
+    def _language(self, speed: Sequence[str]) -> Path:
         """Return the header cuda.hpp of every kernel, compiled."""
 
         def build(directory: Path) -> Path:
             header = ("-x", "c++-header", str(SIMULATION / "cuda.hpp"), "-o", str(directory / "cuda.hpp.gch"))
-            _run("g++", *_KERNEL, speed, *self._sanitizer, *header)
+            _run("g++", *_KERNEL, *speed, *header)
             return directory / "cuda.hpp.gch"
 
         texts = [(SIMULATION / name).read_text() for name in _LANGUAGE]
@@ -174,7 +178,7 @@ class Builds:
 
     def _once(self, stem: str, suffix: str, content: object, build: Callable[[Path], Path]) -> Path:
         """Return the file of that content, which the first process that asks for it builds, while others wait."""
-        key = hashlib.sha256(repr((_compiler(), self._sanitizer, content)).encode()).hexdigest()
+        key = hashlib.sha256(repr((_compiler(), content)).encode()).hexdigest()
         made = self._directory / f"{stem}-{key[:32]}{suffix}"
         with (self._directory / f"lock-{int(key, 16) % _LOCKS}").open() as lock:
             if not made.exists():
@@ -195,7 +199,8 @@ def _compiler() -> str:
     return subprocess.run(["g++", "-v"], capture_output=True, text=True, check=True).stderr
 
 
-def _included(source: Path, changes: Sequence[Change]) -> dict[str, str]:
+@functools.cache
+def _included(source: Path, changes: tuple[Change, ...] = ()) -> dict[str, str]:
     """Return the texts after ``changes`` of ``source`` and of all files that it includes, by their names."""
     paths = {**HEADERS, **SOURCES, **_PUBLIC, source.name: source}
     texts: dict[str, str] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import selectors
 import signal
@@ -19,6 +20,8 @@ _CURRENT = 0xFFFFFFFF
 _LIBC = ctypes.CDLL(None)
 # A fiber of ThreadSanitizer has some 0.8 MB.
 _MOST_FIBERS = 1500
+# ThreadSanitizer takes longer than most kernels run to find the lines of a race, hence `_with_lines` does.
+_TSAN_OPTIONS = 'halt_on_error=1 exitcode=66 symbolize=0 stack_trace_format="    #%n %m+%o"'
 
 
 def run_together(launcher: Path, jobs: Sequence[str]) -> list[tuple[int, str]]:
@@ -72,12 +75,23 @@ class Server:
             said = os.pread(errors, os.fstat(errors).st_size, 0)
         finally:
             os.close(errors)
-        return code, said.decode(errors="replace")
+        return code, _with_lines(said.decode(errors="replace"))
 
     def end(self) -> None:
         """End the process, and with it a job that runs."""
         self._process.kill()
         self._process.communicate()
+
+
+def _with_lines(said: str) -> str:
+    """Replace the places in kernels that ThreadSanitizer reports by functions and lines."""
+    for library in set(re.findall(r"#\d+ (\S+\.so)\+0x", said)):
+        places = list(dict.fromkeys(re.findall(re.escape(library) + r"\+(0x[0-9a-f]+)", said)))
+        command = ("addr2line", "--pretty-print", "--functions", "--demangle", "--basenames", "-e", library, *places)
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        for place, line in zip(places, lines, strict=True):
+            said = said.replace(f"{library}+{place}\n", f"{line}\n")
+    return said
 
 
 def file_of(fd: int) -> str:
@@ -86,7 +100,7 @@ def file_of(fd: int) -> str:
 
 
 def _start(launcher: Path, *arguments: str, **pipes: int) -> subprocess.Popen[bytes]:
-    variables = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
+    variables = {**os.environ, "TSAN_OPTIONS": _TSAN_OPTIONS}
     with _fixed_addresses():
         process: subprocess.Popen[bytes] = subprocess.Popen([str(launcher), *arguments], env=variables, **pipes)  # type: ignore[call-overload]
     # A process that this one forks has the same limit, and a time of its own.

@@ -133,8 +133,9 @@ class Rig:
         timeout_s: float | None = None,
     ) -> None:
         self.machine, self.size, self.layout = machine, machine.size, layout
-        # No wait takes so long, in the time of kernels, but for a mistake. Runs of mistakes often end in this way.
-        timeout_s = timeout_s or (2 if changes else 20)
+        # No wait takes so long, in the time of kernels, but for a mistake. Runs of mistakes often end in this way, and
+        # have less time. Without a mistake the same runs pass with half of that.
+        timeout_s = timeout_s or (0.5 if changes else 20)
         ranks = range(self.size)
         self.arenas = [machine.allocate(rank, layout.nbytes) for rank in ranks]
         self.regions = {each.what: [machine.allocate(rank, each.nbytes) for rank in ranks] for each in requests}

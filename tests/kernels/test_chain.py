@@ -41,6 +41,7 @@ def play(
     seed: int = 0,
     changes: Sequence[Change] = (),
     timeout_s: float | None = None,
+    limit_s: float = 60,
 ) -> None:
     rng = np.random.default_rng([size, seed])
     rig, channels = chain_rig(Machine(builds, size), blocks, nbytes=room, changes=changes, timeout_s=timeout_s)
@@ -52,7 +53,7 @@ def play(
     for nbytes in rng.permutation(sizes).tolist():
         checks.append(calls.bcast(nbytes, "chain"))
         checks.append(calls.reduce("int32", "sum", -(-nbytes // 4), "chain", in_place=in_place))
-    rig.machine.run(checks, seed=seed, jitter_us=200, limit_s=60)
+    rig.machine.run(checks, seed=seed, jitter_us=200, limit_s=limit_s)
 
 
 @pytest.mark.parametrize(("size", "blocks"), [(2, 2), (3, 1), (4, 2)])
@@ -142,7 +143,9 @@ MISTAKES = {
 # Without a mistake all of this takes a fifth of the timeout.
 FEW_BATCHES = CHANNELS * 4 * BATCH_NBYTES  # in small slots, all of which are used again
 OF_FEW = [700, (CHAIN_SLOTS + 1) * FEW_BATCHES + 12, 5, 5, 5, 5]
-test_failure_is_seen = controls(partial(play, size=3, sizes=OF_FEW, room=FEW_BATCHES, timeout_s=0.5), MISTAKES)
+test_failure_is_seen = controls(
+    partial(play, size=3, sizes=OF_FEW, room=FEW_BATCHES, timeout_s=0.5, limit_s=2), MISTAKES
+)
 
 
 def reduce_to_last(rig: Rig, count: int, ranks: Sequence[int]) -> None:

@@ -98,7 +98,7 @@ def test_rings_of_every_class_of_types(builds: Builds, reduction: tuple[str, str
     rig.machine.run(checks, seed=1, jitter_us=100)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [4, 2])
 def test_no_race(watched_builds: Builds, size: int) -> None:
     rng = np.random.default_rng(size)
     # ThreadSanitizer knows 8000 threads at most.

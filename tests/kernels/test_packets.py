@@ -80,13 +80,15 @@ def run_long(
     protocol: Protocol,
     batches: int = 2,
     *,
+    kinds: Sequence[str] = ("short", "long", "relayed", "moves"),
     seed: int = 0,
     changes: Sequence[Change] = (),
     timeout_s: float | None = None,
 ) -> None:
     """Hundreds of small reductions between three ranks, from launch ``seed`` on.
 
-    If all send to all, packets keep the ranks in step; in scans the first rank takes none.
+    If all send to all, packets keep the ranks in step; in scans the first rank takes none. Each of the ``kinds`` of
+    calls takes one or two kernels. All kinds but the short one are several times as long as inboxes of sentinels.
     """
     rng = np.random.default_rng(seed)
     machine = Machine(builds, 3)
@@ -97,11 +99,15 @@ def run_long(
     calls = Calls(rig, rng, nap_us=1000)
     for batch in range(batches):
         machine.clear()
-        checks = [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 600, 150)]
-        checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
-        if protocol != "flagged":  # several times the size of the inboxes
-            checks += [calls.allreduce("float32", "sum", 5000, way) for way in BOTH]
-            checks += [calls.allgather(12000), calls.bcast(20000, "two_shot"), calls.allgather(12000)]
+        checks = []
+        if "short" in kinds:
+            checks += [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 600, 150)]
+            checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
+        if protocol != "flagged":
+            ways = zip(("long", "relayed"), BOTH, strict=True)
+            checks += [calls.allreduce("float32", "sum", 5000, way) for kind, way in ways if kind in kinds]
+            if "moves" in kinds:
+                checks += [calls.allgather(12000), calls.bcast(20000, "two_shot"), calls.allgather(12000)]
         machine.run(checks, seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
 
 
@@ -130,12 +136,17 @@ def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, protocol
 
 
 def run_reductions(
-    builds: Builds, reduction: tuple[str, str], *, seed: int = 1, changes: Sequence[Change] = ()
+    builds: Builds,
+    reduction: tuple[str, str],
+    ways: Sequence[str] = BOTH,
+    *,
+    seed: int = 1,
+    changes: Sequence[Change] = (),
 ) -> None:
     """All-reduces in one hop and in two."""
     rig = packet_rig(Machine(builds, 3), changes=changes)
     calls = Calls(rig, np.random.default_rng(seed))
-    checks = [calls.allreduce(*reduction, count, way) for count, way in zip((5, 3001), BOTH, strict=True)]
+    checks = [calls.allreduce(*reduction, 5 if way == "one_shot" else 3001, way) for way in ways]
     rig.machine.run(checks, jitter_us=100)
 
 
@@ -166,12 +177,14 @@ class SentinelCalls(Calls):
         return self._rng.choice(SENTINELS, -(-nbytes // 4)).astype(np.uint32).view(np.uint8)[:nbytes]
 
 
-def run_escapes(builds: Builds, *, seed: int = 3, changes: Sequence[Change] = ()) -> None:
+def run_escapes(
+    builds: Builds, sizes: Sequence[int] = (64, 20_000), *, seed: int = 3, changes: Sequence[Change] = ()
+) -> None:
     """Movements of only words that need escapes."""
     rig = packet_rig(Machine(builds, 3), changes=changes)
     calls = SentinelCalls(rig, np.random.default_rng(seed), nap_us=1000)
     checks = []
-    for nbytes in (64, 20_000) * 3:
+    for nbytes in (*sizes,) * 3:
         checks += [calls.bcast(nbytes, "two_shot"), calls.allgather(nbytes)]
     rig.machine.run(checks, jitter_us=100)
 
@@ -271,17 +284,20 @@ def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -
 
 SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
 ONE_SET = Change(WORKER, "((launch % 2) * x.stages + stage)", "(stage)")
+SHORT = ("short",)
 MISTAKES = {
-    "one set of inboxes": ("flagged", ONE_SET),
-    "one set of inboxes of sentinels": ("sentinel", ONE_SET),
-    "no wait for the last launch": ("flagged", Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
-    "old flags not wiped": ("flagged", Change("ll_flags.cuh", "wipe_flags(inboxes, launch);", ";")),
+    "one set of inboxes": ("flagged", SHORT, ONE_SET),
+    "one set of inboxes of sentinels": ("sentinel", SHORT, ONE_SET),
+    "no wait for the last launch": ("flagged", SHORT, Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
+    "old flags not wiped": ("flagged", SHORT, Change("ll_flags.cuh", "wipe_flags(inboxes, launch);", ";")),
     "sentinels not put back": (
         "sentinel",
+        ("long",),
         Change("sentinels.cuh", "store_volatile(slot, {absent, absent});", "(void)slot;"),
     ),
     "a source that goes on before the relays": (
         "sentinel",
+        ("moves",),
         Change(SOURCE, "has_c ? worker", "has_c && (!kRelays || x.sources != 0) ? worker"),
     ),
 }
@@ -318,16 +334,22 @@ OF_TWO_HOPS = {name: ("sentinel", FENCES[name]) for name in ("not waited for", "
 NO_BARRIER = {"barrier": ("flagged", 1, Change(SOURCE, "if (!__syncthreads_and(ok)) return;", "if (!ok) return;"))}
 
 
-def run_to_the_end_of_a_round(builds: Builds, protocol: Protocol, *, seed: int, changes: Sequence[Change]) -> None:
-    run_long(builds, protocol, 4, seed=2**30 - 1, changes=changes)
+def run_to_the_end_of_a_round(
+    builds: Builds, protocol: Protocol, kinds: Sequence[str], *, seed: int, changes: Sequence[Change]
+) -> None:
+    run_long(builds, protocol, 4, kinds=kinds, seed=2**30 - 1, changes=changes)
 
 
 test_mistake_is_seen = controls(run_to_the_end_of_a_round, MISTAKES)
-test_mistake_with_escapes_is_seen = controls(run_escapes, ESCAPES)
-test_mistake_with_nan_is_seen = controls(partial(run_reductions, reduction=("float16", "prod")), NANS)
+test_mistake_with_escapes_is_seen = controls(partial(run_escapes, sizes=(64,)), ESCAPES)
+test_mistake_with_nan_is_seen = controls(
+    partial(run_reductions, reduction=("float16", "prod"), ways=("two_shot",)), NANS
+)
 test_mistake_with_ranks_that_send_unevenly_is_seen = controls(partial(run_uneven, moves_only=True), PACES)
 test_mistake_with_fences_is_seen = controls(partial(run_uneven, laps=7, moves_only=True), FENCES, match=LOST)
-test_mistake_with_fences_in_two_hops_is_seen = controls(run_long, OF_TWO_HOPS, match=LOST)
+test_mistake_with_fences_in_two_hops_is_seen = controls(
+    partial(run_long, kinds=("relayed", "moves")), OF_TWO_HOPS, match=LOST
+)
 test_mistake_with_both_stages_is_seen = controls(
     run_both_stages,
     {"one set for one stage": Change(WORKER, "(launch % 2) * x.stages", "(launch % 2) * 2 * (x.stages - 1)")},

@@ -7,9 +7,6 @@
 #include <string.h>
 
 // The result of compiling this file is loaded by every kernel: few headers keep that short.
-// memory_order.cuh needs these two.
-#include <atomic>
-#include <chrono>
 #include <type_traits>
 #include <utility>
 
