@@ -27,7 +27,8 @@ if {"mpicomm.doctor", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
 
     from mpicomm import epilogues
     from mpicomm.api.communicator import Communicator
-    from mpicomm.api.redistribution import Redistribution, Split
+    from mpicomm.api.redistribution import Redistribution
+    from mpicomm.api.splits import Split
     from mpicomm.errors import (
         BackendUnavailableError,
         CollectiveTimeoutError,

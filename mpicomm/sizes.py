@@ -24,7 +24,9 @@ def nbytes_of(text: str) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Write a size with the largest unit that divides it; `nbytes_of` reads it back."""
+    """Write a size with the largest unit that divides it; `nbytes_of` reads it back, except 0."""
+    if nbytes == 0:
+        return "0"
     unit = max((unit for unit in _UNITS if nbytes % _UNITS[unit] == 0), key=_UNITS.__getitem__)
     return f"{nbytes // _UNITS[unit]}{unit}"
 

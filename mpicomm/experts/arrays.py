@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -17,8 +16,8 @@ import numpy.typing as npt
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K, PACKET_NBYTES
-from mpicomm.mpi.buffers import read
-from mpicomm.mpi.types import covered_dtype, torch_dtype
+from mpicomm.mpi.buffers import new_array, read
+from mpicomm.mpi.types import covered_dtype, named_dtype
 
 DTYPES = ("float32", "float16", "bfloat16")
 WIRE = "float8_e4m3fn"
@@ -182,13 +181,7 @@ def _experts_per_rank(num_experts: int | Sequence[int], size: int) -> tuple[int,
 
 def checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
     """Return one of `DTYPES`, by its name or as a dtype of NumPy or PyTorch. Raises `InvalidUsageError`. Local."""
-    name = str(dtype)
-    known = torch_dtype(dtype) if name.startswith("torch.") else None
-    if known is None:
-        try:
-            known = covered_dtype(name) if name in DTYPES else np.dtype(dtype)
-        except TypeError:
-            known = None
+    known = named_dtype(dtype)
     if known is None or known.name not in DTYPES:
         raise InvalidUsageError(f"{what}: dtype={dtype!r}: pass one of {', '.join(DTYPES)}")
     return known
@@ -224,23 +217,6 @@ class GivenArray:
     def on_host(self) -> npt.NDArray[Any]:
         """Return host memory as a NumPy array."""
         return _view(self.pointer, self.shape, self.dtype, self.array)
-
-
-@lru_cache  # a NumPy type takes some microseconds to name
-def name_of(dtype: np.dtype[Any]) -> str:
-    """Return the name of a type."""
-    return str(dtype.name)
-
-
-def new_array(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, on_device: bool) -> Any:
-    """Return a new array of the library of ``like``, in the same place. Other libraries than PyTorch get CuPy's."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(like, torch.Tensor):
-        return torch.empty(shape, dtype=getattr(torch, dtype.name), device=like.device)
-    if on_device:
-        # The backend of a GPU has imported CuPy, which has no floats of 8 bits.
-        return sys.modules["cupy"].empty(shape, dtype if name_of(dtype) != "float8_e4m3fn" else np.uint8)
-    return np.empty(shape, dtype)
 
 
 def pointer_of(array: Any) -> int:

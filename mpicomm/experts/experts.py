@@ -25,15 +25,14 @@ from mpicomm.experts.arrays import (
     Shape,
     checked_dtype,
     checked_shape,
-    name_of,
-    new_array,
     pointer_of,
 )
 from mpicomm.experts.on_gpu import ExpertsLaunches, launches_of, require_one_domain, share_arena
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
 from mpicomm.kernels.experts import PACKET_NBYTES
-from mpicomm.mpi.buffers import read
+from mpicomm.mpi.buffers import new_array, read, read_in_order
 from mpicomm.mpi.location import refuse_stream, require_here
+from mpicomm.mpi.types import name_of
 from mpicomm.symmetric.owner import SharedMemory
 from mpicomm.windows.order import StreamUse
 
@@ -358,11 +357,8 @@ class Experts:
         """
         if type(array) is np.ndarray and not writable:
             array = np.ascontiguousarray(array)
-        flags = getattr(array, "flags", None)
-        in_order = array.is_contiguous() if hasattr(array, "is_contiguous") else flags is None or flags.c_contiguous
-        if not in_order:
-            raise InvalidUsageError(f"{name} of shape {tuple(array.shape)} is not C-contiguous: copy it first")
-        memory, found = read(array, writable, name), tuple(array.shape)
+        memory = read_in_order(array, writable, name)
+        found = tuple(array.shape)
         if found != shape and (shape[0] is not None or found[1:] != shape[1:] or not found):
             wanted = ", ".join("tokens" if length is None else str(length) for length in shape)
             raise InvalidUsageError(f"{name} has shape {found}: pass one of shape ({wanted}{',' * (len(shape) == 1)})")

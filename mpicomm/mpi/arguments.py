@@ -150,7 +150,8 @@ def parse(
     derived: tuple[Elements, ...] | None
     pointer, on_device, owner = memory.pointer, memory.on_device, memory.owner
     if not on_device and (shape == "typed" or (datatype is None and memory.dtype is None)):  # MPI may know the type
-        return Operand(name, pointer, None, 0, 0, None, None, False, None, owner, None, spec, nowhere=memory.nowhere)
+        for_mpi = spec if memory.exported is None or datatype is None else [memory.exported, *spec[1:]]
+        return Operand(name, pointer, None, 0, 0, None, None, False, None, owner, None, for_mpi, nowhere=memory.nowhere)
     number = 1 if shape in ("one", "counted") else blocks
     room = pointer, memory.nbytes if memory.room is None else memory.room
     gpu = memory.device if buffer is MPI.BOTTOM else None

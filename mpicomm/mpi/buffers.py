@@ -49,7 +49,7 @@ class ArrayMemory:
     elements, and a datatype with gaps exceeds these bytes.
     """
     exported: MPI.buffer | None = None
-    """The memory that the object has exported through DLPack."""
+    """The memory for MPI in place of the object, which mpi4py refuses or would export once more."""
     nowhere: bool = False
     """Whether it is no memory: no bytes at address 0, of an object that does not say where its memory lies."""
 
@@ -161,11 +161,24 @@ def _read_torch(tensor: Any, writable: bool, name: str) -> ArrayMemory:
         raise InvalidUsageError(
             f"{name} is a tensor without plain memory ({tensor.layout}): pass a dense one ({error})"
         ) from error
+    if not pointer and tensor.numel():
+        raise without_memory(tensor, name)
     itemsize = tensor.element_size()
     if not (tensor.is_contiguous() or tensor.permute(*reversed(range(tensor.ndim))).is_contiguous()):
         raise _in_pieces(tensor.shape, [n * itemsize for n in tensor.stride()], name)
-    dtype = types.torch_dtype(tensor.dtype)
-    return ArrayMemory(pointer, tensor.numel() * itemsize, dtype, device is not None, device, tensor)
+    dtype, nbytes = types.torch_dtype(tensor.dtype), tensor.numel() * itemsize
+    memory = ArrayMemory(pointer, nbytes, dtype, device is not None, device, tensor)
+    if not nbytes and device is None:  # mpi4py 4.1 takes the strides of some empty slices for gaps
+        memory.exported = MPI.buffer.fromaddress(pointer, 0)
+    return memory
+
+
+def without_memory(tensor: Any, name: str) -> InvalidUsageError:
+    """Return the error for a tensor around other tensors, such as a DTensor, whose address is 0."""
+    return InvalidUsageError(
+        f"{name} is a {_class(tensor)}, which has no memory of its own: pass the tensor in it, {name}.to_local() of a "
+        "DTensor"
+    )
 
 
 def _read_other(array: Any, writable: bool, name: str) -> ArrayMemory:
@@ -294,6 +307,37 @@ def _elsewhere(array: Any, place: str, name: str) -> BufferRefusedError:
 def _class(array: Any) -> str:
     cls = type(array)
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def read_in_order(array: Any, writable: bool, name: str) -> ArrayMemory:
+    """As `read`, for an array whose elements lie in C order. Raises `InvalidUsageError` for all other objects."""
+    if not hasattr(array, "shape"):
+        raise InvalidUsageError(f"{name} is a {_class(array)}: pass an array of NumPy, CuPy or PyTorch")
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidUsageError(f"{name} is a masked array, and a mask does not travel: pass {name}.filled()")
+    memory, flags = read(array, writable, name), getattr(array, "flags", None)
+    if not (array.is_contiguous() if hasattr(array, "is_contiguous") else flags is None or flags.c_contiguous):
+        raise InvalidUsageError(
+            f"{name} of shape {tuple(array.shape)} is not C-contiguous: pass numpy.ascontiguousarray({name}), "
+            f"cupy.ascontiguousarray({name}) or {name}.contiguous()"
+        )
+    return memory
+
+
+def new_array(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None, *, on_device: bool) -> Any:
+    """Return a new array of the library of ``like``, in the same place. Other libraries than PyTorch get CuPy's.
+
+    None as ``dtype`` is that of ``like``.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(like, torch.Tensor):
+        of_torch = like.dtype if dtype is None else getattr(torch, types.name_of(dtype))
+        return torch.empty(shape, dtype=of_torch, device=like.device)
+    dtype = like.dtype if dtype is None else dtype
+    if not on_device:
+        return np.empty(shape, dtype)
+    # The backend of a GPU has imported CuPy, which has no floats of 8 bits.
+    return sys.modules["cupy"].empty(shape, dtype if types.name_of(dtype) != "float8_e4m3fn" else np.uint8)
 
 
 def array_of(spec: Any) -> Any:

@@ -125,7 +125,10 @@ def plain_tensor(tensor: Any) -> PlainArray | None:
         pointer = tensor.data_ptr()
     except RuntimeError:  # a tensor without plain memory
         return None
-    return pointer, tensor.numel(), (dtype, tensor.get_device())
+    count = tensor.numel()
+    if count and not pointer:  # as above: a DTensor has no memory of its own
+        return None
+    return pointer, count, (dtype, tensor.get_device())
 
 
 def tensor_in_blocks(tensor: Any, splits: Sequence[int], blocks: int) -> PlainBlocks | None:

@@ -88,6 +88,28 @@ def torch_dtype(dtype: Any) -> np.dtype[Any] | None:
     return _torch.setdefault(dtype, covered_dtype(name) if name in COVERED else None)
 
 
+@lru_cache  # NumPy takes some microseconds for a name
+def name_of(dtype: Any) -> str:
+    """Return the name of an element type of NumPy or PyTorch, as NumPy or ml_dtypes names it."""
+    known = dtype if isinstance(dtype, np.dtype) else torch_dtype(dtype)
+    return str(dtype if known is None else known.name)
+
+
+def named_dtype(dtype: Any) -> np.dtype[Any] | None:
+    """Return the dtype that a caller names, as a dtype of NumPy or PyTorch or by its name; None if it is not covered.
+
+    Raises the errors of `covered_dtype`.
+    """
+    text = str(dtype)
+    if text in COVERED or text.startswith("torch."):
+        return torch_dtype(dtype)
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        return None
+    return found if is_covered(found) else None
+
+
 def interface_dtype(typestr: str, array: Any) -> np.dtype[Any] | None:
     """Return the type of a ``__cuda_array_interface__``, or None for a type that NumPy does not know.
 

@@ -91,7 +91,7 @@ class Products:
                     "create the communicator on GPUs"
                 )
             if operands.out is None:
-                operands.out = operands.library.empty(operands.shape, operands.result_like)
+                operands.out = operands.new_matrix(operands.shape, operands.result_like)
             made.append((operands, None if kind == "allgather_matmul" else self._partial_sums(operands)))
             return operands.text
 
@@ -116,7 +116,7 @@ class Products:
             )
         with nullcontext() if stream is None else library.current(resolved):
             if operands.out is None:
-                operands.out = library.empty(operands.shape, operands.result_like)
+                operands.out = operands.new_matrix(operands.shape, operands.result_like)
             if kind == "allgather_matmul":
                 operands.a = library.contiguous(operands.a)
             way = self._way_of(operands)
@@ -166,7 +166,7 @@ class Products:
         if scales is None or not operands.scaled_by_rows or operands.kind != "allgather_matmul" or self._size == 1:
             return
         library = operands.library
-        whole = library.empty((self._size * operands.a.shape[0], 1), scales[0])
+        whole = operands.new_matrix((self._size * operands.a.shape[0], 1), scales[0])
         self._collectives.run(rows.ALLGATHER, stream, "auto", library.contiguous(scales[0]), whole)
         operands.scales = whole, scales[1]
 
@@ -178,7 +178,7 @@ class Products:
         if operands.kind == "allgather_matmul":
             if gathered is None:
                 shape = (self._size * operands.a.shape[0], operands.a.shape[1])
-                gathered = operands.a if self._size == 1 else library.empty(shape, operands.a)
+                gathered = operands.a if self._size == 1 else operands.new_matrix(shape, operands.a)
             if gathered is not operands.a:
                 run(rows.ALLGATHER, stream, "auto", library.contiguous(operands.a), gathered)
             operands.multiply(gathered, operands.out)
@@ -196,6 +196,6 @@ class Products:
         """Multiply, and return the product of this rank: ``out``, or a new matrix if it has more rows than ``out``."""
         into = operands.out
         if operands.kind == "matmul_reduce_scatter" and self._size > 1:
-            into = operands.library.empty((operands.a.shape[0], operands.shape[1]), operands.result_like)
+            into = operands.new_matrix((operands.a.shape[0], operands.shape[1]), operands.result_like)
         operands.multiply(operands.a, into)
         return into

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +15,12 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.mpi import types
+from mpicomm.mpi.buffers import new_array
 from mpicomm.products.choose import ProductKind
 
 Multiply = Callable[[Any, Any, Any], object]
 """It gets two matrices and the matrix for their product, and works on the current stream of the library."""
 _DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
-
-
-@lru_cache  # NumPy takes several microseconds for a name
-def _name_of(dtype: Any) -> str:
-    known = dtype if isinstance(dtype, np.dtype) else types.torch_dtype(dtype)
-    return str(dtype) if known is None else str(known.name)
 
 
 class Library:
@@ -40,7 +34,7 @@ class Library:
     @staticmethod
     def dtype_of(array: Any) -> str:
         """Return the name of the element type, as NumPy or ml_dtypes names it."""
-        return _name_of(array.dtype)
+        return types.name_of(array.dtype)
 
     @staticmethod
     def device_of(array: Any) -> int | None:
@@ -59,10 +53,6 @@ class Library:
     def is_contiguous(self, array: Any) -> bool:
         """Return whether an array is in C order."""
         return bool(array.flags.c_contiguous)
-
-    def empty(self, shape: tuple[int, int], like: Any) -> Any:
-        """Return a new matrix on the device of ``like``, with its element type."""
-        return self._module.empty(shape, like.dtype)
 
     def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
         """Return a matrix over memory of a GPU that others keep, with the device and the element type of ``like``."""
@@ -113,9 +103,6 @@ class _Torch(Library):
 
     def is_contiguous(self, array: Any) -> bool:
         return bool(array.is_contiguous())
-
-    def empty(self, shape: tuple[int, int], like: Any) -> Any:
-        return self._module.empty(shape, dtype=like.dtype, device=like.device)
 
     def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
         nbytes = shape[0] * shape[1] * like.element_size()
@@ -216,6 +203,10 @@ class Operands:
     def scaled_by_rows(self) -> bool:
         """Whether each row of the left matrix has a factor. Then the factors of a shard travel with it."""
         return self.scales is not None and self.scales[0].ndim == 2 and self.scales[0].shape[0] > 1
+
+    def new_matrix(self, shape: tuple[int, int], like: Any) -> Any:
+        """Return a new matrix on the device of the operands, with the element type of ``like``."""
+        return new_array(like, shape, on_device=self.device is not None)
 
     def multiply(self, a: Any, out: Any, row: int = 0) -> None:
         """Multiply some rows, with the bias if the product has to add it. ``row`` is the first row in all rows."""

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
+from mpicomm.mpi.buffers import without_memory
 from mpicomm.mpi.ops import AVG
 
 
@@ -30,7 +31,7 @@ class ElementTypeError(InvalidUsageError, TypeError, RuntimeError):
 def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return a view of ``tensor`` without gradient, with elements that follow each other in memory. Local.
 
-    Raises `InvalidUsageError` for a tensor that has gaps, more than one piece of memory, or another device.
+    Raises `InvalidUsageError` for a tensor that has gaps, no memory or more than one piece of it, or another device.
     """
     if tensor.layout is not torch.strided:
         raise InvalidUsageError(
@@ -38,6 +39,8 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
         )
     if not (tensor.is_cuda or tensor.is_cpu):
         raise TensorError(f"{name} is on {tensor.device}: pass one on cpu or cuda")
+    if not tensor.data_ptr() and tensor.numel():
+        raise without_memory(tensor, name)
     # This is for all tensors, because autograd may make an output require a gradient while a thread receives into it.
     tensor = tensor.detach()
     if tensor.is_contiguous():

@@ -45,7 +45,7 @@ def splits(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     boxes: list[Any] = [None] * SIZE
     stops = list(accumulate(pieces(draw, shape[0], len(ranks))))
     for rank, start, stop in zip(ranks, [0, *stops], stops, strict=False):
-        boxes[rank] = (slice(start, stop), *((0, length) for length in shape[1:]))
+        boxes[rank] = (slice(start, stop), *(draw(st.sampled_from([(0, n), slice(None)])) for n in shape[1:]))
     if draw(st.booleans()):
         boxes[ranks[-1]] = tuple((0, length) for length in shape)  # so several ranks may have an element
     return boxes
@@ -152,15 +152,40 @@ def test_parts_say_the_shape(comm: mpicomm.Communicator, xp: Any) -> None:
         ({"to": "rows"}, "to='rows' is no split"),
         ({"to": [None] * (SIZE + 1)}, "pass one for each of"),
         ({"to": [((0, 9),)] * SIZE}, "no part of shape"),
+        ({"to": [((0, 5), (0, 7), (0, 3), (0, 0))] * SIZE}, "no part of shape"),
+        ({"to": [(slice(0, 5, 2), slice(None), slice(None))] * SIZE}, "a slice without a step"),
         ({"from_": [None] * SIZE}, "no rank has the elements"),
         ({"shape": -1}, "shape=-1"),
         ({"dtype": "V3"}, "dtype='V3' is no element type"),
+        ({"dtype": ">f4"}, "dtype='>f4' is no element type"),
     ],
 )
 def test_bad_arguments_raise_on_all_ranks(comm: mpicomm.Communicator, given: dict[str, Any], said: str) -> None:
     call: dict[str, Any] = {"shape": SHAPE, "dtype": "f4", "from_": 0, "to": 1, **given}
     with pytest.raises(mpicomm.InvalidUsageError, match=said):
         comm.redistribution(**call)
+
+
+@pytest.mark.parametrize(
+    ("axes", "given", "said"),
+    [
+        ((0, 1), {"grid": 2}, r"grid=\(2,\) has 1 entries for the axes"),
+        ((0, 1), {"sizes": 3}, r"sizes=\[3\] has 1 entries for the axes"),
+        ("ab", {}, "axes='ab': pass integers"),
+        (0, {"ranks": [0.5]}, r"ranks=\[0.5\]: pass integers"),
+    ],
+)
+def test_splits_that_contradict_themselves(axes: Any, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(mpicomm.InvalidUsageError, match=said):
+        Split(axes, **given)
+
+
+def test_integers_may_be_arrays(comm: mpicomm.Communicator) -> None:
+    axes: Any = np.array([0, 1])
+    assert Split(axes, grid=axes) == Split((0, 1), grid=(0, 1))
+    shape: Any = np.array([4, 6])
+    with comm.redistribution(shape, "f4", 0, 1) as plan:
+        assert plan.shape == (4, 6)
 
 
 def test_ranks_that_differ_raise_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
@@ -174,6 +199,11 @@ def test_ranks_that_differ_raise_on_all_ranks(comm: mpicomm.Communicator, xp: An
         comm.redistribute(xp.ones((3, 1 + comm.rank)), from_=0, to=None)
     with pytest.raises(mpicomm.InvalidUsageError, match="out has shape"):  # on one rank
         comm.redistribute(xp.ones(3), xp.ones(3 * comm.size + (comm.rank == 0)), from_=0, to=None)
+    if xp is np:
+        out = np.ones(3 * comm.size)
+        out.flags.writeable = comm.rank > 0
+        with pytest.raises(mpicomm.InvalidUsageError, match=r"rank 0: out is .* that is read-only"):
+            comm.redistribute(np.ones(3), out, from_=0, to=None)
 
 
 def test_arrays_that_do_not_fit(comm: mpicomm.Communicator, xp: Any) -> None:
@@ -185,13 +215,36 @@ def test_arrays_that_do_not_fit(comm: mpicomm.Communicator, xp: Any) -> None:
         (xp.ones((6, 4), "f4").T, None, "not C-contiguous: pass numpy.ascontiguousarray"),
         (None, fitting, "x=None: this rank has a part"),
         ([1], None, "x is a list"),
+        (fitting, fitting, "out overlaps with x"),
+        (np.ma.masked_array(np.ones((4, 6), "f4"), True), None, "x is a masked array"),
     ):
         with pytest.raises(mpicomm.InvalidUsageError, match=said):
             plan(x, out)
-    assert repr(plan).startswith("<mpicomm.Redistribution (4, 6) float32, Split(None) to Split(None): this rank sends")
+    text = "(4, 6) float32, Split(None) to Split(None): this rank sends 0, receives 0"
+    assert repr(plan) == f"<mpicomm.Redistribution {text}>"
     plan.Free()
     with pytest.raises(mpicomm.InvalidUsageError, match="freed"):
         plan(fitting)
+
+
+def test_a_subclass_of_an_array(comm: mpicomm.Communicator) -> None:
+    class Own(np.ndarray[Any, Any]):
+        pass
+
+    x = np.arange(12.0).reshape(3, 4)
+    gathered = comm.redistribute(x.view(Own), from_=None, to=None)
+    assert type(gathered) is np.ndarray and (gathered == x).all()
+
+
+def test_parts_without_elements_are_arrays(comm: mpicomm.Communicator, xp: Any) -> None:
+    assert comm.redistribute(xp.ones((0, 4)), from_=0, to=None).shape == (0, 4)
+    x = xp.ones((1, 4)) if comm.rank == 0 else xp.ones((0, 4))
+    assert comm.redistribute(x, from_=0, to=0, shape=(1, 4)).shape == x.shape
+
+
+def test_arrays_without_dimensions(comm: mpicomm.Communicator, xp: Any) -> None:
+    with comm.redistribution((), "f8", None, None) as plan:
+        assert plan(xp.array(3.0)) == 3.0
 
 
 def test_a_graph_has_the_call(comm: mpicomm.Communicator, xp: Any) -> None:

@@ -49,3 +49,21 @@ def test_placements_without_boxes(device: torch.device) -> None:
         mpicomm.torch.split_of((4, 4), mesh, [Partial()])
     with pytest.raises(mpicomm.InvalidUsageError, match="pass one for each"):
         mpicomm.torch.split_of((4, 4), mesh, [])
+    for axis in (2, -3):
+        with pytest.raises(mpicomm.InvalidUsageError, match=rf"an array of shape \(4, 4\) has no axis {axis}"):
+            mpicomm.torch.split_of((4, 4), mesh, [Shard(axis)])
+    assert mpicomm.torch.split_of(4, mesh, Shard(-1)) == mpicomm.torch.split_of((4,), mesh, [Shard(0)])
+
+
+def test_a_dtensor_is_no_array(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    tensor = distribute_tensor(torch.zeros(6, 4, device=device), mesh, [Replicate()])
+    comm, said = mpicomm.torch.communicator(), r"has no memory of its own: pass the tensor in it, .*\.to_local\(\)"
+    for call in (
+        lambda: comm.redistribute(tensor, from_=None, to=0),
+        lambda: comm.Bcast(tensor),
+        lambda: comm.Allreduce(tensor, torch.empty(6, 4, device=device)),
+        lambda: dist.all_reduce(tensor),
+    ):
+        with pytest.raises(mpicomm.InvalidUsageError, match=said):
+            call()

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
+from mpicomm.torch import communicator
 from tests.helpers.inputs.torch_cases import FLOATS, Case, Op, reduced, require_same
 
 
@@ -124,6 +126,27 @@ def test_calls_that_are_repeated_and_calls_of_other_sizes_in_turns(world: dist.P
             require_same([gathered, in_place], [torch.stack(everyone)] * 2)
             require_same([scattered, swapped], [reduced(of_this_rank, Op.SUM), torch.stack(of_this_rank)])
             require_same([split], [torch.cat([each[rank] for each in all_given])])
+
+
+def test_slices_without_elements(world: dist.ProcessGroup, device: torch.device) -> None:
+    comm = communicator()
+    empty = torch.zeros(4, 5, device=device)[:, :0]
+    sent, received = torch.zeros(2, 4, 5, device=device)[:, :, :0]
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    none, types = [0] * comm.size, [MPI.FLOAT] * comm.size
+    comm.Bcast(empty)
+    comm.Allreduce(sent, received)
+    comm.Allgather([sent, MPI.FLOAT], received)
+    comm.Alltoallv([sent, none], [received, none])
+    comm.Alltoallw([sent, none, none, types], [received, none, none, types])
+    prepared = comm.Allgather_init(sent, received)
+    prepared.Start()
+    prepared.Wait()
+    comm.Iallgather(sent, received).Wait()
+    comm.Sendrecv(sent, following, 0, received, previous, 0)
+    request = comm.Isend(sent, following)
+    comm.Recv(received, previous)
+    request.Wait()
 
 
 def test_tensors_that_require_gradients(world: dist.ProcessGroup) -> None:
