@@ -49,7 +49,7 @@ def test_sizes_survive_the_round_trip(nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(1, "1"), (1023, "1023"), (1024, "1K"), (1536, "1536"), (64 << 20, "64M"), (3 << 30, "3G"), (3 << 40, "3T")],
+    [(0, "0"), (1, "1"), (1024, "1K"), (1536, "1536"), (64 << 20, "64M"), (3 << 30, "3G"), (3 << 40, "3T")],
 )
 def test_format_size_uses_the_largest_unit_that_divides(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
