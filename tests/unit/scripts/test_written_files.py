@@ -14,15 +14,18 @@ DOCS = ROOT / "mpicomm/docs"
 
 
 @pytest.mark.parametrize(
-    ("script", "target", "names"),
+    ("script", "target", "names", "options"),
     [
-        ("chart.py", "allreduce.svg", ["allreduce.svg"]),
-        ("how_it_works.py", "how_it_works.svg", ["how_it_works.svg"]),
-        ("architecture.py", ".", ["rooms.svg", "way_of_a_call.svg"]),
+        ("chart.py", "allreduce.svg", ["allreduce.svg"], []),
+        ("chart.py", "strided.svg", ["strided.svg"], ["--strided", "scripts/results/strided-2-h200.json"]),
+        ("how_it_works.py", "how_it_works.svg", ["how_it_works.svg"], []),
+        ("architecture.py", ".", ["rooms.svg", "way_of_a_call.svg"], []),
     ],
 )
-def test_the_pictures_are_up_to_date(tmp_path: Path, script: str, target: str, names: list[str]) -> None:
-    assert run_command(sys.executable, f"scripts/documents/{script}", tmp_path / target).returncode == 0
+def test_the_pictures_are_up_to_date(
+    tmp_path: Path, script: str, target: str, names: list[str], options: list[str]
+) -> None:
+    assert run_command(sys.executable, f"scripts/documents/{script}", tmp_path / target, *options).returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     for name in names:
         assert (tmp_path / name).read_text() == (DOCS / name).read_text()
