@@ -20,7 +20,7 @@ CHUNK_SLOTS = 2  # kSlots in exchange.cu; a test compares them
 ARRIVALS_NBYTES = MAX_BLOCKS * 8
 """The size of the arrival words of one peer for direct.cu, one for each block."""
 _FLAGGED_NBYTES = 2 << 20  # all inboxes of one stage and parity
-_SENTINEL_NBYTES = 9 << 20
+_SENTINEL_NBYTES = 9 << 20  # both stages together have laps for all 736 workers of a block between 2 ranks
 _MOST_LARGE_NBYTES = 32 << 20
 
 

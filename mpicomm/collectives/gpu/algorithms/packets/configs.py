@@ -299,7 +299,9 @@ def row_configs(row_nbytes: int, domain: Domain, *, fan_out: bool) -> Configs:
 
 def any_length_config(domain: Domain, coding: Coding | None = None) -> PacketConfig:
     """Return the config of messages whose length only two ranks know, or that are longer than their inboxes."""
-    # Nothing is sent on, so all memory of the inboxes may hold the messages of the first stage.
+    # Nothing is sent on, so the memory of both stages may hold the messages. Calls with two stages may come before and
+    # after, because both forms have the same half of the memory for a parity (see packets.cu): a rank still stores only
+    # into slots that their owner took and reset two launches before.
     inboxes = domain.arena.sentinels.as_one_stage()
     geometry = geometry_within(inboxes.nbytes, domain.most_blocks, domain.size, coded=coding is not None)
     config = PacketConfig.of("sentinel", inboxes, geometry, coding, domain.size)

@@ -146,7 +146,7 @@ def serve_two_shot(form: Form, domain: Domain) -> list[FormLauncher] | str:
 
 
 def serve_any_length(form: Form, domain: Domain) -> list[FormLauncher] | str:
-    """All data goes straight to the ranks that need it, in messages of any length in existing inboxes.
+    """All data goes straight to the ranks that need it, in messages of any length in the inboxes of the arena.
 
     The kernel is the same for short and long messages. So it can carry calls in which only the two ranks of a message
     know its length. With two kernels, ranks in one kernel would wait for ranks in the other kernel.
