@@ -21,9 +21,8 @@ from mpicomm.collectives.host.selection import algorithms_for
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import types
 from tests.helpers.inputs.buffers import Placed, values
-from tests.helpers.references import reference
 from tests.helpers.references.coded import coded_sum, through_codes
-from tests.helpers.references.reductions import OWN, Array, Groups, require_same
+from tests.helpers.references.reductions import OWN, Array, Groups, reduced, require_same
 
 _MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in _MPI_OPS} | {"avg": mpicomm.AVG}
@@ -260,7 +259,7 @@ class Prepared:
         return None, sent[rank]
 
     def _received(self, sent: list[Array], before: Array) -> Array | None:
-        """Return the result that the reference gives this rank, in a buffer that holds ``before``, or None."""
+        """Return this rank's result, in a buffer that holds ``before``, or None if it receives nothing."""
         case, rank, size, root = self.case, self._rank, self._size, self.case.root
         if case.row.reduces and {"Scan": rank + 1, "Exscan": rank}.get(case.operation, size) == 1:
             alone: Array = sent[0].copy()  # a single contribution is the result, even if x / 1 is not x
@@ -268,17 +267,17 @@ class Prepared:
         if case.wire is not None and size > 1:
             return self._coded(sent, case.wire)
         result: dict[str, Callable[[], Array | None]] = {
-            "Allreduce": lambda: reference.allreduce(sent, case.op, case.groups)[rank],
-            "Reduce": lambda: reference.reduce(sent, case.op, root, case.groups)[rank],
-            "Reduce_scatter": lambda: reference.reduce_scatter(sent, case.op, self._counts, case.groups)[rank],
-            "Reduce_scatter_block": lambda: reference.reduce_scatter_block(sent, case.op, case.groups)[rank],
-            "Scan": lambda: reference.scan(sent, case.op)[rank],
-            "Exscan": lambda: reference.exscan(sent, case.op, sent[0] if case.in_place else before)[rank],
-            "Allgather": lambda: reference.allgather(sent)[rank],
-            "Alltoall": lambda: reference.alltoall(sent)[rank],
-            "Bcast": lambda: reference.bcast(sent, root)[rank],
-            "Gather": lambda: reference.gather(sent, root)[rank],
-            "Scatter": lambda: reference.scatter(sent[root], size)[rank],
+            "Allreduce": lambda: reduced(case.op, sent, case.groups),
+            "Reduce": lambda: reduced(case.op, sent, case.groups) if rank == root else None,
+            "Reduce_scatter": lambda: np.split(reduced(case.op, sent, case.groups), np.cumsum(self._counts)[:-1])[rank],
+            "Reduce_scatter_block": lambda: np.split(reduced(case.op, sent, case.groups), size)[rank],
+            "Scan": lambda: reduced(case.op, sent[: rank + 1]),
+            "Exscan": lambda: reduced(case.op, sent[:rank]) if rank else sent[0] if case.in_place else before.copy(),
+            "Allgather": lambda: np.concatenate(sent),
+            "Alltoall": lambda: np.concatenate([np.split(each, size)[rank] for each in sent]),
+            "Bcast": lambda: sent[root],
+            "Gather": lambda: np.concatenate(sent) if rank == root else None,
+            "Scatter": lambda: np.split(sent[root], size)[rank],
         }
         return result[case.operation]()
 
@@ -301,16 +300,16 @@ class Prepared:
         if case.row.rooted == "send":
             whole = self._values(extent, root)
             in_place = case.in_place and at_root
-            self._expected = None if in_place else reference.scatterv(whole, places)[rank]
+            self._expected = None if in_place else _taken(whole, places[rank])
             self._arguments = (places if at_root else None, MPI.IN_PLACE if in_place else each[rank])
             return whole if at_root else None, None if in_place else self._values(each[rank], rank, 7)
         sent = [self._values(each[peer], peer) for peer in range(size)]
         takes = at_root or not case.row.rooted
         before = self._values(extent, size, 7)
-        self._expected = reference.put(sent, places, before) if takes else None
+        self._expected = _put(sent, places, before) if takes else None
         if case.in_place and takes:
             self._arguments = (MPI.IN_PLACE, places)
-            return None, reference.put([sent[rank]], [places[rank]], before)
+            return None, _put([sent[rank]], [places[rank]], before)
         self._arguments = (each[rank], places if takes else None)
         return sent[rank], before if takes else None
 
@@ -326,7 +325,8 @@ class Prepared:
         outgoing = incoming if case.in_place else [self._places([count(a, b) for b in everyone]) for a in everyone]
         sent = [self._values(_extent(outgoing[a]), a) for a in everyone]
         before = sent if case.in_place else [self._values(_extent(incoming[b]), b, 7) for b in everyone]
-        self._expected = reference.alltoallv(sent, outgoing, incoming, before)[rank]
+        blocks = [_taken(sent[sender], outgoing[sender][rank]) for sender in everyone]
+        self._expected = _put(blocks, incoming[rank], before[rank])
         self._arguments = (MPI.IN_PLACE if case.in_place else outgoing[rank], incoming[rank])
         return None if case.in_place else sent[rank], before[rank]
 
@@ -356,6 +356,21 @@ class Prepared:
             return content
         ends = self._values(2 * self._pad, key)
         return np.concatenate((ends[: self._pad], content, ends[self._pad :]))
+
+
+def _taken(array: Array, place: tuple[int, int]) -> Array:
+    count, start = place
+    taken: Array = array[start : start + count].copy()
+    return taken
+
+
+def _put(blocks: Sequence[Array], places: Sequence[tuple[int, int]], old: Array) -> Array:
+    """Return a copy of ``old`` with the blocks in these places."""
+    new: Array = old.copy()
+    for block, (count, start) in zip(blocks, places, strict=True):
+        assert block.size == count, f"{block.size} elements in a place for {count}"
+        new[start : start + count] = block
+    return new
 
 
 def _extent(places: list[tuple[int, int]]) -> int:

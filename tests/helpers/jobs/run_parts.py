@@ -36,7 +36,7 @@ OF_TWO = (
     *(
         f"{COLLECTIVES}/test_{name}.py"
         for name in (
-            *("chains", "datatypes", "epilogues", "streams_and_graphs"),
+            *("datatypes", "epilogues", "streams_and_graphs"),
             *("collectives", "nonblocking_collectives", "random_collectives", "symmetric_collectives"),
         )
     ),
@@ -52,10 +52,10 @@ WITH_OPEN_MPI = (
         f"tests/mpi/api/test_{name}.py"
         for name in ("calls_by_mpi", "children", "communicator", "errors", "neighbors", "topologies")
     ),
-    *(f"{COLLECTIVES}/test_{name}.py" for name in ("datatypes", "nonblocking_collectives", "own_ops")),
+    *(f"{COLLECTIVES}/test_{name}.py" for name in ("datatypes", "nonblocking_collectives")),
     *(
         f"tests/mpi/messages/test_{name}.py"
-        for name in ("derived_messages", "mixed_messages", "persistent_messages", "point_to_point", "threads")
+        for name in ("derived_messages", "mixed_messages", "point_to_point", "threads")
     ),
     *(f"tests/mpi/session/test_{name}.py" for name in ("late_ranks", "session", "setup_missing_ranks")),
     "tests/mpi/domains/test_transports.py",

@@ -68,7 +68,7 @@ QUICK_RUNS_EVERY = {
     f"{MPI}collectives/test_collectives.py::test_every_reduction_of_every_type": 3,
     f"{MPI}domains/test_collectives.py::test_movements": 4,
     f"{MPI}domains/test_collectives.py::test_reductions": 5,
-    f"{MPI}messages/test_any_mixture.py::test_any_buffer_is_received_into_any_buffer": 7,
+    f"{MPI}messages/test_mixed_messages.py::test_any_buffer_is_received_into_any_buffer": 7,
     f"{MPI}messages/test_derived_messages.py::test_kernels_pack_and_unpack": 4,
     f"{MPI}symmetric/test_array.py::test_dtype_and_every_shape": 3,
     f"{MPI}api/test_neighbors.py::test_results": 3,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -192,3 +194,121 @@ def test_codes_of_eight_bits(comm: mpicomm.Communicator, xp: Any, placement: str
         array = xp.ones(5, np.float16)
         with pytest.raises(mpicomm.InvalidUsageError, match='wire_dtype="int8" is for the GPUs of one peer domain'):
             comm.Allreduce(array, xp.empty_like(array), wire_dtype="int8")
+
+
+if MPI.COMM_WORLD.size == 1:
+    pytest.skip("one rank is one peer domain", allow_module_level=True)
+
+
+@pytest.fixture(params=PLACEMENTS)
+def device_comm(request: pytest.FixtureRequest, device: str) -> Iterator[mpicomm.Communicator]:
+    if device == "cpu":
+        pytest.skip("streams are a GPU's, and MPI carries out these calls on host arrays")
+    with on_hosts(request.param, device) as device_comm:
+        yield device_comm
+
+
+@pytest.fixture
+def xp(device_comm: mpicomm.Communicator) -> Iterator[Any]:
+    with array_module(device_comm) as module:
+        yield module
+
+
+def test_graphs_hold_calls_if_the_engine_takes_no_host(device_comm: mpicomm.Communicator, xp: Any) -> None:
+    send, total = xp.zeros(5000, np.float32), xp.zeros(5000, np.float32)
+    blocks, received = xp.zeros(4 * device_comm.size, np.int32), xp.zeros(4 * device_comm.size, np.int32)
+    stream = xp.cuda.Stream(non_blocking=True)
+    for _ in range(2):  # a graph cannot hold the set-up of a first call
+        device_comm.Allreduce(send, total, stream=stream)
+        device_comm.Alltoall(blocks, received, stream=stream)
+    device_comm.check(stream)
+    if device_comm.describe().internode in ("mpi", "pinned"):
+        with stream:
+            stream.begin_capture()
+            with pytest.raises(mpicomm.InvalidUsageError, match="cannot be part of a CUDA graph"):
+                device_comm.Allreduce(send, total)
+            stream.end_capture()
+        return
+    with stream:
+        stream.begin_capture()
+        device_comm.Allreduce(send, total)
+        device_comm.Alltoall(blocks, received)
+        graph = stream.end_capture()
+        for turn in range(20):
+            send.fill(turn + device_comm.rank)
+            blocks[:] = xp.repeat(xp.arange(device_comm.size, dtype=np.int32), 4) * 100 + device_comm.rank + turn
+            graph.launch(stream)
+            stream.synchronize()
+            assert (total == sum(turn + rank for rank in range(device_comm.size))).all()
+            expected = np.repeat(device_comm.rank * 100 + np.arange(device_comm.size) + turn, 4)
+            assert received.get().tolist() == expected.tolist()
+    device_comm.check(stream)
+
+
+def test_a_barrier_holds_the_stream_until_all_have_come(device_comm: mpicomm.Communicator, xp: Any) -> None:
+    stream = xp.cuda.Stream(non_blocking=True)
+    device_comm.Barrier(stream=stream)
+    device_comm.check(stream)
+    device_comm.Barrier()
+    if device_comm.rank == 0:
+        time.sleep(0.3)
+    start = time.monotonic()
+    device_comm.Barrier(stream=stream)
+    stream.synchronize()
+    assert device_comm.rank == 0 or time.monotonic() - start > 0.2
+    device_comm.check(stream)
+
+
+def test_alltoallw_transposes(device_comm: mpicomm.Communicator, xp: Any) -> None:
+    size, rank = device_comm.size, device_comm.rank
+    whole = np.arange(2 * size * 3 * size, dtype=np.float64).reshape(2 * size, 3 * size)
+    sends = [MPI.DOUBLE.Create_subarray([2, 3 * size], [2, 3], [0, 3 * peer]).Commit() for peer in range(size)]
+    receives = [MPI.DOUBLE.Create_subarray([2 * size, 3], [2, 3], [2 * peer, 0]).Commit() for peer in range(size)]
+    for turn in range(3):
+        mine, got = xp.asarray(whole[2 * rank : 2 * rank + 2] + turn), xp.full((2 * size, 3), -1.0)
+        device_comm.Alltoallw([mine, sends], [got, receives])
+        device_comm.check()
+        np.testing.assert_array_equal(got.get(), whole[:, 3 * rank : 3 * rank + 3] + turn)
+    for datatype in (*sends, *receives):
+        datatype.Free()
+
+
+def test_neighbours(device_comm: mpicomm.Communicator, xp: Any) -> None:
+    grid = device_comm.Create_cart([device_comm.size], [True])
+    assert isinstance(grid, mpicomm.Communicator)
+    for turn in range(3):
+        sent = xp.asarray([10 * grid.rank + turn, 10 * grid.rank + turn + 5], np.int64)
+        received, expected = xp.zeros(2, np.int64), np.zeros(2, np.int64)
+        grid.Neighbor_alltoall(sent, received)
+        grid.check()
+        MPI.Cartcomm(grid).Neighbor_alltoall(sent.get(), expected)
+        assert received.get().tolist() == expected.tolist()
+    grid.Free()
+
+
+def test_counts_that_differ_between_groups_are_an_error(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("MPI carries out this call on host arrays")
+    with on_hosts("in turns", device, timeout_s=stretched(3.0)) as device_comm, array_module(device_comm) as xp:
+        if device_comm.describe().internode == "nccl":
+            pytest.skip("NCCL does not compare lengths")
+        counts = [4 if device_comm.rank == 0 else 6] * device_comm.size
+        send, received = xp.zeros(sum(counts), np.int32), xp.zeros(sum(counts), np.int32)
+        with pytest.raises(mpicomm.MpicommError):
+            device_comm.Alltoallv([send, counts], [received, counts])
+            device_comm.check()
+        with contextlib.suppress(mpicomm.CollectiveTimeoutError):  # ranks give up at different times
+            device_comm.Free()
+
+
+def test_several_domains_refuse_counts_on_the_device_on_all_ranks(device_comm: mpicomm.Communicator, xp: Any) -> None:
+    x, y = xp.zeros(device_comm.size, np.float32), xp.zeros(device_comm.size, np.float32)
+    counts, came = xp.ones(device_comm.size, np.int64), xp.zeros(device_comm.size, np.int64)
+    if not device_comm.describe().internode:  # few ranks are one peer domain in some placements
+        device_comm.Alltoallv([x, counts], [y, came])
+        assert came.get().tolist() == [1] * device_comm.size
+    else:
+        with pytest.raises(mpicomm.InvalidUsageError, match="counts on the GPU are for the GPUs of one peer domain"):
+            device_comm.Alltoallv([x, counts], [y, came])
+    device_comm.Alltoallv([x, counts.get()], [y, [1] * device_comm.size])  # nothing is lost
+    device_comm.check()

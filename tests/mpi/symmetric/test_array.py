@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm import InvalidUsageError
+from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.rigs.communicators import communicator, require_memory_works, settle, to_host
 
 DTYPES = [np.dtype(name) for name in "?bBhHiIqQefdFD"]
@@ -191,3 +196,201 @@ def test_arrays_of_many_sizes_live_side_by_side(comm: mpicomm.Communicator, xp: 
     for number, array in enumerate(arrays):
         if not array.closed:
             assert to_host(array.get((comm.rank + 1) % comm.size)).size == 17 * number
+
+
+def test_what_does_not_fit_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
+    with comm.zeros(4, np.float32) as array:
+        good = xp.zeros(4, np.float32)
+        sources: list[tuple[Any, Any, str]] = [
+            (xp.zeros(4, np.float64), 0, "src has dtype float64, the array float32"),
+            (xp.zeros((4, 2), np.float32)[:, 0], 0, r"src of shape \(4,\) with strides \(8,\) is not C-contiguous"),
+            (xp.zeros(5, np.float32), 0, "src has 5 elements and offset=0"),
+            (good, 1, "src has 4 elements and offset=1"),
+            (good[:1], 4, "offset=4"),
+            (good[:1], -1, "offset=-1"),
+            ([1.0], 0, "src is a list"),
+            (None, 0, "src is a NoneType"),
+            (good, (1, 0), r"offset=\(1, 0\) is no int: use the index of an element"),
+        ]
+        for source, offset, text in sources:
+            with pytest.raises(InvalidUsageError, match=text):
+                array.put(source, comm.rank, offset=offset)
+        for out, text in [
+            (xp.zeros(4, np.int32), "out has dtype int32, the array float32"),
+            (xp.zeros((2, 4), np.float32)[:, :2], "out .* is not C-contiguous"),
+            (xp.zeros(3, np.float32), "out has 3 elements, the array 4"),
+            (xp.zeros(5, np.float32), "out has 5 elements, the array 4"),
+            ([1.0], "out is a list"),
+            (2, "out is a int"),
+        ]:
+            with pytest.raises(InvalidUsageError, match=text):
+                array.get(comm.rank, out)
+        settle(comm)
+        assert to_host(array.local).tolist() == [0] * 4
+
+
+def test_read_only_out_is_refused(host_comm: mpicomm.Communicator) -> None:
+    out = np.zeros(4)
+    out.flags.writeable = False
+    with host_comm.zeros(4) as array:
+        with pytest.raises(InvalidUsageError, match="out is read-only"):
+            array.get(host_comm.rank, out)
+        host_comm.Barrier()
+
+
+def test_array_of_the_other_device_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
+    if xp is np:
+        cupy = type("Array", (), {"__cuda_array_interface__": {}})
+        source, text = cupy(), "on a GPU, but this communicator is on the cpu"
+    else:
+        source, text = np.zeros(4), "not on a GPU, but this communicator is on GPU"
+    with comm.zeros(4) as array, pytest.raises(InvalidUsageError, match=text):
+        array.put(source, comm.rank)
+
+
+def test_stream_is_refused_on_the_host(host_comm: mpicomm.Communicator) -> None:
+    with host_comm.zeros(4) as array:
+        for use in (array.signal, array.wait_signal, array.get, partial(array.put, array.local)):
+            with pytest.raises(InvalidUsageError, match="has no streams"):
+                use(host_comm.rank, stream=0)
+
+
+USES: dict[str, Callable[[mpicomm.SymmetricArray, Any], object]] = {
+    "peer": lambda array, peer: array.peer(peer),
+    "put": lambda array, peer: array.put(array.local, peer),
+    "get": lambda array, peer: array.get(peer),
+    "signal": lambda array, peer: array.signal(peer),
+    "wait_signal": lambda array, peer: array.wait_signal(peer),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_what_is_no_rank_is_refused(
+    comm: mpicomm.Communicator, use: Callable[[mpicomm.SymmetricArray, Any], object]
+) -> None:
+    with comm.zeros(4) as array:
+        for peer in (comm.size, -1, None, "0", 0.0):
+            with pytest.raises(InvalidUsageError, match=f"peer={peer!r} is no rank.*use 0 to {comm.size - 1}"):
+                use(array, peer)
+        with pytest.raises(InvalidUsageError, match=r"is no rank.*; MPI\.PROC_NULL: leave the call out"):
+            use(array, MPI.PROC_NULL)
+
+
+NDARRAY_USES: dict[str, Callable[[Any], object]] = {
+    "NumPy": np.asarray,
+    "NumPy's sum": np.sum,
+    "NumPy's operator": lambda array: np.zeros(4) + array,
+    "indexing": lambda array: array[0],
+    "storing": lambda array: array.__setitem__(0, 1),
+    "len": len,
+    "iteration": list,
+    "arithmetic": lambda array: array + 1,
+    "a remainder": lambda array: array % 2,
+    "equality": lambda array: array == 1,
+    "inequality": lambda array: array != np.ones(3),
+    "an order": lambda array: array < 1,
+    "a sign": lambda array: -array,
+    "arithmetic from the right": lambda array: 2 * array,
+}
+
+
+@pytest.mark.parametrize("use", NDARRAY_USES.values(), ids=NDARRAY_USES)
+def test_use_as_an_ndarray_is_refused(comm: mpicomm.Communicator, use: Callable[[Any], object]) -> None:
+    with comm.zeros(4) as array:
+        with pytest.raises(InvalidUsageError, match=r"a SymmetricArray is no ndarray: use a\.local"):
+            use(array)
+        assert array
+        assert {array: 1}[array] == [array].index(array) + 1
+
+
+def test_pickling_is_refused(host_comm: mpicomm.Communicator) -> None:
+    with host_comm.zeros(4) as array:
+        for use in (host_comm.allreduce, host_comm.allgather, copy.deepcopy):
+            with pytest.raises(InvalidUsageError, match=r"cannot be pickled: .* Allreduce instead of allreduce"):
+                use(array)
+    event = host_comm.shared_event()
+    with pytest.raises(InvalidUsageError, match=r"a SharedEvent cannot be pickled: .*comm\.shared_event\(\)"):
+        host_comm.allgather(event)
+    event.close()
+
+
+def test_closed_array_is_refused(comm: mpicomm.Communicator) -> None:
+    array = comm.zeros(4)
+    kept = array.local
+    array.close()
+    assert array.closed
+    assert repr(array) == "<SymmetricArray shape=(4,) dtype=float64 closed>"
+    array.close()
+    uses: list[Callable[[], object]] = [lambda: array.local, lambda: array.pointers, lambda: array.put(kept, 0)]
+    uses += [partial(method, 0) for method in (array.peer, array.get, array.signal, array.wait_signal)]
+    for use in uses:
+        with pytest.raises(InvalidUsageError, match="this SymmetricArray is closed; create another"):
+            use()
+
+
+def test_array_of_a_freed_communicator_is_closed(device: str) -> None:
+    comm = communicator(device)
+    array = comm.zeros(4)
+    comm.Free()
+    assert array.closed
+    with pytest.raises(InvalidUsageError, match="this SymmetricArray is closed; create another"):
+        array.peer(0)
+    array.close()
+
+
+BAD_SHAPES: list[tuple[Any, Any, str]] = [
+    (-1, float, r"shape=\(-1,\) has a negative size"),
+    ((2, -3), float, "has a negative size"),
+    ("many", float, "shape='many' is no shape"),
+    (None, float, "shape=None is no shape"),
+    (2.0, float, "shape=2.0 is no shape"),
+    (3, object, "dtype=object holds no plain bytes"),
+    (3, "S", "holds no plain bytes of a fixed size"),
+    (3, "no such type", "dtype='no such type' is no NumPy dtype"),
+    (4, 4, r"dtype=4 is no NumPy dtype: .*; a shape is a tuple: \(4, 4\)"),
+    ((2, 3), 4, r"a shape is a tuple: \(2, 3, 4\)"),
+    (3, [("a", "f4"), ("a", "f4")], "is no NumPy dtype"),
+    (3, (np.float32, (2, 2)), "dtype=.* is itself an array"),
+    ((2**40, 2**40), float, "more than an address can count"),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "text"), BAD_SHAPES)
+def test_bad_shape_is_refused_by_all(
+    comm: mpicomm.Communicator, comm_world: MPI.Intracomm, shape: Any, dtype: Any, text: str
+) -> None:
+    with raises_everywhere(comm_world, InvalidUsageError, match=text):
+        comm.empty(shape, dtype)
+    for culprit in range(comm.size):
+        with raises_everywhere(comm_world, InvalidUsageError, match=f"^rank {culprit}: .*{text}"):
+            if comm.rank == culprit:
+                comm.zeros(shape, dtype)
+            else:
+                comm.zeros(3)
+    require_memory_works(comm)
+
+
+def test_more_memory_than_there_is_is_refused_by_all(comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
+    with raises_everywhere(comm_world, mpicomm.HandleError, match="make the array smaller"):
+        comm.empty(2**55, np.uint8)
+    require_memory_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("others", "of_one"),
+    [
+        ((3, "f8"), (4, "f8")),
+        ((6, "f8"), ((2, 3), "f8")),
+        ((3, "f8"), (3, "i8")),
+        ((3, ">i4"), (3, "<i4")),
+        ((3, [("a", "f8")]), (3, [("b", "i8")])),
+    ],
+)
+def test_shapes_that_differ_are_refused_by_all(
+    host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm, others: tuple[Any, Any], of_one: tuple[Any, Any]
+) -> None:
+    for culprit in range(host_comm.size):
+        with raises_everywhere(comm_world, InvalidUsageError, match="the ranks differ: .* on rank 1"):
+            host_comm.empty(*(of_one if host_comm.rank == culprit else others))
+    require_memory_works(host_comm)

@@ -8,12 +8,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+pytest.importorskip("ml_dtypes")
+
+from mpicomm.activity.layout import filled
 from mpicomm.collectives import wire
+from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.collectives.wire import CODED, CODES
 from tests.helpers.references.coded import BLOCK, ERROR, bound, coded_sum, through_codes
 from tests.helpers.references.reductions import Array, dtype_named
-
-pytest.importorskip("ml_dtypes")
 
 
 def decoded(values: Array, codes: str) -> Array:
@@ -114,3 +116,20 @@ def test_any_number_of_elements_and_of_blocks() -> None:
             wire.encode(values, codes, coded)
             wire.add(coded, codes, total)
             assert np.array_equal(total, np.float32(1) + got)
+
+
+def test_each_count_has_another_hash() -> None:
+    counts = [None, *range(2000), *(1 << bit for bit in range(11, 60)), (1 << 32) + 1, 3 << 32]
+    hashes = {counted_hash(0xFFFFFFFF, count) for count in counts}
+    assert len(hashes) == len(counts)
+    assert all(0 <= each < 1 << 32 for each in hashes)
+
+
+def test_the_text_without_a_count_takes_any_count() -> None:
+    for op in ("sum", None):
+        assert filled(Signature("Allreduce", "float32", 0, op).text_without_count(), 7, 0) == str(
+            Signature("Allreduce", "float32", 7, op)
+        )
+    of_no_count = Signature("Allgatherv", "bytes", root=1)
+    assert of_no_count.text_without_count() == str(of_no_count)
+    assert "root=1" in str(of_no_count)

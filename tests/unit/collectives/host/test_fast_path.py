@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,14 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.host import selection
+from mpicomm.collectives.host.engine import SLOT_NBYTES
 from mpicomm.collectives.host.fast_path import after_votes, plain_calls
-from mpicomm.collectives.host.selection import mapped_from
-from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.collectives.host.selection import NEVER, algorithms_for, mapped_from, schedule
+from mpicomm.collectives.operations import ALLREDUCE, BCAST, OPERATIONS, REDUCE, Operation
+from tests.helpers.jobs.mpiexec import run_job
+from tests.helpers.jobs.pace import stretched
 
 SIZES = (2, 3, 8)
 RANK = 1
@@ -178,3 +184,63 @@ def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation:
         assert checks[method](*given, MPI.SUM) == (plain and agreed)
         assert not checks[method](object(), object(), MPI.SUM)  # it is read before this rank votes
         assert votes == [method] * plain
+
+
+def test_switch_points_are_of_operations_that_there_are() -> None:
+    assert set(selection._MAPPED_FROM) | set(selection._TWO_SHOT_FROM) <= set(OPERATIONS)
+
+
+def test_large_reductions_go_through_mapped_memory() -> None:
+    for size in (2, 8):
+        assert 1024 < mapped_from(ALLREDUCE, size, 1) <= 64 * MIB
+        assert mapped_from(ALLREDUCE, size, 2) == mapped_from(ALLREDUCE, 1, 1) == NEVER
+        for name in ("Allgather", "Alltoall", "Alltoallv", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv"):
+            assert mapped_from(OPERATIONS[name], size, 1) == NEVER
+
+
+def exchanges(operation: Operation, nbytes: int, size: int, algorithm: str = "auto") -> int:
+    """The number of exchanges of a call."""
+    array = np.zeros(nbytes, np.uint8)
+    call = Call(operation, Arguments(array, array.copy(), MPI.SUM if operation.reduces else None), 0, size, algorithm)
+    return len(schedule(call, algorithm, size, None))
+
+
+def test_large_allreduces_take_two_shots_of_pieces_whose_shards_fit_a_slot() -> None:
+    assert selection._SHARD_NBYTES <= SLOT_NBYTES
+    for size in (2, 3):
+        assert exchanges(ALLREDUCE, 6 * MIB, size) == 2 * -(-6 // size)
+    assert exchanges(ALLREDUCE, 1000, 2) == exchanges(ALLREDUCE, 6 * MIB, 2, "one_shot") == 1
+    assert exchanges(ALLREDUCE, 1000, 2, "two_shot") == exchanges(BCAST, 1000, 2, "two_shot") == 2
+    assert exchanges(BCAST, 6 * MIB, 2) == exchanges(ALLREDUCE, 6 * MIB, 1) == 1
+    assert exchanges(ALLREDUCE, 1000, 3, "ring") == 4
+
+
+def test_two_shots_of_a_reduce_are_for_gpus() -> None:
+    assert algorithms_for(REDUCE) == ("one_shot",)
+    assert algorithms_for(BCAST) == ("one_shot", "two_shot")
+    assert algorithms_for(ALLREDUCE) == ("one_shot", "two_shot", "ring")
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import numpy as np
+from mpi4py import MPI
+import mpicomm
+comm = mpicomm.Communicator(device="cpu", timeout_s=float(sys.argv[2]))
+count = 400_000 if comm.rank == 0 else 10
+try:
+    comm.Allreduce(np.ones(count), np.zeros(count))
+except mpicomm.CollectiveTimeoutError as error:
+    Path(sys.argv[1]).write_text(f"{error.ranks} {error}")
+MPI.COMM_WORLD.Abort(3)  # mpiexec may end before it has printed the output of an aborted job
+"""
+
+
+def test_the_call_is_named_and_the_other_way_that_a_peer_may_have_taken(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    job = run_job(2, str(tmp_path / "program.py"), str(tmp_path / "error"), str(stretched(1.0)))
+    assert (tmp_path / "error").exists(), job.stderr
+    output = (tmp_path / "error").read_text()
+    assert output.startswith("(1,) Allreduce: ") and f"rank 1 did not arrive within {stretched(1.0):g} s" in output
+    assert "may be in MPI's Allreduce" in output
