@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import OPERATIONS
-from mpicomm.collectives.packed import PackJob
+from mpicomm.collectives.packed import Gaps, PackJob
 from mpicomm.devices.host import array_at
 from mpicomm.mpi.arguments import Span
 from tests.helpers.fakes import fake_driver
@@ -38,13 +39,20 @@ class OnDevice:
 
 
 class Part:
-    """One rank's part of a call that was read."""
+    """One rank's part of a call that was read. With ``strided`` blocks with gaps stay in place if kernels allow it."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self._scratch = np.full(max(1, call.scratch_nbytes), 0xDB, np.uint8)
-        scratch = Span(self._scratch.ctypes.data, 0) if call.scratch_nbytes else None
-        self.exchange: Exchange = call.operation.one_shot(call.buffers(scratch))
+    def __init__(self, call: Call, *, strided: bool = False) -> None:
+        self.call, self.packed = call, call.strided if strided else call.packed
+        nbytes = call.scratch_nbytes if self.packed is None else self.packed.nbytes
+        self._scratch = np.full(max(1, nbytes), 0xDB, np.uint8)
+        buffers = call.buffers(Span(self._scratch.ctypes.data, 0) if nbytes else None, self.packed)
+        self.exchange: Exchange = call.operation.one_shot(buffers)
+        self.gaps: tuple[list[Gaps | None], list[Gaps | None]] = [None] * buffers.size, [None] * buffers.size
+        """The gaps in the message to each rank and in the message from each rank."""
+        if self.packed is not None and any(self.packed.gaps):
+            form = Form.of_call(call, buffers, self.packed.gaps)
+            one_shot = form.one_shot
+            self.gaps = [*map(form.gaps_of, one_shot.sends)], [*map(form.gaps_of, one_shot.receives)]
 
     @classmethod
     def of(cls, operation: str, buffers: Sequence[Any], rank: int, size: int, neighbors: Neighborhood) -> Part:
@@ -53,13 +61,13 @@ class Part:
 
     def pack(self) -> None:
         """Bring data that has to be packed to scratch memory."""
-        for job in self.call.packed.before if self.call.packed is not None else ():
+        for job in self.packed.before if self.packed is not None else ():
             packed = pack(job.layout, *_memory_of(job))
             self._scratch[job.packed : job.packed + packed.size] = packed
 
     def unpack(self) -> None:
         """Bring packed data to its places."""
-        for job in self.call.packed.after if self.call.packed is not None else ():
+        for job in self.packed.after if self.packed is not None else ():
             unpack(job.layout, self._scratch[job.packed : job.packed + job.layout.nbytes], *_memory_of(job))
 
 
@@ -69,11 +77,30 @@ def _memory_of(job: PackJob) -> tuple[npt.NDArray[np.uint8], int]:
     return array_at(job.memory + begin, end - begin, np.dtype(np.uint8)), -begin
 
 
+def places_of(gaps: Gaps | None, nbytes: int) -> npt.NDArray[np.int64]:
+    """Return the places of the bytes of a block, from its begin on."""
+    places = [] if gaps else [np.arange(nbytes)]
+    for region in gaps.regions if gaps else ():
+        of_region = region.offset + np.arange(region.run_nbytes)
+        for count, stride in zip(region.counts, region.strides, strict=True):
+            of_region = np.add.outer(np.arange(count) * stride, of_region).ravel()
+        places.append(of_region)
+    return np.concatenate(places)
+
+
+def _block(span: Span, gaps: Gaps | None, nbytes: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Return memory around a block, and the places of its bytes there."""
+    places = places_of(gaps, nbytes)
+    assert places.size == nbytes
+    first = int(places.min())
+    return array_at(span.pointer + first, int(places.max()) + 1 - first, np.dtype(np.uint8)), places - first
+
+
 def exchange(parts: Sequence[Part]) -> None:
     """Bring each rank's data to the others; raise AssertionError if two ranks disagree on lengths."""
     for part in parts:
         part.pack()
-    found: list[tuple[Span | None, npt.NDArray[np.uint8]]] = []
+    found: list[tuple[Span | None, Gaps | None, npt.NDArray[np.uint8]]] = []
     cuts = [part.exchange.cuts or ((0, 0),) * len(parts) for part in parts]
     for rank, part in enumerate(parts):
         for peer, other in enumerate(parts):
@@ -83,10 +110,11 @@ def exchange(parts: Sequence[Part]) -> None:
             assert cut == expected_cut, f"rank {rank} sends other blocks than rank {peer} expects"
             source = part.exchange.sends[peer]
             if sent and source is not None:
-                data = array_at(source.pointer, sent, np.dtype(np.uint8)).copy()
-                found.append((other.exchange.receives[rank], data))
-    for target, data in found:
+                memory, places = _block(source, part.gaps[0][peer], sent)
+                found.append((other.exchange.receives[rank], other.gaps[1][rank], memory[places]))
+    for target, gaps, data in found:
         assert target is not None
-        array_at(target.pointer, data.size, np.dtype(np.uint8))[:] = data
+        memory, places = _block(target, gaps, data.size)
+        memory[places] = data
     for part in parts:
         part.unpack()
