@@ -7,6 +7,7 @@ rank as the exchanges say.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,10 @@ class OnDevice:
 
 
 class Part:
-    """One rank's part of a call that was read. With ``strided`` blocks with gaps stay in place if kernels allow it."""
+    """One rank's part of a call that was read. With ``strided`` blocks with gaps stay in place if kernels allow it.
+
+    The exchange has none of these gaps: `pack` and `unpack` bring such blocks from their places and to them.
+    """
 
     def __init__(self, call: Call, *, strided: bool = False) -> None:
         self.call, self.packed = call, call.strided if strided else call.packed
@@ -47,12 +51,18 @@ class Part:
         self._scratch = np.full(max(1, nbytes), 0xDB, np.uint8)
         buffers = call.buffers(Span(self._scratch.ctypes.data, 0) if nbytes else None, self.packed)
         self.exchange: Exchange = call.operation.one_shot(buffers)
-        self.gaps: tuple[list[Gaps | None], list[Gaps | None]] = [None] * buffers.size, [None] * buffers.size
-        """The gaps in the message to each rank and in the message from each rank."""
+        self._of_gaps: tuple[list[_Block], list[_Block]] = [], []
         if self.packed is not None and any(self.packed.gaps):
-            form = Form.of_call(call, buffers, self.packed.gaps)
-            one_shot = form.one_shot
-            self.gaps = [*map(form.gaps_of, one_shot.sends)], [*map(form.gaps_of, one_shot.receives)]
+            form, sides = Form.of_call(call, buffers, self.packed.gaps), list[tuple[Span | None, ...]]()
+            for blocks, side in zip(self._of_gaps, ("sends", "receives"), strict=True):
+                spans: list[Span | None] = list(getattr(self.exchange, side))
+                for peer, of_form in enumerate(getattr(form.one_shot, side)):
+                    gaps, span = form.gaps_of(of_form), spans[peer]
+                    if gaps is not None and span is not None:
+                        blocks.append(_Block(span, gaps))
+                        spans[peer] = Span(blocks[-1].packed.ctypes.data, span.count)
+                sides.append(tuple(spans))
+            self.exchange = replace(self.exchange, sends=sides[0], receives=sides[1])
 
     @classmethod
     def of(cls, operation: str, buffers: Sequence[Any], rank: int, size: int, neighbors: Neighborhood) -> Part:
@@ -64,11 +74,15 @@ class Part:
         for job in self.packed.before if self.packed is not None else ():
             packed = pack(job.layout, *_memory_of(job))
             self._scratch[job.packed : job.packed + packed.size] = packed
+        for block in self._of_gaps[0]:
+            block.packed[:] = block.memory[block.places]
 
     def unpack(self) -> None:
         """Bring packed data to its places."""
         for job in self.packed.after if self.packed is not None else ():
             unpack(job.layout, self._scratch[job.packed : job.packed + job.layout.nbytes], *_memory_of(job))
+        for block in self._of_gaps[1]:
+            block.memory[block.places] = block.packed
 
 
 def _memory_of(job: PackJob) -> tuple[npt.NDArray[np.uint8], int]:
@@ -77,30 +91,29 @@ def _memory_of(job: PackJob) -> tuple[npt.NDArray[np.uint8], int]:
     return array_at(job.memory + begin, end - begin, np.dtype(np.uint8)), -begin
 
 
-def places_of(gaps: Gaps | None, nbytes: int) -> npt.NDArray[np.int64]:
-    """Return the places of the bytes of a block, from its begin on."""
-    places = [] if gaps else [np.arange(nbytes)]
-    for region in gaps.regions if gaps else ():
-        of_region = region.offset + np.arange(region.run_nbytes)
-        for count, stride in zip(region.counts, region.strides, strict=True):
-            of_region = np.add.outer(np.arange(count) * stride, of_region).ravel()
-        places.append(of_region)
-    return np.concatenate(places)
+class _Block:
+    """Memory around a block with gaps, the places of its bytes there, and memory for the bytes without the gaps."""
 
-
-def _block(span: Span, gaps: Gaps | None, nbytes: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Return memory around a block, and the places of its bytes there."""
-    places = places_of(gaps, nbytes)
-    assert places.size == nbytes
-    first = int(places.min())
-    return array_at(span.pointer + first, int(places.max()) + 1 - first, np.dtype(np.uint8)), places - first
+    def __init__(self, span: Span, gaps: Gaps) -> None:
+        found = []
+        for region in gaps.regions:
+            places = region.offset + np.arange(region.run_nbytes)
+            for count, stride in zip(region.counts, region.strides, strict=True):
+                places = np.add.outer(np.arange(count) * stride, places).ravel()
+            assert places.size == region.nbytes
+            found.append(places)
+        places = np.concatenate(found)
+        assert places.size == span.count
+        first = int(places.min())
+        self.memory = array_at(span.pointer + first, int(places.max()) + 1 - first, np.dtype(np.uint8))
+        self.places, self.packed = places - first, np.zeros(span.count, np.uint8)
 
 
 def exchange(parts: Sequence[Part]) -> None:
     """Bring each rank's data to the others; raise AssertionError if two ranks disagree on lengths."""
     for part in parts:
         part.pack()
-    found: list[tuple[Span | None, Gaps | None, npt.NDArray[np.uint8]]] = []
+    found: list[tuple[Span | None, npt.NDArray[np.uint8]]] = []
     cuts = [part.exchange.cuts or ((0, 0),) * len(parts) for part in parts]
     for rank, part in enumerate(parts):
         for peer, other in enumerate(parts):
@@ -110,11 +123,10 @@ def exchange(parts: Sequence[Part]) -> None:
             assert cut == expected_cut, f"rank {rank} sends other blocks than rank {peer} expects"
             source = part.exchange.sends[peer]
             if sent and source is not None:
-                memory, places = _block(source, part.gaps[0][peer], sent)
-                found.append((other.exchange.receives[rank], other.gaps[1][rank], memory[places]))
-    for target, gaps, data in found:
+                data = array_at(source.pointer, sent, np.dtype(np.uint8)).copy()
+                found.append((other.exchange.receives[rank], data))
+    for target, data in found:
         assert target is not None
-        memory, places = _block(target, gaps, data.size)
-        memory[places] = data
+        array_at(target.pointer, data.size, np.dtype(np.uint8))[:] = data
     for part in parts:
         part.unpack()

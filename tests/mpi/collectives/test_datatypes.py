@@ -16,6 +16,7 @@ from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 from tests.helpers.rigs.communicators import to_host
+from tests.helpers.rigs.device_calls import on_gpus, values_of
 
 
 @pytest.fixture
@@ -232,6 +233,70 @@ def test_sums_of_characters_are_mpis(comm: mpicomm.Communicator, xp: Any, count:
             except MPI.Exception as error:
                 outcomes.append(error.Get_error_class())
         assert outcomes[0] == outcomes[1], datatype.name
+
+
+UNITS = 6  # the elements of each of the datatypes below
+
+
+def datatypes_of_units(made: list[MPI.Datatype]) -> list[MPI.Datatype]:
+    """Datatypes of as many doubles: without gaps, with gaps, in several regions, and one that kernels have to pack."""
+    double = MPI.DOUBLE
+    structure = MPI.Datatype.Create_struct([1, 2], [8, 24], [double, double])
+    kinds = [
+        double.Create_contiguous(UNITS),
+        double.Create_vector(UNITS, 1, 3),
+        double.Create_subarray([4, 5], [2, 3], [1, 2]),
+        double.Create_indexed([1, 3, 2], [1, 4, 12]),
+        double.Create_hindexed_block(1, [120, 64, 8, 24, 96, 0]),
+        structure.Create_resized(0, 48).Create_contiguous(2),
+    ]
+    made += [structure, *kinds]
+    extents = [8 * UNITS, *[160] * 5]
+    return [committed(made, each.Create_resized(0, extent)) for each, extent in zip(kinds, extents, strict=True)]
+
+
+@pytest.mark.parametrize("name", [row.name for row in OPERATIONS.values() if not row.reduces and not row.of_neighbors])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_results_are_those_of_mpi(device: str, made: list[MPI.Datatype], name: str, in_place: bool) -> None:
+    """Each rank draws its datatypes, so ranks with gaps meet ranks without."""
+    row, rank, size = OPERATIONS[name], MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    if in_place and (row.rooted or (row.send != row.receive and row.send != "one")):
+        pytest.skip("MPI has no such call in place")
+    shared, own, kinds = np.random.default_rng(size), np.random.default_rng([size, rank]), datatypes_of_units(made)
+    with on_gpus(device) as (comm, make):
+        for root in (*range(size), *[0] * 12):
+            same, of_rank = int(shared.integers(3)), shared.integers(0, 3, size).tolist()
+            table = shared.integers(0, 3, (size, size))
+            table = np.minimum(table, table.T) if in_place else table
+            arguments, contents = list[list[Any]](), []
+            for shape, numbers in ((row.send, table[rank].tolist()), (row.receive, table[:, rank].tolist())):
+                blocks = size if shape != "one" else 1
+                counts = of_rank if "one" in (row.send, row.receive) else numbers
+                datatype, content = kinds[own.integers(len(kinds))], own.random(20 * 3 * (size + 1))
+                if shape == "one":
+                    said: list[Any] = [same if row.counts == "same" else counts[rank], datatype]
+                elif shape == "blocks":
+                    said = [same, datatype]
+                elif shape == "vector":
+                    said = [counts, [3 * block for block in range(blocks)], datatype]
+                else:
+                    types = [kinds[own.integers(len(kinds))] for _ in range(blocks)]
+                    said = [counts, [8 * 60 * block + 8 for block in range(blocks)], types]
+                arguments.append(said)
+                contents.append(content)
+            outcomes = []
+            for each, where in ((MPI.Intracomm(MPI.COMM_WORLD), np.array), (comm, make)):
+                send, receive = map(where, contents)
+                given: list[Any] = [[send, *arguments[0]], [receive, *arguments[1]]]
+                if in_place:
+                    given[0] = MPI.IN_PLACE
+                if row.rooted:
+                    if rank != root and row.rooted != "bcast":
+                        given[row.rooted == "receive"] = None
+                    given.append(root)
+                getattr(each, name)(*given[row.rooted == "bcast" :])
+                outcomes.append(values_of(receive))
+            np.testing.assert_array_equal(outcomes[1], outcomes[0], f"{arguments}")
 
 
 @pytest.mark.parametrize(
