@@ -12,7 +12,7 @@ from mpi4py import MPI
 from numpy import integer, ndarray
 
 from mpicomm.devices.memory_location import place_of
-from mpicomm.mpi.layout import known_of, layout_of
+from mpicomm.mpi.layout import layout_of
 from mpicomm.mpi.spec import parts_of
 
 PlainArray = tuple[int, int, Any]
@@ -68,7 +68,7 @@ def has_template_kind(plain: PlainArray | PlainBlocks) -> bool:
 def key_of_numbers(said: Any, *, counts_on_device: bool = False) -> Hashable:
     """Return a key of counts, displacements and types as they are now; None if they cannot be recognised.
 
-    Predefined types of MPI are recognised by name, and others by their layout, because MPI may reuse the handle of a
+    Predefined types of MPI are recognised by name, and others by `_type_key`, because MPI may reuse the handle of a
     derived datatype for another one.
     """
     kind = type(said)
@@ -80,7 +80,7 @@ def key_of_numbers(said: Any, *, counts_on_device: bool = False) -> Hashable:
     if kind is ndarray:
         return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
     if kind is _Datatype:
-        return (kind, said.handle) if said.is_predefined else layout_of(said)
+        return (kind, said.handle) if said.is_predefined else _type_key(said)
     if kind in _PLAIN or isinstance(said, integer):
         return kind, said
     return plain_array(said) if counts_on_device else None
@@ -236,26 +236,37 @@ def _type_key(datatype: Any) -> Hashable:
     """
     if type(datatype) is not _Datatype:
         return None
-    nbytes = _predefined.get(datatype.handle)
+    handle = datatype.handle
+    nbytes = _predefined.get(handle)
     if nbytes is not None:
         return nbytes
-    known = known_of(datatype)
-    if known.key is not None:
-        return known.key
-    layout = known.layout
+    kept = _derived.get(id(datatype))
+    if kept is not None and kept[1] == handle:
+        return kept[2]
+    layout = layout_of(datatype)
     if layout is None:
         return None
     has_gaps = not layout.is_run or layout.begin or layout.nbytes != layout.extent
+    key: Hashable = layout if has_gaps else layout.nbytes
     if datatype.is_predefined:
         if has_gaps:
-            return (datatype.handle,)  # its layout is made anew each time
-        _predefined[datatype.handle] = layout.nbytes
-    known.key = layout if has_gaps else layout.nbytes
-    return known.key
+            return (handle,)  # its layout is made anew each time
+        _predefined[handle] = layout.nbytes
+    else:
+        if len(_derived) >= _MOST_DERIVED:
+            _derived.clear()
+        _derived[id(datatype)] = datatype, handle, key
+    return key
 
 
 _predefined: dict[int, int] = {}
 """Bytes of datatypes without gaps by handle; only predefined types, because MPI reuses other handles."""
+_derived: dict[int, tuple[MPI.Datatype, int, Hashable]] = {}
+"""Derived datatypes by the id of their object, with its handle and key: MPI takes three times as long to find them.
+
+Each object lives as long as its item here, so no other object gets its id. Its handle changes when it is freed.
+"""
+_MOST_DERIVED = 1024
 
 
 def _predefined_nbytes(datatype: Any) -> int | None:
