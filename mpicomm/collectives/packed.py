@@ -55,8 +55,9 @@ class Gaps(NamedTuple):
     regions: tuple[Strides, ...]
     """The loops, one after the other."""
 
-    @classmethod
-    def of(cls, layout: DatatypeLayout) -> Gaps | None:
+    @staticmethod
+    @lru_cache(maxsize=1024)  # because a program repeats its calls
+    def of(layout: DatatypeLayout) -> Gaps | None:
         """Return the gaps of a layout that is not one run; None if kernels need it packed."""
         parts = [*islice((part for each in layout.regions for part in _without_lists(each)), _MOST_OF_BUFFER + 1)]
         if layout.nbytes >= _MOST_STRIDED_NBYTES or len(parts) > _MOST_OF_BUFFER:
@@ -71,7 +72,7 @@ class Gaps(NamedTuple):
             regions.append(Strides(part.nbytes, part.run_nbytes, counts, part.offset - first, strides))
             packed += part.nbytes
         numbers = (number for each in regions for number in (each.run_nbytes, each.offset, *each.strides))
-        return cls(gcd(UNIT_NBYTES, *numbers), tuple(regions))
+        return Gaps(gcd(UNIT_NBYTES, *numbers), tuple(regions))
 
 
 @dataclass(frozen=True)
