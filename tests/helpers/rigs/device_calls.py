@@ -24,7 +24,7 @@ from tests.helpers.references.simulated_neighbors import Part
 from tests.helpers.rigs.call_forms import complete
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s
 from tests.helpers.rigs.host_engines import CALL, engine_of
-from tests.helpers.rigs.message_rigs import Rig, on_threads
+from tests.helpers.rigs.message_rigs import Rig, take_for_gpu
 
 
 class Engine:
@@ -86,19 +86,20 @@ def values_of(array: Any) -> Any:
 
 
 @contextlib.contextmanager
-def on_gpus(device: str) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-    """A communicator of GPUs, real ones or threads, and how its arrays are made."""
+def on_gpus(
+    device: str, made_of: Callable[[Any], Any] = lambda comm: comm.Dup()
+) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+    """A communicator of GPUs, real ones or threads, ``made_of`` another one, and how its arrays are made."""
     timeout_s = patience_s(device)
     with communicator(device, timeout_s=timeout_s) as comm, array_module(comm) as xp:
+        child = made_of(comm)
         if device == "cpu":
-            child, made_of_threads = on_threads(comm)
+            of_threads = take_for_gpu(child)
             with on_host_engine(child):
-                yield child, lambda content: DeviceArray(made_of_threads, content)
-            child.Free()
+                yield child, lambda content: DeviceArray(of_threads, content)
         else:
-            child = comm.Dup()
             yield child, xp.asarray
-            child.Free()
+        child.Free()
 
 
 MAKERS: dict[str, Callable[[Rig, Any], Any]] = {"gpu": on_gpu, "host": lambda rig, content: np.array(content)}

@@ -299,6 +299,28 @@ def test_results_are_those_of_mpi(device: str, made: list[MPI.Datatype], name: s
             np.testing.assert_array_equal(outcomes[1], outcomes[0], f"{arguments}")
 
 
+def test_blocks_with_gaps_of_neighbours_that_occur_twice(device: str, made: list[MPI.Datatype]) -> None:
+    """In a ring of two ranks each is twice the other's neighbour, and in the other dimension its own."""
+    rank, size, kinds = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, datatypes_of_units(made)
+    own, counts, starts = np.random.default_rng([size, rank]), [1, 1, 2, 2], [8, 488, 968, 1448]
+
+    def torus(comm: Any) -> Any:
+        return comm.Create_cart([size, 1], periods=[True, True])
+
+    of_mpi = torus(MPI.Intracomm(MPI.COMM_WORLD))
+    with on_gpus(device, torus) as (comm, make):
+        for _ in range(12):
+            contents = [own.random(300) for _ in range(2)]
+            types = [[kinds[own.integers(len(kinds))] for _ in counts] for _ in range(2)]
+            outcomes = []
+            for each, where in ((of_mpi, np.array), (comm, make)):
+                arrays = [*map(where, contents)]
+                each.Neighbor_alltoallw(*([array, counts, starts, of] for array, of in zip(arrays, types, strict=True)))
+                outcomes.append(values_of(arrays[1]))
+            np.testing.assert_array_equal(outcomes[1], outcomes[0])
+    of_mpi.Free()
+
+
 @pytest.mark.parametrize(
     "name", ["Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Bcast", "Gather", "Gatherv", "Scatter"]
 )
