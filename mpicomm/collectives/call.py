@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -196,7 +196,7 @@ class Call:
         assert self.dtype is not None and self.send is not None
         return max(1, self._input_blocks(self.send)[self._rank].count * self.dtype.itemsize)
 
-    @property
+    @cached_property
     def strided(self) -> Packed | None:
         """Like `packed`, for kernels that move blocks with `Gaps` in place."""
         return self._packing(strided=True)

@@ -192,7 +192,9 @@ class DeviceEngine:
             return CountedTemplate(call.signature, call.counted, self.domain, self._loader)
         if not has_template(call):
             return None
-        return template_of(call, self._decided(call, asked, symmetric=False)[0], mappings, self._scratch)
+        decision, _, packed, _ = self._decided(call, asked, symmetric=False)
+        # A template has no steps that pack.
+        return None if packed is not None and packed.nbytes else template_of(call, decision, mappings, self._scratch)
 
     def _decided(
         self, call: Call, asked: str, *, symmetric: bool
