@@ -86,7 +86,7 @@ class PackJob:
 
 @dataclass(frozen=True)
 class Packed:
-    """The buffers of a call. Buffers with gaps in a block lie in scratch memory; their pointers are offsets."""
+    """The buffers of a call. Buffers that are packed lie in scratch memory; their pointers are offsets."""
 
     send: Operand | None
     receive: Operand | None
@@ -108,11 +108,11 @@ class Packed:
         input_in_receive: bool,
         receives: bool,
         as_bytes: bool,
-        strided: bool = False,
+        strided: bool,
     ) -> Packed | None:
         """Return the call on packed memory; None if no buffer has a derived datatype.
 
-        With ``strided`` a buffer stays in place if `Gaps` describe all of its blocks.
+        With ``strided`` a buffer stays in place if `Gaps` describe its blocks.
 
         ``input_in_receive`` is whether this rank's input lies in its receive buffer. ``receives`` is whether this rank
         receives into that buffer. ``as_bytes`` is for calls in which each pair of ranks may use other types.
@@ -153,9 +153,9 @@ def _common_dtype(operands: list[Operand]) -> np.dtype[Any]:
 def _pack(
     operand: Operand | None, dtype: np.dtype[Any], at: int, *, strided: bool
 ) -> tuple[Operand | None, tuple[PackJob, ...], tuple[Gaps | None, ...], int]:
-    """Return an operand in elements of ``dtype``, the jobs that pack it from offset ``at`` on, and the next offset.
+    """Return an operand in elements of ``dtype``, the jobs that pack it, its gaps, and the offset behind packed memory.
 
-    Before the last stand the gaps in its blocks if it stays in place with gaps, which it may only do with ``strided``.
+    The jobs pack it from offset ``at`` on. It has gaps only if it stays in place with ``strided``.
     """
     if operand is None:
         return None, (), (), at
