@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.base import Form
+from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.collectives.packed import Gaps
+from mpicomm.collectives.patterns import Buffers
 from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.regions import Region
@@ -91,30 +93,34 @@ class Blocks:
         unpack(self._layouts[block], packed, self.expected, self._starts[block])
 
 
-def exchange(rig: ProgramRig, rng: np.random.Generator, lengths: np.ndarray, turn: int) -> None:
+def exchange(
+    rig: ProgramRig, rng: np.random.Generator, lengths: np.ndarray, turn: int, *, in_place: bool = False
+) -> None:
     """Send ``lengths[source, target]`` bytes, an all-to-all."""
     machine, ranks = rig.machine, range(rig.size)
-    sends = [Blocks(machine, rank, rng, [random_layout(rng, int(n)) for n in lengths[rank]]) for rank in ranks]
     receives = [Blocks(machine, rank, rng, [random_layout(rng, int(n)) for n in lengths[:, rank]]) for rank in ranks]
+    sends = receives
+    if not in_place:
+        sends = [Blocks(machine, rank, rng, [random_layout(rng, int(n)) for n in lengths[rank]]) for rank in ranks]
     for rank in ranks:
         for peer in ranks:
             receives[rank].expect(peer, sends[peer].packed(rank))
-        pattern = patterns.alltoall(rank, rig.size, BYTE, sends[rank].spans, receives[rank].spans)
-        gaps = (*sends[rank].gaps, *receives[rank].gaps)
-        rig.run(rank, StridedPattern(pattern.operation, pattern.buffers, gaps=gaps))
+        given = (None, ()) if in_place else (sends[rank].spans, sends[rank].gaps)
+        buffers = Buffers(rank, rig.size, BYTE, send_blocks=given[0], blocks=receives[rank].spans)
+        rig.run(rank, StridedPattern(ALLTOALLV, buffers, gaps=(*given[1], *receives[rank].gaps)))
     machine.run(seed=turn, jitter_us=200)
     for each in receives:
         np.testing.assert_array_equal(each.memory.bytes, each.expected)
     machine.clear()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_messages_keep_their_bytes_and_gaps(builds: Builds, size: int) -> None:
+@pytest.mark.parametrize(("size", "in_place"), [(2, False), (2, True), (3, False)])
+def test_messages_keep_their_bytes_and_gaps(builds: Builds, size: int, in_place: bool) -> None:
     rng, rig = np.random.default_rng(size), ProgramRig(Machine(builds, size))
     for turn in range(8):
         lengths = rng.choice([0, 50, 1548], (size, size))
         lengths[0, 1] = LENGTHS[turn % len(LENGTHS)]
-        exchange(rig, rng, lengths, turn)
+        exchange(rig, rng, np.maximum(lengths, lengths.T) if in_place else lengths, turn, in_place=in_place)
 
 
 def gather_to_all(rig: ProgramRig, rng: np.random.Generator, nbytes: int, turn: int) -> None:
