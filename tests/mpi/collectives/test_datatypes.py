@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,87 +31,6 @@ def made() -> Iterator[list[MPI.Datatype]]:
 def committed(made: list[MPI.Datatype], datatype: MPI.Datatype) -> MPI.Datatype:
     made.append(datatype)
     return datatype.Commit()
-
-
-def column(made: list[MPI.Datatype], rows: int, columns: int) -> MPI.Datatype:
-    """A column of a matrix of doubles, which begins one element after the column before."""
-    vector = MPI.DOUBLE.Create_vector(rows, 1, columns)
-    made.append(vector)
-    return committed(made, vector.Create_resized(0, 8))
-
-
-def test_alltoallw_transposes(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
-    """Each rank has rows of a cube, and gets columns of it: an FFT's transposition."""
-    size, rank = comm.size, comm.rank
-    shape = (2 * size, 3 * size, 5)
-    whole = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
-    rows, columns = [2, 3 * size, 5], [2 * size, 3, 5]
-    sends = [committed(made, MPI.DOUBLE.Create_subarray(rows, [2, 3, 5], [0, 3 * peer, 0])) for peer in range(size)]
-    receives = [
-        committed(made, MPI.DOUBLE.Create_subarray(columns, [2, 3, 5], [2 * peer, 0, 0])) for peer in range(size)
-    ]
-    for repeat in range(3):
-        mine = xp.asarray(whole[2 * rank : 2 * rank + 2] + repeat)
-        got = xp.full(columns, -1.0)
-        once, nowhere = [1] * size, [0] * size
-        if repeat < 2:
-            comm.Alltoallw([mine, once, nowhere, sends], [got, (once, nowhere), receives])
-        else:
-            comm.Ialltoallw([mine, sends], [got, receives]).Wait()
-        np.testing.assert_array_equal(to_host(got), whole[:, 3 * rank : 3 * rank + 3] + repeat)
-
-
-def test_columns_meet_plain_arrays(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
-    """The root names columns of a matrix, the other ranks name plain arrays."""
-    size, rank = comm.size, comm.rank
-    matrix = np.arange(4.0 * size).reshape(4, size)
-    of_root = column(made, 4, size)
-    for _ in range(3):
-        mine = xp.zeros(4)
-        comm.Scatter([xp.asarray(matrix), 1, of_root] if rank == 0 else None, mine)
-        np.testing.assert_array_equal(to_host(mine), matrix[:, rank])
-        back = xp.zeros((4, size))
-        comm.Gather(mine, [back, 1, of_root] if rank == 0 else None)
-        np.testing.assert_array_equal(to_host(back), matrix if rank == 0 else 0 * matrix)
-        everywhere = xp.zeros((4, size))
-        comm.Allgather(mine, [everywhere, 1, of_root])
-        np.testing.assert_array_equal(to_host(everywhere), matrix)
-        comm.Iallgather(mine, [everywhere, 1, of_root]).Wait()
-        comm.Allgather(MPI.IN_PLACE, [everywhere, 1, of_root])
-        np.testing.assert_array_equal(to_host(everywhere), matrix)
-
-
-@pytest.mark.parametrize("gaps_on", [0, 1])
-def test_datatypes_without_gaps_meet_datatypes_with_gaps(
-    comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype], gaps_on: int
-) -> None:
-    """Some ranks pack, and others send and receive where the data lies. The data begins after the first element."""
-    size, rank, units, root = comm.size, comm.rank, 1000, gaps_on % comm.size
-    step = 2 if rank % 2 == gaps_on else 1
-    pair = MPI.INT32_T.Create_vector(2, 1, step)
-    made.append(pair)
-    datatype = committed(made, pair.Create_resized(0, 8 * step))
-
-    def spread(values: Any) -> Any:
-        """An array with the gaps of this rank."""
-        array = np.full(step * (values.size + 2), -1, np.int32)
-        array[2 * step :: step] = values
-        return xp.asarray(array)
-
-    def sent(source: int) -> Any:
-        return np.arange(2 * units * size, dtype=np.int32) + 100_000 * source
-
-    rows = np.stack([sent(source).reshape(size, -1)[rank] for source in range(size)]).ravel()
-    counts, places = [units] * size, [1 + units * peer for peer in range(size)]
-    starts, types = [8 * step * place for place in places], [datatype] * size
-    for method, more in (("Alltoallv", (places, datatype)), ("Alltoallw", (starts, types))):
-        for _ in range(2):
-            given, got = spread(sent(rank)), spread(np.full(2 * units * size, -1))
-            getattr(comm, method)([given, counts, *more], [got, counts, *more])
-            np.testing.assert_array_equal(to_host(got), to_host(spread(rows)))
-    given = spread(sent(rank))
-    comm.Bcast([given, (units * size, 1), datatype], root)
-    np.testing.assert_array_equal(to_host(given), to_host(spread(sent(root))))
 
 
 def test_structures_meet_lists(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
@@ -238,6 +157,10 @@ def test_sums_of_characters_are_mpis(comm: mpicomm.Communicator, xp: Any, count:
 UNITS = 6  # the elements of each of the datatypes below
 
 
+def one_of(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
+    return choices[int(rng.integers(len(choices)))]
+
+
 def datatypes_of_units(made: list[MPI.Datatype]) -> list[MPI.Datatype]:
     """Datatypes of as many doubles: without gaps, with gaps, in several regions, and one that kernels have to pack."""
     double = MPI.DOUBLE
@@ -263,29 +186,32 @@ def test_results_are_those_of_mpi(device: str, made: list[MPI.Datatype], name: s
     if in_place and (row.rooted or (row.send != row.receive and row.send != "one")):
         pytest.skip("MPI has no such call in place")
     shared, own, kinds = np.random.default_rng(size), np.random.default_rng([size, rank]), datatypes_of_units(made)
+
+    def argument(shape: str, same: int, of_rank: list[int], of_peers: list[int], most: int) -> list[Any]:
+        """An argument but for its array, in which a block has at most ``most`` elements of a datatype."""
+        if shape == "one":
+            return [same if row.counts == "same" else of_rank[rank], one_of(own, kinds)]
+        if shape == "blocks":
+            return [same, one_of(own, kinds)]
+        counts = of_rank if "one" in (row.send, row.receive) else of_peers
+        if shape == "vector":
+            return [counts, [most * peer for peer in range(size)], one_of(own, kinds)]
+        return [counts, [160 * most * peer + 8 for peer in range(size)], [one_of(own, kinds) for _ in counts]]
+
     with on_gpus(device) as (comm, make):
-        for root in (*range(size), *[0] * 12):
-            same, of_rank = int(shared.integers(3)), shared.integers(0, 3, size).tolist()
-            table = shared.integers(0, 3, (size, size))
+        for number, root in enumerate((*range(size), *[0] * 12)):
+            most, form = one_of(shared, (3, 300)), FORMS[number % len(FORMS)]
+            same, of_rank = int(shared.integers(most)), shared.integers(0, most, size).tolist()
+            table = shared.integers(0, most, (size, size))
             table = np.minimum(table, table.T) if in_place else table
-            arguments, contents = list[list[Any]](), []
-            for shape, numbers in ((row.send, table[rank].tolist()), (row.receive, table[:, rank].tolist())):
-                blocks = size if shape != "one" else 1
-                counts = of_rank if "one" in (row.send, row.receive) else numbers
-                datatype, content = kinds[own.integers(len(kinds))], own.random(20 * 3 * (size + 1))
-                if shape == "one":
-                    said: list[Any] = [same if row.counts == "same" else counts[rank], datatype]
-                elif shape == "blocks":
-                    said = [same, datatype]
-                elif shape == "vector":
-                    said = [counts, [3 * block for block in range(blocks)], datatype]
-                else:
-                    types = [kinds[own.integers(len(kinds))] for _ in range(blocks)]
-                    said = [counts, [8 * 60 * block + 8 for block in range(blocks)], types]
-                arguments.append(said)
-                contents.append(content)
+            shapes = (row.send, table[rank].tolist()), (row.receive, table[:, rank].tolist())
+            arguments = [argument(shape, same, of_rank, of_peers, most) for shape, of_peers in shapes]
+            contents = [own.random(20 * most * (size + 1)) for _ in arguments]
             outcomes = []
-            for each, where in ((MPI.Intracomm(MPI.COMM_WORLD), np.array), (comm, make)):
+            for each, where, method in (
+                (MPI.Intracomm(MPI.COMM_WORLD), np.array, name),
+                (comm, make, method_name(form, name)),
+            ):
                 send, receive = map(where, contents)
                 given: list[Any] = [[send, *arguments[0]], [receive, *arguments[1]]]
                 if in_place:
@@ -294,9 +220,9 @@ def test_results_are_those_of_mpi(device: str, made: list[MPI.Datatype], name: s
                     if rank != root and row.rooted != "bcast":
                         given[row.rooted == "receive"] = None
                     given.append(root)
-                getattr(each, name)(*given[row.rooted == "bcast" :])
+                complete(getattr(each, method)(*given[row.rooted == "bcast" :]))
                 outcomes.append(values_of(receive))
-            np.testing.assert_array_equal(outcomes[1], outcomes[0], f"{arguments}")
+            np.testing.assert_array_equal(outcomes[1], outcomes[0], f"{form}: {arguments}")
 
 
 def test_blocks_with_gaps_of_neighbours_that_occur_twice(device: str, made: list[MPI.Datatype]) -> None:
@@ -311,7 +237,7 @@ def test_blocks_with_gaps_of_neighbours_that_occur_twice(device: str, made: list
     with on_gpus(device, torus) as (comm, make):
         for _ in range(12):
             contents = [own.random(300) for _ in range(2)]
-            types = [[kinds[own.integers(len(kinds))] for _ in counts] for _ in range(2)]
+            types = [[one_of(own, kinds) for _ in counts] for _ in range(2)]
             outcomes = []
             for each, where in ((of_mpi, np.array), (comm, make)):
                 arrays = [*map(where, contents)]

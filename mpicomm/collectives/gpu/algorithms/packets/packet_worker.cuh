@@ -52,7 +52,7 @@ struct Packets {
   Strides strides[kMostStrides];
 #endif
 };
-static_assert(sizeof(Packets) <= 4096, "a launch takes no more arguments on devices before 7.0, or with old drivers");
+static_assert(sizeof(Packets) <= 4096, "drivers before 530 take no more arguments");
 
 #if defined(MPICOMM_EPILOGUE) || defined(MPICOMM_WEIGHT)
 MPICOMM_DEVICE const Finish& finish_of(const Packets& x) { return x.finish; }
