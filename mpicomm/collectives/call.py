@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -112,7 +112,7 @@ class Call:
         """The first array on the GPU. A call without a stream uses the current stream of this array's library."""
         self.copies = copies
         self.packed: Packed | None = None
-        """The call on packed memory if a buffer has a derived datatype; else None."""
+        """The call on memory without gaps or with `Gaps`, if a buffer has a derived datatype; else None."""
         self._packing: Callable[..., Packed | None] = lambda **given: None
         self._receives_typed = False
         if self.on_device:
@@ -196,10 +196,10 @@ class Call:
         assert self.dtype is not None and self.send is not None
         return max(1, self._input_blocks(self.send)[self._rank].count * self.dtype.itemsize)
 
-    @cached_property
-    def strided(self) -> Packed | None:
-        """Like `packed`, for kernels that move blocks with `Gaps` in place."""
-        return self._packing(strided=True)
+    @property
+    def without_gaps(self) -> Packed | None:
+        """Like `packed`, for kernels that move only blocks without gaps."""
+        return self._packing(strided=False)
 
     def buffers(self, scratch: Span | None = None, packed: Packed | None = None) -> Buffers:
         """Return this rank's memory for the patterns.
@@ -340,7 +340,7 @@ class Call:
             receives=not (is_bcast and is_root),
             as_bytes=operation.send == "typed" or operation.of_neighbors,
         )
-        self.packed = self._packing(strided=False)
+        self.packed = self._packing(strided=True)
         if self.packed is not None:
             self.send, self.receive = self.packed.send, self.packed.receive
 

@@ -168,13 +168,13 @@ def _pack(
         )
         count, total = operand.count * factor, operand.total * factor
         return replace(operand, dtype=dtype, count=count, total=total, counts=counts, displs=displs), (), (), at
-    in_place = _strided(operand, operand.derived, dtype) if strided else None
-    if in_place is not None:
-        return in_place[0], (), in_place[1], at
     lengths = [block.layout.nbytes for block in operand.derived]
     if all(block.layout.is_run for block in operand.derived):
         starts = [block.address + block.layout.begin - operand.pointer for block in operand.derived]
         return _in_elements(operand, lengths, starts, dtype), (), (), at
+    in_place = _strided(operand, operand.derived, dtype) if strided else None
+    if in_place is not None:
+        return in_place[0], (), in_place[1], at
     places, end = dict[Elements, int](), 0
     for block, nbytes in zip(operand.derived, lengths, strict=True):
         if block not in places:  # the same elements for several ranks are packed once
@@ -207,6 +207,8 @@ def _strided(
     firsts = [layout.regions[0].offset if layout.regions else 0 for layout in layouts]
     starts = [block.address + first - operand.pointer for block, first in zip(blocks, firsts, strict=True)]
     in_place = _in_elements(replace(operand, counts=counts), [layout.nbytes for layout in layouts], starts, dtype)
+    if operand.counts is None:  # a count is the count of one block
+        in_place = replace(in_place, count=in_place.total // len(blocks))
     return in_place, gaps if any(gaps) else ()
 
 

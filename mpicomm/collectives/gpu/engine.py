@@ -203,15 +203,16 @@ class DeviceEngine:
 
         ``symmetric`` is whether the output of all ranks is symmetric memory.
         """
-        for packed in (call.strided, call.packed):
+        packed = call.packed
+        while True:
             scratch = self._scratch.of(call.scratch_nbytes if packed is None else packed.nbytes)
             buffers = call.buffers(scratch, packed)
             form = Form.of_call(call, buffers, () if packed is None else packed.gaps)
             decision, longest = self._decision(form, asked), max(form.numbers(buffers)[0], default=0)
             # The choice of a launcher does not depend on gaps, so all ranks make the same one.
             if not form.gaps or decision.at(longest, symmetric=symmetric).launcher.moves_gaps:
-                break
-        return decision, buffers, packed, scratch
+                return decision, buffers, packed, scratch
+            packed = call.without_gaps
 
     def _decision(self, form: Form, asked: str) -> Decision:
         key = form.key, asked

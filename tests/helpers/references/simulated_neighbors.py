@@ -46,7 +46,7 @@ class Part:
     """
 
     def __init__(self, call: Call, *, strided: bool = False) -> None:
-        self.call, self.packed = call, call.strided if strided else call.packed
+        self.call, self.packed = call, call.packed if strided else call.without_gaps
         nbytes = call.scratch_nbytes if self.packed is None else self.packed.nbytes
         self._scratch = np.full(max(1, nbytes), 0xDB, np.uint8)
         buffers = call.buffers(Span(self._scratch.ctypes.data, 0) if nbytes else None, self.packed)

@@ -16,7 +16,6 @@ from mpicomm.collectives.gpu.call_templates import CallTemplate, CollectiveTempl
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.gpu.tuning import BUILT_IN
-from mpicomm.collectives.patterns import Buffers
 from mpicomm.devices.base import Scratch
 from mpicomm.kernels.team import Team
 from mpicomm.symmetric.registry import Mappings
@@ -67,14 +66,9 @@ class Device:
         return [lambda stream, step=step: self.launched.append(as_enqueued(step)) for step in steps]
 
 
-def _buffers_of(call: Call, device: Device) -> Buffers:
-    packed = call.strided
-    return call.buffers(device.scratch.of(call.scratch_nbytes if packed is None else packed.nbytes), packed)
-
-
 def decision_of(call: Call, device: Device, asked: str) -> Decision:
-    packed, buffers = call.strided, _buffers_of(call, device)
-    form = Form.of_call(call, buffers, () if packed is None else packed.gaps)
+    buffers = call.buffers(device.scratch.of(call.scratch_nbytes))
+    form = Form.of_call(call, buffers, () if call.packed is None else call.packed.gaps)
     return Decision(form, asked, BUILT_IN, device.domain, cast(Any, device))
 
 
@@ -90,7 +84,7 @@ def as_read(
     decision, output, memory = decision_of(call, device, asked), call.common_output, None
     if output is not None and output.total and mappings is not None:
         memory = mappings.find(output.pointer, output.nbytes)
-    buffers, text = _buffers_of(call, device), str(call.signature)
+    buffers, text = call.buffers(device.scratch.of(call.scratch_nbytes)), str(call.signature)
     longest = max(decision.form.numbers(buffers)[0], default=0)
     chosen = decision.at(longest, symmetric=memory is not None)
     steps = decision.steps(chosen, buffers, call.signature.hash32, memory, call.epilogue)
