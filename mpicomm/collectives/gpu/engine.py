@@ -171,7 +171,7 @@ class DeviceEngine:
         output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
-        decision, buffers, packed, scratch = self._decided(call, asked)
+        decision, buffers, packed, scratch = self._decided(call, asked, symmetric=memory is not None)
         before: list[Launch] = []
         after: list[Launch] = []
         if packed is not None and scratch is not None:
@@ -194,16 +194,27 @@ class DeviceEngine:
             return CountedTemplate(call.signature, call.counted, self.domain, self._loader)
         if not has_template(call):
             return None
-        return template_of(call, self._decided(call, asked)[0], mappings, self._scratch)
+        decision, _, packed, _ = self._decided(call, asked, symmetric=False)
+        # A template has no steps that pack.
+        return None if packed is not None and packed.nbytes else template_of(call, decision, mappings, self._scratch)
 
-    def _decided(self, call: Call, asked: str) -> tuple[Decision, Buffers, Packed | None, Span | None]:
-        """Return the decision of a read call, its memory, what of it is packed, and the scratch memory in it."""
-        # Packets carry all calls that may have strides, unless a rank is alone.
-        packed = call.strided if self.domain.size > 1 else call.packed
-        scratch = self._scratch.of(call.scratch_nbytes if packed is None else packed.nbytes)
-        buffers = call.buffers(scratch, packed)
-        form = Form.of_call(call, buffers, () if packed is None else packed.strides)
-        return self._decision(form, asked), buffers, packed, scratch
+    def _decided(
+        self, call: Call, asked: str, *, symmetric: bool
+    ) -> tuple[Decision, Buffers, Packed | None, Span | None]:
+        """Return the decision of a read call, its memory, what of it is packed, and the scratch memory in it.
+
+        ``symmetric`` is whether the output of all ranks is symmetric memory.
+        """
+        packed = call.packed
+        while True:
+            scratch = self._scratch.of(call.scratch_nbytes if packed is None else packed.nbytes)
+            buffers = call.buffers(scratch, packed)
+            form = Form.of_call(call, buffers, () if packed is None else packed.gaps)
+            decision, longest = self._decision(form, asked), max(form.numbers(buffers)[0], default=0)
+            # The choice of a launcher does not depend on gaps, so all ranks make the same one.
+            if not form.gaps or decision.at(longest, symmetric=symmetric).launcher.moves_gaps:
+                return decision, buffers, packed, scratch
+            packed = call.without_gaps
 
     def _decision(self, form: Form, asked: str) -> Decision:
         key = form.key, asked

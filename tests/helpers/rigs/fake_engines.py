@@ -67,6 +67,7 @@ class Rig:
             current=contextlib.nullcontext,
             lasting_streams={0},
             scratch=lambda nbytes: Scratch((3 << 50) + nbytes, nbytes, None),
+            pack_table=lambda table: 5 << 50,
         )
         call_log: Any = SimpleNamespace(
             post=lambda text, count=0, offset=None, *, ready=False: None,

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.registry import usual_kernels
-from mpicomm.collectives.operations import ALLTOALLV
+from mpicomm.collectives.operations import ALLTOALLV, OPERATIONS
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
@@ -65,6 +66,30 @@ def test_counts_on_the_device_go_to_the_kernel(rig: Rig, monkeypatch: pytest.Mon
     assert [*counted.receive.known][:2] == [0, 5]
     with pytest.raises(InvalidUsageError, match='algorithm="two_shot" of Alltoallv'):
         rig.engine.prepare_call(call, Mappings(), "two_shot")
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes", "launched"),
+    [
+        *((name, MIB, ["StridedPacketArguments"]) for name in ("Allgather", "Alltoall", "Gather", "Scatter", "Bcast")),
+        ("Allgather", 64 * MIB, ["StridedPacketArguments"]),
+        ("Gather", 64 * MIB, ["PackArguments", "ExchangeArguments", "PackArguments"]),
+        ("Bcast", 64 * MIB, ["PackArguments", "ExchangeArguments"]),  # the root does not receive
+    ],
+)
+def test_only_kernels_that_need_blocks_without_gaps_get_packed_blocks(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str, nbytes: int, launched: list[str]
+) -> None:
+    read_device_arrays(monkeypatch)
+    row, rows = OPERATIONS[name], nbytes // 8
+    column = MPI.DOUBLE.Create_vector(rows, 1, 2)
+    first = column.Create_resized(0, 8)
+    x, y = ([DeviceArray(address << 44, 2 * rows, np.dtype("f8")), 1, first] for address in (1, 2))
+    arguments = Arguments(None, y) if row.rooted == "bcast" else Arguments(x, y)
+    rig.enqueue(rig.engine.prepare_call(Call(row, arguments, 0, 2), Mappings(), "auto"))
+    assert [type(each).__name__ for each in rig.launched] == launched
+    for datatype in (first, column):
+        datatype.Free()
 
 
 def test_only_a_call_with_work_records_the_event_of_the_caller(rig: Rig, cuda: FakeCuda) -> None:

@@ -46,6 +46,7 @@ class PacketLauncher(PacketTemplate, FormLauncher):
     ) -> None:
         self.fewest, self.most = bounds
         self.finishes = finishes
+        self.moves_gaps = not two_shot
         row_nbytes = form.epilogue.row_nbytes if finishes and form.epilogue else 0
         self._whole = BLOCK if form.wire else row_nbytes // form.itemsize
         self._itemsize, self._shards = form.itemsize, form.shards if two_shot else 0
@@ -60,9 +61,9 @@ class PacketLauncher(PacketTemplate, FormLauncher):
         shards = self._shards
         first, second = (form.two_shot.first, form.two_shot.second) if shards else (form.one_shot, None)
         finish = form.epilogue.fused(0) if self.finishes and form.epilogue else None
-        strides = None
-        if any(form.strides):
-            strides = [*map(form.strides_of, first.sends)], [*map(form.strides_of, first.receives)]
+        gaps = None
+        if any(form.gaps):
+            gaps = [*map(form.gaps_of, first.sends)], [*map(form.gaps_of, first.receives)]
         super().__init__(
             domain,
             first,
@@ -71,7 +72,7 @@ class PacketLauncher(PacketTemplate, FormLauncher):
             finish=finish,
             even=even,
             coding=coding_of(form),
-            strides=strides,
+            gaps=gaps,
         )
         pieces = [form.piece(span, first.reduction.own if first.reduction else None) for span in self.places]
         # The values of a call: 0; the lengths of all blocks, or of the shards; the addresses of all blocks, or of the
