@@ -87,11 +87,10 @@ def values_of(array: Any) -> Any:
 
 @contextlib.contextmanager
 def on_gpus(
-    device: str, made_of: Callable[[Any], Any] = lambda comm: comm.Dup()
+    device: str, made_of: Callable[[Any], Any] = lambda comm: comm.Dup(), timeout_s: float | None = None
 ) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
     """A communicator of GPUs, real ones or threads, ``made_of`` another one, and how its arrays are made."""
-    timeout_s = patience_s(device)
-    with communicator(device, timeout_s=timeout_s) as comm, array_module(comm) as xp:
+    with communicator(device, timeout_s=timeout_s or patience_s(device)) as comm, array_module(comm) as xp:
         child = made_of(comm)
         if device == "cpu":
             of_threads = take_for_gpu(child)

@@ -92,6 +92,54 @@ def test_only_kernels_that_need_blocks_without_gaps_get_packed_blocks(
         datatype.Free()
 
 
+@pytest.mark.parametrize("name", ["Allgather", "Allgatherv", "Alltoall", "Bcast", "Gather", "Scatter"])
+def test_ranks_with_and_without_gaps_launch_alike(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each rank draws its datatypes: without gaps, with gaps, and with gaps that a kernel has to pack."""
+    read_device_arrays(monkeypatch)
+    row, size, unit, calls = OPERATIONS[name], 4, 32, 24
+    rng, double = np.random.default_rng(size), MPI.DOUBLE
+    places = (16 * rng.permutation(unit)).tolist()
+    made = [double.Create_contiguous(unit), double.Create_vector(unit, 1, 2), double.Create_hindexed_block(1, places)]
+    kinds = [each.Create_resized(0, 16 * unit if number else 8 * unit) for number, each in enumerate(made)]
+    counts = [rng.integers(0, each, size).tolist() for each in rng.choice([2, 30, 3000, 100_000], calls)]
+    launches = []
+    for rank in range(size):
+        rig = Rig(cuda, monkeypatch, rank=rank, size=size)
+        for number, of_ranks in enumerate(counts):
+            own, same, most, root = np.random.default_rng([number, rank]), of_ranks[0], max(of_ranks), number % size
+            arrays = [DeviceArray(side << 44, 2 * unit * size * (most + 1), np.dtype("f8")) for side in (1, 2)]
+            sent, received = (kinds[each] for each in own.integers(len(kinds), size=2))
+            send, receive = [arrays[0], same, sent], [arrays[1], same, received]
+            if row.receive == "vector":
+                send[1], receive[1:] = of_ranks[rank], [of_ranks, [most * peer for peer in range(size)], received]
+            arguments = Arguments(
+                None if row.rooted == "bcast" or (row.rooted == "send" and rank != root) else send,
+                None if row.rooted == "receive" and rank != root else receive,
+                root=root,
+            )
+            begin = len(rig.launched)
+            rig.enqueue(rig.engine.prepare_call(Call(row, arguments, rank, size), Mappings(), "auto"))
+            launched = [*zip(rig.launched, rig.shapes, strict=True)][begin:]
+            launches.append([each for each in launched if hasattr(each[0], "team")])
+    for number in range(calls):
+        of_call = launches[number::calls]
+        for of_launch in zip(*of_call, strict=True):
+            facts = {
+                (
+                    type(x).__name__.removeprefix("Strided"),
+                    *(getattr(x, name, None) for name in ("steps", "laps", "inbox_nbytes")),
+                    shape["blocks"],
+                    shape["threads"],
+                )
+                for x, shape in of_launch
+            }
+            assert len(facts) == 1
+            tags = [[*x.team.tags][:size] for x, _ in of_launch]
+            assert all(tags[one][other] == tags[other][one] for one in range(size) for other in range(size))
+    for datatype in (*made, *kinds):
+        datatype.Free()
+
+
 def test_only_a_call_with_work_records_the_event_of_the_caller(rig: Rig, cuda: FakeCuda) -> None:
     """Earlier work may be on another stream, so an event there would not follow a call without work."""
     event = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent()
