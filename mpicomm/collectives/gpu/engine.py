@@ -37,7 +37,7 @@ from mpicomm.collectives.gpu.call_templates import (
 )
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision, require_algorithm
-from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, pack_launches
+from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, multiprocessors_of, pack_launches, team_of
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
@@ -53,7 +53,7 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
-from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.mpi.arguments import Span
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.registry import Mapped, Mappings
@@ -96,11 +96,7 @@ class DeviceEngine:
         self._backend = backend
         self._call_log = call_log
         devices = node.exchange("collectives: set-up", lambda: device_facts(backend))
-        # All blocks of all ranks must run at once, because they wait for each other. So a launch has only the blocks
-        # that the smallest device can hold. Ranks that run side by side on a device share its multiprocessors.
-        # Otherwise one rank's waiting blocks could keep out the blocks for which they wait.
-        side_by_side = 1 if all(each.takes_turns for each in devices) else on_a_device
-        multiprocessors = max(1, min(each.multiprocessors for each in devices) // side_by_side)
+        multiprocessors, side_by_side = multiprocessors_of(devices, on_a_device)
         most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(each.total_nbytes for each in devices) // _STAGED_PART)
 
         def find() -> Tuning | None:
@@ -114,13 +110,9 @@ class DeviceEngine:
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, multiprocessors))
         self._arena = DeviceArena(node, backend, kind, layout, most_nbytes)
         calls = LoggedCalls(node, call_log, backend, self._arena)
-        team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
-        for index, rank in enumerate(node.ranks):
-            team.arenas[index] = self._arena.pointers[index]
-            team.names[index] = rank
         host_slots = kind == "staged"
         self.domain = Domain(
-            team,
+            team_of(backend, node, self._arena.pointers),
             self._arena,
             multiprocessors,
             self.tuning.link_speed,
