@@ -10,12 +10,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, Memory, host_array
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, Memory, host_array
 from mpicomm.epilogues.elementwise import number_of
 from mpicomm.epilogues.scaled_codes import GROUPS, LARGEST, SCALES, TILED_GROUPS, Codes, encode, scales_of, tiles_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import kind_of
 from mpicomm.kernels.epilogue import NORM_THREADS, NormArguments, NormKernelArguments, norm_kernel, norm_options
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Operand, overlaps
 from mpicomm.mpi.types import is_narrow
 
@@ -227,10 +228,10 @@ class BoundNorm(BoundEpilogue):
         aligned = reduce(or_, places) % _PACKET_NBYTES == 0
         return Fused(self._options[aligned], self._arguments(-(-self._rows // shards)))
 
-    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> KernelCall:
+    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> Launch:
         arguments = NormKernelArguments(source, failed, self._arguments(self._rows))
         blocks = min(self._rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors)
-        return KernelCall(norm_kernel(self.dtype.name, self._options[False]), arguments, blocks, NORM_THREADS)
+        return Launch(norm_kernel(self.dtype.name, self._options[False]), arguments, blocks, NORM_THREADS)
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """See `BoundEpilogue`. It adds numbers in the order of the kernel, so it has the kernel's bits."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.process import close_after
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
@@ -30,6 +29,7 @@ from mpicomm.experts.arrays import (
 from mpicomm.experts.on_gpu import ExpertsLaunches, launches_of, require_one_domain, share_arena
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
 from mpicomm.kernels.experts import PACKET_NBYTES
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.buffers import new_array, read, read_in_order
 from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.mpi.types import name_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.call_memory import share_filled
 from mpicomm.collectives.gpu.device import device_facts, multiprocessors_of, team_of
 from mpicomm.devices.cuda.types import GpuBackend
@@ -30,6 +29,7 @@ from mpicomm.kernels.experts import (
     quantize_experts_kernel,
 )
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.session import Session
 from mpicomm.symmetric.owner import SharedMemory
 

@@ -15,13 +15,11 @@ from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLa
 from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Copy, Step
-from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 
 if TYPE_CHECKING:
@@ -151,9 +149,9 @@ class Decision:
         steps: list[Step] = []
         if output and lengths[-1]:
             steps.append(Copy(output, begins[-1], lengths[-1], local=True))
-        if epilogue is not None and not chosen.launcher.finishes:
-            reduced, team = Span(begins[-1], lengths[-1] // self.form.itemsize), self.domain.team
-            steps += finish_launches(epilogue, reduced, team.faults, self.domain.multiprocessors)
+        if epilogue is not None and not chosen.launcher.finishes and lengths[-1]:
+            failed = self.domain.team.faults.failed
+            steps.append(epilogue.following_kernel(begins[-1], failed, self.domain.multiprocessors))
         return steps
 
     def _by_length(self, *, symmetric: bool, without: frozenset[str] = frozenset()) -> ByLength:

@@ -17,7 +17,7 @@ from mpicomm.collectives.gpu import call_memory
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, FEWEST_LAPS, OVERSEERS
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.call_memory import CallMemory, NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.signature import Signature
@@ -25,6 +25,7 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues import Elementwise, rms_norm
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span, parse
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
