@@ -166,4 +166,4 @@ class Epilogue(ABC):
 def host_array(array: Operand) -> npt.NDArray[Any]:
     """Return the elements of an operand in host memory, one after the other."""
     assert array.dtype is not None
-    return array_at(array.pointer, array.nbytes, np.dtype(np.uint8)).view(array.dtype)
+    return array_at(array.pointer, array.total, array.dtype)

@@ -26,7 +26,7 @@ from mpicomm.experts.arrays import (
     checked_shape,
     pointer_of,
 )
-from mpicomm.experts.on_gpu import ExpertsLaunches, launches_of, require_one_domain, share_arena
+from mpicomm.experts.on_gpu import ExpertsLaunches, open_on_gpus
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
 from mpicomm.kernels.experts import PACKET_NBYTES
 from mpicomm.kernels.variant import Launch
@@ -115,10 +115,8 @@ class Experts:
         self._arena: SharedMemory | None = None
         self._launches: ExpertsLaunches | None = None
         if not isinstance(session.backend, HostBackend):
-            require_one_domain(session)
             self._gpu = session.backend
-            self._arena = share_arena(session, self._shape, self._gpu)
-            self._launches = launches_of(session, self._shape, self._gpu, self._arena)
+            self._arena, self._launches = open_on_gpus(session, self._shape, self._gpu)
         self._streams = None if self._gpu is None else StreamUse(self._gpu)
         self._host = HostWay(session, self._shape)
         self.closed = False
