@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K, PACKET_NBYTES
+from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K
+from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.mpi.buffers import new_array, read
 from mpicomm.mpi.types import covered_dtype, named_dtype
 

@@ -28,7 +28,7 @@ from mpicomm.experts.arrays import (
 )
 from mpicomm.experts.on_gpu import ExpertsLaunches, open_on_gpus
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
-from mpicomm.kernels.experts import PACKET_NBYTES
+from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.buffers import new_array, read, read_in_order
 from mpicomm.mpi.location import refuse_stream, require_here

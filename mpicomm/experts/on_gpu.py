@@ -16,7 +16,6 @@ from mpicomm.kernels.experts import (
     DISPATCH_KERNEL,
     DISPATCH_THREADS,
     HEADS,
-    PACKET_NBYTES,
     PART_NBYTES,
     QUANTIZE_THREADS,
     SUM_THREADS,
@@ -28,7 +27,7 @@ from mpicomm.kernels.experts import (
     quantize_blocks,
     quantize_experts_kernel,
 )
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, PACKET_NBYTES, Team
 from mpicomm.kernels.variant import Launch
 from mpicomm.session import Session
 from mpicomm.symmetric.owner import SharedMemory
