@@ -93,15 +93,15 @@ class ByMessages:
 
     def call(self) -> list[MPI.Prequest]:
         """Send the call of the first rank, or begin to receive it."""
-        return _started(self._calls)
+        return _started(self._calls, sends=self.index == 0)
 
     def hear(self) -> list[MPI.Prequest]:
         """Begin to receive the words of all ranks, or send this rank's word."""
-        return _started(self._words)
+        return _started(self._words, sends=self.index > 0)
 
     def tell(self) -> list[MPI.Prequest]:
         """Send the words of all ranks, or begin to receive them."""
-        return _started(self._answers)
+        return _started(self._answers, sends=self.index == 0)
 
     def free(self) -> None:
         """Free the requests; local."""
@@ -109,12 +109,14 @@ class ByMessages:
             request.Free()
 
 
-def _started(requests: list[MPI.Prequest]) -> list[MPI.Prequest]:
+def _started(requests: list[MPI.Prequest], *, sends: bool) -> list[MPI.Prequest]:
     """Start requests, and return them. If MPI knows that a rank is dead, send it nothing: its silence names it."""
     for request in requests:
         try:
             request.Start()
         except MPI.Exception as error:  # MPI raises for a rank of another node if the connection is gone
+            if not sends:  # the buffer still has the words of an earlier call, which would pass for an answer
+                raise
             logger.info("cannot send to a rank: %s", error)
     return requests
 

@@ -212,18 +212,18 @@ class SetUp:
 
     def _call_roll(self, what: str, part: tuple[int, ...] = ()) -> None:
         """Call the roll of the ranks of a part, or of all ranks."""
-        carrier = self._carriers.get(part)
+        carrier = self._carriers.pop(part, None)  # a concurrent call of another thread takes another
         if carrier is None:
-            if len(self._carriers) == _MOST_CARRIERS:
-                self._free_carriers()
             ranks, tag = (part, _PART_TAG) if part else (range(self.group.size), _WHOLE_TAG)
-            carrier = self._carriers[part] = ByMessages(self.private, ranks, tag)
+            carrier = ByMessages(self.private, ranks, tag)
         try:
             roll_call(self.private, what, self.placement.here.timeout_s, self.absence_reason, carrier)
         except BaseException:
             self._left_messages = True  # words of a late rank may come yet
-            self._carriers.clear()
             raise
+        if len(self._carriers) == _MOST_CARRIERS:
+            self._free_carriers()
+        self._carriers[part] = carrier
 
     def _free_carriers(self) -> None:
         while self._carriers:
