@@ -164,26 +164,30 @@ def tensors_in_blocks(tensors: Sequence[Any], *, receive: bool, on_host: bool = 
     It may span several allocations, and only the blocks are read or written. The result is None unless all tensors are
     plain and of one kind, lie whole elements apart, and have elements. It is None if they receive and share memory.
     """
-    plains = list[PlainArray]()
+    pointers: list[int] = []
+    counts: list[int] = []
+    spans: list[tuple[int, int]] = []
+    kind = None
     for tensor in tensors:
         plain = plain_tensor(tensor, on_host)
-        if plain is None:
+        if plain is None or plain[2] != (kind or plain[2]):
             return None
-        plains.append(plain)
-    kind = plains[0][2]
-    nbytes = kind[0].itemsize
-    spans = sorted([(pointer, pointer + count * nbytes) for pointer, count, _ in plains if count])
-    if not spans or (receive and any(end > begin for (_, end), (begin, _) in pairwise(spans))):
-        return None
-    first, end = spans[0][0], max([end for _, end in spans])
-    counts, displs = list[int](), list[int]()
-    for pointer, count, its_kind in plains:
-        displ, rest = divmod(pointer - first, nbytes) if count else (0, 0)
-        if rest or its_kind != kind:
-            return None
+        pointer, count, kind = plain
+        pointers.append(pointer)
         counts.append(count)
-        displs.append(displ)
-    return first, (end - first) // nbytes, (kind, None, "blocks"), tuple(counts), tuple(displs)
+        if count:
+            spans.append((pointer, pointer + count * kind[0].itemsize))
+    if kind is None or not spans:
+        return None
+    spans.sort()
+    if receive and any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+        return None
+    first, end, nbytes = spans[0][0], max([end for _, end in spans]), kind[0].itemsize
+    offsets = [pointer - first if count else 0 for pointer, count in zip(pointers, counts, strict=True)]
+    if any(offset % nbytes for offset in offsets):
+        return None
+    displs = tuple([offset // nbytes for offset in offsets])
+    return first, (end - first) // nbytes, (kind, None, "blocks"), tuple(counts), displs
 
 
 def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks | None:
