@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mpi4py import MPI
 
 from mpicomm.activity.page import begin_by_mpi, by_mpi, page
-from mpicomm.api.topologies import read_neighbors, require_edges, require_graph
+from mpicomm.api.topologies import edges_of, edges_of_grid, linked_well, read_edges, read_graph, read_neighbors
 from mpicomm.cluster.process import ranks_in_world
 from mpicomm.session import Session
 
@@ -25,7 +26,8 @@ class Constructors(MPI.Intracomm):
     alike. This communicator stays usable.
 
     They return Communicators, with a topology if MPI gives them one. A duplicate keeps the topology, a part has none.
-    With ``reorder=True`` MPI may give a process another rank in a communicator with a topology.
+    With ``reorder=True`` a process may have another rank in a communicator with a topology. On GPUs of one node the new
+    order gives neighbours the fastest links. Otherwise MPI decides on the order.
     """
 
     _session: Session
@@ -98,8 +100,10 @@ class Constructors(MPI.Intracomm):
             with comm.Create_cart(MPI.Compute_dims(comm.size, 2), periods=[True, False]) as grid:
                 before, after = grid.Shift(0, 1)
         """
-        plain = self._when_all_are_here("Create_cart")
-        return self._adopt_ordered(plain.Create_cart(dims, periods, reorder), reorder)
+        self._when_all_are_here("Create_cart")
+        edges = partial(edges_of_grid, dims, periods, self.size)
+        with linked_well(self, self._session, "Create_cart", reorder, edges) as (plain, moves):
+            return self._adopt_linked(plain.Create_cart(dims, periods, moves), reorder)
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> MPI.Graphcomm:
         """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`.
@@ -107,9 +111,9 @@ class Constructors(MPI.Intracomm):
         Raises `InvalidUsageError` on every rank for lists that are no graph of its ranks. Collectives of neighbours
         raise it if two ranks do not name each other equally often.
         """
-        plain = self._when_all_are_here("Create_graph")
-        require_graph(plain, index, edges)
-        return self._adopt_ordered(plain.Create_graph(index, edges, reorder), reorder)
+        found = read_graph(self._when_all_are_here("Create_graph"), index, edges)
+        with linked_well(self, self._session, "Create_graph", reorder, lambda: found) as (plain, moves):
+            return self._adopt_linked(plain.Create_graph(index, edges, moves), reorder)
 
     def Create_dist_graph_adjacent(
         self,
@@ -127,7 +131,11 @@ class Constructors(MPI.Intracomm):
         """
         plain = self._when_all_are_here("Create_dist_graph_adjacent")
         neighbors = read_neighbors(plain, sources, destinations, sourceweights, destweights)
-        return self._adopt_ordered(plain.Create_dist_graph_adjacent(*neighbors, info, reorder), reorder)
+        edges = partial(edges_of, neighbors)
+        with linked_well(self, self._session, "Create_dist_graph_adjacent", reorder, edges) as (plain, moves):
+            # The lists belong to a position in the graph. The rank that takes the position passes its lists on.
+            graph = plain.Create_dist_graph_adjacent(*neighbors[plain.rank], info, moves)
+            return self._adopt_linked(graph, reorder)
 
     def Create_dist_graph(
         self,
@@ -142,10 +150,10 @@ class Constructors(MPI.Intracomm):
 
         Raises `InvalidUsageError` on every rank if one rank passes lists that are no edges between ranks.
         """
-        plain = self._when_all_are_here("Create_dist_graph")
-        require_edges(plain, sources, degrees, destinations, weights)
-        graph = plain.Create_dist_graph(sources, degrees, destinations, weights, info, reorder)
-        return self._adopt_ordered(graph, reorder)
+        edges = read_edges(self._when_all_are_here("Create_dist_graph"), sources, degrees, destinations, weights)
+        with linked_well(self, self._session, "Create_dist_graph", reorder, lambda: edges) as (plain, moves):
+            graph = plain.Create_dist_graph(sources, degrees, destinations, weights, info, moves)
+            return self._adopt_linked(graph, reorder)
 
     def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
         """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
@@ -164,7 +172,7 @@ class Constructors(MPI.Intracomm):
         """Return a communicator of the same ranks as a Communicator like this one."""
         return self._adopt(comm, type(self), range(self.size))
 
-    def _adopt_ordered(self, comm: AnyComm, reorder: bool) -> AnyComm:
+    def _adopt_linked(self, comm: AnyComm, reorder: bool) -> AnyComm:
         """As `_adopt_part`. Without ``reorder`` the ranks are the first ranks of this communicator, in their order."""
         return self._adopt_part(comm, None if reorder or comm == MPI.COMM_NULL else range(comm.size))
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of communicators with a topology.
+"""Communicators with a topology: checks of their arguments, and ``reorder=True``, which gives neighbours fast links.
 
 If the arguments are wrong, MPI ends the program, reads other memory or waits for ever. So the ranks exchange what they
 pass, and raise the same `InvalidUsageError`.
@@ -7,14 +7,19 @@ pass, and raise the same `InvalidUsageError`.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 from mpi4py import MPI
 
+from mpicomm.cluster.linked_order import Edges, best_order, cost_of
 from mpicomm.errors import InvalidUsageError
+from mpicomm.session import Session
 
 Read = TypeVar("Read")
 Weights = list[int] | None
@@ -24,13 +29,67 @@ _TAKES_NULL = "Open MPI" not in MPI.Get_library_version()
 """Whether MPI takes MPI.PROC_NULL for a neighbour. Open MPI 5.0.11 ends the program in a collective of neighbours."""
 
 
-def require_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> None:
-    """Check a graph that all ranks pass. Collective. Rank r has the neighbours up to ``edges[index[r]]``.
+@contextmanager
+def linked_well(
+    given: MPI.Intracomm, session: Session, what: str, reorder: bool, edges: Callable[[], Edges]
+) -> Iterator[tuple[MPI.Intracomm, bool]]:
+    """Give MPI's call a communicator of the same ranks, and its argument ``reorder``. Collective, blocking.
+
+    ``what`` is the call. ``edges`` returns the edges of the topology, the same on all ranks. MPI decides on the order
+    if `costs_between` returns None.
+    """
+    comm = MPI.Intracomm(given)
+    costs = costs_between(comm, session, what) if reorder else None
+    if costs is None:
+        yield comm, reorder
+        return
+    order = best_order(costs, edges())
+    if order == sorted(order):
+        yield comm, False
+        return
+    moved = comm.Split(0, order.index(comm.rank))
+    assert isinstance(moved, MPI.Intracomm)
+    try:
+        yield moved, False
+    finally:
+        moved.Free()
+
+
+def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list[float]] | None:
+    """Return the costs from each rank to each rank, or None if the links are not known. Collective, blocking.
+
+    It also returns None if ranks share a GPU. There another order gains no speed, and some programs ask for another
+    order but do not expect to get it.
+    """
+    placement = session.placement
+    if len(placement.nodes) > 1 or not isinstance(placement.here.device, int):
+        return None
+    if len({place.device_uuid for place in placement.places}) < len(placement.places):
+        return None
+    return comm.allgather([cost_of(link) for link in session.set_up(what).links()])
+
+
+def edges_of_grid(dims: Sequence[int], periods: Sequence[bool] | bool | None, size: int) -> Edges:
+    """Return the edges between neighbours of a grid. A grid that MPI will refuse has none."""
+    periodic = [bool(periods)] * len(dims) if periods is None or isinstance(periods, (bool, int)) else periods
+    if min(dims, default=1) < 1 or math.prod(dims) > size or len(periodic) != len(dims):
+        return {}
+    edges: Counter[tuple[int, int]] = Counter()
+    for place, number in itertools.product(itertools.product(*map(range, dims)), range(len(dims))):
+        beside = [*place]
+        beside[number] = (place[number] + 1) % dims[number]
+        if beside[number] or periodic[number]:
+            edges[int(np.ravel_multi_index(place, dims)), int(np.ravel_multi_index(beside, dims))] += 1
+    return edges
+
+
+def read_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> Edges:
+    """Return the edges of a graph that all ranks pass. Collective. Rank r has the neighbours up to ``edges[index[r]]``.
 
     mpi4py also takes an index with a leading 0, which stands for no rank.
     """
 
-    def check() -> None:
+    def read() -> tuple[list[int], list[int]]:
         ends, peers = _integers("index", index), _integers("edges", edges)
         starts = ends if len(ends) and ends[0] == 0 and ends[-1] == len(peers) else [0, *ends]
         nodes = len(starts) - 1
@@ -44,14 +103,17 @@ def require_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> None:
         if starts[-1] > len(peers):
             raise InvalidUsageError(f"edges has {len(peers)} items, but index says {starts[-1]}: pass all of them")
         _require_ranks("edges", peers, nodes)
+        return starts, peers
 
-    _of_all(comm, "Create_graph", check)
+    starts, peers = _of_all(comm, "Create_graph", read)[comm.rank]
+    spans = enumerate(itertools.pairwise(starts))
+    return Counter((rank, peer) for rank, (start, stop) in spans for peer in peers[start:stop])
 
 
-def require_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: Any, weights: Any) -> None:
-    """Check the edges of a graph, of which each rank passes any. Collective."""
+def read_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: Any, weights: Any) -> Edges:
+    """Return the edges of a graph, of which each rank passes any. Collective."""
 
-    def check() -> None:
+    def read() -> tuple[list[int], list[int], Weights]:
         starts = _integers("sources", sources)
         counts = _integers("degrees", degrees, len(starts))
         if min(counts, default=0) < 0:
@@ -59,15 +121,20 @@ def require_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations:
         ends = _integers("destinations", destinations, sum(counts))
         _require_ranks("sources", starts, comm.size)
         _require_ranks("destinations", ends, comm.size)
-        _weights("weights", weights, len(ends))
+        froms = [source for source, degree in zip(starts, counts, strict=True) for _ in range(degree)]
+        return froms, ends, _weights("weights", weights, len(ends))
 
-    _of_all(comm, "Create_dist_graph", check)
+    found: Counter[tuple[int, int]] = Counter()
+    for froms, ends, each in _of_all(comm, "Create_dist_graph", read):
+        for source, end, weight in zip(froms, ends, each or itertools.repeat(1)):  # noqa: B905
+            found[source, end] += weight
+    return found
 
 
 def read_neighbors(
     comm: MPI.Intracomm, sources: Any, destinations: Any, sourceweights: Any, destweights: Any
-) -> Neighbors:
-    """Return the neighbours of this rank. Collective. Raises if two ranks do not name each other equally often."""
+) -> list[Neighbors]:
+    """Return the neighbours of all ranks. Collective. Raises if two ranks do not name each other equally often."""
     what, size = "Create_dist_graph_adjacent", comm.size
 
     def read() -> Neighbors:
@@ -94,7 +161,16 @@ def read_neighbors(
                     "other equally often",
                     ranks=[rank],
                 )
-    return everyone[comm.rank]
+    return everyone
+
+
+def edges_of(neighbors: Sequence[Neighbors]) -> Edges:
+    """Return the edges of a graph, from the neighbours of all ranks."""
+    found: Counter[tuple[int, int]] = Counter()
+    for rank, (_, destinations, _, weights) in enumerate(neighbors):
+        for peer, weight in zip(destinations, weights or itertools.repeat(1)):  # noqa: B905
+            found[rank, peer] += weight
+    return found
 
 
 def _of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Read]:

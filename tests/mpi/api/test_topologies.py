@@ -98,26 +98,6 @@ def test_graphs(comm: mpicomm.Communicator, xp: Any) -> None:
         made.Free()
 
 
-def test_each_rank_has_the_neighbours_of_its_place_in_any_order_of_mpi(comm: mpicomm.Communicator, xp: Any) -> None:
-    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    for ring in (
-        comm.Create_cart([comm.size], [True], reorder=True),
-        comm.Create_graph(range(1, comm.size + 1), [*range(1, comm.size), 0], reorder=True),
-        comm.Create_dist_graph([comm.rank], [1], [after], reorder=True),
-        comm.Create_dist_graph_adjacent([before], [after], reorder=True),
-    ):
-        total = xp.zeros(1)
-        ring.Allreduce(xp.full(1, float(ring.rank)), total)
-        assert to_host(total)[0] == sum(range(comm.size))
-        assert ring.describe().rank == ring.rank
-        ring.Free()
-    with comm.Create_dist_graph_adjacent([before], [after], reorder=True) as ring:
-        assert ring.Get_dist_neighbors()[:2] == ([(ring.rank - 1) % ring.size], [(ring.rank + 1) % ring.size])
-        received = xp.full(1, -1.0)
-        ring.Neighbor_allgather(xp.full(1, float(ring.rank)), received)
-        assert to_host(received)[0] == (ring.rank - 1) % ring.size
-
-
 def test_lists_of_neighbours_that_do_not_match_are_refused(comm: mpicomm.Communicator) -> None:
     left, right = ring(comm)
     sources = [left, left] if comm.rank == 0 else [left]
