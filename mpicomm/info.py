@@ -131,7 +131,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     system["first collectives"] = found["first_calls"]
     if found["tuning"]:
         source, *choices = found["tuning"]
-        rows_of_choices = (line.split(": ", 1) for line in choices)
+        rows_of_choices = (line.split(": ", 1) for line in (*choices, *first["products"]))
         title = f"Algorithms of collectives on GPU arrays: {source}"
         result.append(rich_table(title, ("call", "algorithm"), rows_of_choices))
     return [*result, rich_table("System of rank 0", ("part", "version"), system.items())]

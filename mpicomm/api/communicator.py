@@ -80,6 +80,8 @@ class RankInfo:
     """
     suspended: bool = False
     """Whether the driver has the device memory of `memory`, from `Communicator.suspend` to `Communicator.resume`."""
+    products: tuple[str, ...] = ()
+    """From which size on matrix products overlap with their collective, after the first collective on GPUs."""
     reductions: str = "auto"
     """Who reduces host arrays: "auto", the fastest, or "ordered", mpicomm in rank order."""
     order: str = "stream"
@@ -378,6 +380,7 @@ class Communicator(
             internode_rejected=internode_rejected,
             memory=session.memory_use(),
             suspended=session.is_suspended,
+            products=self._products.describe(),
             reductions=here.reductions,
             order="complete" if here.completes else "stream",
         )

@@ -33,7 +33,7 @@ class ProductCalls(MPI.Intracomm):
 
     **Overlap.** On GPUs of one peer domain copy engines carry the data while the library multiplies. The product is cut
     into few pieces, by ranks. All ranks choose by a model of both ways, so small products, and products between several
-    peer domains, run one after the other. Records of calls say which way a call takes.
+    peer domains, run one after the other. Records of calls and ``python -m mpicomm.info`` say which way a call takes.
 
     **Results.** A piece has the bits of the whole product if the library takes the same kernel for both. cuBLAS does
     so for large products on H100s, but does not promise it. Otherwise elements differ by the rounding of float32 sums

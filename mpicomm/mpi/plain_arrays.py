@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from operator import mul
 from typing import Any
 
@@ -28,6 +29,9 @@ The displacements are None if each block follows the block before. If each block
 In place of numbers on a GPU there is their address, and the type item also holds their number and their type. The type
 item ends with "gaps" if it holds the keys of datatypes with gaps, and the counts; displacements are in bytes then.
 """
+
+ListedBlocks = tuple[int, int, Any, tuple[int, ...], tuple[int, ...]]
+"""`PlainBlocks` with counts and displacements."""
 
 
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
@@ -114,9 +118,9 @@ def _torch(tensor: Any) -> PlainArray | None:
     return plain
 
 
-def plain_tensor(tensor: Any) -> PlainArray | None:
-    """As `plain_array`, for a ``torch.Tensor`` in C's order."""
-    if not tensor.is_cuda or not tensor.is_contiguous():
+def plain_tensor(tensor: Any, on_host: bool = False) -> PlainArray | None:
+    """As `plain_array`, for a ``torch.Tensor`` in C's order on a GPU, or anywhere if ``on_host``."""
+    if not (tensor.is_cuda or on_host) or not tensor.is_contiguous():
         return None
     dtype = tensor.dtype
     if tensor.requires_grad or tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
@@ -152,6 +156,38 @@ def tensor_in_blocks(tensor: Any, splits: Sequence[int], blocks: int) -> PlainBl
         of_row = total // rows if rows else 0
         counts = tuple([count * of_row for count in counts])
     return pointer, total, (kind, None, "blocks"), counts, None
+
+
+def tensors_in_blocks(tensors: Sequence[Any], *, receive: bool, on_host: bool = False) -> ListedBlocks | None:
+    """Return the memory from the lowest of some tensors to the highest one, in which each tensor is a block.
+
+    It may span several allocations, and only the blocks are read or written. The result is None unless all tensors are
+    plain and of one kind, lie whole elements apart, and have elements. It is None if they receive and share memory.
+    """
+    pointers: list[int] = []
+    counts: list[int] = []
+    spans: list[tuple[int, int]] = []
+    kind = None
+    for tensor in tensors:
+        plain = plain_tensor(tensor, on_host)
+        if plain is None or plain[2] != (kind or plain[2]):
+            return None
+        pointer, count, kind = plain
+        pointers.append(pointer)
+        counts.append(count)
+        if count:
+            spans.append((pointer, pointer + count * kind[0].itemsize))
+    if kind is None or not spans:
+        return None
+    spans.sort()
+    if receive and any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+        return None
+    first, end, nbytes = spans[0][0], max([end for _, end in spans]), kind[0].itemsize
+    offsets = [pointer - first if count else 0 for pointer, count in zip(pointers, counts, strict=True)]
+    if any(offset % nbytes for offset in offsets):
+        return None
+    displs = tuple([offset // nbytes for offset in offsets])
+    return first, (end - first) // nbytes, (kind, None, "blocks"), tuple(counts), displs
 
 
 def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks | None:

@@ -69,6 +69,16 @@ class Products:
             return self._on_host(kind, lambda: operands, stream)
         return self._on_gpu(operands, stream, a)
 
+    def describe(self) -> tuple[str, ...]:
+        """Return which products overlap, as text; () on the host and before the first collective on GPUs. Local."""
+        gpu = self._collectives.engines.gpu
+        if gpu is None or self._size == 1 or len(self._session.placement.domains) > 1:
+            return ()
+        from mpicomm.products import choose
+
+        domain = gpu.engine.domain  # type: ignore[attr-defined]
+        return choose.describe(self._size, domain.multiprocessors, domain.link_speed)
+
     def _on_host(self, kind: ProductKind, reading: Callable[[], Operands], stream: Any) -> Any:
         made: list[tuple[Operands, Any]] = []
 

@@ -42,6 +42,7 @@ _SAVING = 0.98  # overlap has to pay by more than the model errs
 _MOST_PARTS = 4
 
 ProductKind = Literal["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"]
+_KINDS: tuple[ProductKind, ...] = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,21 @@ def choose(facts: Facts) -> ProductWay:
     overlapped_us, cut = min(cuts[facts.kind](facts), key=lambda each: each[0])
     why = f"the model says {overlapped_us:.0f} us with overlap, {serial_us:.0f} us one after the other"
     return ProductWay(facts, cut if overlapped_us < _SAVING * serial_us else None, overlapped_us, serial_us, why)
+
+
+def describe(size: int, multiprocessors: int, link_speed: float) -> tuple[str, ...]:
+    """Return from how many rows on products of a large layer overlap, as text for each call."""
+    inner, columns = 8192, 7168
+    found = []
+    for kind in _KINDS:
+        k, n = (inner, columns) if kind == "allgather_matmul" else (columns, inner)
+        shapes = (
+            Facts(kind, "bfloat16", 2, 2, 64 << step, k, n, size, multiprocessors, link_speed) for step in range(12)
+        )
+        first = next((facts.rows for facts in shapes if choose(facts).cut is not None), None)
+        way = "one after the other" if first is None else f"overlap from {first} rows on"
+        found.append(f"{kind}, bfloat16 [rows, {k}] x [{k}, {n}]: {way}")
+    return tuple(found)
 
 
 def _gather_cuts(facts: Facts) -> list[tuple[float, RowCut]]:

@@ -137,11 +137,12 @@ class CollectiveTemplate(CallTemplate):
         # Straight-line code, because every new call comes here.
         send, receive, to, of = sent[0], received[0], self._sends, self._receives
         send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
-        if to and of and send < receive + receive_nbytes and receive < send + send_nbytes:
-            return False  # buffers that overlap are an error, and the same memory passed twice is another form
+        overlap = to and of and send < receive + receive_nbytes and receive < send + send_nbytes
         lengths: list[int]
         begins: list[int]
         if self._is_even:
+            if overlap:
+                return False  # this is an error, and the same memory passed twice is another form
             if of:
                 nbytes = received[1] // of * self._receive_nbytes
                 if nbytes * of != receive_nbytes or (to and (send_nbytes != nbytes * to or sent[1] % to)):
@@ -166,6 +167,8 @@ class CollectiveTemplate(CallTemplate):
                 return False
             if self._own is not None and lengths[self._own[0]] != lengths[self._own[1]]:
                 return False  # this rank sends itself more than it takes, or less
+            if overlap and _blocks_overlap(lengths, begins, to):
+                return False
             longest, call_hash = max(lengths), self._call_hash
             if longest == 0 and not self._is_private:
                 return False
@@ -290,6 +293,17 @@ def _add_blocks(blocks: int, nbytes: int, buffer: Any, lengths: list[int], begin
         else:
             return False
     return True
+
+
+def _blocks_overlap(lengths: list[int], begins: list[int], sent: int) -> bool:
+    """Return whether one of the first ``sent`` blocks shares memory with one of the others."""
+    ends = [0, 0]
+    for begin, length, number in sorted(zip(begins, lengths, range(len(begins)), strict=True)):
+        receives = number >= sent
+        if length and begin < ends[not receives]:
+            return True
+        ends[receives] = max(ends[receives], begin + length)
+    return False
 
 
 def _with_gaps(spec: Any) -> list[tuple[int, int, int, int]]:

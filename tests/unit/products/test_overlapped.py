@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.products.choose import Facts, ProductWay, choose
+from mpicomm.products.choose import Facts, ProductWay, choose, describe
 from mpicomm.products.schedule import RowCut, is_possible
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.jobs.pace import stretched
@@ -125,6 +125,14 @@ def test_large_products_overlap_and_small_products_do_not(kind: Any) -> None:
         assert choose(facts(kind, 16384, size=size)).cut is not None
         small = choose(facts(kind, 256, size=size))
         assert small.cut is None and "one after the other" in small.why
+
+
+def test_the_smallest_products_that_overlap_are_described() -> None:
+    for line in describe(2, 132, 1.0):
+        call, rows = line.split(", bfloat16 [rows, ")[0], int(line.split("overlap from ")[1].split()[0])
+        shape = {} if call == "allgather_matmul" else {"inner": 7168, "columns": 8192}
+        assert choose(facts(call, rows, **shape)).cut is not None
+        assert choose(facts(call, rows // 2, **shape)).cut is None
 
 
 def test_a_cut_adds_no_wave_of_tiles() -> None:

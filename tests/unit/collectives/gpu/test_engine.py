@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import socket
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
+from mpicomm.ways.on_gpus import OnGpus
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns
@@ -199,3 +202,38 @@ def test_ranks_that_run_side_by_side_on_a_gpu_share_its_multiprocessors(
     (shape,) = rig.shapes
     assert shape["blocks"] == most_blocks
     assert shape["early"] == (not service)  # blocks that wait early would keep out the blocks of the other rank
+
+
+FIRST, SIDE, LATER = 3, 4, 5
+
+
+def test_a_collective_does_not_wait_for_a_message_that_comes_only_after_it(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer sends the message behind the same collective, which this rank enqueues after its receive."""
+    rig = Rig(cuda, monkeypatch)
+    plan = rig.alltoallv(4096)
+    context = SimpleNamespace(current=nullcontext)
+    backend: Any = importlib.import_module("mpicomm.devices.cuda.streams").StreamsOfGpu(0, context)
+    backend.check = backend.prepare_thread = lambda: None
+
+    def enqueue(known: Any, stream: int, send: Any, receive: Any, event: Any, vote: Any) -> bool:
+        return rig.engine.enqueue(plan, stream, event)  # type: ignore[no-any-return]
+
+    gpu = SimpleNamespace(engine=rig.engine, find=lambda *call: plan, enqueue=enqueue)
+    session: Any = SimpleNamespace(backend=backend)
+    engines: Any = SimpleNamespace(gpu=gpu)
+    votes: Any = SimpleNamespace(vote_for_gpus=lambda: None)
+    way = OnGpus(session, engines, votes)
+    request = way.start_known(ALLTOALLV, FIRST, "auto", (None, None, None, 0, None, None, None))
+    assert request is not None
+    cuda.finish()
+    request.Wait()
+
+    collective: list[Any] = []
+    cuda.enqueue(SIDE, int, lambda: bool(collective) and cuda.is_over(collective[0]))
+    arrived = backend.completion(SIDE)
+    rig.engine.enqueue(plan, LATER)
+    collective.append(cuda.end_of(LATER))
+    cuda.finish()  # it fails if the work of the streams waits in a circle
+    assert arrived()

@@ -232,8 +232,13 @@ def test_blocks_that_do_not_fit_their_array_or_each_other_are_left_to_planning()
         ([HERE, [4, -1]], [THERE, [4, 0]]),
         ([HERE, [4]], [THERE, [4]]),
         ([HERE, [4, 1]], [HERE, [4, 1]]),
+        ([HERE, ([4, 1], [0, 5])], [HERE, ([4, 1], [6, 5])]),
+        ([HERE, ([1, 3], [9, 3])], [HERE, ([1, 6], [8, 0])]),
     ):
         assert not fits(plan, send, receive)
+    # Blocks that lie between each other, and some that are sent twice.
+    assert fits(plan, [HERE, ([2, 1], [0, 5])], [HERE, ([2, 2], [3, 6])])
+    assert fits(plan, [HERE, ([4, 3], [0, 1])], [HERE, ([4, 2], [6, 4])])
     for spec in (
         *([empty, counts, MPI.INT] for empty in (None, MPI.IN_PLACE) for counts in ([0, 0], 0)),
         *([HERE, counts] for counts in ([4, 1.5], [4, True], 11, -1)),
