@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
-from mpicomm.cluster.linked_order import Edges, best_order, cost_of
 
 from mpicomm import environment
 from mpicomm.cluster import placement
 from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.linked_order import Edges, best_order, cost_of
 from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parts_of
 from mpicomm.cluster.process import group_by_node
 from mpicomm.devices.base import DeviceInfo, Link
