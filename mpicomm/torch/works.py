@@ -17,7 +17,6 @@ from mpicomm.waiting import ENDING, start_thread, wait_until
 Tensors = Sequence[torch.Tensor]
 FOREVER = timedelta(0)
 """PyTorch's value for a wait without a limit."""
-_then = torch._C.Future.then  # before `register` replaces it, because the callback of `PendingWork` makes no calls
 WAITS = CollectiveTimeoutError, PeerError
 """The errors of waits for other ranks."""
 
@@ -172,7 +171,7 @@ class PendingWork(Work):
         ended = self._new_future()
         # PyTorch's code in C++ would take an exception of `set_exception` for a value, and DDP takes that for tensors.
         # An exception of a callback is an error there, too.
-        future = _then(ended, self._outcome)
+        future = ended.then(self._outcome)
         kept = self._keep(future)
         if kept is future:
             self._settle(ended)
