@@ -19,19 +19,14 @@ T = TypeVar("T")
 class HostWork(PendingWork):
     """A call on host tensors, which the thread of its ``queue`` carries out."""
 
-    def __init__(
-        self,
-        queue: CallQueue,
-        call: Callable[[], None],
-        outputs: Tensors,
-        name: str,
-        limit: timedelta | None = None,
-    ) -> None:
+    limit = FOREVER
+    """Each wait for the call ends after this time, and the call goes on."""
+
+    def __init__(self, queue: CallQueue, call: Callable[[], None], outputs: Tensors, name: str) -> None:
         super().__init__(outputs)
         self.queue = queue
         self._call: Callable[[], None] | None = call
         self._name = name
-        self._limit = limit or FOREVER
         self._over = threading.Event()
         self._lock = threading.Lock()  # of `_over` and `_ended`, so that a future is settled once
         self._ended: torch.futures.Future[Any] | None = None
@@ -53,7 +48,7 @@ class HostWork(PendingWork):
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        limit = timeout or self._limit
+        limit = timeout or self.limit
         self.queue.hurry(self._over)
         if not self._over.wait(limit.total_seconds() or None):
             raise too_late(self._name, limit)
@@ -95,12 +90,9 @@ class CallQueue:
         self.turn = threading.Lock()
         self.end_turn = self.turn.release
 
-    def begin(self, call: Callable[[], None], outputs: Tensors, name: str, limit: timedelta | None = None) -> HostWork:
-        """Begin a call. The work raises its errors, `translated`. Local.
-
-        Each wait for the call ends after ``limit``, and the call goes on.
-        """
-        work = HostWork(self, call, outputs, name, limit)
+    def begin(self, call: Callable[[], None], outputs: Tensors, name: str) -> HostWork:
+        """Begin a call. The work raises its errors, `translated`. Local."""
+        work = HostWork(self, call, outputs, name)
         # A callback may wait for the work of its call, so the thread would never come to the call in the queue.
         if self.is_here() or not self._put(work.carry_out):
             work.carry_out()
