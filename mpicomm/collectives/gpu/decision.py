@@ -6,7 +6,7 @@ It obeys the rule of algorithms/base.py. The call log compares the calls of the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from math import ceil, floor, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -180,13 +180,12 @@ class Decision:
             return self._finishing((begins, found), symmetric=symmetric, without=without)
         return begins, found
 
-    def _table(self, without: Iterable[str], symmetric: bool) -> list[tuple[int, str]]:
+    def _table(self, without: Collection[str], symmetric: bool) -> list[tuple[int, str]]:
         """Return the table's choices without some algorithms, by the bytes of the longest message."""
-        form, tuning = self.form, self._tuning
-        for name in without:
-            tuning = tuning.without(name)
+        form = self.form
         coded = form.wire[1].itemsize if form.wire is not None else 0
-        choices = tuning.choices(form.operation.name, form.size, registered=symmetric, coded=coded)
+        operation, size = form.operation.name, form.size
+        choices = self._tuning.choices(operation, size, registered=symmetric, coded=coded, without=without)
         return [(-(-nbytes // form.blocks_counted), name) for nbytes, name in choices]
 
     def _finishing(self, chosen: ByLength, *, symmetric: bool, without: frozenset[str]) -> ByLength:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.registry import usual_kernels
 from mpicomm.collectives.operations import ALLTOALLV
-from mpicomm.collectives.signature import Signature
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span

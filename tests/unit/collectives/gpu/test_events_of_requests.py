@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mpicomm.collectives.operations import ALLTOALLV
-from mpicomm.ways.on_gpus import OnGpus
+from mpicomm.ways.dispatch import OnGpus
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.rigs.fake_engines import Rig
 
