@@ -20,7 +20,7 @@ from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.call import Arguments, Call, in_order
 from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.host import selection
-from mpicomm.collectives.host.fast_path import PlainCheck, after_votes, plain_calls
+from mpicomm.collectives.host.selection import PlainCheck, after_votes, plain_calls
 from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue

@@ -10,8 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.host.fast_path import after_votes, plain_calls
-from mpicomm.collectives.host.selection import mapped_from
+from mpicomm.collectives.host.selection import after_votes, mapped_from, plain_calls
 from mpicomm.collectives.operations import OPERATIONS, Operation
 
 SIZES = (2, 3, 8)
