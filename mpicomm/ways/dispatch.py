@@ -297,7 +297,7 @@ class Dispatcher:
             if begun is None:
                 finish()
             else:
-                begun = self._deferred(begun.Test, finish, uses_device=call.device_array is not None)
+                begun = self._deferred(begun.Test, finish, uses_device=call.on_device or call.device_array is not None)
         elif carrier == "gpu":
             begun = self._gpus.enqueue(call, blocking=blocking)
         elif carrier == "mpi":
