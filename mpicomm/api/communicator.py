@@ -27,7 +27,7 @@ from mpicomm.api.redistribution import RedistributionCalls
 from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.process import close_after
-from mpicomm.collectives.host.fast_path import PlainCheck
+from mpicomm.collectives.host.selection import PlainCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError

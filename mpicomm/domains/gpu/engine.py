@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.call import Call
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy
@@ -20,7 +21,6 @@ from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
 from mpicomm.collectives.packed import table_of_blocks
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent, Mark
 from mpicomm.devices.cuda.stream_order import StreamOrder
