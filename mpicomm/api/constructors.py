@@ -11,6 +11,7 @@ from mpi4py import MPI
 from mpicomm.activity.page import begin_by_mpi, by_mpi, page
 from mpicomm.api.topologies import edges_of, edges_of_grid, linked_well, read_edges, read_graph, read_neighbors
 from mpicomm.cluster.process import ranks_in_world
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -162,10 +163,20 @@ class Constructors(MPI.Intracomm):
         return MPI.Intracomm(self)
 
     def _ranks_of(self, group: MPI.Group) -> list[int]:
-        """Return the ranks of ``group`` in this communicator. MPI refuses a group with other ranks."""
+        """Return the ranks of ``group`` in this communicator. Raise for a group with which MPICH ends the program."""
         mine = self.Get_group()
-        ranks = [rank for rank in group.Translate_ranks(range(group.size), mine) if rank != MPI.UNDEFINED]
+        ranks = group.Translate_ranks(range(group.size), mine)
         mine.Free()
+        wrong = ""
+        if MPI.UNDEFINED in ranks:
+            wrong = f"has {ranks.count(MPI.UNDEFINED)} processes that the communicator does not have"
+        elif ranks and self.rank not in ranks:
+            wrong = f"has the ranks {ranks}, and not rank {self.rank}, which makes the call"
+        if wrong:
+            raise RefusedByMpiError(
+                f"Create_group: group {wrong}: make it by comm.Get_group().Incl(ranks), and call on these ranks only",
+                MPI.ERR_GROUP,
+            )
         return ranks
 
     def _adopt_whole(self, comm: MPI.Intracomm) -> Self:
