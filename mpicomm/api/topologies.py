@@ -32,7 +32,7 @@ _TAKES_NULL = "Open MPI" not in MPI.Get_library_version()
 @contextmanager
 def linked_well(
     given: MPI.Intracomm, session: Session, what: str, reorder: bool, edges: Callable[[], Edges]
-) -> Iterator[tuple[MPI.Intracomm, bool]]:
+) -> Iterator[tuple[Any, bool]]:
     """Give MPI's call a communicator of the same ranks, and its argument ``reorder``. Collective, blocking.
 
     ``what`` is the call. ``edges`` returns the edges of the topology, the same on all ranks. MPI decides on the order
