@@ -97,7 +97,8 @@ BANDWIDTH += [
     for reduction, size in ((None, 4), (None, 8), (WIDEST, 2), (WIDEST, 8))
 ]
 BANDWIDTH += [packet_kernel(None, size, "sentinel", "paced", fan_out=False, counted=True) for size in (1, 4, 8)]
-BANDWIDTH += [packet_kernel(None, size, "sentinel", "paced", fan_out=False, strided=True) for size in (2, 4, 8)]
+OF_GAPS: list[tuple[Steps, int]] = [("paced", 2), ("paced", 4), ("paced", 8), ("laps", 2), ("few", 8), ("one", 8)]
+BANDWIDTH += [packet_kernel(None, size, "sentinel", steps, fan_out=False, strided=True) for steps, size in OF_GAPS]
 BANDWIDTH += [counted_step_kernel(size) for size in (4, 8)]
 BANDWIDTH += [
     packet_kernel(
