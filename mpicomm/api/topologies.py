@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.api.splits import integers
 from mpicomm.cluster.linked_order import Edges, best_order, cost_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.session import Session
@@ -188,13 +188,10 @@ def of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Rea
 
 
 def _integers(name: str, values: Any, count: int | None = None) -> list[int]:
-    try:
-        integers = [operator.index(value) for value in values]
-    except TypeError:
-        raise InvalidUsageError(f"{name}={values!r} is no list of integers: pass one") from None
-    if count is not None and len(integers) != count:
-        raise InvalidUsageError(f"{name} has {len(integers)} items: pass {count}")
-    return integers
+    found = integers(name, values)
+    if count is not None and len(found) != count:
+        raise InvalidUsageError(f"{name} has {len(found)} items: pass {count}")
+    return list(found)
 
 
 def _require_ranks(name: str, ranks: list[int], size: int, *, or_null: bool = False) -> None:

@@ -210,23 +210,21 @@ class Win(_Calls):
         """
         what = "Win.Create"
         comm = _checked(what, comm, info)
-        session: Any = getattr(comm, "_session", None)
-        on_gpu = _may_be_device(comm, place)
+        session = _session_of_gpus(what, comm, place)
         provide: Provider | None = None
 
         def offer() -> tuple[str, Part]:
             """Return the kind of memory that this rank passes, and its part of the window."""
             nonlocal provide
-            _require_place(what, comm, place)
             if memory is None or memory is MPI.BOTTOM:
                 return "no", checked_part(0, disp_unit, what)
-            if on_gpu and (place == "device" or is_on_device(memory)):
+            if session is not None and (place == "device" or is_on_device(memory)):
                 nbytes, provide = adopted(session, memory)
                 return "device", checked_part(nbytes, disp_unit, what)
             require_on_host("Create", None, memory=memory)
             return "host", checked_part(MPI.memory.frombuffer(memory).nbytes, disp_unit, what)
 
-        offers = _of_all_ranks(what, comm, offer, on_gpu=on_gpu)
+        offers = _of_all_ranks(what, comm, place, session, offer)
         found = {kind: [rank for rank, each in enumerate(offers) if each[0] == kind] for kind in ("host", "device")}
         if found["host"] and found["device"]:
             raise InvalidUsageError(
@@ -234,7 +232,7 @@ class Win(_Calls):
                 f"{name_ranks(found['host'])}: pass memory of one kind on all ranks"
             )
         parts = [part for _, part in offers]
-        if not found["device"] and not (on_gpu and place == "device"):
+        if session is None or not (found["device"] or place == "device"):
             return _on_host(_create(cls, memory, disp_unit, info, comm), comm, parts)
         array = memory if offers[comm.rank][0] == "device" else None
         return _on_device(comm, info, what, parts, provide or allocated(session, 0), MPI.WIN_FLAVOR_CREATE, array)
@@ -283,17 +281,12 @@ class Win(_Calls):
         flavor: int,
     ) -> Win:
         comm = _checked(what, comm, info)
-        on_gpu = _may_be_device(comm, place)
-
-        def part() -> Part:
-            _require_place(what, comm, place)
-            return checked_part(size, disp_unit, what)
-
-        parts = _of_all_ranks(what, comm, part, on_gpu=on_gpu)
+        session = _session_of_gpus(what, comm, place)
+        parts = _of_all_ranks(what, comm, place, session, lambda: checked_part(size, disp_unit, what))
         own = parts[comm.rank]
-        if not on_gpu:
+        if session is None:
             return _on_host(by_mpi(cls, *own, info, comm), comm, parts)
-        return _on_device(comm, info, what, parts, allocated(comm._session, own.nbytes), flavor)
+        return _on_device(comm, info, what, parts, allocated(session, own.nbytes), flavor)
 
     @classmethod
     def Create_dynamic(
@@ -301,11 +294,10 @@ class Win(_Calls):
     ) -> Win:
         """Make a window to which ranks attach memory of this place. Collective, blocking."""
         what, comm = "Win.Create_dynamic", _checked("Win.Create_dynamic", comm, info)
-        on_gpu = _may_be_device(comm, place)
-        _of_all_ranks(what, comm, lambda: _require_place(what, comm, place), on_gpu=on_gpu)
-        if not on_gpu:
+        session = _session_of_gpus(what, comm, place)
+        _of_all_ranks(what, comm, place, session, lambda: None)
+        if session is None:
             return _observed(_create_dynamic(cls, info, comm), comm)
-        session: Session = comm._session  # type: ignore[attr-defined]
         require_one_node(session, what)
         memory = share_dynamic_window(session, what)
         return _made(comm, info, memory, session.backend.view(memory.own_board, (0,), BYTES), MPI.WIN_FLAVOR_DYNAMIC)
@@ -332,27 +324,32 @@ def _checked(what: str, comm: Any, info: Any) -> Any:
     return communicator_of(comm)
 
 
-def _may_be_device(comm: Any, place: str) -> bool:
-    """Return whether the window may lie in device memory: all ranks alike, if their ``place`` is right. Local."""
-    return isinstance(comm, Communicator) and place != "mpi" and comm.device != "cpu"
+def _session_of_gpus(what: str, comm: Any, place: str) -> Session | None:
+    """Return the session whose GPUs may have the memory; None if the memory is MPI's. All ranks alike.
+
+    Collective, as `Session.set_up`.
+    """
+    if not isinstance(comm, Communicator) or place == "mpi" or comm.device == "cpu":
+        return None
+    return comm._session.set_up(what)
 
 
-def _require_place(what: str, comm: Any, place: str) -> None:
-    if place not in _PLACES:
-        raise InvalidUsageError(f"{what}: place={place!r}: use one of {', '.join(_PLACES)}")
-    if place == "device" and not isinstance(comm, Communicator):
-        raise InvalidUsageError(f"{what}: comm={comm!r} is no mpicomm.Communicator, which place='device' needs")
-
-
-def _of_all_ranks(what: str, comm: Any, produce: Callable[[], Given], *, on_gpu: bool) -> list[Given]:
-    """Return what ``produce`` returns on each rank; raise its error on all ranks. Collective.
+def _of_all_ranks(
+    what: str, comm: Any, place: str, session: Session | None, produce: Callable[[], Given]
+) -> list[Given]:
+    """Return what ``produce`` returns on each rank. Raise its error, and that of a bad place, on all ranks. Collective.
 
     A rank that raised alone would leave the others in MPI, or in the exchange of memory.
     """
-    if not on_gpu:
-        return of_all(MPI.Intracomm(comm), what, produce)
-    session: Session = comm._session.set_up(what)
-    return session.group.exchange(what, produce)
+
+    def checked() -> Given:
+        if place not in _PLACES:
+            raise InvalidUsageError(f"{what}: place={place!r}: use one of {', '.join(_PLACES)}")
+        if place == "device" and not isinstance(comm, Communicator):
+            raise InvalidUsageError(f"{what}: comm={comm!r} is no mpicomm.Communicator, which place='device' needs")
+        return produce()
+
+    return of_all(MPI.Intracomm(comm), what, checked) if session is None else session.group.exchange(what, checked)
 
 
 def _on_device(
