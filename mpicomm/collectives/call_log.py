@@ -17,7 +17,7 @@ from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
-from mpicomm.symmetric.owner import SharedMemory
+from mpicomm.sharing.shared_memory import SharedMemory
 
 FOR_GPUS, FOR_HOST = 1, 3
 _VOTES_OF_WORD = (1 << VOTE_BITS) - 1

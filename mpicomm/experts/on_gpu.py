@@ -31,7 +31,7 @@ from mpicomm.kernels.experts import (
 )
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.session import Session
-from mpicomm.symmetric.owner import SharedMemory
+from mpicomm.sharing.shared_memory import SharedMemory
 
 _PURPOSE = "experts"
 _WORD_NBYTES = 8
