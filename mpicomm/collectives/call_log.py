@@ -21,7 +21,7 @@ from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
-from mpicomm.symmetric.owner import SharedMemory
+from mpicomm.sharing.shared_memory import SharedMemory
 
 CallLocation = Literal["gpu", "host", "anywhere"]
 """Where a call is, as `mpicomm.ways.location_votes` explains."""

@@ -14,7 +14,6 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
-from mpicomm.symmetric.owner import Owner
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.order import Epochs, StreamUse
 from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, Steps, ranks_in, set_of
@@ -42,7 +41,7 @@ class Synchronisation:
         self._epochs = Epochs()
         assert not isinstance(owner.backend, HostBackend)
         self._backend: GpuBackend = owner.backend
-        self._owner: Owner = owner
+        self._owner = owner
         self._rank = owner.node.rank
         self._size = owner.node.size
         self._everyone = (1 << self._size) - 1

@@ -29,7 +29,11 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
         "carry a collective out",
         [["domains"], ["collectives.gpu"], ["collectives.gpu.algorithms", "collectives.host"], ["collectives"]],
     ),
-    ("One communicator", "its memory and its teardown", [["session"], ["symmetric"], ["sharing"]]),
+    (
+        "One communicator",
+        "its memory and its teardown",
+        [["symmetric"], ["session"], ["sharing", "symmetric.registry"]],
+    ),
     ("The ranks", "agree, and compare clocks", [["recording"], ["cluster"]]),
     ("MPI's side", "buffers, types, requests", [["epilogues"], ["mpi"]]),
     ("Devices", "memory, streams, kernels", [["devices.cuda", "activity"], ["devices"], ["kernels"]]),
