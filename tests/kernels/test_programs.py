@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 
+from mpicomm.collectives.gpu.algorithms.base import Form
+from mpicomm.collectives.packed import Strides
 from mpicomm.mpi.arguments import Span
+from mpicomm.mpi.layout import DatatypeLayout
 from tests.helpers.inputs import patterns
+from tests.helpers.inputs.patterns import Pattern
+from tests.helpers.inputs.regions import layout, region
 from tests.helpers.references.reductions import reduced, require_same, samples
+from tests.helpers.references.reference_packing import pack, unpack
 from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import BOTH, Calls, random_counts
 from tests.kernels.machine import Machine, RunFailedError
+from tests.kernels.rig import LARGE_INBOX_NBYTES, ProgramRig
 from tests.kernels.rig import LARGE_INBOX_NBYTES as INBOX_NBYTES
-from tests.kernels.rig import ProgramRig
 
 COUNTS = (1, 700, 4096, INBOX_NBYTES // 4 - 1, INBOX_NBYTES // 4 + 1, 3 * INBOX_NBYTES // 4)  # of 4 bytes each
 
@@ -27,22 +35,21 @@ def test_messages_of_nothing_need_neither_kernels_nor_memory(builds: Builds) -> 
     assert not rig.requests
 
 
-# test_filled_calls.py has the same calls between two and three ranks.
-@pytest.mark.parametrize(("size", "name"), [(3, "float32"), (4, "int32")])
-def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
+# test_filled_calls.py has the same calls between three ranks, which make no tree of their own.
+def test_collectives_of_any_size(builds: Builds) -> None:
+    size, name = 4, "int32"
     rig = ProgramRig(Machine(builds, size))
     rng = np.random.default_rng(size)
     calls = Calls(rig, rng, nap_us=1000)
-    for count in COUNTS:
+    for count in (1, 4096, INBOX_NBYTES // 4 - 1, INBOX_NBYTES // 2):
         checks = [calls.allreduce(name, "sum", count, way) for way in BOTH]
         checks += [calls.scan(name, "sum", count), calls.bcast(4 * count), calls.bcast(4 * count, "two_shot")]
         checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
         checks.append(calls.allgather(4 * count))
         checks.append(calls.reduce_scatter(name, "sum", [count] * size, in_place=True))
         checks.append(calls.reduce(name, "sum", count, "two_shot", in_place=False))
-        if size == 4:  # three ranks make no tree of their own
-            checks += [calls.allreduce("float32", "tree", count, way) for way in BOTH]
-            checks.append(calls.reduce_scatter("complex64", "tree", [count] * size))
+        checks += [calls.allreduce("float32", "tree", count, way) for way in BOTH]
+        checks.append(calls.reduce_scatter("complex64", "tree", [count] * size))
         rig.machine.run(checks, seed=count, jitter_us=200)
         rig.machine.clear()
 
@@ -74,9 +81,9 @@ def test_calls_fail_if_the_memory_of_one_rank_is_as_at_first(builds: Builds) -> 
         run_with_new_memory(builds, [0], 1)
 
 
-@pytest.mark.parametrize(("size", "name"), [(2, "float32"), (3, "int32")])
-def test_collectives_without_memory_beyond_the_arena(builds: Builds, size: int, name: str) -> None:
+def test_collectives_without_memory_beyond_the_arena(builds: Builds) -> None:
     """Also messages that inboxes do not hold; more of them go one way."""
+    size, name = 3, "int32"
     rig = ProgramRig(Machine(builds, size), bare=True)
     rng = np.random.default_rng(size)
     calls = Calls(rig, rng, nap_us=1000)
@@ -84,7 +91,7 @@ def test_collectives_without_memory_beyond_the_arena(builds: Builds, size: int, 
         checks = [calls.allreduce(name, "sum", count), calls.scan(name, "sum", count), calls.bcast(4 * count)]
         checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
         checks.append(calls.reduce(name, "sum", count, "one_shot", in_place=False))
-        checks.append(calls.reduce_scatter(name, "sum", [count, 0, 5][:size]))
+        checks.append(calls.reduce_scatter(name, "sum", [count, 0, 5]))
         rig.machine.run(checks, seed=count, jitter_us=200, limit_s=30)
         rig.machine.clear()
         assert not rig.requests
@@ -153,10 +160,12 @@ def test_two_ranks_that_disagree_on_a_long_message_notice(builds: Builds, sent: 
         rig.machine.run(limit_s=20)
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    ("algorithm", "symmetric"),
-    [("one_shot", True), ("two_shot", True), ("copy_engine", True), ("copy_engine", False), ("ring", True)],
+    ("size", "algorithm", "symmetric"),
+    [
+        *((2, "one_shot", True), (3, "two_shot", True), (3, "ring", True)),
+        *((2, "copy_engine", True), (3, "copy_engine", False)),
+    ],
 )
 def test_straight_into_memory(builds: Builds, size: int, algorithm: str, symmetric: bool) -> None:
     rig = ProgramRig(Machine(builds, size), 4 * max(COUNTS) * size)
@@ -170,3 +179,73 @@ def test_straight_into_memory(builds: Builds, size: int, algorithm: str, symmetr
         for each in {"two_shot": ("chain", "two_shot"), "ring": ()}.get(algorithm, (algorithm,)):
             rig.machine.run([calls.bcast(4 * count, each)], seed=count, jitter_us=200)
         rig.machine.clear()
+
+
+RUNS = (1, 2, 4, 6, 8, 12, 16, 24, 64, 1536)
+LENGTHS = (50, 1548, 3 * LARGE_INBOX_NBYTES // 2 // 1536 * 1536, 27648)
+
+
+@dataclass(frozen=True, eq=False)
+class StridedPattern(Pattern):
+    """An all-to-all with gaps in its blocks."""
+
+    strides: tuple[Strides | None, ...] = ()
+
+    @property
+    def form(self) -> Form:
+        return replace(super().form, strides=self.strides)
+
+
+def random_layout(rng: np.random.Generator, nbytes: int) -> DatatypeLayout:
+    """Return a layout of so many bytes in one region, which begins at its lowest byte."""
+    if not nbytes or rng.random() < 0.2:
+        return layout(*[region(0, [], nbytes)] * bool(nbytes))
+    run = int(rng.choice([each for each in RUNS if nbytes % each == 0]))
+    rest, extent, loops, offset = nbytes // run, run, list[tuple[int, int]](), 0
+    while rest > 1:
+        divisors = [each for each in range(2, min(rest, 64) + 1) if rest % each == 0]
+        rounds = rest if len(loops) == 3 or not divisors else int(rng.choice(divisors))
+        stride = extent + int(rng.choice([0, 1, 4, 8, 16, 16 * extent if extent < 64 else 16]))
+        if rng.random() < 0.2:
+            offset, stride = offset + (rounds - 1) * stride, -stride
+        loops.insert(0, (rounds, stride))
+        extent, rest = abs(stride) * rounds, rest // rounds
+    return layout(region(offset, loops, run))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_keep_their_bytes_and_gaps(builds: Builds, size: int) -> None:
+    rng, rig = np.random.default_rng(size), ProgramRig(Machine(builds, size))
+    machine = rig.machine
+    for turn in range(8):
+        lengths = rng.choice([0, 50, 1548], (size, size))
+        lengths[0, 1] = LENGTHS[turn % len(LENGTHS)]
+        made = [[[random_layout(rng, int(n)) for n in row] for row in each] for each in (lengths, lengths.T)]
+        checks = []
+        sent: dict[tuple[int, int], np.ndarray] = {}
+        for rank in range(size):
+            blocks: list[list[Span]] = []
+            for number, receives in enumerate((False, True)):
+                ends = np.cumsum([0, *(each.end + int(rng.integers(40)) for each in made[number][rank])])
+                memory = machine.place(rank, rng.integers(0, 256, int(ends[-1]) + 16, np.uint8))
+                before = memory.bytes.copy()
+                spans = []
+                for peer, (start, each) in enumerate(zip(ends[:-1], made[number][rank], strict=True)):
+                    first = each.regions[0].offset if each.regions else 0
+                    spans.append(Span(memory.address + int(start) + first if each.nbytes else 0, each.nbytes))
+                    if not receives:
+                        sent[rank, peer] = pack(each, before, int(start))
+                blocks.append(spans)
+                if receives:
+                    checks.append((rank, memory, before, ends))
+            strides = [None if each.is_run else Strides.of(each) for row in made for each in row[rank]]
+            sends, received = blocks
+            pattern = patterns.alltoall(rank, size, np.dtype(np.uint8), sends, received)
+            strided = StridedPattern(pattern.operation, pattern.buffers, strides=tuple(strides))
+            rig.run(rank, strided)
+        machine.run(seed=turn, jitter_us=200)
+        for rank, memory, expected, ends in checks:
+            for peer, start in enumerate(ends[:-1]):
+                unpack(made[1][rank][peer], sent[peer, rank], expected, int(start))
+            np.testing.assert_array_equal(memory.bytes, expected)
+        machine.clear()
