@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -112,8 +112,8 @@ class Call:
         """The first array on the GPU. A call without a stream uses the current stream of this array's library."""
         self.copies = copies
         self.packed: Packed | None = None
-        """The call on packed memory if a buffer has a derived datatype; else None."""
-        self._strided: Packed | None = None
+        """The call on memory without gaps or with `Gaps`, if a buffer has a derived datatype; else None."""
+        self._packing: Callable[..., Packed | None] = lambda **given: None
         self._receives_typed = False
         if self.on_device:
             self._place_for_kernels()
@@ -197,9 +197,9 @@ class Call:
         return max(1, self._input_blocks(self.send)[self._rank].count * self.dtype.itemsize)
 
     @property
-    def strided(self) -> Packed | None:
-        """Like `packed`, for kernels that move blocks with `Strides` in place."""
-        return self._strided or self.packed
+    def without_gaps(self) -> Packed | None:
+        """Like `packed`, for kernels that move only blocks without gaps."""
+        return self._packing(strided=False)
 
     def buffers(self, scratch: Span | None = None, packed: Packed | None = None) -> Buffers:
         """Return this rank's memory for the patterns.
@@ -332,7 +332,7 @@ class Call:
         if operation.reduces:
             return
         in_receive = is_root if is_bcast else self.send is None and operation.rooted != "send"
-        packed = partial(
+        self._packing = partial(
             Packed.of,
             self.send,
             self.receive,
@@ -340,10 +340,8 @@ class Call:
             receives=not (is_bcast and is_root),
             as_bytes=operation.send == "typed" or operation.of_neighbors,
         )
-        self.packed = packed()
+        self.packed = self._packing(strided=True)
         if self.packed is not None:
-            if operation.counts == "private" and not in_receive:
-                self._strided = packed(strided=True)
             self.send, self.receive = self.packed.send, self.packed.receive
 
     def _keep_for_mpi(self, send: Operand | None, receive: Operand | None) -> None:

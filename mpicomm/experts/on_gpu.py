@@ -6,8 +6,8 @@ import zlib
 from dataclasses import dataclass
 
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.device import device_facts
-from mpicomm.devices.base import Segment
+from mpicomm.collectives.gpu.call_memory import share_filled
+from mpicomm.collectives.gpu.device import device_facts, multiprocessors_of, team_of
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import DTYPES, Shape
@@ -29,9 +29,8 @@ from mpicomm.kernels.experts import (
     quantize_blocks,
     quantize_experts_kernel,
 )
-from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.session import Session
-from mpicomm.sharing.segments import SuspendedContent, share
 from mpicomm.symmetric.owner import SharedMemory
 
 _PURPOSE = "experts"
@@ -96,16 +95,15 @@ class ExpertsMemory:
         self.row_flags = behind(packets * PACKET_NBYTES)
         self.sum_flags = behind(seats * row_parts * _WORD_NBYTES)
         self.counted = behind(seats * sum_parts * _WORD_NBYTES)
-        self.histograms = self.zeroed_nbytes = behind((MAX_BLOCKS + 3) * _WORD_NBYTES)
-        """All before it is zero at first."""
+        self.histograms = behind((MAX_BLOCKS + 3) * _WORD_NBYTES)
         self.values = behind(MAX_BLOCKS * (shape.firsts[-1] + size) * 4)
         self.rows = behind(shape.seats * shape.top_k * 4)
         self.sums = behind(seats * shape.row_nbytes)
         self.quantized = behind(seats * shape.sum_nbytes)
         """Private memory for the tokens of this rank as they travel, if they are quantised."""
         self.nbytes = self.quantized + (shape.max_tokens * shape.row_nbytes if shape.wire else 0)
-        self.slots = (self.rows, self.quantized) if shape.in_packets else (0, 0)
-        """The begin and the end of the memory that has slots of packets, all of them empty at first."""
+        self.absent = (self.rows, self.quantized) if shape.in_packets else (0, 0)
+        """The begin and the end of the slots of packets, which hold `ABSENT` at first. All other memory is zero."""
 
     def arguments(self, team: Team, row_nbytes: int) -> ExpertsArguments:
         """Return the part of the argument that dispatch and combine share, without the number of senders."""
@@ -242,43 +240,16 @@ def require_one_domain(session: Session) -> None:
 def share_arena(session: Session, shape: Shape, backend: GpuBackend) -> SharedMemory:
     """Let all ranks open each other's arenas. Collective; a failure raises the same error on all ranks."""
     memory = ExpertsMemory(shape)
-
-    def fill(pointer: int) -> None:
-        backend.zero(pointer, memory.zeroed_nbytes)
-        begin, end = memory.slots
-        backend.fill_words(pointer + begin, end - begin, ABSENT)
-
-    def allocate() -> Segment:
-        segment = backend.allocate(session.kind, memory.nbytes)
-        try:
-            # Before the exchange that tells the peers of the arena, because it could wipe out a peer's first words.
-            fill(segment.pointer)
-        except Exception:
-            segment.close()
-            raise
-        return segment
-
-    segments = share(session.domain, backend, "Experts", allocate, lambda: shape)
-    # The arena has the numbers of launches, too. So calls go on if the arenas of all ranks are as at first.
-    segments.content = SuspendedContent(fill=fill)
+    segments = share_filled(session.domain, backend, session.kind, "Experts", memory.nbytes, memory.absent)
     return session.keep(SharedMemory(_PURPOSE, session.kind, segments))
 
 
 def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: SharedMemory) -> ExpertsLaunches:
-    """Return the launches of this rank. Collective: all blocks of all ranks must run at once.
-
-    Ranks that share a device side by side share its multiprocessors: see `DeviceEngine`.
-    """
-    domain = session.domain
-
-    devices = domain.exchange("Experts: devices", lambda: device_facts(backend))
-    uuids = [each.uuid for each in devices]
-    side_by_side = 1 if all(each.takes_turns for each in devices) else max(map(uuids.count, uuids))
-    multiprocessors = max(1, min(each.multiprocessors for each in devices) // side_by_side)
+    """Return the launches of this rank. Collective: all blocks of all ranks must run at once."""
+    devices = session.domain.exchange("Experts: devices", lambda: device_facts(backend))
+    multiprocessors, _ = multiprocessors_of(devices, session.placement.most_on_a_device)
     most = min(MAX_BLOCKS, BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, shape.blocks or MAX_BLOCKS)
-    team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=domain.size, rank=domain.rank)
-    for index, rank in enumerate(domain.ranks):
-        team.arenas[index], team.names[index] = arena.pointers[index], rank
+    team = team_of(backend, session.domain, arena.pointers)
     launches = ExpertsLaunches(shape, team, blocks_of_modes(shape, most), multiprocessors)
     # Loading may wait for a device on which a kernel waits, so it comes before all launches.
     for kernel in launches.kernels:

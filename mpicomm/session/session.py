@@ -108,6 +108,7 @@ class Session(SetUp):
                 self.backend.close()
             # MPI gives the number of a freed communicator to another, which would get messages that are left.
             if self._private is not None and self.intact and not self._left_messages:
+                self._free_carriers()
                 self._private.Free()
 
     def leave_by(self, error: BaseException) -> None:

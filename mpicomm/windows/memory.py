@@ -47,7 +47,7 @@ class WindowMemory:
         """The address of every rank's part on this rank."""
         self.closed = False
         self.row = CommunicatorRow()
-        self.row.open(owner.placement.heading, window=True)
+        self.row.open(owner.placement.heading, owner.placement.heading.count(window=True), window=True)
         self._segments = segments
         self._board_segments = boards
         self._allocated = allocated

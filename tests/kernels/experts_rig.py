@@ -85,7 +85,7 @@ class ExpertsRig:
         self._changes = [*changes, *(() if all_threads else FEW_THREADS)]
         memory = ExpertsMemory(self.shape)
         self.arenas = [machine.allocate(rank, memory.nbytes) for rank in range(self.size)]
-        begin, end = memory.slots
+        begin, end = memory.absent
         for arena in self.arenas:
             arena.bytes[begin:end].view(np.uint32)[:] = ABSENT
         machine.keep()

@@ -307,14 +307,12 @@ class ProgramRig(Rig):
     With ``bare`` there is no memory but the arena, whatever the algorithm of a call.
     """
 
-    def __init__(
-        self, machine: Machine, nbytes: int = 16, *, timeout_s: float | None = None, bare: bool = False
-    ) -> None:
+    def __init__(self, machine: Machine, nbytes: int = 16, *, bare: bool = False, **options: Any) -> None:
         layout = Layout(machine.size, 2, LARGE_INBOX_NBYTES, LARGE_INBOX_NBYTES)
         layout.most_inbox_nbytes = LARGE_INBOX_NBYTES  # longer messages use inboxes again
         staging = Request("collectives: copies", _STAGING_NBYTES)
         requests = [_slots_of(layout), staging, _chain_memory(SMALL.blocks, 1 << 30)[1]]
-        super().__init__(machine, _NOWHERE, layout, requests, symmetric_nbytes=nbytes, timeout_s=timeout_s)
+        super().__init__(machine, _NOWHERE, layout, requests, symmetric_nbytes=nbytes, **options)
         self._bare = bare
         self.requests: list[Request] = []
         """The memory that algorithms have asked for."""

@@ -94,9 +94,13 @@ PLAIN_WAYS: list[tuple[Steps, int, bool]] = [
 ]
 BANDWIDTH += [packet_kernel(WIDEST, size, "sentinel", steps, fan_out=fan_out) for steps, size, fan_out in PLAIN_WAYS]
 BANDWIDTH += [packet_kernel(("bfloat16", "avg"), 4, "sentinel", "laps", fan_out=False)]
+MOVES: list[tuple[Steps, int, str]] = [
+    *(("paced", 4, "even"), ("paced", 1, "counted"), ("paced", 4, "counted")),
+    *(("paced", 2, "strided"), ("paced", 4, "strided"), ("one", 8, "strided")),
+]
 BANDWIDTH += [
-    packet_kernel(None, size, "sentinel", "paced", fan_out=False, counted=kind == "counted", strided=kind == "strided")
-    for kind, size in (("", 4), ("counted", 1), ("counted", 4), ("strided", 2), ("strided", 4))
+    packet_kernel(None, size, "sentinel", steps, fan_out=False, counted=kind == "counted", strided=kind == "strided")
+    for steps, size, kind in MOVES
 ]
 BANDWIDTH += [counted_step_kernel(size) for size in (4, 8)]
 BANDWIDTH += [

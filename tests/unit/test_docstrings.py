@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,3 +73,13 @@ def test_a_method_that_fulfils_nothing_needs_a_docstring(doc: str, base: str, fo
     bird = 'class Bird:\n    """Flies."""\n    def fly(self) -> None:\n        """Fly."""\n'
     pike = f'class Pike{base}:\n    """{doc}"""\n    def swim(self) -> None:\n        return None\n'
     assert without_docstring({"a.py": ast.parse(fish + bird + pike)}) == found
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    modules: dict[str, list[str]] = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules[node.name].append(path.relative_to(PACKAGE).as_posix())
+    assert len(modules) > 300
+    assert {name: found for name, found in modules.items() if len(found) > 1} == {}

@@ -82,16 +82,17 @@ class DomainsEngine:
                 f"{call.operation}: counts on the GPU are for the GPUs of one peer domain, and the ranks are in "
                 f"{len(self._layout.domains)}: pass counts in host memory, such as counts.get() or counts.cpu()"
             )
-        scratch = self._packed.of(call.scratch_nbytes)
-        buffers = call.buffers(scratch)
+        packed = call.without_gaps
+        scratch = self._packed.of(call.scratch_nbytes if packed is None else packed.nbytes)
+        buffers = call.buffers(scratch, packed)
         if call.operation.reduces:
             reduction_of(buffers.dtype, buffers.op)  # it raises here if the reduction is not defined
         signature = call.signature
         planned = self._plan(call.operation, buffers, signature, call.nbytes or 0, asked)
         before = after = None
-        if call.packed is not None and scratch is not None:
-            packs = pack_launches(self._backend, call.packed.before, scratch.pointer, unpacks=False)
-            unpacks = pack_launches(self._backend, call.packed.after, scratch.pointer, unpacks=True)
+        if packed is not None and scratch is not None:
+            packs = pack_launches(self._backend, packed.before, scratch.pointer, unpacks=False)
+            unpacks = pack_launches(self._backend, packed.after, scratch.pointer, unpacks=True)
             before, after = (self._engine.prepare_alone(str(signature), steps) for steps in (packs, unpacks))
         if call.epilogue is not None and buffers.output is not None:
             backend = self._backend

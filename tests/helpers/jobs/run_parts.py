@@ -43,7 +43,7 @@ OF_TWO = (
 )
 # Four ranks are two groups of one size, or two hosts with two ranks each, and the next power of two.
 OF_FOUR = (
-    *(f"tests/mpi/{name}" for name in ("api/test_temporaries.py", "domains", "session/test_containers.py")),
+    *(f"tests/mpi/{name}" for name in ("api/test_temporaries.py", "domains")),
     f"{COLLECTIVES}/test_random_collectives.py",
 )
 # Where MPI itself matters: its requests, datatypes, messages, communicators, errors, and the messages of set-ups.

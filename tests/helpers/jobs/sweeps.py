@@ -90,10 +90,10 @@ QUICK_RUNS_EVERY = {
     # Jobs of ranks: further ends of programs, planted faults and numbers of ranks.
     f"{UNIT}doctor/test_doctor_command.py::test_an_import_without_an_mpi_says_the_way_out": 3,
     f"{UNIT}helpers/test_peer_death.py::test_survivors_of_any_death_learn_it_in_time_and_go_on": 2,
-    f"{UNIT}recording/test_process_end.py::test_the_trace_ends_and_the_table_is_printed": 3,
+    f"{UNIT}recording/test_recordings.py::test_the_trace_ends_and_the_table_is_printed": 3,
     f"{UNIT}scripts/test_recorded_results.py::test_one_file_of_measured_memory_has_several_tables": 0,
     f"{UNIT}scripts/test_recorded_results.py::test_rows_of_long_runs_share_a_table": 0,
-    f"{UNIT}scripts/test_soak.py::test_nothing_is_wrong_and_nothing_grows": 0,
+    f"{UNIT}scripts/test_written_files.py::test_nothing_is_wrong_and_nothing_grows": 0,
     f"{UNIT}test_examples.py::test_halo_exchange_computes_the_results_of_one_rank": 3,
     f"{UNIT}test_examples.py::test_stock_program_gives_the_results_of_mpi4py": 3,
     f"{UNIT}test_process_end.py::test_clean_end_is_clean": 4,
@@ -120,7 +120,7 @@ QUICK_RUNS_EVERY = {
     f"{UNIT}scripts/test_site.py::"
     "test_the_site_begins_with_the_first_document_and_each_page_has_all_others_in_its_navigation": 0,
     f"{UNIT}test_examples.py::test_programs_find_wrong_results": 0,
-    f"{UNIT}test_kernel_examples.py::test_heat_equals_the_heat_of_one_rank_in_every_way": 2,
+    f"{UNIT}test_examples.py::test_heat_equals_the_heat_of_one_rank_in_every_way": 2,
     f"{UNIT}test_ring_command.py::test_one_direction_and_sizes_that_are_no_multiple_of_anything": 0,
     f"{UNIT}test_ring_command.py::test_time_is_one_iteration": 0,
 }

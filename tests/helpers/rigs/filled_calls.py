@@ -67,7 +67,8 @@ class Device:
 
 
 def decision_of(call: Call, device: Device, asked: str) -> Decision:
-    form = Form.of_call(call, call.buffers(device.scratch.of(call.scratch_nbytes)))
+    buffers = call.buffers(device.scratch.of(call.scratch_nbytes))
+    form = Form.of_call(call, buffers, () if call.packed is None else call.packed.gaps)
     return Decision(form, asked, BUILT_IN, device.domain, cast(Any, device))
 
 

@@ -6,8 +6,6 @@ rank with host arrays that does not join keeps the others. test_forms_of_buffers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,32 +15,13 @@ from mpi4py import MPI
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.collectives import beside
 from mpicomm.log import logger
-from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.call_forms import FORMS, complete, method_name
-from tests.helpers.rigs.communicators import array_module, communicator, patience_s
-from tests.helpers.rigs.device_calls import on_host_engine, values_of
-from tests.helpers.rigs.message_rigs import on_threads
+from tests.helpers.rigs.device_calls import on_gpus, values_of
 
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1
 if WORLD.size == 1:
     pytest.skip("one rank has no others that pass other arrays", allow_module_level=True)
-
-
-@contextmanager
-def on_gpus(device: str) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-    """A communicator of GPUs, real ones or threads, and how its arrays are made."""
-    timeout_s = patience_s(device)
-    with communicator(device, timeout_s=timeout_s) as comm, array_module(comm) as xp:
-        if device == "cpu":
-            child, made_of_threads = on_threads(comm)
-            with on_host_engine(child):
-                yield child, lambda content: DeviceArray(made_of_threads, content)
-            child.Free()
-        else:
-            child = comm.Dup()
-            yield child, xp.asarray
-            child.Free()
 
 
 @pytest.mark.parametrize("host", [0, LAST])

@@ -17,6 +17,7 @@ import mpicomm
 from mpicomm import HandleError, MpicommError
 from mpicomm.cluster import placement
 from mpicomm.devices import host, host_memory
+from mpicomm.sharing import choose_handle
 from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
@@ -228,3 +229,18 @@ def test_failure_on_one_host_is_a_failure_on_both(
             with fails_everywhere(culprit, device, break_):
                 two_hosts.zeros(3)
         require_memory_works(two_hosts)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_of_a_node_that_open_no_memory_of_each_other_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(node: Any, backend: Any, kind: Any) -> None:
+        def fail() -> None:
+            if WORLD.rank == 1:
+                raise HandleError("permission denied")
+
+        node.agree("probe", fail)
+
+    monkeypatch.setattr(choose_handle, "probe", probe)
+    with pytest.raises(HandleError, match=r"no handle kind works.*permission denied.*another MPICOMM_HOSTID") as raised:
+        communicator("cpu")
+    assert raised.value.ranks == (1,)

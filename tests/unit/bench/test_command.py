@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("ml_dtypes")
+
 import mpicomm
 from mpicomm.bench.__main__ import parser, require_possible
 from mpicomm.errors import InvalidUsageError
@@ -228,3 +230,111 @@ allreduce = patch(mpicomm.Communicator, "Allreduce", slow)
     _, ((said, status),) = run_changed(tmp_path, 2, "mpicomm.bench.__main__", (code, CHANGED))
     assert status == 0
     assert all(10_000 <= float(row[5]) < 50_000 for row in rows(said))
+
+
+EXPERTS = ("experts", "-D", "cpu", "-n", "1", "--tokens", "5,9", "--hidden", "16", "--experts", "7", "--top-k", "3")
+
+
+def test_every_row_is_checked_and_the_defaults_fit_the_host(tmp_path: Path) -> None:
+    path, command = tmp_path / "out.json", ("-m", "mpicomm.bench")
+    job, ((said, status), (by_default, second)) = run_in_turn(
+        2, (*command, *EXPERTS, "-J", path), (*command, *EXPERTS[:5])
+    )
+    assert (job.returncode, job.stderr, status, second) == (0, "", 0, 0)
+    assert "hidden 1024 of float32" in by_default
+    assert [line.split()[0] for line in by_default.splitlines() if line[0] != "#"] == ["16", "16", "128", "128"]
+    lines = said.splitlines()
+    assert lines[-1] == "# OK"
+    shown = [line.split() for line in lines if not line.startswith("#")]
+    expected = [("5", "experts"), ("5", "tokens"), ("9", "experts"), ("9", "tokens")]
+    assert [(*row[:2], row[5], row[9]) for row in shown] == [(*each, "0", "0") for each in expected]
+    report = json.loads(path.read_text())
+    assert report["ok"]
+    assert [(str(row["tokens"]), row["layout"]) for row in report["results"]] == expected
+    for row in report["results"]:
+        found = row["places"]["dispatch"]["mpicomm"]
+        assert found["crossing_gb_s"] == pytest.approx(row["crossing_nbytes"] / found["time_us"] * 1e-3)
+
+
+EXPERT_FAULTS = {
+    "received.x[2, 3] += 1": ("dispatch", "experts"),
+    "received.sources[[0, 1]] = received.sources[[1, 0]]": ("dispatch", "experts"),
+    "received.offsets[-1] -= 1": ("dispatch", "experts"),
+    "received.x[1, 0] += 1": ("dispatch", "tokens"),
+    "received.rows[[0, 1]] = received.rows[[1, 0]]": ("dispatch", "tokens"),
+    "received.row_count[0] += 1": ("dispatch", "tokens"),
+    "received[4, 5] += 8": ("combine", "experts"),
+    "received[3, 5] += 8": ("combine", "tokens"),
+}
+
+
+def test_one_wrong_row_fails_the_run(tmp_path: Path) -> None:
+    code = """
+from mpicomm import Experts
+def wrong(*arguments, **options):
+    received = right(*arguments, **options)
+    if RANK == 1:
+        {}
+    return received
+right = patch(Experts, {!r}, wrong)
+"""
+    changes = [
+        (code.format(fault, name), (*EXPERTS, "--layouts", layout)) for fault, (name, layout) in EXPERT_FAULTS.items()
+    ]
+    job, ended = run_changed(tmp_path, 2, "mpicomm.bench.__main__", *changes)
+    assert job.returncode == 0, job.stderr
+    assert [status for _, status in ended] == [1] * len(EXPERT_FAULTS)
+    assert all(said.splitlines()[-1].startswith("# FAILED: ") for said, _ in ended)
+
+
+MATMUL = ("-m", "mpicomm.bench", "matmul", "-D", "cpu", "-n", "1", "-G", "2", "--shape", "48,32")
+KINDS = ["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"]
+
+
+def test_products_are_right_and_the_defaults_fit_the_host(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    named = (*MATMUL, "--rows", "8,64", "--compare", "nccl,torch", "-J", path)
+    job, ((said, status), by_default) = run_in_turn(2, named, (*MATMUL[:5], "-n", "1", "-G", "1"))
+    assert (job.returncode, job.stderr, status, by_default[1]) == (0, "", 0, 0)
+    assert [line.split()[1] for line in by_default[0].splitlines() if line[0] != "#"] == ["256", "512"] * len(KINDS)
+    lines = said.splitlines()
+    assert lines[-1] == "# OK" and "# nccl: skipped, because it needs GPUs and these ranks are on the cpu" in lines
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    assert [(row[0], int(row[1])) for row in rows] == [(kind, each) for kind in KINDS for each in (8, 64)]
+    report = json.loads(path.read_text())
+    assert (report["ok"], report["wrong"], report["collective"]) == (True, 0, "matmul")
+    assert report["missing"] == dict.fromkeys(
+        ("nccl", "torch"), "skipped, because it needs GPUs and these ranks are on the cpu"
+    )
+    for row, result in zip(rows, report["results"], strict=True):
+        times = {name: each["time_us"] for name, each in result["places"]["matmul"].items()}
+        assert list(times) == ["collective", "product", "mpicomm", "serial"]
+        assert [float(cell) for cell in row[6::2]] == [
+            pytest.approx(times[name] / times["mpicomm"], abs=0.0051) for name in ("collective", "product", "serial")
+        ]
+        assert row[4] == "0"
+
+
+def test_wrong_results_of_products_are_counted(tmp_path: Path) -> None:
+    code = """
+def wrong(self, a, b, out):
+    right(self, a, b, out)
+    out[-1, -1] += self.rank == 1
+right = patch(mpicomm.Communicator, "matmul_allreduce", wrong)
+"""
+    _, ((said, status),) = run_changed(tmp_path, 2, "mpicomm.bench.__main__", (code, (*MATMUL[2:], "--rows", "8")))
+    assert (status, said.splitlines()[-1]) == (1, "# FAILED: 1 wrong")
+
+
+REFUSED = {
+    ("--rows", "9"): "--rows 9: 2 ranks cannot share them: pass a multiple of 2",
+    ("--shape", "8"): "argument --shape: '8': use K,N",
+    ("--eager",): "--eager is for GPUs",
+    ("-d", "bfloat16"): "--datatype bfloat16 is for GPUs: on the host pass float32",
+}
+
+
+def test_bad_options_of_products_are_refused() -> None:
+    job, ended = run_in_turn(2, *((*MATMUL, *options) for options in REFUSED))
+    assert [code for _, code in ended] == [2] * len(REFUSED), job.stderr
+    assert all(message in job.stderr for message in REFUSED.values())

@@ -1,10 +1,14 @@
+"""Ranks of one machine that MPICH takes for several machines, as MPIR_CVAR_NUM_CLIQUES says."""
+
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,13 +17,15 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.cluster import placement
 from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.linked_order import Edges, best_order, cost_of
 from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parts_of
 from mpicomm.cluster.process import group_by_node
-from mpicomm.devices.base import DeviceInfo
+from mpicomm.devices.base import DeviceInfo, Link
 from mpicomm.devices.cuda import driver as cuda_driver
 from mpicomm.devices.host import NO_DEVICE
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError
 from mpicomm.log import logger
+from tests.helpers.jobs.mpiexec import run_job
 
 A, B, C, D = (bytes([letter]) * 16 for letter in b"ABCD")
 
@@ -33,10 +39,9 @@ def place(
     visible: Sequence[bytes] = (),
     device: int | str = "auto",
     pid: int = 1,
-    container: str = "container",
 ) -> RankPlace:
     reason = "no driver" if not visible else ""
-    return RankPlace("host", pid, node, container, devices(*visible), reason, device, "auto", 30.0)
+    return RankPlace("host", pid, node, devices(*visible), reason, device, "auto", 30.0)
 
 
 # ---- assign_devices
@@ -260,15 +265,6 @@ def test_only_ranks_of_the_node_have_an_index_in_it() -> None:
 # ---- groups of ranks
 
 
-def test_a_node_is_parted_by_containers() -> None:
-    places = [place(container="a"), place(container="b"), place(container="a"), place("other")]
-    placement = Placement(places, 0)
-    by_container = placement.parted({0, 1, 2})
-    assert by_container is not None
-    assert by_container.nodes == [[0, 2], [1], [3]]
-    assert by_container.parted({0, 2}) is None
-
-
 @pytest.mark.parametrize(
     ("size", "most", "parts"), [(8, 8, [8]), (9, 8, [4, 5]), (16, 8, [8, 8]), (17, 8, [5, 6, 6]), (3, 1, [1, 1, 1])]
 )
@@ -293,3 +289,149 @@ def test_ranks_of_several_nodes_may_share_a_gpu() -> None:
     assert devices_of(("one", [A, B], 0), ("one", [A, B], 1), ("two", [B], 0), ("three", [A, B], 1)) == 3
     assert devices_of(("one", [A, B], 0), ("one", [A, B], 1)) == 1
     assert devices_of(("one", [], "cpu"), ("one", [], "cpu")) == 1
+
+
+LINKS = (
+    Link("self"),
+    Link("NVLink", 0, True, True, 200.0),
+    Link("NVLink", 0, True, True),
+    Link("NVLink", 1, True, True, 50.0),
+    Link("PCIe", 0, True, False, 25.0),
+    Link("PCIe", 1, True, False, 25.0),
+    Link("staged", gb_s=2.0),
+)
+
+
+def test_a_slower_link_costs_more() -> None:
+    costs = [cost_of(link) for link in LINKS]
+    assert costs == sorted(costs)
+    assert cost_of(Link("same device")) == cost_of(Link("self")) == 0
+    assert cost_of(Link("unknown")) > cost_of(Link("PCIe"))
+
+
+def groups(*groups_of: Sequence[int], far: float = 10.0) -> list[list[float]]:
+    """Costs of ranks that are linked well within groups."""
+    of = {rank: number for number, group in enumerate(groups_of) for rank in group}
+    return [[float(a != b) if of[a] == of[b] else far for b in sorted(of)] for a in sorted(of)]
+
+
+def ring(size: int) -> Edges:
+    return {(rank, (rank + 1) % size): 1.0 for rank in range(size)}
+
+
+def total(costs: list[list[float]], order: Sequence[int], edges: Edges) -> float:
+    return sum(weight * (costs[order[a]][order[b]] + costs[order[b]][order[a]]) for (a, b), weight in edges.items())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 12])
+def test_equal_links_leave_the_order(size: int) -> None:
+    assert best_order(groups(range(size)), ring(size)) == list(range(size))
+    assert best_order(groups(range(size)), {}) == list(range(size))
+
+
+def test_the_heavy_edge_gets_the_fast_link() -> None:
+    costs = groups([0, 2], [1])
+    assert best_order(costs, {(0, 1): 5.0, (1, 2): 1.0}) == [0, 2, 1]
+    assert best_order(costs, {(0, 1): 1.0, (1, 2): 5.0}) == [1, 0, 2]
+
+
+def test_ranks_without_a_place_are_the_far_ones() -> None:
+    order = best_order(groups([0], [1, 3], [2]), {(0, 1): 1.0})
+    assert sorted(order[:2]) == [1, 3] and sorted(order) == [0, 1, 2, 3]
+
+
+def test_both_directions_of_a_link_count() -> None:
+    costs = [[0.0, 1.0, 1.0], [9.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
+    assert best_order(costs, {(0, 1): 1.0}) == [0, 2, 1]
+
+
+def test_no_order_is_better_among_few() -> None:
+    rng = np.random.default_rng(0)
+    for size in (3, 5):
+        costs = rng.integers(1, 9, (size, size)).astype(float).tolist()
+        edges = {(int(a), int(b)): float(w) for a, b, w in rng.integers(0, size, (6, 3)) if a != b}
+        found = total(costs, best_order(costs, edges), edges)
+        assert found == min(total(costs, order, edges) for order in itertools.permutations(range(size)))
+
+
+def test_many_ranks_gain() -> None:
+    size = 16
+    costs = groups(range(0, size, 2), range(1, size, 2))
+    order = best_order(costs, ring(size))
+    assert sorted(order) == list(range(size))
+    assert total(costs, order, ring(size)) < total(costs, range(size), ring(size)) / 2
+    changed = [list(order) for _ in range(2)]
+    for (a, b), each in itertools.product(itertools.combinations(range(size), 2), changed[:1]):
+        each[a], each[b] = each[b], each[a]
+        assert total(costs, each, ring(size)) >= total(costs, order, ring(size))
+        each[a], each[b] = each[b], each[a]
+
+
+def test_places_that_do_not_exist_count_nothing() -> None:
+    assert best_order(groups([0, 2], [1, 3]), {(0, 1): 1.0, (0, 9): 99.0, (-1, 2): 99.0, (3, 3): 9.0}) == [0, 2, 1, 3]
+
+
+PROGRAM = """
+import sys
+import numpy as np
+from mpi4py import MPI
+import mpicomm
+
+world = MPI.COMM_WORLD
+assert world.Split_type(MPI.COMM_TYPE_SHARED).size < world.size, "MPI takes all ranks for ranks of one machine"
+
+
+def results(comm):
+    rank, size = comm.rank, comm.size
+    found = []
+    for count in (3, 200_000):  # MPI's own and, of a Communicator, those through mapped memory
+        values = np.arange(count) * 3.0 + rank
+        out = np.zeros(count)
+        comm.Allreduce(values, out)
+        found.append(out.copy())
+        comm.Bcast(out, size - 1)
+        found.append(out.copy())
+        gathered = np.zeros(size * count)
+        comm.Allgather(values, gathered)
+        found.append(gathered)
+        exchanged = np.zeros(size * count)
+        comm.Alltoall(gathered + rank, exchanged)
+        found.append(exchanged)
+        reduced = np.zeros(count)
+        comm.Reduce(values, reduced if rank == 0 else None, MPI.MAX, 0)
+        found.append(reduced)
+        received = np.zeros(count)
+        comm.Sendrecv(values, (rank + 1) % size, 5, received, (rank - 1) % size, 5)
+        found.append(received)
+        request = comm.Irecv(received, (rank + 1) % size)
+        comm.Isend(values * 2, (rank - 1) % size).Wait()
+        request.Wait()
+        found.append(received.copy())
+    comm.Barrier()
+    found.append(comm.allgather(str(rank)))
+    return found
+
+
+with mpicomm.Communicator(device="cpu") as comm:
+    half, plain_half = (each.Split(each.rank % 2, -each.rank) for each in (comm, world))
+    assert isinstance(half, mpicomm.Communicator)
+    for ours, plain in ((comm, world), (half, plain_half)):
+        for number, (got, expected) in enumerate(zip(results(ours), results(plain), strict=True)):
+            assert np.array_equal(got, expected), (ours, number)
+    with comm.zeros(4) as array:
+        array.put(np.full(4, comm.rank + 1.0), (comm.rank + 1) % comm.size)
+        comm.Barrier()
+        assert (array.local == (comm.rank - 1) % comm.size + 1.0).all()
+    nodes = comm.allgather(comm.num_nodes)
+    half.Free()
+if world.rank == 0:
+    print(nodes)
+"""
+
+
+@pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="only MPICH has the variable")
+def test_calls_give_the_results_of_mpi4py(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    result = run_job(3, str(program), MPIR_CVAR_NUM_CLIQUES="2")
+    assert (result.returncode, result.stdout) == (0, "[1, 1, 1]\n"), result.stdout + result.stderr

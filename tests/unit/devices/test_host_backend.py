@@ -1,17 +1,30 @@
-"""The arguments of a host backend, and its work on addresses. Its memory: test_host_segments."""
+"""The arguments of a host backend, its work on addresses, signals, fences, and existing memory that it adopts."""
 
 from __future__ import annotations
 
 import array
+import contextlib
+import mmap
+import multiprocessing.resource_tracker
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpicomm.devices.host import HostBackend
+from mpicomm.devices.host import HostBackend, fence
 from mpicomm.errors import InvalidUsageError
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.rigs.host_segments import PAGE, opened
 
 
 class DlpackProducer:
@@ -72,3 +85,142 @@ def test_copies_move_these_bytes_and_no_others(source: int, target: int, nbytes:
     expected[target : target + nbytes] = memory[source : source + nbytes].copy()
     HostBackend(1.0).copy(memory.ctypes.data + target, memory.ctypes.data + source, nbytes, 0)
     assert memory.tolist() == expected.tolist()
+
+
+def test_fences_of_many_threads_do_not_stop_each_other() -> None:
+    def fence_often(thread: int) -> int:
+        for _ in range(1000):
+            fence()
+        return thread
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(fence_often, range(8))) == list(range(8))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 2, 2**32 - 2, 2**63 - 2])
+def test_signals_go_on_counting_beyond_32_bits(backend: HostBackend, start: int) -> None:
+    sent, expected, inbox = (np.full(1, start, np.uint64) for _ in range(3))
+    for _ in range(5):
+        backend.signal(sent.ctypes.data, inbox.ctypes.data, 0)
+        backend.signal(sent.ctypes.data, inbox.ctypes.data, 0)
+        for _ in range(2):
+            backend.wait_signal(expected.ctypes.data, inbox.ctypes.data, 0, 0)
+    assert [int(word[0]) for word in (sent, expected, inbox)] == [start + 10] * 3
+
+
+ELEMENTS = 5000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def resource_tracker() -> None:
+    # The resource tracker of SharedMemory is a process that lives as long as this one.
+    multiprocessing.resource_tracker.ensure_running()
+
+
+@contextlib.contextmanager
+def in_shared_memory(offset: int, dtype: str) -> Iterator[npt.NDArray[Any]]:
+    shared = SharedMemory(create=True, size=ELEMENTS * 16)
+    try:
+        yield np.ndarray((ELEMENTS,), dtype, shared.buf, offset)
+    finally:
+        shared.close()
+        shared.unlink()
+
+
+@contextlib.contextmanager
+def in_file(folder: str | Path, offset: int, dtype: Any, mode: Any = "r+") -> Iterator[npt.NDArray[Any]]:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="with a space ") as file:
+        file.truncate(ELEMENTS * 16)
+        yield np.memmap(file.name, dtype, mode, offset, (ELEMENTS,))
+
+
+def check_adopted(backend: HostBackend, local: npt.NDArray[Any]) -> None:
+    """The array and an adopted segment hold the same bytes, and writes through one change no byte beside them."""
+    local[...] = 1
+    segment = backend.adopt(local)
+    with opened(backend, segment) as peer:
+        assert segment.pointer == local.ctypes.data
+        assert peer.nbytes == segment.nbytes == local.nbytes
+        remote = backend.view(peer, local.shape, local.dtype)
+        assert remote.tolist() == local.tolist()
+        remote[...] = np.arange(local.size).reshape(local.shape)
+        assert local.tolist() == np.arange(local.size, dtype=local.dtype).reshape(local.shape).tolist()
+        local[-1] = 77
+        assert remote[-1].tolist() == local[-1].tolist()
+    segment.close()
+    local[...] = 2
+    assert (local == 2).all()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 13, PAGE, PAGE + 1])
+@pytest.mark.parametrize("dtype", ["uint16", "float64"])
+def test_shared_memory_is_adopted(backend: HostBackend, offset: int, dtype: str) -> None:
+    with in_shared_memory(offset, dtype) as local:
+        check_adopted(backend, local)
+        del local
+
+
+@pytest.mark.parametrize("offset", [0, 1, PAGE + 1])
+@pytest.mark.parametrize("folder", ["/dev/shm", None])
+def test_a_memmap_is_adopted(backend: HostBackend, folder: str | None, offset: int, tmp_path: Path) -> None:
+    with in_file(folder or tmp_path, offset, "int32") as local:
+        check_adopted(backend, local)
+
+
+def test_a_part_of_a_memmap_is_adopted(backend: HostBackend, tmp_path: Path) -> None:
+    with in_file(tmp_path, 3, "int32") as whole:
+        whole[:] = -1
+        check_adopted(backend, whole[1001:2001].reshape(10, 100))
+        assert (whole[:1001] == -1).all()
+        assert (whole[2001:] == -1).all()
+
+
+def test_file_names_need_not_be_text(backend: HostBackend, tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/\xff\x0c"
+    os.mkdir(folder)
+    with in_file(os.fsdecode(folder), 0, "uint8") as local:
+        check_adopted(backend, local)
+
+
+def test_an_empty_array_is_adopted_wherever_it_is(backend: HostBackend, tmp_path: Path) -> None:
+    with in_file(tmp_path, 0, "float64") as local:
+        for empty in (np.empty(0), np.empty((3, 0)), local[ELEMENTS:]):
+            segment = backend.adopt(empty)
+            with opened(backend, segment) as peer:
+                assert backend.view(peer, empty.shape, empty.dtype).shape == empty.shape
+            segment.close()
+
+
+def refused_because(backend: HostBackend, local: npt.NDArray[Any]) -> str:
+    with nothing_leaks(), pytest.raises(InvalidUsageError) as refusal:  # the error lives while the test looks for leaks
+        backend.adopt(local)
+    return str(refusal.value)
+
+
+def test_private_memory_is_refused_with_the_way_out(backend: HostBackend, tmp_path: Path) -> None:
+    way_out = "allocate it with comm.empty(), or place it in multiprocessing.shared_memory or a writable numpy.memmap"
+    for nbytes in (1, 1 << 24):  # on the heap, and in a separate mapping
+        assert way_out in refused_because(backend, np.zeros(nbytes, np.uint8))
+    for mode in ("c", "r"):
+        with in_file(tmp_path, 0, "int32", mode) as local:
+            assert way_out in refused_because(backend, local)
+
+
+def test_memory_without_a_name_is_refused_with_the_way_out(backend: HostBackend, tmp_path: Path) -> None:
+    way_out = "allocate with comm.empty(), or register before the name is removed"
+    assert way_out in refused_because(backend, np.frombuffer(mmap.mmap(-1, PAGE), np.uint8))
+    np.zeros(PAGE, np.uint8).tofile(tmp_path / "first")
+    local = np.memmap(tmp_path / "first", np.uint8, "r+")
+    os.rename(tmp_path / "first", tmp_path / "second")
+    check_adopted(backend, local)
+    os.unlink(tmp_path / "second")
+    assert way_out in refused_because(backend, local)
+    # The name that the kernel shows for the removed file, and its name from before: both belong to other files now.
+    for name in ("second (deleted)", "second"):
+        np.zeros(PAGE, np.uint8).tofile(tmp_path / name)
+        assert way_out in refused_because(backend, local)

@@ -1,14 +1,17 @@
-"""The programs in README.md and in the documents of users run as they stand."""
+"""The programs in README.md and in the documents run as they stand, and tables have a row for all that there is."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mpicomm import environment
+from mpicomm.doctor.checks import CHECKS
 from tests.helpers.jobs.mpiexec import ROOT, run_job
 from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.programs.document_programs import DOCUMENTS, Program, programs, require_programs_run
@@ -68,3 +71,26 @@ def test_no_program_hides(document: Path) -> None:
 
 def test_the_readme_is_read_in_three_minutes() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 140
+
+
+DOCS = ROOT / "mpicomm/docs"
+
+
+def test_each_check_of_the_doctor_has_a_row_with_its_fix() -> None:
+    _, _, table = (DOCS / "troubles.md").read_text().rpartition("| symptom | fix |\n|---|---|\n")
+    assert [row.partition(" | ")[2] for row in table.splitlines()] == [f"{check.fix} |" for check in CHECKS]
+
+
+def test_each_environment_variable_has_a_row() -> None:
+    rows = re.findall(r"^\| `(MPICOMM_\w+)` \|", (DOCS / "variables.md").read_text(), re.MULTILINE)
+    assert rows == list(environment.NAMES)
+
+
+def test_the_page_of_numbers_is_what_its_script_writes() -> None:
+    script = runpy.run_path(str(ROOT / "scripts/measuring/measure_numbers.py"))
+    assert script["page"]() == (DOCS / "numbers.md").read_text()
+
+
+def test_extras_are_installed_from_the_checkout() -> None:
+    files = [path for path in (ROOT / "mpicomm").rglob("*") if path.suffix in (".py", ".md")]
+    assert [path for path in files if "mpicomm[" in path.read_text()] == []  # no index has the package

@@ -1,6 +1,9 @@
+"""Arguments in device memory, counts there, and datatypes that cannot be used with them."""
+
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,8 +12,14 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.device_counts import CountedBuffers, DeviceIndices, read_counted
+from mpicomm.mpi.spec import Shape
 from tests.helpers.fakes import fake_driver
+from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
+from tests.helpers.fakes.fake_driver import content
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -222,3 +231,187 @@ def test_torch_tensor() -> None:
             read(refused)
     only_in_torch = torch.zeros(3).to(torch.float8_e4m3fnuz)
     assert read(only_in_torch).spec is only_in_torch  # MPI is asked, and refuses it
+
+
+SIZE = 3
+
+
+@pytest.fixture(autouse=True)
+def arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_device_arrays(monkeypatch)
+
+
+def made_array(pointer: int, count: int = SIZE, dtype: str = "int64") -> DeviceArray:
+    return DeviceArray(pointer, count, np.dtype(dtype))
+
+
+def read_both(send: Any, receive: Any, algorithm: str = "auto") -> CountedBuffers | None:
+    return read_counted(send, receive, size=SIZE, algorithm=algorithm)
+
+
+X, Y = made_array(0x1000, 20, "float32"), made_array(0x2000, 30, "float32")
+COUNTS, CAME, DISPLS = made_array(0x3000, dtype="int32"), made_array(0x4000), made_array(0x5000)
+
+
+def test_counts_in_host_memory_are_read_as_before() -> None:
+    for counts in ([1, 2, 3], np.array([1, 2, 3]), ([1, 2, 3], [0, 1, 3]), 4, None):
+        assert read_both([X, counts], [Y, counts]) is None
+    assert read_both(X, Y) is None
+    assert read_both(MPI.IN_PLACE, [Y, [1, 2, 3]]) is None
+
+
+def test_both_buffers_with_counts() -> None:
+    found = read_both([X, COUNTS], [Y, (CAME, DISPLS), "f"])
+    assert found is not None
+    send, receive = found.send, found.receive
+    assert (send.pointer, send.room, send.displs) == (0x1000, 20, None)
+    assert send.counts == DeviceIndices(0x3000, is_wide=False, nbytes=12)
+    assert (receive.pointer, receive.room) == (0x2000, 30)
+    assert receive.counts == DeviceIndices(0x4000, is_wide=True, nbytes=24)
+    assert receive.displs == DeviceIndices(0x5000, is_wide=True, nbytes=24)
+    assert found.itemsize == 4
+
+
+@pytest.mark.parametrize("displs", [7, [0, 7, 14], (0, 7, 14), np.array([0, 7, 14])])
+def test_displacements_in_host_memory(displs: Any) -> None:
+    found = read_both([X, (COUNTS, displs)], [Y, CAME, displs, MPI.FLOAT])
+    assert found is not None
+    assert found.send.displs == found.receive.displs == (0, 7, 14)
+
+
+@pytest.mark.parametrize(
+    ("send", "receive", "text"),
+    [
+        ([X, COUNTS], [Y, [1, 2, 3]], r"the counts of recvbuf are \[1, 2, 3\] in host memory, and sendbuf has counts"),
+        ([X, [1, 2, 3]], [Y, CAME], r"the counts of sendbuf are \[1, 2, 3\] in host memory, and recvbuf has counts"),
+        ([X, COUNTS], Y, "the counts of recvbuf are missing, and sendbuf has counts"),
+        ([X, ([1, 2, 3], DISPLS)], [Y, CAME], r"the counts of sendbuf are \[1, 2, 3\] in host memory: pass"),
+        ([X, COUNTS], [Y, made_array(0x4000, dtype="float32")], "the counts of recvbuf have type float32"),
+        ([X, COUNTS], [Y, made_array(0x4000, dtype="uint64")], "have type uint64: pass int32 or int64"),
+        ([X, made_array(0x3000, 2)], [Y, CAME], "the counts of sendbuf are 2 integers for 3 ranks"),
+        ([X, (COUNTS, made_array(0x5000, 4))], [Y, CAME], "the displacements of sendbuf are 4 integers for 3 ranks"),
+        ([X, (COUNTS, [0, 1])], [Y, CAME], "2 displacements for 3 ranks"),
+        ([X, COUNTS], [Y, COUNTS], "the counts of recvbuf and counts or displacements of sendbuf overlap"),
+        ([X, COUNTS], [Y, (CAME, CAME)], "the counts of recvbuf and displacements of recvbuf overlap"),
+        ([X, COUNTS], [Y, made_array(0x2010)], "the counts of recvbuf and recvbuf overlap"),
+        ([X, COUNTS], [X, CAME], "recvbuf and sendbuf overlap"),
+        ([X, made_array(0x2000)], [Y, CAME], "recvbuf and counts or displacements of sendbuf overlap"),
+        (MPI.IN_PLACE, [Y, CAME], "sendbuf=MPI.IN_PLACE beside counts on the GPU"),
+        ([np.zeros(20, "f"), COUNTS], [Y, CAME], "sendbuf is in host memory, and its counts are on the GPU"),
+        ([X, COUNTS], [made_array(0x2000, 30), CAME], "float32, recvbuf of int64: pass elements of one size"),
+        (
+            [X, COUNTS],
+            [made_array(0x10000, 1 << 31, "float32"), made_array(0x4000, dtype="int32")],
+            "pass counts of type int64",
+        ),
+    ],
+)
+def test_bad_arguments(send: Any, receive: Any, text: str) -> None:
+    with pytest.raises(InvalidUsageError, match=text):
+        read_both(send, receive)
+
+
+def test_mpi_cannot_read_them() -> None:
+    with pytest.raises(InvalidUsageError, match="which MPI cannot read"):
+        read_both([X, COUNTS], [Y, CAME], "mpi")
+
+
+def test_a_call_with_them_differs_from_a_call_with_other_counts() -> None:
+    def hash_of(send: Any, receive: Any) -> int:
+        return Call(ALLTOALLV, Arguments(send, receive), 0, SIZE).signature.hash32
+
+    here = hash_of([X, COUNTS], [Y, CAME])
+    assert here == hash_of([X, (COUNTS, DISPLS)], [Y, CAME])
+    assert here != hash_of([X, [1, 2, 3]], [Y, [1, 2, 3]])
+    wide = made_array(0x8000, 9, "float64")
+    assert here != hash_of([wide, COUNTS], [made_array(0x9000, 9, "float64"), CAME])
+
+
+class DeviceBytes:
+    """An array of bytes on a GPU."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = content(nbytes)
+        data = (self.memory.ctypes.data, False)
+        self.__cuda_array_interface__ = {"version": 3, "data": data, "shape": (nbytes,), "typestr": "|u1"}
+
+
+Parse = Callable[[Any, int, MPI.Datatype], Operand]
+
+
+def received(spec: Any, shape: Shape = "one", blocks: int = 1) -> Operand:
+    return parse(spec, shape=shape, blocks=blocks, writable=True, name="recvbuf")
+
+
+FORMS: dict[str, Parse] = {
+    "plain": lambda array, count, datatype: received([array, count, datatype]),
+    "vector": lambda array, count, datatype: received([array, [0, count], [0, 0], datatype], "vector", 2),
+    "typed": lambda array, count, datatype: received([array, [0, count], [0, 0], [MPI.BYTE, datatype]], "typed", 2),
+}
+IN_ALL_FORMS = pytest.mark.parametrize("read", FORMS.values(), ids=FORMS)
+
+
+@pytest.fixture
+def column() -> Iterator[MPI.Datatype]:
+    """The second column of 3 rows of 4 doubles."""
+    datatype = MPI.DOUBLE.Create_subarray([3, 4], [3, 1], [0, 1])
+    yield datatype
+    datatype.Free()
+
+
+@IN_ALL_FORMS
+def test_elements_stay_in_the_array(read: Parse, column: MPI.Datatype) -> None:
+    assert read(DeviceBytes(80), 1, column).derived is not None  # its last byte is the 80th
+    for nbytes, count, end in ((79, 1, 80), (96, 2, 176), (0, 1, 80)):
+        with pytest.raises(
+            InvalidUsageError,
+            match=rf"^recvbuf: {count} elements .* byte 8 to byte {end} of a buffer of {nbytes} bytes: pass a larger",
+        ):
+            read(DeviceBytes(nbytes), count, column)
+    assert read(DeviceBytes(0), 0, column).derived is not None
+
+
+@IN_ALL_FORMS
+def test_elements_do_not_begin_before_the_array(read: Parse) -> None:
+    backwards = MPI.DOUBLE.Create_hvector(2, 1, -8).Commit()
+    with pytest.raises(InvalidUsageError, match=r"^recvbuf: 1 elements .* from byte -8 to byte 8 of a buffer of 96 "):
+        read(DeviceBytes(96), 1, backwards)
+    backwards.Free()
+
+
+def test_displacements_keep_elements_in_the_array(column: MPI.Datatype) -> None:
+    array = DeviceBytes(96)
+    for displ, begin in ((-16, -8), (17, 25)):
+        with pytest.raises(InvalidUsageError, match=f"^recvbuf: 1 elements .* from byte {begin} to byte {begin + 72}"):
+            received([array, [1], [displ], [column]], "typed")
+    for displ in (-1, 1):  # in extents
+        with pytest.raises(InvalidUsageError, match=f"^recvbuf: 1 elements .* from byte {8 + 96 * displ} "):
+            received([array, [1], [displ], column], "vector")
+    with pytest.raises(InvalidUsageError, match=r"^recvbuf: 1 elements .* from byte 104 to byte 176"):
+        received([array, (1, 1), column])
+
+
+@IN_ALL_FORMS
+def test_negative_counts_and_the_null_datatype(read: Parse, column: MPI.Datatype) -> None:
+    with pytest.raises(InvalidUsageError, match=r"^recvbuf: count -2 is negative: pass 0 or more"):
+        read(DeviceBytes(96), -2, column)
+    with pytest.raises(InvalidUsageError, match=r"^recvbuf: the datatype .*is MPI.DATATYPE_NULL.*: pass another"):
+        read(DeviceBytes(96), 1, MPI.DATATYPE_NULL)
+
+
+def test_the_null_datatype_of_a_rank_that_gets_nothing(column: MPI.Datatype) -> None:
+    found = received([DeviceBytes(96), [0, 1], [0, 0], [MPI.DATATYPE_NULL, column]], "typed", 2).derived
+    assert found is not None and [block.layout.nbytes for block in found] == [0, 24]
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_each_rank_has_a_datatype(number: int, column: MPI.Datatype) -> None:
+    for spec in ([DeviceBytes(96), [column] * number], [DeviceBytes(96), [1, 1], [0, 0], [column] * number]):
+        with pytest.raises(InvalidUsageError, match=f"^recvbuf: {number} datatypes for 2 ranks: pass one for each"):
+            received(spec, "typed", 2)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, ["d", "d"]])
+def test_what_is_no_datatype(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^recvbuf: .* no datatypes?: pass .*MPI.Datatype for each rank"):
+        received([DeviceBytes(96), [1, 1], [0, 0], wrong], "typed", 2)

@@ -8,15 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpicomm import log
+from mpicomm.api.communicator import Communicator
 from mpicomm.environment import Recording
+from mpicomm.mpi import buffers
 from mpicomm.mpi.host_calls import announce
+from mpicomm.observation import reader_of
 from mpicomm.recording import device_work
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.device_work import DeviceWork
 from mpicomm.recording.recorder import Recorder
+from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 
 CAPTURING = 7
 
@@ -144,3 +149,18 @@ def test_an_engine_tells_the_choice_of_its_plan(rig: Rig) -> None:
     assert (record.algorithm, record.why, record.slow_ways) == ("two_shot", "by the table", ["for want of memory"])
     assert [interval.ends for interval in rig.intervals] == [2]
     assert isinstance(engine, Engine)
+
+
+def test_counts_on_the_device_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_device_arrays(monkeypatch)
+
+    class Counts(DeviceArray):
+        def __len__(self) -> int:
+            raise AssertionError("the host would wait for the device")
+
+    x, y = (DeviceArray(address, 100, np.dtype("f4")) for address in (0x1000, 0x2000))
+    counts, came = (Counts(address, 2, np.dtype("i8")) for address in (0x3000, 0x4000))
+    monkeypatch.setitem(buffers._readers, Counts, buffers._readers[DeviceArray])
+    facts_of = reader_of("Alltoallv", Communicator.Alltoallv)
+    nbytes, dtype, _ = facts_of(SimpleNamespace(size=2), ([x, counts], [y, (came, [0, 50])]), {})
+    assert (nbytes, dtype) == (400, "float32")

@@ -1,8 +1,10 @@
-"""Plans become graphs, in spite of interrupts."""
+"""Plans become graphs, in spite of interrupts, and copy beside kernels, in captures that are open at once, too."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,3 +87,73 @@ def test_what_interrupts_the_beginning_of_a_capture_goes_on(
     cuda.refuses.clear()
     plan.make_graph(capturing.stream)
     assert plan.launch is not None
+
+
+@pytest.fixture
+def copies(cuda: FakeCuda) -> Iterator[Any]:
+    loader = importlib.import_module("mpicomm.collectives.gpu.plan").StepLoader(None, None)
+    yield loader
+    loader.close()
+
+
+def begin_capture(cuda: FakeCuda, stream: int) -> int:
+    cuda.streamBeginCapture(stream, cuda.streamCaptureModeRelaxed)
+    return cuda.captures[stream]
+
+
+def enqueue(cuda: FakeCuda, copies: Any, stream: int, source: int) -> None:
+    """The streams of plans with copies: two forks with their joins, and a copy after the first fork.
+
+    Kernels beside them show whether the copies follow the work before the fork, and are over after the join.
+    """
+    capture = cuda.captures.get(stream)
+    cuda.copied.clear()
+    cuda.enqueue(stream, partial(cuda.copied.append, "ahead"))
+    steps = importlib.import_module("mpicomm.collectives.gpu.algorithms.steps")  # the one that the loader has
+    fork, copy, join = copies.enqueuers([steps.Fork(), steps.Copy(0, source, 1), steps.Join()])
+    for step in (fork, copy, join):
+        step(stream)
+    cuda.enqueue(stream, partial(cuda.copied.append, "behind"))
+    for step in (copy, fork, join):
+        step(stream)
+    cuda.finish()
+    copied = source, capture
+    assert cuda.copied[:2] == ["ahead", copied]
+    assert cuda.copied[2:] in (["behind", copied], [copied, "behind"])
+    assert cuda.captures.get(stream) == capture
+
+
+def test_copies_go_on_while_captures_are_open(cuda: FakeCuda, copies: Any) -> None:
+    for stream in (1, 2):
+        begin_capture(cuda, stream)
+    for stream in (1, 3, 2, 1, 3, 3, 2, 2, 1):
+        enqueue(cuda, copies, stream, 70 + stream)
+    cuda.streamEndCapture(1)
+    for stream in (1, 2):
+        enqueue(cuda, copies, stream, 80 + stream)
+    cuda.streamEndCapture(2)
+
+
+def test_streams_of_captures_that_are_over_are_used_again(cuda: FakeCuda, copies: Any) -> None:
+    for _ in range(10):
+        for stream in (1, 2):
+            begin_capture(cuda, stream)
+            enqueue(cuda, copies, stream, 7)
+        enqueue(cuda, copies, 3, 7)
+        for stream in (1, 2):
+            cuda.streamEndCapture(stream)
+    assert len(cuda.streams) == 3
+
+
+def test_a_stream_of_a_failed_capture_is_not_used_until_the_capture_ends(cuda: FakeCuda, copies: Any) -> None:
+    failed = begin_capture(cuda, 1)
+    enqueue(cuda, copies, 1, 7)
+    cuda.invalid.add(failed)
+    begin_capture(cuda, 2)
+    enqueue(cuda, copies, 2, 8)
+    cuda.streamEndCapture(1)
+    begin_capture(cuda, 3)
+    enqueue(cuda, copies, 3, 9)
+    for stream in (2, 3):
+        cuda.streamEndCapture(stream)
+    assert len(cuda.streams) == 3

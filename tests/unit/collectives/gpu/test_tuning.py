@@ -1,16 +1,35 @@
-"""The table of algorithms: its choices, and its description."""
+"""The table of algorithms: its choices, its description, and its file."""
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpicomm.collectives.gpu.tuning import BUILT_IN, Kind, Row, Tuning, algorithms_of, scaled
+from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu.tuning import (
+    BUILT_IN,
+    TUNED,
+    Kind,
+    Row,
+    Tuning,
+    algorithms_of,
+    kind_of,
+    load,
+    scaled,
+    to_json,
+)
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.inputs.tuning import KIB, MIB, NEVER, chosen, row, table
+from mpicomm.errors import InvalidUsageError
+from tests.helpers.inputs.tuning import GPU, KIB, MIB, NEVER, chosen, row, table
 
 EVERY_OPERATION = st.sampled_from(list(OPERATIONS))
 
@@ -157,3 +176,215 @@ def test_a_description_has_one_line_for_equal_rows() -> None:
         "Allreduce, 4 ranks: one_shot",
         "Bcast, 3, 4 ranks: one_shot, two_shot from 0.09766 KiB",
     ]
+
+
+SIZES = st.integers(2, 8)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Tuning:
+    rows = []
+    for operation in TUNED:
+        for registered in (False, True):
+            legal = algorithms_of(operation)
+            names = st.sampled_from(legal)
+            for size in draw(st.sets(SIZES, max_size=2)):
+                begins = [0, *sorted(draw(st.sets(st.integers(1, 1 << 40), max_size=3)))]
+                measured = st.dictionaries(st.text(), st.text() | st.floats(allow_nan=False), max_size=2)
+                choices = tuple((begin, draw(names)) for begin in begins)
+                kind = kind_of(operation, registered=registered)
+                rows.append(Row(kind, size, choices, draw(st.none() | measured)))
+    return Tuning("", (), draw(st.text())).updated(rows)
+
+
+@given(tables())
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_holds_all_of_a_table(tmp_path_factory: pytest.TempPathFactory, written: Tuning) -> None:
+    path = tmp_path_factory.getbasetemp() / "table.json"
+    path.write_text(json.dumps(to_json(written)))
+    read = load(path)
+    assert (read.rows, read.device) == (written.rows, written.device)
+    assert pickle.loads(pickle.dumps(read)) == read
+    for nbytes in (0, 1 << 20, 1 << 41):
+        for size in range(2, 9):
+            assert chosen(read, nbytes, size, registered=True) == chosen(written, nbytes, size, registered=True)
+
+
+def document() -> dict[str, Any]:
+    measured = {"date": "2026-11-20T00:00:00+00:00", "times": [{"nbytes": KIB, "us": {"one_shot": 3.2}}]}
+    choices = ((0, "one_shot"), (KIB, "two_shot"), (MIB, "copy_engine"))
+    return to_json(table(Row(Kind("Allreduce", True), 4, choices, measured), row("Bcast", 4, (MIB, "two_shot"))))
+
+
+def put(*keys: Any) -> Callable[[Any], Any]:
+    """Return a function that puts the last of ``keys`` into a document, at the place that the other keys name."""
+    *path, last, value = keys
+
+    def change(whole: Any) -> Any:
+        holder = whole
+        for key in path:
+            holder = holder[key]
+        holder[last] = value
+        return whole
+
+    return change
+
+
+FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda whole: [whole], "TypeError"),
+        (put("format", 1), "this mpicomm reads format 2"),
+        (put("rows", [{}]), "'operation'"),
+        (put(*FIRST, "operation", "Scan"), "no row of Scan"),
+        (put(*FIRST, "ranks", 1), "between 1 ranks"),
+        (put(*FIRST, "operation", "Gather"), "cannot choose two_shot for Gather"),
+        (put(*SECOND, "algorithm", "magic"), "cannot choose magic"),
+        (put(*SECOND, "algorithm", "ring"), "cannot choose ring"),
+        (put(*SECOND, "from_nbytes", 0), "can begin at [0, 0, "),
+        (put(*FIRST, "choices", 0, "from_nbytes", 1), "can begin at [1, "),
+        *((content, "") for content in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b"9" * 5000)),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(change: Any, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(change if isinstance(change, bytes) else json.dumps(change(document())).encode())
+    with pytest.raises(InvalidUsageError) as raised:
+        load(path)
+    text = str(raised.value)
+    assert text.startswith(f"tuning file {path}: ") and problem in text
+    assert "delete it and run python -m mpicomm.tune, or set MPICOMM_TUNING=off" in text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return all places in a document."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, item in items for place in ((*path, key), *places(item, (*path, key)))]
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    whole = document()
+    place = data.draw(st.sampled_from(places(whole)))
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.write_text(json.dumps(put(*place, data.draw(JSON))(copy.deepcopy(whole))))
+    try:
+        read = load(path)
+    except InvalidUsageError:
+        return
+    for operation in TUNED:
+        for registered in (False, True):
+            legal = algorithms_of(operation)
+            assert chosen(read, NEVER, 4, operation, registered=registered) in legal
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    pytest.importorskip("cuda.bindings", reason="the directory is that of the kernels, which need cuda-bindings")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("MPICOMM_TUNING", raising=False)
+    return tmp_path / "mpicomm"
+
+
+def write(path: Path, *rows: Row) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_json(table(*rows))))
+    return path
+
+
+MINE = row("Allreduce", 4, (100, "copy_engine"))
+OTHER = "NVIDIA H100 80GB HBM3"
+
+
+def find(device_name: str, link_gb_s: float | None = None) -> Tuning:
+    return tuning.find(device_name, lambda: link_gb_s)
+
+
+def test_without_a_file_it_is_the_one_built_in(cache: Path) -> None:
+    assert find(GPU) is BUILT_IN
+
+
+def test_the_file_for_this_device_is_found(cache: Path) -> None:
+    path = write(cache / "tuning-nvidia-h200.json", MINE)
+    assert tuning.default_file(GPU) == path
+    found = find(GPU)
+    assert chosen(found, 100, 4) == "copy_engine"
+    assert chosen(found, MIB, 4, "Bcast") == "chain"
+    assert found.describe()[0] == f"{path} (NVIDIA H200); for the rest built in, measured on H200s"
+    assert find(OTHER) is BUILT_IN
+    assert tuning.default_file(OTHER) == cache / "tuning-nvidia-h100-80gb-hbm3.json"
+
+
+def test_a_file_that_is_named_wins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(cache / "tuning-nvidia-h200.json", MINE)
+    named = write(cache / "named.json", row("Allreduce", 4, (100, "two_shot")))
+    monkeypatch.setenv("MPICOMM_TUNING", str(named))
+    assert chosen(find(GPU), 100, 4) == "two_shot"
+    assert chosen(find(GPU), MIB, 4, "Bcast") == "chain"
+    monkeypatch.setenv("MPICOMM_TUNING", "")
+    assert chosen(find(GPU), 100, 4) == "copy_engine"
+    monkeypatch.setenv("MPICOMM_TUNING", "off")
+    assert find(GPU) is BUILT_IN
+
+
+def test_for_other_gpus_the_built_in_table_is_scaled_by_their_links(cache: Path) -> None:
+    scaled = find(OTHER, 239)
+    assert scaled.source == "built in, measured on H200s, scaled to links of 239 GB/s"
+    assert scaled.link_speed == 0.5
+    for mine, theirs in zip(scaled.rows, BUILT_IN.rows, strict=True):
+        assert (mine.kind, mine.size, mine.measured) == (theirs.kind, theirs.size, None)
+        assert [name for _, name in mine.choices] == [name for _, name in theirs.choices]
+        for (begin, _), (other, _) in zip(mine.choices, theirs.choices, strict=True):
+            assert abs(begin - other / 2) <= 0.5
+    assert find(OTHER) is BUILT_IN  # the links are unknown
+
+
+def test_what_was_measured_is_not_scaled(cache: Path) -> None:
+    def never_asked() -> float:
+        raise AssertionError
+
+    assert tuning.find(GPU, never_asked) is BUILT_IN
+    write(cache / "tuning-nvidia-h100-80gb-hbm3.json", MINE)
+    found = find(OTHER, 47.8)
+    assert MINE in found.rows
+    assert found.link_speed == pytest.approx(0.1)
+    assert chosen(found, 58 * KIB, 4, "Bcast") == "chain"  # from 57.6 KiB on
+    assert chosen(found, 57 * KIB, 4, "Bcast") == "one_shot"
+
+
+@pytest.mark.parametrize("name", ["missing.json", "."])
+def test_a_file_that_is_named_must_be_one(
+    name: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPICOMM_TUNING", str(tmp_path / name))
+    with pytest.raises(InvalidUsageError) as raised:
+        find(GPU)
+    assert str(raised.value).startswith(f"tuning file {tmp_path / name}: ")
+    assert "set MPICOMM_TUNING to a file" in str(raised.value)
+
+
+def test_a_malformed_file_is_no_silent_default(cache: Path) -> None:
+    write(cache / "tuning-nvidia-h200.json").write_text("{}")
+    with pytest.raises(InvalidUsageError, match=r"tuning-nvidia-h200\.json"):
+        find(GPU)
+
+
+def test_who_has_no_home_has_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert tuning.default_file(GPU) is None
+    assert find(GPU) is BUILT_IN

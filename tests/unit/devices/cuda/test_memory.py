@@ -1,17 +1,19 @@
-"""GPU memory without a GPU: segments that a Ctrl-C leaves open, failures half-way, and owners of descriptors."""
+"""GPU memory without a GPU: segments, pools, virtual memory, descriptors and their owners, failures half-way."""
 
 from __future__ import annotations
 
 import importlib
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mpicomm.devices.handle import KEY_NBYTES, Descriptor, MemoryHandle
 from mpicomm.errors import HandleError
-from tests.helpers.fakes.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_cuda import ADDRESS, FakeCuda
 from tests.helpers.faults.leaks import nothing_leaks
+from tests.unit.devices.cuda.conftest import UUID
 
 
 @pytest.fixture
@@ -63,3 +65,208 @@ def test_host_memory_that_was_exported_belongs_to_who_has_the_descriptor(
     assert isinstance(fd, Descriptor)
     assert os.fstat(fd).st_size == handle.size
     fd.close()
+
+
+KIB = 1 << 10
+KEY = bytes(range(KEY_NBYTES))
+
+
+@pytest.fixture
+def pools(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = importlib.import_module("mpicomm.devices.cuda.segments")
+    monkeypatch.setattr(module, "bytes_of", lambda data: KEY)
+    return module
+
+
+def adopted_pool(pools: Any, context: Any) -> Any:
+    """An array that begins 1 KiB into an allocation of 4 KiB."""
+    array = SimpleNamespace(data=SimpleNamespace(ptr=ADDRESS + KIB), nbytes=2 * KIB)
+    return pools.adopt_pool(context, ADDRESS, 4 * KIB, array)
+
+
+def test_the_allocation_is_over_before_a_peer_can_open_it(
+    no_leaks: None, pools: Any, cuda: FakeCuda, context: Any
+) -> None:
+    ((handle, fd),) = adopted_pool(pools, context).export()
+    assert handle == MemoryHandle("pool", UUID, KEY, 4 * KIB, KIB, 2 * KIB)
+    assert not os.get_inheritable(fd)
+    fd.close()
+    assert cuda.calls.index("cuCtxSynchronize") < cuda.calls.index("cuMemPoolExportPointer")
+
+
+def test_a_pool_whose_export_fails_half_way_keeps_no_descriptor(cuda: FakeCuda, pools: Any, context: Any) -> None:
+    cuda.refuses["cuMemPoolExportPointer"] = HandleError
+    segment = adopted_pool(pools, context)
+    with nothing_leaks(), pytest.raises(HandleError) as error:  # the error holds its frames
+        segment.export()
+    assert error.tb is not None
+
+
+def test_opened_memory_is_freed_before_its_pool(cuda: FakeCuda, pools: Any, context: Any) -> None:
+    segment = pools.open_pool(context, MemoryHandle("pool", UUID, KEY, 4 * KIB, KIB, 2 * KIB), 7)
+    assert (segment.pointer, segment.nbytes) == (ADDRESS + KIB, 2 * KIB)
+    assert cuda.calls.index("cuMemPoolSetAccess") < cuda.calls.index("cuMemPoolImportPointer")
+    cuda.calls.clear()
+    segment.close()
+    assert cuda.calls == ["cuMemFree", "cuMemPoolDestroy"]
+
+
+def test_memory_that_is_opened_twice_is_freed_once(cuda: FakeCuda, pools: Any, context: Any) -> None:
+    handle = MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB)
+    first, second = (pools.open_pool(context, handle, 7) for _ in range(2))
+    cuda.calls.clear()
+    first.close()
+    assert cuda.calls == ["cuMemPoolDestroy"]
+    second.close()
+    assert cuda.calls == ["cuMemPoolDestroy", "cuMemFree", "cuMemPoolDestroy"]
+    pools.open_pool(context, handle, 7).close()
+    assert cuda.calls[-2:] == ["cuMemFree", "cuMemPoolDestroy"]
+
+
+def test_a_pool_that_is_still_in_use_is_destroyed_later(
+    cuda: FakeCuda, pools: Any, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_use, destroyed = True, 0
+
+    def destroy(pool: Any) -> tuple[int]:
+        nonlocal destroyed
+        destroyed += not in_use
+        return (int(in_use),)
+
+    monkeypatch.setattr(cuda, "cuMemPoolDestroy", destroy)
+    handle = MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB)
+    first, second = (pools.open_pool(context, handle, 7) for _ in range(2))
+    first.close()
+    in_use = False
+    second.close()
+    assert destroyed == 2
+
+
+@pytest.mark.parametrize("name", ["cuMemPoolSetAccess", "cuMemPoolImportPointer"])
+def test_memory_that_cannot_be_opened_leaves_no_pool(cuda: FakeCuda, pools: Any, context: Any, name: str) -> None:
+    cuda.refuses[name] = HandleError
+    with pytest.raises(HandleError):
+        pools.open_pool(context, MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB), 7)
+    assert cuda.calls[-1] == "cuMemPoolDestroy"
+    assert not context.segments
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def virtual(cuda: FakeCuda) -> Any:
+    return importlib.import_module("mpicomm.devices.cuda.virtual_memory")
+
+
+@pytest.fixture
+def called(virtual: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """The calls of the driver, with their arguments."""
+    said: list[tuple[str, Any]] = []
+    call = virtual.call
+
+    def record(function: Any, *arguments: Any, **hint: Any) -> Any:
+        said.append((function.__name__, arguments))
+        return call(function, *arguments, **hint)
+
+    monkeypatch.setattr(virtual, "call", record)
+    return said
+
+
+def adopted_virtual(virtual: Any, context: Any) -> Any:
+    """An array that begins 1 MiB into the first of three allocations of 2 MiB, and ends 512 KiB into the last."""
+    array = SimpleNamespace(data=SimpleNamespace(ptr=ADDRESS + MIB), nbytes=3 * MIB + MIB // 2)
+    return virtual.adopt_virtual(context, [(ADDRESS + at * MIB, 2 * MIB) for at in (0, 2, 4)], array)
+
+
+def handle(size: int, offset: int, nbytes: int) -> MemoryHandle:
+    return MemoryHandle("fd", UUID, b"", size, offset, nbytes)
+
+
+def test_an_exported_descriptor_has_an_owner_and_no_child_inherits_it(
+    no_leaks: None, virtual: Any, context: Any
+) -> None:
+    segment = virtual.VirtualSegment(context, "fd", ADDRESS, 64, offset=0, nbytes=64, own=True)
+    ((_, fd),) = segment.export()
+    assert isinstance(fd, Descriptor)
+    assert not os.get_inheritable(fd)
+    del fd
+
+
+def test_each_allocation_of_an_array_is_exported_with_its_range(no_leaks: None, virtual: Any, context: Any) -> None:
+    segment = adopted_virtual(virtual, context)
+    assert (segment.pointer, segment.nbytes) == (ADDRESS + MIB, 3 * MIB + MIB // 2)
+    exported = segment.export()
+    assert [part for part, _ in exported] == [
+        handle(2 * MIB, MIB, MIB),
+        handle(2 * MIB, 0, 2 * MIB),
+        handle(2 * MIB, 0, MIB // 2),
+    ]
+    for _, fd in exported:
+        assert not os.get_inheritable(fd)
+        fd.close()
+
+
+def test_virtual_memory_whose_export_fails_half_way_keeps_no_descriptor(
+    cuda: FakeCuda, virtual: Any, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = virtual._exported
+
+    def export(kind: Any, address: int) -> Any:
+        if address == ADDRESS + 4 * MIB:
+            raise HandleError("refused")
+        return made(kind, address)
+
+    monkeypatch.setattr(virtual, "_exported", export)
+    segment = adopted_virtual(virtual, context)
+    with nothing_leaks(), pytest.raises(HandleError, match="refused") as error:  # the error holds its frames
+        segment.export()
+    assert error.tb is not None
+
+
+def test_allocations_of_a_peer_are_mapped_one_after_the_other(
+    virtual: Any, context: Any, called: list[tuple[str, Any]]
+) -> None:
+    parts = handle(2 * MIB, MIB, MIB), handle(4 * MIB, 0, 4 * MIB), handle(2 * MIB, 0, 512)
+    segment = virtual.VirtualSegment.open(context, tuple((part, 7) for part in parts))
+    assert (segment.pointer, segment.nbytes) == (ADDRESS + MIB, 5 * MIB + 512)
+    mapped = [arguments[:2] for name, arguments in called if name == "cuMemMap"]
+    assert mapped == [(ADDRESS, 2 * MIB), (ADDRESS + 2 * MIB, 4 * MIB), (ADDRESS + 6 * MIB, 2 * MIB)]
+    assert [arguments[1] for name, arguments in called if name == "cuMemSetAccess"] == [8 * MIB]
+    assert [name for name, _ in called].count("cuMemRelease") == 3
+    called.clear()
+    segment.close()
+    assert called == [("cuMemUnmap", (ADDRESS, 8 * MIB)), ("cuMemAddressFree", (ADDRESS, 8 * MIB))]
+
+
+def test_a_mapping_that_fails_half_way_leaves_nothing(
+    cuda: FakeCuda, virtual: Any, context: Any, called: list[tuple[str, Any]]
+) -> None:
+    cuda.refuses["cuMemSetAccess"] = HandleError
+    parts = handle(2 * MIB, 0, 2 * MIB), handle(2 * MIB, 0, 2 * MIB)
+    with pytest.raises(HandleError):
+        virtual.VirtualSegment.open(context, tuple((part, 7) for part in parts))
+    undone = [call for call in called if call[0] in ("cuMemUnmap", "cuMemAddressFree", "cuMemRelease")]
+    assert undone == [
+        ("cuMemUnmap", (ADDRESS + 2 * MIB, 2 * MIB)),
+        ("cuMemUnmap", (ADDRESS, 2 * MIB)),
+        ("cuMemAddressFree", (ADDRESS, 4 * MIB)),
+        ("cuMemRelease", (ADDRESS,)),
+        ("cuMemRelease", (ADDRESS,)),
+    ]
+    assert not context.segments
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (handle(2 * MIB, 0, MIB), handle(2 * MIB, 0, 512)),  # a gap at the end of the first
+        (handle(2 * MIB, 0, 2 * MIB), handle(2 * MIB, 512, 512)),  # a gap at the begin of the second
+        (handle(2 * MIB, 0, 2 * MIB), MemoryHandle("fabric", UUID, bytes(64), 2 * MIB, 0, 512)),
+    ],
+)
+def test_parts_that_do_not_follow_each_other_are_refused(
+    virtual: Any, context: Any, parts: tuple[MemoryHandle, ...]
+) -> None:
+    with pytest.raises(HandleError, match="do not follow each other"):
+        virtual.VirtualSegment.open(context, tuple((part, 7) for part in parts))
