@@ -8,6 +8,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,11 @@ def controls(
         require_seen(lambda seed: run(builds, *given, seed=seed, changes=changes), match)
 
     return test
+
+
+def noticed(mistake: object) -> AbstractContextManager[object]:
+    """Return a context in which a run has to see a mistake; it has to pass if there is none."""
+    return pytest.raises(AssertionError) if mistake else nullcontext()
 
 
 class RunFailedError(AssertionError):

@@ -25,11 +25,13 @@ from mpicomm.devices.cuda.load import compile_kernel
 from mpicomm.kernels import epilogue, experts, message, packing, reductions, team, window
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.p2p import gpu as p2p
-from tests.helpers.inputs.kernel_sources import INCLUDES
+from tests.helpers.inputs.kernel_sources import INCLUDES, SOURCES
 from tests.helpers.references.reductions import SENTINELS
 
 # For a device newer than NVRTC the result is PTX. The compiler has checked all assertions by then.
 WITHOUT_ASSEMBLER = (99, 0)
+# The oldest that NVRTC compiles for. tests/kernels/test_compiled.py compiles kernels for newer ones.
+OLDEST = (7, 5)
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +103,7 @@ OPTIONS_OF: dict[str, tuple[str, ...]] = {
     "accumulate.cu": window.accumulate_kernel(("float32", "sum"), 4).options,
     **dict.fromkeys(("epilogue.cu", "epilogue.cuh", "finish.cuh"), WITH_EPILOGUE),
     **dict.fromkeys(("norm.cu", "norm.cuh"), WITH_NORM),
+    "counted_step.cu": packets.counted_step_kernel(4).options,
     "counted.cuh": COUNTED,
     "strided.cuh": STRIDED,
 }
@@ -117,10 +120,14 @@ PACKETS: dict[str, tuple[type[ctypes.Structure], tuple[str, ...], dict[str, int]
 """The arguments of packets.cu in kernels with more fields."""
 
 
-@pytest.mark.parametrize("name", sorted({*COPIES, *CONSTANTS}))
-def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted({*SOURCES, *COPIES, *CONSTANTS}))
+def test_every_kernel_compiles_and_agrees_with_the_host_on_structures_and_constants(name: str, tmp_path: Path) -> None:
     assert SENTINELS[0] == team.ABSENT
-    require_agreement(name, COPIES[name], CONSTANTS.get(name, {}), tmp_path, OPTIONS_OF.get(name, ()))
+    image = require_agreement(name, COPIES[name], CONSTANTS.get(name, {}), tmp_path, OPTIONS_OF.get(name, ()))
+    if name in SOURCES:
+        names = re.findall(r"MPICOMM_KERNEL\s+void\s+(\w+)\(", SOURCES[name].read_text())
+        assert names and image.startswith(b"\x7fELF")
+        assert [name for name in names if name.encode() not in image] == []
 
 
 @pytest.mark.parametrize("name", PACKETS)
@@ -135,7 +142,8 @@ def require_agreement(
     constants: Mapping[str, int],
     tmp_path: Path,
     options: tuple[str, ...] = (),
-) -> None:
+) -> bytes:
+    """Return the compiled source or header."""
     lines = [f'#include "{name}"']
     lines += [f"static_assert(mpicomm::{constant} == {value});" for constant, value in constants.items()]
     # NVRTC brings no header that defines offsetof; its compiler turns offsetof into this expression.
@@ -153,7 +161,7 @@ def require_agreement(
         "-DMPICOMM_BY_TOKEN=true",
         "-DMPICOMM_IN_PACKETS=true",
     )
-    compile_kernel(source, WITHOUT_ASSEMBLER, (*reduction, *options, *INCLUDES))
+    return compile_kernel(source, OLDEST if name in SOURCES else WITHOUT_ASSEMBLER, (*reduction, *options, *INCLUDES))
 
 
 @pytest.mark.parametrize("steps", ["one", "laps"])
