@@ -104,7 +104,7 @@ class PartitionedRequest(PersistentRequest):
         """Return whether a partition has arrived. Local."""
         self._require_known([partition])
         with self._lock:  # the completer's thread takes the other partitions when MPI's request is complete
-            if self._started is not None and not self._started.over and partition not in self._taken:
+            if self._latest is not None and not self._latest.over and partition not in self._taken:
                 if not self._request.Parrived(partition):
                     return False
                 self._take([partition], self._stream())
