@@ -37,8 +37,6 @@ class OutboxSlot:
     """The address of the `ready` words of its line."""
     done: int
     """The address of the `done` words of its line."""
-    last: int
-    """The count of its words when the message has been copied."""
     message: list[Any]
     """The packed header, as MPI takes it."""
     nbytes: int = 0
@@ -84,7 +82,6 @@ class InFlight:
         self.outbox_nbytes = 0
         """The size of the outbox."""
         self._lines = list(reversed(range(MOST_IN_FLIGHT)))  # the free lines; the lowest go first
-        self._counts = [0] * MOST_IN_FLIGHT  # of the lines that no slot has
         self._used = 0  # no message has used this line or a later one
         # The counts of the words of a line when its last message is over. The two names are views of one array.
         self._last = np.zeros((MOST_IN_FLIGHT, 1), np.uint64)
@@ -116,22 +113,21 @@ class InFlight:
         """Whether a line is free."""
         return bool(self._lines)
 
-    def take_line(self) -> tuple[int, int]:
-        """Return a free line and the count of its words."""
+    def take_line(self) -> int:
+        """Return a free line."""
         line = self._lines.pop()
         self._used = max(self._used, line + 1)
-        return line, self._counts[line]
+        return line
 
     def give_up_line(self, place: OutboxSlot) -> None:
         """Free the line of a slot after its message is over."""
         self._lines.append(place.line)
-        self._counts[place.line] = place.last
 
     def add(self, place: OutboxSlot) -> None:
         """Add the message of a slot. Begin a look if it is worth it."""
         places, line = self._places, place.line
         places[line] = place
-        place.last = self._last_of[line] = place.last + place.counts
+        self._last_of[line] += place.counts
         self._nbytes += place.room
         if self._copied is None and (len(places) >= self._look_from or self._nbytes >= self._look_from_nbytes):
             self._begin_copy()
@@ -139,7 +135,7 @@ class InFlight:
     def remove(self, place: OutboxSlot) -> None:
         """Remove a message that no rank sends. No rank has added to its words."""
         del self._places[place.line]
-        place.last = self._last_of[place.line] = place.last - place.counts
+        self._last_of[place.line] -= place.counts
         self._nbytes -= place.room
 
     def over(self) -> list[OutboxSlot]:

@@ -169,13 +169,13 @@ class Outbox:
         else:
             return None
         assert self._words is not None
-        line, last = self._in_flight.take_line()
+        line = self._in_flight.take_line()
         header = RendezvousHeader(0, self._words.packet, line * LINE_NBYTES, block.packet, offset, room)
         ready = self._words.segment.pointer + line * LINE_NBYTES
         # MPI.PACKED matches every type that the receiver names.
         message = [header.pack(self._secret), HEADER_NBYTES, MPI.PACKED]
         pointer = block.segment.pointer + offset
-        return OutboxSlot(block, offset, room, pointer, line, ready, ready + DONE, last, message)
+        return OutboxSlot(block, offset, room, pointer, line, ready, ready + DONE, message)
 
     def _look_for_place(self, room: int) -> OutboxSlot | None:
         """Look which messages are over. Return a slot that this leaves, or None.
