@@ -19,7 +19,6 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
 from mpicomm.symmetric.owner import SharedMemory
 
-_CHECKPOINT = (1 << 16) - 1  # the lowest bits of a longest message say at which checkpoint it was written
 FOR_GPUS, FOR_HOST = 1, 3
 _VOTES_OF_WORD = (1 << VOTE_BITS) - 1
 _NEVER_CALLED = "nothing yet"
@@ -118,19 +117,6 @@ class CallLog(SharedMemory):
             for index, word in enumerate(latest)
             if word >> 32 < group or (word >> 32 == group and word >> shift & FOR_HOST == 0)
         ]
-
-    def write_longest(self, checkpoint: int, nbytes: int) -> None:
-        """Write this rank's longest message at a checkpoint for the other ranks; local. See `LongestMessage`."""
-        self._log.words[layout.LONGEST + checkpoint % 2] = nbytes << 16 | checkpoint + 1 & _CHECKPOINT
-
-    def without_longest(self, checkpoint: int) -> list[int]:
-        """Return the indices of the ranks that have not written their longest message at a checkpoint; local."""
-        longest = (words[layout.LONGEST + checkpoint % 2] for words in self._words)
-        return [index for index, word in enumerate(longest) if (word ^ checkpoint + 1) & _CHECKPOINT]
-
-    def longest(self, checkpoint: int) -> int:
-        """Return the longest message of all ranks at a checkpoint; local. Every rank must have written its own."""
-        return max(words[layout.LONGEST + checkpoint % 2] >> 16 for words in self._words)
 
     @property
     def calls(self) -> int:

@@ -86,7 +86,6 @@ class _Arena:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
-        self.any_length = self.sentinels
         # The ordinary inboxes, which are used again more often.
         large = ArenaRegion(self.sentinels.pointers, PARITIES * STAGES * layout.size * self.sentinels.nbytes)
         self._regions = {large_inboxes(layout, 1, STAGES).what: large, **regions}

@@ -112,7 +112,7 @@ class CountedRig(Rig):
             signature = Signature("Alltoallv", f"elements of {buffers.itemsize} bytes", call.tag)
             domain = self.domains[rank]
             config = PacketConfig.of("sentinel", domain.arena.sentinels, SMALL)
-            self._templates[key] = CountedTemplate(signature, buffers, domain, loader, lambda _: config)
+            self._templates[key] = CountedTemplate(signature, buffers, domain, loader, config)
         template = self._templates[key]
         assert template.takes(*plain) and template.fill(*plain)
         launch: Any = template.launch

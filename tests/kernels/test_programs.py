@@ -139,7 +139,7 @@ def test_uneven_messages_of_any_length_go_in_packets(builds: Builds) -> None:
     rig.machine.run(checks, jitter_us=300)
 
 
-@pytest.mark.parametrize(("sent", "expected"), [(0, 200_000), (100, 200_000), (200_000, 0), (200_000, 100)])
+@pytest.mark.parametrize(("sent", "expected"), [(0, 400_000), (100, 400_000), (400_000, 0), (400_000, 100)])
 def test_two_ranks_that_disagree_on_a_long_message_notice(builds: Builds, sent: int, expected: int) -> None:
     rig = ProgramRig(Machine(builds, 2), timeout_s=5)
     nothing = Span(0, 0)

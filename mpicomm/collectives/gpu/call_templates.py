@@ -190,8 +190,6 @@ class CollectiveTemplate(CallTemplate):
             if memory.array != self._array:
                 self._array, self._into = memory.array, with_place(self._text, memory.text_at(OFFSET_IN_TEXT))
             self.words, self.offset = self._into, memory.offset
-        if self._is_private:
-            self.private_nbytes = launcher.private_nbytes
         return True
 
 

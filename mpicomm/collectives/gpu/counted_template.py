@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, KernelTemplate
@@ -14,7 +13,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     counted_step_kernel,
     packet_kernel,
 )
-from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig, any_length_configs
+from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig, any_length_config
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Step
 from mpicomm.collectives.gpu.call_templates import CallTemplate
 from mpicomm.collectives.gpu.decision import NO_END, enqueuers_of
@@ -36,8 +35,8 @@ class CountedTemplate(CallTemplate, KernelTemplate):
     """The calls whose buffers, counts and displacements are of the same kinds as ``buffers``. One launch carries each.
 
     The host knows no lengths, but it knows how much the buffers of this rank hold. So the kernel of this rank may
-    differ from the kernels of its peers: see counted_step.cu. ``signature`` and the result of ``config_of``, by default
-    `any_length_configs`, are the same on all ranks.
+    differ from the kernels of its peers: see counted_step.cu. ``signature`` and ``config``, by default
+    `any_length_config`, are the same on all ranks.
     """
 
     choice = AlgorithmChoice("one_shot", "the counts are on the GPU")
@@ -48,7 +47,7 @@ class CountedTemplate(CallTemplate, KernelTemplate):
         buffers: CountedBuffers,
         domain: Domain,
         loader: StepLoader,
-        config_of: Callable[[int], PacketConfig] | None = None,
+        config: PacketConfig | None = None,
     ) -> None:
         self.words = str(signature)
         layout, own = domain.arena.layout, domain.team.arenas[domain.rank]
@@ -64,11 +63,13 @@ class CountedTemplate(CallTemplate, KernelTemplate):
             side.wide_displs = isinstance(buffer.displs, DeviceIndices) and buffer.displs.is_wide
         self._follow = all(side.follows for side in self._sides)
         self._size, self._host_slots = domain.size, domain.host_slots
-        self._config_of = config_of or any_length_configs(domain)
-        self._config: PacketConfig | None = None
-        self._most_of_step = -1
+        config = config or any_length_config(domain)
+        arguments.laps, arguments.stages = config.laps, config.inboxes.stages
+        arguments.inbox_nbytes = config.inboxes.nbytes
+        arguments.inboxes[: self._size] = config.inboxes.pointers
+        self._shape = config.blocks, config.workers + OVERSEERS
+        self._most_of_step = config.step_nbytes // self._itemsize if self._follow else -1
         """The most elements of a buffer for the kernel of one step; -1 if no call takes it."""
-        self._shape = 0, 0
         self._most = NO_END if buffers.receive.counts.is_wide else (1 << 31) - 1
         send, receive = ([each.nbytes for each in side.indices()] for side in (buffers.send, buffers.receive))
         self._nbytes = send[0], send[-1], receive[0], receive[-1]
@@ -108,19 +109,10 @@ class CountedTemplate(CallTemplate, KernelTemplate):
 
     def _write(self, sent: Any, received: Any) -> Filled:
         """Write a call into `arguments`. Does not look at the types of the buffers."""
-        self.private_nbytes = sent[1] * self._itemsize
-        config, arguments = self._config_of(0), self.arguments
-        if config is not self._config:
-            self._config = config
-            arguments.laps, arguments.stages = config.laps, config.inboxes.stages
-            arguments.inbox_nbytes = config.inboxes.nbytes
-            arguments.inboxes[: self._size] = config.inboxes.pointers
-            self._shape = config.blocks, config.workers + OVERSEERS
-            self._most_of_step = config.step_nbytes // self._itemsize if self._follow else -1
         for (pointer, room, _, counts, displs), at, side in zip((sent, received), _AT, self._sides, strict=True):
             if type(displs) is tuple:
                 side.known[: self._size], displs = displs, None
-            _write_side(arguments, at, pointer, room, counts, displs or 0)
+            _write_side(self.arguments, at, pointer, room, counts, displs or 0)
         return (sent[1] <= self._most_of_step and received[1] <= self._most_of_step, *self._shape)
 
     def variant(self, kernel: bool) -> Variant:

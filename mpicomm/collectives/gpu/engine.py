@@ -26,7 +26,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     sendrecv_request,
 )
 from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Launch, Step
-from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, LoggedCalls, LongestMessage
+from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, LoggedCalls
 from mpicomm.collectives.gpu.call_templates import (
     BY_KERNELS,
     CallTemplate,
@@ -131,7 +131,6 @@ class DeviceEngine:
             early=backend.info.compute_capability >= (9, 0) and not host_slots and side_by_side == 1,
             host_slots=host_slots,
         )
-        self._longest = LongestMessage(call_log, calls)
         self._calls = calls
         self._memory = CallMemory(self.domain, self._arena, call_log, calls)
         self._decisions: dict[Hashable, Decision] = {}
@@ -166,8 +165,7 @@ class DeviceEngine:
             made = CountedTemplate(call.signature, call.counted, self.domain, self._loader)
             self._call_log.post(made.words)
             steps = made.read(call.counted)
-            alone = self.domain.size == 1
-            return self._plan(made.words, steps, made.choice, None if alone else made.private_nbytes)
+            return self._plan(made.words, steps, made.choice)
         output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
@@ -231,7 +229,7 @@ class DeviceEngine:
         chosen, choice, text = self._memory.provide_for_call(decision, longest, words, memory)
         steps = decision.steps(chosen, buffers, hash32, memory, epilogue)
         assert steps is not None, text
-        return self._plan(text, [*before, *steps, *after], choice, chosen.launcher.private_nbytes)
+        return self._plan(text, [*before, *steps, *after], choice)
 
     def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
         """Return a plan in which this rank waits for no other rank; ``text`` names its call. Local."""
@@ -318,20 +316,15 @@ class DeviceEngine:
         text: str,
         steps: Sequence[Step],
         choice: AlgorithmChoice = NO_CHOICE,
-        private_nbytes: int | None = None,
         *,
         collective: bool = True,
     ) -> Plan:
         plan = Plan(text, self._loader.enqueuers(steps), choice, collective=collective)
         self._plans.add(plan)
-        if private_nbytes is not None:
-            self._longest.keep(plan, private_nbytes)
         return plan
 
     def enqueue(self, plan: Plan, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
-
-        After some calls with private lengths it may block until all ranks have come: see `LongestMessage`.
 
         Return whether this call has enqueued work, after which it has recorded ``event``. A captured call enqueues no
         work, and a rank without a part in the call enqueues none. At its second enqueue a plan becomes a graph, which
@@ -365,12 +358,6 @@ class DeviceEngine:
         else:
             with self._backend.current():
                 pending = self._order.enqueue(stream, eager, plan.enqueue, event)
-        if plan.private_nbytes is not None and self._longest.count(plan.private_nbytes):
-            # Collective. It comes after the call, because all ranks must use the same inboxes in the call, with an old
-            # plan or a new one.
-            changed = self._memory.enlarge_inboxes(plan, self._longest.agree())
-            if changed:
-                self._longest.make_plans_old()
         return pending
 
     def _launch_graph(self, plan: Plan, stream: int) -> None:

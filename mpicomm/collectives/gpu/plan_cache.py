@@ -145,12 +145,13 @@ class PlanCache:
             return None
         calls, template = kind.calls, kind.template
         if template is None:
-            plan: Any = calls.get(call)
-            return None if plan is None or plan.is_old else plan
+            plan = calls.get(call)
+            assert not isinstance(plan, int)
+            return plan
         number = len(calls)
         kept = calls.setdefault(call, 1)  # one look-up for a new call, too
         if not isinstance(kept, int):
-            return None if kept.is_old else kept
+            return kept
         if len(calls) == number:
             if kept >= _TIMES:
                 return None  # a repeated call gets a separate plan, because a graph launches faster
@@ -164,8 +165,7 @@ class PlanCache:
         """Return the plan that `remember` has kept under a key of a client; None if there is none that may be used."""
         if self._mappings.version != self._version:
             self._forget_memory()
-        plan = self._by_client.get(key)
-        return None if plan is None or plan.is_old else plan
+        return self._by_client.get(key)
 
     def remember(self, key: Hashable, plan: AnyPlan) -> None:
         """Keep a plan that `find_plain` has found under a key that tells memory and arguments of the call. Local."""

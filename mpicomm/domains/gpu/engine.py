@@ -51,11 +51,6 @@ class DomainsPlan(AnyPlan):
     def text(self) -> str:
         return str(self.call)
 
-    @property
-    def is_old(self) -> bool:  # type: ignore[override]
-        """Whether a plan of its domain is old."""
-        return any(item.is_old for piece in self.pieces for item in piece if isinstance(item, Plan))
-
 
 class DomainsEngine:
     """Collectives on device arrays of all ranks, with the interface of `DeviceEngine`, which serves this rank's domain.

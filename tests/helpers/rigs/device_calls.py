@@ -40,7 +40,7 @@ class Engine:
     def prepare_call(self, call: Call, mappings: object, asked: str) -> Any:
         text = str(call.signature)
         self._post(text)
-        return SimpleNamespace(part=Part(call), text=text, is_new=True, is_old=False)
+        return SimpleNamespace(part=Part(call), text=text, is_new=True)
 
     def template(self, call: Call, mappings: object, asked: str) -> None:
         return None

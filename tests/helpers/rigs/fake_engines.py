@@ -65,17 +65,12 @@ class Rig:
             lasting_streams={0},
             scratch=lambda nbytes: Scratch((3 << 50) + nbytes, nbytes, None),
         )
-        self.longest: list[int] = []
-        """The values that both ranks have written at each checkpoint."""
         call_log: Any = SimpleNamespace(
             post=lambda text, count=0, offset=None, *, ready=False: None,
             differ=lambda: False,
             behind=list,
             ready=lambda: None,
             not_ready=list,
-            write_longest=lambda checkpoint, nbytes: self.longest.append(nbytes),
-            without_longest=lambda checkpoint: [1] * (checkpoint >= len(self.longest)),
-            longest=lambda checkpoint: self.longest[checkpoint],
         )
         self.engine = engine.DeviceEngine(node, backend, "ipc", call_log, on_a_device, most_nbytes)
 

@@ -28,7 +28,6 @@ class Arena:
         self.layout = ArenaLayout(size, 64)
         self.flagged = Inboxes(tuple(rank << 41 for rank in range(1, size + 1)), self.layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(rank << 42 for rank in range(1, size + 1)), self.layout.sentinel_inbox_nbytes)
-        self.any_length = self.sentinels
         self._regions = regions
 
     def has(self, request: Request) -> bool:
@@ -114,8 +113,6 @@ class Kind:
         assert self._device.launched == launched
         assert template.text == text
         assert template.choice == chosen.choice
-        assert template.private_nbytes == chosen.launcher.private_nbytes
-        assert (template.private_nbytes is not None) == (call.operation.counts == "private")
 
 
 def packet_launch(template: PacketTemplate, tag: int, way: PacketConfig, nbytes: int, itemsize: int) -> Launch:

@@ -111,7 +111,7 @@ class Known:
         return self.runs
 
     def add(self, operation: str, given: Arguments, algorithm: str = "auto", *, by_output: bool = False) -> Any:
-        plan: Any = SimpleNamespace(text=operation, is_old=False)
+        plan: Any = SimpleNamespace(text=operation)
         call = (OPERATIONS[operation], algorithm, *in_order(given))
         self._calls.add(plan, call, by_output=by_output)
         return plan

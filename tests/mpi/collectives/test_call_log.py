@@ -126,22 +126,6 @@ def test_a_call_is_on_the_host_after_the_votes_of_all(comm_world: MPI.Intracomm,
     assert call_log.location(1) == "host"
 
 
-def test_tells_the_longest_message_of_all_ranks_at_a_checkpoint(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    for checkpoint in (0, 1, 2, 3, 65535, 65536):
-        if rank:
-            call_log.write_longest(checkpoint, checkpoint + rank << 30)
-        comm_world.Barrier()
-        assert call_log.without_longest(checkpoint) == [0]
-        comm_world.Barrier()
-        if not rank:
-            call_log.write_longest(checkpoint, 5)
-        comm_world.Barrier()
-        assert call_log.without_longest(checkpoint) == []
-        assert call_log.longest(checkpoint) == (checkpoint + size - 1 << 30 if size > 1 else 5)
-        comm_world.Barrier()
-
-
 @pytest.mark.mpi(min_size=2)
 def test_testifies_of_ranks_in_calls_that_this_rank_has_not_made(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
     call_log.post("first")

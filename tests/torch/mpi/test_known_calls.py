@@ -61,7 +61,7 @@ class PlanningComm:
         def call(send: Any, receive: Any = None, op: Any = None, root: int = 0, *, algorithm: str, **_: Any) -> None:
             if name == "Bcast":
                 send, receive, op, root = None, send, None, receive
-            plan: Any = SimpleNamespace(text=name, is_old=False, lasts=True)
+            plan: Any = SimpleNamespace(text=name, lasts=True)
             key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, None, None)
             read: Any = SimpleNamespace(operands=(), in_place=False) if self.knows_forms else None
             self.cache.add(plan, key, by_output=False, read=read)
@@ -188,8 +188,6 @@ def test_a_bucket_is_repeated_only_with_the_same_memory_and_operation(bucket: An
     ):
         assert bucket(changed) is None
     assert bucket(tensor) == "Allreduce"
-    bucket.comm.cache.find_again((tensor.data_ptr(), 12, tensor.dtype, hash(SUM))).is_old = True
-    assert bucket(tensor) is None
 
 
 def test_a_bucket_is_forgotten_with_the_symmetric_arrays(bucket: Any) -> None:

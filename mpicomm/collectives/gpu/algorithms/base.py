@@ -327,8 +327,6 @@ class FormLauncher(ABC):
     needs_symmetric_output: ClassVar[bool] = False
     finishes = False
     """Whether it applies the epilogue of the form; else a further kernel does."""
-    private_nbytes: int | None = None
-    """This rank's longest message in the filled-in call, if only the two ranks of a message know its length."""
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
         """Return the memory beyond the arena for a call whose longest message has ``longest`` bytes."""

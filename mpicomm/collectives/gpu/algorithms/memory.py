@@ -20,7 +20,7 @@ CHUNK_SLOTS = 2  # kSlots in exchange.cu; a test compares them
 ARRIVALS_NBYTES = MAX_BLOCKS * 8
 """The size of the arrival words of one peer for direct.cu, one for each block."""
 _FLAGGED_NBYTES = 2 << 20  # all inboxes of one stage and parity
-_SENTINEL_NBYTES = 8 << 20
+_SENTINEL_NBYTES = 9 << 20
 _MOST_LARGE_NBYTES = 32 << 20
 
 
@@ -77,11 +77,6 @@ class ArenaLayout:
         self.slot_nbytes = 128 << 10 if size == 2 else 64 << 10
         """The size of a slot of exchange.cu: whole cache lines."""
         self.slots_nbytes = size * channels * CHUNK_SLOTS * self.slot_nbytes
-        self.large_inboxes_nbytes = [
-            self.inbox_nbytes(_SENTINEL_NBYTES << number)
-            for number in range(1, (_MOST_LARGE_NBYTES // _SENTINEL_NBYTES).bit_length())
-        ]
-        """The sizes that large inboxes of the sentinel protocol may have, the smallest first."""
         self.most_inbox_nbytes = self.inbox_nbytes(_MOST_LARGE_NBYTES)
 
     @cached_property
@@ -116,6 +111,10 @@ class Inboxes:
     nbytes: int
     stages: int = STAGES
     """The inboxes for one source and parity."""
+
+    def as_one_stage(self) -> Inboxes:
+        """Return the same memory as inboxes of one stage."""
+        return Inboxes(self.pointers, self.stages * self.nbytes, stages=1)
 
 
 @dataclass(frozen=True)
@@ -159,9 +158,6 @@ class Arena(Protocol):
     layout: ArenaLayout
     flagged: Inboxes
     sentinels: Inboxes
-    any_length: Inboxes
-    """The inboxes for messages with a length that only two ranks know: `sentinels`, or larger inboxes. All ranks change
-    them after the same call."""
 
     def has(self, request: Request) -> bool:
         """Return whether there is memory for a request; local, the same on all ranks."""

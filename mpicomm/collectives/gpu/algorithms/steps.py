@@ -79,10 +79,6 @@ class AnyPlan:
     choice: AlgorithmChoice = NO_CHOICE
     collective = True
     """Whether all ranks make the call. Then they can compare their calls."""
-    private_nbytes: int | None = None
-    """This rank's longest message if only the two ranks of a message know its length; else None."""
-    is_old = False
-    """Whether the call has to be planned again, because ranks may change the memory that it uses."""
     lasts = True
     """Whether it stays the plan of one call. A template is the plan of another call after the next `fill`."""
     by_output = False

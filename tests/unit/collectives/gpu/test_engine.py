@@ -1,4 +1,4 @@
-"""The engine counts calls with private lengths, says its memory and shares a GPU, over a CUDA that launches nothing."""
+"""The engine posts its calls, says its memory and shares a GPU, over a CUDA that launches nothing."""
 
 from __future__ import annotations
 
@@ -42,37 +42,7 @@ def test_the_call_log_gets_each_enqueue_of_a_plan_once(rig: Rig) -> None:
     assert said == ["plans", "plans", "goes on", "launches", "goes on", "launches", "launches"]
 
 
-def test_calls_with_private_lengths_are_planned_again_when_inboxes_have_changed(rig: Rig) -> None:
-    short, long = rig.alltoallv(4096), rig.alltoallv(64 * MIB)
-    rig.enqueue(short)
-    rig.enqueue(short)
-    rig.enqueue(long)
-    assert rig.longest == [4096, 4096, 64 * MIB] and not short.is_old
-    rig.enqueue(long)
-    assert short.is_old and long.is_old
-    again = rig.alltoallv(4096)
-    for _ in range(20):
-        rig.enqueue(again)
-    assert not again.is_old
-    sizes = [x.inbox_nbytes for x in rig.launched]
-    assert sizes == [4 * MIB] * 4 + [16 * MIB] * 2  # one by one, then in a graph
-
-
-def test_plans_of_other_calls_stay_and_do_not_count(rig: Rig) -> None:
-    span = Span(1 << 50, 1000)
-    signature = Signature("Allreduce", "uint8")
-    pattern = patterns.allreduce(0, 2, BYTE, span, span, "sum")
-    plan = rig.engine.prepare_step(pattern.operation, pattern.buffers, (str(signature), signature.hash32), "auto")
-    for _ in range(3):
-        rig.enqueue(plan)
-    assert not rig.longest
-    rig.enqueue(rig.alltoallv(64 * MIB))
-    assert not plan.is_old
-
-
-def test_the_whole_input_counts_as_the_longest_message_if_counts_lie_on_the_device(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_on_the_device_go_to_the_kernel(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     read_device_arrays(monkeypatch)
     x, y, one, other = (
         DeviceArray(address << 44, count, np.dtype(dtype))
@@ -81,7 +51,6 @@ def test_the_whole_input_counts_as_the_longest_message_if_counts_lie_on_the_devi
     call = Call(ALLTOALLV, Arguments([x, one], [y, (other, [0, 5])]), 0, 2)
     plan = rig.engine.prepare_call(call, Mappings(), "auto")
     rig.enqueue(plan)
-    assert rig.longest == [64 * MIB]
     counted = rig.launched[0].counted
     assert (counted.itemsize, counted.send.buffer, counted.send.room) == (4, 1 << 44, 16 * MIB)
     assert (counted.send.counts, counted.send.wide_counts, counted.send.follows) == (3 << 44, 0, 1)
@@ -107,11 +76,13 @@ def test_the_engine_says_its_memory(rig: Rig) -> None:
 
     (arena,) = held()
     assert arena.purpose == "collectives: arena" and 40 * MIB < arena.device_nbytes < 48 * MIB
-    rig.enqueue(rig.alltoallv(4096))
+    for nbytes in (4096, 64 * MIB):  # of any length
+        rig.enqueue(rig.alltoallv(nbytes))
     assert held() == [arena]
-    for _ in range(2):
-        rig.enqueue(rig.alltoallv(64 * MIB))
-    assert held() == [arena, MemoryUse("collectives: large messages", device_nbytes=68 * MIB)]
+    span, signature = Span(1 << 50, 64 * MIB), Signature("Allreduce", "uint8")
+    pattern = patterns.allreduce(0, 2, BYTE, span, span, "sum")
+    rig.engine.prepare_step(pattern.operation, pattern.buffers, (str(signature), signature.hash32), "two_shot")
+    assert held() == [arena, MemoryUse("collectives: large messages", device_nbytes=136 * MIB)]
 
 
 def test_messages_in_stream_order_that_exceed_the_bound_are_refused(

@@ -86,7 +86,7 @@ def test_a_blocking_call_waits_where_calls_complete_on_return_and_on_an_address(
     backend.meets = lambda stream, array: False
     known._calls.engine.template = lambda call, mappings, asked: None  # type: ignore[method-assign]
     read: Any = SimpleNamespace(operands=[SimpleNamespace(by_address=by_address)], in_place=False)
-    plan: Any = SimpleNamespace(text="Allreduce", is_old=False)
+    plan: Any = SimpleNamespace(text="Allreduce")
     call = (OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None, None, None)
     known._calls.add(plan, call, by_output=False, read=read)
     found = known._calls.find(*call)

@@ -273,12 +273,3 @@ def test_calls_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.Mon
         known.add("Bcast", call)
     assert known.find("Bcast", calls[-1]) is not None
     assert sum(known.find("Bcast", call) is not None for call in calls) <= 3
-
-
-def test_a_call_whose_plan_is_old_is_planned_again() -> None:
-    known, call = Known(), ("Alltoallv", arguments(Array(16), Array(64), None))
-    plan = known.add(*call)
-    plan.is_old = True
-    assert known.find(*call) is None
-    plan = known.add(*call)
-    assert known.find(*call) is plan

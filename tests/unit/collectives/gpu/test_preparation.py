@@ -163,12 +163,12 @@ def test_rows_are_normalised_by_the_kernel_of_one_hop_or_by_the_next_one() -> No
 
 def test_without_memory_for_large_inboxes_codes_go_through_small_inboxes() -> None:
     rig = Rig(**{"collectives_large messages": NoMemoryError("there is none")})
-    count = 9 * rig.arena.sentinels.nbytes
+    count = 18 * rig.arena.sentinels.nbytes
     (launch,) = rig.steps(count, wire=Wire("int8"))
     assert isinstance(launch, Launch) and "-DMPICOMM_WIRE=int8" in launch.variant.options
     assert "-DMPICOMM_LAPS" in launch.variant.options
     arguments = launch.arguments
-    assert arguments.inbox_nbytes == rig.arena.sentinels.nbytes and arguments.laps >= FEWEST_LAPS
+    assert arguments.inbox_nbytes == 2 * rig.arena.sentinels.nbytes and arguments.laps >= FEWEST_LAPS
     assert arguments.steps * launch.blocks * (launch.threads - OVERSEERS) * CODES_OF_PACKET >= count
 
 
@@ -209,7 +209,7 @@ def test_what_one_shot_lacks_memory_for_goes_in_the_arena_and_is_never_tried_aga
     rig = Rig(collectives_copies=NoMemoryError("x"), **{"collectives_large messages": NoMemoryError("x")})
     for _ in range(2):
         (launch,) = rig.steps(10 << 20, asked)
-        assert isinstance(launch, Launch) and launch.arguments.inbox_nbytes == rig.arena.sentinels.nbytes
+        assert isinstance(launch, Launch) and launch.arguments.inbox_nbytes == 2 * rig.arena.sentinels.nbytes
         assert launch.arguments.laps >= FEWEST_LAPS
     # Two hops need twice the memory of one.
     assert rig.arena.tried.count("collectives: large messages") == (2 if asked == "auto" else 1)

@@ -297,21 +297,10 @@ def row_configs(row_nbytes: int, domain: Domain, *, fan_out: bool) -> Configs:
     return Configs(config_of, lambda nbytes: configs.memory(rows_of(nbytes).nbytes))
 
 
-def any_length_configs(domain: Domain) -> Callable[[int], PacketConfig]:
-    """Return the config of calls in which only two ranks know the length of a message; one config for all lengths."""
-    arena, config = domain.arena, any_length_config(domain, domain.arena.any_length)
-
-    def config_of(nbytes: int) -> PacketConfig:
-        nonlocal config
-        if config.inboxes is not arena.any_length:  # the ranks have set up larger inboxes
-            config = any_length_config(domain, arena.any_length)
-        return config
-
-    return config_of
-
-
-def any_length_config(domain: Domain, inboxes: Inboxes, coding: Coding | None = None) -> PacketConfig:
-    """Return the config of messages of any length in these inboxes, which may be smaller than the messages."""
+def any_length_config(domain: Domain, coding: Coding | None = None) -> PacketConfig:
+    """Return the config of messages whose length only two ranks know, or that are longer than their inboxes."""
+    # Nothing is sent on, so all memory of the inboxes may hold the messages of the first stage.
+    inboxes = domain.arena.sentinels.as_one_stage()
     geometry = geometry_within(inboxes.nbytes, domain.most_blocks, domain.size, coded=coding is not None)
     config = PacketConfig.of("sentinel", inboxes, geometry, coding, domain.size)
     if coding is not None:

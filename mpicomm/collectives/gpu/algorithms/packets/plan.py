@@ -11,17 +11,13 @@ from math import inf
 
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import UNIT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.configs import (
     ANY_NBYTES,
     Configs,
     ProtocolLimits,
     any_length_config,
-    any_length_configs,
     coding_of,
     fewest_rows,
-    geometry_within,
-    large_inboxes,
     limits_of,
     row_configs,
     sized_configs,
@@ -105,7 +101,6 @@ class PacketLauncher(PacketTemplate, FormLauncher):
             return None
         values = [0, *lengths, *begins]
         if self._is_private:
-            self.private_nbytes = max(self._of_others(values))
             # Whatever other ranks send, short messages have the launch of the config.
             nbytes = longest if longest <= config.step_nbytes else ANY_NBYTES
         else:
@@ -160,7 +155,8 @@ def serve_any_length(form: Form, domain: Domain) -> list[FormLauncher] | str:
         return "there is one rank"
     if not form.is_private:
         return "all ranks know the lengths of all messages"
-    return [PacketLauncher(form, domain, Configs(any_length_configs(domain)), (0, inf))]
+    config = any_length_config(domain)
+    return [PacketLauncher(form, domain, Configs(lambda nbytes: config), (0, inf))]
 
 
 def _launchers(form: Form, domain: Domain, limits: ProtocolLimits, *, two_shot: bool) -> list[FormLauncher]:
@@ -182,28 +178,6 @@ def _launchers(form: Form, domain: Domain, limits: ProtocolLimits, *, two_shot: 
 
 
 def in_arena(form: Form, domain: Domain) -> FormLauncher:
-    """Return a launcher for calls with lengths that all ranks know, if there is no memory but the arena.
-
-    It uses the inboxes `Arena.sentinels`, because `Arena.any_length` changes only for calls with private lengths.
-    """
-    config = any_length_config(domain, domain.arena.sentinels, coding_of(form))
+    """Return a launcher for calls with lengths that all ranks know, if there is no memory but the arena."""
+    config = any_length_config(domain, coding_of(form))
     return PacketLauncher(form, domain, Configs(lambda nbytes: config), (0, inf), any_length=True)
-
-
-def larger_inboxes(domain: Domain, nbytes: int) -> list[Request]:
-    """Return the inboxes in which messages of ``nbytes`` take fewer steps than in `Arena.any_length`, the best first.
-
-    Fewer steps need more threads, and more threads need larger inboxes.
-    """
-
-    def steps_in(inbox_nbytes: int) -> int:
-        shape = geometry_within(inbox_nbytes, domain.most_blocks, domain.size)
-        return shape.steps(-(-nbytes // UNIT_NBYTES["sentinel"]))
-
-    layout = domain.arena.layout
-    fewest, found = steps_in(domain.arena.any_length.nbytes), []
-    for inbox_nbytes in layout.large_inboxes_nbytes:
-        if steps_in(inbox_nbytes) < fewest:
-            fewest = steps_in(inbox_nbytes)
-            found.append(large_inboxes(layout, inbox_nbytes, stages=1))
-    return found[::-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 from zlib import crc32
@@ -163,9 +162,6 @@ class PacketTemplate(KernelTemplate):
         self._output_nbytes = lengths[self._output]
         self._ways = [(lengths[low], low_cut, lengths[high], high_cut) for low, low_cut, high, high_cut in self._tagged]
         self._both_ways = [(lengths[low], lengths[high]) for low, _, high, _ in self._pairs]
-        others = [pair for peer, pair in enumerate(self._both_ways) if peer != self._rank]
-        indices = [*chain.from_iterable(others)]
-        self._of_others: Callable[[list[int]], tuple[int, ...]] = itemgetter(*indices)
 
     def write(self, values: list[int], longest: int, nbytes: int, tag: int, config: PacketConfig) -> Filled:
         """Write a call into `arguments`. This changes ``values``.
