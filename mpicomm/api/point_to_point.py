@@ -69,14 +69,14 @@ class PointToPoint(MPI.Intracomm):
     **In stream order.** With ``algorithm="stream"`` (alias "one_shot") kernels match the messages of `Send`, `Recv` and
     `Sendrecv`, without MPI. They match the messages from one rank to another by their order in the streams of the two
     ranks. Device arrays in a stream that captures a CUDA graph go this way without the argument. Sender and receiver
-    must both go this way. The calls return when they are enqueued. The first such call of a communicator sets up 16 MiB
+    must both go this way. The calls return when they are enqueued. The first such call of a communicator sets up 20 MiB
     of memory for each rank of the node, and is collective over all ranks.
 
-    The two ranks name each other, the same length, and the same tag. The receiver may name `MPI.ANY_TAG`. `Send` holds
-    up its stream until the receiver has received all but the last 16 MiB of the messages to it. So the ranks must make
-    these calls, and collectives, in orders that go together, as with NCCL. If two ranks both send first and receive
-    later, let them use `Sendrecv`. With ``algorithm="copy_engine"`` MPI matches the message, and the call raises
-    `InvalidUsageError` in a capture.
+    The two ranks name each other, the same length, and the same tag. The receiver may name `MPI.ANY_TAG`. `Send` may
+    hold up its stream until the receiver receives the message. If the receiver has all earlier messages, one message
+    of up to 8 MiB, or three of up to 512 KiB, hold up no stream. So the ranks must make these calls, and collectives,
+    in orders that go together, as with NCCL. If two ranks both send first and receive later, let them use `Sendrecv`.
+    With ``algorithm="copy_engine"`` MPI matches the message, and the call raises `InvalidUsageError` in a capture.
 
     **Errors.** The calls raise `InvalidUsageError` and TypeError for bad arguments, on the ranks that pass them. A
     receiver raises `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a message that is longer than its buffer. If a sender

@@ -38,7 +38,13 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
     row_configs,
 )
 from mpicomm.collectives.gpu.algorithms.packets.plan import PacketLauncher
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate, sendrecv_memory, sendrecv_request
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
+    SENDRECV_PART_NBYTES,
+    SENDRECV_SLOTS,
+    SendrecvTemplate,
+    sendrecv_memory,
+    sendrecv_request,
+)
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.tuning import BUILT_IN
@@ -336,6 +342,14 @@ class SendrecvRig(Rig):
         (self._places,) = self.regions.values()
         self.words = self.channels(request.what, self._memory)
 
+    def begin_after(self, epoch: int, rng: np.random.Generator) -> None:
+        """Let all counts be as if ``epoch`` chunks had gone each way, and let slots hold packets of old rounds."""
+        self.words.start_at(epoch)
+        for place in self._places:
+            for slots in place.bytes[self._memory.slots :].reshape(-1, self._memory.channel_nbytes):
+                packets = slots[: SENDRECV_SLOTS * 2 * SENDRECV_PART_NBYTES]
+                packets.view(np.uint64)[:] = old_flags(packets.size, rng, SENDRECV_SLOTS)
+
     def message(self, peer: int, place: Place, tag: int | None = 0) -> Message:
         """Return all of a place as a message."""
         return Message(peer, Span(place.address, place.bytes.size), tag)
@@ -351,7 +365,7 @@ class SendrecvRig(Rig):
     ) -> None:
         """Enqueue a rank's part."""
         memory = self.machine.addresses(self._places, rank)
-        template = SendrecvTemplate(self.domains[rank].team, self._memory, memory, sent, received)
+        template = SendrecvTemplate(self.domains[rank], self._memory, memory, sent, received)
         send, receive = (Span(0, 0) if message is None else message.span for message in (sent, received))
         for step in template.steps_of(template.fill(send.pointer, send.count, receive.pointer, receive.count)):
             self.enqueue(rank, step, threads=threads, nap_us=nap_us)

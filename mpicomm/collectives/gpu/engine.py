@@ -300,7 +300,7 @@ class DeviceEngine:
         if not self._arena.has(request):
             self._memory.provide([request], "the first message in stream order, for which all ranks set up memory")
         memory = self._arena.region(request).pointers
-        template = SendrecvTemplate(self.domain.team, self._sendrecv, memory, sent, received)
+        template = SendrecvTemplate(self.domain, self._sendrecv, memory, sent, received)
         packs, spans, at = [list[Launch](), list[Launch]()], [], 0
         packed = [0 if end is None or end.elements is None else whole_lines(end.span.count) for end in (sent, received)]
         scratch = self._scratch.of(sum(packed))
