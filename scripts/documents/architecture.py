@@ -126,7 +126,7 @@ def way_of_a_call() -> str:
     parts = [
         _note(x1, 16, whole, "comm.Allreduce(x, y)", "arguments as in mpi4py", fill=BLUE, stroke=BLUE_INK),
         arrow(middles[0], 64, middles[0], 88, GREY, "grey"),
-        _note(x1, 90, 555, "api/methods.py", "asks host/fast_path.py: is it certainly MPI's?"),
+        _note(x1, 90, 555, "api/methods.py", "asks host/selection.py: is it certainly MPI's?"),
         arrow(x1 + 555, 114, x3 + 28, 114, GREY, "grey"),
         _note(x3 + 30, 90, column - 30, "MPI", "small NumPy arrays", fill=YELLOW, stroke=YELLOW_INK),
         arrow(middles[0], 138, middles[0], 162, GREY, "grey"),
