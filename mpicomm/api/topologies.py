@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.splits import integers
-from mpicomm.cluster.linked_order import Edges, best_order, cost_of
+from mpicomm.devices.base import Link
 from mpicomm.errors import InvalidUsageError
 from mpicomm.session import Session
 
@@ -25,8 +25,16 @@ Read = TypeVar("Read")
 Weights = list[int] | None
 Neighbors = tuple[list[int], list[int], Weights, Weights]
 """The sources and destinations of one rank of a graph, and the weights of both."""
+Edges = Mapping[tuple[int, int], float]
+"""The weight of each edge, which goes from a place to a place. A place is a vertex of the graph."""
 _TAKES_NULL = "Open MPI" not in MPI.Get_library_version()
 """Whether MPI takes MPI.PROC_NULL for a neighbour. Open MPI 5.0.11 ends the program in a collective of neighbours."""
+
+_MOST_TRIED = 8
+"""Up to so many ranks, `best_order` tries every order: 40320 orders of 8 ranks."""
+_EQUAL = 1 + 1e-9
+_GB_S = {"NVLink": 100.0, "PCIe": 25.0, "staged": 10.0}
+_SLOW_GB_S = 5.0
 
 
 @contextmanager
@@ -67,6 +75,51 @@ def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list
     if len({place.device_uuid for place in placement.places}) < len(placement.places):
         return None
     return comm.allgather([cost_of(link) for link in session.set_up(what).links()])
+
+
+def cost_of(link: Link) -> float:
+    """Return the time of a link for a byte, in any unit. If its bandwidth is unknown, the kind of link decides."""
+    if link.path in ("self", "same device"):
+        return 0.0
+    # CUDA's performance rank tells apart links of equal bandwidth, such as links within and between PCIe switches.
+    return (1 + (link.performance_rank or 0) / 8) / (link.gb_s or _GB_S.get(link.path, _SLOW_GB_S))
+
+
+def best_order(costs: Sequence[Sequence[float]], edges: Edges) -> list[int]:
+    """Return the rank that takes each place, so that the costs of all edges have a small sum.
+
+    ``costs[a][b]`` is the cost between ranks a and b. There are as many ranks as places. Up to 8 ranks, no order has a
+    smaller sum. With more ranks, no exchange of two ranks makes the sum smaller. If no order is better than the order
+    of the ranks, the result is the order of the ranks. Edges to places that do not exist count nothing.
+    """
+    size = len(costs)
+    one_way = np.array(costs, float).reshape(size, size)
+    between = one_way + one_way.T
+    places = range(size)
+    counted = [(a, b, weight) for (a, b), weight in edges.items() if a in places and b in places and a != b]
+
+    def first_of_the_best(orders: Iterable[Sequence[int]]) -> list[int]:
+        tried = np.array(list(orders))
+        sums = np.zeros(len(tried))
+        for a, b, weight in counted:
+            sums += weight * between[tried[:, a], tried[:, b]]
+        found: list[int] = tried[np.flatnonzero(sums <= sums.min() * _EQUAL)[0]].tolist()
+        return found
+
+    if size <= _MOST_TRIED:
+        return first_of_the_best(itertools.permutations(places))
+    order = list(places)
+    # The present order comes first, so it stays if no change makes it better.
+    while (better := first_of_the_best([order, *_swapped(order)])) != order:
+        order = better
+    return order
+
+
+def _swapped(order: list[int]) -> Iterator[list[int]]:
+    for a, b in itertools.combinations(range(len(order)), 2):
+        changed = list(order)
+        changed[a], changed[b] = order[b], order[a]
+        yield changed
 
 
 def edges_of_grid(dims: Sequence[int], periods: Sequence[bool] | bool | None, size: int) -> Edges:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm import environment
+from mpicomm.api.topologies import Edges, best_order, cost_of
 from mpicomm.cluster import placement
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.linked_order import Edges, best_order, cost_of
 from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parts_of
 from mpicomm.cluster.process import group_by_node
 from mpicomm.devices.base import DeviceInfo, Link
