@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.api.splits import integers
 from mpicomm.cluster.linked_order import Edges, best_order, cost_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.session import Session
@@ -32,7 +32,7 @@ _TAKES_NULL = "Open MPI" not in MPI.Get_library_version()
 @contextmanager
 def linked_well(
     given: MPI.Intracomm, session: Session, what: str, reorder: bool, edges: Callable[[], Edges]
-) -> Iterator[tuple[MPI.Intracomm, bool]]:
+) -> Iterator[tuple[Any, bool]]:
     """Give MPI's call a communicator of the same ranks, and its argument ``reorder``. Collective, blocking.
 
     ``what`` is the call. ``edges`` returns the edges of the topology, the same on all ranks. MPI decides on the order
@@ -105,7 +105,7 @@ def read_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> Edges:
         _require_ranks("edges", peers, nodes)
         return starts, peers
 
-    starts, peers = _of_all(comm, "Create_graph", read)[comm.rank]
+    starts, peers = of_all(comm, "Create_graph", read)[comm.rank]
     spans = enumerate(itertools.pairwise(starts))
     return Counter((rank, peer) for rank, (start, stop) in spans for peer in peers[start:stop])
 
@@ -125,7 +125,7 @@ def read_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: An
         return froms, ends, _weights("weights", weights, len(ends))
 
     found: Counter[tuple[int, int]] = Counter()
-    for froms, ends, each in _of_all(comm, "Create_dist_graph", read):
+    for froms, ends, each in of_all(comm, "Create_dist_graph", read):
         for source, end, weight in zip(froms, ends, each or itertools.repeat(1)):  # noqa: B905
             found[source, end] += weight
     return found
@@ -149,7 +149,7 @@ def read_neighbors(
             weights.append(_weights(of_weights, given, len(peers)))
         return lists[0], lists[1], weights[0], weights[1]
 
-    everyone = _of_all(comm, what, read)
+    everyone = of_all(comm, what, read)
     named = Counter((rank, peer) for rank, lists in enumerate(everyone) for peer in lists[1])
     for rank, lists in enumerate(everyone):
         expected = Counter(lists[0])
@@ -173,13 +173,13 @@ def edges_of(neighbors: Sequence[Neighbors]) -> Edges:
     return found
 
 
-def _of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Read]:
+def of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Read]:
     """Return what ``read`` returns on each rank. Raise its error on all ranks if it raises on one. Collective."""
     fault, mine = "", None
     try:
         mine = read()
-    except (InvalidUsageError, TypeError) as error:
-        fault = str(error)
+    except (InvalidUsageError, TypeError, BufferError) as error:
+        fault = str(error).removeprefix(f"{what}: ")
     everyone = comm.allgather((fault, mine))
     for rank, (said, _) in enumerate(everyone):
         if said:
@@ -188,13 +188,10 @@ def _of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Re
 
 
 def _integers(name: str, values: Any, count: int | None = None) -> list[int]:
-    try:
-        integers = [operator.index(value) for value in values]
-    except TypeError:
-        raise InvalidUsageError(f"{name}={values!r} is no list of integers: pass one") from None
-    if count is not None and len(integers) != count:
-        raise InvalidUsageError(f"{name} has {len(integers)} items: pass {count}")
-    return integers
+    found = integers(name, values)
+    if count is not None and len(found) != count:
+        raise InvalidUsageError(f"{name} has {len(found)} items: pass {count}")
+    return list(found)
 
 
 def _require_ranks(name: str, ranks: list[int], size: int, *, or_null: bool = False) -> None:

@@ -44,8 +44,7 @@ class _ByCollectives:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self.index, self.ranks = comm.rank, range(comm.size)
-        self.nobody = bytes(comm.size)  # this and the next two as in `ByMessages`
-        self.said, self.answer = bytearray(self.nobody), bytearray(self.nobody)
+        self.said, self.answer = bytearray(comm.size), bytearray(comm.size)  # as in `ByMessages`
         self._begun: list[MPI.Request] = []
 
     def call(self) -> list[MPI.Request]:
@@ -77,11 +76,9 @@ class ByMessages:
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> None:
         self.index, self.ranks = ranks.index(comm.rank), ranks
-        self.nobody = bytes(len(ranks))
-        """The words of a call in which no rank has said anything."""
-        self.said = bytearray(self.nobody)
+        self.said = bytearray(len(ranks))
         """The words that the first rank hears, where more may come at any time. Another rank has only its own."""
-        self.answer = bytearray(self.nobody)
+        self.answer = bytearray(len(ranks))
         """The words of all ranks, as the first rank tells them."""
         first = self.index == 0
         down, up = (comm.Send_init, comm.Recv_init) if first else (comm.Recv_init, comm.Send_init)
@@ -153,8 +150,7 @@ def roll_call(
 
     try:
         if by.index == 0:
-            by.said[:] = by.nobody
-            by.said[0] = _HERE
+            by.said[:] = bytes((_HERE, *bytes(size - 1)))
             calls = by.call()
             # This waits for the words alone. MPI may report an error for a send to a dead rank, and its error would
             # take the place of the error that names the silent rank.

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomm.kernels.packing import ENTRY, ENTRY_NBYTES, LOOPS, UNIT_NBYTES, PackTable
+from mpicomm.kernels.packing import ENTRY, ENTRY_NBYTES, LOOPS, PackTable
+from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.layout import DatatypeLayout, Elements, layout_of, run_of
@@ -51,7 +52,7 @@ class Gaps(NamedTuple):
     """The gaps in a block. Kernels move such a block without packing it."""
 
     grain: int
-    """A power of two up to `UNIT_NBYTES`, which divides all runs, strides and offsets."""
+    """A power of two up to `PACKET_NBYTES`, which divides all runs, strides and offsets."""
     regions: tuple[Strides, ...]
     """The loops, one after the other."""
 
@@ -72,7 +73,7 @@ class Gaps(NamedTuple):
             regions.append(Strides(part.nbytes, part.run_nbytes, counts, part.offset - first, strides))
             packed += part.nbytes
         numbers = (number for each in regions for number in (each.run_nbytes, each.offset, *each.strides))
-        return Gaps(gcd(UNIT_NBYTES, *numbers), tuple(regions))
+        return Gaps(gcd(PACKET_NBYTES, *numbers), tuple(regions))
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def _is_next_field(fields: Sequence[Region], part: Region) -> bool:
 
 
 def _run_units(region: Region) -> int:
-    return -(-region.run_nbytes // UNIT_NBYTES)
+    return -(-region.run_nbytes // PACKET_NBYTES)
 
 
 def _parts(region: Region) -> Iterator[Region]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.call_memory import share_filled
 from mpicomm.collectives.gpu.device import device_facts, multiprocessors_of, team_of
 from mpicomm.devices.cuda.types import GpuBackend
@@ -17,7 +16,6 @@ from mpicomm.kernels.experts import (
     DISPATCH_KERNEL,
     DISPATCH_THREADS,
     HEADS,
-    PACKET_NBYTES,
     PART_NBYTES,
     QUANTIZE_THREADS,
     SUM_THREADS,
@@ -29,11 +27,11 @@ from mpicomm.kernels.experts import (
     quantize_blocks,
     quantize_experts_kernel,
 )
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, PACKET_NBYTES, Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.session import Session
-from mpicomm.symmetric.owner import SharedMemory
+from mpicomm.sharing.shared_memory import SharedMemory
 
-_PURPOSE = "experts"
 _WORD_NBYTES = 8
 
 
@@ -225,33 +223,29 @@ class ExpertsLaunches:
         return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
 
 
-def require_one_domain(session: Session) -> None:
-    """Raise `InvalidUsageError` unless all ranks map each other's GPU memory. It raises on all ranks alike. Local."""
-    if session.domain.size == session.group.size:
-        return
-    nodes = len(session.placement.nodes)
-    raise InvalidUsageError(
-        f"Experts: the communicator has {session.group.size} ranks of {nodes} nodes, and kernels serve up to "
-        f"{MAX_RANKS} ranks of one node: create the Experts on comm.Split_type(MPI.COMM_TYPE_SHARED), or send tokens "
-        "to other nodes by comm.Alltoallv with counts in host memory"
-    )
+def open_on_gpus(session: Session, shape: Shape, backend: GpuBackend) -> tuple[SharedMemory, ExpertsLaunches]:
+    """Return the arenas, which all ranks open for each other, and the launches of this rank.
 
-
-def share_arena(session: Session, shape: Shape, backend: GpuBackend) -> SharedMemory:
-    """Let all ranks open each other's arenas. Collective; a failure raises the same error on all ranks."""
+    Collective; a failure raises the same error on all ranks. Raises `InvalidUsageError` unless all ranks map each
+    other's GPU memory.
+    """
+    domain, placement = session.domain, session.placement
+    if domain.size != session.group.size:
+        raise InvalidUsageError(
+            f"Experts: the communicator has {session.group.size} ranks of {len(placement.nodes)} nodes, and kernels "
+            f"serve up to {MAX_RANKS} ranks of one node: create the Experts on "
+            "comm.Split_type(MPI.COMM_TYPE_SHARED), or send tokens to other nodes by comm.Alltoallv with counts in "
+            "host memory"
+        )
     memory = ExpertsMemory(shape)
-    segments = share_filled(session.domain, backend, session.kind, "Experts", memory.nbytes, memory.absent)
-    return session.keep(SharedMemory(_PURPOSE, session.kind, segments))
-
-
-def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: SharedMemory) -> ExpertsLaunches:
-    """Return the launches of this rank. Collective: all blocks of all ranks must run at once."""
-    devices = session.domain.exchange("Experts: devices", lambda: device_facts(backend))
-    multiprocessors, _ = multiprocessors_of(devices, session.placement.most_on_a_device)
+    segments = share_filled(domain, backend, session.kind, "Experts", memory.nbytes, memory.absent)
+    arena = session.keep(SharedMemory("experts", session.kind, segments))
+    devices = domain.exchange("Experts: devices", lambda: device_facts(backend))
+    multiprocessors, _ = multiprocessors_of(devices, placement.most_on_a_device)
     most = min(MAX_BLOCKS, BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, shape.blocks or MAX_BLOCKS)
-    team = team_of(backend, session.domain, arena.pointers)
+    team = team_of(backend, domain, arena.pointers)
     launches = ExpertsLaunches(shape, team, blocks_of_modes(shape, most), multiprocessors)
     # Loading may wait for a device on which a kernel waits, so it comes before all launches.
     for kernel in launches.kernels:
         backend.load(kernel)
-    return launches
+    return arena, launches

@@ -12,8 +12,8 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
 from mpicomm.session.set_up import SetUp
 from mpicomm.sharing.segments import SharedSegments
+from mpicomm.sharing.shared_memory import Shared, Suspendable
 from mpicomm.sharing.suspension import Suspension
-from mpicomm.symmetric.owner import Shared, Suspendable
 
 
 class Session(SetUp):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.api.door import AnyPlan, PlanCache, mapped_algorithm
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
+from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.mpi.plain_arrays import (
     IN_PLACE,
     NOTHING,
@@ -177,13 +179,21 @@ class Scatter(Collective):
     """Puts the root's ``given`` tensor for this rank into ``output``. On other ranks it is None. Sizes may differ."""
 
     def carry_out(self, output: torch.Tensor, given: PiecesOf | None, root: int) -> None:
-        own, send = self._received(output), None
-        if given is not None:
-            whole = self._sent(given)
-            whole.require_type_of(own)
-            whole.filled(own)
-            send = whole.buffer()
-        self._call(own.memory, send, own.buffer(), root)
+        own = self._received(output)
+        if given is None:
+            self._call(own.memory, None, own.buffer(), root)
+        else:
+            try:
+                whole = self._sent(given)
+                whole.require_type_of(own)
+                self._call(whole.filled(own), whole.buffer(), own.buffer(), root)
+            except InvalidUsageError:
+                # The other ranks would wait for the root until their limit. A call that PyTorch does not have tells
+                # them that it makes another one than they.
+                with suppress(MpicommError):
+                    flag = torch.zeros(1, dtype=torch.uint8, device=own.memory.device)
+                    self._comm.Exscan(MPI.IN_PLACE, flag, algorithm="auto" if flag.is_cuda else "one_shot")
+                raise
         own.put_back()
 
 

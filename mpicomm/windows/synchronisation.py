@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from mpi4py import MPI
 
-from mpicomm.activity import layout
-from mpicomm.activity.reading import calls_of
 from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
-from mpicomm.symmetric.owner import Owner
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.order import Epochs, StreamUse
 from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, Steps, ranks_in, set_of
@@ -28,6 +25,7 @@ _ASSERTIONS = {
     "Win.Lock": MPI.MODE_NOCHECK,
     "Win.Lock_all": MPI.MODE_NOCHECK,
 }
+"""The assertions that MPI allows in each call. Only MODE_NOSUCCEED changes what a call does."""
 
 
 class Synchronisation:
@@ -43,12 +41,11 @@ class Synchronisation:
         self._epochs = Epochs()
         assert not isinstance(owner.backend, HostBackend)
         self._backend: GpuBackend = owner.backend
-        self._owner: Owner = owner
+        self._owner = owner
         self._rank = owner.node.rank
         self._size = owner.node.size
         self._everyone = (1 << self._size) - 1
         self._is_waited: Callable[[], bool] = lambda: True
-        self._nocheck: set[int] = set()
         self._without_atomics: dict[int, str] | None = None
         self._steps = Steps(self._backend, memory.boards, self._rank)
         self._streams = StreamUse(self._backend)
@@ -79,21 +76,14 @@ class Synchronisation:
         """Let the ranks of ``group`` access this rank's part, after all earlier work of the stream."""
         self._check("Win.Post", assertion)
         origins = self._ranks_of(group, "Win.Post")
-        if assertion & MPI.MODE_NOCHECK:
-            self._epochs.post(origins)
-            return
         with self._synchronising(stream) as where:
             self._epochs.post(origins)
-            self._row.count(layout.POSTED, set_of(origins))
             self._steps.meet(POSTS, set_of(origins), 0, where)
 
     def Start(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the parts of the ranks of ``group``. The stream waits for their `Post`."""
         self._check("Win.Start", assertion)
         targets = self._ranks_of(group, "Win.Start")
-        if assertion & MPI.MODE_NOCHECK:
-            self._epochs.start(targets)
-            return
         with self._synchronising(stream) as where:
             self._epochs.start(targets)
             self._steps.meet(POSTS, 0, set_of(targets), where)
@@ -103,7 +93,6 @@ class Synchronisation:
         self._check("Win.Complete")
         with self._synchronising(stream) as where:
             targets = self._epochs.complete()
-            self._row.count(layout.COMPLETED, set_of(targets))
             self._steps.meet(COMPLETES, set_of(targets), 0, where)
 
     def Wait(self, *, stream: Any = None) -> Literal[True]:
@@ -117,29 +106,16 @@ class Synchronisation:
         return True
 
     def Test(self, *, stream: Any = None) -> bool:
-        """Return whether all ranks of `Post` have called `Complete`; if so, do as `Wait`. Not capturable.
+        """Return whether the streams of all ranks of `Post` have come to `Complete`; if so, do as `Wait`.
 
-        It blocks for some microseconds.
+        It blocks for some microseconds, and cannot be captured. A rank whose host has called `Complete` may still have
+        earlier work on its stream: call `Test` again until it returns true.
         """
         self._check("Win.Test")
         origins = self._epochs.exposed_to("Win.Test")
         # The last Wait may still be in flight. It advances the counts with which this call compares.
         arrived = self._is_waited() and self._steps.arrived(COMPLETES, set_of(origins))
-        return (arrived or self._have_completed(origins)) and self.Wait(stream=stream)
-
-    def _have_completed(self, origins: Iterable[int]) -> bool:
-        """Return whether the hosts of the ranks have called `Complete`. Their GPUs may do so later.
-
-        A program may know of these calls, for example from a barrier, and may expect that they are seen here. This
-        reads the count that `Complete` has written on the peer's page. It orders no data: the wait that follows pairs
-        with the signal of the peer's GPU.
-        """
-        places, key = self._owner.placement.places, self._row.words[layout.KEY]
-        for origin in origins:
-            calls = calls_of(places[origin].pid, key)
-            if calls is None or calls.completed[self._rank] != self._row.posted(origin):
-                return False
-        return True
+        return arrived and self.Wait(stream=stream)
 
     def Lock(self, rank: int, lock_type: int = MPI.LOCK_EXCLUSIVE, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the part of ``rank``, which takes no part. The stream waits for the lock."""
@@ -148,10 +124,6 @@ class Synchronisation:
             return
         self._require_rank("Win.Lock", "rank", rank)
         self._require_atomics("Win.Lock", 1 << rank)
-        if assertion & MPI.MODE_NOCHECK:
-            self._epochs.lock(rank, lock_type)
-            self._nocheck.add(rank)
-            return
         # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
         exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self._epochs.locks
         with self._synchronising(stream) as where:
@@ -166,18 +138,12 @@ class Synchronisation:
         self._require_rank("Win.Unlock", "rank", rank)
         with self._synchronising(stream) as where:
             lock_type = self._epochs.unlock(rank)
-            if rank not in self._nocheck:
-                self._steps.lock(1 << rank, 0, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
-        self._nocheck.discard(rank)
+            self._steps.lock(1 << rank, 0, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
 
     def Lock_all(self, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the parts of all ranks with shared locks."""
         self._check("Win.Lock_all", assertion)
         self._require_atomics("Win.Lock_all", self._everyone)
-        if assertion & MPI.MODE_NOCHECK:
-            self._epochs.lock_all()
-            self._nocheck.update(range(self._size))
-            return
         with self._synchronising(stream) as where:
             self._epochs.lock_all()
             self._steps.lock(0, self._everyone, where, exclusive=False, yields=True)
@@ -187,9 +153,7 @@ class Synchronisation:
         self._check("Win.Unlock_all")
         with self._synchronising(stream) as where:
             self._epochs.unlock_all()
-            if not self._nocheck:
-                self._steps.lock(self._everyone, 0, where, exclusive=False)
-        self._nocheck.clear()
+            self._steps.lock(self._everyone, 0, where, exclusive=False)
 
     def Flush(self, rank: int, *, stream: Any = None) -> None:
         """Let later work of the stream follow all accesses of this rank to the part of ``rank``."""

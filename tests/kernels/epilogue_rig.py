@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
-from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.epilogues import Epilogue
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.mpi.arguments import Operand, Span, parse
@@ -72,7 +71,7 @@ def run_after(
     if not in_place:
         target = machine.place(0, np.zeros(count, made), offset=offset * made.itemsize)
     finish = bound(moved, values.dtype.name, result, count, target.address)
-    (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 2)
+    launch = finish.following_kernel(source.address, machine.faults[0].failed, 2)
     machine.enqueue(0, launch, changes=changes, blocks=blocks, threads=threads)
     machine.run(limit_s=limit_s)
     return target, places

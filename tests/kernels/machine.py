@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.cuda.faults import FaultRecord
 from mpicomm.kernels.team import Faults, Team
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import Launch, Variant
 from tests.kernels.build import Builds, Change, Kernel
 from tests.kernels.launchers import MOST_CPU_S, file_of, run_together
 

@@ -39,12 +39,13 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
 )
 from mpicomm.collectives.gpu.algorithms.packets.plan import PacketLauncher
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate, sendrecv_memory, sendrecv_request
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.team import ABSENT, Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags

@@ -1,4 +1,4 @@
-"""The kernels of combine.cu and of ``python -m mpicomm.p2p`` on the processor."""
+"""The kernels of combine.cu, and the kernel of ``python -m mpicomm.p2p`` on the processor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.mpi.types import is_narrow
-from mpicomm.p2p.gpu import COPY, GATE, POINTER_CHASE, Copying, Gate, PointerChase
+from mpicomm.p2p.gpu import COPY, Copying
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Machine, kernel_of
@@ -108,23 +108,3 @@ def test_bytes_are_copied_into_memory_of_another_rank(builds: Builds) -> None:
         arrived.append((target, content))
     machine.run()
     assert all((target.bytes == content).all() for target, content in arrived)
-
-
-@pytest.mark.parametrize("released", [True, False])
-def test_a_held_stream_goes_on_when_it_is_released_or_time_is_up(builds: Builds, released: bool) -> None:
-    machine = Machine(builds, 1)
-    word = machine.place(0, np.array([released], np.uint32))
-    kernel = builds.kernel(GATE.source, GATE.entry)
-    machine.launch(0, kernel, [Gate(word.address, 300_000_000)], blocks=1, threads=1)
-    machine.run()
-    assert machine.elapsed_s < 0.01 if released else 0.3 <= machine.elapsed_s < 0.4
-
-
-def test_loads_that_follow_each_other(builds: Builds) -> None:
-    machine = Machine(builds, 2)
-    word, result = machine.allocate(1, 8), machine.allocate(0, 16)
-    kernel = builds.kernel(POINTER_CHASE.source, POINTER_CHASE.entry)
-    machine.launch(0, kernel, [PointerChase(machine.address(1, word, 0), result.address, 500)], blocks=1, threads=1)
-    machine.run()
-    elapsed_ns, loads = result.view(np.uint64)
-    assert elapsed_ns > 0 and loads == 500

@@ -62,7 +62,7 @@ from mpicomm.kernels.window import (
     accumulate_kernel,
     swap_kernel,
 )
-from mpicomm.p2p.gpu import COPY, COPY_THREADS, GATE, POINTER_CHASE
+from mpicomm.p2p.gpu import COPY, COPY_THREADS
 from tests.helpers.inputs.kernel_sources import INCLUDES
 from tests.helpers.jobs.mpiexec import ROOT
 
@@ -297,8 +297,8 @@ def test_slots_in_memory_of_the_host_take_fences_of_the_whole_system(kernel: Cal
 
 @pytest.mark.parametrize("capability", OF_EACH_KIND, ids=lambda capability: "sm_{}{}".format(*capability))
 def test_kernels_of_one_source_compile_together(capability: tuple[int, int]) -> None:
-    image = compile_kernel(GATE.source, capability, GATE.options)
-    assert all(variant.entry.encode() in image for variant in (GATE, COPY, POINTER_CHASE))
+    image = compile_kernel(MEET_KERNEL.source, capability, MEET_KERNEL.options)
+    assert all(variant.entry.encode() in image for variant in (MEET_KERNEL, LOCK_KERNEL))
 
 
 # As a user would: only the directory that the package names.

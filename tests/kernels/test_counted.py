@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
-from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import ABSENT, COUNTED_ROOM, COUNTS, MISMATCH, OF_RECEIVE
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
 from tests.kernels.build import Builds, Change

@@ -21,7 +21,7 @@ from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkTemplate
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.device import GrowingScratch
@@ -30,6 +30,7 @@ from mpicomm.collectives.operations import ALLREDUCE
 from mpicomm.devices.base import Scratch
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, layer_norm, rms_norm
 from mpicomm.epilogues.norm import BoundNorm
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings

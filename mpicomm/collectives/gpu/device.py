@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.packed import PackJob, table_of
 from mpicomm.devices.base import Scratch
 from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
-from mpicomm.kernels.team import Faults, Team
+from mpicomm.kernels.team import Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 
 
@@ -93,14 +92,3 @@ def pack_launch(backend: GpuBackend, table: PackTable, memory: int, packed: int,
     arguments = table.arguments(backend.pack_table(table), memory, packed, backend.faults.failed, unpacks=unpacks)
     blocks = blocks_for(table.units, backend.multiprocessors)
     return Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)
-
-
-def finish_launches(finish: BoundEpilogue, reduced: Span, faults: Faults, multiprocessors: int) -> list[Launch]:
-    """Return the launch that applies the epilogue to the ``reduced`` elements; none for no elements. Local.
-
-    The kernel does nothing if an earlier kernel of the device has failed.
-    """
-    if reduced.count == 0:
-        return []
-    call = finish.following_kernel(reduced.pointer, faults.failed, multiprocessors)
-    return [Launch(call.variant, call.arguments, blocks=call.blocks, threads=call.threads)]

@@ -13,7 +13,7 @@ from cupy.cuda import runtime
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.call_log import CallLog, Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
@@ -26,7 +26,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     sendrecv_memory,
     sendrecv_request,
 )
-from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Step
 from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, LoggedCalls
 from mpicomm.collectives.gpu.call_templates import (
     BY_KERNELS,
@@ -43,7 +43,6 @@ from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.packed import Packed, PackJob
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent, Mark
@@ -54,6 +53,7 @@ from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import MAX_RANKS
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.registry import Mapped, Mappings

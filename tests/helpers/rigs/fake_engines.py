@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.gpu.tuning import BUILT_IN
-from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import DeviceInfo, Link, Scratch
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant

@@ -13,8 +13,8 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
-from mpicomm.collectives import beside
 from mpicomm.log import logger
+from mpicomm.mpi import host_calls
 from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 from tests.helpers.rigs.device_calls import on_gpus, values_of
 
@@ -110,7 +110,7 @@ def test_one_warning_tells_of_the_rank_with_host_arrays(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    beside._warned.clear()
+    host_calls._named.clear()
     with on_gpus(device) as (comm, make):
         here = np.array if comm.rank == 0 else make
         for _ in range(3):

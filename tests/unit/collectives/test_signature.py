@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpicomm.activity.layout import filled
-from mpicomm.collectives.signature import Signature, counted_hash
+from mpicomm.collectives.call_log import Signature, counted_hash
 
 
 def test_each_count_has_another_hash() -> None:

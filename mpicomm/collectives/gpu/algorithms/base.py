@@ -29,7 +29,7 @@ import numpy as np
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.memory import Arena, Request
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.packed import Gaps
 from mpicomm.collectives.patterns import Buffers
@@ -37,7 +37,7 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import Launch, Variant
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 

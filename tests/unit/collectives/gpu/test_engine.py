@@ -14,15 +14,15 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.registry import usual_kernels
 from mpicomm.collectives.operations import ALLTOALLV, OPERATIONS
-from mpicomm.collectives.signature import Signature
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
-from mpicomm.ways.on_gpus import OnGpus
+from mpicomm.ways.dispatch import OnGpus
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns

@@ -1,13 +1,23 @@
+"""Who carries out calls on host arrays, by size; plain calls; and ranks that pass counts on both sides of a limit."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import pytest
 from mpi4py import MPI
 
+import mpicomm
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES
-from mpicomm.collectives.host.selection import NEVER, algorithms_for, mapped_from, schedule
+from mpicomm.collectives.host.selection import NEVER, after_votes, algorithms_for, mapped_from, plain_calls, schedule
 from mpicomm.collectives.operations import ALLREDUCE, BCAST, OPERATIONS, REDUCE, Operation
+from tests.helpers.jobs.mpiexec import run_job
+from tests.helpers.jobs.pace import stretched
 
 MIB = 1 << 20
 
@@ -45,3 +55,197 @@ def test_two_shots_of_a_reduce_are_for_gpus() -> None:
     assert algorithms_for(REDUCE) == ("one_shot",)
     assert algorithms_for(BCAST) == ("one_shot", "two_shot")
     assert algorithms_for(ALLREDUCE) == ("one_shot", "two_shot", "ring")
+
+
+# Plain calls: the same calls in every form go to MPI without a closer look, and no call that must not.
+
+SIZES = (2, 3, 8)
+RANK = 1
+EVERY = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
+
+
+class OnDevice:
+    """A device array with the attributes that the checks may read."""
+
+    __cuda_array_interface__ = {"shape": (1,), "typestr": "<f8", "data": (1 << 40, False), "version": 3}
+    dtype = np.dtype(np.float64)
+    size = nbytes = 8
+    base = None
+
+
+def plain(method: str, send: Any, receive: Any, op: Any = MPI.SUM, size: int = 2, nodes: int = 1) -> bool:
+    return plain_calls(size, RANK, nodes)[method](send, receive, op)
+
+
+def buffers(operation: Operation, nbytes: int, size: int = 2) -> tuple[Any, Any]:
+    """Return a buffer to send and a buffer that fits it. The input of a reduction has ``nbytes`` bytes."""
+    if operation.rooted == "bcast":
+        return None, np.empty(nbytes // 8)
+    apart = not operation.reduces and not operation.of_neighbors
+    made: list[Any] = []
+    for shape in (operation.send, operation.receive):
+        array = np.empty(nbytes // 8 * (size if apart and shape != "one" else 1))
+        made.append([array, [nbytes // 8] * size] if apart and shape == "vector" else array)
+    return made[0], made[1]
+
+
+@EVERY
+@pytest.mark.parametrize("op", [MPI.SUM, MPI.MAX], ids=["sum", "max"])
+@pytest.mark.parametrize("size", SIZES)
+def test_no_call_is_for_mapped_memory(operation: Operation, op: MPI.Op, size: int) -> None:
+    if operation.send == "typed":
+        assert not plain(operation.name, np.zeros(1), np.zeros(1))
+        return
+    for nbytes in (8, 1 << 10, 1 << 17, MIB - 8, MIB, 1 << 22, 1 << 25):
+        mapped = nbytes >= mapped_from(operation, size, 1)
+        send, receive = buffers(operation, nbytes, size)
+        assert plain(operation.name, send, receive, op, size) == (not mapped)
+        assert plain(operation.nonblocking, send, receive, op, size)
+        assert plain(operation.name, send, receive, op, size, 2)
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        OnDevice(),
+        np.zeros(4, np.float16),
+        np.zeros(4, ">f8"),
+        np.zeros(4, "f4,f4"),
+        np.ma.zeros(4),
+        [OnDevice(), MPI.DOUBLE],
+        [np.zeros(4), 5],
+        [np.zeros(4), -1],
+        [np.zeros(4), (4, 1), MPI.DOUBLE],
+        [np.zeros(4), "d"],
+        [np.zeros(4), MPI.DATATYPE_NULL],
+        [np.zeros(4), 4, 0, MPI.DOUBLE],
+        [None, 0, MPI.DOUBLE],
+        [],
+    ],
+)
+def test_buffers_that_need_a_closer_look(buffer: Any) -> None:
+    for method in ("Allreduce", "Allgather", "Bcast", "Iallreduce"):
+        assert not plain(method, None, buffer)
+        assert not plain(method, buffer, np.zeros(8))
+
+
+def test_a_reduction_of_another_type_than_the_arrays_needs_a_closer_look() -> None:
+    for datatype in (MPI.FLOAT, MPI.BYTE, MPI.DOUBLE_INT):
+        assert not plain("Allreduce", np.zeros(4), [np.zeros(4), datatype])
+        assert not plain("Allreduce", MPI.IN_PLACE, [np.zeros(4), 1, datatype])
+
+
+def test_buffers_that_may_overlap_need_a_closer_look() -> None:
+    both = np.zeros(4)
+    assert plain("Allreduce", both[:2], both[2:]) and plain("Allreduce", MPI.IN_PLACE, both)
+    for other in (OnDevice(), both, both[:], both[1:3], [both, MPI.DOUBLE], [both, 2, MPI.DOUBLE]):
+        assert not plain("Allreduce", other, both[:2])
+        assert not plain("Allreduce", both[:2], other)
+
+
+def test_lists_are_plain_if_the_array_holds_their_elements() -> None:
+    four, eight, nine = np.zeros(4), np.zeros(8), np.zeros(9)
+    column = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
+    for spec in ([four, MPI.DOUBLE], (four, MPI.DOUBLE), [four, 4, MPI.DOUBLE], [eight, 4], [nine, column]):
+        assert plain("Bcast", None, spec)
+    for spec in ([four, column], [four, 3, column], [four, 5, MPI.DOUBLE], [four, 9, MPI.FLOAT]):
+        assert not plain("Bcast", None, spec)
+    assert plain("Allgather", [four, 4], [eight, 4]) and not plain("Allgather", [four, 4], [eight, 3])
+    for spec in ([nine, [5, 4]], [nine, (np.array([5, 4]), [0, 5])], [nine, [5, 4], [4, 0], MPI.DOUBLE]):
+        assert plain("Allgatherv", four, spec) and plain("Scatterv", spec, four) and plain("Gatherv", four, spec)
+    for counts in ([6, 4], [4, 5], [5], [5.0, 4], [-1, 4], ([5, 4], [0, 6]), ([5, 4], [-1, 4]), 4):
+        assert not plain("Allgatherv", four, [nine, counts])
+    none = np.zeros(0)
+    assert not plain("Allgatherv", none, [none, 3, MPI.DOUBLE]) and not plain("Bcast", None, [none, 3, MPI.DOUBLE])
+    assert plain("Allgather", [four, 4, MPI.DOUBLE], [eight, 4, MPI.DOUBLE])
+    assert not plain("Allgather", [four, 4, MPI.DOUBLE], [eight, 8, MPI.DOUBLE])
+    assert not plain("Allgather", [four, 4, MPI.DOUBLE], [four, 4, MPI.DOUBLE])
+    column.Free()
+
+
+@pytest.mark.parametrize("method", ["Gather", "Gatherv", "Reduce", "Igather", "Igatherv", "Ireduce"])
+def test_only_ranks_beside_the_root_need_no_output(method: str) -> None:
+    check = plain_calls(2, RANK, 1)[method]
+    four = np.zeros(4)
+    for send in (four, [four, MPI.DOUBLE]):
+        assert check(send, None, MPI.SUM, RANK - 1)
+        assert not check(send, None, MPI.SUM, RANK)
+    assert not check(np.zeros(4, np.float16), None, MPI.SUM, RANK - 1)
+    assert not plain("Allgather", four, None)
+
+
+def test_the_count_of_a_list_decides_on_the_way() -> None:
+    large, small = np.zeros(1 << 22), np.zeros(4)
+    assert plain("Allreduce", [large, 4, MPI.DOUBLE], small) and plain("Allreduce", MPI.IN_PLACE, [large, 4])
+    assert not plain("Allreduce", [large, MPI.DOUBLE], [large.copy(), MPI.DOUBLE])
+    assert not plain("Allreduce", MPI.IN_PLACE, [large, large.size, MPI.DOUBLE])
+
+
+def test_blocks_that_are_reduced_in_place_need_a_closer_look_in_a_list() -> None:
+    assert plain("Reduce_scatter_block", MPI.IN_PLACE, np.zeros(4))
+    for count in (2, 4):
+        assert not plain("Reduce_scatter_block", MPI.IN_PLACE, [np.zeros(4), count])
+        assert not plain("Reduce_scatter_block", MPI.IN_PLACE, [np.zeros(4), count, MPI.DOUBLE])
+    assert not plain("Reduce_scatter", MPI.IN_PLACE, np.zeros(4))
+    assert not plain("Neighbor_alltoall", MPI.IN_PLACE, np.zeros(4))
+
+
+def test_lists_of_neighbours_have_blocks_for_neighbours() -> None:
+    assert plain("Neighbor_allgather", np.zeros(4), np.zeros(8))
+    assert not plain("Neighbor_allgather", [np.zeros(4), 4, MPI.DOUBLE], [np.zeros(8), 4, MPI.DOUBLE])
+
+
+@pytest.mark.parametrize("op", [mpicomm.AVG, mpicomm.Op("a + b"), None], ids=["avg", "own", "none"])
+def test_mpi_has_no_average_and_no_expression(op: Any) -> None:
+    assert not plain("Allreduce", np.zeros(1), np.zeros(1), op)
+    assert not plain("Allreduce", MPI.IN_PLACE, [np.zeros(1), 1, MPI.DOUBLE], op)
+
+
+@EVERY
+@pytest.mark.parametrize("agreed", [True, False])
+def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation: Operation, agreed: bool) -> None:
+    votes: list[str] = []
+
+    def voting(method: str) -> Callable[[Operation], bool]:
+        def vote(row: Operation) -> bool:
+            votes.append(getattr(row, method))
+            return agreed
+
+        return vote
+
+    on_host, given = plain_calls(2, RANK, 1), buffers(operation, 16)
+    checks = after_votes(on_host, voting("name"), voting("nonblocking"))
+    for method in operation.methods[:2]:
+        plain = on_host[method](*given, MPI.SUM)
+        assert plain or operation.of_neighbors or operation.send == "typed"
+        votes.clear()
+        assert checks[method](*given, MPI.SUM) == (plain and agreed)
+        assert not checks[method](object(), object(), MPI.SUM)  # it is read before this rank votes
+        assert votes == [method] * plain
+
+
+# Ranks that take different ways, because they pass counts on both sides of a switch point.
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import numpy as np
+from mpi4py import MPI
+import mpicomm
+comm = mpicomm.Communicator(device="cpu", timeout_s=float(sys.argv[2]))
+count = 400_000 if comm.rank == 0 else 10
+try:
+    comm.Allreduce(np.ones(count), np.zeros(count))
+except mpicomm.CollectiveTimeoutError as error:
+    Path(sys.argv[1]).write_text(f"{error.ranks} {error}")
+MPI.COMM_WORLD.Abort(3)  # mpiexec may end before it has printed the output of an aborted job
+"""
+
+
+def test_the_call_is_named_and_the_other_way_that_a_peer_may_have_taken(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    job = run_job(2, str(tmp_path / "program.py"), str(tmp_path / "error"), str(stretched(1.0)))
+    assert (tmp_path / "error").exists(), job.stderr
+    output = (tmp_path / "error").read_text()
+    assert output.startswith("(1,) Allreduce: ") and f"rank 1 did not arrive within {stretched(1.0):g} s" in output
+    assert "may be in MPI's Allreduce" in output

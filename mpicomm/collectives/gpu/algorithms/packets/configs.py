@@ -45,10 +45,6 @@ class Geometry(NamedTuple):
         """All threads that move data."""
         return self.blocks * self.workers
 
-    def steps(self, units: int) -> int:
-        """Return the steps for messages of ``units`` packets; at least one, because each rank must meet its peers."""
-        return -(-units // (self.blocks * self.workers)) or 1
-
 
 @cache
 def geometries_of(

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
+from mpicomm.collectives import packed
 from mpicomm.collectives.gpu.algorithms import memory
 from mpicomm.collectives.gpu.algorithms.chain import plan as chain
 from mpicomm.collectives.gpu.algorithms.chunks import plan as chunks
@@ -70,22 +71,22 @@ def same(module: ModuleType, names: str) -> dict[str, int]:
     return {"k" + "".join(map(str.capitalize, name.split("_"))): getattr(module, name) for name in names.split()}
 
 
-_TEAM = "LANES MAX_RANKS MAX_BLOCKS LINE_NBYTES HEAD_NBYTES EXCHANGE MISMATCH MESSAGE COUNTS COUNTED_ROOM"
+_TEAM = "LANES MAX_RANKS MAX_BLOCKS LINE_NBYTES PACKET_NBYTES HEAD_NBYTES EXCHANGE MISMATCH MESSAGE COUNTS COUNTED_ROOM"
 _WINDOW = "RANKS WINDOW_THREADS ROW_WORDS ROWS_OF_COUNTS LOCK_ROW EXCLUSIVE_SHIFT COMES_FIRST FENCE START WAIT LOCK"
 _DISPATCH = "DISPATCH_THREADS MOST_EXPERTS MOST_TOP_K FEW_TOKENS HEADS PART_PACKETS DISPATCH COMBINE ROUTES ROOM"
 _SENTINELS = {"SentinelProtocol::kAbsent": team.ABSENT, "SentinelProtocol::kEscaped": SENTINELS[1]}
 CONSTANTS = {
     "team.cuh": same(team, _TEAM),
-    "exchange.cu": {**same(chunks, "THREADS PACKET_NBYTES"), "kSlots": memory.CHUNK_SLOTS},
+    "exchange.cu": {**same(chunks, "THREADS"), "kSlots": memory.CHUNK_SLOTS},
     "packets.cu": same(packets, "OVERSEERS SLOT_NBYTES FENCES_NBYTES") | _SENTINELS,
     "direct.cu": same(direct, "DIRECT_THREADS"),
     "local_reduction.cu": same(copies, "REDUCTION_THREADS"),
     "combine.cu": same(reductions, "COMBINE_THREADS"),
-    "pack.cu": {**same(packing, "PACK_THREADS LOOPS"), "kPacketNbytes": packing.UNIT_NBYTES},
+    "pack.cu": same(packing, "PACK_THREADS LOOPS"),
     "message.cu": same(message, "MESSAGE_THREADS"),
     "window.cu": same(window, f"WINDOW_{_WINDOW}"),
     "experts_dispatch.cu": same(experts, _DISPATCH),
-    "experts_combine.cu": same(experts, "PACKET_NBYTES SUM_THREADS"),
+    "experts_combine.cu": same(experts, "SUM_THREADS"),
     "experts_quantize.cu": same(experts, "GROUP QUANTIZE_THREADS"),
     "chain.cu": same(chain, "CHAIN_THREADS CHAIN_SLOTS BATCH_NBYTES"),
     "sendrecv.cu": same(sendrecv, "SENDRECV_THREADS SENDRECV_BLOCKS SENDRECV_SLOTS SENDRECV_SLOT_NBYTES"),
@@ -94,7 +95,7 @@ CONSTANTS = {
     "epilogue.cu": same(epilogue, "MOST_OPERANDS EPILOGUE_THREADS"),
     "norm.cu": same(epilogue, "NORM_THREADS"),
     "counted.cuh": same(team, "OF_RECEIVE"),
-    "strided.cuh": {"kStrideLoops": packing.LOOPS},
+    "strided.cuh": {"kStrideLoops": packing.LOOPS, "kMostStrides": packed.MOST_STRIDES},
 }
 WITH_EPILOGUE, WITH_NORM = epilogue.epilogue_options("v", "float32"), epilogue.norm_options("float32", "float32")
 COUNTED, STRIDED = (("-DMPICOMM_SENTINEL", f"-DMPICOMM_{name}") for name in ("COUNTED", "STRIDED"))
