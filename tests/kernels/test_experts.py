@@ -93,7 +93,7 @@ def test_tokens_are_quantised_on_the_way(builds: Builds, dtype: Any) -> None:
 def test_no_race(watched_builds: Builds) -> None:
     for changes, ways in (((), ("in packets",)), ((BY_BLOCKS,), tuple(WAYS))):
         for way in ways:
-            play(rig_of(watched_builds, 3, changes, blocks=(1, 4), **WAYS[way]), 0, 3, types=ONE_TYPE)
+            play(rig_of(watched_builds, 3, changes, blocks=(1, 4), **WAYS[way]), 0, 2, types=ONE_TYPE)
 
 
 @pytest.mark.parametrize("way", ["by expert", "in packets"])
