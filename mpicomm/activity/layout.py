@@ -12,11 +12,11 @@ from itertools import chain, islice
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x37796C706D6F6369
+MAGIC = 0x37796C706D6F6368
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
-ROW_NBYTES = 272
+ROW_NBYTES = 384
 ROWS = 1024
 LOG_NBYTES = 2560
 LOGS = 2
@@ -51,9 +51,16 @@ DEST = 9  # the destination of the send that is in progress, or `NOBODY`
 SEND_TAG = 10
 ON_GPU = 11  # whether the communicator has GPUs, so that calls with a text may have enqueued their work
 NUMBER = 12  # tells this communicator from other communicators of the same processes, which have the same name
-WORDS = 13
+IS_WINDOW = 13  # 1 in the row of a window, whose collective calls are its fences
+WORDS = 14
 # The name of a communicator, in bytes of its row.
-NAME = slice(8 * WORDS, ROW_NBYTES)
+NAME = slice(8 * WORDS, 272)
+# The row of a window has counts: bytes, one for each rank of the window, that wrap around.
+MOST_RANKS = 56
+POSTED = slice(NAME.stop, NAME.stop + MOST_RANKS)
+"""How often this rank has named a rank in Post."""
+COMPLETED = slice(POSTED.stop, POSTED.stop + MOST_RANKS)
+"""How often this rank has named a rank in Complete."""
 
 # Words of a log: kernels or mapped memory carry out its calls.
 POSTS = 0  # how many calls this rank has begun

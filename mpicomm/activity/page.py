@@ -280,6 +280,7 @@ class CommunicatorRow:
         name, nbytes = f"{'window of ' * window}{heading.name}", layout.NAME.stop - layout.NAME.start
         self.bytes[:] = heading.row  # it has no key yet, so the doctor skips the row while its texts change
         self.bytes[layout.NAME] = name.encode()[: nbytes - 1].ljust(nbytes, b"\0")
+        self.words[layout.IS_WINDOW] = window
         self.words[layout.NUMBER] = number
         self.words[layout.KEY] = key  # last: pairs with the doctor's read of the key, which comes first
 
@@ -289,6 +290,17 @@ class CommunicatorRow:
             assert self._number is not None
             self._logs[index] = Log(self._page, self.words, layout.log_at(self._number, index), index + 1)
         return self._logs[index]
+
+    def posted(self, rank: int) -> int:
+        """Return how often this rank of a window has named ``rank`` in Post, modulo 256."""
+        return self.bytes[layout.POSTED][rank]
+
+    def count(self, counts: slice, ranks: int) -> None:
+        """Count a call that names a set of ranks; ``counts`` is `layout.POSTED` or `layout.COMPLETED`."""
+        numbers = self.bytes[counts]
+        for rank in range(ranks.bit_length()):
+            if ranks >> rank & 1:
+                numbers[rank] = (numbers[rank] + 1) & 0xFF
 
     def keep(self) -> None:
         """Let no other communicator have the row, because peers may still read it."""

@@ -67,6 +67,8 @@ class RankCalls:
     messages: tuple[BlockedMessage, ...] = ()
     last_post: str = ""
     """The last call that MPI does not carry out; "" if there was none, or if its text is lost."""
+    completed: bytes = b""
+    """How often the rank has named each rank in Complete, modulo 256; empty for a communicator."""
 
     @property
     def made(self) -> int:
@@ -183,6 +185,7 @@ def _calls(memory: int, row: int, names: Sequence[str]) -> RankCalls | None:
         bool(words[layout.ON_GPU]),
         tuple(each for each in messages if each.peer != layout.NOBODY),
         last_post,
+        _bytes(memory, at, layout.COMPLETED) if words[layout.IS_WINDOW] else b"",
     )
 
 

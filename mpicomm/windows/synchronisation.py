@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from mpi4py import MPI
 
+from mpicomm.activity import layout
+from mpicomm.activity.reading import calls_of
 from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
@@ -78,6 +80,7 @@ class Synchronisation:
         origins = self._ranks_of(group, "Win.Post")
         with self._synchronising(stream) as where:
             self._epochs.post(origins)
+            self._row.count(layout.POSTED, set_of(origins))
             self._steps.meet(POSTS, set_of(origins), 0, where)
 
     def Start(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
@@ -93,6 +96,7 @@ class Synchronisation:
         self._check("Win.Complete")
         with self._synchronising(stream) as where:
             targets = self._epochs.complete()
+            self._row.count(layout.COMPLETED, set_of(targets))
             self._steps.meet(COMPLETES, set_of(targets), 0, where)
 
     def Wait(self, *, stream: Any = None) -> Literal[True]:
@@ -106,16 +110,29 @@ class Synchronisation:
         return True
 
     def Test(self, *, stream: Any = None) -> bool:
-        """Return whether the streams of all ranks of `Post` have come to `Complete`; if so, do as `Wait`.
+        """Return whether all ranks of `Post` have called `Complete`; if so, do as `Wait`. Not capturable.
 
-        It blocks for some microseconds, and cannot be captured. A rank whose host has called `Complete` may still have
-        earlier work on its stream: call `Test` again until it returns true.
+        It blocks for some microseconds.
         """
         self._check("Win.Test")
         origins = self._epochs.exposed_to("Win.Test")
         # The last Wait may still be in flight. It advances the counts with which this call compares.
         arrived = self._is_waited() and self._steps.arrived(COMPLETES, set_of(origins))
-        return arrived and self.Wait(stream=stream)
+        return (arrived or self._have_completed(origins)) and self.Wait(stream=stream)
+
+    def _have_completed(self, origins: Iterable[int]) -> bool:
+        """Return whether the hosts of the ranks have called `Complete`. Their GPUs may do so later.
+
+        A program may know of these calls, for example from a barrier, and may expect that they are seen here. This
+        reads the count that `Complete` has written on the peer's page. It orders no data: the wait that follows pairs
+        with the signal of the peer's GPU.
+        """
+        places, key = self._owner.placement.places, self._row.words[layout.KEY]
+        for origin in origins:
+            calls = calls_of(places[origin].pid, key)
+            if calls is None or calls.completed[self._rank] != self._row.posted(origin):
+                return False
+        return True
 
     def Lock(self, rank: int, lock_type: int = MPI.LOCK_EXCLUSIVE, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the part of ``rank``, which takes no part. The stream waits for the lock."""

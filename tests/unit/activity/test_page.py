@@ -23,6 +23,7 @@ from mpicomm.activity.reading import (
     read_activity,
 )
 from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.kernels.window import WINDOW_RANKS
 from tests.helpers.jobs.mpiexec import run_command
 
 ALONE = [Member("host", 1, 0)]
@@ -69,6 +70,7 @@ def test_calls_have_numbers_and_texts() -> None:
 
 
 def test_windows_have_rows_of_their_own() -> None:
+    assert layout.MOST_RANKS == WINDOW_RANKS
     heading = Heading(0, [Member("host", 1, 61), Member("host", 2, 62)], "cpu")
     communicator, row = CommunicatorRow(), CommunicatorRow()
     communicator.open(heading, 1)
@@ -76,7 +78,12 @@ def test_windows_have_rows_of_their_own() -> None:
     assert of("ranks 61-62").key != of("window of ranks 61-62").key
     row.log(0).post("Win.Fence")
     posted = of("window of ranks 61-62")
-    assert (posted.made, posted.last) == (1, "Win.Fence")
+    assert (posted.made, posted.last, of("ranks 61-62").completed) == (1, "Win.Fence", b"")
+    for times, counts in ((255, layout.POSTED), (258, layout.COMPLETED)):
+        for _ in range(times):
+            row.count(counts, 0b10)
+    assert (row.posted(0), row.posted(1)) == (0, 255)
+    assert of("window of ranks 61-62").completed == bytes([0, 2]) + bytes(layout.MOST_RANKS - 2)
     row.close()
     communicator.close()
 
