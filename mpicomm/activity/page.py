@@ -225,7 +225,8 @@ class Heading:
 
     def __init__(self, rank: int, processes: Sequence[Member], device: int | str) -> None:
         digest = hashlib.blake2b(repr(list(map(tuple, processes))).encode(), digest_size=6).digest()
-        self._digest = int.from_bytes(digest, "big")
+        self.digests = int.from_bytes(digest, "big"), ~int.from_bytes(digest, "big") & (1 << 48) - 1
+        """The numbers of 48 bits that stand for the communicators of the processes, and for their windows."""
         numbers = [process.number for process in processes]
         is_world = numbers == list(range(page().world_size))
         self.name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
@@ -235,15 +236,14 @@ class Heading:
         words[layout.SOURCE] = words[layout.DEST] = layout.NOBODY
         self.row = array("q", words).tobytes().ljust(layout.ROW_NBYTES, b"\0")
 
-    def count(self, *, window: bool) -> tuple[int, int]:
-        """Return the key and the number of another communicator of these processes, or window.
+    def count(self, *, window: bool = False) -> int:
+        """Return the number of another communicator of these processes, or window, as `CommunicatorRow.open` takes it.
 
-        They are the same in all its processes, because these make their communicators in one order.
+        It is the same in all its processes, because these make their communicators in one order.
         """
-        digest = ~self._digest & (1 << 48) - 1 if window else self._digest
-        number = _made.get(digest, 0) + 1
-        _made[digest] = number
-        return digest << 15 | 1 << 14 | number & 0x3FFF, number
+        digest = self.digests[window]
+        number = _made[digest] = _made.get(digest, 0) + 1
+        return number
 
 
 class CommunicatorRow:
@@ -274,9 +274,9 @@ class CommunicatorRow:
                 log.clear()
             self._page.rows.append(self._number)
 
-    def open(self, heading: Heading, counted: tuple[int, int] | None = None, *, window: bool = False) -> None:
-        """Let the doctor read the row, of a communicator or of a window; ``counted`` is from `Heading.count`."""
-        key, number = counted or heading.count(window=window)
+    def open(self, heading: Heading, number: int, *, window: bool = False) -> None:
+        """Let the doctor read the row, of a communicator or of a window; ``number`` is from `Heading.count`."""
+        key = heading.digests[window] << 15 | 1 << 14 | number & 0x3FFF
         name, nbytes = f"{'window of ' * window}{heading.name}", layout.NAME.stop - layout.NAME.start
         self.bytes[:] = heading.row  # it has no key yet, so the doctor skips the row while its texts change
         self.bytes[layout.NAME] = name.encode()[: nbytes - 1].ljust(nbytes, b"\0")

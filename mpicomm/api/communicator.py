@@ -27,7 +27,7 @@ from mpicomm.api.redistribution import RedistributionCalls
 from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.process import close_after
-from mpicomm.collectives.host.fast_path import PlainCheck
+from mpicomm.collectives.host.selection import PlainCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
@@ -132,37 +132,6 @@ class Communicator(
             comm.Allreduce(x, y)
             comm.check()
     """
-
-    if TYPE_CHECKING:  # what `Constructors` returns: it cannot name these classes, which are made from it
-
-        def Create(self, group: MPI.Group) -> Communicator: ...
-        def Create_group(self, group: MPI.Group, tag: int = 0) -> Communicator: ...
-        def Split(self, color: int = 0, key: int = 0) -> Communicator: ...
-        def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Communicator: ...
-        def Create_cart(
-            self, dims: Sequence[int], periods: Sequence[bool] | bool | None = None, reorder: bool = False
-        ) -> CartCommunicator: ...
-        def Create_graph(
-            self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
-        ) -> GraphCommunicator: ...
-        def Create_dist_graph_adjacent(
-            self,
-            sources: Sequence[int] | None,
-            destinations: Sequence[int] | None,
-            sourceweights: Sequence[int] | int | None = None,
-            destweights: Sequence[int] | int | None = None,
-            info: MPI.Info = MPI.INFO_NULL,
-            reorder: bool = False,
-        ) -> DistGraphCommunicator: ...
-        def Create_dist_graph(
-            self,
-            sources: Sequence[int],
-            degrees: Sequence[int],
-            destinations: Sequence[int],
-            weights: Sequence[int] | int | None = None,
-            info: MPI.Info = MPI.INFO_NULL,
-            reorder: bool = False,
-        ) -> DistGraphCommunicator: ...
 
     _session: Session
     _unfreed = False
@@ -444,8 +413,7 @@ class CartCommunicator(Communicator, NeighborCollectives, MPI.Cartcomm):
     def Sub(self, remain_dims: Sequence[bool]) -> CartCommunicator:
         """Make communicators of the parts of the grid along the dimensions that remain."""
         self._when_all_are_here("Sub")
-        part: Any = self._adopt_part(MPI.Cartcomm(self).Sub(remain_dims))
-        return part  # type: ignore[no-any-return]
+        return self._adopt(MPI.Cartcomm(self).Sub(remain_dims))
 
 
 class GraphCommunicator(Communicator, NeighborCollectives, MPI.Graphcomm):

@@ -11,12 +11,16 @@ from mpi4py import MPI
 from mpicomm.activity.page import begin_by_mpi, by_mpi, page
 from mpicomm.api.topologies import edges_of, edges_of_grid, linked_well, read_edges, read_graph, read_neighbors
 from mpicomm.cluster.process import ranks_in_world
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-AnyComm = TypeVar("AnyComm", bound=MPI.Intracomm)
+    from mpicomm.api.communicator import CartCommunicator, Communicator, DistGraphCommunicator, GraphCommunicator
+
+Made = TypeVar("Made")
+"""The class of a communicator, which each caller of `Constructors._adopt` names."""
 
 
 class Constructors(MPI.Intracomm):
@@ -58,11 +62,11 @@ class Constructors(MPI.Intracomm):
         comm, request = MPI.Intracomm(self).Idup_with_info(info)
         return self._adopt_whole(comm), request
 
-    def Create(self, group: MPI.Group) -> MPI.Intracomm:
+    def Create(self, group: MPI.Group) -> Communicator:
         """Make a communicator of the ranks of ``group``. The other ranks get COMM_NULL."""
-        return self._adopt_part(_intracomm(self._when_all_are_here("Create").Create(group)))
+        return self._adopt(self._when_all_are_here("Create").Create(group))
 
-    def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> Communicator:
         """Make a communicator of the ranks of ``group``. Collective only over these ranks.
 
         If this communicator is not set up yet, the call waits in MPI without a limit. After a missing rank the ranks
@@ -76,9 +80,9 @@ class Constructors(MPI.Intracomm):
             # A step, because only the members make the call: its count would show other ranks behind.
             with page().step("Create_group", ranks_in_world(plain, ranks)):
                 made = plain.Create_group(group, tag)
-        return self._adopt_part(_intracomm(made), ranks)
+        return self._adopt(made, ranks)
 
-    def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
+    def Split(self, color: int = 0, key: int = 0) -> Communicator:
         """Make one communicator per color, with its ranks in the order of ``key``. Collective, blocking.
 
         A rank with the color ``MPI.UNDEFINED`` gets COMM_NULL.
@@ -86,13 +90,15 @@ class Constructors(MPI.Intracomm):
             with comm.Split(color=comm.rank % 2, key=comm.rank) as part:
                 part.Barrier()
         """
-        return self._adopt_part(_intracomm(self._when_all_are_here("Split").Split(color, key)))
+        return self._adopt(self._when_all_are_here("Split").Split(color, key))
 
-    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Communicator:
         """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
-        return self._adopt_part(_intracomm(self._when_all_are_here("Split_type").Split_type(split_type, key, info)))
+        return self._adopt(self._when_all_are_here("Split_type").Split_type(split_type, key, info))
 
-    def Create_cart(self, dims: Sequence[int], periods: Any = None, reorder: bool = False) -> MPI.Cartcomm:
+    def Create_cart(
+        self, dims: Sequence[int], periods: Sequence[bool] | bool | None = None, reorder: bool = False
+    ) -> CartCommunicator:
         """Make a communicator of a Cartesian grid, a `CartCommunicator`. Collective, blocking.
 
         Ranks beyond the grid get COMM_NULL.
@@ -105,7 +111,7 @@ class Constructors(MPI.Intracomm):
         with linked_well(self, self._session, "Create_cart", reorder, edges) as (plain, moves):
             return self._adopt_linked(plain.Create_cart(dims, periods, moves), reorder)
 
-    def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> MPI.Graphcomm:
+    def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> GraphCommunicator:
         """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`.
 
         Raises `InvalidUsageError` on every rank for lists that are no graph of its ranks. Collectives of neighbours
@@ -119,11 +125,11 @@ class Constructors(MPI.Intracomm):
         self,
         sources: Sequence[int] | None,
         destinations: Sequence[int] | None,
-        sourceweights: Any = None,
-        destweights: Any = None,
+        sourceweights: Sequence[int] | int | None = None,
+        destweights: Sequence[int] | int | None = None,
         info: MPI.Info = MPI.INFO_NULL,
         reorder: bool = False,
-    ) -> MPI.Distgraphcomm:
+    ) -> DistGraphCommunicator:
         """Make a communicator of a graph, a `DistGraphCommunicator`. Each rank passes its own neighbours.
 
         Raises `InvalidUsageError` on every rank if a neighbour is neither a rank nor MPI.PROC_NULL, or if two
@@ -142,10 +148,10 @@ class Constructors(MPI.Intracomm):
         sources: Sequence[int],
         degrees: Sequence[int],
         destinations: Sequence[int],
-        weights: Any = None,
+        weights: Sequence[int] | int | None = None,
         info: MPI.Info = MPI.INFO_NULL,
         reorder: bool = False,
-    ) -> MPI.Distgraphcomm:
+    ) -> DistGraphCommunicator:
         """Make a communicator of a graph, a `DistGraphCommunicator`. Each rank passes any edges.
 
         Raises `InvalidUsageError` on every rank if one rank passes lists that are no edges between ranks.
@@ -162,48 +168,51 @@ class Constructors(MPI.Intracomm):
         return MPI.Intracomm(self)
 
     def _ranks_of(self, group: MPI.Group) -> list[int]:
-        """Return the ranks of ``group`` in this communicator. MPI refuses a group with other ranks."""
+        """Return the ranks of ``group`` in this communicator. Raise for a group with which MPICH ends the program."""
         mine = self.Get_group()
-        ranks = [rank for rank in group.Translate_ranks(range(group.size), mine) if rank != MPI.UNDEFINED]
+        ranks = group.Translate_ranks(range(group.size), mine)
         mine.Free()
+        wrong = ""
+        if MPI.UNDEFINED in ranks:
+            wrong = f"has {ranks.count(MPI.UNDEFINED)} processes that the communicator does not have"
+        elif ranks and self.rank not in ranks:
+            wrong = f"has the ranks {ranks}, and not rank {self.rank}, which makes the call"
+        if wrong:
+            raise RefusedByMpiError(
+                f"Create_group: group {wrong}: make it by comm.Get_group().Incl(ranks), and call on these ranks only",
+                MPI.ERR_GROUP,
+            )
         return ranks
 
     def _adopt_whole(self, comm: MPI.Intracomm) -> Self:
         """Return a communicator of the same ranks as a Communicator like this one."""
-        return self._adopt(comm, type(self), range(self.size))
+        return self._adopt(comm, range(self.size), type(self))
 
-    def _adopt_linked(self, comm: AnyComm, reorder: bool) -> AnyComm:
-        """As `_adopt_part`. Without ``reorder`` the ranks are the first ranks of this communicator, in their order."""
-        return self._adopt_part(comm, None if reorder or comm == MPI.COMM_NULL else range(comm.size))
+    def _adopt_linked(self, comm: MPI.Intracomm, reorder: bool) -> Made:  # type: ignore[type-var]
+        """As `_adopt`. Without ``reorder`` the ranks are the first ranks of this communicator, in their order."""
+        return self._adopt(comm, None if reorder or comm == MPI.COMM_NULL else range(comm.size))
 
-    def _adopt_part(self, comm: AnyComm, ranks: Sequence[int] | None = None) -> AnyComm:
-        """Return ``comm``, which has some of the ranks, as a Communicator with its topology. Keep COMM_NULL.
+    def _adopt(self, comm: MPI.Comm, ranks: Sequence[int] | None = None, cls: Any = None) -> Made:  # type: ignore[type-var]
+        """Return ``comm``, which MPI made from this communicator, as a Communicator. Keep COMM_NULL.
 
-        ``ranks`` are its ranks in this communicator, if the caller knows them.
+        It sets itself up at its first use. ``ranks`` are its ranks in this communicator, if the caller knows them, and
+        ``cls`` is its class, if that does not follow from its topology.
         """
+        plain: Any = comm
         if comm == MPI.COMM_NULL:
-            return comm
-        topology = comm.Get_topology()
-        keeps_class = topology == MPI.UNDEFINED and not isinstance(self, MPI.Topocomm)
+            return plain  # type: ignore[no-any-return]
+        if cls is None:
+            topology = comm.Get_topology()
+            keeps_class = topology == MPI.UNDEFINED and not isinstance(self, MPI.Topocomm)
+            cls = type(self) if keeps_class else self._classes[topology]
         if ranks is None:
             group, parent_group = comm.Get_group(), self.Get_group()
             # MPICH's group of a grid may also hold ranks beyond the grid.
             ranks = group.Translate_ranks(range(comm.size), parent_group)
             group.Free()
             parent_group.Free()
-        made: Any = self._adopt(comm, type(self) if keeps_class else self._classes[topology], ranks)
-        return made  # type: ignore[no-any-return]
-
-    def _adopt(self, comm: MPI.Intracomm, cls: type[AnyComm], ranks: Sequence[int]) -> AnyComm:
-        """Return ``comm``, which MPI made from ``ranks``, as a ``cls``. It sets itself up at its first use."""
-        child: Any = MPI.Intracomm.__new__(cls, comm)
         channel = self._session.channel
-        made = None if channel is None else channel.child(ranks)
-        child._begin(Session(comm, self._session.placement.subset(ranks), channel=made))
+        child: Any = MPI.Intracomm.__new__(cls, comm)
+        child._begin(Session(plain, self._session.placement.subset(ranks), channel=channel and channel.child(ranks)))
         child._is_installed = self._is_installed
         return child  # type: ignore[no-any-return]
-
-
-def _intracomm(comm: MPI.Comm) -> MPI.Intracomm:
-    assert isinstance(comm, MPI.Intracomm)  # parts of an intracommunicator are intracommunicators
-    return comm

@@ -168,7 +168,7 @@ def _through_host(cls: type, method: Method, given: dict[str, Any], on_device: l
     announce(operation, "only MPI has the call")
     if operation in ("Psend_init", "Precv_init"):
         call = functools.partial(getattr(cls, operation), called)
-        return PartitionedRequest.prepare(operation, call, given, backend, _completer())
+        return PartitionedRequest.prepare(operation, call, given, backend)
     if operation.endswith("_init"):
         given.pop("info", None)  # hints are for MPI's persistent requests
         started = f"I{operation.removesuffix('_init').lower()}"

@@ -35,32 +35,22 @@ def _counted(method: Callable[Concatenate[Any, Given], Result]) -> Callable[Conc
 
 
 def _probing(
-    by_mpi: Callable[Concatenate[Any, Given], Result], *, wait: bool
+    by_mpi: Callable[Concatenate[Any, Given], Result], *, wait: bool, matches: bool = False
 ) -> Callable[Concatenate[Any, Given], Result]:
-    """Return a probe of mpi4py that also takes rendezvous headers for messages."""
+    """Return a probe of mpi4py that also takes rendezvous headers for messages.
+
+    With ``matches`` it returns a message that an array of the host or of a GPU receives.
+    """
 
     @functools.wraps(by_mpi)
     def look(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None) -> Any:
-        if not self._messages.by_rendezvous:
+        messages = self._messages
+        if not (messages.on_gpu if matches else messages.by_rendezvous):
             return by_mpi(self, source, tag, status)  # type: ignore[call-arg,arg-type]
-        return self._messages.unexpected.probe(source, tag, status, wait=wait)
+        take = messages.unexpected.match if matches else messages.unexpected.probe
+        return take(source, tag, status, wait=wait)
 
     made: Any = look
-    return made  # type: ignore[no-any-return]
-
-
-def _matching(
-    by_mpi: Callable[Concatenate[Any, Given], Result], *, wait: bool
-) -> Callable[Concatenate[Any, Given], Result]:
-    """Return a probe of mpi4py whose message an array of the host or of a GPU receives."""
-
-    @functools.wraps(by_mpi)
-    def match(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None) -> Any:
-        if not self._messages.on_gpu:
-            return by_mpi(self, source, tag, status)  # type: ignore[call-arg,arg-type]
-        return self._messages.unexpected.match(source, tag, status, wait=wait)
-
-    made: Any = match
     return made  # type: ignore[no-any-return]
 
 
@@ -96,10 +86,11 @@ class Probes(MPI.Intracomm):
 
     Probe = probe = _probing(probe, wait=True)
     Iprobe = iprobe = _probing(MPI.Intracomm.Iprobe, wait=False)
-    Mprobe = _matching(receiving(HostStaging.Mprobe, 0), wait=True)
-    Improbe = _matching(HostStaging.Improbe, wait=False)
-    mprobe = _matching(receiving(MPI.Intracomm.mprobe, 0), wait=True)  # mpi4py's message keeps the pickled object
-    improbe = _matching(MPI.Intracomm.improbe, wait=False)
+    Mprobe = _probing(receiving(HostStaging.Mprobe, 0), wait=True, matches=True)
+    Improbe = _probing(HostStaging.Improbe, wait=False, matches=True)
+    # mpi4py's message keeps the pickled object.
+    mprobe = _probing(receiving(MPI.Intracomm.mprobe, 0), wait=True, matches=True)
+    improbe = _probing(MPI.Intracomm.improbe, wait=False, matches=True)
 
     def recv(
         self,

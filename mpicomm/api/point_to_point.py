@@ -12,7 +12,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
+from mpicomm.mpi.requests import PersistentRequest
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
 from mpicomm.ways.in_stream_order import InStreamOrder
 
@@ -28,7 +28,6 @@ _isend = MPI.Intracomm.Isend
 _isendrecv = MPI.Intracomm.Isendrecv
 _isendrecv_replace = MPI.Intracomm.Isendrecv_replace
 _issend = MPI.Intracomm.Issend
-_recv_init = MPI.Intracomm.Recv_init
 _rsend = sending(MPI.Intracomm.Rsend)
 _ssend = sending(MPI.Intracomm.Ssend)
 _send = sending(MPI.Intracomm.Send)
@@ -41,8 +40,11 @@ _PERSISTENT: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "Ssend_init": (MPI.Intracomm.Ssend_init, _issend),
     "Bsend_init": (MPI.Intracomm.Bsend_init, _ibsend),
     "Rsend_init": (MPI.Intracomm.Rsend_init, _irsend),
+    "Recv_init": (MPI.Intracomm.Recv_init, _irecv),
 }
-"""MPI's persistent sends, each with the send that a start makes."""
+"""MPI's persistent messages, each with the call that a start makes."""
+_IN_STREAM_ORDER = ("Send", "Recv", "Sendrecv")
+"""The calls whose messages kernels can match."""
 _ALGORITHMS = ("auto", "stream", "copy_engine")
 
 
@@ -67,14 +69,14 @@ class PointToPoint(MPI.Intracomm):
     **In stream order.** With ``algorithm="stream"`` (alias "one_shot") kernels match the messages of `Send`, `Recv` and
     `Sendrecv`, without MPI. They match the messages from one rank to another by their order in the streams of the two
     ranks. Device arrays in a stream that captures a CUDA graph go this way without the argument. Sender and receiver
-    must both go this way. The calls return when they are enqueued. The first such call of a communicator sets up 16 MiB
+    must both go this way. The calls return when they are enqueued. The first such call of a communicator sets up 20 MiB
     of memory for each rank of the node, and is collective over all ranks.
 
-    The two ranks name each other, the same length, and the same tag. The receiver may name `MPI.ANY_TAG`. `Send` holds
-    up its stream until the receiver has received all but the last 16 MiB of the messages to it. So the ranks must make
-    these calls, and collectives, in orders that go together, as with NCCL. If two ranks both send first and receive
-    later, let them use `Sendrecv`. With ``algorithm="copy_engine"`` MPI matches the message, and the call raises
-    `InvalidUsageError` in a capture.
+    The two ranks name each other, the same length, and the same tag. The receiver may name `MPI.ANY_TAG`. `Send` may
+    hold up its stream until the receiver receives the message. If the receiver has all earlier messages, one message
+    of up to 8 MiB, or three of up to 512 KiB, hold up no stream. So the ranks must make these calls, and collectives,
+    in orders that go together, as with NCCL. If two ranks both send first and receive later, let them use `Sendrecv`.
+    With ``algorithm="copy_engine"`` MPI matches the message, and the call raises `InvalidUsageError` in a capture.
 
     **Errors.** The calls raise `InvalidUsageError` and TypeError for bad arguments, on the ranks that pass them. A
     receiver raises `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a message that is longer than its buffer. If a sender
@@ -109,18 +111,11 @@ class PointToPoint(MPI.Intracomm):
             and algorithm == "auto"
         ):
             try:
-                return _send(self, buf, dest, tag)
+                _send(self, buf, dest, tag)
+                return
             except host_calls.REFUSALS:
                 pass  # MPI has no type for the elements, so they go as bytes below
-        if algorithm != "auto" and self._kernels_match("Send", algorithm):
-            return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
-        buf, sent = self._messages.read("Send", buf, stream, dest)
-        if sent is None:
-            _refuse_options("Send", stream, algorithm, buf)
-            return host_calls.call(_send, self, buf, dest, tag)
-        if sent.captured and algorithm == "auto":
-            return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
-        return self._messages.send(_send, sent, dest, tag)
+        self._carry("Send", _send, (buf, dest, tag), None, stream, algorithm)
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
         """Send ``buf``; return when the receiver has matched the message; see mpi4py."""
@@ -165,21 +160,14 @@ class PointToPoint(MPI.Intracomm):
             and algorithm == "auto"
         ):
             if messages.by_rendezvous:
-                return messages.receive_array("Recv", buf, messages.posted(source, tag), status)
+                messages.receive_array("Recv", buf, messages.posted(source, tag), status)
+                return
             try:
-                return recv(self, buf, source, tag, status)
+                recv(self, buf, source, tag, status)
+                return
             except host_calls.REFUSALS:
                 pass  # as bytes below
-        if algorithm != "auto" and self._kernels_match("Recv", algorithm):
-            return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
-        buf, received = messages.read("Recv", buf, stream, source, receives=True)
-        if received is None or received.stream is None:
-            _refuse_options("Recv", stream, algorithm, buf)
-        if received is None:
-            return host_calls.call(recv, self, buf, source, tag, status, writable=True)
-        if received.captured and algorithm == "auto":
-            return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
-        return messages.receive(received, messages.posted(source, tag), status)
+        self._carry("Recv", recv, None, (buf, source, tag), stream, algorithm, status)
 
     def Sendrecv(
         self,
@@ -218,7 +206,7 @@ class PointToPoint(MPI.Intracomm):
         send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
         if algorithm == "auto" and self._messages.exchange_arrays(*send, recvbuf, (source, recvtag), status, stream):
             return
-        self._exchange("Sendrecv", sendrecv, send, receive, stream, algorithm, status)
+        self._carry("Sendrecv", sendrecv, send, receive, stream, algorithm, status)
 
     def Sendrecv_replace(
         self,
@@ -260,23 +248,18 @@ class PointToPoint(MPI.Intracomm):
 
         Arguments, ``stream`` and errors are as in `Recv`.
         """
-        messages = self._messages
         if (
             type(buf) is ndarray
             and (buf.base is None or is_host_view(buf))
             and stream is None
-            and not messages.by_rendezvous
+            and not self._messages.by_rendezvous
         ):
             try:
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 pass  # as bytes below
-        buf, received = messages.read("Irecv", buf, stream, source, receives=True)
-        if received is None or not received.on_device:
-            refuse_stream("Irecv", stream)
-        if received is None:
-            return host_calls.call(_irecv, self, buf, source, tag, writable=True)
-        return messages.start_receive(received, messages.posted(source, tag))
+        request: MPI.Request = self._carry("Irecv", _irecv, None, (buf, source, tag), stream)
+        return request
 
     def Isendrecv(
         self,
@@ -291,8 +274,8 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
         send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
-        started: MPI.Request = self._exchange("Isendrecv", _isendrecv, send, receive, stream)
-        return started
+        request: MPI.Request = self._carry("Isendrecv", _isendrecv, send, receive, stream)
+        return request
 
     def Isendrecv_replace(
         self,
@@ -305,10 +288,9 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py."""
-        started: MPI.Request = self._replace(
-            "Isendrecv_replace", _isendrecv_replace, (buf, dest, sendtag), (source, recvtag), stream
-        )
-        return started
+        sent, posted = (buf, dest, sendtag), (source, recvtag)
+        request: MPI.Request = self._replace("Isendrecv_replace", _isendrecv_replace, sent, posted, stream)
+        return request
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
         """Create a persistent `Send`; see mpi4py."""
@@ -330,86 +312,88 @@ class PointToPoint(MPI.Intracomm):
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
     ) -> MPI.Prequest:
         """Create a persistent `Recv`; see mpi4py."""
-        messages = self._messages
-        buf, received = messages.read("Recv_init", buf, stream, source, receives=True)
-        if received is None or not received.on_device:
-            refuse_stream("Recv_init", stream)
-        if received is None:
-            return host_calls.call(_recv_init, self, buf, source, tag, writable=True)
+        return self._prepare("Recv_init", buf, source, tag, stream, receives=True)
 
-        def begin() -> DeferredRequest:
-            # The stream may capture a graph at this Start, so each Start reads the buffer again.
-            _, end = messages.read("Recv_init", buf, stream, source, receives=True)
-            assert end is not None
-            return messages.start_receive(end, messages.posted(source, tag))
-
-        return PersistentRequest.of(begin)
-
-    def _prepare(self, operation: str, buf: Any, dest: int, tag: int, stream: Any) -> MPI.Prequest:
-        prepare, start = _PERSISTENT[operation]
-        messages, sent = self._messages, None
-        if not (type(buf) is ndarray and (buf.base is None or is_host_view(buf))):
-            buf, sent = messages.read(operation, buf, stream, dest)
-        if sent is None:
+    def _prepare(
+        self, operation: str, buf: Any, peer: int, tag: int, stream: Any, *, receives: bool = False
+    ) -> MPI.Prequest:
+        (prepare, start), end = _PERSISTENT[operation], None
+        if receives or not (type(buf) is ndarray and (buf.base is None or is_host_view(buf))):
+            buf, end = self._messages.read(operation, buf, stream, peer, receives=receives)
+        if end is None or not end.on_device:
             refuse_stream(operation, stream)
-            prepared: MPI.Prequest = host_calls.call(prepare, self, buf, dest, tag)
+        if end is None:
+            prepared: MPI.Prequest = host_calls.call(prepare, self, buf, peer, tag, writable=receives)
             return prepared
-
-        def begin() -> DeferredRequest:
-            _, sent = messages.read(operation, buf, stream, dest)  # again, because the stream may capture a graph
-            assert sent is not None
-            return messages.start_send(start, sent, dest, tag)
-
-        return PersistentRequest.of(begin)
+        side = buf, peer, tag
+        send, receive = (None, side) if receives else (side, None)
+        # Each start reads the buffer again, because the stream may capture a graph then.
+        return PersistentRequest.of(lambda: self._carry(operation, start, send, receive, stream))
 
     def _send(self, operation: str, send: Callable[..., Sent], buf: Any, dest: int, tag: int, stream: Any) -> Sent:
-        """Send host memory by ``send``, the method ``operation`` of MPI, and a device array by its endpoint."""
-        if not (type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf))):
-            messages = self._messages
-            buf, sent = messages.read(operation, buf, stream, dest)
-            if sent is not None:
-                by_gpu: Callable[..., Any] = messages.start_send if operation[0] == "I" else messages.send
-                done: Sent = by_gpu(send, sent, dest, tag)
-                return done
-            refuse_stream(operation, stream)
-        try:  # as `host_calls.call`, without the time of a call
-            return send(self, buf, dest, tag)
-        except host_calls.REFUSALS:
-            return send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
+        """Send a plain host array by ``send``, the method ``operation`` of MPI, and other buffers as `_carry` does."""
+        if type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf)):
+            try:
+                return send(self, buf, dest, tag)
+            except host_calls.REFUSALS:
+                pass  # as bytes below
+        done: Sent = self._carry(operation, send, (buf, dest, tag), None, stream)
+        return done
 
-    def _exchange(
+    def _carry(
         self,
         operation: str,
         by_mpi: Callable[..., Any],
-        send: Side,
-        receive: Side,
+        send: Side | None,
+        receive: Side | None,
         stream: Any,
         algorithm: str = "auto",
         *status: MPI.Status | None,
     ) -> Any:
-        """Send one buffer and receive into another: by MPI's method ``by_mpi`` if both lie in host memory."""
-        (sendbuf, dest, sendtag), (recvbuf, source, recvtag), messages = send, receive, self._messages
+        """Send a buffer, receive into another, or both: by kernels, by MPI's method ``by_mpi``, or by a rendezvous.
+
+        MPI gets the buffers if all of them lie in host memory. A nonblocking call returns its request.
+        """
         if algorithm != "auto" and self._kernels_match(operation, algorithm):
             return self._in_stream_order.exchange(operation, stream, send, receive, *status)
-        sendbuf, sent = messages.read(operation, sendbuf, stream, dest, "sendbuf")
-        recvbuf, received = messages.read(operation, recvbuf, stream, source, "recvbuf", receives=True, beside=sent)
+        messages, sent, received = self._messages, None, None
+        if send is not None:
+            buf, dest, tag = send
+            buf, sent = messages.read(operation, buf, stream, dest, "buf" if receive is None else "sendbuf")
+            send = buf, dest, tag
+        if receive is not None:
+            buf, source, recvtag = receive
+            name = "buf" if send is None else "recvbuf"
+            buf, received = messages.read(operation, buf, stream, source, name, receives=True, beside=sent)
+            receive = buf, source, recvtag
         first = sent or received
         if first is None or first.stream is None:
-            _refuse_options(operation, stream, algorithm, sendbuf, recvbuf)
+            refuse_stream(operation, stream)
+            # A buffer that is None, beside MPI.PROC_NULL, may stand for either kind of array.
+            if algorithm != "auto" and all(side is None or side[0] is not None for side in (send, receive)):
+                raise _for_device_arrays(operation, algorithm)
         if first is None:
-            return host_calls.call_on_two(by_mpi, self, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), *status)
-        if first.captured and algorithm == "auto" and operation == "Sendrecv":
-            return self._in_stream_order.exchange(
-                operation, stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), *status
-            )
+            if send is not None and receive is not None:
+                return host_calls.call_on_two(by_mpi, self, send, receive, *status)
+            return host_calls.call(by_mpi, self, *(send or receive or ()), *status, writable=send is None)
+        if first.captured and algorithm == "auto" and operation in _IN_STREAM_ORDER:
+            return self._in_stream_order.exchange(operation, stream, send, receive, *status)
+        starts = operation[0] == "I" or operation in _PERSISTENT
+        if receive is None:
+            assert sent is not None
+            return (messages.start_send if starts else messages.send)(by_mpi, sent, dest, tag)
+        if send is None:
+            assert received is not None
+            posted = messages.posted(source, recvtag)
+            return messages.start_receive(received, posted) if starts else messages.receive(received, posted, *status)
         if sent is None or received is None:
             from mpicomm.messages.reader import host_end
 
-            sent = sent or host_end(operation, sendbuf, False, "sendbuf")
-            received = received or host_end(operation, recvbuf, True, "recvbuf")
-        if operation == "Sendrecv":
-            return messages.exchange(sent, dest, sendtag, received, (source, recvtag), *status)
-        return messages.start_exchange(sent, dest, sendtag, received, messages.posted_beside_send(source, recvtag))
+            sent = sent or host_end(operation, send[0], False, "sendbuf")
+            received = received or host_end(operation, receive[0], True, "recvbuf")
+        if not starts:
+            return messages.exchange(sent, dest, tag, received, (source, recvtag), *status)
+        return messages.start_exchange(sent, dest, tag, received, messages.posted_beside_send(source, recvtag))
 
     def _replace(
         self,
@@ -442,13 +426,6 @@ class PointToPoint(MPI.Intracomm):
         if not self._messages.on_gpu:
             raise _for_device_arrays(operation, algorithm)
         return algorithm == "stream"
-
-
-def _refuse_options(operation: str, stream: Any, algorithm: str, *buffers: Any) -> None:
-    """Raise for options of device arrays that a caller passes with host arrays. A buffer that is None may be either."""
-    refuse_stream(operation, stream)
-    if algorithm != "auto" and not any(buf is None for buf in buffers):
-        raise _for_device_arrays(operation, algorithm)
 
 
 def _for_device_arrays(operation: str, algorithm: str) -> InvalidUsageError:

@@ -85,9 +85,7 @@ class Redistribution:
         """
         if self._is_freed:
             raise InvalidUsageError(f"{self!r} is freed: make another one")
-        out = self._checked(x, out)
-        self._comm.Alltoallw([x, *self._sent], [out, *self._received], stream=stream, algorithm=algorithm)
-        return out
+        return self._move(x, self._checked(x, out), stream, algorithm)
 
     def Free(self) -> None:
         """Free the datatypes of the plan. Local; calls that are enqueued are not affected."""
@@ -104,6 +102,11 @@ class Redistribution:
     def __repr__(self) -> str:
         sent, received = format_size(self.nbytes_sent), format_size(self.nbytes_received)
         return f"<mpicomm.Redistribution {self._text}: this rank sends {sent}, receives {received}>"
+
+    def _move(self, x: Any, out: Any, stream: Any, algorithm: str) -> Any:
+        """Move the parts of arrays that are checked, and return ``out``."""
+        self._comm.Alltoallw([x, *self._sent], [out, *self._received], stream=stream, algorithm=algorithm)
+        return out
 
     def _checked(self, x: Any, out: Any) -> Any:
         """Return ``out``, or a new array in its place. Raise for arrays that do not fit."""
@@ -228,7 +231,7 @@ class RedistributionCalls(MPI.Intracomm):
         with self._plan(whole, types.covered_dtype(known[0][1]), source, target) as plan:
             made: list[Any] = []
             group.agree("redistribute", lambda: made.append(plan._checked(x, out)))
-            return plan(x, made[0], stream=stream, algorithm=algorithm)
+            return plan._move(x, made[0], stream, algorithm)
 
     def redistribution(
         self, shape: int | Sequence[int], dtype: npt.DTypeLike, from_: AnySplit, to: AnySplit

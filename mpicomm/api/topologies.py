@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.cluster.linked_order import Edges, best_order, cost_of
+from mpicomm.api.splits import integers
+from mpicomm.devices.base import Link
 from mpicomm.errors import InvalidUsageError
 from mpicomm.session import Session
 
@@ -25,14 +25,22 @@ Read = TypeVar("Read")
 Weights = list[int] | None
 Neighbors = tuple[list[int], list[int], Weights, Weights]
 """The sources and destinations of one rank of a graph, and the weights of both."""
+Edges = Mapping[tuple[int, int], float]
+"""The weight of each edge, which goes from a place to a place. A place is a vertex of the graph."""
 _TAKES_NULL = "Open MPI" not in MPI.Get_library_version()
 """Whether MPI takes MPI.PROC_NULL for a neighbour. Open MPI 5.0.11 ends the program in a collective of neighbours."""
+
+_MOST_TRIED = 8
+"""Up to so many ranks, `best_order` tries every order: 40320 orders of 8 ranks."""
+_EQUAL = 1 + 1e-9
+_GB_S = {"NVLink": 100.0, "PCIe": 25.0, "staged": 10.0}
+_SLOW_GB_S = 5.0
 
 
 @contextmanager
 def linked_well(
     given: MPI.Intracomm, session: Session, what: str, reorder: bool, edges: Callable[[], Edges]
-) -> Iterator[tuple[MPI.Intracomm, bool]]:
+) -> Iterator[tuple[Any, bool]]:
     """Give MPI's call a communicator of the same ranks, and its argument ``reorder``. Collective, blocking.
 
     ``what`` is the call. ``edges`` returns the edges of the topology, the same on all ranks. MPI decides on the order
@@ -67,6 +75,51 @@ def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list
     if len({place.device_uuid for place in placement.places}) < len(placement.places):
         return None
     return comm.allgather([cost_of(link) for link in session.set_up(what).links()])
+
+
+def cost_of(link: Link) -> float:
+    """Return the time of a link for a byte, in any unit. If its bandwidth is unknown, the kind of link decides."""
+    if link.path in ("self", "same device"):
+        return 0.0
+    # CUDA's performance rank tells apart links of equal bandwidth, such as links within and between PCIe switches.
+    return (1 + (link.performance_rank or 0) / 8) / (link.gb_s or _GB_S.get(link.path, _SLOW_GB_S))
+
+
+def best_order(costs: Sequence[Sequence[float]], edges: Edges) -> list[int]:
+    """Return the rank that takes each place, so that the costs of all edges have a small sum.
+
+    ``costs[a][b]`` is the cost between ranks a and b. There are as many ranks as places. Up to 8 ranks, no order has a
+    smaller sum. With more ranks, no exchange of two ranks makes the sum smaller. If no order is better than the order
+    of the ranks, the result is the order of the ranks. Edges to places that do not exist count nothing.
+    """
+    size = len(costs)
+    one_way = np.array(costs, float).reshape(size, size)
+    between = one_way + one_way.T
+    places = range(size)
+    counted = [(a, b, weight) for (a, b), weight in edges.items() if a in places and b in places and a != b]
+
+    def first_of_the_best(orders: Iterable[Sequence[int]]) -> list[int]:
+        tried = np.array(list(orders))
+        sums = np.zeros(len(tried))
+        for a, b, weight in counted:
+            sums += weight * between[tried[:, a], tried[:, b]]
+        found: list[int] = tried[np.flatnonzero(sums <= sums.min() * _EQUAL)[0]].tolist()
+        return found
+
+    if size <= _MOST_TRIED:
+        return first_of_the_best(itertools.permutations(places))
+    order = list(places)
+    # The present order comes first, so it stays if no change makes it better.
+    while (better := first_of_the_best([order, *_swapped(order)])) != order:
+        order = better
+    return order
+
+
+def _swapped(order: list[int]) -> Iterator[list[int]]:
+    for a, b in itertools.combinations(range(len(order)), 2):
+        changed = list(order)
+        changed[a], changed[b] = order[b], order[a]
+        yield changed
 
 
 def edges_of_grid(dims: Sequence[int], periods: Sequence[bool] | bool | None, size: int) -> Edges:
@@ -105,7 +158,7 @@ def read_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> Edges:
         _require_ranks("edges", peers, nodes)
         return starts, peers
 
-    starts, peers = _of_all(comm, "Create_graph", read)[comm.rank]
+    starts, peers = of_all(comm, "Create_graph", read)[comm.rank]
     spans = enumerate(itertools.pairwise(starts))
     return Counter((rank, peer) for rank, (start, stop) in spans for peer in peers[start:stop])
 
@@ -125,7 +178,7 @@ def read_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: An
         return froms, ends, _weights("weights", weights, len(ends))
 
     found: Counter[tuple[int, int]] = Counter()
-    for froms, ends, each in _of_all(comm, "Create_dist_graph", read):
+    for froms, ends, each in of_all(comm, "Create_dist_graph", read):
         for source, end, weight in zip(froms, ends, each or itertools.repeat(1)):  # noqa: B905
             found[source, end] += weight
     return found
@@ -149,7 +202,7 @@ def read_neighbors(
             weights.append(_weights(of_weights, given, len(peers)))
         return lists[0], lists[1], weights[0], weights[1]
 
-    everyone = _of_all(comm, what, read)
+    everyone = of_all(comm, what, read)
     named = Counter((rank, peer) for rank, lists in enumerate(everyone) for peer in lists[1])
     for rank, lists in enumerate(everyone):
         expected = Counter(lists[0])
@@ -173,13 +226,13 @@ def edges_of(neighbors: Sequence[Neighbors]) -> Edges:
     return found
 
 
-def _of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Read]:
+def of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Read]:
     """Return what ``read`` returns on each rank. Raise its error on all ranks if it raises on one. Collective."""
     fault, mine = "", None
     try:
         mine = read()
-    except (InvalidUsageError, TypeError) as error:
-        fault = str(error)
+    except (InvalidUsageError, TypeError, BufferError) as error:
+        fault = str(error).removeprefix(f"{what}: ")
     everyone = comm.allgather((fault, mine))
     for rank, (said, _) in enumerate(everyone):
         if said:
@@ -188,13 +241,10 @@ def _of_all(comm: MPI.Intracomm, what: str, read: Callable[[], Read]) -> list[Re
 
 
 def _integers(name: str, values: Any, count: int | None = None) -> list[int]:
-    try:
-        integers = [operator.index(value) for value in values]
-    except TypeError:
-        raise InvalidUsageError(f"{name}={values!r} is no list of integers: pass one") from None
-    if count is not None and len(integers) != count:
-        raise InvalidUsageError(f"{name} has {len(integers)} items: pass {count}")
-    return integers
+    found = integers(name, values)
+    if count is not None and len(found) != count:
+        raise InvalidUsageError(f"{name} has {len(found)} items: pass {count}")
+    return list(found)
 
 
 def _require_ranks(name: str, ranks: list[int], size: int, *, or_null: bool = False) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.api.lifetime import communicator_of
+from mpicomm.api.topologies import of_all
 from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.location import is_on_device
-from mpicomm.mpi.spec import index_of
 from mpicomm.session import Session
 from mpicomm.windows.dynamic import DynamicMemory, share_dynamic_window
 from mpicomm.windows.memory import (
@@ -36,8 +35,8 @@ _allocate = MPI.Win.Allocate.__func__  # type: ignore[attr-defined]
 _allocate_shared = MPI.Win.Allocate_shared.__func__  # type: ignore[attr-defined]
 _free = MPI.Win.Free
 _get_attr = MPI.Win.Get_attr
-_allgather = MPI.Comm.Allgather
 _create_dynamic = MPI.Win.Create_dynamic.__func__  # type: ignore[attr-defined]
+Given = TypeVar("Given")
 _PLACES = ("auto", "device", "mpi")
 
 
@@ -209,37 +208,34 @@ class Win(_Calls):
         Device memory is memory that ``comm.register`` takes. Raises `InvalidUsageError` on all ranks alike if one rank
         passes device memory and another passes host memory.
         """
-        comm = _checked("Win.Create", comm, info)
-        if not _may_be_device(comm, place, "Win.Create"):
-            require_on_host("Create", None, memory=memory)
-            return _on_host(_create(cls, memory, index_of(disp_unit, "disp_unit", "Win.Create"), info, comm), comm)
-        session = comm._session.set_up("Win.Create")  # type: ignore[attr-defined]
-        offer, provide = ("none", Part(0, 1)), allocated(session, 0)
+        what = "Win.Create"
+        comm = _checked(what, comm, info)
+        session = _session_of_gpus(what, comm, place)
+        provide: Provider | None = None
 
-        def describe() -> tuple[str, Part]:
+        def offer() -> tuple[str, Part]:
             """Return the kind of memory that this rank passes, and its part of the window."""
-            nonlocal offer, provide
+            nonlocal provide
             if memory is None or memory is MPI.BOTTOM:
-                offer = "none", checked_part(0, disp_unit, "Win.Create")
-            elif place == "device" or is_on_device(memory):
+                return "no", checked_part(0, disp_unit, what)
+            if session is not None and (place == "device" or is_on_device(memory)):
                 nbytes, provide = adopted(session, memory)
-                offer = "device", checked_part(nbytes, disp_unit, "Win.Create")
-            else:
-                offer = "host", Part(0, 1)
-            return offer
+                return "device", checked_part(nbytes, disp_unit, what)
+            require_on_host("Create", None, memory=memory)
+            return "host", checked_part(MPI.memory.frombuffer(memory).nbytes, disp_unit, what)
 
-        offers = session.group.exchange("Win.Create", describe)
+        offers = _of_all_ranks(what, comm, place, session, offer)
         found = {kind: [rank for rank, each in enumerate(offers) if each[0] == kind] for kind in ("host", "device")}
         if found["host"] and found["device"]:
             raise InvalidUsageError(
-                f"Win.Create: memory is device memory on {name_ranks(found['device'])} and host memory on "
+                f"{what}: memory is device memory on {name_ranks(found['device'])} and host memory on "
                 f"{name_ranks(found['host'])}: pass memory of one kind on all ranks"
             )
-        if not found["device"] and place == "auto":
-            return _on_host(_create(cls, memory, disp_unit, info, comm), comm)
         parts = [part for _, part in offers]
-        array = memory if offer[0] == "device" else None
-        return _on_device(comm, info, "Win.Create", parts, provide, MPI.WIN_FLAVOR_CREATE, array)
+        if session is None or not (found["device"] or place == "device"):
+            return _on_host(_create(cls, memory, disp_unit, info, comm), comm, parts)
+        array = memory if offers[comm.rank][0] == "device" else None
+        return _on_device(comm, info, what, parts, provide or allocated(session, 0), MPI.WIN_FLAVOR_CREATE, array)
 
     @classmethod
     def Allocate(
@@ -285,23 +281,25 @@ class Win(_Calls):
         flavor: int,
     ) -> Win:
         comm = _checked(what, comm, info)
-        if not _may_be_device(comm, place, what):
-            return _on_host(by_mpi(cls, *checked_part(size, disp_unit, what), info, comm), comm)
-        session: Session = comm._session.set_up(what)
-        parts = session.group.exchange(what, lambda: checked_part(size, disp_unit, what))
-        return _on_device(comm, info, what, parts, allocated(session, parts[comm.rank].nbytes), flavor)
+        session = _session_of_gpus(what, comm, place)
+        parts = _of_all_ranks(what, comm, place, session, lambda: checked_part(size, disp_unit, what))
+        own = parts[comm.rank]
+        if session is None:
+            return _on_host(by_mpi(cls, *own, info, comm), comm, parts)
+        return _on_device(comm, info, what, parts, allocated(session, own.nbytes), flavor)
 
     @classmethod
     def Create_dynamic(
         cls, info: MPI.Info = MPI.INFO_NULL, comm: MPI.Intracomm = MPI.COMM_SELF, *, place: str = "auto"
     ) -> Win:
         """Make a window to which ranks attach memory of this place. Collective, blocking."""
-        comm = _checked("Win.Create_dynamic", comm, info)
-        if not _may_be_device(comm, place, "Win.Create_dynamic"):
+        what, comm = "Win.Create_dynamic", _checked("Win.Create_dynamic", comm, info)
+        session = _session_of_gpus(what, comm, place)
+        _of_all_ranks(what, comm, place, session, lambda: None)
+        if session is None:
             return _observed(_create_dynamic(cls, info, comm), comm)
-        session: Session = comm._session.set_up("Win.Create_dynamic")  # type: ignore[attr-defined]
-        require_one_node(session, "Win.Create_dynamic")
-        memory = share_dynamic_window(session, "Win.Create_dynamic")
+        require_one_node(session, what)
+        memory = share_dynamic_window(session, what)
         return _made(comm, info, memory, session.backend.view(memory.own_board, (0,), BYTES), MPI.WIN_FLAVOR_DYNAMIC)
 
 
@@ -319,20 +317,39 @@ def _checked(what: str, comm: Any, info: Any) -> Any:
         raise TypeError(
             f"{what}: comm={comm!r} is no MPI.Intracomm: pass a Communicator, or leave it out for COMM_SELF"
         )
+    if comm == MPI.COMM_NULL:
+        raise RefusedByMpiError(f"{what}: comm is MPI.COMM_NULL, or was freed: pass another", MPI.ERR_COMM)
     if not isinstance(info, MPI.Info):
         raise TypeError(f"{what}: info={info!r} is no MPI.Info: pass one, or leave it out")
     return communicator_of(comm)
 
 
-def _may_be_device(comm: Any, place: str, what: str) -> bool:
-    """Return whether the ranks of ``comm`` have to agree about device memory: all ranks alike. Local."""
-    if place not in _PLACES:
-        raise InvalidUsageError(f"{what}: place={place!r}: use one of {', '.join(_PLACES)}")
-    if not isinstance(comm, Communicator) or comm == MPI.COMM_NULL:
-        if place == "device":
+def _session_of_gpus(what: str, comm: Any, place: str) -> Session | None:
+    """Return the session whose GPUs may have the memory; None if the memory is MPI's. All ranks alike.
+
+    Collective, as `Session.set_up`.
+    """
+    if not isinstance(comm, Communicator) or place == "mpi" or comm.device == "cpu":
+        return None
+    return comm._session.set_up(what)
+
+
+def _of_all_ranks(
+    what: str, comm: Any, place: str, session: Session | None, produce: Callable[[], Given]
+) -> list[Given]:
+    """Return what ``produce`` returns on each rank. Raise its error, and that of a bad place, on all ranks. Collective.
+
+    A rank that raised alone would leave the others in MPI, or in the exchange of memory.
+    """
+
+    def checked() -> Given:
+        if place not in _PLACES:
+            raise InvalidUsageError(f"{what}: place={place!r}: use one of {', '.join(_PLACES)}")
+        if place == "device" and not isinstance(comm, Communicator):
             raise InvalidUsageError(f"{what}: comm={comm!r} is no mpicomm.Communicator, which place='device' needs")
-        return False
-    return place != "mpi" and comm.device != "cpu"
+        return produce()
+
+    return of_all(MPI.Intracomm(comm), what, checked) if session is None else session.group.exchange(what, checked)
 
 
 def _on_device(
@@ -367,13 +384,10 @@ def _made(comm: Any, info: MPI.Info, memory: WindowMemory, array: Any, flavor: i
     return made[0]
 
 
-def _on_host(win: Win, comm: Any) -> Win:
-    """Let the calls of a window of MPI know the parts of all ranks, because MPI does not check them. Collective."""
+def _on_host(win: Win, comm: Any, parts: list[Part]) -> Win:
+    """Let the calls of a window of MPI know the parts of all ranks, because MPI does not check them. Local."""
     if isinstance(win, HostWindowCalls):
-        _, nbytes, disp_unit = win.attrs
-        sizes = np.empty((comm.size, 2), np.int64)
-        _allgather(comm, np.array([nbytes, disp_unit], np.int64), sizes)
-        win._parts = {rank: Part(*part) for rank, part in enumerate(sizes.tolist())}
+        win._parts = dict(enumerate(parts))
     return _observed(win, comm)
 
 

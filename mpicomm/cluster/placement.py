@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from mpicomm import environment
 from mpicomm.activity.layout import ranks_of_text
 from mpicomm.activity.page import Heading, Member
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.process import container_key, group_by_node, node_key, process_number
+from mpicomm.cluster.process import group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind
@@ -50,7 +50,6 @@ class RankPlace:
     host: str
     pid: int
     node_key: str
-    container: str
     devices: tuple[DeviceInfo, ...]
     no_device_reason: str
     device: int | str
@@ -183,21 +182,6 @@ class Placement:
             found = self._subsets[numbers] = Placement(places, numbers.index(self.rank))
         return found
 
-    def parted(self, ranks: Set[int]) -> Placement | None:
-        """Return the placement that cuts the nodes of ``ranks`` into containers; the same on all ranks.
-
-        It is None if all ranks of one of these nodes are in one container.
-        """
-        places = list(self.places)
-        for node in self.nodes:
-            if ranks.isdisjoint(node):
-                continue
-            if len({places[rank].container for rank in node}) == 1:
-                return None
-            for rank in node:
-                places[rank] = replace(places[rank], node_key=f"{places[rank].node_key}/{places[rank].container}")
-        return Placement(places, self.rank)
-
     def with_handles(self, chosen: Sequence[tuple[Kind, dict[str, str]]]) -> Placement:
         """Return the placement with each rank's chosen handle kind, and its rejected kinds."""
         places = [
@@ -249,7 +233,6 @@ def find_placement(
             socket.gethostname(),
             os.getpid(),
             node_key(),
-            container_key(),
             devices,
             reason,
             request,

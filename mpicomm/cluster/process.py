@@ -42,11 +42,6 @@ def node_key() -> str:
     return f"{boot_id()}/{namespace('net')}"
 
 
-def container_key() -> str:
-    """Return a text that is the same on ranks of one container: its namespaces."""
-    return "/".join(map(namespace, ("user", "ipc", "pid", "mnt")))
-
-
 def boot_id() -> str:
     """Return a text that tells a running kernel from all others: its boot id, or the host name without /proc/sys."""
     try:

@@ -8,7 +8,7 @@ that are here. An exchange of a `Group` does the same with results and errors, w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from mpi4py import MPI
 
@@ -21,7 +21,6 @@ from mpicomm.waiting import wait_until, without_sleep
 GRACE_S = 0.5  # the other ranks wait this much longer than the first rank, because its answer names the missing rank
 
 _HERE, _LEFT = 1, 2  # words of a rank; 0 stands for a rank that has said nothing
-_CALL = b"\0"
 
 
 def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -> CollectiveTimeoutError:
@@ -31,11 +30,12 @@ def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -
 
 
 abandoned: list[object] = []
-"""Requests that may never complete. MPI may still write to their buffers, so the requests stay and keep them."""
+"""Requests that may never complete, and objects with such requests. They stay, because MPI may still write to the
+buffers of the requests."""
 
 
 class _ByCollectives:
-    """Carries the words of all ranks of ``comm`` by collectives of MPI.
+    """Carries the words of all ranks of ``comm`` in one roll call, by collectives of MPI.
 
     ``comm`` may belong to the user, whose receives may take any message. With a separate count for each rank MPICH and
     Open MPI send each word straight to its rank, and not along a tree.
@@ -44,59 +44,78 @@ class _ByCollectives:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self.index, self.ranks = comm.rank, range(comm.size)
+        self.said, self.answer = bytearray(comm.size), bytearray(comm.size)  # as in `ByMessages`
+        self._begun: list[MPI.Request] = []
 
-    def tell(self, text: bytes) -> list[MPI.Request]:
-        """Send ``text`` from the first rank to each other rank."""
+    def call(self) -> list[MPI.Request]:
+        return self._scatter(bytearray(1))
+
+    def hear(self) -> list[MPI.Request]:
+        counts = [1] * len(self.ranks)
+        own: Any = [memoryview(self.said)[self.index :], 1, MPI.BYTE] if self.index else MPI.IN_PLACE
+        self._begun.append(self._comm.Igatherv(own, None if self.index else [self.said, counts, MPI.BYTE]))
+        return self._begun[-1:]
+
+    def tell(self) -> list[MPI.Request]:
+        return self._scatter(self.answer)
+
+    def _scatter(self, text: bytearray) -> list[MPI.Request]:
         size = len(self.ranks)
-        return [self._comm.Iscatterv([text * size, [len(text)] * size, MPI.BYTE], MPI.IN_PLACE)]
-
-    def listen(self, text: bytearray) -> MPI.Request:
-        """Receive the first rank's text."""
-        return self._comm.Iscatterv(None, [text, MPI.BYTE])
-
-    def hear(self, words: bytearray) -> list[MPI.Request]:
-        """Receive the words of all ranks on the first rank."""
-        return [self._comm.Igatherv(MPI.IN_PLACE, [words, [1] * len(self.ranks), MPI.BYTE])]
-
-    def say(self, word: int) -> MPI.Request:
-        """Send this rank's word to the first rank."""
-        return self._comm.Igatherv([bytes((word,)), MPI.BYTE], None)
+        everywhere = None if self.index else [text * size, [len(text)] * size, MPI.BYTE]
+        self._begun.append(self._comm.Iscatterv(everywhere, [text, MPI.BYTE] if self.index else MPI.IN_PLACE))
+        return self._begun[-1:]
 
 
 class ByMessages:
-    """Carries the words of ``ranks`` by messages, as `_ByCollectives`, but in a third of the time.
+    """Carries the words of ``ranks`` in successive roll calls, by messages, in a small part of the time.
 
-    Only mpicomm uses ``comm``, and ``tag`` only this object.
+    Only mpicomm uses ``comm``, and ``tag`` only this object. The requests are persistent, because MPI needs more time
+    to prepare a message of a byte than to send it. After an error of `roll_call` some may never complete, so nobody
+    uses or frees the object then.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> None:
-        self._comm, self._tag = comm, tag
         self.index, self.ranks = ranks.index(comm.rank), ranks
+        self.said = bytearray(len(ranks))
+        """The words that the first rank hears, where more may come at any time. Another rank has only its own."""
+        self.answer = bytearray(len(ranks))
+        """The words of all ranks, as the first rank tells them."""
+        first = self.index == 0
+        down, up = (comm.Send_init, comm.Recv_init) if first else (comm.Recv_init, comm.Send_init)
+        peers = dict(enumerate(ranks[1:], 1)) if first else {self.index: ranks[0]}
+        call, words = bytearray(1), memoryview(self.said)
+        self._calls = [down([call, MPI.BYTE], peer, tag) for peer in peers.values()]
+        self._words = [up([words[at : at + 1], MPI.BYTE], peer, tag) for at, peer in peers.items()]
+        self._answers = [down([self.answer, MPI.BYTE], peer, tag) for peer in peers.values()]
 
-    def tell(self, text: bytes) -> list[MPI.Request]:
-        return [self._send(text, rank) for rank in self.ranks[1:]]
+    def call(self) -> list[MPI.Prequest]:
+        """Send the call of the first rank, or begin to receive it."""
+        return _started(self._calls, sends=self.index == 0)
 
-    def listen(self, text: bytearray) -> MPI.Request:
-        return self._comm.Irecv([text, MPI.BYTE], self.ranks[0], self._tag)
+    def hear(self) -> list[MPI.Prequest]:
+        """Begin to receive the words of all ranks, or send this rank's word."""
+        return _started(self._words, sends=self.index > 0)
 
-    def hear(self, words: bytearray) -> list[MPI.Request]:
-        places = memoryview(words)
-        return [
-            self._comm.Irecv([places[index : index + 1], MPI.BYTE], rank, self._tag)
-            for index, rank in enumerate(self.ranks)
-            if index
-        ]
+    def tell(self) -> list[MPI.Prequest]:
+        """Send the words of all ranks, or begin to receive them."""
+        return _started(self._answers, sends=self.index == 0)
 
-    def say(self, word: int) -> MPI.Request:
-        return self._send(bytes((word,)), self.ranks[0])
+    def free(self) -> None:
+        """Free the requests; local."""
+        for request in (*self._calls, *self._words, *self._answers):
+            request.Free()
 
-    def _send(self, text: bytes, rank: int) -> MPI.Request:
-        """Send without waiting. If MPI knows that the rank is dead, send nothing: its silence names it."""
+
+def _started(requests: list[MPI.Prequest], *, sends: bool) -> list[MPI.Prequest]:
+    """Start requests, and return them. If MPI knows that a rank is dead, send it nothing: its silence names it."""
+    for request in requests:
         try:
-            return self._comm.Isend([text, MPI.BYTE], rank, self._tag)
+            request.Start()
         except MPI.Exception as error:  # MPI raises for a rank of another node if the connection is gone
-            logger.info("cannot send to rank %d: %s", rank, error)
-            return MPI.REQUEST_NULL
+            if not sends:  # the buffer still has the words of an earlier call, which would pass for an answer
+                raise
+            logger.info("cannot send to a rank: %s", error)
+    return requests
 
 
 def roll_call(
@@ -121,48 +140,39 @@ def roll_call(
     everyone, size = by.ranks, len(by.ranks)
     if size == 1:
         return
-    words = bytearray(size)
-    pending: list[MPI.Request] = []  # in the end the last one completes last, so it is asked first
-    sent: list[MPI.Request] = []
 
-    def wait(ready: Callable[[], bool], limit_s: float) -> bool:
-        if without_sleep(ready):
-            return True
-        with page().step(step, ranks_in_world(comm, everyone)):
-            return wait_until(ready, limit_s)
-
-    def all_done() -> bool:
-        while pending and pending[-1].Test():
-            pending.pop()
-        return not pending
+    def wait(requests: Sequence[MPI.Request], limit_s: float) -> bool:
+        for request in requests:
+            if not (request.Test() or without_sleep(request.Test)):
+                with page().step(step, ranks_in_world(comm, everyone)):
+                    return wait_until(lambda: all(each.Test() for each in requests), limit_s)
+        return True
 
     try:
         if by.index == 0:
-            words[0] = _HERE
-            sent += by.tell(_CALL)
-            pending += by.hear(words)
+            by.said[:] = bytes((_HERE, *bytes(size - 1)))
+            calls = by.call()
             # This waits for the words alone. MPI may report an error for a send to a dead rank, and its error would
             # take the place of the error that names the silent rank.
-            wait(all_done, timeout_s)
-            said = bytes(words)  # some may not have arrived
-            pending += (*sent, *by.tell(said))
-            if said.count(_HERE) == size:
-                wait(all_done, timeout_s)
+            wait(by.hear(), timeout_s)
+            by.answer[:] = said = bytes(by.said)  # some may not have arrived
+            answers = by.tell()
+            if 0 not in said and _LEFT not in said:
+                wait(calls, timeout_s)
+                wait(answers, timeout_s)
         else:
-            call = by.listen(bytearray(1))
-            pending.append(call)
-            called = wait(call.Test, timeout_s + GRACE_S)
-            pending.append(by.say(_HERE if called else _LEFT))
-            pending.append(by.listen(words))
-            answered = called and wait(all_done, timeout_s + GRACE_S)
-            said = bytes(words) if answered else b"\0" + bytes((_HERE,)) * (size - 1)
-        if said.count(_HERE) != size:
+            called = wait(by.call(), timeout_s + GRACE_S)
+            by.said[by.index] = _HERE if called else _LEFT
+            words, answers = by.hear(), by.tell()
+            answered = called and wait((*answers, *words), timeout_s + GRACE_S)
+            said = bytes(by.answer) if answered else b"\0" + bytes((_HERE,)) * (size - 1)
+        if 0 in said or _LEFT in said:
             # If a rank has left, the first rank was late; else the silent ranks are late.
             missing = [everyone[0]] if _LEFT in said else [everyone[at] for at, word in enumerate(said) if not word]
             way_out = absence_reason(missing) or "let every rank make this call, or raise timeout_s="
             raise did_not_arrive(step, missing, timeout_s, way_out)
     except BaseException:  # also after a Ctrl-C
-        abandoned.extend((*sent, *pending))
+        abandoned.append(by)
         raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.collectives import beside, patterns
-from mpicomm.collectives.call_location import CallLocation, location_of
+from mpicomm.collectives import patterns
+from mpicomm.collectives.call_log import CallLocation, Signature
 from mpicomm.collectives.checks import (
     bound_epilogue,
     is_in_place,
+    location_of,
     read_counts,
     require_recvcounts,
     require_room,
@@ -26,13 +27,12 @@ from mpicomm.collectives.neighborhood import Neighborhood, blocks_for_ranks
 from mpicomm.collectives.operations import ALLTOALLV, Operation
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire, checked_wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, Span, parse, require_separate
-from mpicomm.mpi.buffers import ArrayMemory, array_of
+from mpicomm.mpi.buffers import ArrayMemory, array_of, read
 from mpicomm.mpi.device_counts import CountedBuffers, read_counted
 from mpicomm.mpi.host_calls import for_mpi
 from mpicomm.mpi.ops import Op, check_legal, op_name
@@ -62,8 +62,7 @@ in_order = attrgetter(*Arguments.__slots__)
 class Call:
     """One collective call of one rank: read and checked. Local.
 
-    ``place`` is the location of the call; by default `location_of` decides. ``copies`` gets host arrays beside device
-    arrays.
+    ``place`` is the location of the call; by default `location_of` decides.
 
     ``dtype`` is None if only MPI can carry out the call: with a derived datatype, with ``MPI.BOTTOM``, or with an
     operation or element type that the engines do not know. It is also None in a collective of neighbours on host
@@ -85,7 +84,6 @@ class Call:
         neighborhood: Neighborhood | None = None,
         *,
         place: CallLocation | None = None,
-        copies: beside.PinnedCopies | None = None,
     ) -> None:
         self.operation = operation
         self.arguments = self.given = arguments
@@ -110,10 +108,13 @@ class Call:
         given = [operand for operand in (self.send, self.receive) if operand is not None and operand.on_device]
         self.device_array = array_of(given[0].spec) if given else None
         """The first array on the GPU. A call without a stream uses the current stream of this array's library."""
-        self.copies = copies
+        self.completes = False
+        """Whether a blocking call returns only when the stream has come to its end."""
+        self.beside: list[tuple[Operand, bool]] = []
+        """The host arrays with elements in a call on GPUs, as kernels would see them, and whether each receives."""
         self.packed: Packed | None = None
-        """The call on packed memory if a buffer has a derived datatype; else None."""
-        self._strided: Packed | None = None
+        """The call on memory without gaps or with `Gaps`, if a buffer has a derived datatype; else None."""
+        self._packing: Callable[..., Packed | None] = lambda **given: None
         self._receives_typed = False
         if self.on_device:
             self._place_for_kernels()
@@ -121,7 +122,8 @@ class Call:
         self.op = op_name(arguments.op) if arguments.op is not None else None
         self.dtype = self._common_dtype()
         self._require_agreeing_counts()
-        self.epilogue = bound_epilogue(operation, arguments.epilogue, self.dtype, self.send, self.receive)
+        finish = None if self.beside else arguments.epilogue  # kernels apply it to other memory
+        self.epilogue = bound_epilogue(operation, finish, self.dtype, self.send, self.receive)
         plain = self.packed is None and self.epilogue is None
         self.wire = checked_wire(arguments.wire, operation.name, self.operands, self.dtype, self.op, size, plain=plain)
         """The codes as which elements travel; None if they travel as they are."""
@@ -197,9 +199,9 @@ class Call:
         return max(1, self._input_blocks(self.send)[self._rank].count * self.dtype.itemsize)
 
     @property
-    def strided(self) -> Packed | None:
-        """Like `packed`, for kernels that move blocks with `Strides` in place."""
-        return self._strided or self.packed
+    def without_gaps(self) -> Packed | None:
+        """Like `packed`, for kernels that move only blocks without gaps."""
+        return self._packing(strided=False)
 
     def buffers(self, scratch: Span | None = None, packed: Packed | None = None) -> Buffers:
         """Return this rank's memory for the patterns.
@@ -317,9 +319,15 @@ class Call:
             if operand is None or operand.on_device:
                 return operand
             receives = operand is given
-            shape = operation.receive if receives else operation.send
-            reread = partial(self._read, operand.spec, shape, writable=receives, name=operand.name)
-            return beside.for_kernels(operand, reread, self.copies, written=receives and not (is_bcast and is_root))
+            if operand.dtype is not None:
+                made = replace(operand, on_device=True)
+            else:
+                shape = operation.receive if receives else operation.send
+                memory = _as_on_device(operand, writable=receives)
+                made = self._read(operand.spec, shape, writable=receives, name=operand.name, memory=memory)
+            if made.extents:
+                self.beside.append((made, receives and not (is_bcast and is_root)))
+            return made
 
         self.receive = placed(given)
         self.send = self.receive if in_place else placed(self.send)
@@ -332,7 +340,7 @@ class Call:
         if operation.reduces:
             return
         in_receive = is_root if is_bcast else self.send is None and operation.rooted != "send"
-        packed = partial(
+        self._packing = partial(
             Packed.of,
             self.send,
             self.receive,
@@ -340,10 +348,8 @@ class Call:
             receives=not (is_bcast and is_root),
             as_bytes=operation.send == "typed" or operation.of_neighbors,
         )
-        self.packed = packed()
+        self.packed = self._packing(strided=True)
         if self.packed is not None:
-            if operation.counts == "private" and not in_receive:
-                self._strided = packed(strided=True)
             self.send, self.receive = self.packed.send, self.packed.receive
 
     def _keep_for_mpi(self, send: Operand | None, receive: Operand | None) -> None:
@@ -410,3 +416,18 @@ class Call:
             if self.arguments.epilogue is not None:
                 receive = replace(receive, total=self.arguments.epilogue.elements_in(receive))
             require_room(operation, send, receive, self._rank, (self._unit(send), self._unit(receive)))
+
+
+def _as_on_device(operand: Operand, *, writable: bool) -> ArrayMemory:
+    """Return the memory of a host operand as if it were device memory.
+
+    Raises `InvalidUsageError` for ``MPI.BOTTOM`` with addresses of the host.
+    """
+    array = array_of(operand.spec)
+    if array is MPI.BOTTOM:
+        raise InvalidUsageError(
+            f"{operand.name}: MPI.BOTTOM with addresses of the host, beside an array on a GPU: pass the array itself, "
+            "and displacements from its start"
+        )
+    memory = ArrayMemory(0, 0, None, False, None, None) if array is None else read(array, writable, operand.name)
+    return replace(memory, on_device=True)

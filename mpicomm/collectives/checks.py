@@ -1,4 +1,4 @@
-"""Checks of one rank's call: its root, its ``recvcounts``, its epilogue, and whether the two buffers fit each other."""
+"""Checks of one rank's call: its root, its ``recvcounts``, its place, its epilogue, and whether its buffers fit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
@@ -25,6 +26,24 @@ def require_root(operation: Operation, root: Any, size: int) -> None:
         raise TypeError(f"{operation}: root={root!r} is no rank: pass an integer from 0 to {size - 1}") from None
     if not 0 <= rank < size:
         raise RefusedByMpiError(f"{operation}: root={root} is no rank: use 0 to {size - 1}", MPI.ERR_ROOT)
+
+
+def location_of(operation: Operation, send: Operand | None, receive: Operand | None) -> CallLocation:
+    """Return where a call with these buffers is, as far as this rank can know. Local.
+
+    A buffer is None if this rank ignores it, or if the input is in place.
+    """
+    deciding = [send, receive]
+    if operation.rooted == "receive" and send is not None:
+        deciding = [send]
+    elif operation.rooted == "send" and receive is not None:
+        deciding = [receive]
+    given = [operand for operand in deciding if operand is not None]
+    if any(operand.on_device for operand in given):
+        return "gpu"
+    # If all ranks have the same count, this rank's other buffer is empty too, and its class says where it lies.
+    enough = all if operation.counts == "same" else any
+    return "anywhere" if enough(operand.nowhere for operand in given) else "host"
 
 
 def is_in_place(buffer: Any) -> bool:

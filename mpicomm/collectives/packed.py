@@ -3,6 +3,8 @@
 MPI lets the ranks of a call use datatypes of different layout if they name the same basic elements. Packed memory holds
 these elements one after the other. So all algorithms serve all datatypes, and ranks with plain arrays can meet ranks
 with derived datatypes. If each block of a buffer is one run of bytes, nothing is packed, and the buffer stays in place.
+It also stays in place if `Gaps` describe its blocks and the kernel of the call moves such blocks. A rank sends the same
+packets with gaps and without, so this need not be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -10,47 +12,68 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, islice
 from math import gcd
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomm.kernels.packing import ENTRY, ENTRY_NBYTES, LOOPS, UNIT_NBYTES, PackTable
+from mpicomm.kernels.packing import ENTRY, ENTRY_NBYTES, LOOPS, PackTable
+from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
-from mpicomm.mpi.layout import DatatypeLayout, Elements, run_of
+from mpicomm.mpi.layout import DatatypeLayout, Elements, layout_of, run_of
 from mpicomm.mpi.regions import Region, at_blocks, rounds_of
 
 _ALIGNED_NBYTES = 256
 _MOST_UNITS = 1 << 31  # the kernel counts the units of a region in 32 bits
 _MOST_RUN_NBYTES = 1 << 30
 _MOST_STRIDED_NBYTES = 1 << 32
+MOST_STRIDES = 52
+"""The most `Strides` of a call: ``kMostStrides`` in strided.cuh."""
+_MOST_OF_BUFFER = MOST_STRIDES // 2
 _MOST_FIELDS = 16  # a thread passes all fields before its own
 
 
 class Strides(NamedTuple):
-    """The gaps in a block: nested loops visit its runs. Kernels move such a block without packing it."""
+    """Nested loops that visit runs of bytes in their order in a block."""
 
+    nbytes: int
     run_nbytes: int
-    grain: int
-    """A power of two up to `UNIT_NBYTES`, which divides the run and all strides."""
     counts: tuple[int, ...]
     """The innermost loop first; 1 for a loop that does not exist."""
+    offset: int
+    """The bytes from the first run of the block to the first run of these loops."""
     strides: tuple[int, ...]
 
-    @classmethod
-    def of(cls, layout: DatatypeLayout) -> Strides | None:
+
+class Gaps(NamedTuple):
+    """The gaps in a block. Kernels move such a block without packing it."""
+
+    grain: int
+    """A power of two up to `PACKET_NBYTES`, which divides all runs, strides and offsets."""
+    regions: tuple[Strides, ...]
+    """The loops, one after the other."""
+
+    @staticmethod
+    @lru_cache(maxsize=1024)  # because a program repeats its calls
+    def of(layout: DatatypeLayout) -> Gaps | None:
         """Return the gaps of a layout that is not one run; None if kernels need it packed."""
-        if len(layout.regions) != 1 or layout.nbytes >= _MOST_STRIDED_NBYTES:
+        parts = [*islice((part for each in layout.regions for part in _without_lists(each)), _MOST_OF_BUFFER + 1)]
+        if layout.nbytes >= _MOST_STRIDED_NBYTES or len(parts) > _MOST_OF_BUFFER:
             return None
-        (region,) = layout.regions
-        if len(region.loops) > LOOPS or any(loop.places for loop in region.loops):
-            return None
-        rest = LOOPS - len(region.loops)
-        strides = [loop.stride for loop in reversed(region.loops)]
-        common = gcd(UNIT_NBYTES, region.run_nbytes, *strides)
-        counts = (*(loop.rounds for loop in reversed(region.loops)), *[1] * rest)
-        return cls(region.run_nbytes, common, counts, (*strides, *[0] * rest))
+        regions, packed, first = list[Strides](), 0, layout.regions[0].offset
+        for part in parts:
+            loops, rest = part.loops[::-1], LOOPS - len(part.loops)
+            steps = accumulate((loop.rounds for loop in loops), mul, initial=part.run_nbytes)
+            if rest < 0 or part.packed != packed or any(loop.packed != next(steps) for loop in loops):
+                return None  # runs of other regions lie between these runs in packed memory
+            counts, strides = zip(*((loop.rounds, loop.stride) for loop in loops), *[(1, 0)] * rest, strict=True)
+            regions.append(Strides(part.nbytes, part.run_nbytes, counts, part.offset - first, strides))
+            packed += part.nbytes
+        numbers = (number for each in regions for number in (each.run_nbytes, each.offset, *each.strides))
+        return Gaps(gcd(PACKET_NBYTES, *numbers), tuple(regions))
 
 
 @dataclass(frozen=True)
@@ -64,7 +87,7 @@ class PackJob:
 
 @dataclass(frozen=True)
 class Packed:
-    """The buffers of a call. Buffers with gaps in a block lie in scratch memory; their pointers are offsets."""
+    """The buffers of a call. Buffers that are packed lie in scratch memory; their pointers are offsets."""
 
     send: Operand | None
     receive: Operand | None
@@ -74,8 +97,8 @@ class Packed:
     """The elements that are packed before the collective."""
     after: tuple[PackJob, ...]
     """The elements that are unpacked after it."""
-    strides: tuple[Strides | None, ...] = ()
-    """The gaps in the blocks of both buffers that stay in place; empty if there are none."""
+    gaps: tuple[tuple[Gaps | None, ...], ...]
+    """The gaps in the blocks of each buffer that stays in place, in the order of the blocks; empty without gaps."""
 
     @classmethod
     def of(
@@ -86,11 +109,11 @@ class Packed:
         input_in_receive: bool,
         receives: bool,
         as_bytes: bool,
-        strided: bool = False,
+        strided: bool,
     ) -> Packed | None:
         """Return the call on packed memory; None if no buffer has a derived datatype.
 
-        With ``strided`` a buffer stays in place if `Strides` describe all of its blocks.
+        With ``strided`` a buffer stays in place if `Gaps` describe its blocks.
 
         ``input_in_receive`` is whether this rank's input lies in its receive buffer. ``receives`` is whether this rank
         receives into that buffer. ``as_bytes`` is for calls in which each pair of ranks may use other types.
@@ -99,15 +122,11 @@ class Packed:
         if not any(operand.derived for operand in given):
             return None
         dtype = types.BYTE if as_bytes else _common_dtype(given)
-        strides: tuple[Strides | None, ...] = ()
-        if strided:
-            (send, of_send), (receive, of_receive) = _strided(send, dtype), _strided(receive, dtype)
-            strides = (*of_send, *of_receive)
-        packed_send, sent, nbytes = _pack(send, dtype, 0)
-        packed_receive, received, nbytes = _pack(receive, dtype, nbytes)
+        packed_send, sent, of_send, nbytes = _pack(send, dtype, 0, strided=strided)
+        packed_receive, received, of_receive, nbytes = _pack(receive, dtype, nbytes, strided=strided)
         before = (*sent, *(received if input_in_receive else ()))
         after = received if receives else ()
-        return cls(packed_send, packed_receive, nbytes, before, after, strides if any(strides) else ())
+        return cls(packed_send, packed_receive, nbytes, before, after, (of_send, of_receive))
 
     def placed(self, scratch: int) -> tuple[Operand | None, Operand | None]:
         """Return the buffers. Packed buffers get addresses in the memory at ``scratch``."""
@@ -132,10 +151,15 @@ def _common_dtype(operands: list[Operand]) -> np.dtype[Any]:
     return found.pop() if len(found) == 1 else types.BYTE
 
 
-def _pack(operand: Operand | None, dtype: np.dtype[Any], at: int) -> tuple[Operand | None, tuple[PackJob, ...], int]:
-    """Return an operand in elements of ``dtype``, the jobs that pack it from offset ``at`` on, and the next offset."""
+def _pack(
+    operand: Operand | None, dtype: np.dtype[Any], at: int, *, strided: bool
+) -> tuple[Operand | None, tuple[PackJob, ...], tuple[Gaps | None, ...], int]:
+    """Return an operand in elements of ``dtype``, the jobs that pack it, its gaps, and the offset behind packed memory.
+
+    The jobs pack it from offset ``at`` on. It has gaps only if it stays in place with ``strided``.
+    """
     if operand is None:
-        return None, (), at
+        return None, (), (), at
     if operand.derived is None:
         assert operand.dtype is not None
         factor = operand.dtype.itemsize // dtype.itemsize
@@ -144,12 +168,14 @@ def _pack(operand: Operand | None, dtype: np.dtype[Any], at: int) -> tuple[Opera
             for numbers in (operand.counts, operand.displs)
         )
         count, total = operand.count * factor, operand.total * factor
-        return replace(operand, dtype=dtype, count=count, total=total, counts=counts, displs=displs), (), at
+        return replace(operand, dtype=dtype, count=count, total=total, counts=counts, displs=displs), (), (), at
     lengths = [block.layout.nbytes for block in operand.derived]
     if all(block.layout.is_run for block in operand.derived):
         starts = [block.address + block.layout.begin - operand.pointer for block in operand.derived]
-        in_place = replace(operand, derived=None)
-        return _in_elements(in_place, lengths, starts, dtype), (), at
+        return _in_elements(operand, lengths, starts, dtype), (), (), at
+    in_place = _strided(operand, operand.derived, dtype) if strided else None
+    if in_place is not None:
+        return in_place[0], (), in_place[1], at
     places, end = dict[Elements, int](), 0
     for block, nbytes in zip(operand.derived, lengths, strict=True):
         if block not in places:  # the same elements for several ranks are packed once
@@ -159,37 +185,54 @@ def _pack(operand: Operand | None, dtype: np.dtype[Any], at: int) -> tuple[Opera
     jobs = tuple(
         PackJob(block.address, block.layout, at + start) for block, start in places.items() if block.layout.regions
     )
-    packed = _in_elements(replace(operand, pointer=at), lengths, starts, dtype)
-    return packed, jobs, at + -(-end // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
+    packed = replace(_in_elements(replace(operand, pointer=at), lengths, starts, dtype), derived=operand.derived)
+    return packed, jobs, (), at + -(-end // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
 
 
-def _strided(operand: Operand | None, dtype: np.dtype[Any]) -> tuple[Operand | None, list[Strides | None]]:
-    """Return an operand whose blocks stay in place, and their gaps; the same operand if kernels need it packed."""
-    if operand is None:
-        return None, []
-    none: list[Strides | None] = [None] * (1 if operand.counts is None else len(operand.counts))
-    if operand.derived is None:
-        return operand, none
-    layouts = [block.layout for block in operand.derived]
-    found = [None if layout.is_run else Strides.of(layout) for layout in layouts]
-    if any(each is None and not layout.is_run for each, layout in zip(found, layouts, strict=True)):
-        return operand, none
+def _strided(
+    operand: Operand, blocks: Sequence[Elements], dtype: np.dtype[Any]
+) -> tuple[Operand, tuple[Gaps | None, ...]] | None:
+    """Return an operand whose ``blocks`` stay in place, and their gaps; None if kernels need it packed."""
+    counts = operand.counts
+    if counts is None and operand.total > operand.count > 0:  # equal blocks, which one layout describes up to here
+        assert operand.mpi_type is not None
+        element = layout_of(operand.mpi_type)
+        assert element is not None
+        block, counts = element.repeated(operand.count), (operand.count,) * (operand.total // operand.count)
+        blocks = [Elements(operand.pointer + number * block.extent, block) for number in range(len(counts))]
+    layouts = [block.layout for block in blocks]
+    gaps = tuple(None if layout.is_run else Gaps.of(layout) for layout in layouts)
+    described = all(each or layout.is_run for each, layout in zip(gaps, layouts, strict=True))
+    if not described or sum(len(each.regions) for each in {*gaps} if each) > _MOST_OF_BUFFER:
+        return None
     firsts = [layout.regions[0].offset if layout.regions else 0 for layout in layouts]
-    starts = [block.address + first - operand.pointer for block, first in zip(operand.derived, firsts, strict=True)]
-    in_place = replace(operand, derived=None)
-    return _in_elements(in_place, [layout.nbytes for layout in layouts], starts, dtype), found
+    starts = [block.address + first - operand.pointer for block, first in zip(blocks, firsts, strict=True)]
+    in_place = _in_elements(replace(operand, counts=counts), [layout.nbytes for layout in layouts], starts, dtype)
+    if operand.counts is None:  # a count is the count of one block
+        in_place = replace(in_place, count=in_place.total // len(blocks))
+    return in_place, gaps if any(gaps) else ()
+
+
+def _without_lists(region: Region) -> Iterator[Region]:
+    """Yield a region, or the rounds of its loops from the outermost loop to the loop with a list."""
+    if not any(loop.places for loop in region.loops):
+        yield region
+    else:
+        for number in range(region.loops[0].rounds):
+            yield from _without_lists(rounds_of(region, number, number + 1))
 
 
 def _in_elements(operand: Operand, lengths: Sequence[int], starts: Sequence[int], dtype: np.dtype[Any]) -> Operand:
-    """Return an operand with blocks of ``lengths`` bytes, ``starts`` bytes from its pointer on, in elements."""
+    """Return an operand with blocks of ``lengths`` bytes, ``starts`` bytes from its pointer on, in plain elements."""
     if any(start % dtype.itemsize for start in starts):
         dtype = types.BYTE  # an extent need not be a multiple of the elements
     counts, displs = (tuple(number // dtype.itemsize for number in numbers) for numbers in (lengths, starts))
     total = sum(counts)
     if operand.counts is not None:
-        return replace(operand, dtype=dtype, count=total, total=total, counts=counts, displs=displs)
+        return replace(operand, dtype=dtype, count=total, total=total, counts=counts, displs=displs, derived=None)
     parts = operand.total // operand.count if operand.count else 1
-    return replace(operand, pointer=operand.pointer + starts[0], dtype=dtype, count=total // parts, total=total)
+    first, count = operand.pointer + starts[0], total // parts
+    return replace(operand, pointer=first, dtype=dtype, count=count, total=total, derived=None)
 
 
 @lru_cache(maxsize=256)
@@ -251,7 +294,7 @@ def _is_next_field(fields: Sequence[Region], part: Region) -> bool:
 
 
 def _run_units(region: Region) -> int:
-    return -(-region.run_nbytes // UNIT_NBYTES)
+    return -(-region.run_nbytes // PACKET_NBYTES)
 
 
 def _parts(region: Region) -> Iterator[Region]:

@@ -10,7 +10,7 @@ from mpicomm.devices.cuda.types import Backend
 from mpicomm.devices.handle import Kind
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.sharing.segments import SuspendedContent, share
-from mpicomm.symmetric.owner import SharedMemory, SignalPad, SignalPads
+from mpicomm.sharing.shared_memory import SharedMemory, SignalPad, SignalPads
 
 SLOT_NBYTES = 4 << 20
 _CHANNELS = 2

@@ -12,12 +12,12 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.roll_call import GRACE_S, abandoned
-from mpicomm.collectives.signature import Signature
+from mpicomm.collectives.call_log import Signature
 from mpicomm.devices.host import HostBackend
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks
 from mpicomm.sharing.segments import share
-from mpicomm.symmetric.owner import SharedMemory
+from mpicomm.sharing.shared_memory import SharedMemory
 from mpicomm.waiting import wait_until
 
 _LINE_NBYTES = 64

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.signature import Signature
 from mpicomm.errors import MpicommError
 from mpicomm.mpi.arguments import Span
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import KINDS, kind_of
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Operand, overlaps, parse
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.types import is_covered
@@ -25,15 +25,6 @@ if TYPE_CHECKING:
 
 Memory = tuple[int, int]
 """The address of an array, and the number of its elements."""
-
-
-class KernelCall(NamedTuple):
-    """A launch of a kernel, without its stream."""
-
-    variant: Variant
-    arguments: ctypes.Structure
-    blocks: int
-    threads: int
 
 
 class Fused(NamedTuple):
@@ -99,7 +90,7 @@ class BoundEpilogue(ABC):
         """
 
     @abstractmethod
-    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> KernelCall:
+    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> Launch:
         """Return the kernel that makes elements at `output` from elements at ``source``. The addresses may be equal.
 
         The kernel does nothing after the word at ``failed`` is set.
@@ -175,4 +166,4 @@ class Epilogue(ABC):
 def host_array(array: Operand) -> npt.NDArray[Any]:
     """Return the elements of an operand in host memory, one after the other."""
     assert array.dtype is not None
-    return array_at(array.pointer, array.nbytes, np.dtype(np.uint8)).view(array.dtype)
+    return array_at(array.pointer, array.total, array.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, Memory, host_array
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, Memory, host_array
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.expression import Expression, parse, shown
 from mpicomm.expressions.functions import FUNCTIONS
@@ -26,6 +26,7 @@ from mpicomm.kernels.epilogue import (
     epilogue_options,
 )
 from mpicomm.kernels.reductions import blocks_for, cpp_name
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.types import is_narrow
 
@@ -185,11 +186,11 @@ class BoundElementwise(BoundEpilogue):
         options = epilogue_options(self._code, self.result.name if self.converts else None)
         return Fused(options, PacketEpilogue(self._operands, reduced, self.output))
 
-    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> KernelCall:
+    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> Launch:
         arguments = EpilogueArguments(source, self.output, failed, self._operands)
         nbytes = self._operands.count * max(self.dtype.itemsize, self.result.itemsize)
         variant = epilogue_kernel(self.dtype.name, self.result.name, self._code)
-        return KernelCall(variant, arguments, blocks_for(nbytes, multiprocessors), EPILOGUE_THREADS)
+        return Launch(variant, arguments, blocks_for(nbytes, multiprocessors), EPILOGUE_THREADS)
 
     @cached_property
     def _code(self) -> str:  # not at once, because calls on the host bind each time

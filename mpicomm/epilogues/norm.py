@@ -10,12 +10,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, Memory, host_array
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, Memory, host_array
 from mpicomm.epilogues.elementwise import number_of
 from mpicomm.epilogues.scaled_codes import GROUPS, LARGEST, SCALES, TILED_GROUPS, Codes, encode, scales_of, tiles_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import kind_of
 from mpicomm.kernels.epilogue import NORM_THREADS, NormArguments, NormKernelArguments, norm_kernel, norm_options
+from mpicomm.kernels.team import PACKET_NBYTES
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Operand, overlaps
 from mpicomm.mpi.types import is_narrow
 
@@ -23,7 +25,6 @@ ScaleLayout = Literal["linear", "128x4"]
 
 _FLOAT32 = np.dtype(np.float32)
 _BLOCKS_OF_A_MULTIPROCESSOR = 8
-_PACKET_NBYTES = 16
 _BLOCK = 1 << 16  # the elements that NumPy computes at once
 _LAYOUTS = ("linear", "128x4")
 _ROWS = ("residual", "weight", "bias", "linear_bias")  # threads read packets of these arrays
@@ -154,7 +155,7 @@ class Norm(Epilogue):
             )
         sizes = TILED_GROUPS.get(kind, ()) if tiled else GROUPS
         counts = {size: hidden // size for size in sizes if hidden % size == 0}
-        if not tiled and hidden * dtype.itemsize % _PACKET_NBYTES == 0 and hidden not in counts:
+        if not tiled and hidden * dtype.itemsize % PACKET_NBYTES == 0 and hidden not in counts:
             counts[0] = 1
         expected = {size: scales_of(rows, columns, tiled=tiled) for size, columns in counts.items()}
         for size, total in expected.items():
@@ -224,13 +225,13 @@ class BoundNorm(BoundEpilogue):
     def fused(self, reduced: int, shards: int = 1) -> Fused:
         # Other ranks may have arrays at other addresses, because ranks need not run the same code for them.
         places = self.output, self.row_nbytes, *self._pointers[: len(_ROWS)]
-        aligned = reduce(or_, places) % _PACKET_NBYTES == 0
+        aligned = reduce(or_, places) % PACKET_NBYTES == 0
         return Fused(self._options[aligned], self._arguments(-(-self._rows // shards)))
 
-    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> KernelCall:
+    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> Launch:
         arguments = NormKernelArguments(source, failed, self._arguments(self._rows))
         blocks = min(self._rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors)
-        return KernelCall(norm_kernel(self.dtype.name, self._options[False]), arguments, blocks, NORM_THREADS)
+        return Launch(norm_kernel(self.dtype.name, self._options[False]), arguments, blocks, NORM_THREADS)
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """See `BoundEpilogue`. It adds numbers in the order of the kernel, so it has the kernel's bits."""
@@ -268,7 +269,7 @@ class BoundNorm(BoundEpilogue):
 
     def _mean(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the mean of each row, as a column."""
-        mean: npt.NDArray[Any] = _sums(values, _PACKET_NBYTES // self.dtype.itemsize) / values.dtype.type(self._hidden)
+        mean: npt.NDArray[Any] = _sums(values, PACKET_NBYTES // self.dtype.itemsize) / values.dtype.type(self._hidden)
         return mean
 
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K, PACKET_NBYTES
+from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K
+from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.mpi.buffers import new_array, read
 from mpicomm.mpi.types import covered_dtype, named_dtype
 
@@ -216,7 +217,7 @@ class GivenArray:
 
     def on_host(self) -> npt.NDArray[Any]:
         """Return host memory as a NumPy array."""
-        return _view(self.pointer, self.shape, self.dtype, self.array)
+        return array_at(self.pointer, math.prod(self.shape), self.dtype, self.array).reshape(self.shape)
 
 
 def pointer_of(array: Any) -> int:
@@ -228,13 +229,8 @@ def host_view(array: Any) -> npt.NDArray[Any]:
     """Return an array of `new_array` in host memory as a NumPy array."""
     memory = read(array, True, "array")
     assert memory.dtype is not None
-    return _view(memory.pointer, tuple(array.shape), memory.dtype, array)
-
-
-def _view(pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any) -> npt.NDArray[Any]:
-    # NumPy's array interface has no name for bfloat16.
-    nbytes = math.prod(shape) * dtype.itemsize
-    return array_at(pointer, nbytes, np.dtype(np.uint8), owner).view(dtype).reshape(shape)
+    shape: tuple[int, ...] = tuple(array.shape)
+    return array_at(memory.pointer, math.prod(shape), memory.dtype, array).reshape(shape)
 
 
 @dataclass

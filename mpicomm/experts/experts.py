@@ -10,7 +10,6 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.process import close_after
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
@@ -27,13 +26,14 @@ from mpicomm.experts.arrays import (
     checked_shape,
     pointer_of,
 )
-from mpicomm.experts.on_gpu import ExpertsLaunches, launches_of, require_one_domain, share_arena
+from mpicomm.experts.on_gpu import ExpertsLaunches, open_on_gpus
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
-from mpicomm.kernels.experts import PACKET_NBYTES
+from mpicomm.kernels.team import PACKET_NBYTES
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.buffers import new_array, read, read_in_order
 from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.mpi.types import name_of
-from mpicomm.symmetric.owner import SharedMemory
+from mpicomm.sharing.shared_memory import SharedMemory
 from mpicomm.windows.order import StreamUse
 
 _ID_TYPES = ("int64", "int32")
@@ -115,10 +115,8 @@ class Experts:
         self._arena: SharedMemory | None = None
         self._launches: ExpertsLaunches | None = None
         if not isinstance(session.backend, HostBackend):
-            require_one_domain(session)
             self._gpu = session.backend
-            self._arena = share_arena(session, self._shape, self._gpu)
-            self._launches = launches_of(session, self._shape, self._gpu, self._arena)
+            self._arena, self._launches = open_on_gpus(session, self._shape, self._gpu)
         self._streams = None if self._gpu is None else StreamUse(self._gpu)
         self._host = HostWay(session, self._shape)
         self.closed = False

@@ -5,9 +5,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.device import device_facts
-from mpicomm.devices.base import Segment
+from mpicomm.collectives.gpu.call_memory import share_filled
+from mpicomm.collectives.gpu.device import device_facts, multiprocessors_of, team_of
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import DTYPES, Shape
@@ -17,7 +16,6 @@ from mpicomm.kernels.experts import (
     DISPATCH_KERNEL,
     DISPATCH_THREADS,
     HEADS,
-    PACKET_NBYTES,
     PART_NBYTES,
     QUANTIZE_THREADS,
     SUM_THREADS,
@@ -29,12 +27,11 @@ from mpicomm.kernels.experts import (
     quantize_blocks,
     quantize_experts_kernel,
 )
-from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, PACKET_NBYTES, Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.session import Session
-from mpicomm.sharing.segments import SuspendedContent, share
-from mpicomm.symmetric.owner import SharedMemory
+from mpicomm.sharing.shared_memory import SharedMemory
 
-_PURPOSE = "experts"
 _WORD_NBYTES = 8
 
 
@@ -96,16 +93,15 @@ class ExpertsMemory:
         self.row_flags = behind(packets * PACKET_NBYTES)
         self.sum_flags = behind(seats * row_parts * _WORD_NBYTES)
         self.counted = behind(seats * sum_parts * _WORD_NBYTES)
-        self.histograms = self.zeroed_nbytes = behind((MAX_BLOCKS + 3) * _WORD_NBYTES)
-        """All before it is zero at first."""
+        self.histograms = behind((MAX_BLOCKS + 3) * _WORD_NBYTES)
         self.values = behind(MAX_BLOCKS * (shape.firsts[-1] + size) * 4)
         self.rows = behind(shape.seats * shape.top_k * 4)
         self.sums = behind(seats * shape.row_nbytes)
         self.quantized = behind(seats * shape.sum_nbytes)
         """Private memory for the tokens of this rank as they travel, if they are quantised."""
         self.nbytes = self.quantized + (shape.max_tokens * shape.row_nbytes if shape.wire else 0)
-        self.slots = (self.rows, self.quantized) if shape.in_packets else (0, 0)
-        """The begin and the end of the memory that has slots of packets, all of them empty at first."""
+        self.absent = (self.rows, self.quantized) if shape.in_packets else (0, 0)
+        """The begin and the end of the slots of packets, which hold `ABSENT` at first. All other memory is zero."""
 
     def arguments(self, team: Team, row_nbytes: int) -> ExpertsArguments:
         """Return the part of the argument that dispatch and combine share, without the number of senders."""
@@ -227,60 +223,29 @@ class ExpertsLaunches:
         return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
 
 
-def require_one_domain(session: Session) -> None:
-    """Raise `InvalidUsageError` unless all ranks map each other's GPU memory. It raises on all ranks alike. Local."""
-    if session.domain.size == session.group.size:
-        return
-    nodes = len(session.placement.nodes)
-    raise InvalidUsageError(
-        f"Experts: the communicator has {session.group.size} ranks of {nodes} nodes, and kernels serve up to "
-        f"{MAX_RANKS} ranks of one node: create the Experts on comm.Split_type(MPI.COMM_TYPE_SHARED), or send tokens "
-        "to other nodes by comm.Alltoallv with counts in host memory"
-    )
+def open_on_gpus(session: Session, shape: Shape, backend: GpuBackend) -> tuple[SharedMemory, ExpertsLaunches]:
+    """Return the arenas, which all ranks open for each other, and the launches of this rank.
 
-
-def share_arena(session: Session, shape: Shape, backend: GpuBackend) -> SharedMemory:
-    """Let all ranks open each other's arenas. Collective; a failure raises the same error on all ranks."""
-    memory = ExpertsMemory(shape)
-
-    def fill(pointer: int) -> None:
-        backend.zero(pointer, memory.zeroed_nbytes)
-        begin, end = memory.slots
-        backend.fill_words(pointer + begin, end - begin, ABSENT)
-
-    def allocate() -> Segment:
-        segment = backend.allocate(session.kind, memory.nbytes)
-        try:
-            # Before the exchange that tells the peers of the arena, because it could wipe out a peer's first words.
-            fill(segment.pointer)
-        except Exception:
-            segment.close()
-            raise
-        return segment
-
-    segments = share(session.domain, backend, "Experts", allocate, lambda: shape)
-    # The arena has the numbers of launches, too. So calls go on if the arenas of all ranks are as at first.
-    segments.content = SuspendedContent(fill=fill)
-    return session.keep(SharedMemory(_PURPOSE, session.kind, segments))
-
-
-def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: SharedMemory) -> ExpertsLaunches:
-    """Return the launches of this rank. Collective: all blocks of all ranks must run at once.
-
-    Ranks that share a device side by side share its multiprocessors: see `DeviceEngine`.
+    Collective; a failure raises the same error on all ranks. Raises `InvalidUsageError` unless all ranks map each
+    other's GPU memory.
     """
-    domain = session.domain
-
+    domain, placement = session.domain, session.placement
+    if domain.size != session.group.size:
+        raise InvalidUsageError(
+            f"Experts: the communicator has {session.group.size} ranks of {len(placement.nodes)} nodes, and kernels "
+            f"serve up to {MAX_RANKS} ranks of one node: create the Experts on "
+            "comm.Split_type(MPI.COMM_TYPE_SHARED), or send tokens to other nodes by comm.Alltoallv with counts in "
+            "host memory"
+        )
+    memory = ExpertsMemory(shape)
+    segments = share_filled(domain, backend, session.kind, "Experts", memory.nbytes, memory.absent)
+    arena = session.keep(SharedMemory("experts", session.kind, segments))
     devices = domain.exchange("Experts: devices", lambda: device_facts(backend))
-    uuids = [each.uuid for each in devices]
-    side_by_side = 1 if all(each.takes_turns for each in devices) else max(map(uuids.count, uuids))
-    multiprocessors = max(1, min(each.multiprocessors for each in devices) // side_by_side)
+    multiprocessors, _ = multiprocessors_of(devices, placement.most_on_a_device)
     most = min(MAX_BLOCKS, BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, shape.blocks or MAX_BLOCKS)
-    team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=domain.size, rank=domain.rank)
-    for index, rank in enumerate(domain.ranks):
-        team.arenas[index], team.names[index] = arena.pointers[index], rank
+    team = team_of(backend, domain, arena.pointers)
     launches = ExpertsLaunches(shape, team, blocks_of_modes(shape, most), multiprocessors)
     # Loading may wait for a device on which a kernel waits, so it comes before all launches.
     for kernel in launches.kernels:
         backend.load(kernel)
-    return launches
+    return arena, launches

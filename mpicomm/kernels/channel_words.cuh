@@ -59,11 +59,25 @@ MPICOMM_DEVICE bool lasts(const Team& team, const Watch& watch, SpinEnd end) {
   return end == kReached;
 }
 
+// Whether a flag or credit has come to `epoch`. Signed, because epochs wrap around. Credit may be ahead
+// of the number that the sender waits for.
+MPICOMM_DEVICE bool has_reached(u64 value, u32 epoch) { return static_cast<i32>(epoch_of(value) - epoch) >= 0; }
+
+// Whether the tag of a flag agrees with `tag` in the bits of `mask`.
+MPICOMM_DEVICE bool is_same(u64 value, u32 tag, u32 mask) { return ((static_cast<u32>(value) ^ tag) & mask) == 0; }
+
+// Gives up because the tag of a flag belongs to another call. Returns false.
+MPICOMM_DEVICE_CALL bool refuse_word(const Team& team, const Watch& watch) {
+  const Watch mismatch{watch.faults, 0, kMismatch, watch.sequence, watch.block, watch.peer};
+  report_fault(mismatch, 0);
+  raise_abort(team, mismatch);
+  return false;
+}
+
 // Waits until the epoch of `word`, a flag or credit, has come to the number in `watch`. Then the
 // tag of the word must agree with `tag` in the bits of `mask`. If the result is false, the kernel
 // must leave: time is up, the tag belongs to another call, or another rank has given up.
 MPICOMM_DEVICE bool await_epoch(const Team& team, const u64* word, const Watch& watch, u32 tag, u32 mask) {
-  const u32 epoch = static_cast<u32>(watch.sequence);
   u64 value = 0;
   const auto reached = [&] {
     // If `word` is a flag, the load pairs with the store_release of the sender, which publishes the
@@ -71,16 +85,10 @@ MPICOMM_DEVICE bool await_epoch(const Team& team, const u64* word, const Watch& 
     // of the slot. The top of this file says why a plain load would be wrong. The barrier that
     // follows orders the other threads of the block after this load.
     value = load_acquire(word);
-    // Signed, because epochs wrap around. Credit may be ahead of the number that the sender waits
-    // for.
-    return static_cast<i32>(epoch_of(value) - epoch) >= 0;
+    return has_reached(value, static_cast<u32>(watch.sequence));
   };
   if (!lasts(team, watch, spin(reached, [&] { return is_told(team); }, watch))) return false;
-  if (((static_cast<u32>(value) ^ tag) & mask) == 0) return true;
-  const Watch mismatch{watch.faults, 0, kMismatch, watch.sequence, watch.block, watch.peer};
-  report_fault(mismatch, 0);
-  raise_abort(team, mismatch);
-  return false;
+  return is_same(value, tag, mask) || refuse_word(team, watch);
 }
 
 // Waits until `reached` returns true on all lanes of the warp, which go on or leave together. If

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from mpicomm.kernels.reductions import cpp_name, options_for
-from mpicomm.kernels.team import LANES, MAX_RANKS, Team
+from mpicomm.kernels.team import LANES, MAX_RANKS, PACKET_NBYTES, Team
 from mpicomm.kernels.variant import SHARED, Variant, u32, u64
 
 # Constants of the kernels and of faults.cuh; a test compares them.
@@ -17,7 +17,6 @@ MOST_TOP_K = 32
 DISPATCH, COMBINE, ROUTES, ROOM = 9, 10, 11, 12  # of ``enum Operation``
 
 BLOCKS_OF_A_MULTIPROCESSOR = 2  # of __launch_bounds__ of both kernels
-PACKET_NBYTES = 16
 FEW_TOKENS = 256
 """Up to so many tokens of a rank a launch is in the mode of low latency."""
 HEADS = 2 * FEW_TOKENS // LANES

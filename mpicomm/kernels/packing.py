@@ -12,7 +12,6 @@ from mpicomm.kernels.variant import SHARED, Variant, u32, u64
 # Constants and structures of pack.cu; a test compares them.
 PACK_THREADS = 256
 LOOPS = 4
-UNIT_NBYTES = 16  # kPacketNbytes in bytes.cuh
 
 
 class RegionEntry(ctypes.Structure):

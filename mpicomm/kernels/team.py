@@ -11,6 +11,7 @@ LANES = 32  # threads of a warp: kLanes in memory_order.cuh
 MAX_RANKS = 8
 MAX_BLOCKS = 256
 LINE_NBYTES = 128
+PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
 HEAD_NBYTES = 2432
 """The size of the head of an arena, which is all zero at first: see the top of team.cuh."""
 EXCHANGE, MISMATCH, MESSAGE = 2, 3, 4

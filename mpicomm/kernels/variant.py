@@ -30,6 +30,19 @@ class Variant:
     options: tuple[str, ...]
 
 
+# It is not frozen, because a frozen object takes a microsecond more to make.
+@dataclass(slots=True, eq=False)
+class Launch:
+    """One kernel and its arguments."""
+
+    variant: Variant
+    arguments: ctypes.Structure
+    blocks: int
+    threads: int
+    early: bool = False
+    """Whether its blocks may be set up while the previous kernel still runs."""
+
+
 def u32(*names: str) -> list[tuple[str, type[ctypes.c_uint32]]]:
     """Return fields of 32 bits, in this order."""
     return [(name, ctypes.c_uint32) for name in names]

@@ -258,7 +258,7 @@ class Messages:
             raise
         found = made.arrived(staging.content, status.source) if status.Get_count(_byte) == HEADER_NBYTES else None
         slot, arrived = found or (None, 0)
-        if slot is None or slot.copy_out is None or arrived > room or device.waits_beside(resolved, receive):
+        if slot is None or arrived > room or device.waits_beside(resolved, receive):
             received = Endpoint("Sendrecv", receive, taken[0], room, resolved, device, True)
             self._finish(ReceiveBuffer("flat", received, room, made, staging, taken[0]), status)
         else:

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from mpicomm.devices.base import MessageCopy
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.kernels.message import MESSAGE_WORDS
-from mpicomm.messages import rendezvous_header
-from mpicomm.messages.rendezvous_header import KNOWN_NBYTES, Places, counts_of, put_nbytes
+from mpicomm.messages.rendezvous_header import KNOWN_NBYTES, counts_of, put_nbytes
 
 LINE_NBYTES = 8 * MESSAGE_WORDS
 
@@ -24,18 +23,20 @@ LINE_NBYTES = 8 * MESSAGE_WORDS
 class OutboxSlot:
     """A range of the outbox, and its line of words. One message after the other uses it."""
 
-    begin: int
-    end: int
-    places: Places
-    """Where the range lies."""
+    block: Any
+    """The block that holds the range."""
+    offset: int
+    """The bytes from the begin of the block to the range."""
+    room: int
+    """The bytes of the range."""
+    pointer: int
+    """The address of the range."""
     line: int
     """The number of its line."""
     ready: int
     """The address of the `ready` words of its line."""
     done: int
     """The address of the `done` words of its line."""
-    last: int
-    """The count of its words when the message has been copied."""
     message: list[Any]
     """The packed header, as MPI takes it."""
     nbytes: int = 0
@@ -45,19 +46,13 @@ class OutboxSlot:
     copy_in: MessageCopy | None = None
     """The kernel launch that copies messages into the slot."""
 
-    @property
-    def pointer(self) -> int:
-        """The address of a slot that lies in one block."""
-        ((address, _),) = self.places
-        return address
-
     def set_message(self, nbytes: int) -> None:
         """Give the slot to a message of ``nbytes`` bytes."""
         # MPI has sent the header of the last message, because its receiver has released the slot, or MPI has refused
         # it.
         put_nbytes(self.message[0], KNOWN_NBYTES, nbytes)
         self.nbytes = nbytes
-        self.counts = 1 if nbytes <= rendezvous_header.KERNEL_NBYTES else counts_of(self.places, nbytes)
+        self.counts = counts_of(nbytes)
 
 
 MOST_IN_FLIGHT = 1024
@@ -87,7 +82,6 @@ class InFlight:
         self.outbox_nbytes = 0
         """The size of the outbox."""
         self._lines = list(reversed(range(MOST_IN_FLIGHT)))  # the free lines; the lowest go first
-        self._counts = [0] * MOST_IN_FLIGHT  # of the lines that no slot has
         self._used = 0  # no message has used this line or a later one
         # The counts of the words of a line when its last message is over. The two names are views of one array.
         self._last = np.zeros((MOST_IN_FLIGHT, 1), np.uint64)
@@ -119,31 +113,30 @@ class InFlight:
         """Whether a line is free."""
         return bool(self._lines)
 
-    def take_line(self) -> tuple[int, int]:
-        """Return a free line and the count of its words."""
+    def take_line(self) -> int:
+        """Return a free line."""
         line = self._lines.pop()
         self._used = max(self._used, line + 1)
-        return line, self._counts[line]
+        return line
 
     def give_up_line(self, place: OutboxSlot) -> None:
         """Free the line of a slot after its message is over."""
         self._lines.append(place.line)
-        self._counts[place.line] = place.last
 
     def add(self, place: OutboxSlot) -> None:
         """Add the message of a slot. Begin a look if it is worth it."""
         places, line = self._places, place.line
         places[line] = place
-        place.last = self._last_of[line] = place.last + place.counts
-        self._nbytes += place.end - place.begin
+        self._last_of[line] += place.counts
+        self._nbytes += place.room
         if self._copied is None and (len(places) >= self._look_from or self._nbytes >= self._look_from_nbytes):
             self._begin_copy()
 
     def remove(self, place: OutboxSlot) -> None:
         """Remove a message that no rank sends. No rank has added to its words."""
         del self._places[place.line]
-        place.last = self._last_of[place.line] = place.last - place.counts
-        self._nbytes -= place.end - place.begin
+        self._last_of[place.line] -= place.counts
+        self._nbytes -= place.room
 
     def over(self) -> list[OutboxSlot]:
         """Return, once, the slots of messages that are over by the begun look. It does not wait."""
@@ -188,7 +181,7 @@ class InFlight:
         differ = (self._done[:used] != self._last[:used]).any(axis=1)
         left = {line: places.pop(line) for line in differ.nonzero()[0].tolist() if line in places}
         self._places = left
-        self._nbytes = sum(place.end - place.begin for place in left.values())
+        self._nbytes = sum(place.room for place in left.values())
         # So all looks together cost each message a bounded time, even if many messages stay in flight.
         self._look_from = max(_FEW, 2 * len(left))
         self._look_from_nbytes = max(self.outbox_nbytes // 2, 2 * self._nbytes, _FEW_NBYTES)

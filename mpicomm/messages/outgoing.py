@@ -110,7 +110,7 @@ class Outgoing:
             return None  # the user's buffer of a buffered send has room for the data, but perhaps not for a header
         else:
             try:
-                return (self._memory.made or self._memory.rendezvous(device)).reserve(nbytes, whole=not sent.is_flat)
+                return (self._memory.made or self._memory.rendezvous(device)).reserve(nbytes)
             except (OutboxFullError, HandleError) as error:
                 reason = str(error)
         tell_slow_way(f"through pinned host memory and MPI: {reason}")

@@ -123,7 +123,7 @@ class ReceiveBuffer:
         elif slot is None:
             self._copy_staging(self._pointer, stream)
             rendezvous.device.synchronize(stream)  # because the staging memory ends with this object
-        elif nbytes <= rendezvous_header.KERNEL_NBYTES and slot.copy_out is not None:
+        elif nbytes <= rendezvous_header.KERNEL_NBYTES:
             slot.copy_out(stream, self._pointer, nbytes)
         else:
             rendezvous.pull(slot, nbytes, self._pointer, stream)
@@ -135,9 +135,9 @@ class ReceiveBuffer:
         return self.nbytes <= self.capacity and not in_order
 
     def _fills_all(self) -> bool:
-        """Return whether kernels unpack the message where it lies: it is whole, and in one block of the outbox."""
-        elements, slot = self._elements, self.slot
-        return bool(elements and slot and len(slot.places) == 1 and self.nbytes == elements.layout.nbytes)
+        """Return whether kernels unpack the message where it lies, because it is whole."""
+        elements = self._elements
+        return elements is not None and self.slot is not None and self.nbytes == elements.layout.nbytes
 
     def _copy_staging(self, pointer: int, stream: int) -> None:
         assert self.staging is not None

@@ -25,7 +25,6 @@ from mpicomm.messages.outbox import Outbox
 from mpicomm.messages.rendezvous_header import (
     HEADER_NBYTES,
     START,
-    Places,
     RendezvousHeader,
     counts_of,
     is_for_kernels,
@@ -43,13 +42,13 @@ _MOST_KNOWN = 4096
 class PeerSlot:
     """A slot in the outbox of rank ``source``, as this rank reaches it: where it lies, and its words."""
 
-    places: Places
+    pointer: int
     nbytes: int
     ready: int
     done: int
     source: int
-    copy_out: MessageCopy | None
-    """The kernel launch that copies messages out of the slot, and releases it; None for a slot in several blocks."""
+    copy_out: MessageCopy
+    """The kernel launch that copies messages out of the slot, and releases it."""
 
 
 class Rendezvous:
@@ -104,7 +103,7 @@ class Rendezvous:
             self.copy_into(place)(stream, sent.pointer, place.nbytes)
         else:
             done = 0
-            for target, piece in pieces(place.places, place.nbytes):
+            for target, piece in pieces(place.pointer, place.nbytes):
                 self.device.copy(target, sent.pointer + done, piece, stream)
                 # The announcement follows each piece, so that the receiver copies the piece while the next one goes
                 # into the outbox. It pairs with the wait in `pull`, which keeps the receiver from reading memory that
@@ -113,7 +112,7 @@ class Rendezvous:
                 done += piece
 
     def copy_into(self, place: OutboxSlot) -> MessageCopy:
-        """Return the kernel launch that copies messages into a slot in one block."""
+        """Return the kernel launch that copies messages into a slot."""
         copy = place.copy_in
         if copy is None:
             copy = place.copy_in = self._steps.copy_in(place.pointer, ready=place.ready)
@@ -126,7 +125,7 @@ class Rendezvous:
     def pull(self, slot: PeerSlot, nbytes: int, pointer: int, stream: int) -> None:
         """Enqueue the copies of a message of ``nbytes`` by copy engines to any memory, and the release of its slot."""
         awaits = copied = 0
-        for part, piece in pieces(slot.places, nbytes):
+        for part, piece in pieces(slot.pointer, nbytes):
             awaits += 1
             self._wait(slot, nbytes, awaits, stream)
             self.device.copy(pointer + copied, part, piece, stream)
@@ -135,10 +134,10 @@ class Rendezvous:
         self._steps.release(stream, done=slot.done, count=awaits)
 
     def unpack(self, slot: PeerSlot, nbytes: int, elements: Elements, stream: int) -> None:
-        """As `pull`, for a message in one extent that fills ``elements``. A kernel unpacks it."""
-        counts, ((place, _),) = counts_of(slot.places, nbytes), slot.places
+        """As `pull`, for a message that fills ``elements``. A kernel unpacks it."""
+        counts = counts_of(nbytes)
         self._wait(slot, nbytes, counts, stream)
-        self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)
+        self.device.pack(table_for(elements.layout), elements.address, slot.pointer, stream, unpacks=True)
         # As in `pull`, the sender must not see the count before the kernel has read the message.
         self._steps.release(stream, done=slot.done, count=counts)
 
@@ -148,7 +147,7 @@ class Rendezvous:
         ``fill`` enqueues the copy of the message to an address. Raises the errors of `reserve`.
         """
         layout = elements.layout
-        place = self.reserve(layout.nbytes, whole=True)
+        place = self.reserve(layout.nbytes)
         try:
             if nbytes < layout.nbytes:  # the kernel unpacks all elements: elements without data keep their values
                 self.device.pack(table_for(layout), elements.address, place.pointer, stream, unpacks=False)
@@ -167,7 +166,7 @@ class Rendezvous:
         Before that the sender's stream may still write there. Another stream, which does not wait for it, may write the
         next message to the same slot.
         """
-        counts = counts_of(slot.places, nbytes)
+        counts = counts_of(nbytes)
         self._wait(slot, nbytes, counts, stream)
         self._steps.release(stream, done=slot.done, count=counts)
 
@@ -184,17 +183,13 @@ class Rendezvous:
         self._steps.wait(stream, ready=slot.ready, done=slot.done, count=count, blocks=blocks, peer=slot.source)
 
     def _reach(self, header: RendezvousHeader, source: int) -> PeerSlot:
-        """Open all blocks of a slot, before the receiver enqueues a wait: opening one may wait for the device."""
+        """Open the blocks of a slot, before the receiver enqueues a wait: opening one may wait for the device."""
         ready = self._block(header.words, DONE + header.line + LINE_NBYTES, source) + header.line
-        places = tuple(
-            (self._block(each.packet, each.offset + each.nbytes, source) + each.offset, each.nbytes)
-            for each in header.extents
-        )
+        pointer = self._block(header.block, header.offset + header.room, source) + header.offset
+        done = ready + DONE
         # The copy releases the slot. It pairs with the sender's read of the counts in Outbox, as in `pull`.
-        copy_out, done = None, ready + DONE
-        if len(places) == 1:
-            copy_out = self._steps.copy_out(places[0][0], ready=ready, done=done, peer=source)
-        return PeerSlot(places, sum(nbytes for _, nbytes in places), ready, done, source, copy_out)
+        copy_out = self._steps.copy_out(pointer, ready=ready, done=done, peer=source)
+        return PeerSlot(pointer, header.room, ready, done, source, copy_out)
 
     def _block(self, packet: bytes, nbytes: int, source: int) -> int:
         """Return the address of a block of at least ``nbytes`` bytes.

@@ -56,7 +56,8 @@ class ArrayMemory:
 
 Reader = Callable[[Any, bool, str], ArrayMemory]
 
-_readers: dict[type, Reader] = {}
+_readers: dict[type, Reader] = {ArrayMemory: lambda memory, writable, name: memory}
+"""An `ArrayMemory` in place of an array names itself."""
 
 _get_address = MPI.Get_address  # a tenth of the time of numpy.ndarray.ctypes
 

@@ -163,6 +163,12 @@ BY_MPI = "MPI carries it out on the host: call it outside the capture"
 """The reason of `require_no_graph` for calls by MPI, and the way out."""
 
 
+BESIDE = (
+    "the host copies the host array beside an array on a GPU: pass arrays on the GPU, or call it outside the capture"
+)
+"""The reason of `require_no_graph` for calls with host arrays beside device arrays, and the way out."""
+
+
 def require_no_graph(operation: str, backend: GpuBackend, stream: int, reason: str) -> None:
     """Raise `InvalidUsageError` if ``stream`` captures a graph. Local.
 
@@ -178,6 +184,15 @@ def announce(operation: str, reason: str) -> None:
     if f"{operation} {reason}" not in _named:
         _named.add(f"{operation} {reason}")
         logger.info("%s on device arrays goes through pinned host memory and MPI: %s", operation, reason)
+
+
+def warn_of_host_array(operation: str) -> None:
+    """Log once per operation that a call with a host array beside a device array is slow. Local."""
+    reason = "a host array beside an array on a GPU goes through pinned memory"
+    tell_slow_way(reason)
+    if f"{operation} {reason}" not in _named:
+        _named.add(f"{operation} {reason}")
+        logger.warning("%s: %s, which is slower", operation, reason)
 
 
 def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, Any]:

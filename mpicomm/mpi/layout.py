@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from typing import Any
@@ -79,8 +79,6 @@ class Known:
     """
     whole_pairs: DatatypeLayout | None = None
     """The layout in which pairs of MPI have their gaps; None if no call has needed it."""
-    key: Hashable = None
-    """By which known calls recognise the datatype, see `plain_arrays`; None before the first such call."""
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,22 +12,18 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_calls import HostCopies, HostCopy
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
+from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-# Open MPI 5 loses the completion of a partitioned message if two threads call MPI at once.
-_COMPLETES_IN_THREADS = "Open MPI" not in MPI.Get_library_version()
 
 
 class PartitionedRequest(PersistentRequest):
     """A partitioned send or receive of a device array.
 
     `Pready` returns when the partition is in host memory, and later work of the stream may overwrite it. When
-    `Parrived` returns true, later work of the stream finds the partition in the array. With Open MPI only a thread that
-    asks for the request completes it.
+    `Parrived` returns true, later work of the stream finds the partition in the array. Only a thread that asks for the
+    request completes it, because Open MPI 5 loses the completion if two threads call MPI at once.
     """
 
     _request: MPI.Prequest
@@ -40,12 +35,9 @@ class PartitionedRequest(PersistentRequest):
     _step: int
     _taken: set[int]
     """The partitions of a receive that are in the device array since the last start."""
-    _lock: threading.RLock
 
     @classmethod
-    def prepare(
-        cls, operation: str, call: Any, arguments: dict[str, Any], backend: Backend, threads: Completer
-    ) -> Self:
+    def prepare(cls, operation: str, call: Any, arguments: dict[str, Any], backend: Backend) -> Self:
         """Return the request of ``Psend_init`` or ``Precv_init``. ``call`` is MPI's call with the same arguments."""
         receives = operation == "Precv_init"
         array = array_of(arguments["buf"])
@@ -67,8 +59,7 @@ class PartitionedRequest(PersistentRequest):
                 if receives:
                     self._take(set(range(self._partitions)) - self._taken, stream)
 
-            work = DeferredRequest.of(lambda: request.Test(status), finish, status)
-            return threads.add(work, backend.prepare_thread) if _COMPLETES_IN_THREADS else work
+            return DeferredRequest.of(lambda: request.Test(status), finish, status)
 
         self = cls.of(begin)
         self._request, self._backend, self._copy = request, backend, copies.made[0]
@@ -80,7 +71,7 @@ class PartitionedRequest(PersistentRequest):
                 operand.pointer - self._copy.memory.pointer,
                 operand.count * operand.dtype.itemsize,
             )
-        self._taken, self._lock = set(), threading.RLock()
+        self._taken = set()
         return self
 
     def Pready(self, partition: int) -> None:
@@ -103,12 +94,11 @@ class PartitionedRequest(PersistentRequest):
     def Parrived(self, partition: int) -> bool:
         """Return whether a partition has arrived. Local."""
         self._require_known([partition])
-        with self._lock:  # the completer's thread takes the other partitions when MPI's request is complete
-            if self._started is not None and not self._started.over and partition not in self._taken:
-                if not self._request.Parrived(partition):
-                    return False
-                self._take([partition], self._stream())
-            return True
+        if self._latest is not None and not self._latest.over and partition not in self._taken:
+            if not self._request.Parrived(partition):
+                return False
+            self._take([partition], self._stream())
+        return True
 
     def Free(self) -> None:
         """Free the request, after a wait for the started call. A second call does nothing."""
@@ -125,9 +115,8 @@ class PartitionedRequest(PersistentRequest):
         return self._backend.stream(None, self._array)
 
     def _take(self, partitions: Iterable[int], stream: int) -> None:
-        with self._lock:
-            self._move(partitions, stream, to_device=True)
-            self._taken.update(partitions)
+        self._move(partitions, stream, to_device=True)
+        self._taken.update(partitions)
 
     def _move(self, partitions: Iterable[int], stream: int, *, to_device: bool) -> None:
         """Copy partitions to the other memory; all of the array for a datatype with gaps. Blocking."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from operator import mul
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpi4py import MPI
 from numpy import integer, ndarray
 
 from mpicomm.devices.memory_location import place_of
-from mpicomm.mpi.layout import known_of, layout_of
+from mpicomm.mpi.layout import DatatypeLayout, layout_of
 from mpicomm.mpi.spec import parts_of
 
 PlainArray = tuple[int, int, Any]
@@ -26,8 +27,11 @@ PlainBlocks = tuple[int, int, Any, "tuple[int, ...] | int", "tuple[int, ...] | i
 
 The displacements are None if each block follows the block before. If each block has a datatype, all numbers are bytes.
 In place of numbers on a GPU there is their address, and the type item also holds their number and their type. The type
-item ends with "gaps" if it holds the layouts of datatypes with gaps; the numbers are as in the list then.
+item ends with "gaps" if it holds the keys of datatypes with gaps, and the counts; displacements are in bytes then.
 """
+
+ListedBlocks = tuple[int, int, Any, tuple[int, ...], tuple[int, ...]]
+"""`PlainBlocks` with counts and displacements."""
 
 
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
@@ -62,13 +66,13 @@ def known_buffer(argument: Any, *, counts_on_device: bool = False) -> PlainArray
 
 def has_template_kind(plain: PlainArray | PlainBlocks) -> bool:
     """Return whether the kind of a `known_buffer` tells how its numbers give the blocks."""
-    return type(plain[2]) is not tuple or plain[2][-1] not in ("items", "gaps")
+    return type(plain[2]) is not tuple or plain[2][-1] != "items"
 
 
 def key_of_numbers(said: Any, *, counts_on_device: bool = False) -> Hashable:
     """Return a key of counts, displacements and types as they are now; None if they cannot be recognised.
 
-    Predefined types of MPI are recognised by name, and others by their layout, because MPI may reuse the handle of a
+    Predefined types of MPI are recognised by name, and others by `_type_key`, because MPI may reuse the handle of a
     derived datatype for another one.
     """
     kind = type(said)
@@ -80,7 +84,7 @@ def key_of_numbers(said: Any, *, counts_on_device: bool = False) -> Hashable:
     if kind is ndarray:
         return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
     if kind is _Datatype:
-        return (kind, said.handle) if said.is_predefined else layout_of(said)
+        return (kind, said.handle) if said.is_predefined else _type_key(said)
     if kind in _PLAIN or isinstance(said, integer):
         return kind, said
     return plain_array(said) if counts_on_device else None
@@ -114,9 +118,9 @@ def _torch(tensor: Any) -> PlainArray | None:
     return plain
 
 
-def plain_tensor(tensor: Any) -> PlainArray | None:
-    """As `plain_array`, for a ``torch.Tensor`` in C's order."""
-    if not tensor.is_cuda or not tensor.is_contiguous():
+def plain_tensor(tensor: Any, on_host: bool = False) -> PlainArray | None:
+    """As `plain_array`, for a ``torch.Tensor`` in C's order on a GPU, or anywhere if ``on_host``."""
+    if not (tensor.is_cuda or on_host) or not tensor.is_contiguous():
         return None
     dtype = tensor.dtype
     if tensor.requires_grad or tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
@@ -152,6 +156,38 @@ def tensor_in_blocks(tensor: Any, splits: Sequence[int], blocks: int) -> PlainBl
         of_row = total // rows if rows else 0
         counts = tuple([count * of_row for count in counts])
     return pointer, total, (kind, None, "blocks"), counts, None
+
+
+def tensors_in_blocks(tensors: Sequence[Any], *, receive: bool, on_host: bool = False) -> ListedBlocks | None:
+    """Return the memory from the lowest of some tensors to the highest one, in which each tensor is a block.
+
+    It may span several allocations, and only the blocks are read or written. The result is None unless all tensors are
+    plain and of one kind, lie whole elements apart, and have elements. It is None if they receive and share memory.
+    """
+    pointers: list[int] = []
+    counts: list[int] = []
+    spans: list[tuple[int, int]] = []
+    kind = None
+    for tensor in tensors:
+        plain = plain_tensor(tensor, on_host)
+        if plain is None or plain[2] != (kind or plain[2]):
+            return None
+        pointer, count, kind = plain
+        pointers.append(pointer)
+        counts.append(count)
+        if count:
+            spans.append((pointer, pointer + count * kind[0].itemsize))
+    if kind is None or not spans:
+        return None
+    spans.sort()
+    if receive and any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+        return None
+    first, end, nbytes = spans[0][0], max([end for _, end in spans]), kind[0].itemsize
+    offsets = [pointer - first if count else 0 for pointer, count in zip(pointers, counts, strict=True)]
+    if any(offset % nbytes for offset in offsets):
+        return None
+    displs = tuple([offset // nbytes for offset in offsets])
+    return first, (end - first) // nbytes, (kind, None, "blocks"), tuple(counts), displs
 
 
 def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks | None:
@@ -219,7 +255,7 @@ def _numbers(numbers: Any) -> tuple[Any, Any] | None:
 def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: Any) -> PlainBlocks | None:
     """Return blocks in bytes; None unless each block has a count, a displacement and a datatype.
 
-    If a datatype has gaps, the numbers are as in the list, and the kind has the layouts of the datatypes.
+    If a datatype has gaps, the counts are as in the list, and the kind has the datatypes and the counts.
     """
     if type(datatypes) is not list and type(datatypes) is not tuple:
         return None
@@ -229,36 +265,45 @@ def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: An
     nbytes = array[1] * itemsize
     if _INT.issuperset(map(type, sizes)):
         return array[0], nbytes, (array[2], None, "types"), tuple(map(mul, counts, sizes)), displs
-    return None if None in sizes else (array[0], nbytes, (array[2], tuple(sizes), "gaps"), counts, displs)
+    return None if None in sizes else (array[0], nbytes, (array[2], tuple(sizes), counts, "gaps"), counts, displs)
 
 
-def _type_key(datatype: Any) -> Hashable:
-    """Return the bytes of a datatype if any number of its elements is one run of bytes; else its layout or handle.
+def _type_key(datatype: Any) -> DatatypeLayout | int | None:
+    """Return the bytes of a datatype if any number of its elements is one run of bytes; else its layout.
 
     The result is None for what is no datatype that MPI takes.
     """
     if type(datatype) is not _Datatype:
         return None
-    nbytes = _predefined.get(datatype.handle)
+    handle = datatype.handle
+    nbytes = _predefined.get(handle)
     if nbytes is not None:
         return nbytes
-    known = known_of(datatype)
-    if known.key is not None:
-        return known.key
-    layout = known.layout
+    kept = _others.get(id(datatype))
+    if kept is not None and kept[1] == handle:
+        return kept[2]
+    layout = layout_of(datatype)
     if layout is None:
         return None
     has_gaps = not layout.is_run or layout.begin or layout.nbytes != layout.extent
-    if datatype.is_predefined:
-        if has_gaps:
-            return (datatype.handle,)  # its layout is made anew each time
-        _predefined[datatype.handle] = layout.nbytes
-    known.key = layout if has_gaps else layout.nbytes
-    return known.key
+    if datatype.is_predefined and not has_gaps:
+        _predefined[handle] = layout.nbytes
+        return layout.nbytes
+    if len(_others) >= _MOST_OTHERS:
+        _others.clear()
+    key = layout if has_gaps else layout.nbytes
+    _others[id(datatype)] = datatype, handle, key
+    return key
 
 
 _predefined: dict[int, int] = {}
 """Bytes of datatypes without gaps by handle; only predefined types, because MPI reuses other handles."""
+_others: dict[int, tuple[MPI.Datatype, int, DatatypeLayout | int]] = {}
+"""Other datatypes by the id of their object, with its handle and key: MPI takes three times as long to find them.
+
+Each object lives as long as its item here, so no other object gets its id. Its handle changes when it is freed.
+"""
+_MOST_OTHERS = 1024
 
 
 def _predefined_nbytes(datatype: Any) -> int | None:

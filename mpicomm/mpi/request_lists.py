@@ -1,11 +1,13 @@
 """mpi4py's calls on lists of requests, for lists that hold requests of this package.
 
-MPICH ends a program that gives such a call an open generalized request beside other requests. So these calls ask each
-request alone, in turn. The first request of this package replaces mpi4py's calls, which go on to serve all other lists.
+MPICH ends a program that gives such a call an open generalized request beside other requests. So these calls give MPI
+the list without the requests that are open, and ask those in turn. The first request of this package replaces mpi4py's
+calls, which go on to serve all other lists.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -14,7 +16,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import memmove
 from typing import Any, Literal, TypeVar
 
 from mpi4py import MPI
@@ -24,7 +25,6 @@ SPIN_S = 200e-6
 """A wait polls for this time without a pause, because most device collectives take less."""
 
 Requests = Sequence[MPI.Request]
-_NULL = MPI.REQUEST_NULL
 
 
 class Driven:
@@ -39,8 +39,17 @@ class Driven:
         """Return whether there is something to wait for. Otherwise the request counts as null."""
         raise NotImplementedError
 
+    @property
+    def in_mpi(self) -> MPI.Request:
+        """The request that MPI knows, which is null if this one is not active."""
+        raise NotImplementedError
+
     def advance(self) -> bool:
         """Return whether the request, which is active, is complete."""
+        raise NotImplementedError
+
+    def look(self) -> bool:
+        """As `advance`, for a caller that raises the error of the request when it is complete."""
         raise NotImplementedError
 
     @property
@@ -60,7 +69,7 @@ class Driven:
         """Return whether the request is complete, and leave it as it is; see mpi4py."""
         if self.is_active():
             self.advance()
-        return super().Get_status(status)  # type: ignore[misc,no-any-return]
+        return _get_status(self.in_mpi, status)
 
     def get_status(self, status: MPI.Status | None = None) -> bool:
         """As `Get_status`."""
@@ -78,13 +87,10 @@ _GENERALIZED = (Driven, MPI.Grequest)
 def replace_list_calls() -> None:
     """Let mpi4py's calls on lists of requests take requests of this package. Local."""
     spellings: tuple[Callable[[str], str], ...] = (str, str.lower)
-    for spell, name, kind in itertools.product(spellings, ("Wait", "Test", "Get_status_"), ("all", "any", "some")):
-        looks = name == "Get_status_"
-        one = getattr(MPI.Request, spell("Get_status_any" if looks else "Testany"))
-        find = functools.partial(_all if kind == "all" else _some, one, spell("Get_status" if looks else "Wait"), kind)
-        with_objects = spell is not str and not looks
-        answer = functools.partial(_answer, kind, name == "Wait", with_objects, find)
-        _replace_for_own(MPI.Request, spell(name + kind), answer)
+    for spell, name, find in itertools.product(spellings, ("Wait", "Test", "Get_status_"), (_all, _any, _some)):
+        kind, takes = find.__name__[1:], name != "Get_status_"
+        test = getattr(MPI.Request, spell(("Test" if takes else name) + kind))
+        _replace_for_own(MPI.Request, spell(name + kind), functools.partial(_answer, find, name == "Wait", takes, test))
     _replace_for_own(MPI.Prequest, "Startall", _start_all)
 
 
@@ -122,108 +128,106 @@ def pauses() -> Iterator[None]:
             time.sleep(PAUSE_S)
 
 
-Found = tuple[Any, Any] | None
-"""The places of requests and the objects that their messages bring; None if the call has to wait for them."""
+Found = tuple[bool, list[Any]]
+"""Whether a wait is over, and what mpi4py's test answers without this flag: places and objects of messages."""
 
 
 def _answer(
-    kind: str, waits: bool, with_objects: bool, find: Callable[..., Found], requests: Requests, statuses: Any = None
+    find: Callable[..., Found],
+    waits: bool,
+    takes: bool,
+    test: Callable[..., Any],
+    requests: Requests,
+    statuses: Any = None,
 ) -> Any:
-    """Answer as mpi4py's wait for "all", "any" or "some" requests, or as its test of them."""
+    """Answer as mpi4py's wait for requests, or as ``test``, its test of them. A call that ``takes`` ends requests."""
     for _ in pauses():
-        found = find(requests, statuses)
-        if found is not None or not waits:
+        over, found = find(test, takes, requests, statuses)
+        if over or not waits:
             break
-    if kind == "some":
-        places, objects = ([], []) if found is None else found
-        return (places, objects) if with_objects else places
-    if kind == "all":
-        objects = found and found[1]
-        if waits:
-            return objects if with_objects else True
-        return (found is not None, objects) if with_objects else found is not None
-    place, obj = found or (MPI.UNDEFINED, None)
-    answer = (place,) if waits else (place, found is not None)
-    if with_objects:
-        return *answer, obj
-    return place if waits else answer
+    if not waits and find is not _some:
+        found.insert(0 if find is _all else 1, over)
+    if len(found) > 1:
+        return tuple(found)
+    return found[0] if found else True
 
 
-# ``one`` is mpi4py's test of any of several requests. It gets one request at a time, because no other call tells
-# whether a persistent request of MPI is active. ``take`` is the method that takes a complete request, or looks at it.
+# MPI gets the list without the requests that are open here. It gets those that have failed only with all others or
+# when it finds no others, because a call that raises returns no request.
 
 
-def _all(one: Callable[..., Any], take: str, kind: str, requests: Requests, statuses: Any) -> Found:
-    # The list asks each request, because each advances only when it is asked, and others may wait for its work.
-    complete = [
-        not request.is_active() or request.advance() if isinstance(request, Driven) else request.Get_status()
-        for request in requests
-    ]
-    if not all(complete):
-        return None
-    objects, seen, errors = [], [MPI.Status() for _ in requests], list[Exception]()
-    for request, status in zip(requests, seen, strict=True):
-        try:
-            objects.append(getattr(request, take)(status))
-        except Exception as error:
-            errors.append(error)
-    _tell(statuses, seen)
-    if errors:
-        raise errors[0]
-    return range(len(requests)), objects
+def _all(test: Callable[..., Any], takes: bool, requests: Requests, statuses: Any) -> Found:
+    places, failed, is_open = _sort(requests, takes)
+    if is_open:
+        for place in places:  # MPI goes on with them: work may wait for that
+            _get_status(_in_mpi(requests[place]))
+        return False, [None] * (test.__name__ == "testall")
+    over, *objects = _items(test([*map(_in_mpi, requests)], statuses))
+    if over:
+        _raise(failed)
+    return over, objects
 
 
-def _some(one: Callable[..., Any], take: str, kind: str, requests: Requests, statuses: Any) -> Found:
-    """Take all complete requests, or the first of them if ``kind`` is "any"."""
-    is_open, takes, places, objects, seen = False, take.lower() == "wait", list[int](), list[Any](), list[MPI.Status]()
-    failed: Driven | None = None
-    for place, request in enumerate(requests):
-        if takes and isinstance(request, Driven) and request.is_active() and request.advance() and request.error:
-            failed = failed or request
-            continue
-        status = MPI.Status()
-        active, complete, obj = _ask(one, take, request, status)
-        is_open |= active
+def _any(test: Callable[..., Any], takes: bool, requests: Requests, status: Any) -> Found:
+    places, failed, is_open = _sort(requests, takes)
+    place, over, *objects = test([_in_mpi(requests[place]) for place in places], status)
+    if place != MPI.UNDEFINED:
+        return True, [places[place], *objects]
+    _raise(failed)
+    return over and not is_open, [place, *objects]
+
+
+def _some(test: Callable[..., Any], takes: bool, requests: Requests, statuses: Any) -> Found:
+    places, failed, is_open = _sort(requests, takes)
+    found, *objects = _items(test([_in_mpi(requests[place]) for place in places], statuses))
+    if found:
+        return True, [[places[place] for place in found], *objects]
+    _raise(failed)
+    if is_open and found is None:  # MPI has seen no active request
+        found, objects = [], [[] for _ in objects]
+    return found is None, [found, *objects]
+
+
+def _sort(requests: Requests, takes: bool) -> tuple[list[int], list[Driven], bool]:
+    """Return the places of requests for MPI, the requests that have failed, and whether a request is open here."""
+    places, failed, is_open = list[int](), list[Driven](), False
+    for place, request in enumerate(requests):  # all of them, because each advances only when it is asked
+        complete = True
+        if isinstance(request, Driven):
+            if request.is_active():
+                complete = request.look() if takes else request.advance()
+                if complete and takes and request.error is not None:
+                    failed.append(request)
+                    continue
+        elif isinstance(request, MPI.Grequest):
+            complete = request.Get_status()
         if complete:
             places.append(place)
-            objects.append(obj)
-            seen.append(status)
-            if kind == "any":
-                break
-    if failed is not None and not places:
-        getattr(failed, take)(None)  # which raises; earlier calls have returned all requests without an error
-    if not places and (is_open or failed is not None):
-        return None
-    if kind == "any":
-        _tell([] if statuses is None else [statuses], seen or [MPI.Status()])
-        return (places[0], objects[0]) if places else (MPI.UNDEFINED, None)
-    _tell(statuses, seen)
-    return (places, objects) if places else (None, None)
+        is_open |= not complete
+    return places, failed, is_open
 
 
-def _tell(statuses: Any, seen: list[MPI.Status]) -> None:
-    """Copy statuses into those of the caller, whose list grows."""
-    if isinstance(statuses, list):
-        statuses.extend(MPI.Status() for _ in range(len(seen) - len(statuses)))
-    for target, status in zip(statuses or (), seen, strict=False):
-        memmove(MPI._addressof(target), MPI._addressof(status), MPI._sizeof(MPI.Status))
+def _raise(failed: list[Driven]) -> None:
+    """Take the requests that have failed, and raise the error of the first."""
+    for request in failed[1:]:
+        with contextlib.suppress(Exception):
+            request.wait()
+    if failed:
+        failed[0].wait()
 
 
-def _ask(one: Callable[..., Any], take: str, request: Any, status: MPI.Status | None) -> tuple[bool, bool, Any]:
-    """Return whether a request is active, whether it is complete, and its object. Take a complete request."""
-    if isinstance(request, _GENERALIZED):
-        active = request.is_active() if isinstance(request, Driven) else request != _NULL
-        complete = active and (request.advance() if isinstance(request, Driven) else request.Get_status())
-        if complete:
-            getattr(request, take)(status)
-        return active, complete, None
-    place, flag, *content = one([request], status)
-    return place == 0 or not flag, place == 0, content[0] if content else None
+def _in_mpi(request: MPI.Request) -> MPI.Request:
+    return request.in_mpi if isinstance(request, Driven) else request
+
+
+def _items(answer: Any) -> Any:
+    return answer if isinstance(answer, tuple) else (answer,)
 
 
 # Looked up once, because `super()` and attributes add their time to each request.
 _wait = MPI.Request.Wait
 _test = MPI.Request.Test
+_get_status = MPI.Request.Get_status
 _new_holding = MPI.Request.__new__
 
 _MpiRequest = TypeVar("_MpiRequest", bound=MPI.Request)

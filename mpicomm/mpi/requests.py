@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -25,8 +24,6 @@ _NEEDED_S = 5e-3  # for this time after it has completed work, a completer looks
 _LONG_PAUSE_S = 1e-3  # its pauses later
 _YIELDING_S = SPIN_S - 50e-6  # the end of a spin, in which it yields: most collectives of a GPU end before
 _LINGER_S = 0.05  # a completer lives so long without work, because the start of a thread takes longer
-_Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
-_NULL = _Handle(MPI.REQUEST_NULL.handle).value
 # Looked up once, because `super()` and attributes add their time to each request.
 _wait = MPI.Request.Wait
 _test = MPI.Request.Test
@@ -96,6 +93,10 @@ class DeferredRequest(Driven, MPI.Grequest):
     def is_active(self) -> bool:
         return bool(self)
 
+    @property
+    def in_mpi(self) -> MPI.Request:
+        return self
+
     def advance(self, until_s: float = 0.0) -> bool:
         """Return whether the work is done, and complete the request if it is. Look until the clock shows ``until_s``.
 
@@ -122,9 +123,10 @@ class DeferredRequest(Driven, MPI.Grequest):
                         os.sched_yield()  # to the rank that this rank waits for, if ranks share cores
         return True
 
-    def look(self) -> None:
+    def look(self) -> bool:
         """As `advance`, for a caller that raises the error of the work when it is done."""
         self._raised_by_caller = self.advance()
+        return self._raised_by_caller
 
     def drive(self) -> None:
         """Wait for the work in this thread. A wait in MPI would keep the completer's thread out for milliseconds.
@@ -267,13 +269,11 @@ class Completer:
 class PersistentRequest(Driven, MPI.Prequest):
     """A persistent collective on device arrays, or a persistent receive on a communicator of GPUs.
 
-    An active request has the MPI handle of the request that it has started. At other times its handle is
-    ``MPI.REQUEST_NULL``.
+    Each start makes a request. The handle of the persistent request itself is always ``MPI.REQUEST_NULL``.
     """
 
     _begin: Callable[[], DeferredRequest] | None
-    _started: DeferredRequest | None
-    _handle: Any
+    _latest: DeferredRequest | None
     _release: Callable[[], object] | None
 
     @classmethod
@@ -283,16 +283,15 @@ class PersistentRequest(Driven, MPI.Prequest):
         self = cls()
         self._begin = begin
         self._release = release
-        self._started = None
-        self._handle = _Handle.from_address(MPI._addressof(self))
+        self._latest = None
         return self
 
-    # Until it is freed, the request is not null for the program, as in MPI, although its handle is null between starts.
+    # Until it is freed, the request is not null for the program, as in MPI.
     def __bool__(self) -> bool:
-        return self._begin is not None or super().__bool__()
+        return self._begin is not None or self.is_active()
 
     def __eq__(self, other: object) -> bool:
-        return self is other if self and not self.is_active() else bool(super().__eq__(other))
+        return self is other if self else bool(super().__eq__(other))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -301,47 +300,41 @@ class PersistentRequest(Driven, MPI.Prequest):
 
     def is_active(self) -> bool:
         """Return whether a call is started and no wait has taken it yet."""
-        return bool(self._handle.value != _NULL)
+        return self._latest is not None and bool(self._latest)
+
+    @property
+    def in_mpi(self) -> MPI.Request:
+        return MPI.REQUEST_NULL if self._latest is None or not self._latest else self._latest
 
     def advance(self) -> bool:
-        return self._started is None or self._started.advance()
+        return self._latest is None or self._latest.advance()
+
+    def look(self) -> bool:
+        return self._latest is None or self._latest.look()
 
     @property
     def error(self) -> BaseException | None:
-        return None if self._started is None else self._started.error
+        return None if self._latest is None else self._latest.error
 
     def Start(self) -> None:
         """Start the call once more, as the call without ``_init`` does."""
         if self._begin is None:
             raise RefusedByMpiError("Start: this persistent request was freed; create another", MPI.ERR_REQUEST)
-        if self._handle.value != _NULL:
+        if self.is_active():
             raise RefusedByMpiError("Start: this persistent request is active; call Wait first", MPI.ERR_REQUEST)
-        self._started = started = self._begin()
-        # MPI's calls on lists of requests read only the handle, and write MPI.REQUEST_NULL into it.
-        self._handle.value = started.handle
+        self._latest = self._begin()
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the started call is done. Return at once if none is started. Raises the error of the call."""
-        if self._started is not None:
-            self._started.drive()
-        _wait(self, status)
-        self._raise()
-        return True
+        return self.in_mpi.Wait(status)
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the started call is done, or true if none is started. Raises the error of the call."""
-        if self._started is not None:
-            self._started.look()
-        done = _test(self, status)
-        if done:
-            self._raise()
-        return done
+        return self.in_mpi.Test(status)
 
     def Cancel(self) -> None:
         """Cancel a started receive if its message has not come yet, as in mpi4py."""
-        super().Cancel()
-        if self._started is not None:
-            self._started.withdraw()
+        self.in_mpi.Cancel()
 
     def Free(self) -> None:
         """Free the request, after a wait for the started call. A second call does nothing."""
@@ -350,8 +343,3 @@ class PersistentRequest(Driven, MPI.Prequest):
         if self._release is not None:
             self._release()
             self._release = None
-
-    def _raise(self) -> None:
-        error, self._started = self.error, None
-        if error is not None:
-            raise error

@@ -16,8 +16,8 @@ from mpicomm.sizes import format_cell, rich_console, rich_table
 _FILE_WIDTH = 1000  # wide enough to fold no cell, if no terminal sets the width
 _EXPLAINED = (
     "Bandwidth counts each byte once; within one memory it is read and written there.",
-    "Latency of copies: the mean time of many in a row.",
-    "Latency of a load: the mean time of many loads that wait for each other.",
+    "Latency: the mean time of many copies in a row.",
+    "On GPUs the copies of a round are a CUDA graph.",
     "-: there is nothing to measure.",
 )
 

@@ -1,4 +1,4 @@
-"""The GPU of this rank: a stream for timed work, and the kernels of p2p.cu."""
+"""The kernel of p2p.cu, which copies bytes between any two addresses that a GPU can access."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.kernels.reductions import options_for
-from mpicomm.kernels.variant import Variant, u32, u64
+from mpicomm.kernels.variant import Variant, u64
 
 COPY_THREADS = 512
 _BLOCKS = 4  # on each multiprocessor, so that it has as many threads as it holds
-_GATE_NS = 500_000_000  # far longer than the host takes to enqueue the work
-_LOADS = 1000
-
-
-class Gate(ctypes.Structure):
-    """The host's copy of ``Gate`` in p2p.cu."""
-
-    _fields_ = [*u64("released", "limit_ns")]
+COPY = Variant(Path(__file__).with_name("p2p.cu"), "mpicomm_p2p_copy", options_for(None))
 
 
 class Copying(ctypes.Structure):
@@ -30,64 +21,16 @@ class Copying(ctypes.Structure):
     _fields_ = [*u64("target", "source", "nbytes")]
 
 
-class PointerChase(ctypes.Structure):
-    """The host's copy of ``PointerChase`` in p2p.cu."""
+def copier(info: DeviceInfo, stream: int) -> Callable[[int, int, int], None]:
+    """Return the kernel, for the current GPU: it takes a target, a source and a number of bytes. Stream-ordered."""
+    import cupy  # not above, because tests compile the kernel without CuPy
 
-    _fields_ = [*u64("word", "result"), *u32("loads")]
+    from mpicomm.devices.cuda.load import kernels_of
 
+    kernel = kernels_of(info).load(COPY)
+    blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
 
-GATE, COPY, POINTER_CHASE = (
-    Variant(Path(__file__).with_name("p2p.cu"), f"mpicomm_p2p_{name}", options_for(None))
-    for name in ("gate", "copy", "pointer_chase")
-)
+    def copy(target: int, source: int, nbytes: int) -> None:
+        kernel.launch_structure(stream, Copying(target, source, nbytes), blocks=blocks, threads=COPY_THREADS)
 
-
-class Gpu:
-    """The current GPU. All methods are local; `copy` is stream-ordered, the others block."""
-
-    def __init__(self, info: DeviceInfo) -> None:
-        import cupy  # not above, because tests compile the kernels without CuPy
-
-        from mpicomm.devices.cuda.load import kernels_of
-
-        self._cupy = cupy
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        # All kernels are loaded before one can spin, because a load may wait for the whole device.
-        self._gate, self._copy, self._pointer_chase = map(kernels_of(info).load, (GATE, COPY, POINTER_CHASE))
-        self._start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
-        self._blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
-        # Pinned memory, which the GPU accesses at its address.
-        self._released = np.frombuffer(cupy.cuda.alloc_pinned_memory(4), np.uint32, 1)
-        self._result = np.frombuffer(cupy.cuda.alloc_pinned_memory(16), np.uint64, 2)
-
-    def time_us(self, enqueue: Callable[[], object], meet: Callable[[], object]) -> float:
-        """Return the time of the work that ``enqueue`` gives to `stream`.
-
-        The work starts after all of it is enqueued and ``meet`` has returned.
-        """
-        self._released[0] = 0
-        gate = Gate(self._released.ctypes.data, _GATE_NS)
-        self._gate.launch_structure(self.stream.ptr, gate, blocks=1, threads=1)
-        try:
-            self._start.record(self.stream)
-            enqueue()
-            self._stop.record(self.stream)
-            meet()
-        finally:
-            self._released[0] = 1
-        self._stop.synchronize()
-        milliseconds: float = self._cupy.cuda.get_elapsed_time(self._start, self._stop)
-        return milliseconds * 1e3
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Let a kernel on `stream` copy between two addresses that this GPU can access."""
-        copying = Copying(target, source, nbytes)
-        self._copy.launch_structure(self.stream.ptr, copying, blocks=self._blocks, threads=COPY_THREADS)
-
-    def load_us(self, word: int) -> float:
-        """Return the time in which a kernel of this GPU loads a word of 64 bits. The word is 0."""
-        chase = PointerChase(word, self._result.ctypes.data, _LOADS)
-        self._pointer_chase.launch_structure(self.stream.ptr, chase, blocks=1, threads=1)
-        self.stream.synchronize()
-        elapsed_ns, loads = map(int, self._result)
-        return elapsed_ns / loads / 1e3
+    return copy

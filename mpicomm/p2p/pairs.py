@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import Content
+from mpicomm.bench.machine import Call, machine_of
 from mpicomm.cli import options as command_line
 from mpicomm.devices.base import Link
 
@@ -51,7 +50,7 @@ def link_matrices(links: Sequence[Sequence[Link]]) -> list[Matrix]:
 
 
 class Pairs:
-    """Measures all pairs of ranks, pair by pair, and checks the bytes. All methods but `round_us` are collective.
+    """Measures all pairs of ranks, pair by pair, and checks the bytes. All methods but `copy` are collective.
 
     ``ways`` are the ways to move bytes; True if the target does the work, which means that it loads, else the source
     does.
@@ -62,21 +61,16 @@ class Pairs:
         self.wrong = 0
         """The wrong bytes so far."""
         self._data, self._window = comm.empty(options.bytes, np.uint8), comm.empty(options.bytes, np.uint8)
-        self._zero = comm.zeros(1, np.uint64)
-        self._gpu: Any = None
-        xp: Any = np
+        self._machine = machine_of(comm)
         if comm.device == "cpu":
             self.ways = {"copies to the target": False, "copies from the source": True}
         else:
-            import cupy
-
             from mpicomm.devices.cuda.driver import visible_devices
-            from mpicomm.p2p.gpu import Gpu
+            from mpicomm.p2p.gpu import copier
 
             self.ways = {COPY_ENGINES: False, STORES: False, LOADS: True}
-            self._gpu = Gpu(visible_devices()[int(comm.device)])
-            xp = cupy
-        self._content = Content(xp, np.dtype(np.uint8), "sum", comm.size, options.bytes, reduces=False)
+            self._by_kernel = copier(visible_devices()[int(comm.device)], self._machine.stream.ptr)
+        self._content = Content(self._machine.xp, np.dtype(np.uint8), "sum", comm.size, options.bytes, reduces=False)
         self._content.write(self._data.local, comm.rank)
 
     def matrices(self) -> Iterator[Matrix]:
@@ -85,10 +79,8 @@ class Pairs:
             for way in self.ways:
                 if self._comm.size > 1 or not both:
                     yield self._matrix(f"Bandwidth, {title}, {way}", "GB/s", partial(self._bandwidth, way, both))
-        for way in self.ways if self._gpu is None else (COPY_ENGINES,):
+        for way in self.ways if self._comm.device == "cpu" else (COPY_ENGINES,):
             yield self._matrix(f"Latency, {way} of {_SMALL_NBYTES} bytes", "us", partial(self._small_us, way))
-        if self._gpu is not None:
-            yield self._matrix("Latency, a kernel's load", "us", self.load_us)
 
     def move_us(self, way: str, transfers: Sequence[Transfer], nbytes: int, copies: int) -> float:
         """Return the time of ``copies`` copies of each transfer, side by side: the median of the rounds.
@@ -104,13 +96,16 @@ class Pairs:
         self._meet()
         times: list[float] = []
         if peer is not None:
-
-            def meet() -> None:
+            machine, copy = self._machine, self.copy(way, peer, nbytes)
+            machine.time_calls(copy, 1)  # warms up
+            # Ranks do not meet in a graph of copies. The timed launch follows one of the same length, so that the peer
+            # moves its bytes meanwhile.
+            graph = machine.capture(copy, copies)
+            for _ in range(self._options.rounds):
                 if len(transfers) == 2:  # the peer moves bytes, too
                     self._comm.sendrecv(None, peer, source=peer)
-
-            self.round_us(way, peer, nbytes, 1, lambda: None)  # warms up
-            times = [self.round_us(way, peer, nbytes, copies, meet) for _ in range(self._options.rounds)]
+                took = machine.time_calls(copy, copies) if graph is None else machine.time_graph(graph)
+                times.append(took.complete * copies * 1e6)
         self._meet()
         wrong = 0 if source is None else self._content.count_differing(window, source)
         results: list[tuple[list[float], int]] = self._comm.allgather((times, wrong))
@@ -118,35 +113,17 @@ class Pairs:
         slowest: list[float] = [max(rounds) for rounds in zip(*(found for found, _ in results if found), strict=True)]
         return statistics.median(slowest)
 
-    def round_us(self, way: str, peer: int, nbytes: int, copies: int, meet: Callable[[], object]) -> float:
-        """Return the time of this rank's copies to or from a peer. They start when ``meet`` returns. Local."""
+    def copy(self, way: str, peer: int, nbytes: int) -> Call:
+        """Return a call that copies this rank's bytes to a peer, or the peer's bytes to this rank. Local."""
         to, from_ = self._window.peer(peer), self._data.local
         if self.ways[way]:
             to, from_ = self._window.local, self._data.peer(peer)
         to, from_ = to[:nbytes], from_[:nbytes]
-        if self._gpu is None:
-            meet()
-            start = time.perf_counter()
-            for _ in range(copies):
-                np.copyto(to, from_)
-            return (time.perf_counter() - start) * 1e6
-
-        def enqueue() -> None:
-            for _ in range(copies):
-                if way == COPY_ENGINES:
-                    self._window.put(from_, peer, stream=self._gpu.stream)
-                else:
-                    self._gpu.copy(to.data.ptr, from_.data.ptr, nbytes)
-
-        measured: float = self._gpu.time_us(enqueue, meet)
-        return measured
-
-    def load_us(self, source: int, target: int) -> float:
-        """Return the time in which a kernel of ``target`` loads a word of ``source``."""
-        self._meet()
-        found = self._gpu.load_us(self._zero.peer(source).data.ptr) if self._comm.rank == target else None
-        told: float = self._comm.bcast(found, root=target)
-        return told
+        if self._comm.device == "cpu":
+            return lambda: np.copyto(to, from_)
+        if way == COPY_ENGINES:
+            return lambda: self._window.put(from_, peer, stream=self._machine.stream)
+        return lambda: self._by_kernel(to.data.ptr, from_.data.ptr, nbytes)
 
     def _matrix(self, title: str, unit: str, cell: Callable[[int, int], Cell]) -> Matrix:
         numbers = range(self._comm.size)

@@ -12,8 +12,8 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
 from mpicomm.session.set_up import SetUp
 from mpicomm.sharing.segments import SharedSegments
+from mpicomm.sharing.shared_memory import Shared, Suspendable
 from mpicomm.sharing.suspension import Suspension
-from mpicomm.symmetric.owner import Shared, Suspendable
 
 
 class Session(SetUp):
@@ -108,6 +108,7 @@ class Session(SetUp):
                 self.backend.close()
             # MPI gives the number of a freed communicator to another, which would get messages that are left.
             if self._private is not None and self.intact and not self._left_messages:
+                self._free_carriers()
                 self._private.Free()
 
     def leave_by(self, error: BaseException) -> None:

@@ -23,8 +23,8 @@ from mpicomm.devices.handle import Kind, MemoryUse, summed
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
 from mpicomm.sharing.choose_handle import choose_handles, node_of
+from mpicomm.sharing.shared_memory import AnyShared, Shared, SignalPads
 from mpicomm.sharing.suspension import Suspension
-from mpicomm.symmetric.owner import AnyShared, Shared, SignalPads
 from mpicomm.symmetric.registry import Mappings
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # They keep messages of a part and words of roll calls apart from the messages of the whole communicator.
 _DOMAIN_TAG, _PART_TAG, _WHOLE_TAG = 2, 4, 6
+_MOST_CARRIERS = 64  # that are kept, one for each set of ranks
 
 _PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
 
@@ -72,7 +73,6 @@ class SetUp:
     """Gives back memory to which no graph, no known call and no peer refers."""
     _private: MPI.Intracomm | None = None  # this session frees it
     _groups: tuple[Group, ...] = ()  # the groups that are different objects; none before `set_up`
-    _everyone: ByMessages | None = None  # for `await_all`, after `set_up`
     _part_error: CollectiveTimeoutError | PeerError | None = None  # of `await_some`
     _row: CommunicatorRow | None = None
     _suspension: Suspension | None = None
@@ -92,7 +92,7 @@ class SetUp:
         self.placement = placement
         self.channel = channel
         self._comm = comm
-        self._number_of_row = placement.heading.count(window=False)
+        self._number_of_row = placement.heading.count()
         if backend is not None:
             self._use(backend)
 
@@ -180,10 +180,10 @@ class SetUp:
 
     def await_all(self, what: str) -> None:
         """Wait until all ranks have called ``what``. Collective. Raises as `roll_call`, and stays usable."""
-        if self._everyone is None:
+        if self._private is None:
             roll_call(self._comm, what, self.placement.here.timeout_s)
         else:
-            self._call_roll(what, self._everyone)
+            self._call_roll(what)
 
     def await_some(self, what: str, ranks: Sequence[int]) -> bool:
         """Wait until these ranks have called ``what``, among them this rank. Return False at once before `set_up`.
@@ -199,7 +199,7 @@ class SetUp:
                 f"{what}: an earlier call has failed ({earlier}): make this call on a duplicate", ranks=earlier.ranks
             )
         try:
-            self._call_roll(what, ByMessages(self._private, ranks, _PART_TAG))
+            self._call_roll(what, tuple(ranks))
         except CollectiveTimeoutError as error:
             self._part_error = equal_error(error)  # without the frames of `error`, and the mapped memory in them
             raise
@@ -210,12 +210,24 @@ class SetUp:
             raise
         return True
 
-    def _call_roll(self, what: str, carrier: ByMessages) -> None:
+    def _call_roll(self, what: str, part: tuple[int, ...] = ()) -> None:
+        """Call the roll of the ranks of a part, or of all ranks."""
+        carrier = self._carriers.pop(part, None)  # a concurrent call of another thread takes another
+        if carrier is None:
+            ranks, tag = (part, _PART_TAG) if part else (range(self.group.size), _WHOLE_TAG)
+            carrier = ByMessages(self.private, ranks, tag)
         try:
             roll_call(self.private, what, self.placement.here.timeout_s, self.absence_reason, carrier)
         except BaseException:
             self._left_messages = True  # words of a late rank may come yet
             raise
+        if len(self._carriers) == _MOST_CARRIERS:
+            self._free_carriers()
+        self._carriers[part] = carrier
+
+    def _free_carriers(self) -> None:
+        while self._carriers:
+            self._carriers.popitem()[1].free()
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -380,7 +392,7 @@ class SetUp:
         self.pads = SignalPads(self.node, self.backend, self.kind)
         self._beside += (self.pads,)
         self._private = private
-        self._everyone = ByMessages(private, range(private.size), _WHOLE_TAG)
+        self._carriers: dict[tuple[int, ...], ByMessages] = {}
         members = self.placement.domain_ranks
         self.domain = self.node if len(members) == self.node.size else group.subgroup(members, tag=_DOMAIN_TAG)
         self._groups = tuple({id(each): each for each in (group, self.node, self.domain)}.values())

@@ -1,6 +1,6 @@
 """Choose the handle kind of each node by a test: open, write through the mapping, read back.
 
-Claims of a driver are not enough. If ranks of a node share no memory, their containers become nodes.
+Claims of a driver are not enough.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from mpicomm.log import logger
 from mpicomm.sharing.segments import share
 
 
-def _choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind | None, dict[str, str], list[int]]:
+def _choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict[str, str]]:
     """Return the best kind that works between all ranks of the node, and why better kinds do not. Collective.
 
-    ``request`` is a kind, which has to work, or "auto". With "auto" the kind is None if no kind works, and the last
-    result are the ranks at fault. Every rank of the node returns or raises the same.
+    ``request`` is a kind, which has to work, or "auto". Every rank of the node returns or raises the same.
     """
     candidates = [kind for kind in backend.kinds if request in ("auto", kind)]
     if not candidates:
@@ -46,8 +45,12 @@ def _choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind | No
             rejected[kind] = str(error)
             culprits.update(error.ranks)
         else:
-            return kind, rejected, []
-    return None, rejected, sorted(culprits)
+            return kind, rejected
+    raise HandleError(
+        f"no handle kind works between the ranks of this node: {rejected}: let their containers share memory, or give "
+        "each container another MPICOMM_HOSTID, so that it counts as a node",
+        ranks=sorted(culprits),
+    )
 
 
 def probe(node: Group, backend: Backend, kind: Kind) -> None:
@@ -103,28 +106,10 @@ _NODE_TAG = 1
 def choose_handles(group: Group, placement: Placement, backend: Backend) -> Placement:
     """Return the placement with the best kind of handle that works between the ranks of each node. Collective.
 
-    If no kind works and the ranks are in several containers, the ranks of each container become a node. If ranks of one
-    container cannot open each other's memory, every rank raises the same `HandleError`.
+    If no kind works on a node, every rank raises the same `HandleError`.
     """
-    request = placement.here.handle
-    first: HandleError | None = None  # of the whole node, because it says most
-    while True:
-        node = node_of(group, placement)
-        found = group.exchange("Communicator: choose handle", partial(_choose_kind, node, backend, request))
-        failed = [rank for rank, (kind, _, _) in enumerate(found) if kind is None]
-        if not failed:
-            break
-        _, rejected, culprits = found[failed[0]]
-        said = f"no handle kind works between the ranks of this node: {rejected}"
-        first = first or HandleError(said, ranks=culprits)
-        parted = placement.parted(set(failed))
-        if parted is None:
-            raise first
-        if group.rank == 0:
-            ranks = ", ".join(map(str, failed))
-            logger.warning("the ranks %s share no memory and count as several nodes: %s", ranks, first)
-        placement = parted
-    chosen = [(kind, rejected) for kind, rejected, _ in found if kind is not None]
+    node, request = node_of(group, placement), placement.here.handle
+    chosen = group.exchange("Communicator: choose handle", partial(_choose_kind, node, backend, request))
     if node.rank == 0:
         kind, rejected = chosen[group.rank]
         if request == kind:

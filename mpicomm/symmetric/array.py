@@ -12,8 +12,9 @@ import numpy.typing as npt
 from mpicomm.cluster.process import close_after
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.session import Session
 from mpicomm.sharing.segments import SharedSegments
-from mpicomm.symmetric.owner import Owner, SignalPad
+from mpicomm.sharing.shared_memory import SignalPad
 
 _MOST_NBYTES = 2**63 - 1
 
@@ -46,7 +47,7 @@ class SymmetricArray:
     """
 
     def __init__(
-        self, owner: Owner, segments: SharedSegments, pad: SignalPad, local: Any, number: int, *, registered: bool
+        self, owner: Session, segments: SharedSegments, pad: SignalPad, local: Any, number: int, *, registered: bool
     ) -> None:
         self._owner = owner
         self._segments = segments

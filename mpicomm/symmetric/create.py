@@ -13,9 +13,10 @@ from mpicomm.devices.base import Segment
 from mpicomm.devices.cuda.types import Event
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
+from mpicomm.session import Session
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
+from mpicomm.sharing.shared_memory import SignalPad
 from mpicomm.symmetric.array import SymmetricArray, checked_shape, require_contiguous, require_writable
-from mpicomm.symmetric.owner import Owner, SignalPad
 
 
 class SharedEvent:
@@ -25,7 +26,7 @@ class SharedEvent:
     none. So a message or a barrier must tell the waiting rank that the peer has recorded.
     """
 
-    def __init__(self, owner: Owner, events: dict[int, Event]) -> None:
+    def __init__(self, owner: Session, events: dict[int, Event]) -> None:
         self._owner = owner
         self._events = events
         self.closed = False
@@ -78,7 +79,7 @@ class SharedEvent:
         return self._events[placement.node_ranks[placement.node_index_of(rank)]]
 
 
-def empty(owner: Owner, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zero: bool) -> SymmetricArray:
+def empty(owner: Session, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zero: bool) -> SymmetricArray:
     """Allocate a symmetric array; see ``Communicator.empty`` and ``zeros``."""
 
     def describe() -> str:
@@ -100,7 +101,7 @@ def empty(owner: Owner, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zer
     return _array(owner, "zeros" if zero else "empty", describe, provide, sealed=True)
 
 
-def register(owner: Owner, array: Any) -> SymmetricArray:
+def register(owner: Session, array: Any) -> SymmetricArray:
     """Open existing memory to the peers; see ``Communicator.register``."""
     view: Any = None
 
@@ -114,7 +115,7 @@ def register(owner: Owner, array: Any) -> SymmetricArray:
     return _array(owner, "register", describe, lambda: (owner.backend.adopt(view), view), sealed=False)
 
 
-def shared_event(owner: Owner) -> SharedEvent:
+def shared_event(owner: Session) -> SharedEvent:
     """Create an event per rank; see ``Communicator.shared_event``."""
     owner.require_usable("shared_event")
     events: dict[int, Event] = {}
@@ -140,7 +141,7 @@ def shared_event(owner: Owner) -> SharedEvent:
 
 
 def _array(
-    owner: Owner, what: str, describe: Callable[[], str], provide: Callable[[], tuple[Segment, Any]], *, sealed: bool
+    owner: Session, what: str, describe: Callable[[], str], provide: Callable[[], tuple[Segment, Any]], *, sealed: bool
 ) -> SymmetricArray:
     """Let the ranks of each node open each other's parts, and return the array. Collective.
 
@@ -176,7 +177,7 @@ def _array(
 
 
 def _share_on_all_nodes(
-    owner: Owner, what: str, share_in_node: Callable[[], SharedSegments], describe: Callable[[], str]
+    owner: Session, what: str, share_in_node: Callable[[], SharedSegments], describe: Callable[[], str]
 ) -> SharedSegments:
     """Share within each node, so that all ranks of all nodes succeed with one signature, or all fail."""
     if owner.node is owner.group:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import wraps
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -15,25 +14,19 @@ from mpicomm.torch.works import FOREVER, WAITS, PendingWork, Tensors, Work, too_
 from mpicomm.waiting import start_thread
 
 T = TypeVar("T")
-_Add = Callable[[Any, Callable[[Any], Any]], Any]
 
 
 class HostWork(PendingWork):
     """A call on host tensors, which the thread of its ``queue`` carries out."""
 
-    def __init__(
-        self,
-        queue: CallQueue,
-        call: Callable[[], None],
-        outputs: Tensors,
-        name: str,
-        limit: timedelta | None = None,
-    ) -> None:
+    limit = FOREVER
+    """Each wait for the call ends after this time, and the call goes on."""
+
+    def __init__(self, queue: CallQueue, call: Callable[[], None], outputs: Tensors, name: str) -> None:
         super().__init__(outputs)
         self.queue = queue
         self._call: Callable[[], None] | None = call
         self._name = name
-        self._limit = limit or FOREVER
         self._over = threading.Event()
         self._lock = threading.Lock()  # of `_over` and `_ended`, so that a future is settled once
         self._ended: torch.futures.Future[Any] | None = None
@@ -52,11 +45,10 @@ class HostWork(PendingWork):
             ended, self._ended = self._ended, None
         if ended is not None:
             super()._settle(ended)
-            PENDING.pop(id(self._future), None)
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        limit = timeout or self._limit
+        limit = timeout or self.limit
         self.queue.hurry(self._over)
         if not self._over.wait(limit.total_seconds() or None):
             raise too_late(self._name, limit)
@@ -70,7 +62,6 @@ class HostWork(PendingWork):
         with self._lock:
             if not self._over.is_set():
                 self._ended = ended
-                PENDING[id(self._future)] = self.queue
                 return
         super()._settle(ended)
 
@@ -82,10 +73,9 @@ class CallQueue:
     of two groups in different orders. A blocking call runs in the caller's thread, after the calls before it. A call on
     tensors of a GPU does not wait for its kernels.
 
-    A callback of a future may make calls. They come after the calls that the program had begun when it added the
-    callback, and before later calls, on all ranks: a callback of a future that is not complete waits its turn in the
-    queue, and the thread carries out its calls at once. A callback of a complete future runs in the program's thread,
-    where its calls come after the same calls.
+    A callback of a future may make calls. If the program adds it before it begins another call, as hooks of DDP do,
+    the calls come before that call on all ranks: the thread carries out the calls of its callback at once, and a
+    callback of a complete future runs in the program's thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -100,12 +90,9 @@ class CallQueue:
         self.turn = threading.Lock()
         self.end_turn = self.turn.release
 
-    def begin(self, call: Callable[[], None], outputs: Tensors, name: str, limit: timedelta | None = None) -> HostWork:
-        """Begin a call. The work raises its errors, `translated`. Local.
-
-        Each wait for the call ends after ``limit``, and the call goes on.
-        """
-        work = HostWork(self, call, outputs, name, limit)
+    def begin(self, call: Callable[[], None], outputs: Tensors, name: str) -> HostWork:
+        """Begin a call. The work raises its errors, `translated`. Local."""
+        work = HostWork(self, call, outputs, name)
         # A callback may wait for the work of its call, so the thread would never come to the call in the queue.
         if self.is_here() or not self._put(work.carry_out):
             work.carry_out()
@@ -158,23 +145,6 @@ class CallQueue:
         """Return whether the thread of the queue calls this. Local."""
         return threading.get_ident() == self._thread_id
 
-    def add_callback(self, add: _Add, future: Any, callback: Callable[[Any], Any]) -> Any:
-        """Add a callback to ``future``, of a call in the queue, by ``add``, a method of PyTorch's futures. Local."""
-        place: torch.futures.Future[None] = torch.futures.Future()
-        added = add(place, lambda _: callback(future))
-        if added is not None:
-            PENDING[id(added)] = self  # so that callbacks of the result come in order, too
-
-        def come_to_place() -> None:
-            place.set_result(None)
-            PENDING.pop(id(added), None)
-
-        # After the queue is closed there are no later calls.
-        if not self._put(come_to_place):
-            PENDING.pop(id(added), None)
-            add(future, lambda _: place.set_result(None))
-        return added
-
     def _put(self, item: Callable[[], object]) -> bool:
         """Give an item to the thread. Return False if the queue is closed."""
         with self._lock:
@@ -203,23 +173,6 @@ class CallQueue:
             self._waiting -= 1
 
 
-PENDING: dict[int, CallQueue] = {}
-"""The queues of the futures that are not complete, by the `id` of the future, which the queue keeps."""
-
-
-def in_order(add: _Add) -> _Add:
-    """Return ``add``, which adds a callback to a future of PyTorch, in the order that `CallQueue` describes."""
-
-    @wraps(add)
-    def add_in_order(future: Any, callback: Callable[[Any], Any]) -> Any:
-        queue = PENDING.get(id(future)) if PENDING else None
-        if queue is None or queue.is_here():
-            return add(future, callback)
-        return queue.add_callback(add, future, callback)
-
-    return add_in_order
-
-
 class JoinedWork(PendingWork):
     """Several calls as one."""
 
@@ -239,9 +192,6 @@ class JoinedWork(PendingWork):
         return over
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        key = id(self._future)
-        if self._works and all(isinstance(work, HostWork) for work in self._works):
-            PENDING[key] = self._works[0].queue
         # The value of the joined future has a list of outputs for each call.
         joined = torch.futures.collect_all([work.get_future() for work in self._works])
         gpu = next((output.device for output in self._outputs if output.is_cuda), None)
@@ -251,7 +201,6 @@ class JoinedWork(PendingWork):
             # waits.
             with torch.cuda.stream(torch.cuda.Stream(gpu) if gpu else None):
                 self._settle_with(ended, next(filter(None, map(_failure_of, self._works)), None))
-            PENDING.pop(key, None)
 
         joined.add_done_callback(settle)
 

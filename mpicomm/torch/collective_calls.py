@@ -14,9 +14,9 @@ from torch._C import _distributed_c10d as c10d
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError
-from mpicomm.torch.call_queue import CallQueue
+from mpicomm.torch.call_queue import CallQueue, HostWork
 from mpicomm.torch.collectives import Given, TensorCall, collectives_of
-from mpicomm.torch.streams import Streams
+from mpicomm.torch.streams import Streams, StreamWork
 from mpicomm.torch.tensors import TensorError
 from mpicomm.torch.works import FOREVER, WAITS, Tensors, Work, ended, translated
 
@@ -28,9 +28,9 @@ class CollectiveCalls(c10d.ProcessGroup):
 
     The methods are *collective*. A blocking call on host tensors returns when it is done, and a thread carries out an
     asynchronous call. A call on tensors of a GPU is enqueued on the current stream. An asynchronous call is enqueued on
-    a stream of the group, after the work of the current stream. If the options of a call name a timeout, the host waits
-    for the call, but no longer than this timeout. The call itself ends with the timeout of the group. A call that is
-    not asynchronous returns None, because functions of PyTorch would only wait for its work.
+    a stream of the group, after the work of the current stream. A call ends with the timeout of the group. Only a
+    barrier has a timeout of its own. A call that is not asynchronous returns None, because functions of PyTorch would
+    only wait for its work.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -53,7 +53,7 @@ class CollectiveCalls(c10d.ProcessGroup):
             tensors = [tensors]
         (tensor,) = tensors
         # Code in C++ without Python below it calls, such as DDP.
-        if self._streams is not None and self._open and sys._getframe().f_back is None and opts.timeout <= FOREVER:
+        if self._streams is not None and self._open and sys._getframe().f_back is None:
             future = self._queue.call("all_reduce", self._streams.bucket, self._all_reduce, tensor, opts.reduceOp)
             if future is not None:
                 self._sequence += 1
@@ -156,16 +156,17 @@ class CollectiveCalls(c10d.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         """See `torch.distributed.barrier`. On a GPU a rank also waits until its current stream has done its work."""
         self._require_open("barrier")
-        begin, limit = getattr(opts, "asyncOp", False), getattr(opts, "timeout", FOREVER)
+        begin, limit = getattr(opts, "asyncOp", False), max(getattr(opts, "timeout", FOREVER), FOREVER)
         if self._streams is None:
             given = torch.zeros(1, dtype=torch.uint8, device="cpu"), dist.ReduceOp.SUM, "tensor", None
             meet = partial(self.collectives["all_reduce"].carry_out, *given)
-            if not begin and limit <= FOREVER:
+            if not (begin or limit):
                 self._queue.call("barrier", meet)
                 return ended(())
-            work: Work = self._queue.begin(meet, (), "barrier", limit if limit > FOREVER else None)
+            work: StreamWork | HostWork = self._queue.begin(meet, (), "barrier")
         else:
-            work = self._queue.call("barrier", self._streams.barrier, max(limit, FOREVER))
+            work = self._queue.call("barrier", self._streams.barrier)
+        work.limit = limit
         if not begin:
             work.wait()
         return work
@@ -213,9 +214,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         if not self._open:
             self._require_open(name)
         self._sequence += 1
-        begin, limit = getattr(opts, "asyncOp", True), getattr(opts, "timeout", FOREVER)
-        if limit <= FOREVER:
-            limit = None
+        begin = getattr(opts, "asyncOp", True)
         if not (outputs or inputs):
             raise InvalidUsageError(f"{name}: the list of tensors is empty: pass one or more")
         if call is None:
@@ -227,7 +226,7 @@ class CollectiveCalls(c10d.ProcessGroup):
             streams = self._streams or self._gpu_streams(name, first)
             queue.take_turn()
             try:
-                if begin and limit is None and sys._getframe(1).f_back is None:
+                if begin and sys._getframe(1).f_back is None:
                     # Code in C++ without Python below it calls, such as DDP in the thread of autograd. It takes only
                     # the future of a work, or waits for it. PyTorch's own work does both without Python. Code in C++
                     # reads a tensor and a list of tensors alike.
@@ -236,21 +235,17 @@ class CollectiveCalls(c10d.ProcessGroup):
                     of_cpp: Any = c10d._create_work_from_future(future)
                     return of_cpp  # type: ignore[no-any-return]
                 if begin:
-                    work = streams.begin(call, given, outputs, inputs, name, limit)
+                    work = streams.begin(call, given, outputs, inputs, name)
                 else:
                     streams.enqueue(call, given)
-                    if limit is not None:
-                        work = streams.here(outputs, name, limit)
             except WAITS as error:
                 raise translated(error, name) from error
             finally:
                 queue.end_turn()
-        elif begin or limit is not None:
-            work = queue.begin(partial(call.carry_out, *given), outputs, name, limit)
+        elif begin:
+            work = queue.begin(partial(call.carry_out, *given), outputs, name)
         else:
             queue.call(name, call.carry_out, *given)
-        if not begin and work is not None:
-            work.wait()
         if self._coalesced and get_ident() in self._coalesced:
             return self._joined(work or ended(outputs))
         return work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -13,8 +14,17 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.api.door import AnyPlan, PlanCache, mapped_algorithm
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
-from mpicomm.mpi.plain_arrays import IN_PLACE, NOTHING, plain_tensor, tensor_in_blocks
-from mpicomm.torch.tensors import Pieces, apart, flat, movable, op_of_one_call, reduction_of
+from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.mpi.plain_arrays import (
+    IN_PLACE,
+    NOTHING,
+    ListedBlocks,
+    PlainBlocks,
+    plain_tensor,
+    tensor_in_blocks,
+    tensors_in_blocks,
+)
+from mpicomm.torch.tensors import Pieces, flat, movable, op_of_one_call, reduction_of
 
 Given = tuple[Any, ...]
 """The arguments of `TensorCall.carry_out`."""
@@ -58,8 +68,11 @@ class Collective(TensorCall):
         way = "auto" if memory.is_cuda else mapped_algorithm(self._operation, memory.nbytes)
         getattr(self._comm, self._operation.name)(*arguments, algorithm=way, **more)
 
-    def _pieces(self, output: PiecesOf, given: PiecesOf) -> tuple[Pieces, Pieces]:
-        return Pieces(output, self._output, self._size), Pieces(given, self._given, self._size)
+    def _received(self, output: PiecesOf, splits: Sequence[int] | None = None) -> Pieces:
+        return Pieces(output, self._output, self._size, splits, receive=True)
+
+    def _sent(self, given: PiecesOf, splits: Sequence[int] | None = None) -> Pieces:
+        return Pieces(given, self._given, self._size, splits)
 
 
 class AllReduce(Collective):
@@ -120,21 +133,32 @@ class AllGather(Collective):
     """Puts the ``given`` tensor of each rank into this rank's piece of ``output``. Sizes may differ in a list."""
 
     def carry_out(self, output: PiecesOf, given: torch.Tensor) -> None:
-        whole, own = self._pieces(output, given)
+        whole, own = self._received(output), self._sent(given)
         whole.require_piece(own, self._rank)
-        sent = apart(own.filled(), whole.memory, whole.place(self._rank))
-        self._call(whole.memory, own.buffer(sent), whole.buffer())
+        sent: Any = MPI.IN_PLACE
+        if own.address() != whole.address(self._rank):
+            own.filled(whole)
+            sent = own.buffer()
+        self._call(whole.memory, sent, whole.buffer())
         whole.put_back()
 
     def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         output, own = given
-        if not type(output) is type(own) is Tensor:
+        block = plain_tensor(own) if type(own) is Tensor else None
+        if block is None:
             return None
-        received, block = plain_tensor(output), plain_tensor(own)
-        if received is None or block is None or received[2] != block[2] or received[1] != self._size * block[1]:
-            return None
-        place = received[0] + self._rank * block[1] * block[2][0].itemsize
-        sent = IN_PLACE if block[0] == place else block
+        received: Any
+        if type(output) is list and len(output) == self._size:
+            received = _listed(output, receive=True)
+            if received is None or received[2][0] != block[2] or received[3][self._rank] != block[1]:
+                return None
+            place = received[4][self._rank]
+        else:
+            received = plain_tensor(output) if type(output) is Tensor else None
+            if received is None or received[2] != block[2] or received[1] != self._size * block[1]:
+                return None
+            place = self._rank * block[1]
+        sent = IN_PLACE if block[0] == received[0] + place * block[2][0].itemsize else block
         return gpu.find_plain(self._operation, "auto", sent, received, None, 0)
 
 
@@ -142,26 +166,34 @@ class Gather(Collective):
     """As `AllGather`, into the root's ``output``. On other ranks it is None."""
 
     def carry_out(self, output: PiecesOf | None, given: torch.Tensor, root: int) -> None:
-        own = Pieces(given, self._given, self._size)
-        if output is None:
-            self._call(own.memory, own.buffer(own.filled()), None, root)
-            return
-        whole = Pieces(output, self._output, self._size)
-        whole.require_type_of(own)
-        self._call(own.memory, own.buffer(apart(own.filled(), whole.memory)), whole.buffer(), root)
-        whole.put_back()
+        own, whole = self._sent(given), None if output is None else self._received(output)
+        if whole is not None:
+            whole.require_type_of(own)
+        memory = own.filled(whole)
+        self._call(memory, own.buffer(), whole and whole.buffer(), root)
+        if whole is not None:
+            whole.put_back()
 
 
 class Scatter(Collective):
     """Puts the root's ``given`` tensor for this rank into ``output``. On other ranks it is None. Sizes may differ."""
 
     def carry_out(self, output: torch.Tensor, given: PiecesOf | None, root: int) -> None:
-        own, send = Pieces(output, self._output, self._size), None
-        if given is not None:
-            whole = Pieces(given, self._given, self._size)
-            whole.require_type_of(own)
-            send = whole.buffer(apart(whole.filled(), own.memory))
-        self._call(own.memory, send, own.buffer(), root)
+        own = self._received(output)
+        if given is None:
+            self._call(own.memory, None, own.buffer(), root)
+        else:
+            try:
+                whole = self._sent(given)
+                whole.require_type_of(own)
+                self._call(whole.filled(own), whole.buffer(), own.buffer(), root)
+            except InvalidUsageError:
+                # The other ranks would wait for the root until their limit. A call that PyTorch does not have tells
+                # them that it makes another one than they.
+                with suppress(MpicommError):
+                    flag = torch.zeros(1, dtype=torch.uint8, device=own.memory.device)
+                    self._comm.Exscan(MPI.IN_PLACE, flag, algorithm="auto" if flag.is_cuda else "one_shot")
+                raise
         own.put_back()
 
 
@@ -169,11 +201,11 @@ class ReduceScatter(Collective):
     """Reduces ``given`` over all ranks, and puts this rank's piece of the result into ``output``."""
 
     def carry_out(self, output: torch.Tensor, given: PiecesOf, op: Any) -> None:
-        own, whole = self._pieces(output, given)
+        own, whole = self._received(output), self._sent(given)
         whole.require_piece(own, self._rank)
         receive = own.memory
         reduction = reduction_of(op, receive, self._output)
-        send = apart(reduction.given(whole.filled()), receive)
+        send = reduction.given(whole.filled(own, in_order=True))
         counts = () if whole.counts is None else (whole.counts,)
         self._call(send, send, receive, *counts, reduction.op)
         reduction.finish(receive, self._size)
@@ -196,23 +228,32 @@ class AllToAll(Collective):
     def carry_out(
         self, output: PiecesOf, given: PiecesOf, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> None:
-        received = Pieces(output, self._output, self._size, output_splits)
-        sent = Pieces(given, self._given, self._size, input_splits)
+        received, sent = self._received(output, output_splits), self._sent(given, input_splits)
         received.require_type_of(sent)
         received.require_same_of(self._rank, sent)
-        memory = received.memory
-        self._call(memory, sent.buffer(apart(sent.filled(), memory)), received.buffer())
+        memory = sent.filled(received)
+        self._call(memory, sent.buffer(), received.buffer())
         received.put_back()
 
     def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         output, whole, output_splits, input_splits = given
-        if not type(output) is type(whole) is Tensor:
+        received: PlainBlocks | None
+        sent: PlainBlocks | None
+        if type(output) is type(whole) is Tensor:
+            received = tensor_in_blocks(output, output_splits, self._size)
+            sent = tensor_in_blocks(whole, input_splits, self._size)
+        elif type(output) is type(whole) is list:
+            received, sent = _listed(output, receive=True), _listed(whole)
+        else:
             return None
-        received = tensor_in_blocks(output, output_splits, self._size)
-        sent = tensor_in_blocks(whole, input_splits, self._size)
         if received is None or sent is None or received[2] != sent[2]:
             return None
         return gpu.find_plain(self._operation, "auto", sent, received, None, 0)
+
+
+def _listed(tensors: list[Any], *, receive: bool = False) -> ListedBlocks | None:
+    """As `tensors_in_blocks`; None if the list has objects of subclasses, which may have no memory of their own."""
+    return tensors_in_blocks(tensors, receive=receive) if {*map(type, tensors)} == {Tensor} else None
 
 
 ROWS: dict[str, tuple[type[Collective], str, str, str]] = {

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from mpicomm.torch.call_queue import in_order
 from mpicomm.torch.groups import install_handler
 from mpicomm.torch.process_group import ProcessGroup, create
 from mpicomm.torch.training import AllreduceState, allreduce_hook
@@ -39,8 +38,6 @@ def register() -> None:
         (c10d.Reducer, "_set_forward_pass_work_handle", _with_kept_works),  # of `DistributedDataParallel.join`
         (c10d, "_register_work", _with_kept_works),  # of `wait_tensor`
         (torch._jit_internal, "_extract_tensors", _with_quick_look),
-        (torch._C.Future, "then", in_order),
-        (torch._C.Future, "add_done_callback", in_order),
         (DistributedDataParallel, "_register_builtin_comm_hook", _with_fp16_hook),
     ):
         function = getattr(owner, name, None)

@@ -16,7 +16,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.api.door import AnyPlan, PlanCache
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.torch.collectives import Given, TensorCall
-from mpicomm.torch.works import FOREVER, Tensors, Work, too_late, translated, when_over
+from mpicomm.torch.works import FOREVER, Tensors, Work, too_late, translated
 from mpicomm.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -106,16 +106,6 @@ class StreamWork(Work):
         call_on(self.stream or self.side.stream, future.set_result, self.value)
         return future
 
-    def get_future_result(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def settle(failure: BaseException | None) -> None:
-            self._error = self._error or failure  # of a device that has failed
-            future.set_result(self._result(None))
-
-        when_over(self, self.name, math.inf, self.side.door.prepare_thread, settle)
-        return future
-
 
 class Streams:
     """Enqueues calls: on PyTorch's current stream, or asynchronous calls on a stream of the group, after its work.
@@ -167,9 +157,7 @@ class Streams:
             call.carry_out(*given)
         return False
 
-    def begin(
-        self, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors, name: str, limit: timedelta | None
-    ) -> StreamWork:
+    def begin(self, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors, name: str) -> StreamWork:
         """Enqueue a call on the group's stream. The current stream does not wait for it."""
         current, address = current_stream(self.gpu), self._address
         try:
@@ -192,16 +180,6 @@ class Streams:
             self.marks.wait_stream(current, address)  # a capture can end only after its streams have joined again
             raise
         work.kept = current, (*outputs, *inputs)
-        if limit is not None:
-            work.limit = limit
-        return work
-
-    def here(self, outputs: Tensors, name: str, limit: timedelta) -> StreamWork:
-        """Return a work for the work of the current stream so far. A wait for it waits on the host. Local."""
-        stream, work = torch.cuda.current_stream(self.gpu), StreamWork()
-        work.side, work.name, work.ptr, work.kept, work._outputs = self, name, 0, None, list(outputs)
-        self._mark(work, stream.cuda_stream)
-        work.stream, work.limit = stream, limit
         return work
 
     def future(
@@ -267,10 +245,14 @@ class Streams:
             gpu.remember(key, plan)
         return self.future(call, (), tensor, (tensor,), beside=True, known=plan)
 
-    def barrier(self, limit: timedelta) -> StreamWork:
-        """Enqueue a barrier on the current stream. A wait for its work waits on the host. Collective."""
-        self._comm.Barrier(stream=torch.cuda.current_stream(self.gpu))
-        return self.here((), "barrier", limit)
+    def barrier(self) -> StreamWork:
+        """Enqueue a barrier on the current stream. Collective."""
+        stream, work = torch.cuda.current_stream(self.gpu), StreamWork()
+        self._comm.Barrier(stream=stream)
+        work.side, work.name, work.ptr, work.kept, work._outputs = self, "barrier", 0, None, []
+        self._mark(work, stream.cuda_stream)
+        work.stream = stream
+        return work
 
     def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor in symmetric memory for the current stream: see `SymmetricPool.allocate`.

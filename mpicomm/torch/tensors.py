@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.buffers import without_memory
 from mpicomm.mpi.ops import AVG
+from mpicomm.mpi.plain_arrays import tensors_in_blocks
 
 
 class TensorError(InvalidUsageError, RuntimeError):
@@ -64,17 +67,15 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def apart(send: torch.Tensor, receive: torch.Tensor, place: int | None = None) -> Any:
-    """Return flat ``send``, or a copy if it shares memory with flat ``receive``. Local; on a GPU stream-ordered.
-
-    MPI forbids such calls, and PyTorch's own backends allow them. Data at element ``place`` of ``receive`` becomes
-    MPI.IN_PLACE.
-    """
-    begins, received = send.data_ptr(), receive.data_ptr()
-    if place is not None and begins == received + place * receive.element_size():
-        return MPI.IN_PLACE
-    overlap = begins < received + receive.nbytes and received < begins + send.nbytes
-    return send.clone() if overlap else send
+def memory_at(address: int, count: int, like: torch.Tensor) -> torch.Tensor:
+    """Return memory as a flat tensor of the type and the device of ``like``, which does not keep the memory. Local."""
+    nbytes = count * like.element_size()
+    if like.device.type == "cpu":
+        return torch.frombuffer(MPI.buffer.fromaddress(address, nbytes), dtype=like.dtype)
+    # The interface lacks some types of PyTorch.
+    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2}
+    array = SimpleNamespace(__cuda_array_interface__=interface)
+    return torch.as_tensor(array, device=like.device).view(like.dtype)
 
 
 @cache
@@ -93,25 +94,33 @@ class Pieces:
 
     The argument is a tensor, or a list of tensors. The memory has the elements in the order of their indices, because
     the ranks' tensors may have different orders in memory. It is a view if the elements have this order, else new
-    memory: `filled` copies the tensors into it, and `put_back` copies it back.
+    memory: `filled` copies the tensors into it, and `put_back` copies it back. The tensors of a list may lie anywhere.
+    The memory then spans them, perhaps over several allocations, and only the pieces may be read or written.
 
     ``counts`` are the elements of each rank's piece in a list, or in a tensor with ``splits``. Splits are numbers of
     rows, which are the elements along the first dimension; if they are empty, all pieces are equal. A tensor without
-    splits has no counts: MPI cuts it into equal blocks.
+    splits has no counts: MPI cuts it into equal blocks. ``receive`` is whether the ranks' pieces are written.
 
     Raises `InvalidUsageError` as `flat` does, and for splits and lists that do not fit ``size`` ranks.
     """
 
     def __init__(
-        self, given: torch.Tensor | Sequence[torch.Tensor], name: str, size: int, splits: Sequence[int] | None = None
+        self,
+        given: torch.Tensor | Sequence[torch.Tensor],
+        name: str,
+        size: int,
+        splits: Sequence[int] | None = None,
+        *,
+        receive: bool = False,
     ) -> None:
         self._name, self._size = name, size
         self._is_list = not isinstance(given, torch.Tensor)
         self.counts: list[int] | None = None
+        self._displs: list[int] | None = None
+        """The first elements of the pieces in the memory; None if each piece follows the piece before."""
         if isinstance(given, torch.Tensor):
             memory = flat(given, name)
             self._tensors = [given.detach()]
-            self._lengths = [memory.numel()]
             self._is_copy = not given.is_contiguous()
             self.memory = memory.new_empty(memory.numel()) if self._is_copy else memory
             if splits is not None:
@@ -129,43 +138,54 @@ class Pieces:
                 )
             if tensor.layout is not torch.strided:
                 flat(tensor, f"{name}[{index}]")
-        self._lengths = self.counts = [tensor.numel() for tensor in self._tensors]
-        self._is_copy = not self._are_adjacent()
-        total = sum(self.counts)
-        self.memory = first.new_empty(total) if self._is_copy else first.as_strided((total,), (1,))
+        self.counts = [tensor.numel() for tensor in self._tensors]
+        blocks = tensors_in_blocks(self._tensors, receive=receive, on_host=not first.is_cuda)
+        self._is_copy = blocks is None
+        if blocks is None:
+            self.memory = first.new_empty(sum(self.counts))
+        else:
+            self.memory, self._displs = memory_at(*blocks[:2], first), list(blocks[4])
 
-    def filled(self) -> torch.Tensor:
-        """Return the memory with the elements of the tensors. Local; on a GPU stream-ordered."""
+    def filled(self, receive: Pieces | None, *, in_order: bool = False) -> torch.Tensor:
+        """Return the memory with the elements of the tensors. Local; on a GPU stream-ordered.
+
+        If the tensors share memory with ``receive``, the memory is new: MPI forbids such calls, and PyTorch's own
+        backends allow them. With ``in_order`` each piece follows the piece before.
+        """
+        if not self._is_copy and (
+            (in_order and self._displs not in (None, [*accumulate(self.counts or (), initial=0)][:-1]))
+            or (receive is not None and any(a < d and c < b for a, b in self._extents for c, d in receive._extents))
+        ):
+            self._is_copy, self._displs = True, None
+            self.memory = self.memory.new_empty(sum(tensor.numel() for tensor in self._tensors))
         if self._is_copy:
-            for tensor, piece in zip(self._tensors, self.memory.split(self._lengths), strict=True):
-                piece.view(tensor.shape).copy_(tensor)
+            for tensor, piece in self._copies():
+                piece.copy_(tensor)
         return self.memory
 
     def put_back(self) -> None:
         """Copy the memory to the tensors. Local; on a GPU stream-ordered."""
         if self._is_copy:
-            for tensor, piece in zip(self._tensors, self.memory.split(self._lengths), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+            for tensor, piece in self._copies():
+                tensor.copy_(piece)
 
-    def buffer(self, memory: Any = None) -> Any:
-        """Return ``memory``, by default that of the pieces, as mpi4py takes it: with the counts, if there are counts.
-
-        Local.
-        """
-        if memory is MPI.IN_PLACE:
+    def buffer(self) -> Any:
+        """Return the memory as mpi4py takes it: with the counts and displacements, if there are any. Local."""
+        memory, counts, displs = movable(self.memory), self.counts, self._displs
+        if counts is None:
             return memory
-        memory = self.memory if memory is None else memory
-        moved = movable(memory)
-        if self.counts is None:
-            return moved
-        width = 1 if moved.dtype == memory.dtype else memory.element_size()
-        return [moved, [count * width for count in self.counts]]
+        width = 1 if memory.dtype == self.memory.dtype else self.memory.element_size()
+        counts = [count * width for count in counts]
+        return [memory, counts if displs is None else (counts, [displ * width for displ in displs])]
 
-    def place(self, rank: int) -> int:
-        """Return the element at which the piece of ``rank`` begins. Local."""
+    def address(self, rank: int = 0) -> int:
+        """Return the address of the piece of ``rank``. Local."""
         if self.counts is None:
-            return rank * int(self.memory.numel() // self._size)
-        return sum(self.counts[:rank])
+            place = rank * (self.memory.numel() // self._size)
+        else:
+            place = sum(self.counts[:rank]) if self._displs is None else self._displs[rank]
+        address: int = self.memory.data_ptr() + place * self.memory.element_size()
+        return address
 
     def require_piece(self, own: Pieces, rank: int) -> None:
         """Raise unless the tensor ``own`` can be the piece of ``rank``. Local."""
@@ -202,20 +222,19 @@ class Pieces:
                 f"{theirs.device}: they must agree"
             )
 
-    def _are_adjacent(self) -> bool:
-        following = self._tensors[0].data_ptr()
-        storage = self._tensors[0].untyped_storage().data_ptr()
-        for tensor in self._tensors:
-            if (
-                not tensor.is_contiguous()
-                or tensor.is_neg()  # a view with numbers that have the other sign in memory
-                or tensor.is_conj()
-                or tensor.data_ptr() != following
-                or tensor.untyped_storage().data_ptr() != storage
-            ):
-                return False
-            following += tensor.numel() * tensor.element_size()
-        return True
+    @property
+    def _extents(self) -> list[tuple[int, int]]:
+        """The addresses of the first byte and after the last byte of each piece of the memory that has elements."""
+        whole, counts = [self.memory.numel()], self.counts
+        ranks = enumerate(whole if counts is None or self._displs is None else counts)
+        nbytes = self.memory.element_size()
+        return [(self.address(rank), self.address(rank) + count * nbytes) for rank, count in ranks if count]
+
+    def _copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each tensor and its piece of the memory, which is new."""
+        pieces = self.memory.split([tensor.numel() for tensor in self._tensors])
+        for tensor, piece in zip(self._tensors, pieces, strict=True):
+            yield tensor, piece.view(tensor.shape)
 
 
 def _split_counts(tensor: torch.Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:

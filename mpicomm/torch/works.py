@@ -17,7 +17,6 @@ from mpicomm.waiting import ENDING, start_thread, wait_until
 Tensors = Sequence[torch.Tensor]
 FOREVER = timedelta(0)
 """PyTorch's value for a wait without a limit."""
-_then = torch._C.Future.then  # before `register` replaces it, because the callback of `PendingWork` makes no calls
 WAITS = CollectiveTimeoutError, PeerError
 """The errors of waits for other ranks."""
 
@@ -113,10 +112,6 @@ class Work(c10d.Work):
         """
         return self._future or self._keep(self._complete())
 
-    def get_future_result(self) -> torch.futures.Future[Any]:
-        """Return a future that tells how the call has ended."""
-        return self.get_future().then(self._result)
-
     def kept_by_cpp(self) -> c10d.Work:
         """Return a work of PyTorch's own for this one, which lives as long as code in C++ keeps it."""
         return c10d._create_work_from_future(self.get_future())
@@ -138,12 +133,6 @@ class Work(c10d.Work):
 
     def _new_future(self) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=list({output.device for output in self._outputs if output.is_cuda}))
-
-    def _result(self, _: Any) -> int:
-        if self._error is None:
-            return int(c10d.WorkResult.SUCCESS)
-        timed_out = isinstance(self._error, CollectiveTimeoutError)
-        return int(c10d.WorkResult.TIMEOUT if timed_out else c10d.WorkResult.COMM_ERROR)
 
 
 def ended(outputs: Tensors) -> Work:
@@ -172,7 +161,7 @@ class PendingWork(Work):
         ended = self._new_future()
         # PyTorch's code in C++ would take an exception of `set_exception` for a value, and DDP takes that for tensors.
         # An exception of a callback is an error there, too.
-        future = _then(ended, self._outcome)
+        future = ended.then(self._outcome)
         kept = self._keep(future)
         if kept is future:
             self._settle(ended)
@@ -236,37 +225,23 @@ class MessageWork(PendingWork):
     advance = is_completed
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        def tell(failure: BaseException | None) -> None:
-            self._settle_with(ended, failure or self._error)
+        """Settle the future in a thread of its own, because its callbacks may wait for other works.
 
-        when_over(self, self._name, self._timeout_s, self._prepare_thread, tell)
+        At the end of the program nobody waits for the future.
+        """
 
+        def run() -> None:
+            self._prepare_thread()
+            failure: BaseException | None = None
+            try:
+                if not wait_until(lambda: ENDING.is_set() or self.is_completed(), self._timeout_s):
+                    failure = too_late(self._name, timedelta(seconds=self._timeout_s))
+            except Exception as error:
+                failure = error
+            if not ENDING.is_set():
+                self._settle_with(ended, failure or self._error)
 
-def when_over(
-    work: Work,
-    name: str,
-    limit_s: float,
-    prepare_thread: Callable[[], None],
-    settle: Callable[[BaseException | None], None],
-) -> None:
-    """Call ``settle`` in a new thread when ``work`` is over or a wait for it fails, with the error of the wait. Local.
-
-    Each future has its own thread, because its callbacks may wait for other works. At the end of the program nobody
-    waits for the future.
-    """
-
-    def run() -> None:
-        prepare_thread()
-        failure: BaseException | None = None
-        try:
-            if not wait_until(lambda: ENDING.is_set() or work.is_completed(), limit_s):
-                failure = too_late(name, timedelta(seconds=limit_s))
-        except Exception as error:
-            failure = error
-        if not ENDING.is_set():
-            settle(failure)
-
-    start_thread(run, f"mpicomm {name}")
+        start_thread(run, f"mpicomm {self._name}")
 
 
 def too_late(name: str, timeout: timedelta) -> GroupTimeoutError:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.activity.page import begin_by_mpi
-from mpicomm.collectives import beside, wire
+from mpicomm.collectives import wire
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.reduction import Reducer
@@ -25,7 +25,8 @@ from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL, EXSCA
 from mpicomm.devices.host import array_at
 from mpicomm.errors import PeerError
 from mpicomm.mpi.arguments import Operand, Span
-from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
+from mpicomm.mpi.buffers import array_of, read
+from mpicomm.mpi.host_calls import BESIDE, BY_MPI, HostCopies, announce, require_no_graph, warn_of_host_array
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.spec import Shape, items
 from mpicomm.session import Session
@@ -35,6 +36,7 @@ Steps = tuple[Call, Callable[[], None]]
 """The call on other buffers, and the step after it, which is local."""
 Around = Callable[[Reader, Call], Steps]
 _BYTE = np.dtype(np.uint8)
+_ALIGNED_NBYTES = 16
 _TEXT_NBYTES = 512  # longer calls differ by their hash
 _left: list[Any] = []
 """The memory of exchanges that no rank completes."""
@@ -143,13 +145,53 @@ def on_copies(reader: Reader, call: Call) -> Steps:
     """Carry a call out on copies of this rank's device arrays in pinned memory. Blocking.
 
     It is a call that MPI carries out wherever the arrays are, or a rooted call in which only the root's second buffer
-    is a device array: see `mpicomm.collectives.call_location`. The other ranks do not notice the copies, and may pass
+    is a device array: see `mpicomm.ways.location_votes`. The other ranks do not notice the copies, and may pass
     host arrays. So this rank makes MPI's call in the same form as a rank with host arrays: MPI does not match a
     blocking collective with a nonblocking or persistent one. No rank sets anything up here, because ranks with host
     arrays would not take part.
     """
     copies, given = copied(reader, call)
     return reader.read(call.operation, given, call.algorithm), copies.back
+
+
+def on_pinned(reader: Reader, call: Call) -> Steps:
+    """Carry a call on GPUs out on pinned copies of this rank's host arrays, which kernels read and write.
+
+    Each call allocates its own pinned memory, so calls on several streams cannot overwrite each other's data. Raises
+    `InvalidUsageError` in a capture.
+    """
+    session, operation = reader.session, call.operation.name
+    backend, device = session.gpu(operation), session.placement.here.device
+    assert isinstance(device, int)
+    stream = backend.stream(call.stream, call.device_array)
+    require_no_graph(operation, backend, stream, BESIDE)  # before CUDA allocates, which a capture forbids
+    warn_of_host_array(operation)
+    send = MPI.IN_PLACE if call.arguments.send is MPI.IN_PLACE else call.given.send
+    given = replace(call.given, send=send, counts=call.arguments.counts)
+    results = list[tuple[int, npt.NDArray[Any]]]()
+    for operand, receives in call.beside:
+        begin, end = min(begin for begin, _ in operand.extents), max(end for _, end in operand.extents)
+        shift = begin % _ALIGNED_NBYTES  # the elements keep their alignment, because kernels rely on it
+        copy = backend.pinned(end - begin + shift)[shift:]
+        # It includes memory that receives, because the gaps between its elements must come back unchanged.
+        ctypes.memmove(copy.ctypes.data, begin, copy.nbytes)
+        is_output = operand.name != "sendbuf"
+        spec = given.receive if is_output else given.send
+        memory = read(array_of(spec), receives, operand.name)
+        pointer = memory.pointer + copy.ctypes.data - begin
+        seen: Any = replace(memory, pointer=pointer, on_device=True, device=device, owner=copy, exported=None)
+        spec = [seen, *spec[1:]] if isinstance(spec, (list, tuple)) else seen
+        given = replace(given, receive=spec) if is_output else replace(given, send=spec)
+        results += [(begin, copy)] * receives
+    part = reader.call(call.operation, given, call.algorithm, "gpu")
+    part.stream, part.device_array, part.has_voted = call.stream, call.device_array, call.has_voted or call.joins
+    part.completes = True
+
+    def back() -> None:
+        for pointer, copy in results:
+            ctypes.memmove(pointer, copy.ctypes.data, copy.nbytes)
+
+    return part, back
 
 
 def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
@@ -169,8 +211,8 @@ def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
         require_no_graph(operation, backend, stream, BY_MPI)
         announce(operation, "only MPI can carry it out, or algorithm= asks for it")
     else:
-        require_no_graph(operation, backend, stream, beside.BESIDE)
-        beside.warn_of_host_array(operation)
+        require_no_graph(operation, backend, stream, BESIDE)
+        warn_of_host_array(operation)
     copies = HostCopies(backend, stream)
     send = copies.spec(given.send, writable=False, name="sendbuf", operand=call.send)
     receive = copies.spec(given.receive, writable=True, name="recvbuf", operand=call.receive)

@@ -3,14 +3,14 @@
 Kernels carry out collectives on device arrays. Between peer domains an engine of room `domains` moves the data. Host
 arrays go through mapped memory if mapped memory is faster than MPI, or if MPI lacks the element type or the operation.
 Otherwise host arrays go to MPI itself, and so do all collectives of neighbours on host arrays. All other calls on
-device arrays go through pinned host copies and MPI. `mpicomm.collectives.call_location` has the rule of the location,
-and says why all ranks choose alike.
+device arrays go through pinned host copies and MPI. `mpicomm.ways.location_votes` has the rule of the location, and
+says why all ranks choose alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 
 from mpi4py import MPI
@@ -18,21 +18,21 @@ from numpy import ndarray
 
 from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.call import Arguments, Call, in_order
-from mpicomm.collectives.call_location import CallLocation
+from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.host import selection
-from mpicomm.collectives.host.fast_path import PlainCheck, after_votes, plain_calls
+from mpicomm.collectives.host.selection import PlainCheck, after_votes, plain_calls
 from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.ops import TREE, op_name
-from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
+from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.location import require_here
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 from mpicomm.session import Session
-from mpicomm.ways.around import Around, as_codes, as_packed, copied, on_copies, start_exchange, with_epilogue
+from mpicomm.ways.around import Around, as_codes, as_packed, copied, on_copies, on_pinned, start_exchange, with_epilogue
 from mpicomm.ways.by_mpi import ByMpi
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
-from mpicomm.ways.on_gpus import OnGpus
 from mpicomm.ways.reader import Reader
 
 
@@ -40,6 +40,60 @@ def checks_of(placement: Placement) -> dict[str, PlainCheck]:
     """Return the checks of the calls that methods hand to MPI if the ranks need no votes. Local."""
     ordered = placement.here.reductions == "ordered"
     return plain_calls(len(placement.places), placement.rank, len(placement.nodes), ordered=ordered)
+
+
+class OnGpus:
+    """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps the plan for equal calls."""
+
+    def __init__(self, session: Session, engines: Engines, votes: LocationVotes) -> None:
+        self._session = session
+        self._engines = engines
+        self._completer = Completer(by_itself=True)
+        self._votes = votes
+
+    def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
+        """Enqueue a call that was read; return its request, None if it is ``blocking``. Collective."""
+        operation, given, session = call.operation, call.given, self._session
+        session.require_gpu(operation.name)  # before anything looks at device memory
+        session.set_up(operation.name)
+        for operand in call.operands:
+            require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
+        session.require_usable(operation.name)
+        if self._votes.are_needed and not (call.has_voted or call.joins):
+            self._votes.vote(operation, on_host=False)  # first, because ranks with host arrays take part in the set-up
+        gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
+        plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
+        if not call.joins:  # other ranks may pass other memory the next time
+            key = (operation, call.algorithm, *in_order(given))
+            gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
+        stream = backend.stream(call.stream, call.device_array)
+        if not blocking:
+            gpu.engine.enqueue(plan, stream)
+            return self._completer.add(
+                DeferredRequest.of(backend.completion(stream), backend.check), backend.prepare_thread
+            )
+        gpu.carry_out(plan, stream, call.device_array)
+        by_address = call.stream is None and any(operand.by_address for operand in call.operands)
+        if backend.completes or by_address or call.completes:
+            backend.complete(stream)
+        return None
+
+    def start_known(
+        self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...], *, votes: bool = True
+    ) -> DeferredRequest | None:
+        """Start a call that was made before, with the fields of `Arguments` in order; None if it was not."""
+        gpu = self._engines.gpu
+        if gpu is None:
+            return None
+        send, receive, op, root, counts, epilogue, wire = given
+        known = gpu.find(operation, algorithm, send, receive, op, root, counts, epilogue, wire)
+        if known is None:
+            return None
+        backend, mark = self._session.backend, gpu.engine.completions.take()
+        vote = self._votes.vote_for_gpus if votes else None
+        is_enqueued = gpu.enqueue(known, stream, send, receive, mark, vote=vote)
+        done = mark.passed if is_enqueued else partial(bool, True)
+        return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
 
 
 class Dispatcher:
@@ -57,6 +111,7 @@ class Dispatcher:
         self._votes = votes = LocationVotes(comm, session, engines)
         self._vote = votes.vote_for_gpus if votes.are_needed else None
         self._reader = reader = Reader(comm, session)
+        self.in_order = reader.in_order
         self._mpi = by_mpi = ByMpi(comm, reader, votes)
         self.again = by_mpi.again
         """Carries out a call whose arguments mpi4py has refused, or raises: see `ByMpi.again`."""
@@ -143,7 +198,7 @@ class Dispatcher:
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
     ) -> MPI.Prequest:
         """Return a persistent collective."""
-        call = self._reader.look(operation, arguments, algorithm, stream, only_to_check=True)
+        call = self._reader.look(operation, arguments, algorithm, stream)
         if self._votes.are_needed and call.on_device and not call.is_mpis:
             self._votes.vote(operation, on_host=False)
         return self._prepare(self._located(call, blocking=False), info)
@@ -162,32 +217,6 @@ class Dispatcher:
     def expect_alike(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
         self._votes.are_needed, self._vote, self.at_once = False, None, self._plain
-
-    def in_order(self, operation: Operation, op: MPI.Op, order: str) -> MPI.Op:
-        """Return the operation of a reduction with ``order``, which is not "auto". Local.
-
-        Raises `InvalidUsageError` for another order than "tree", for another operation than SUM, and on all ranks if
-        they make no tree.
-        """
-        if order != "tree":
-            raise InvalidUsageError(f'order={order!r} of {operation}: use "auto" or "tree"')
-        if op != MPI.SUM:
-            raise InvalidUsageError(
-                f'order="tree" of {operation} is for op=MPI.SUM, and op is {op_name(op)}: leave order= out'
-            )
-        if self._no_tree:
-            raise InvalidUsageError(f'order="tree" of {operation}: {self._no_tree}')
-        return TREE
-
-    @cached_property
-    def _no_tree(self) -> str:
-        """Why the ranks do not hold the leaves of a tree in equal blocks; "" if they do."""
-        leaves, domains = self._session.placement.here.leaves, self._session.placement.domains
-        if leaves % self._size:
-            return f"{self._size} ranks cannot hold {leaves} leaves in equal blocks: use 1, 2, 4, ... or {leaves} ranks"
-        if [rank for ranks in domains for rank in ranks] != list(range(self._size)) or len({*map(len, domains)}) > 1:
-            return f"each peer domain needs equally many ranks that follow each other, and the domains are {domains}"
-        return ""
 
     # The location of a call, and its carrier there.
 
@@ -235,7 +264,7 @@ class Dispatcher:
         The answer depends only on facts that all ranks share, so that no rank waits elsewhere for the others.
         """
         if call.on_device and call.dtype is not None and call.algorithm != "mpi":
-            return "gpu"
+            return on_pinned if call.beside else "gpu"
         if call.device_array is not None:
             return on_copies
         if call.epilogue is not None:
@@ -268,7 +297,7 @@ class Dispatcher:
             if begun is None:
                 finish()
             else:
-                begun = self._deferred(begun.Test, finish, uses_device=call.device_array is not None)
+                begun = self._deferred(begun.Test, finish, uses_device=call.on_device or call.device_array is not None)
         elif carrier == "gpu":
             begun = self._gpus.enqueue(call, blocking=blocking)
         elif carrier == "mpi":

@@ -37,14 +37,13 @@ class InStreamOrder:
         self._engines = engines
         self._session = session
 
-    def exchange(
-        self, operation: str, stream: Any, send: End = _NO_SEND, receive: End = _NO_RECEIVE, status: Any = None
-    ) -> None:
+    def exchange(self, operation: str, stream: Any, send: End | None, receive: End | None, status: Any = None) -> None:
         """Enqueue a message to one rank and a message from another rank. Stream-ordered.
 
         The first call of a communicator sets up memory and is collective over the node. Later calls are local. It fills
         ``status`` with the length and the source that the caller names, because the host does not see the message.
         """
+        send, receive = send or _NO_SEND, receive or _NO_RECEIVE
         (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
         route = dest, sendtag, source, recvtag
         gpu = self._engines.gpu

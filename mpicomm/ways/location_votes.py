@@ -1,4 +1,19 @@
-"""How the ranks of a node agree where a collective is, although each may pass host arrays or device arrays.
+"""Where a collective is, and how the ranks of a node agree on that, although each may pass host or device arrays.
+
+Kernels carry a call out on the GPUs, or MPI or mapped memory carries it out on the host. Ranks that decided differently
+would wait for each other for ever. So a rank decides only by facts that are the same on all ranks, or that all ranks
+learn:
+
+* The operation, the root, ``algorithm=``, the ranks and their nodes are the same. So are the count, the element type
+  and the operation of a reduction, and the bytes of a call with equal counts.
+* Datatypes, counts, addresses, contiguity and known plans may differ. They change how a rank packs and launches, and
+  never where the call is. Kernels move elements of every datatype, as bytes if only two ranks know the lengths.
+* The memory may differ, too. A rank decides by both buffers, or in a rooted call by the buffer that every rank passes,
+  because other ranks do not see the root's second buffer (`location_of`). One array on a GPU of any rank makes it a
+  call on GPUs. A buffer without elements at address 0 belongs to no kind of memory.
+
+If MPI carries out a call wherever its arrays are, each rank copies its own device arrays, and makes the same call of
+MPI as the others: see `mpicomm.ways.around.on_copies`.
 
 On a communicator of GPUs every collective call is one vote of each rank: its buffers lie on its GPU, or in host memory,
 or nowhere. One vote for GPUs makes it a call on GPUs. Votes are words in shared memory, in the order of the calls,
@@ -6,7 +21,7 @@ which is the same on all ranks. So a vote says to which call it belongs.
 
 * A rank with a device array votes and goes on. It waits for nobody, and pays a store.
 * Any other rank waits until a rank votes for GPUs, or all ranks have voted. In a call on GPUs it takes part with pinned
-  copies of its arrays: see `mpicomm.collectives.beside`. Otherwise the call goes to MPI or mapped memory.
+  copies of its arrays: see `mpicomm.ways.around.on_pinned`. Otherwise the call goes to MPI or mapped memory.
 * Such a wait lets MPI make progress. Before a call of MPI it has no limit either: all ranks make the call, so it ends.
   Before a call in mapped memory it ends after ``timeout_s``, as that call would.
 * A nonblocking call votes at its start and waits for nobody. If votes are missing, `start` queues it. The queue begins
@@ -32,8 +47,7 @@ from mpi4py import MPI
 from mpicomm.activity.layout import CALLS_BY_MPI
 from mpicomm.activity.page import begin_by_mpi
 from mpicomm.cluster.placement import Placement
-from mpicomm.collectives.call_location import CallLocation
-from mpicomm.collectives.call_log import FOR_GPUS, FOR_HOST, CallLog
+from mpicomm.collectives.call_log import FOR_GPUS, FOR_HOST, CallLocation, CallLog
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.session import Session

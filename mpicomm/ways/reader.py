@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.beside import BESIDE, PinnedCopies
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.call_location import CallLocation
+from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import OPERATIONS, Operation
@@ -18,9 +18,9 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.host_calls import require_no_graph
+from mpicomm.mpi.host_calls import BESIDE, require_no_graph
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.ops import Op
+from mpicomm.mpi.ops import TREE, Op, op_name
 from mpicomm.session import Session
 
 
@@ -47,23 +47,16 @@ class Reader:
         stream: Any,
         *,
         place: CallLocation | None = None,
-        only_to_check: bool = False,
     ) -> Call:
-        """Return a call that was read, with pinned copies of host arrays beside device arrays.
-
-        ``place`` is the location of the call, if it is known. With ``only_to_check`` this copies nothing.
-        """
+        """Return a call that was read. ``place`` is its location, if that is known."""
         given = arguments
         if algorithm != "auto":
             _require_known(operation, algorithm)
         if operation.send == "counted" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
-        copies = None
-        if self._on_gpus and algorithm != "mpi" and not only_to_check:
-            copies = PinnedCopies(self.session, operation.name, (arguments.send, arguments.receive), stream)
         try:
-            call = self.call(operation, arguments, algorithm, place, copies)
+            call = self.call(operation, arguments, algorithm, place)
         except RefusedByMpiError as error:
             self._comm.Call_errhandler(error.Get_error_class())  # as MPI does, which may end the program
             raise
@@ -81,7 +74,7 @@ class Reader:
         if place == "gpu" and not call.on_device:
             given, stream = call.given, call.stream
             arguments = replace(given, counts=call.arguments.counts)
-            call = self.call(call.operation, arguments, call.algorithm, place, call.copies)
+            call = self.call(call.operation, arguments, call.algorithm, place)
             call.given, call.stream = given, stream
         if call.algorithm != "auto":
             _require_possible(call)
@@ -94,18 +87,44 @@ class Reader:
             self._neighborhood = neighborhood_of(self._comm)
         return self._neighborhood
 
+    def in_order(self, operation: Operation, op: MPI.Op, order: str) -> MPI.Op:
+        """Return the operation of a reduction with ``order``, which is not "auto". Local.
+
+        Raises `InvalidUsageError` for another order than "tree", for another operation than SUM, and on all ranks if
+        they make no tree.
+        """
+        if order != "tree":
+            raise InvalidUsageError(f'order={order!r} of {operation}: use "auto" or "tree"')
+        if op != MPI.SUM:
+            raise InvalidUsageError(
+                f'order="tree" of {operation} is for op=MPI.SUM, and op is {op_name(op)}: leave order= out'
+            )
+        if self._no_tree:
+            raise InvalidUsageError(f'order="tree" of {operation}: {self._no_tree}')
+        return TREE
+
+    @cached_property
+    def _no_tree(self) -> str:
+        """Why the ranks do not hold the leaves of a tree in equal blocks; "" if they do."""
+        placement = self.session.placement
+        leaves, domains, size = placement.here.leaves, placement.domains, len(placement.places)
+        if leaves % size:
+            return f"{size} ranks cannot hold {leaves} leaves in equal blocks: use 1, 2, 4, ... or {leaves} ranks"
+        if [rank for ranks in domains for rank in ranks] != list(range(size)) or len({*map(len, domains)}) > 1:
+            return f"each peer domain needs equally many ranks that follow each other, and the domains are {domains}"
+        return ""
+
     def call(
         self,
         operation: Operation,
         arguments: Arguments,
         algorithm: str = "auto",
         place: CallLocation | None = None,
-        copies: PinnedCopies | None = None,
     ) -> Call:
         """Return a call as `Call` reads it. Local."""
         neighborhood, places = self.neighbors() if operation.of_neighbors else None, self.session.placement
         rank, size = places.rank, len(places.places)
-        return Call(operation, arguments, rank, size, algorithm, neighborhood, place=place, copies=copies)
+        return Call(operation, arguments, rank, size, algorithm, neighborhood, place=place)
 
 
 def _require_known(operation: Operation, algorithm: str) -> None:

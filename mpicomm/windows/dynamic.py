@@ -16,9 +16,9 @@ from mpicomm.devices.handle import PACKET_NBYTES, MemoryHandle
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.session import Session
 from mpicomm.sharing.segments import SharedSegments, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
-from mpicomm.symmetric.owner import Owner
 from mpicomm.windows.memory import Part, WindowMemory, share_boards
 
 _ENTRIES = 256
@@ -133,7 +133,7 @@ class DynamicMemory(WindowMemory):
     until no rank accesses it again.
     """
 
-    def __init__(self, owner: Owner, boards: SharedSegments, directory: Directory) -> None:
+    def __init__(self, owner: Session, boards: SharedSegments, directory: Directory) -> None:
         super().__init__(owner, [Part(0, 1)] * owner.node.size, boards, boards, allocated=False)
         self._directory = directory
         self._attached: dict[int, Segment] = {}  # by address
@@ -212,7 +212,7 @@ class DynamicMemory(WindowMemory):
         self._directory.close_own()
 
 
-def share_dynamic_window(owner: Owner, what: str) -> DynamicMemory:
+def share_dynamic_window(owner: Session, what: str) -> DynamicMemory:
     """Make a window without memory. Collective, blocking; a failure raises the same error on all ranks."""
     boards = share_boards(owner, what)
     try:

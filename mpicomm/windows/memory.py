@@ -15,9 +15,9 @@ from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
 from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.session import Session
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
-from mpicomm.symmetric.owner import Owner
 
 BYTES = np.dtype(np.uint8)
 
@@ -37,7 +37,7 @@ class WindowMemory:
     """The `Suspendable` parts of all ranks. The session of the communicator keeps it."""
 
     def __init__(
-        self, owner: Owner, parts: list[Part], segments: SharedSegments, boards: SharedSegments, *, allocated: bool
+        self, owner: Session, parts: list[Part], segments: SharedSegments, boards: SharedSegments, *, allocated: bool
     ) -> None:
         self.owner = owner
         self.parts = parts
@@ -47,7 +47,7 @@ class WindowMemory:
         """The address of every rank's part on this rank."""
         self.closed = False
         self.row = CommunicatorRow()
-        self.row.open(owner.placement.heading, window=True)
+        self.row.open(owner.placement.heading, owner.placement.heading.count(window=True), window=True)
         self._segments = segments
         self._board_segments = boards
         self._allocated = allocated
@@ -107,7 +107,7 @@ def require_inside(what: str, part: Part, rank: int, disp: int, ends: tuple[int,
     return start
 
 
-def require_one_node(owner: Owner, what: str) -> None:
+def require_one_node(owner: Session, what: str) -> None:
     """Raise `InvalidUsageError` unless all ranks map each other's memory. It raises on all ranks alike. Local."""
     if owner.node is not owner.group:
         raise InvalidUsageError(
@@ -138,7 +138,7 @@ def _whole(value: Any, name: str, what: str) -> int:
         raise InvalidUsageError(f"{what}: {name}={value!r} is no int") from None
 
 
-def adopted(owner: Owner, array: Any) -> tuple[int, Provider]:
+def adopted(owner: Session, array: Any) -> tuple[int, Provider]:
     """Return the bytes of an array of the caller, and a provider of its memory. Raises for unusable memory. Local."""
     backend = owner.backend
     view = backend.asarray(array, "memory")
@@ -147,12 +147,12 @@ def adopted(owner: Owner, array: Any) -> tuple[int, Provider]:
     return view.nbytes, lambda: backend.adopt(view)
 
 
-def allocated(owner: Owner, nbytes: int) -> Provider:
+def allocated(owner: Session, nbytes: int) -> Provider:
     """Return a provider of new memory."""
     return lambda: owner.backend.allocate(owner.kind, nbytes)
 
 
-def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, *, allocated: bool) -> WindowMemory:
+def share_window(owner: Session, what: str, parts: list[Part], provide: Provider, *, allocated: bool) -> WindowMemory:
     """Let all ranks open each other's parts. Collective, blocking; a failure raises the same error on all ranks."""
     owner.require_usable(what)
     segments = share(owner.node, owner.backend, what, provide, lambda: what, sealed=allocated)
@@ -166,7 +166,7 @@ def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, 
     return owner.keep(WindowMemory(owner, parts, segments, boards, allocated=allocated))
 
 
-def share_boards(owner: Owner, what: str) -> SharedSegments:
+def share_boards(owner: Session, what: str) -> SharedSegments:
     """Let all ranks open each other's boards. Collective, blocking; a failure raises the same error on all ranks."""
     owner.require_usable(what)
 

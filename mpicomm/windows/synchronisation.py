@@ -16,7 +16,6 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
-from mpicomm.symmetric.owner import Owner
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.order import Epochs, StreamUse
 from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, Steps, ranks_in, set_of
@@ -28,6 +27,7 @@ _ASSERTIONS = {
     "Win.Lock": MPI.MODE_NOCHECK,
     "Win.Lock_all": MPI.MODE_NOCHECK,
 }
+"""The assertions that MPI allows in each call. Only MODE_NOSUCCEED changes what a call does."""
 
 
 class Synchronisation:
@@ -43,12 +43,11 @@ class Synchronisation:
         self._epochs = Epochs()
         assert not isinstance(owner.backend, HostBackend)
         self._backend: GpuBackend = owner.backend
-        self._owner: Owner = owner
+        self._owner = owner
         self._rank = owner.node.rank
         self._size = owner.node.size
         self._everyone = (1 << self._size) - 1
         self._is_waited: Callable[[], bool] = lambda: True
-        self._nocheck: set[int] = set()
         self._without_atomics: dict[int, str] | None = None
         self._steps = Steps(self._backend, memory.boards, self._rank)
         self._streams = StreamUse(self._backend)
@@ -79,9 +78,6 @@ class Synchronisation:
         """Let the ranks of ``group`` access this rank's part, after all earlier work of the stream."""
         self._check("Win.Post", assertion)
         origins = self._ranks_of(group, "Win.Post")
-        if assertion & MPI.MODE_NOCHECK:
-            self._epochs.post(origins)
-            return
         with self._synchronising(stream) as where:
             self._epochs.post(origins)
             self._row.count(layout.POSTED, set_of(origins))
@@ -91,9 +87,6 @@ class Synchronisation:
         """Begin to access the parts of the ranks of ``group``. The stream waits for their `Post`."""
         self._check("Win.Start", assertion)
         targets = self._ranks_of(group, "Win.Start")
-        if assertion & MPI.MODE_NOCHECK:
-            self._epochs.start(targets)
-            return
         with self._synchronising(stream) as where:
             self._epochs.start(targets)
             self._steps.meet(POSTS, 0, set_of(targets), where)
@@ -148,10 +141,6 @@ class Synchronisation:
             return
         self._require_rank("Win.Lock", "rank", rank)
         self._require_atomics("Win.Lock", 1 << rank)
-        if assertion & MPI.MODE_NOCHECK:
-            self._epochs.lock(rank, lock_type)
-            self._nocheck.add(rank)
-            return
         # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
         exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self._epochs.locks
         with self._synchronising(stream) as where:
@@ -166,18 +155,12 @@ class Synchronisation:
         self._require_rank("Win.Unlock", "rank", rank)
         with self._synchronising(stream) as where:
             lock_type = self._epochs.unlock(rank)
-            if rank not in self._nocheck:
-                self._steps.lock(1 << rank, 0, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
-        self._nocheck.discard(rank)
+            self._steps.lock(1 << rank, 0, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
 
     def Lock_all(self, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the parts of all ranks with shared locks."""
         self._check("Win.Lock_all", assertion)
         self._require_atomics("Win.Lock_all", self._everyone)
-        if assertion & MPI.MODE_NOCHECK:
-            self._epochs.lock_all()
-            self._nocheck.update(range(self._size))
-            return
         with self._synchronising(stream) as where:
             self._epochs.lock_all()
             self._steps.lock(0, self._everyone, where, exclusive=False, yields=True)
@@ -187,9 +170,7 @@ class Synchronisation:
         self._check("Win.Unlock_all")
         with self._synchronising(stream) as where:
             self._epochs.unlock_all()
-            if not self._nocheck:
-                self._steps.lock(self._everyone, 0, where, exclusive=False)
-        self._nocheck.clear()
+            self._steps.lock(self._everyone, 0, where, exclusive=False)
 
     def Flush(self, rank: int, *, stream: Any = None) -> None:
         """Let later work of the stream follow all accesses of this rank to the part of ``rank``."""

@@ -29,7 +29,11 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
         "carry a collective out",
         [["domains"], ["collectives.gpu"], ["collectives.gpu.algorithms", "collectives.host"], ["collectives"]],
     ),
-    ("One communicator", "its memory and its teardown", [["session"], ["symmetric"], ["sharing"]]),
+    (
+        "One communicator",
+        "its memory and its teardown",
+        [["symmetric"], ["session"], ["sharing", "symmetric.registry"]],
+    ),
     ("The ranks", "agree, and compare clocks", [["recording"], ["cluster"]]),
     ("MPI's side", "buffers, types, requests", [["epilogues"], ["mpi"]]),
     ("Devices", "memory, streams, kernels", [["devices.cuda", "activity"], ["devices"], ["kernels"]]),
@@ -122,7 +126,7 @@ def way_of_a_call() -> str:
     parts = [
         _note(x1, 16, whole, "comm.Allreduce(x, y)", "arguments as in mpi4py", fill=BLUE, stroke=BLUE_INK),
         arrow(middles[0], 64, middles[0], 88, GREY, "grey"),
-        _note(x1, 90, 555, "api/methods.py", "asks host/fast_path.py: is it certainly MPI's?"),
+        _note(x1, 90, 555, "api/methods.py", "asks host/selection.py: is it certainly MPI's?"),
         arrow(x1 + 555, 114, x3 + 28, 114, GREY, "grey"),
         _note(x3 + 30, 90, column - 30, "MPI", "small NumPy arrays", fill=YELLOW, stroke=YELLOW_INK),
         arrow(middles[0], 138, middles[0], 162, GREY, "grey"),

@@ -4,7 +4,8 @@ An array that is split along its first axis becomes an array that is split along
 An Alltoallw of subarrays does so, into an ordinary and into a symmetric array, and so does a plan of `redistribution`.
 Beside them stand an Alltoall of as many bytes, and a copy into packed memory by the array library with an Alltoall
 after it. The second table has the halos of a field: a Neighbor_alltoallw of rows or columns, and two Sendrecvs with
-copies before and after them.
+copies before and after them. In a ring of two ranks each is the other's neighbour twice. The third table has
+collectives of groups of columns beside the same collectives of as many consecutive bytes.
 
 On GPUs CUDA graphs of calls run twice, and events time the second run. Without GPUs the clock times the calls. Before
 each run the results are poison, and after it the script compares each byte. ``--divide`` makes the arrays smaller.
@@ -27,6 +28,7 @@ from result_file import Sheet, measuring_parser
 
 import mpicomm
 from mpicomm.bench.machine import Call, Machine, machine_of
+from mpicomm.collectives.operations import OPERATIONS
 
 WORLD = MPI.COMM_WORLD
 EXCHANGES: tuple[tuple[tuple[int, ...], str], ...] = (
@@ -39,6 +41,8 @@ EXCHANGES: tuple[tuple[tuple[int, ...], str], ...] = (
 )
 HALO = 4096
 """Rows and columns of the field whose halos are exchanged."""
+GROUPS = ((1 << 13, 1), (1 << 14, 64), (1 << 17, 64))
+"""The rows of a matrix of float64, and the columns of each rank in it."""
 ROUNDS, WARM_UPS, IN_FLIGHT = 7, 30, 20
 LARGE = 64 << 20
 POISON = 0xA5
@@ -197,7 +201,7 @@ EXCHANGE_COLUMNS = [
 ]
 
 
-def halo(runs: Runs, grid: Any, axis: int, length: int) -> list[Any]:
+def halo(runs: Runs, grid: Any, axis: int, length: int, end: str) -> list[Any]:
     """Return the row of one axis: the outer layers of each field get the layers beside them. Collective."""
     xp, stream = runs.machine.xp, runs.machine.stream
     before, after = grid.Shift(0, 1)
@@ -234,7 +238,7 @@ def halo(runs: Runs, grid: Any, axis: int, length: int) -> list[Any]:
         if before != MPI.PROC_NULL:
             other[at(0)] = lines[3]
 
-    name = f"{length} {('rows', 'columns')[axis]} apart"
+    name = f"{length} {('rows', 'columns')[axis]} apart, {end}"
     times = []
     for what, call, result in (("neighbours", neighbours, cells), ("messages", messages, other)):
         times.append(runs.time_us(f"{name}: {what}", call, 0, result, expected))
@@ -242,6 +246,45 @@ def halo(runs: Runs, grid: Any, axis: int, length: int) -> list[Any]:
     for datatype in (*sent, *received):
         datatype.Free()
     return [name, *times, issue]
+
+
+def columns_of(runs: Runs, name: str, rows: int, width: int) -> list[Any]:
+    """Return the row of one collective. Collective."""
+    comm, xp, stream, row = runs.comm, runs.machine.xp, runs.machine.stream, OPERATIONS[name]
+    vector = MPI.DOUBLE.Create_vector(rows, width, width * WORLD.size)
+    group = vector.Create_resized(0, 8 * width).Commit()
+    each, blocks = [1] * WORLD.size, [*range(WORLD.size)]
+    count, root = rows * width, [0] if row.rooted else []
+    sent = np.random.default_rng(WORLD.rank).random((rows, WORLD.size * width))
+    expected = np.frombuffer(bytes([POISON]) * sent.nbytes).reshape(sent.shape).copy()
+
+    def arguments(send: Any, receive: Any, *, flat: bool = False) -> list[Any]:
+        found: list[Any] = []
+        for array, shape, needs in ((send, row.send, "send"), (receive, row.receive, "receive")):
+            if row.rooted == needs and WORLD.rank:
+                found.append(None)
+            elif shape == "vector":
+                counts = [count] * WORLD.size, [count * block for block in blocks]
+                found.append([array, counts] if flat else [array, each, blocks, group])
+            else:
+                number = count * (WORLD.size if shape == "blocks" else 1)
+                found.append(array.reshape(-1)[:number] if flat else [array, 1, group])
+        return found + root
+
+    getattr(WORLD, name)(*arguments(sent, expected))
+    with runs.machine.current():
+        send, wanted = xp.asarray(sent), xp.asarray(expected)
+        result = xp.empty_like(wanted)
+    method = partial(getattr(comm, name), stream=stream)
+    spaced, flat = (partial(method, *arguments(send, result, flat=flat)) for flat in (False, True))
+    what = f"{name}, {rows} x {width}"
+    times = [
+        runs.time_us(f"{what}, flat", flat, 8 * count),
+        runs.time_us(what, spaced, 8 * count, result, wanted),
+    ]
+    for datatype in (group, vector):
+        datatype.Free()
+    return [what, 8 * count / (1 << 20), *times, times[1] / times[0]]
 
 
 def main() -> None:
@@ -261,12 +304,17 @@ def main() -> None:
         columns = ["layer", "Neighbor_alltoallw, us", "copies and two Sendrecvs, us", "host's time, us"]
         title = f"Halos of a field of float64, {WORLD.size} ranks"
         explained = text + "The outer layers of each field get the layers beside them."
-        with (
-            Sheet(comm, options, title, columns, text=explained) as sheet,
-            comm.Create_cart([WORLD.size], periods=[False]) as grid,
-        ):
-            for axis in (0, 1):
-                sheet.add(*halo(runs, grid, axis, HALO // options.divide))
+        with Sheet(comm, options, title, columns, text=explained) as sheet:
+            for end in ("line", "ring"):
+                with comm.Create_cart([WORLD.size], periods=[end == "ring"]) as grid:
+                    for axis in (0, 1):
+                        sheet.add(*halo(runs, grid, axis, HALO // options.divide, end))
+        columns = ["collective, rows x columns", "MiB of a block", "consecutive, us", "columns, us", "times as long"]
+        title = f"Groups of columns of a matrix of float64, {WORLD.size} ranks"
+        with Sheet(comm, options, title, columns, text=text) as sheet:
+            for rows, width in GROUPS:
+                for name in ("Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Gather", "Scatter"):
+                    sheet.add(*columns_of(runs, name, max(1, rows // options.divide), width))
 
 
 main()

@@ -9,10 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.experts.arrays import Shape
 from mpicomm.experts.on_gpu import Blocks, ExpertsLaunches, ExpertsMemory
 from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
+from mpicomm.kernels.variant import Launch
 from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Array, Machine, Place, kernel_of
@@ -85,7 +85,7 @@ class ExpertsRig:
         self._changes = [*changes, *(() if all_threads else FEW_THREADS)]
         memory = ExpertsMemory(self.shape)
         self.arenas = [machine.allocate(rank, memory.nbytes) for rank in range(self.size)]
-        begin, end = memory.slots
+        begin, end = memory.absent
         for arena in self.arenas:
             arena.bytes[begin:end].view(np.uint32)[:] = ABSENT
         machine.keep()

@@ -75,10 +75,14 @@ class Calls:
         """Rank a sends ``counts[a][b]`` bytes to rank b."""
         ranks, dtype = range(self._rig.size), np.dtype(np.uint8)
         data = [[self._bytes(int(counts[a][b])) for b in ranks] for a in ranks]
-        targets = [[self._place(b, np.zeros_like(data[a][b])) for a in ranks] for b in ranks]
+        targets = []
         for rank in ranks:
-            sends = [self._span(self._place(rank, block)) for block in data[rank]]
-            receives = [self._span(place) for place in targets[rank]]
+            # Blocks that are sent and blocks that receive lie between each other.
+            places = [
+                (self._place(rank, data[rank][b]), self._place(rank, np.zeros_like(data[b][rank]))) for b in ranks
+            ]
+            targets.append([target for _, target in places])
+            sends, receives = ([self._span(place) for place in side] for side in zip(*places, strict=True))
             exchanges = patterns.alltoall(rank, self._rig.size, dtype, sends, receives, operation)
             self._run(rank, exchanges)
 

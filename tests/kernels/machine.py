@@ -8,6 +8,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.cuda.faults import FaultRecord
 from mpicomm.kernels.team import Faults, Team
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import Launch, Variant
 from tests.kernels.build import Builds, Change, Kernel
 from tests.kernels.launchers import MOST_CPU_S, file_of, run_together
 
@@ -78,6 +78,11 @@ def controls(
         require_seen(lambda seed: run(builds, *given, seed=seed, changes=changes), match)
 
     return test
+
+
+def noticed(mistake: object) -> AbstractContextManager[object]:
+    """Return a context in which a run has to see a mistake; it has to pass if there is none."""
+    return pytest.raises(AssertionError) if mistake else nullcontext()
 
 
 class RunFailedError(AssertionError):

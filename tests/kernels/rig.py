@@ -38,13 +38,20 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
     row_configs,
 )
 from mpicomm.collectives.gpu.algorithms.packets.plan import PacketLauncher
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate, sendrecv_memory, sendrecv_request
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
+    SENDRECV_PART_NBYTES,
+    SENDRECV_SLOTS,
+    SendrecvTemplate,
+    sendrecv_memory,
+    sendrecv_request,
+)
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.team import ABSENT, Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
@@ -307,14 +314,12 @@ class ProgramRig(Rig):
     With ``bare`` there is no memory but the arena, whatever the algorithm of a call.
     """
 
-    def __init__(
-        self, machine: Machine, nbytes: int = 16, *, timeout_s: float | None = None, bare: bool = False
-    ) -> None:
+    def __init__(self, machine: Machine, nbytes: int = 16, *, bare: bool = False, **options: Any) -> None:
         layout = Layout(machine.size, 2, LARGE_INBOX_NBYTES, LARGE_INBOX_NBYTES)
         layout.most_inbox_nbytes = LARGE_INBOX_NBYTES  # longer messages use inboxes again
         staging = Request("collectives: copies", _STAGING_NBYTES)
         requests = [_slots_of(layout), staging, _chain_memory(SMALL.blocks, 1 << 30)[1]]
-        super().__init__(machine, _NOWHERE, layout, requests, symmetric_nbytes=nbytes, timeout_s=timeout_s)
+        super().__init__(machine, _NOWHERE, layout, requests, symmetric_nbytes=nbytes, **options)
         self._bare = bare
         self.requests: list[Request] = []
         """The memory that algorithms have asked for."""
@@ -337,6 +342,14 @@ class SendrecvRig(Rig):
         (self._places,) = self.regions.values()
         self.words = self.channels(request.what, self._memory)
 
+    def begin_after(self, epoch: int, rng: np.random.Generator) -> None:
+        """Let all counts be as if ``epoch`` chunks had gone each way, and let slots hold packets of old rounds."""
+        self.words.start_at(epoch)
+        for place in self._places:
+            for slots in place.bytes[self._memory.slots :].reshape(-1, self._memory.channel_nbytes):
+                packets = slots[: SENDRECV_SLOTS * 2 * SENDRECV_PART_NBYTES]
+                packets.view(np.uint64)[:] = old_flags(packets.size, rng, SENDRECV_SLOTS)
+
     def message(self, peer: int, place: Place, tag: int | None = 0) -> Message:
         """Return all of a place as a message."""
         return Message(peer, Span(place.address, place.bytes.size), tag)
@@ -352,7 +365,7 @@ class SendrecvRig(Rig):
     ) -> None:
         """Enqueue a rank's part."""
         memory = self.machine.addresses(self._places, rank)
-        template = SendrecvTemplate(self.domains[rank].team, self._memory, memory, sent, received)
+        template = SendrecvTemplate(self.domains[rank], self._memory, memory, sent, received)
         send, receive = (Span(0, 0) if message is None else message.span for message in (sent, received))
         for step in template.steps_of(template.fill(send.pointer, send.count, receive.pointer, receive.count)):
             self.enqueue(rank, step, threads=threads, nap_us=nap_us)

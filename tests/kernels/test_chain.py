@@ -140,11 +140,11 @@ MISTAKES = {
 }
 
 
-# Without a mistake all of this takes a fifth of the timeout.
+# Without a mistake all of this takes a third of the timeout.
 FEW_BATCHES = CHANNELS * 4 * BATCH_NBYTES  # in small slots, all of which are used again
 OF_FEW = [700, (CHAIN_SLOTS + 1) * FEW_BATCHES + 12, 5, 5, 5, 5]
 test_failure_is_seen = controls(
-    partial(play, size=3, sizes=OF_FEW, room=FEW_BATCHES, timeout_s=0.5, limit_s=2), MISTAKES
+    partial(play, size=3, sizes=OF_FEW, room=FEW_BATCHES, timeout_s=0.3, limit_s=1), MISTAKES
 )
 
 

@@ -1,4 +1,4 @@
-"""The kernel of combine.cu on the processor, against NumPy."""
+"""The kernels of combine.cu, and the kernel of ``python -m mpicomm.p2p`` on the processor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.mpi.types import is_narrow
+from mpicomm.p2p.gpu import COPY, Copying
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Machine, kernel_of
@@ -92,3 +93,18 @@ def test_a_small_launch_has_few_blocks_and_a_large_one_fills_the_device() -> Non
     assert blocks_for(1, 132) == 1
     assert blocks_for(16 * COMBINE_THREADS + 1, 132) == 2
     assert blocks_for(1 << 40, 132) == 4 * 132
+
+
+def test_bytes_are_copied_into_memory_of_another_rank(builds: Builds) -> None:
+    machine, rng = Machine(builds, 2), np.random.default_rng(1)
+    kernel = builds.kernel(COPY.source, COPY.entry)
+    arrived = []
+    for nbytes, offset in ((1, 0), (16, 0), (100_003, 0), (100_003, 5), (4096, 16)):
+        content = rng.integers(0, 256, nbytes, np.uint8)
+        source = machine.place(0, content, offset=offset)
+        target = machine.allocate(1, nbytes)
+        copying = Copying(machine.address(1, target, 0), source.address, nbytes)
+        machine.launch(0, kernel, [copying], blocks=3, threads=96)
+        arrived.append((target, content))
+    machine.run()
+    assert all((target.bytes == content).all() for target, content in arrived)

@@ -32,11 +32,11 @@ SHAPES = [
     Messages(502, 0, 6, rounds=2),
 ]
 REDUCTIONS = [
-    ("float32", "sum", Messages(500, 0, 0)),
-    ("float32", "max", Messages(404, 8, 4)),
-    ("float16", "sum", Messages(1250, 6, 6)),
-    ("bfloat16", "min", Messages(34, 0, 14)),
-    ("int32", "sum", Messages(4, 12, 0)),
+    *(("float32", "sum", group, Messages(500, 0, 0)) for group in GROUPS),
+    ("float32", "max", "Block", Messages(404, 8, 4)),
+    ("float16", "sum", "Warp", Messages(1250, 6, 6)),
+    ("bfloat16", "min", "Thread", Messages(34, 0, 14)),
+    ("int32", "sum", "Warp", Messages(4, 12, 0)),
 ]
 
 
@@ -70,10 +70,11 @@ def test_blocks_of_a_rank_hand_data_over(builds: Builds, group: str) -> None:
     require_all_in_time(hand_over(Rig(builds, group, Messages(200), size=1)))
 
 
-@pytest.mark.parametrize(("dtype", "op", "messages"), REDUCTIONS, ids=str)
-def test_reduction_equals_numpys_in_rank_order(builds: Builds, dtype: str, op: str, messages: Messages) -> None:
-    for group in GROUPS:
-        require_all_in_time(reduce_all(Rig(builds, group, messages), dtype, op))
+@pytest.mark.parametrize(("dtype", "op", "group", "messages"), REDUCTIONS, ids=str)
+def test_reduction_equals_numpys_in_rank_order(
+    builds: Builds, dtype: str, op: str, group: str, messages: Messages
+) -> None:
+    require_all_in_time(reduce_all(Rig(builds, group, messages), dtype, op))
 
 
 def run(

@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.gpu.algorithms.base import launch_tag
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
-from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs import patterns

@@ -114,29 +114,26 @@ def test_the_threads_of_a_row_leave_together_if_some_see_a_failure(builds: Build
     assert not target.bytes.any()
 
 
-CONVERSIONS: list[tuple[Protocol, Epilogue, tuple[str, str], str, int]] = [
+FUSED: list[tuple[Protocol, Epilogue, tuple[str, str], str, int]] = [
     ("flagged", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 2),
     ("sentinel", fp8(np.array([3], np.float32), "float8_e5m2"), ("bfloat16", "avg"), "float8_e5m2", 3),
     ("sentinel", AFFINE, ("float64", "a * 2 - b"), "bfloat16", 2),
     ("flagged", AFFINE, ("float8_e4m3fn", "max"), "float64", 3),
     ("sentinel", Elementwise("conj(v) - i"), ("complex64", "sum"), "complex128", 3),
     ("sentinel", Elementwise("v * 3 + i % k", k=5), ("int32", "sum"), "int64", 4),
+    # Of these the threads that reduce send on what the epilogue made.
+    ("flagged", AFFINE, ("bfloat16", "avg"), "bfloat16", 3),
+    ("sentinel", AFFINE, ("float64", "a * 2 - b"), "float64", 3),
 ]
 
 
 @pytest.mark.parametrize(
-    ("protocol", "epilogue", "reduction", "result", "size"), CONVERSIONS, ids=lambda value: str(value)[:40]
+    ("protocol", "epilogue", "reduction", "result", "size"), FUSED, ids=lambda value: str(value)[:40]
 )
-def test_conversions_in_the_kernel_that_reduces(
+def test_in_the_kernel_that_reduces(
     builds: Builds, protocol: Protocol, epilogue: Epilogue, reduction: tuple[str, str], result: str, size: int
 ) -> None:
     run_fused(builds, protocol, epilogue, reduction, result, size=size)
-
-
-@pytest.mark.parametrize("protocol", ["flagged", "sentinel"])
-@pytest.mark.parametrize("reduction", [("bfloat16", "avg"), ("float64", "a * 2 - b")], ids="-".join)
-def test_in_the_kernel_that_reduces(builds: Builds, protocol: Protocol, reduction: tuple[str, str]) -> None:
-    run_fused(builds, protocol, AFFINE, reduction)
 
 
 def test_results_that_say_that_no_packet_has_come(builds: Builds) -> None:

@@ -62,12 +62,12 @@ def test_thousands_of_chunks_across_the_end_of_32_bits(builds: Builds) -> None:
     size = 3
     rng = np.random.default_rng(size)
     rig = exchange_rig(Machine(builds, size), 2, threads=(64,))
-    rig.channels().start_at(2**32 - 700)
+    rig.channels().start_at(2**32 - 300)
     calls = Calls(rig, rng, nap_us=3000)
-    for batch in range(3):
+    for batch in range(2):
         rig.machine.clear()
         checks = [calls.bcast(9_830_400)]  # dozens of chunks at once
-        for _ in range(250):
+        for _ in range(200):
             checks.append(calls.allreduce("float32", "sum", int(rng.integers(1, 300))))
             checks.append(calls.alltoallv(random_counts(rng, size, (0, 0, 1, 200, 20000))))
         rig.machine.run(checks, seed=batch, jitter_us=(0, 500)[batch % 2])
@@ -78,7 +78,7 @@ def test_thousands_of_chunks_across_the_end_of_32_bits(builds: Builds) -> None:
 
 
 # The results have the bits of the ring's order.
-@pytest.mark.parametrize(("size", "in_place"), [(2, False), (3, True), (4, False)])
+@pytest.mark.parametrize(("size", "in_place"), [(3, True), (2, False)])
 def test_rings_of_every_size_at_which_something_changes(builds: Builds, size: int, in_place: bool) -> None:
     rig = exchange_rig(Machine(builds, size), 2)
     calls = Calls(rig, np.random.default_rng([size, in_place]), nap_us=2000)
@@ -98,8 +98,8 @@ def test_rings_of_every_class_of_types(builds: Builds, reduction: tuple[str, str
     rig.machine.run(checks, seed=1, jitter_us=100)
 
 
-@pytest.mark.parametrize("size", [4, 2])
-def test_no_race(watched_builds: Builds, size: int) -> None:
+def test_no_race(watched_builds: Builds) -> None:
+    size = 2  # `run`, of which the controls are, is between three
     rng = np.random.default_rng(size)
     # ThreadSanitizer knows 8000 threads at most.
     rig = exchange_rig(Machine(watched_builds, size), 2, threads=(64, 96))

@@ -31,9 +31,9 @@ ROOMS = [
     {"epilogues"},
     {"cluster"},
     {"recording"},
-    {"sharing"},
-    {"symmetric"},
+    {"sharing", "symmetric.registry"},
     {"session"},
+    {"symmetric"},
     {"collectives"},
     {"collectives.host", "collectives.gpu.algorithms"},
     {"collectives.gpu"},
@@ -147,10 +147,10 @@ def test_module_imports_from_rooms_below_its_own(module: str) -> None:
         ("torch/streams.py", "self.comm._session.backend"),
         ("torch/collectives.py", "engines = comm._collectives.engines"),
         ("symmetric/array.py", "def f():\n    from mpicomm.api.communicator import Communicator"),
-        ("symmetric/array.py", "if TYPE_CHECKING:\n    from mpicomm.session import Session"),
+        ("symmetric/array.py", "if TYPE_CHECKING:\n    from mpicomm.windows.window import Window"),
         ("collectives/gpu/algorithms/chain/plan.py", "from mpicomm.collectives.gpu.engine import DeviceEngine"),
         ("session/session.py", "import mpicomm"),
-        ("symmetric/owner.py", "from mpi4py import MPI"),
+        ("symmetric/array.py", "from mpi4py import MPI"),
         ("devices/host.py", "import cupy"),
         ("ring.py", "try:\n    from cuda.bindings import driver\nexcept ImportError:\n    pass"),
         ("devices/handle.py", "from .errors import HandleError"),
@@ -163,11 +163,14 @@ def test_import_from_elsewhere_is_found(module: str, source: str) -> None:
 
 
 def test_no_modules_import_each_other() -> None:
+    """Only for type checkers may a class name the subclasses that it makes."""
     names = {module.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for module in MODULES}
     graph: dict[str, set[str]] = {}
     for module in MODULES:
         own = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        imported = imports(ast.parse((ROOT / "mpicomm" / module).read_text()))
+        tree = ast.parse((ROOT / "mpicomm" / module).read_text())
+        tree.body = [each for each in tree.body if ast.unparse(each).split(":")[0] != "if TYPE_CHECKING"]
+        imported = imports(tree)
         found = [name.removeprefix("mpicomm.") for name in imported if name.startswith("mpicomm.")]
         graph[own] = {known for name in found for known in (name, name.rpartition(".")[0]) if known in names} - {own}
     # It raises CycleError with the modules of a circle.

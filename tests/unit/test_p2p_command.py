@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpicomm.bench.machine import Call, CallTimes, Machine
 from tests.helpers.jobs.in_turn import run_changed
 from tests.helpers.jobs.mpiexec import run_job
 
@@ -50,18 +51,19 @@ WAYS = ("to the target", "from the source")
 
 CORRUPT = """
 from mpicomm.p2p.pairs import Pairs
-def corrupt(self, way, peer, nbytes, *options):
-    result = round_us(self, way, peer, nbytes, *options)
-    if RANK == 1 and not self.ways[way]:
+def corrupt(self, way, peer, nbytes):
+    call = copy(self, way, peer, nbytes)
+    def wrong():
+        call()
         self._window.peer(peer)[nbytes - 1] ^= 1
-    return result
-round_us = patch(Pairs, "round_us", corrupt)
+    return wrong if RANK == 1 and not self.ways[way] else call
+copy = patch(Pairs, "copy", corrupt)
 """
 LOSE = """
 from mpicomm.p2p.pairs import Pairs
 def lose(self, way, *options):
-    return 1.0 if self.ways[way] else round_us(self, way, *options)
-round_us = patch(Pairs, "round_us", lose)
+    return int if self.ways[way] else copy(self, way, *options)
+copy = patch(Pairs, "copy", lose)
 """
 TWO_NODES = "import os; os.environ['MPICOMM_HOSTID'] = str(RANK)"
 
@@ -82,7 +84,6 @@ def test_wrong_bytes_are_found_and_ranks_on_two_nodes_are_refused(tmp_path: Path
 
 
 GB_S = {"engine": 200.0, "kernel": 100.0}
-LOAD_US = 0.75
 
 
 class Memory(np.ndarray[Any, Any]):
@@ -97,33 +98,24 @@ class Memory(np.ndarray[Any, Any]):
         raise NotImplementedError
 
 
-class Event:
-    at_us: float
+class Gpu(Machine):
+    """A GPU that does work when it is enqueued, and moves the clock of its stream."""
 
-    def record(self, stream: Gpu) -> None:
-        self.at_us = stream.now_us
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Gpu:
-    """As much of CuPy and of kernels as p2p uses: work is done when it is enqueued, and moves the clock of a stream."""
+    xp = SimpleNamespace(asarray=np.asarray, count_nonzero=np.count_nonzero)
 
     def __init__(self) -> None:
         self.now_us = 0.0
-        self.ptr = 5
-        self.cuda = SimpleNamespace(
-            Stream=lambda non_blocking: self,
-            Event=Event,
-            Device=lambda: SimpleNamespace(attributes={"MultiProcessorCount": 2}),
-            alloc_pinned_memory=bytearray,
-            get_elapsed_time=lambda start, stop: (stop.at_us - start.at_us) / 1e3,
-        )
-        self.asarray = self.count_nonzero = np.asarray
+        self.stream = SimpleNamespace(ptr=5)
 
-    def synchronize(self) -> None:
-        pass
+    def capture(self, call: Call, count: int) -> Any:
+        return call, count
+
+    def time_graph(self, graph: Any) -> CallTimes:
+        call, count = graph
+        begin_us = self.now_us
+        for _ in range(count):
+            call()
+        return CallTimes((self.now_us - begin_us) / count / 1e6)
 
     def load(self, variant: Any) -> Any:
         return SimpleNamespace(launch_structure=self._launch)
@@ -133,12 +125,8 @@ class Gpu:
         self.now_us += nbytes / GB_S[kind] * 1e-3
 
     def _launch(self, stream: int, arguments: Any, *, blocks: int, threads: int) -> None:
-        assert stream == self.ptr
-        if hasattr(arguments, "nbytes"):
-            self.move(arguments.target, arguments.source, arguments.nbytes, "kernel")
-        elif hasattr(arguments, "loads"):
-            result = (ctypes.c_uint64 * 2).from_address(arguments.result)
-            result[:] = [int(1e3 * LOAD_US * arguments.loads), arguments.loads]
+        assert stream == self.stream.ptr
+        self.move(arguments.target, arguments.source, arguments.nbytes, "kernel")
 
 
 class Part:
@@ -152,36 +140,38 @@ class Part:
         return self._parts[rank]
 
     def put(self, src: Any, peer: int, *, stream: Any) -> None:
-        assert stream is self._gpu
+        assert stream is self._gpu.stream
         self._gpu.move(self.peer(peer).data.ptr, src.data.ptr, src.nbytes, "engine")
 
 
-def test_a_rank_moves_bytes_of_gpus_and_loads_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_moves_bytes_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="the driver's names need cuda-bindings")
-    from mpicomm.p2p.pairs import Pairs
+    from mpicomm.p2p import pairs as room
 
-    gpu = Gpu()
-    monkeypatch.setitem(sys.modules, "cupy", gpu)
+    gpu, met = Gpu(), []
+    device = SimpleNamespace(attributes={"MultiProcessorCount": 2})
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
     monkeypatch.setattr("mpicomm.devices.cuda.load.kernels_of", lambda info: gpu)
     monkeypatch.setattr("mpicomm.devices.cuda.driver.visible_devices", lambda: [None])
-    nbytes, count, met = 1 << 20, 3, []
+    monkeypatch.setattr(room, "machine_of", lambda comm: gpu)
 
     def empty(shape: int, dtype: Any) -> Part:
-        return Part(gpu, shape * np.dtype(dtype).itemsize)
+        return Part(gpu, shape)
 
-    comm: Any = SimpleNamespace(
-        device=0, rank=0, size=2, empty=empty, zeros=empty, check=int, barrier=int, bcast=lambda found, root: found
-    )
-    pairs = Pairs(comm, argparse.Namespace(bytes=nbytes, iters=count, rounds=1))
+    def gather(mine: Any) -> list[Any]:
+        return [mine, ([], 0)]
+
+    comm: Any = SimpleNamespace(device=0, rank=0, size=2, empty=empty, check=int, barrier=int, allgather=gather)
+    comm.sendrecv = lambda *arguments, source: met.append(source)
+    nbytes, count = 1 << 20, 3
+    pairs = room.Pairs(comm, argparse.Namespace(bytes=nbytes, iters=count, rounds=1))
     for number, (way, loads) in enumerate(pairs.ways.items(), start=1):
         source, target = pairs._data.local, pairs._window.peer(1)
         if loads:
             source, target = pairs._data.peer(1), pairs._window.local
         source[:] = number
-        time_us = pairs.round_us(way, 1, nbytes - 1, count, lambda: met.append(1))
+        time_us = pairs.move_us(way, [(0, 1), (1, 0)], nbytes - 1, count)
         gb_s = GB_S["kernel" if "kernels" in way else "engine"]
         assert time_us == pytest.approx(count * (nbytes - 1) / gb_s * 1e-3)
         assert (target[:-1] == number).all() and target[-1] != number
-    assert pairs.load_us(1, 0) == LOAD_US
-    assert pairs.load_us(0, 1) is None  # rank 1 knows the time
     assert met == [1, 1, 1]

@@ -6,12 +6,12 @@ CallMemory: how ranks set up more of it when a call needs more. LoggedCalls: how
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.gpu.algorithms.base import Domain, with_place
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Range, Request
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.devices.base import Segment
@@ -53,7 +53,7 @@ class DeviceArena:
         self._kind = kind
         self._most_nbytes = most_nbytes
         self.layout = layout
-        self._segments = self._share(_PURPOSE, layout)
+        self._segments = share_filled(node, backend, kind, _PURPOSE, layout.nbytes, layout.absent)
         self._regions: dict[Request, SharedSegments] = {}
         self.pointers = tuple(self._segments.pointers)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
@@ -83,7 +83,9 @@ class DeviceArena:
         try:
             # Only within `loading` may a thread that captures a graph allocate and wait.
             with self._backend.loading():
-                segments = self._share(request.what, request)
+                where = self._node, self._backend, self._kind, request.what
+                holds_messages = request.holds_messages
+                segments = share_filled(*where, request.nbytes, request.absent, holds_messages=holds_messages)
         except HandleError as error:
             raise NoMemoryError(str(error), ranks=error.ranks) from error
         self._regions[request] = segments
@@ -132,30 +134,40 @@ class DeviceArena:
         ]
         return min(fitting, key=lambda each: each.slots_nbytes, default=None)
 
-    def _share(self, what: str, memory: ArenaLayout | Request) -> SharedSegments:
-        def allocate() -> Segment:
-            segment = self._backend.allocate(self._kind, memory.nbytes)
-            # This rank fills the memory before it exports it to the peers. A later fill could wipe out the first data
-            # that a peer stores there.
-            self._fill(memory, segment.pointer)
-            return segment
-
-        segments = share(self._node, self._backend, what, allocate, lambda: memory.nbytes)
-        # Between calls no rank waits for another one. So calls go on if the memory of all ranks is as at first.
-        keeps_all = isinstance(memory, Request) and memory.holds_messages
-        segments.content = (
-            SuspendedContent(memory.nbytes) if keeps_all else SuspendedContent(fill=partial(self._fill, memory))
-        )
-        return segments
-
-    def _fill(self, memory: ArenaLayout | Request, pointer: int) -> None:
-        begin, end = memory.absent
-        self._backend.fill(pointer, begin, 0)
-        self._backend.fill_words(pointer + begin, end - begin, ABSENT)
-        self._backend.fill(pointer + end, memory.nbytes - end, 0)
-
     def _at(self, offset: int, nbytes: int) -> Inboxes:
         return Inboxes(tuple(pointer + offset for pointer in self.pointers), nbytes)
+
+
+def share_filled(
+    node: Group, backend: GpuBackend, kind: Kind, what: str, nbytes: int, absent: Range, *, holds_messages: bool = False
+) -> SharedSegments:
+    """Let the ranks open each other's memory for kernels. Collective; raises as ``share`` does.
+
+    The bytes from and to ``absent`` hold `ABSENT` at first, and all others are zero. ``holds_messages`` is as in
+    `Request`.
+    """
+
+    def fill(pointer: int) -> None:
+        begin, end = absent
+        backend.fill(pointer, begin, 0)
+        backend.fill_words(pointer + begin, end - begin, ABSENT)
+        backend.fill(pointer + end, nbytes - end, 0)
+
+    def allocate() -> Segment:
+        segment = backend.allocate(kind, nbytes)
+        try:
+            # This rank fills the memory before it exports it to the peers. A later fill could wipe out the first data
+            # that a peer stores there.
+            fill(segment.pointer)
+        except Exception:
+            segment.close()
+            raise
+        return segment
+
+    segments = share(node, backend, what, allocate, lambda: nbytes)
+    # Between calls no rank waits for another one. So calls go on if the memory of all ranks is as at first.
+    segments.content = SuspendedContent(nbytes) if holds_messages else SuspendedContent(fill=fill)
+    return segments
 
 
 class LoggedCalls:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.call import Call
+from mpicomm.collectives.call_log import counted_hash
 from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan
 from mpicomm.collectives.gpu.decision import NO_END, Decision, choice_at, enqueuers_of
 from mpicomm.collectives.gpu.device import GrowingScratch
-from mpicomm.collectives.signature import counted_hash
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.plain_arrays import is_counted
+from mpicomm.mpi.layout import run_of
+from mpicomm.mpi.plain_arrays import is_counted, plain_array
 from mpicomm.mpi.spec import Shape
 from mpicomm.symmetric.registry import Mappings
 
@@ -106,11 +107,14 @@ class CollectiveTemplate(CallTemplate):
         self._own = own if sends and receives else None
         itemsizes, adders = (self._send_nbytes, self._receive_nbytes), list[Callable[..., bool]]()
         peers = (None, None) if near is None else (near.destinations, near.sources)
-        for blocks, shape, nbytes, ranks in zip((sends, receives), shapes, itemsizes, peers, strict=True):
+        specs = call.given.send, call.given.receive
+        for spec, blocks, shape, nbytes, ranks in zip(specs, (sends, receives), shapes, itemsizes, peers, strict=True):
             if ranks is not None:
                 adders.append(partial(_add_for_neighbors, ranks, shape, nbytes, size))
             elif not blocks:
                 adders.append(lambda buffer, lengths, begins: True)
+            elif shape == "typed" and (gapped := _with_gaps(spec)):
+                adders.append(partial(_add_with_gaps, gapped))
             else:
                 adders.append(partial(_add_whole, nbytes) if shape == "one" else partial(_add_blocks, size, nbytes))
         self._add_sent, self._add_received = adders
@@ -133,11 +137,12 @@ class CollectiveTemplate(CallTemplate):
         # Straight-line code, because every new call comes here.
         send, receive, to, of = sent[0], received[0], self._sends, self._receives
         send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
-        if to and of and send < receive + receive_nbytes and receive < send + send_nbytes:
-            return False  # buffers that overlap are an error, and the same memory passed twice is another form
+        overlap = to and of and send < receive + receive_nbytes and receive < send + send_nbytes
         lengths: list[int]
         begins: list[int]
         if self._is_even:
+            if overlap:
+                return False  # this is an error, and the same memory passed twice is another form
             if of:
                 nbytes = received[1] // of * self._receive_nbytes
                 if nbytes * of != receive_nbytes or (to and (send_nbytes != nbytes * to or sent[1] % to)):
@@ -162,6 +167,8 @@ class CollectiveTemplate(CallTemplate):
                 return False
             if self._own is not None and lengths[self._own[0]] != lengths[self._own[1]]:
                 return False  # this rank sends itself more than it takes, or less
+            if overlap and _blocks_overlap(lengths, begins, to):
+                return False
             longest, call_hash = max(lengths), self._call_hash
             if longest == 0 and not self._is_private:
                 return False
@@ -288,6 +295,42 @@ def _add_blocks(blocks: int, nbytes: int, buffer: Any, lengths: list[int], begin
     return True
 
 
+def _blocks_overlap(lengths: list[int], begins: list[int], sent: int) -> bool:
+    """Return whether one of the first ``sent`` blocks shares memory with one of the others."""
+    ends = [0, 0]
+    for begin, length, number in sorted(zip(begins, lengths, range(len(begins)), strict=True)):
+        receives = number >= sent
+        if length and begin < ends[not receives]:
+            return True
+        ends[receives] = max(ends[receives], begin + length)
+    return False
+
+
+def _with_gaps(spec: Any) -> list[tuple[int, int, int, int]]:
+    """Return the blocks of an argument with datatypes if any has gaps; all calls of its kind have the same ones.
+
+    A block has its bytes, and from its displacement on its first run, its first byte, and the byte after its last.
+    """
+    plain = plain_array(spec)
+    if plain is None or plain[2][-1] != "gaps":
+        return []
+    found = zip(*plain[2][1:3], strict=True)
+    layouts = [run_of(each * count) if type(each) is int else each.repeated(count) for each, count in found]
+    return [(each.nbytes, each.regions[0].offset if each.regions else 0, each.begin, each.end) for each in layouts]
+
+
+def _add_with_gaps(
+    blocks: Sequence[tuple[int, int, int, int]], buffer: Any, lengths: list[int], begins: list[int]
+) -> bool:
+    pointer, size, _, _, displs = buffer
+    for (nbytes, first, begin, end), displ in zip(blocks, displs, strict=True):
+        if nbytes and (displ + begin < 0 or displ + end > size):
+            return False
+        lengths.append(nbytes)
+        begins.append(pointer + displ + first if nbytes else 0)
+    return True
+
+
 def _element_nbytes(call: Call) -> list[int]:
     """Return the bytes of an element of the send buffer and of the receive buffer, as the caller passed them."""
     if call.operation.of_neighbors:  # the call counts bytes
@@ -299,7 +342,7 @@ def _element_nbytes(call: Call) -> list[int]:
 def has_template(call: Call) -> bool:
     """Return whether calls on plain arrays like this one differ only in addresses, counts and displacements."""
     shapes, neighborhood = {call.operation.send, call.operation.receive}, call.neighborhood
-    typed = shapes == {"typed"} and neighborhood is None and call.scratch_nbytes == 0  # each block is a run of bytes
+    typed = shapes == {"typed"} and neighborhood is None
     readable = typed or shapes <= {"one", "blocks", "vector", "counted"}
     if neighborhood is not None and readable:
         # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     OVERSEERS,
@@ -17,7 +18,6 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig, any
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Step
 from mpicomm.collectives.gpu.call_templates import CallTemplate
 from mpicomm.collectives.gpu.decision import NO_END, enqueuers_of
-from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.device_counts import CountedBuffers, DeviceIndices

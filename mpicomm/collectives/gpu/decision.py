@@ -6,7 +6,7 @@ It obeys the rule of algorithms/base.py. The call log compares the calls of the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from math import ceil, floor, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,13 +15,11 @@ from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLa
 from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Copy, Step
-from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 
 if TYPE_CHECKING:
@@ -151,9 +149,9 @@ class Decision:
         steps: list[Step] = []
         if output and lengths[-1]:
             steps.append(Copy(output, begins[-1], lengths[-1], local=True))
-        if epilogue is not None and not chosen.launcher.finishes:
-            reduced, team = Span(begins[-1], lengths[-1] // self.form.itemsize), self.domain.team
-            steps += finish_launches(epilogue, reduced, team.faults, self.domain.multiprocessors)
+        if epilogue is not None and not chosen.launcher.finishes and lengths[-1]:
+            failed = self.domain.team.faults.failed
+            steps.append(epilogue.following_kernel(begins[-1], failed, self.domain.multiprocessors))
         return steps
 
     def _by_length(self, *, symmetric: bool, without: frozenset[str] = frozenset()) -> ByLength:
@@ -168,45 +166,30 @@ class Decision:
             bounds |= {ceil(launcher.fewest)} | ({floor(launcher.most) + 1} if launcher.most < inf else set())
         begins, found = sorted(bounds), list[Chosen]()
         for begin in begins:
-            first, name = ([each for at, each in table if at <= begin][-1] for table in (listed, taken))
+            first, names = [each for at, each in listed if at <= begin][-1], [each for at, each in taken if at <= begin]
+            name = names.pop()
             why = "by the table" + (f", without {first}: {self._refusals[first]}" if first in self._refusals else "")
             if is_single or form.is_private or begin == 0:
                 name, why = "one_shot", "there is nothing to choose"
             if is_asked:
                 why = f'algorithm="{self.asked}"'
-            launcher = next(each for its, each in offers if its == name and each.fewest <= begin <= each.most)
-            found.append(self._chosen(launcher, name, why))
-        if form.epilogue is not None and not is_asked:
-            return self._finishing((begins, found), symmetric=symmetric, without=without)
+            launchers = {its: each for its, each in reversed(offers) if each.fewest <= begin <= each.most}
+            if form.epilogue is not None and name not in (self.asked, "one_shot") and not launchers[name].finishes:
+                # One more kernel takes longer than any of the other algorithms.
+                finishing = [each for each in reversed(names) if each in launchers and launchers[each].finishes]
+                if finishing:
+                    why = f"by the table, without {name}: one more kernel would apply the epilogue"
+                    name = finishing[0]
+            found.append(self._chosen(launchers[name], name, why))
         return begins, found
 
-    def _table(self, without: Iterable[str], symmetric: bool) -> list[tuple[int, str]]:
+    def _table(self, without: Collection[str], symmetric: bool) -> list[tuple[int, str]]:
         """Return the table's choices without some algorithms, by the bytes of the longest message."""
-        form, tuning = self.form, self._tuning
-        for name in without:
-            tuning = tuning.without(name)
+        form = self.form
         coded = form.wire[1].itemsize if form.wire is not None else 0
-        choices = tuning.choices(form.operation.name, form.size, registered=symmetric, coded=coded)
+        operation, size = form.operation.name, form.size
+        choices = self._tuning.choices(operation, size, registered=symmetric, coded=coded, without=without)
         return [(-(-nbytes // form.blocks_counted), name) for nbytes, name in choices]
-
-    def _finishing(self, chosen: ByLength, *, symmetric: bool, without: frozenset[str]) -> ByLength:
-        """Return the choices, with others for those that do not apply the epilogue if the others do.
-
-        One more kernel takes longer than any of the other algorithms.
-        """
-        names = {each.choice.algorithm for each in chosen[1]} - {"one_shot"}
-        others = {name: self.by_length(symmetric=symmetric, without=without | {name}) for name in names}
-        begins = sorted({*chosen[0], *(begin for other in others.values() for begin in other[0])})
-        found = []
-        for begin in begins:
-            usual = choice_at(begin, chosen)
-            name = usual.choice.algorithm
-            other = choice_at(begin, others.get(name, chosen))
-            if other.launcher.finishes and not usual.launcher.finishes:
-                why = f"by the table, without {name}: one more kernel would apply the epilogue"
-                usual = self._chosen(other.launcher, other.choice.algorithm, why)
-            found.append(usual)
-        return begins, found
 
 
 def choice_at(longest: int, by_length: ByLength) -> Chosen:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mpicomm import environment
-from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.packed import PackJob, table_of
 from mpicomm.devices.base import Scratch
 from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
-from mpicomm.kernels.team import Faults
+from mpicomm.kernels.team import Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 
 
@@ -31,6 +31,26 @@ def device_facts(backend: GpuBackend) -> DeviceFacts:
     """Return the facts about this rank's device. Local."""
     takes_turns = not environment.multi_process_service()
     return DeviceFacts(backend.multiprocessors, backend.total_nbytes, backend.info.uuid, takes_turns)
+
+
+def multiprocessors_of(devices: Sequence[DeviceFacts], on_a_device: int) -> tuple[int, int]:
+    """Return the multiprocessors that each rank has on the smallest device, and how many ranks run there side by side.
+
+    ``on_a_device`` is the highest number of ranks that share a device.
+    """
+    # All blocks of all ranks must run at once, because they wait for each other. So a launch has only the blocks that
+    # the smallest device can hold. Ranks that run side by side on a device share its multiprocessors. Otherwise one
+    # rank's waiting blocks could keep out the blocks for which they wait.
+    side_by_side = 1 if all(each.takes_turns for each in devices) else on_a_device
+    return max(1, min(each.multiprocessors for each in devices) // side_by_side), side_by_side
+
+
+def team_of(backend: GpuBackend, node: Group, arenas: Iterable[int]) -> Team:
+    """Return the team of this rank. ``arenas`` has the address of each rank's arena."""
+    team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
+    for index, (arena, name) in enumerate(zip(arenas, node.ranks, strict=True)):
+        team.arenas[index], team.names[index] = arena, name
+    return team
 
 
 class GrowingScratch:
@@ -72,14 +92,3 @@ def pack_launch(backend: GpuBackend, table: PackTable, memory: int, packed: int,
     arguments = table.arguments(backend.pack_table(table), memory, packed, backend.faults.failed, unpacks=unpacks)
     blocks = blocks_for(table.units, backend.multiprocessors)
     return Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)
-
-
-def finish_launches(finish: BoundEpilogue, reduced: Span, faults: Faults, multiprocessors: int) -> list[Launch]:
-    """Return the launch that applies the epilogue to the ``reduced`` elements; none for no elements. Local.
-
-    The kernel does nothing if an earlier kernel of the device has failed.
-    """
-    if reduced.count == 0:
-        return []
-    call = finish.following_kernel(reduced.pointer, faults.failed, multiprocessors)
-    return [Launch(call.variant, call.arguments, blocks=call.blocks, threads=call.threads)]

@@ -13,7 +13,7 @@ from cupy.cuda import runtime
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.call_log import CallLog, Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
@@ -26,7 +26,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     sendrecv_memory,
     sendrecv_request,
 )
-from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Step
 from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, LoggedCalls
 from mpicomm.collectives.gpu.call_templates import (
     BY_KERNELS,
@@ -37,13 +37,12 @@ from mpicomm.collectives.gpu.call_templates import (
 )
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision, require_algorithm
-from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, pack_launches
+from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, multiprocessors_of, pack_launches, team_of
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.packed import Packed, PackJob
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent, Mark
@@ -53,7 +52,8 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
-from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.team import MAX_RANKS
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.registry import Mapped, Mappings
@@ -96,11 +96,7 @@ class DeviceEngine:
         self._backend = backend
         self._call_log = call_log
         devices = node.exchange("collectives: set-up", lambda: device_facts(backend))
-        # All blocks of all ranks must run at once, because they wait for each other. So a launch has only the blocks
-        # that the smallest device can hold. Ranks that run side by side on a device share its multiprocessors.
-        # Otherwise one rank's waiting blocks could keep out the blocks for which they wait.
-        side_by_side = 1 if all(each.takes_turns for each in devices) else on_a_device
-        multiprocessors = max(1, min(each.multiprocessors for each in devices) // side_by_side)
+        multiprocessors, side_by_side = multiprocessors_of(devices, on_a_device)
         most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(each.total_nbytes for each in devices) // _STAGED_PART)
 
         def find() -> Tuning | None:
@@ -114,13 +110,9 @@ class DeviceEngine:
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, multiprocessors))
         self._arena = DeviceArena(node, backend, kind, layout, most_nbytes)
         calls = LoggedCalls(node, call_log, backend, self._arena)
-        team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
-        for index, rank in enumerate(node.ranks):
-            team.arenas[index] = self._arena.pointers[index]
-            team.names[index] = rank
         host_slots = kind == "staged"
         self.domain = Domain(
-            team,
+            team_of(backend, node, self._arena.pointers),
             self._arena,
             multiprocessors,
             self.tuning.link_speed,
@@ -171,7 +163,7 @@ class DeviceEngine:
         output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
-        decision, buffers, packed, scratch = self._decided(call, asked)
+        decision, buffers, packed, scratch = self._decided(call, asked, symmetric=memory is not None)
         before: list[Launch] = []
         after: list[Launch] = []
         if packed is not None and scratch is not None:
@@ -194,16 +186,27 @@ class DeviceEngine:
             return CountedTemplate(call.signature, call.counted, self.domain, self._loader)
         if not has_template(call):
             return None
-        return template_of(call, self._decided(call, asked)[0], mappings, self._scratch)
+        decision, _, packed, _ = self._decided(call, asked, symmetric=False)
+        # A template has no steps that pack.
+        return None if packed is not None and packed.nbytes else template_of(call, decision, mappings, self._scratch)
 
-    def _decided(self, call: Call, asked: str) -> tuple[Decision, Buffers, Packed | None, Span | None]:
-        """Return the decision of a read call, its memory, what of it is packed, and the scratch memory in it."""
-        # Packets carry all calls that may have strides, unless a rank is alone.
-        packed = call.strided if self.domain.size > 1 else call.packed
-        scratch = self._scratch.of(call.scratch_nbytes if packed is None else packed.nbytes)
-        buffers = call.buffers(scratch, packed)
-        form = Form.of_call(call, buffers, () if packed is None else packed.strides)
-        return self._decision(form, asked), buffers, packed, scratch
+    def _decided(
+        self, call: Call, asked: str, *, symmetric: bool
+    ) -> tuple[Decision, Buffers, Packed | None, Span | None]:
+        """Return the decision of a read call, its memory, what of it is packed, and the scratch memory in it.
+
+        ``symmetric`` is whether the output of all ranks is symmetric memory.
+        """
+        packed = call.packed
+        while True:
+            scratch = self._scratch.of(call.scratch_nbytes if packed is None else packed.nbytes)
+            buffers = call.buffers(scratch, packed)
+            form = Form.of_call(call, buffers, () if packed is None else packed.gaps)
+            decision, longest = self._decision(form, asked), max(form.numbers(buffers)[0], default=0)
+            # The choice of a launcher does not depend on gaps, so all ranks make the same one.
+            if not form.gaps or decision.at(longest, symmetric=symmetric).launcher.moves_gaps:
+                return decision, buffers, packed, scratch
+            packed = call.without_gaps
 
     def _decision(self, form: Form, asked: str) -> Decision:
         key = form.key, asked
@@ -297,7 +300,7 @@ class DeviceEngine:
         if not self._arena.has(request):
             self._memory.provide([request], "the first message in stream order, for which all ranks set up memory")
         memory = self._arena.region(request).pointers
-        template = SendrecvTemplate(self.domain.team, self._sendrecv, memory, sent, received)
+        template = SendrecvTemplate(self.domain, self._sendrecv, memory, sent, received)
         packs, spans, at = [list[Launch](), list[Launch]()], [], 0
         packed = [0 if end is None or end.elements is None else whole_lines(end.span.count) for end in (sent, received)]
         scratch = self._scratch.of(sum(packed))

@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import runtime
 
-from mpicomm.collectives.gpu.algorithms.steps import (
-    NO_CHOICE,
-    AlgorithmChoice,
-    AnyPlan,
-    Copy,
-    Fork,
-    Launch,
-    LibraryWork,
-    Step,
-)
+from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, AnyPlan, Copy, Fork, LibraryWork, Step
 from mpicomm.devices.cuda.load import Kernel, KernelCache
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.stream_order import Enqueue
 from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.kernels.variant import Launch
 
 if TYPE_CHECKING:
     import cupy

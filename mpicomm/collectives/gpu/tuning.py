@@ -1,6 +1,7 @@
 """Tuning: the table that says which algorithm ``algorithm="auto"`` takes for a collective on GPU arrays.
 
-The package has a table that was measured on H200s. ``python -m mpicomm.tune`` writes another one to a JSON file.
+The package has a table that was measured on H200s, in tuning-nvidia-h200.json. ``python -m mpicomm.tune`` writes
+another one to a file of the same format.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,8 @@ from mpicomm.errors import InvalidUsageError
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _FORMAT = 2
+_LINK_GB_S = 478.0
+"""The speed of an H200's links each way: 18 NVLinks of 26.6 GB/s."""
 
 
 def algorithms_of(operation: str) -> tuple[str, ...]:
@@ -83,12 +86,14 @@ class Tuning:
     link_speed: float = 1.0
     """The speed of the slowest link between the ranks, relative to the links on which `BUILT_IN` was measured."""
 
-    def choices(self, operation: str, size: int, *, registered: bool, coded: int = 0) -> list[tuple[int, str]]:
+    def choices(
+        self, operation: str, size: int, *, registered: bool, coded: int = 0, without: Collection[str] = ()
+    ) -> list[tuple[int, str]]:
         """Return pairs of the fewest bytes of a call and the algorithm from there on, ascending. Local.
 
         Bytes count as in `Call.nbytes`. ``registered`` is whether the output lies in a SymmetricArray on all ranks. If
         the table has no row for that, the row for any output decides. ``coded`` is the size of an element if elements
-        travel as codes, else 0.
+        travel as codes, else 0. ``without`` are algorithms, any but "one_shot", that the calls cannot take.
 
         If a number of ranks has no row, the row of the next smaller number decides, with scaled bounds. The bounds of
         "one_shot" and "two_shot" keep the bytes that one rank sends in one hop, nbytes * (size - 1). The bounds of the
@@ -96,7 +101,10 @@ class Tuning:
         second hop saves nothing between them. Without any row the algorithm is "one_shot".
         """
         row = self._find(kind_of(operation, registered=registered, coded=coded > 0), size)
-        found = row.choices_above(-1, size) if row else [(0, "one_shot")]
+        found = [(0, "one_shot")]
+        if row is not None:
+            begins = {0: "one_shot", **{begin: name for begin, name in row.choices if name not in without}}
+            found = replace(row, choices=tuple(begins.items())).choices_above(-1, size)
         return [(begin * (coded or 1), name) for begin, name in found]
 
     def updated(self, rows: Iterable[Row]) -> Tuning:
@@ -124,14 +132,6 @@ class Tuning:
         if not missing:
             return self
         return replace(self.updated(missing), source=f"{self.source}; for the rest {other.source}")
-
-    def without(self, algorithm: str) -> Tuning:
-        """Return the table as it would be if this algorithm, any but "one_shot", did not exist."""
-        rows = []
-        for row in self.rows:
-            begins = {0: "one_shot", **{begin: name for begin, name in row.choices if name != algorithm}}
-            rows.append(replace(row, choices=tuple(begins.items())))
-        return replace(self, rows=tuple(rows))
 
     def describe(self) -> list[str]:
         """Return the table as lines of text; numbers of ranks with the same choices share a line."""
@@ -163,69 +163,6 @@ class Tuning:
             if fitting:
                 return rows[max(fitting)]
         return None
-
-
-_LINK_GB_S = 478.0
-"""The speed of an H200's links each way: 18 NVLinks of 26.6 GB/s."""
-
-
-def _rows(
-    operation: str, *, registered: bool = False, coded: bool = False, **begins: Mapping[int, int]
-) -> Iterable[Row]:
-    """Yield the rows of a kind. An algorithm of ``begins`` has for each number of ranks the bytes where it begins."""
-    for size in sorted({size for of_algorithm in begins.values() for size in of_algorithm}):
-        choices = sorted((bounds[size], name) for name, bounds in begins.items() if size in bounds)
-        yield Row(kind_of(operation, registered=registered, coded=coded), size, ((0, "one_shot"), *choices))
-
-
-def _from(unit: int, begins: Mapping[int, int], more: int = 0) -> dict[int, int]:
-    return {size: begin * unit + more for size, begin in begins.items()}
-
-
-# Rows for two ranks have no "two_shot", because one hop between two ranks moves no more bytes than two hops.
-_TWO_SHOT = _from(_KIB, {3: 384, 4: 256, 6: 152, 8: 176}, 1)
-_ROWS = (
-    *_rows("Allreduce", two_shot=_TWO_SHOT, copy_engine=_from(_MIB, {2: 240, 3: 192, 4: 176, 6: 160, 8: 192})),
-    *_rows(
-        "Allreduce",
-        registered=True,
-        two_shot=_TWO_SHOT,
-        copy_engine=_from(_MIB, {2: 112, 3: 112, 4: 112, 6: 96, 8: 120}),
-    ),
-    # Calls with codes, measured on H100s. Two hops between two ranks move as many bytes as one hop, but each rank codes
-    # and reduces only half of the results. Up to 2944 KiB of codes two hops take one step.
-    Row(
-        kind_of("Allreduce", registered=False, coded=True),
-        2,
-        ((0, "one_shot"), (_MIB + 1, "two_shot"), (2944 * _KIB + 1, "one_shot"), (3584 * _KIB, "two_shot")),
-    ),
-    *_rows("Allreduce", coded=True, two_shot=_from(_KIB, {3: 384, 4: 256}, 1)),
-    # Between 4 ranks a chain wins from 384 KiB on if call follows call. A chain adds 2 us for each rank on its way. So
-    # a single call by a chain is as fast as two hops only from 2 MiB on. The bound lies in between, where one use loses
-    # as much as the other gains. For 6 and 8 ranks the bound of the chain is computed from these times.
-    *_rows(
-        "Bcast",
-        two_shot=_from(_KIB, {6: 448, 8: 384}),
-        chain=_from(_KIB, {3: 896, 4: 576, 6: 1280, 8: 2048}),
-        copy_engine=_from(_MIB, {2: 144}),
-    ),
-    *_rows("Bcast", registered=True, copy_engine=_from(_MIB, {2: 80})),
-    *_rows(
-        "Reduce",
-        two_shot=_from(_KIB, {3: 1024, 4: 1024, 6: 576, 8: 448}),
-        chain=_from(_KIB, {3: 2560, 4: 3072, 6: 3584, 8: 4608}),
-        copy_engine=_from(_MIB, {2: 160}),
-    ),
-    *_rows("Allgather", registered=True, copy_engine=_from(_MIB, {2: 152, 3: 120, 4: 160, 6: 144, 8: 176})),
-    *_rows("Alltoall", registered=True, copy_engine=_from(_MIB, {2: 152, 3: 120, 4: 160, 6: 144, 8: 176})),
-    *_rows("Allgather", copy_engine=_from(_MIB, {2: 416, 3: 224, 4: 320})),
-    *_rows("Alltoall", copy_engine=_from(_MIB, {2: 416, 3: 224, 4: 320})),
-    *_rows("Gather", copy_engine=_from(_MIB, {2: 224, 3: 224, 4: 320})),
-    *_rows("Scatter", copy_engine=_from(_MIB, {2: 224, 3: 224, 4: 320})),
-    *_rows("Reduce_scatter_block", copy_engine=_from(_MIB, {2: 512, 3: 240, 4: 240, 6: 176, 8: 176})),
-)
-
-BUILT_IN = Tuning("built in, measured on H200s", _ROWS, "NVIDIA H200")
 
 
 def scaled(link_gb_s: float) -> Tuning:
@@ -273,6 +210,7 @@ def to_json(table: Tuning) -> dict[str, Any]:
         {
             "operation": row.kind.operation,
             "registered": row.kind.registered,
+            **({"coded": True} if row.kind.coded else {}),
             "ranks": row.size,
             "choices": [{"from_nbytes": begin, "algorithm": name} for begin, name in row.choices],
             "measured": row.measured,
@@ -311,5 +249,8 @@ def _row_from_json(record: Any) -> Row:
     for _, name in choices:
         if name not in algorithms_of(operation):  # such as the ring, which reduces in another order
             raise ValueError(f"a table cannot choose {name} for {operation}")
-    kind = kind_of(operation, registered=bool(record["registered"]))
+    kind = kind_of(operation, registered=bool(record["registered"]), coded=bool(record.get("coded", False)))
     return Row(kind, size, choices, record["measured"])
+
+
+BUILT_IN = replace(load(Path(__file__).with_name("tuning-nvidia-h200.json")), source="built in, measured on H200s")

@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import require_own_process
-from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.call_log import CallLog, Signature
 from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.channels import Channels, Stopped
 from mpicomm.collectives.host.reduction import Reducer
-from mpicomm.collectives.signature import Signature
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import array_at
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error, name_ranks

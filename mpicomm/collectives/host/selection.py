@@ -4,19 +4,35 @@ The sizes are measured. `scripts/measuring/measure_host_collectives.py` compares
 copies from process to process, for 2 and 4 ranks on 2 cores. Reductions gain most, because MPI spends most of their
 time between its copies. Collectives that only move data gain little, because memory also bounds them in MPI. They may
 lose much, because slots pass from cache to cache, which takes four times as long between cores that share no cache.
+
+*Plain calls* are collectives on NumPy arrays that certainly go to MPI, in every form of a buffer argument: small
+reductions, collectives that only move data, and all collectives between nodes. `plain_calls` recognises them in a
+fraction of a microsecond, because MPI takes about a microsecond for 8 bytes. `Call` would take longer to read the
+arguments than MPI takes for the call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from operator import add
+from typing import Any
+
 import numpy as np
+from mpi4py import MPI
+from numpy import may_share_memory, ndarray
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.devices.memory_location import has_driver
 from mpicomm.kernels.reductions import is_own
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Span
+from mpicomm.mpi.buffers import is_host_view
+from mpicomm.mpi.spec import Shape, parts_of
+from mpicomm.mpi.types import numpy_dtype
 
 _KIB = 1024
 _MIB = 1024 * _KIB
@@ -37,6 +53,22 @@ MPI copies once in Allgather, Alltoall and Bcast, but mapped memory copies twice
 
 _TWO_SHOT_FROM = {"Allreduce": _MIB}
 _SHARD_NBYTES = _MIB
+
+MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
+"""Element types for which MPI keeps all promises of mpicomm."""
+
+PlainCheck = Callable[..., bool]
+"""Returns whether a call with these buffers, this operation if it reduces, and this root if it has one, certainly goes
+to MPI. Local."""
+
+_Op = MPI.Op  # the class of MPI's operations; MPI cannot carry out `AVG` and `Op`, which have other classes
+_Datatype = MPI.Datatype
+_LISTS = frozenset((list, tuple))
+_in_place = MPI.IN_PLACE
+_no_type = MPI.DATATYPE_NULL
+_own_types: dict[int, np.dtype[Any]] = {}  # by the handle
+# By the identity of MPI's own objects, because programs nearly always pass these, and this look-up is the shortest.
+_own_objects: dict[int, np.dtype[Any]] = {}
 
 
 def mapped_from(operation: Operation, size: int, nodes: int) -> int:
@@ -104,3 +136,214 @@ def carry_out(engine: HostEngine, size: int, call: Call, algorithm: str) -> None
     """Carry out a call that was read, among the ``size`` ranks of a node. Collective, blocking; raises as `run`."""
     scratch = engine.scratch(call.scratch_nbytes)
     engine.run(schedule(call, algorithm, size, scratch), call.signature)
+
+
+@lru_cache(maxsize=64)
+def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, PlainCheck]:
+    """Return the checks of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
+
+    The answers agree with `goes_to_mpi`, which decides on ranks that pass their buffers in other forms.
+    """
+    if not _own_types:  # an import may not fill the tables, because it would ask MPI, which may not run yet
+        for datatype in vars(MPI).values():
+            if type(datatype) is _Datatype and (dtype := numpy_dtype(datatype)) is not None and dtype in MPI_TYPES:
+                _own_types[datatype.handle] = _own_objects[id(datatype)] = dtype
+    checks: dict[str, PlainCheck] = {}
+    for name, row in OPERATIONS.items():
+        never = ordered and row.reduces
+        checks[name] = _never if never else _check(row, size, rank, mapped_from(row, size, nodes))
+        checks[row.nonblocking] = _never if never else _check(row, size, rank, NEVER)
+    return checks
+
+
+def after_votes(
+    checks: dict[str, PlainCheck], is_on_host: Callable[[Operation], bool], starts_on_host: Callable[[Operation], bool]
+) -> dict[str, PlainCheck]:
+    """Return the checks of `plain_calls` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
+
+    ``is_on_host`` finds that out for a blocking call, and ``starts_on_host`` for a nonblocking one.
+    """
+
+    def of(check: PlainCheck, row: Operation, agreed: Callable[[Operation], bool]) -> PlainCheck:
+        return lambda send, receive, op=None, root=0: check(send, receive, op, root) and agreed(row)
+
+    blocking = {name: of(checks[name], row, is_on_host) for name, row in OPERATIONS.items()}
+    starts = {row.nonblocking: of(checks[row.nonblocking], row, starts_on_host) for row in OPERATIONS.values()}
+    return blocking | starts
+
+
+def are_apart(a: Any, b: Any) -> bool:
+    """Return whether two NumPy arrays certainly lie in host memory and do not overlap.
+
+    MPICH 5 ends the program if they overlap.
+
+    A NumPy array may be a view of device memory.
+    """
+    x, y = a.base, b.base
+    if x is None:
+        x = a
+    if y is None:
+        y = b
+    if type(x) is type(y) is ndarray and x.base is y.base is None:  # x and y own the memory of a and b
+        return x is not y or not may_share_memory(a, b)
+    if has_driver() and not ((x is a or is_host_view(a)) and (y is b or is_host_view(b))):
+        return False
+    return not may_share_memory(a, b)
+
+
+def _never(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+    return False
+
+
+def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
+    """Return the check of a collective that goes through mapped memory from ``least`` bytes on."""
+    if row.send == "typed":
+        return _never
+    reduces, rooted, gathers = row.reduces, bool(row.rooted), row.rooted == "receive"
+    # If recvcounts cut an input in place, MPI must get a copy of it. MPI may accept MPI.IN_PLACE of neighbours, which
+    # `Call` refuses.
+    only_arrays = row.send == "counted" or row.of_neighbors
+    no_list_in_place = reduces and row.send != "one"  # because it counts the blocks in another way
+    ragged = "vector" in (row.send, row.receive) and not row.of_neighbors
+    read_sent, read_received = (_reader(shape, size, rank, reduces) for shape in (row.send, row.receive))
+    sent_blocks, received_blocks = (size if shape == "blocks" else 1 for shape in (row.send, row.receive))
+
+    # Straight-line code for two arrays. The begin of `are_apart` stands before it, because it answers nearly always.
+
+    def reduces_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+        if type(send) is type(receive) is ndarray:
+            if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
+                return False
+            # The input decides, because only the root has a meaningful output.
+            return send.nbytes < least and type(op) is _Op and send.dtype in MPI_TYPES
+        return is_plain(send, receive, op, root)
+
+    def moves_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+        if type(send) is type(receive) is ndarray and not ragged:
+            if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
+                return False
+            # MPI may miss that a rank sends more to itself than it receives. Neighbours are other ranks.
+            fits = send.nbytes * received_blocks == receive.nbytes * sent_blocks
+            return (fits or only_arrays or (rooted and rank != root)) and send.dtype in MPI_TYPES
+        return is_plain(send, receive, op, root)
+
+    def is_plain(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+        """Return the answer for a call with other buffers than two arrays."""
+        if type(receive) is ndarray and (send is None or send is _in_place):
+            if only_arrays or not (receive.base is None or is_host_view(receive)):
+                return False
+            return receive.dtype in MPI_TYPES and (not reduces or (type(op) is _Op and receive.nbytes < least))
+        if only_arrays or (reduces and type(op) is not _Op):
+            return False
+        if no_list_in_place and (send is None or send is _in_place):
+            return False
+        if type(send) in _LISTS or type(receive) in _LISTS:
+            send = _bare(send, sent_blocks) if type(send) in _LISTS else send
+            receive = _bare(receive, received_blocks) if type(receive) in _LISTS else receive
+            if type(send) not in _LISTS and type(receive) not in _LISTS:
+                return check(send, receive, op, root)
+        in_place = send is None or send is _in_place
+        if in_place or receive is None:
+            if not in_place and not (gathers and rank != root):
+                return False
+            found = read_received(receive) if in_place else read_sent(send)
+            if found is None:
+                return False
+            array, nbytes, _ = found
+            return (array.base is None or is_host_view(array)) and (not reduces or nbytes < least)
+        sent, received = read_sent(send), read_received(receive)
+        if sent is None or received is None:
+            return False
+        (a, nbytes, block), (b, _, room) = sent, received
+        if block != room or (reduces and nbytes >= least):
+            return False
+        return (a.base is b.base is None and a is not b) or are_apart(a, b)
+
+    check = reduces_arrays if reduces else is_plain if row.rooted == "bcast" else moves_arrays
+    return check
+
+
+def _bare(buffer: Any, blocks: int) -> Any:
+    """Return the array of a list that only repeats the type of the array, and perhaps its size; else the list."""
+    if len(buffer) == 2:
+        array, datatype = buffer
+    elif len(buffer) == 3:
+        array, count, datatype = buffer
+        if type(count) is not int or type(array) is not ndarray or count * blocks != array.size:
+            return buffer
+    else:
+        return buffer
+    return array if type(array) is ndarray and _own_objects.get(id(datatype)) is array.dtype else buffer
+
+
+def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any], tuple[Any, int, int] | None]:
+    """Return a function that reads a buffer of a shape.
+
+    It returns an array, the bytes of it that the argument names, and the bytes of the block of ``rank``. It returns
+    None unless the array certainly holds all of them.
+    """
+    blocks = size if shape == "blocks" else 1
+    is_vector = shape == "vector"
+
+    def read(buffer: Any) -> tuple[Any, int, int] | None:
+        kind = type(buffer)
+        if kind is ndarray:
+            array, counts, displs, datatype = buffer, None, None, None
+        else:
+            parts = parts_of(buffer) if kind is list or kind is tuple else None
+            if parts is None:
+                return None
+            array, counts, displs, datatype = parts
+            if type(array) is not ndarray:
+                return None
+        if datatype is not None:
+            itemsize = _itemsize(array, datatype, reduces)
+        else:
+            itemsize = array.itemsize if array.dtype in MPI_TYPES else 0
+        if not itemsize:  # no check can decide about the elements
+            return None
+        room = array.nbytes
+        if is_vector:
+            reach, count = _reach(counts, displs, size, rank)
+            return (array, room, count * itemsize) if 0 <= reach * itemsize <= room else None
+        if counts is None:
+            return (array, room, room // blocks) if displs is None and room % (itemsize * blocks) == 0 else None
+        if displs is not None or type(counts) is not int or counts < 0 or counts * blocks * itemsize > room:
+            return None
+        return array, counts * blocks * itemsize, counts * itemsize
+
+    return read
+
+
+def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
+    """Return the bytes from one element of a datatype to the next; 0 if no check can decide about them."""
+    own = _own_objects.get(id(datatype))
+    if own is None:
+        if type(datatype) is not _Datatype or datatype == _no_type:
+            return 0
+        if not reduces:
+            return max(datatype.extent, 0)  # MPI moves elements of every type
+        own = _own_types.get(datatype.handle)
+    # `==` takes None for float64.
+    return own.itemsize if own is not None and (not reduces or own is array.dtype or own == array.dtype) else 0
+
+
+def _reach(counts: Any, displs: Any, size: int, rank: int) -> tuple[int, int]:
+    """Return the elements up to the end of the last block, and the elements of this rank's block; -1 if unsure."""
+    if type(counts) is ndarray:
+        counts = counts.tolist()
+    if type(displs) is ndarray:
+        displs = displs.tolist()
+    if type(counts) is not list or len(counts) != size:
+        return -1, 0
+    try:
+        total = sum(counts)  # an integer only of integers
+        if type(total) is not int or min(counts) < 0:
+            return -1, 0
+        if displs is None:
+            return total, counts[rank]
+        if type(displs) not in _LISTS or len(displs) != size or type(sum(displs)) is not int or min(displs) < 0:
+            return -1, 0
+    except (TypeError, OverflowError):  # `Call` names the items that are no integers of 64 bits
+        return -1, 0
+    return max(map(add, displs, counts)), counts[rank]

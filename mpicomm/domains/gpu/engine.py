@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.call import Call
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.registry import names_for
-from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy, Launch
-from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches, pack_launch, pack_launches
+from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy
+from mpicomm.collectives.gpu.device import GrowingScratch, pack_launch, pack_launches
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
 from mpicomm.collectives.packed import table_of_blocks
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.signature import Signature
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent, Mark
 from mpicomm.devices.cuda.stream_order import StreamOrder
@@ -30,6 +30,7 @@ from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_
 from mpicomm.domains.steps import Combine, DomainLayout, Local, Move, NetworkStep, Pack, Step, Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel, reduction_of
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
 
@@ -82,20 +83,22 @@ class DomainsEngine:
                 f"{call.operation}: counts on the GPU are for the GPUs of one peer domain, and the ranks are in "
                 f"{len(self._layout.domains)}: pass counts in host memory, such as counts.get() or counts.cpu()"
             )
-        scratch = self._packed.of(call.scratch_nbytes)
-        buffers = call.buffers(scratch)
+        packed = call.without_gaps
+        scratch = self._packed.of(call.scratch_nbytes if packed is None else packed.nbytes)
+        buffers = call.buffers(scratch, packed)
         if call.operation.reduces:
             reduction_of(buffers.dtype, buffers.op)  # it raises here if the reduction is not defined
         signature = call.signature
         planned = self._plan(call.operation, buffers, signature, call.nbytes or 0, asked)
         before = after = None
-        if call.packed is not None and scratch is not None:
-            packs = pack_launches(self._backend, call.packed.before, scratch.pointer, unpacks=False)
-            unpacks = pack_launches(self._backend, call.packed.after, scratch.pointer, unpacks=True)
+        if packed is not None and scratch is not None:
+            packs = pack_launches(self._backend, packed.before, scratch.pointer, unpacks=False)
+            unpacks = pack_launches(self._backend, packed.after, scratch.pointer, unpacks=True)
             before, after = (self._engine.prepare_alone(str(signature), steps) for steps in (packs, unpacks))
         if call.epilogue is not None and buffers.output is not None:
             backend = self._backend
-            steps = finish_launches(call.epilogue, buffers.output, backend.faults, backend.multiprocessors)
+            where = buffers.output.pointer, backend.faults.failed, backend.multiprocessors
+            steps = [call.epilogue.following_kernel(*where)] if buffers.output.count else []
             after = self._engine.prepare_alone(str(signature), steps)
         return DomainsPlan(signature, planned, self._choice(asked), before, after)
 

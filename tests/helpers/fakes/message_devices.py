@@ -287,7 +287,10 @@ class ThreadDevice:
         return segment
 
     def zero(self, pointer: int, nbytes: int) -> None:
-        array_at(pointer, nbytes, np.dtype(np.uint8))[:] = 0
+        self.fill(pointer, nbytes, 0)
+
+    def fill(self, pointer: int, nbytes: int, byte: int) -> None:
+        array_at(pointer, nbytes, np.dtype(np.uint8))[:] = byte
 
     def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
         array_at(pointer, nbytes // 4, np.dtype(np.uint32))[:] = word

@@ -20,7 +20,7 @@ def begin_after(launch: int, head: npt.NDArray[np.uint8], size: int) -> None:
         words[:, begun % _PARITIES] = begun << 32
 
 
-def old_flags(nbytes: int, rng: np.random.Generator) -> npt.NDArray[np.uint64]:
-    """Return packets of the LL protocol with wrong data and with the flags of launches 2 to 99 of a round."""
-    flags = rng.integers(3, 100, nbytes // SLOT_NBYTES).astype(np.uint64)
+def old_flags(nbytes: int, rng: np.random.Generator, first: int = 2) -> npt.NDArray[np.uint64]:
+    """Return packets of the LL protocol with wrong data and with the flags of launches ``first`` to 98 of a round."""
+    flags = rng.integers(first + 1, 100, nbytes // SLOT_NBYTES).astype(np.uint64)
     return np.repeat(flags << np.uint64(32) | np.uint64(0xBAD), SLOT_NBYTES // 8)

@@ -43,7 +43,7 @@ OF_TWO = (
 )
 # Four ranks are two groups of one size, or two hosts with two ranks each, and the next power of two.
 OF_FOUR = (
-    *(f"tests/mpi/{name}" for name in ("api/test_temporaries.py", "domains", "session/test_containers.py")),
+    *(f"tests/mpi/{name}" for name in ("api/test_temporaries.py", "domains")),
     f"{COLLECTIVES}/test_random_collectives.py",
 )
 # Where MPI itself matters: its requests, datatypes, messages, communicators, errors, and the messages of set-ups.
@@ -146,9 +146,11 @@ class Steps:
         # Sessions mostly wait for deadlines.
         yield self._ranks("sessions on 3", 3, "tests/mpi/session", lane="sessions")
         elsewhere = ("session", "domains") if self._everything else ("session",)
-        yield self._ranks("mpi on 3", 3, *(f"--ignore=tests/mpi/{name}" for name in elsewhere), "tests/mpi")
+        left_out = [f"--ignore=tests/mpi/{name}" for name in elsewhere]
+        yield self._ranks("mpi on 3", 3, *left_out, "tests/mpi")
         yield self._ranks("mpi on 2", 2, *OF_TWO)
-        yield self._ranks("mpi on 1", 1, *(["tests/mpi"] if self._everything else OF_TWO))
+        # One rank waits for nobody, and is one domain.
+        yield self._ranks("mpi on 1", 1, *([*left_out, "tests/mpi"] if self._everything else OF_TWO))
         if self._everything:
             yield self._ranks("mpi on 4", 4, *OF_FOUR)
 
@@ -163,8 +165,9 @@ class Steps:
     def _torch(self) -> Iterator[Step]:
         python = str(ROOT / ".venv-torch/bin/python")
         steps = [self._ranks("torch on 4", 4, "tests/torch/mpi", python=python)]
-        steps += [self._ranks(f"torch on {n}", n, *DIVIDED, python=python) for n in (3, 1)]
-        steps.append(self._ranks("PyTorch's own on 3", 3, "tests/torch/pytorchs_own", python=python))
+        # PyTorch's own tests need three ranks. One job has both, because a rank takes seconds to import PyTorch.
+        steps.append(self._ranks("torch on 3", 3, *DIVIDED, "tests/torch/pytorchs_own", python=python))
+        steps.append(self._ranks("torch on 1", 1, *DIVIDED, python=python))
         # Tests that start ranks themselves, two files at a time as in unit.
         parallel = ("-n", "2", "--dist", "loadfile")
         steps.append(self._pytest("torch's jobs", "programs", *parallel, "tests/torch/jobs", python=python))

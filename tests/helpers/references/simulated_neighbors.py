@@ -7,6 +7,7 @@ rank as the exchanges say.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ import numpy.typing as npt
 
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import OPERATIONS
-from mpicomm.collectives.packed import PackJob
+from mpicomm.collectives.packed import Gaps, PackJob
 from mpicomm.devices.host import array_at
 from mpicomm.mpi.arguments import Span
 from tests.helpers.fakes import fake_driver
@@ -38,13 +40,29 @@ class OnDevice:
 
 
 class Part:
-    """One rank's part of a call that was read."""
+    """One rank's part of a call that was read. With ``strided`` blocks with gaps stay in place if kernels allow it.
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self._scratch = np.full(max(1, call.scratch_nbytes), 0xDB, np.uint8)
-        scratch = Span(self._scratch.ctypes.data, 0) if call.scratch_nbytes else None
-        self.exchange: Exchange = call.operation.one_shot(call.buffers(scratch))
+    The exchange has none of these gaps: `pack` and `unpack` bring such blocks from their places and to them.
+    """
+
+    def __init__(self, call: Call, *, strided: bool = False) -> None:
+        self.call, self.packed = call, call.packed if strided else call.without_gaps
+        nbytes = call.scratch_nbytes if self.packed is None else self.packed.nbytes
+        self._scratch = np.full(max(1, nbytes), 0xDB, np.uint8)
+        buffers = call.buffers(Span(self._scratch.ctypes.data, 0) if nbytes else None, self.packed)
+        self.exchange: Exchange = call.operation.one_shot(buffers)
+        self._of_gaps: tuple[list[_Block], list[_Block]] = [], []
+        if self.packed is not None and any(self.packed.gaps):
+            form, sides = Form.of_call(call, buffers, self.packed.gaps), list[tuple[Span | None, ...]]()
+            for blocks, side in zip(self._of_gaps, ("sends", "receives"), strict=True):
+                spans: list[Span | None] = list(getattr(self.exchange, side))
+                for peer, of_form in enumerate(getattr(form.one_shot, side)):
+                    gaps, span = form.gaps_of(of_form), spans[peer]
+                    if gaps is not None and span is not None:
+                        blocks.append(_Block(span, gaps))
+                        spans[peer] = Span(blocks[-1].packed.ctypes.data, span.count)
+                sides.append(tuple(spans))
+            self.exchange = replace(self.exchange, sends=sides[0], receives=sides[1])
 
     @classmethod
     def of(cls, operation: str, buffers: Sequence[Any], rank: int, size: int, neighbors: Neighborhood) -> Part:
@@ -53,20 +71,42 @@ class Part:
 
     def pack(self) -> None:
         """Bring data that has to be packed to scratch memory."""
-        for job in self.call.packed.before if self.call.packed is not None else ():
+        for job in self.packed.before if self.packed is not None else ():
             packed = pack(job.layout, *_memory_of(job))
             self._scratch[job.packed : job.packed + packed.size] = packed
+        for block in self._of_gaps[0]:
+            block.packed[:] = block.memory[block.places]
 
     def unpack(self) -> None:
         """Bring packed data to its places."""
-        for job in self.call.packed.after if self.call.packed is not None else ():
+        for job in self.packed.after if self.packed is not None else ():
             unpack(job.layout, self._scratch[job.packed : job.packed + job.layout.nbytes], *_memory_of(job))
+        for block in self._of_gaps[1]:
+            block.memory[block.places] = block.packed
 
 
 def _memory_of(job: PackJob) -> tuple[npt.NDArray[np.uint8], int]:
     """Return the memory that a job touches, and the index of its address there."""
     begin, end = job.layout.begin, job.layout.end
     return array_at(job.memory + begin, end - begin, np.dtype(np.uint8)), -begin
+
+
+class _Block:
+    """Memory around a block with gaps, the places of its bytes there, and memory for the bytes without the gaps."""
+
+    def __init__(self, span: Span, gaps: Gaps) -> None:
+        found = []
+        for region in gaps.regions:
+            places = region.offset + np.arange(region.run_nbytes)
+            for count, stride in zip(region.counts, region.strides, strict=True):
+                places = np.add.outer(np.arange(count) * stride, places).ravel()
+            assert places.size == region.nbytes
+            found.append(places)
+        places = np.concatenate(found)
+        assert places.size == span.count
+        first = int(places.min())
+        self.memory = array_at(span.pointer + first, int(places.max()) + 1 - first, np.dtype(np.uint8))
+        self.places, self.packed = places - first, np.zeros(span.count, np.uint8)
 
 
 def exchange(parts: Sequence[Part]) -> None:

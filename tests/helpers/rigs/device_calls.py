@@ -22,8 +22,9 @@ from mpicomm.collectives.host.engine import HostEngine
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.references.simulated_neighbors import Part
 from tests.helpers.rigs.call_forms import complete
+from tests.helpers.rigs.communicators import array_module, communicator, patience_s
 from tests.helpers.rigs.host_engines import CALL, engine_of
-from tests.helpers.rigs.message_rigs import Rig
+from tests.helpers.rigs.message_rigs import Rig, take_for_gpu
 
 
 class Engine:
@@ -40,7 +41,7 @@ class Engine:
     def prepare_call(self, call: Call, mappings: object, asked: str) -> Any:
         text = str(call.signature)
         self._post(text)
-        return SimpleNamespace(part=Part(call), text=text, is_new=True)
+        return SimpleNamespace(part=Part(call, strided=True), text=text, is_new=True)
 
     def template(self, call: Call, mappings: object, asked: str) -> None:
         return None
@@ -82,6 +83,22 @@ def on_gpu(rig: Rig, content: Any) -> Any:
 
 def values_of(array: Any) -> Any:
     return array if isinstance(array, np.ndarray) else array.get()  # also an array of CuPy
+
+
+@contextlib.contextmanager
+def on_gpus(
+    device: str, made_of: Callable[[Any], Any] = lambda comm: comm.Dup(), timeout_s: float | None = None
+) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+    """A communicator of GPUs, real ones or threads, ``made_of`` another one, and how its arrays are made."""
+    with communicator(device, timeout_s=timeout_s or patience_s(device)) as comm, array_module(comm) as xp:
+        child = made_of(comm)
+        if device == "cpu":
+            of_threads = take_for_gpu(child)
+            with on_host_engine(child):
+                yield child, lambda content: DeviceArray(of_threads, content)
+        else:
+            yield child, xp.asarray
+        child.Free()
 
 
 MAKERS: dict[str, Callable[[Rig, Any], Any]] = {"gpu": on_gpu, "host": lambda rig, content: np.array(content)}

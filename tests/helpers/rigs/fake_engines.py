@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.collectives.signature import Signature
+from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.devices.base import DeviceInfo, Link, Scratch
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
@@ -23,7 +24,7 @@ STREAM = 7
 
 
 class Rig:
-    """The engine of the first of two ranks. The other one sends and knows as much."""
+    """The engine of one of ``size`` ranks. The others send and know as much."""
 
     def __init__(
         self,
@@ -32,6 +33,8 @@ class Rig:
         most_nbytes: int | None = None,
         *,
         on_a_device: int = 1,
+        rank: int = 0,
+        size: int = 2,
     ) -> None:
         engine, arena = map(
             importlib.import_module, ("mpicomm.collectives.gpu.engine", "mpicomm.collectives.gpu.call_memory")
@@ -55,7 +58,9 @@ class Rig:
         monkeypatch.setattr(engine, "kernels_of", lambda info: kernels)
         monkeypatch.setattr(arena, "share", self._share)
         monkeypatch.setenv("MPICOMM_TUNING", "off")
-        node: Any = SimpleNamespace(rank=0, size=2, ranks=[0, 1], timeout_s=5.0, exchange=self._exchange)
+        self._size = size
+        ranks = [*range(size)]
+        node: Any = SimpleNamespace(rank=rank, size=size, ranks=ranks, timeout_s=5.0, exchange=self._exchange)
         backend: Any = SimpleNamespace(
             info=DeviceInfo(0, "NVIDIA H200", b"0" * 16, "", -1, (9, 0)),
             multiprocessors=132,
@@ -67,6 +72,7 @@ class Rig:
             current=contextlib.nullcontext,
             lasting_streams={0},
             scratch=lambda nbytes: Scratch((3 << 50) + nbytes, nbytes, None),
+            pack_table=lambda table: 5 << 50,
         )
         call_log: Any = SimpleNamespace(
             post=lambda text, count=0, offset=None, *, ready=False: None,
@@ -89,10 +95,11 @@ class Rig:
 
     def _exchange(self, what: str, work: Any) -> list[Any]:
         self.told.append(what)
-        return [work()] * 2
+        own = work()
+        return [BUILT_IN if own is None else own] * self._size  # the first rank has the table
 
     def _share(self, node: Any, backend: Any, what: str, produce: Any, signature: Any) -> Any:
-        segments = [SimpleNamespace(pointer=(rank + 1) << 40, nbytes=signature()) for rank in range(2)]
+        segments = [SimpleNamespace(pointer=(rank + 1) << 40, nbytes=signature()) for rank in range(self._size)]
         return _Segments(segments)
 
 

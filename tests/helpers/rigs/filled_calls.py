@@ -11,13 +11,14 @@ from mpicomm.collectives.gpu.algorithms.base import Domain, Form, with_place
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.call_templates import CallTemplate, CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.devices.base import Scratch
 from mpicomm.kernels.team import Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.symmetric.registry import Mappings
 
 
@@ -67,7 +68,8 @@ class Device:
 
 
 def decision_of(call: Call, device: Device, asked: str) -> Decision:
-    form = Form.of_call(call, call.buffers(device.scratch.of(call.scratch_nbytes)))
+    buffers = call.buffers(device.scratch.of(call.scratch_nbytes))
+    form = Form.of_call(call, buffers, () if call.packed is None else call.packed.gaps)
     return Decision(form, asked, BUILT_IN, device.domain, cast(Any, device))
 
 

@@ -83,7 +83,7 @@ def take_for_gpu(
 
 @contextlib.contextmanager
 def small_messages() -> Iterator[None]:
-    """Let messages of some hundred KiB go in several pieces and lie in several blocks."""
+    """Let messages of some hundred KiB go in several pieces, and the outbox grow by small blocks."""
     from mpicomm.messages import outbox, rendezvous_header
 
     with (

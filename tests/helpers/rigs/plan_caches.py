@@ -14,7 +14,7 @@ from mpicomm.collectives.call import Arguments, in_order
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.symmetric.registry import Mappings
-from mpicomm.ways.on_gpus import OnGpus
+from mpicomm.ways.dispatch import OnGpus
 
 
 class Array:

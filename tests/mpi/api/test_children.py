@@ -116,6 +116,19 @@ def test_what_is_made_of_some_ranks_is_a_communicator_of_those(
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_group_of_other_ranks_is_refused(comm: mpicomm.Communicator) -> None:
+    other, half = (comm.rank + 1) % comm.size, comm.Split(comm.rank)
+    for caller, words in ((comm, f"has the ranks .{other}., and not rank {comm.rank}"), (half, "has 1 processes that")):
+        group = comm.Get_group().Incl([other])
+        with pytest.raises(mpicomm.InvalidUsageError, match=f"Create_group: group {words}") as caught:
+            caller.Create_group(group)
+        assert isinstance(caught.value, MPI.Exception)
+        assert caught.value.Get_error_class() == MPI.ERR_GROUP
+        group.Free()
+    half.Free()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_halves_work_at_the_same_time(comm: mpicomm.Communicator) -> None:
     half = comm.Split(comm.rank % 2, -comm.rank)
     assert isinstance(half, mpicomm.Communicator)

@@ -170,7 +170,6 @@ def test_partitioned_messages(rig: Rig, made: Any, count: int) -> None:
         assert send == MPI.REQUEST_NULL == receive and not receive
 
 
-@pytest.mark.skipif(OPEN_MPI, reason="its partitions are not safe with threads")
 def test_a_wait_of_mpi_completes_partitioned_messages(rig: Rig) -> None:
     sent, received = rig.of(rig.rank, 6), rig.empty(6)
     send, receive = rig.comm.Psend_init(sent, 2, rig.right, 4), rig.comm.Precv_init(received, 2, rig.left, 4)

@@ -115,7 +115,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (ADJACENT, {"sources": [77]}, f"sources[0]=77 {NO_RANK}"),
     (ADJACENT, {"sources": [-7]}, f"sources[0]=-7 {NO_RANK}"),
     (ADJACENT, {"destinations": [0, 77]}, f"destinations[1]=77 {NO_RANK}"),
-    (ADJACENT, {"sources": ["a"]}, "sources=['a'] is no list of integers: pass one"),
+    (ADJACENT, {"sources": ["a"]}, "sources=['a']: pass integers"),
     (ADJACENT, {"sourceweights": [1, 2]}, "sourceweights has 2 items: pass 1"),
     (ADJACENT, {"destweights": 2.5}, "'float' object is not iterable"),
     (ADJACENT, {"destweights": []}, "destweights has 0 items: pass 1"),
@@ -169,7 +169,7 @@ def test_a_neighbour_may_be_none(host_comm: mpicomm.Communicator) -> None:
         ([1], [-1], "edges[0]=-1 is no rank of the communicator: use 0 to 0"),
         ([2], [0], "edges has 1 items, but index says 2: pass all of them"),
         ([-1], [], "index=[-1] goes down to -1: pass the sums of the numbers of neighbours"),
-        (["a"], [0], "index=['a'] is no list of integers: pass one"),
+        (["a"], [0], "index=['a']: pass integers"),
         (range(1, 100), [0] * 99, "index has 99 ranks, but the communicator has"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 from tests.helpers.rigs.communicators import to_host
+from tests.helpers.rigs.device_calls import on_gpus, values_of
 
 
 @pytest.fixture
@@ -30,87 +31,6 @@ def made() -> Iterator[list[MPI.Datatype]]:
 def committed(made: list[MPI.Datatype], datatype: MPI.Datatype) -> MPI.Datatype:
     made.append(datatype)
     return datatype.Commit()
-
-
-def column(made: list[MPI.Datatype], rows: int, columns: int) -> MPI.Datatype:
-    """A column of a matrix of doubles, which begins one element after the column before."""
-    vector = MPI.DOUBLE.Create_vector(rows, 1, columns)
-    made.append(vector)
-    return committed(made, vector.Create_resized(0, 8))
-
-
-def test_alltoallw_transposes(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
-    """Each rank has rows of a cube, and gets columns of it: an FFT's transposition."""
-    size, rank = comm.size, comm.rank
-    shape = (2 * size, 3 * size, 5)
-    whole = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
-    rows, columns = [2, 3 * size, 5], [2 * size, 3, 5]
-    sends = [committed(made, MPI.DOUBLE.Create_subarray(rows, [2, 3, 5], [0, 3 * peer, 0])) for peer in range(size)]
-    receives = [
-        committed(made, MPI.DOUBLE.Create_subarray(columns, [2, 3, 5], [2 * peer, 0, 0])) for peer in range(size)
-    ]
-    for repeat in range(3):
-        mine = xp.asarray(whole[2 * rank : 2 * rank + 2] + repeat)
-        got = xp.full(columns, -1.0)
-        once, nowhere = [1] * size, [0] * size
-        if repeat < 2:
-            comm.Alltoallw([mine, once, nowhere, sends], [got, (once, nowhere), receives])
-        else:
-            comm.Ialltoallw([mine, sends], [got, receives]).Wait()
-        np.testing.assert_array_equal(to_host(got), whole[:, 3 * rank : 3 * rank + 3] + repeat)
-
-
-def test_columns_meet_plain_arrays(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
-    """The root names columns of a matrix, the other ranks name plain arrays."""
-    size, rank = comm.size, comm.rank
-    matrix = np.arange(4.0 * size).reshape(4, size)
-    of_root = column(made, 4, size)
-    for _ in range(3):
-        mine = xp.zeros(4)
-        comm.Scatter([xp.asarray(matrix), 1, of_root] if rank == 0 else None, mine)
-        np.testing.assert_array_equal(to_host(mine), matrix[:, rank])
-        back = xp.zeros((4, size))
-        comm.Gather(mine, [back, 1, of_root] if rank == 0 else None)
-        np.testing.assert_array_equal(to_host(back), matrix if rank == 0 else 0 * matrix)
-        everywhere = xp.zeros((4, size))
-        comm.Allgather(mine, [everywhere, 1, of_root])
-        np.testing.assert_array_equal(to_host(everywhere), matrix)
-        comm.Iallgather(mine, [everywhere, 1, of_root]).Wait()
-        comm.Allgather(MPI.IN_PLACE, [everywhere, 1, of_root])
-        np.testing.assert_array_equal(to_host(everywhere), matrix)
-
-
-@pytest.mark.parametrize("gaps_on", [0, 1])
-def test_datatypes_without_gaps_meet_datatypes_with_gaps(
-    comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype], gaps_on: int
-) -> None:
-    """Some ranks pack, and others send and receive where the data lies. The data begins after the first element."""
-    size, rank, units, root = comm.size, comm.rank, 1000, gaps_on % comm.size
-    step = 2 if rank % 2 == gaps_on else 1
-    pair = MPI.INT32_T.Create_vector(2, 1, step)
-    made.append(pair)
-    datatype = committed(made, pair.Create_resized(0, 8 * step))
-
-    def spread(values: Any) -> Any:
-        """An array with the gaps of this rank."""
-        array = np.full(step * (values.size + 2), -1, np.int32)
-        array[2 * step :: step] = values
-        return xp.asarray(array)
-
-    def sent(source: int) -> Any:
-        return np.arange(2 * units * size, dtype=np.int32) + 100_000 * source
-
-    rows = np.stack([sent(source).reshape(size, -1)[rank] for source in range(size)]).ravel()
-    counts, places = [units] * size, [1 + units * peer for peer in range(size)]
-    starts, types = [8 * step * place for place in places], [datatype] * size
-    for method, more in (("Alltoallv", (places, datatype)), ("Alltoallw", (starts, types))):
-        for _ in range(2):
-            given, got = spread(sent(rank)), spread(np.full(2 * units * size, -1))
-            getattr(comm, method)([given, counts, *more], [got, counts, *more])
-            np.testing.assert_array_equal(to_host(got), to_host(spread(rows)))
-    given = spread(sent(rank))
-    comm.Bcast([given, (units * size, 1), datatype], root)
-    np.testing.assert_array_equal(to_host(given), to_host(spread(sent(root))))
 
 
 def test_structures_meet_lists(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
@@ -232,6 +152,113 @@ def test_sums_of_characters_are_mpis(comm: mpicomm.Communicator, xp: Any, count:
             except MPI.Exception as error:
                 outcomes.append(error.Get_error_class())
         assert outcomes[0] == outcomes[1], datatype.name
+
+
+COMPILE_S = 20.0  # a rank may compile a kernel while others, which need other kernels, wait for it on their GPUs
+UNITS = 6  # the elements of each of the datatypes below
+
+
+def one_of(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
+    return choices[int(rng.integers(len(choices)))]
+
+
+def leave_together() -> None:
+    """Wait until all ranks have left a call of MPI.
+
+    MPI moves data only inside its calls. So a rank may be in the call for as long as another one waits for a GPU, which
+    in turn waits for the rank.
+    """
+    MPI.COMM_WORLD.Barrier()
+
+
+def datatypes_of_units(made: list[MPI.Datatype]) -> list[MPI.Datatype]:
+    """Datatypes of as many doubles: without gaps, with gaps, in several regions, and one that kernels have to pack."""
+    double = MPI.DOUBLE
+    structure = MPI.Datatype.Create_struct([1, 2], [8, 24], [double, double])
+    kinds = [
+        double.Create_contiguous(UNITS),
+        double.Create_vector(UNITS, 1, 3),
+        double.Create_subarray([4, 5], [2, 3], [1, 2]),
+        double.Create_indexed([1, 3, 2], [1, 4, 12]),
+        double.Create_hindexed_block(1, [120, 64, 8, 24, 96, 0]),
+        structure.Create_resized(0, 48).Create_contiguous(2),
+    ]
+    made += [structure, *kinds]
+    extents = [8 * UNITS, *[160] * 5]
+    return [committed(made, each.Create_resized(0, extent)) for each, extent in zip(kinds, extents, strict=True)]
+
+
+@pytest.mark.parametrize("name", [row.name for row in OPERATIONS.values() if not row.reduces and not row.of_neighbors])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_results_are_those_of_mpi(device: str, made: list[MPI.Datatype], name: str, in_place: bool) -> None:
+    """Each rank draws its datatypes, so ranks with gaps meet ranks without."""
+    row, rank, size = OPERATIONS[name], MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    if in_place and (row.rooted or (row.send != row.receive and row.send != "one")):
+        pytest.skip("MPI has no such call in place")
+    shared, own, kinds = np.random.default_rng(size), np.random.default_rng([size, rank]), datatypes_of_units(made)
+
+    def argument(shape: str, same: int, of_rank: list[int], of_peers: list[int], most: int) -> list[Any]:
+        """An argument but for its array, in which a block has at most ``most`` elements of a datatype."""
+        if shape == "one":
+            return [same if row.counts == "same" else of_rank[rank], one_of(own, kinds)]
+        if shape == "blocks":
+            return [same, one_of(own, kinds)]
+        counts = of_rank if "one" in (row.send, row.receive) else of_peers
+        if shape == "vector":
+            return [counts, [most * peer for peer in range(size)], one_of(own, kinds)]
+        return [counts, [160 * most * peer + 8 for peer in range(size)], [one_of(own, kinds) for _ in counts]]
+
+    with on_gpus(device, timeout_s=COMPILE_S) as (comm, make):
+        for number, root in enumerate((*range(size), *[0] * 12)):
+            most, form = one_of(shared, (3, 300)), FORMS[number % len(FORMS)]
+            same, of_rank = int(shared.integers(most)), shared.integers(0, most, size).tolist()
+            table = shared.integers(0, most, (size, size))
+            table = np.minimum(table, table.T) if in_place else table
+            shapes = (row.send, table[rank].tolist()), (row.receive, table[:, rank].tolist())
+            arguments = [argument(shape, same, of_rank, of_peers, most) for shape, of_peers in shapes]
+            contents = [own.random(20 * most * (size + 1)) for _ in arguments]
+            outcomes = []
+            for each, where, method in (
+                (MPI.Intracomm(MPI.COMM_WORLD), np.array, name),
+                (comm, make, method_name(form, name)),
+            ):
+                send, receive = map(where, contents)
+                given: list[Any] = [[send, *arguments[0]], [receive, *arguments[1]]]
+                if in_place:
+                    given[0] = MPI.IN_PLACE
+                if row.rooted:
+                    if rank != root and row.rooted != "bcast":
+                        given[row.rooted == "receive"] = None
+                    given.append(root)
+                complete(getattr(each, method)(*given[row.rooted == "bcast" :]))
+                if each is not comm:
+                    leave_together()
+                outcomes.append(values_of(receive))
+            np.testing.assert_array_equal(outcomes[1], outcomes[0], f"{form}: {arguments}")
+
+
+def test_blocks_with_gaps_of_neighbours_that_occur_twice(device: str, made: list[MPI.Datatype]) -> None:
+    """In a ring of two ranks each is twice the other's neighbour, and in the other dimension its own."""
+    rank, size, kinds = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, datatypes_of_units(made)
+    own, counts, starts = np.random.default_rng([size, rank]), [1, 1, 2, 2], [8, 488, 968, 1448]
+
+    def torus(comm: Any) -> Any:
+        return comm.Create_cart([size, 1], periods=[True, True])
+
+    of_mpi = torus(MPI.Intracomm(MPI.COMM_WORLD))
+    with on_gpus(device, torus, COMPILE_S) as (comm, make):
+        for _ in range(12):
+            contents = [own.random(300) for _ in range(2)]
+            types = [[one_of(own, kinds) for _ in counts] for _ in range(2)]
+            outcomes = []
+            for each, where in ((of_mpi, np.array), (comm, make)):
+                arrays = [*map(where, contents)]
+                each.Neighbor_alltoallw(*([array, counts, starts, of] for array, of in zip(arrays, types, strict=True)))
+                if each is not comm:
+                    leave_together()
+                outcomes.append(values_of(arrays[1]))
+            np.testing.assert_array_equal(outcomes[1], outcomes[0])
+    of_mpi.Free()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ The engine of the host stands for the engine of GPUs, so a rank that goes anothe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,15 +16,23 @@ from mpi4py import MPI
 
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.cluster.placement import Placement
-from mpicomm.collectives import beside
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.log import logger
+from mpicomm.mpi import host_calls
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.call_forms import FORMS, complete, method_name
-from tests.helpers.rigs.communicators import array_module, communicator, patience_s
-from tests.helpers.rigs.device_calls import MAKERS, Engine, call, on_gpu, on_host_engine, require_one_way, values_of
-from tests.helpers.rigs.message_rigs import Rig, on_threads, take_for_gpu
+from tests.helpers.rigs.device_calls import (
+    MAKERS,
+    Engine,
+    call,
+    on_gpu,
+    on_gpus,
+    on_host_engine,
+    require_one_way,
+    values_of,
+)
+from tests.helpers.rigs.message_rigs import Rig, take_for_gpu
 from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
 
 if MPI.COMM_WORLD.size == 1:
@@ -163,7 +170,7 @@ def test_the_buffers_that_all_ranks_pass_say_where_a_rooted_call_is(
 def test_one_warning_tells_of_host_arrays(rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    beside._warned.clear()
+    host_calls._named.clear()
     target = on_gpu(rig, np.zeros(rig.size))
     for _ in range(3):
         rig.comm.Allgather(np.zeros(1), target)
@@ -225,22 +232,6 @@ def test_calls_of_neighbours_go_to_the_engine_unless_they_ask_for_mpi(made: Any)
 
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1
-
-
-@contextmanager
-def on_gpus(device: str) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-    """A communicator of GPUs, real ones or threads, and how its arrays are made."""
-    timeout_s = patience_s(device)
-    with communicator(device, timeout_s=timeout_s) as comm, array_module(comm) as xp:
-        if device == "cpu":
-            child, made_of_threads = on_threads(comm)
-            with on_host_engine(child):
-                yield child, lambda content: DeviceArray(made_of_threads, content)
-            child.Free()
-        else:
-            child = comm.Dup()
-            yield child, xp.asarray
-            child.Free()
 
 
 @pytest.mark.parametrize("host", [0, LAST])
@@ -329,7 +320,7 @@ def test_one_warning_tells_of_the_rank_with_host_arrays(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    beside._warned.clear()
+    host_calls._named.clear()
     with on_gpus(device) as (comm, make):
         here = np.array if comm.rank == 0 else make
         for _ in range(3):

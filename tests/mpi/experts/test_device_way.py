@@ -17,6 +17,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import Experts, InvalidUsageError
 from mpicomm.cluster.placement import Placement
+from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.kernels.team import ABSENT
@@ -48,7 +49,6 @@ class ExpertsDevice(WindowDevice):
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank, 20)
-        self.info = SimpleNamespace(compute_capability=(9, 0), uuid=bytes([rank]))
         self.noted: list[Noted] = []
 
     def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
@@ -83,7 +83,9 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         comm = parent.Dup()
         was = comm._session.placement
         device = ExpertsDevice(comm.rank)
-        places = [replace(place, device=0, handle="ipc") for place in was.places]
+        infos = [DeviceInfo(0, "GPU", bytes([rank]), "", -1, (9, 0)) for rank in range(comm.size)]
+        given = zip(was.places, infos, strict=True)
+        places = [replace(place, device=0, devices=(info,), handle="ipc") for place, info in given]
         comm._begin(Session(MPI.Intracomm(comm), Placement(places, was.rank), cast(GpuBackend, device)))
         monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(empty=device.of))
         yield Rig(comm, device)

@@ -13,6 +13,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.log import logger
 from mpicomm.messages.in_flight import DONE
+from mpicomm.messages.outbox import PART
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.rigs.message_rigs import LARGE, Rig, content, on_threads, same, small_messages
@@ -24,7 +25,7 @@ SINGLE = 12 * LARGE
 def single(parent: mpicomm.Communicator) -> Iterator[Rig]:
     """A rig whose outbox has room for a single message of `SINGLE` elements."""
     with nothing_leaks(), small_messages():
-        comm, device = on_threads(parent, total_nbytes=64 << 21)
+        comm, device = on_threads(parent, total_nbytes=PART << 21)
         yield Rig(comm, device)
         comm.Free()
 
@@ -45,7 +46,7 @@ def require_place(rig: Rig) -> None:
 
 def test_memory_is_used_again_only_when_its_receiver_is_done(parent: mpicomm.Communicator) -> None:
     with nothing_leaks(), small_messages():
-        comm, device = on_threads(parent, total_nbytes=64 << 21)  # room for 2 MiB: 7 messages
+        comm, device = on_threads(parent, total_nbytes=PART << 21)  # room for 2 MiB: 7 messages
         rig = Rig(comm, device)
         received = rig.empty(2 * LARGE)
         for number in range(60):
@@ -64,7 +65,7 @@ def test_without_room_messages_go_through_the_host(
 ) -> None:
     count = 2 * LARGE + 1  # no other test has it: the warning names the length, and comes once per process
     with small_messages():
-        comm, device = on_threads(parent, total_nbytes=64 << 21)
+        comm, device = on_threads(parent, total_nbytes=PART << 21)
         rig = Rig(comm, device)
         lines = warnings_of(monkeypatch)
         sends = [rig.comm.Isend(rig.of(rig.rank, count, number), rig.right) for number in range(12)]

@@ -206,6 +206,24 @@ def test_messages_of_device_arrays_have_tracks_of_their_streams(
     assert {(event["cat"], event["tid"] >= 1000) for event in device} == {("device", True)}
 
 
+def test_prepared_receives_of_device_arrays_are_waited_for_in_the_trace(
+    traced: mpicomm.Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_work, "timeline_of", lambda backend: Threads())
+    with rig_on(traced) as rig:
+        prepared = rig.comm.Recv_init(rig.empty(5000), rig.left)
+        prepared.Wait()  # nothing is started
+        for _ in range(2):
+            prepared.Start()
+            rig.comm.Isend(rig.of(rig.rank, 5000), rig.right).Wait()
+            prepared.Wait()
+        prepared.Free()
+    traced.check()
+    calls = [event for event in calls_of(folder) if event["tid"] < 1000]  # without the tracks of streams
+    waits = [event["args"]["of"] for event in calls if event["name"] == "Wait"]
+    assert waits[:5] == ["Recv_init", "Isend", "Recv_init", "Isend", "Recv_init"]
+
+
 def test_calls_of_windows_are_in_the_trace(traced: mpicomm.Communicator, folder: Path) -> None:
     win = mpicomm.Win.Allocate(80, 8, comm=traced)
     peer, ones, before = (traced.rank + 1) % traced.size, np.ones(3), np.zeros(1)

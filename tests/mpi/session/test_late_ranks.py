@@ -141,3 +141,18 @@ def test_a_missing_rank_of_a_group_is_named() -> None:
     for group in (everyone, first, *pairs):
         group.Free()
     comm.Free()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_the_words_of_a_call_that_ranks_never_make_reach_no_other_communicator() -> None:
+    comm = communicator("cpu", timeout_s=patience_s("cpu"))
+    if WORLD.rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"^Dup: rank"):
+            comm.Dup()
+    WORLD.Barrier()
+    comm.Free()
+    others = WORLD.Create_group(WORLD.Get_group().Excl([0]))  # MPI would give it the number of the freed communicator
+    strays = WORLD.rank > 0 and any(others.Iprobe(rank, MPI.ANY_TAG) for rank in range(others.size))
+    assert not WORLD.allreduce(strays, MPI.LOR)
+    if WORLD.rank > 0:
+        others.Free()

@@ -18,6 +18,7 @@ from mpicomm import HandleError, MpicommError, PeerError
 from mpicomm.cluster import placement
 from mpicomm.devices import host, host_memory
 from mpicomm.devices.handle import Descriptor
+from mpicomm.sharing import choose_handle
 from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
@@ -326,3 +327,18 @@ def test_reads_that_bring_something_else_are_found_by_the_probe(device: str) -> 
         said = f"failed on rank {culprit}: rank 0's memory reads 0 instead of "
         with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said):
             communicator(device)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_of_a_node_that_open_no_memory_of_each_other_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(node: Any, backend: Any, kind: Any) -> None:
+        def fail() -> None:
+            if WORLD.rank == 1:
+                raise HandleError("permission denied")
+
+        node.agree("probe", fail)
+
+    monkeypatch.setattr(choose_handle, "probe", probe)
+    with pytest.raises(HandleError, match=r"no handle kind works.*permission denied.*another MPICOMM_HOSTID") as raised:
+        communicator("cpu")
+    assert raised.value.ranks == (1,)

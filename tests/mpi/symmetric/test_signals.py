@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, SharedEvent
-from mpicomm.symmetric import owner
+from mpicomm.sharing import shared_memory
 from tests.helpers.rigs.communicators import (
     array_module,
     communicator,
@@ -125,7 +125,7 @@ def test_communicator_is_unusable_after_a_signal_that_did_not_come(device: str) 
 
 
 def test_signals_work_in_every_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "_CHUNK_NBYTES", 2 * owner._LINE_NBYTES)  # two arrays in each
+    monkeypatch.setattr(shared_memory, "_CHUNK_NBYTES", 2 * shared_memory._LINE_NBYTES)  # two arrays in each
     with communicator(device) as comm, array_module(comm) as xp:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 

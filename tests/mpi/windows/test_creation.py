@@ -113,14 +113,25 @@ def test_windows_without_memory_are_mpis(comm: mpicomm.Communicator) -> None:
     win.Free()
 
 
-def test_bad_arguments_raise_on_all_ranks(comm: mpicomm.Communicator) -> None:
-    wrong = comm.rank == comm.size - 1
-    wrongs: list[tuple[Any, int, str]] = [(-1, 1, "size=-1"), (8, 0, "disp_unit=0"), (8.5, 1, "size=8.5")]
-    for size, disp_unit, words in wrongs:
-        with pytest.raises(InvalidUsageError, match=f"rank {comm.size - 1}: Win.Allocate: {words}"):
-            mpicomm.Win.Allocate(size if wrong else 8, disp_unit if wrong else 1, comm=comm, place="device")
-    with pytest.raises(InvalidUsageError, match="place='gpu': use one of auto, device, mpi"):
-        mpicomm.Win.Allocate(8, comm=comm, place="gpu")
+@pytest.mark.parametrize("on_host", [False, True])
+def test_bad_arguments_of_one_rank_raise_on_all(
+    comm: mpicomm.Communicator, host_comm: mpicomm.Communicator, on_host: bool
+) -> None:
+    comm = host_comm if on_host else comm
+    wrongs: list[tuple[str, dict[str, Any], str]] = [
+        ("Allocate", {"size": -1}, "size=-1"),
+        ("Allocate", {"size": 8.5}, "size=8.5"),
+        ("Allocate_shared", {"disp_unit": 0}, "disp_unit=0"),
+        ("Allocate", {"place": "gpu"}, "place='gpu': use one of auto, device, mpi"),
+        ("Create", {"place": "gpu"}, "place='gpu'"),
+        ("Create", {"disp_unit": -1}, "disp_unit=-1"),
+        ("Create_dynamic", {"place": "gpu"}, "place='gpu'"),
+    ]
+    for make, wrong, words in wrongs:
+        good: dict[str, Any] = {"Create": {"memory": None}, "Create_dynamic": {}}.get(make, {"size": 8})
+        given = {**good, **(wrong if comm.rank == comm.size - 1 else {})}
+        with pytest.raises(InvalidUsageError, match=f"rank {comm.size - 1}: .*{words}"):
+            getattr(mpicomm.Win, make)(**given, comm=comm)
     with pytest.raises(InvalidUsageError, match=r"is no mpicomm.Communicator"):
         mpicomm.Win.Allocate(8, comm=MPI.COMM_SELF, place="device")
     comm.Barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
-from mpicomm import InvalidUsageError, MpicommError
+from mpicomm import InvalidUsageError, MpicommError, PeerError
 from mpicomm.torch import communicator
 from tests.helpers.inputs.torch_cases import Op
 
@@ -176,3 +177,19 @@ def test_one_rank_that_passes_another_type_is_heard_by_all(world: dist.ProcessGr
             dist.all_reduce(torch.ones(70_000, dtype=dtype), group=group)
             communicator(group).check()  # for a GPU, because the call does not wait for its kernel there
     dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("root", [0, -1])
+def test_a_wrong_list_of_the_root_is_heard_by_all(world: dist.ProcessGroup, root: int) -> None:
+    size = dist.get_world_size()
+    for lists in (list(torch.ones(size, 2)), list(torch.ones(size - 1, 1))):
+        group, options, begun = dist.new_group(timeout=timedelta(seconds=20)), dist.ScatterOptions(), time.monotonic()
+        options.asyncOp, options.rootRank = False, root % size
+        if size > 1:
+            is_root = group.rank() == root % size
+            with pytest.raises(MpicommError) as raised:
+                group.scatter([torch.ones(1)], [lists] if is_root else [], options)
+                group.barrier()  # for a GPU, because the call does not wait for its kernel there
+            assert isinstance(raised.value, InvalidUsageError if is_root else PeerError)
+            assert time.monotonic() - begun < 15
+        dist.destroy_process_group(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE
 from mpicomm.collectives.gpu.call_templates import CallTemplate
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.errors import MpicommError
 from mpicomm.symmetric.registry import Mappings
 from mpicomm.torch import streams
 from mpicomm.torch.collectives import Collective, collectives_of
@@ -88,6 +90,10 @@ def calls(rank: int) -> dict[str, tuple[str, tuple[Any, ...]]]:
         "Reduce_scatter_block": ("reduce_scatter_tensor", (some, twice, SUM)),
         "Alltoallv": ("all_to_all_single", (some, torch.ones(4, 3), [], [])),
         "Alltoallv with splits": ("all_to_all_single", (some, torch.ones(4, 3), splits[rank], splits[rank])),
+        "Alltoallv of lists": ("all_to_all", ([some, torch.zeros(12)], [torch.ones(4, 3)] * 2, (), ())),
+        "Alltoallv between inputs": ("all_to_all", (list(twice[::4]), list(twice[1::4].neg()), (), ())),
+        "Allgatherv": ("all_gather", ([some[3:], twice], (some[3:], twice)[rank].clone())),
+        "Allgatherv in place": ("all_gather", ([twice[4:], twice[:4]], twice[4 - 4 * rank :][:4])),
     }
 
 
@@ -134,6 +140,28 @@ def test_only_splits_that_share_all_rows_are_known(comm: Any, rows: tuple[int, .
     odd = torch.zeros(3, *rows[1:])
     assert call.find(comm.cache, (odd, sent, [1, 2], []))
     assert not call.find(comm.cache, (odd, sent, [], []))
+
+
+def test_lists_whose_tensors_cannot_stay_in_place_are_not_known(comm: PlanningComm) -> None:
+    memory, odd = torch.zeros(8, dtype=torch.complex64), bytearray(44)
+    halves = [torch.frombuffer(odd, dtype=torch.complex64, count=2, offset=offset) for offset in (0, 20)]
+    given = [torch.ones(2, dtype=torch.complex64) for _ in range(2)]
+    for outputs, inputs in (
+        (halves, given),
+        (list(memory[:4].view(2, 2).t()), given),
+        ([memory[:2].conj(), memory[2:4]], given),
+        ([memory[:2], memory[1:3]], given),
+        ([memory[:2], torch.nn.Parameter(memory[2:4])], given),
+        ([memory[:2], memory[1:3]], [memory[4:6], memory[6:8]]),
+        ([memory[:2], memory[2:4]], [memory[3:5], memory[6:8]]),
+        ([memory[:2], memory[2:4], memory[4:6]], [*given, given[0]]),
+        ([memory[:2], memory[2:4].view(torch.float32)], given),
+        ([memory[:0], memory[:0]], [memory[:0], memory[:0]]),
+    ):
+        call = collectives_of(comm)["all_to_all"]  # type: ignore[arg-type]
+        with suppress(MpicommError):
+            call.carry_out(outputs, inputs, (), ())
+        assert call.find(comm.cache, (outputs, inputs, (), ())) is None
 
 
 def test_a_sum_with_factors_is_not_known(comm: Any) -> None:

@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import mpicomm.torch
 from mpicomm import CollectiveTimeoutError
 from mpicomm.torch import communicator
+from mpicomm.waiting import wait_until
 from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
+from tests.helpers.jobs.pace import HANG_S
 
 pytestmark = pytest.mark.gpu_alone
 
@@ -172,7 +174,7 @@ def test_a_rank_that_does_not_come_makes_an_error(world: dist.ProcessGroup) -> N
     if rank != culprit:
         work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
         assert work is not None and work.exception() is None
-        assert work.get_future_result().wait() == int(torch._C._distributed_c10d.WorkResult.TIMEOUT)
+        assert wait_until(work.is_completed, HANG_S)
         error = work.exception()
         assert isinstance(error, CollectiveTimeoutError) and isinstance(error, RuntimeError)
         assert culprit in error.ranks and not work.is_success()

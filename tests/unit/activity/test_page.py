@@ -31,7 +31,8 @@ ALONE = [Member("host", 1, 0)]
 
 def opened(processes: list[Member], rank: int = 0) -> CommunicatorRow:
     row = CommunicatorRow()
-    row.open(Heading(rank, processes, "cpu"))
+    heading = Heading(rank, processes, "cpu")
+    row.open(heading, heading.count())
     return row
 
 
@@ -72,8 +73,8 @@ def test_windows_have_rows_of_their_own() -> None:
     assert layout.MOST_RANKS == WINDOW_RANKS
     heading = Heading(0, [Member("host", 1, 61), Member("host", 2, 62)], "cpu")
     communicator, row = CommunicatorRow(), CommunicatorRow()
-    communicator.open(heading)
-    row.open(heading, window=True)
+    communicator.open(heading, 1)
+    row.open(heading, 1, window=True)
     assert of("ranks 61-62").key != of("window of ranks 61-62").key
     row.log(0).post("Win.Fence")
     posted = of("window of ranks 61-62")
@@ -134,7 +135,7 @@ def test_a_communicator_has_the_same_key_in_all_processes() -> None:
     program = (
         "from mpicomm.activity.page import CommunicatorRow, Heading, Member;"
         "from mpicomm.activity.reading import read_activity; import os;"
-        "row = CommunicatorRow(); row.open(Heading(1, [Member('a', 1, 45), Member('b', 1, 46)], 'cpu'));"
+        "row = CommunicatorRow(); row.open(Heading(1, [Member('a', 1, 45), Member('b', 1, 46)], 'cpu'), 1);"
         "print(read_activity(os.getpid()).communicators[0].key)"
     )
     other = run_command(sys.executable, "-c", program)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm import environment
+from mpicomm.api.topologies import Edges, best_order, cost_of
 from mpicomm.cluster import placement
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.linked_order import Edges, best_order, cost_of
 from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parts_of
 from mpicomm.cluster.process import group_by_node
 from mpicomm.devices.base import DeviceInfo, Link
@@ -39,10 +39,9 @@ def place(
     visible: Sequence[bytes] = (),
     device: int | str = "auto",
     pid: int = 1,
-    container: str = "container",
 ) -> RankPlace:
     reason = "no driver" if not visible else ""
-    return RankPlace("host", pid, node, container, devices(*visible), reason, device, "auto", 30.0)
+    return RankPlace("host", pid, node, devices(*visible), reason, device, "auto", 30.0)
 
 
 # ---- assign_devices
@@ -264,15 +263,6 @@ def test_only_ranks_of_the_node_have_an_index_in_it() -> None:
 
 
 # ---- groups of ranks
-
-
-def test_a_node_is_parted_by_containers() -> None:
-    places = [place(container="a"), place(container="b"), place(container="a"), place("other")]
-    placement = Placement(places, 0)
-    by_container = placement.parted({0, 1, 2})
-    assert by_container is not None
-    assert by_container.nodes == [[0, 2], [1], [3]]
-    assert by_container.parted({0, 2}) is None
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_an_all_gather_packs_its_block_once() -> None:
         "Neighbor_allgather",
         ([OnDevice(np.zeros(64)), 1, column], OnDevice(np.zeros(96))),
         Neighborhood((1, 2, 3), (1, 2, 3)),
-    ).packed
+    ).without_gaps
     assert packed is not None
     assert len(packed.before) == 1 and not packed.after and packed.nbytes == 256
     column.Free()

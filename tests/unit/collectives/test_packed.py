@@ -101,7 +101,7 @@ class Buffer:
 @settings(max_examples=50)
 @given(data=st.data())
 def test_ranks_with_gaps_meet_ranks_without(datatypes: dict[str, MPI.Datatype], name: str, data: st.DataObject) -> None:
-    row = OPERATIONS[name]
+    row, strided = OPERATIONS[name], data.draw(st.booleans(), "strided")
     size, in_place = data.draw(st.integers(2, 3), "size"), data.draw(st.booleans(), "in place")
     root = data.draw(st.integers(0, size - 1), "root")
     in_place = in_place and row.rooted == "" and not row.of_neighbors
@@ -141,11 +141,13 @@ def test_ranks_with_gaps_meet_ranks_without(datatypes: dict[str, MPI.Datatype], 
             if row.rooted != "receive" or rank == root:
                 receive = buffer(row.receive, [of[root]] if row.receive == "one" else of, 100 + rank)
         given = MPI.IN_PLACE if in_place else send and send.spec, receive and receive.spec
-        parts.append(Part(Call(row, Arguments(*given, None, root), rank, size, neighborhood=everybody)))
+        call = Call(row, Arguments(*given, None, root), rank, size, neighborhood=everybody)
+        parts.append(Part(call, strided=strided))
         sends.append(send)
         receives.append(receive)
-        packed, buffers = parts[-1].call.packed, [each for each in (send, receive) if each is not None]
-        assert row.of_neighbors or (packed is None or packed.nbytes == 0) == all(each.stays for each in buffers)
+        packed, buffers = parts[-1].packed, [each for each in (send, receive) if each is not None]
+        stays = strided or all(each.stays for each in buffers)
+        assert row.of_neighbors or (packed is None or packed.nbytes == 0) == stays
 
     def sent(source: int, target: int) -> npt.NDArray[np.uint8]:
         """The bytes from one rank to another."""

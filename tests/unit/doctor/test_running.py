@@ -140,7 +140,7 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
 
 def test_no_rank_waits_in_a_single_process() -> None:
     row = CommunicatorRow()
-    row.open(Heading(0, [Member("host", os.getpid(), 0)], "cpu"))
+    row.open(Heading(0, [Member("host", os.getpid(), 0)], "cpu"), 1)
     row.log(0).post("Allreduce(float64, count=4)")
     said = doctor("--pid", str(os.getpid()), "--longer-than", str(LOOK_S))
     assert (said.returncode, said.stderr) == (0, "")
@@ -257,7 +257,7 @@ FORKS = """
 import os, sys, time
 from mpicomm.activity.page import CommunicatorRow, Heading, Member
 row = CommunicatorRow()
-row.open(Heading(0, [Member("host", os.getpid(), 0)], "cpu"))
+row.open(Heading(0, [Member("host", os.getpid(), 0)], "cpu"), 1)
 child = os.fork()
 if child == 0:
     row.close()  # as the garbage collector of the child may do

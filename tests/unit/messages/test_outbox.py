@@ -26,9 +26,7 @@ from mpicomm.messages.rendezvous_header import (
     HEADER_NBYTES,
     KERNEL_NBYTES,
     KNOWN_NBYTES,
-    MOST_EXTENTS,
     START,
-    Extent,
     RendezvousHeader,
     counts_of,
     pieces,
@@ -45,7 +43,7 @@ SECRET = bytes(32)
 @pytest.fixture
 def device(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDevice]:
     monkeypatch.setattr(outbox, "FIRST_BLOCK_NBYTES", 2 << 20)
-    double = ThreadDevice(0, 5.0, total_nbytes=64 * MOST, slowest_s=0)
+    double = ThreadDevice(0, 5.0, total_nbytes=PART * MOST, slowest_s=0)
     yield double
     double.close()
 
@@ -64,15 +62,14 @@ def header_of(place: OutboxSlot) -> RendezvousHeader:
     return header
 
 
-def places(box: Outbox, place: OutboxSlot) -> list[tuple[int, int]]:
-    found, left = [], header_of(place).nbytes
-    for extent in header_of(place).extents:
-        segment = box.find(extent.packet)
-        assert segment is not None and extent.offset + extent.nbytes <= segment.nbytes
-        start, nbytes = segment.pointer + extent.offset, min(extent.nbytes, left)
-        found.append((start, start + nbytes))
-        left -= nbytes
-    return found
+def place_of(box: Outbox, slot: OutboxSlot) -> tuple[int, int]:
+    """Return the addresses of the first byte of a message, and after the last byte."""
+    header = header_of(slot)
+    segment = box.find(header.block)
+    assert segment is not None and header.offset + header.room <= segment.nbytes and header.nbytes <= header.room
+    start = segment.pointer + header.offset
+    assert start == slot.pointer
+    return start, start + header.nbytes
 
 
 def finish(box: Outbox, place: OutboxSlot) -> None:
@@ -81,7 +78,7 @@ def finish(box: Outbox, place: OutboxSlot) -> None:
     words = box.find(header.words)
     assert words is not None
     done = array_at(words.pointer + header.line + DONE, MESSAGE_WORDS, np.dtype(np.uint64))
-    done += np.uint64(counts_of([(0, extent.nbytes) for extent in header.extents], header.nbytes))
+    done += np.uint64(counts_of(header.nbytes))
 
 
 def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: ThreadDevice) -> None:
@@ -95,8 +92,9 @@ def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: Thread
             assert sum(each.nbytes for each in in_flight) + nbytes > MOST // 3, "there should have been room"
             header = None
         if header is not None:
-            assert sum(stop - start for start, stop in places(box, header)) == nbytes
-            taken = sorted(place for each in (*in_flight, header) for place in places(box, each))
+            start, stop = place_of(box, header)
+            assert stop - start == nbytes
+            taken = sorted(place_of(box, each) for each in (*in_flight, header))
             ends = [0, *(stop for _, stop in taken)]
             assert all(end <= start for end, (start, _) in zip(ends, taken, strict=False)), number
             in_flight.append(header)
@@ -106,7 +104,7 @@ def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: Thread
     for each in in_flight:
         finish(box, each)
     assert box.is_drained()
-    assert len(header_of(box.reserve(MOST)).extents) <= 8  # the whole outbox is one range again
+    box.reserve(MOST // 4)  # each block is one range again
     assert device.allocated <= MOST + (1 << 20)
 
 
@@ -115,7 +113,7 @@ def test_what_is_not_received_keeps_its_place(box: Outbox) -> None:
     with pytest.raises(OutboxFullError, match="not received yet"):
         box.reserve(MOST // 4)
     finish(box, kept[2])
-    assert places(box, box.reserve(MOST // 4)) == places(box, kept[2])
+    assert place_of(box, box.reserve(MOST // 4)) == place_of(box, kept[2])
     assert not box.is_drained()
 
 
@@ -154,7 +152,7 @@ class LateDevice(ThreadDevice):
 
 @pytest.mark.parametrize("late", range(6))
 def test_a_look_that_began_before_the_last_message_was_read_may_find_all_read(no_leaks: None, late: int) -> None:
-    device = LateDevice(0, 5.0, total_nbytes=64 * MOST, slowest_s=0)
+    device = LateDevice(0, 5.0, total_nbytes=PART * MOST, slowest_s=0)
     device.late = late
     box = Outbox(cast(GpuBackend, device), SECRET, 8 << 20)
     for count in (3, 2, 3, 1, 3, 3):
@@ -169,7 +167,7 @@ def test_a_look_that_began_before_the_last_message_was_read_may_find_all_read(no
 @pytest.mark.parametrize("shorter", [40_000, 1 << 20])
 def test_messages_seldom_wait_for_looks_after_many_shorter_messages(no_leaks: None, shorter: int) -> None:
     """Shorter messages fill all of the outbox but the room for one message of another length."""
-    device = LateDevice(0, 5.0, total_nbytes=64 * 512 << 20, slowest_s=0)
+    device = LateDevice(0, 5.0, total_nbytes=PART * 512 << 20, slowest_s=0)
     box = Outbox(cast(GpuBackend, device), SECRET)
     count = (outbox.FIRST_BLOCK_NBYTES - (4 << 20)) // max(shorter, 64 << 10)
     for header in [box.reserve(shorter) for _ in range(count)]:
@@ -198,14 +196,14 @@ def test_a_place_that_is_put_back_serves_the_next_message(box: Outbox) -> None:
 @pytest.mark.parametrize("late", [0, 1, 5])
 def test_a_loop_of_many_lengths_takes_no_more_than_the_messages_in_flight(no_leaks: None, late: int) -> None:
     """The receivers copy each message when ``late`` more are sent. Two rounds of messages are of one length."""
-    double = ThreadDevice(0, 5.0, total_nbytes=64 * 512 << 20, slowest_s=0)
+    double = ThreadDevice(0, 5.0, total_nbytes=PART * 512 << 20, slowest_s=0)
     box = Outbox(cast(GpuBackend, double), SECRET)
     lengths = [4, 16_384, 12_000_000, 68, 2_800_000, 6_000_004, 256, 12_000_000]
     in_flight: list[OutboxSlot] = []
     most_nbytes = 0
     for number in range(400):
         in_flight.append(box.reserve(lengths[number // 2 % len(lengths)]))
-        most_nbytes = max(most_nbytes, sum(place.end - place.begin for place in in_flight))
+        most_nbytes = max(most_nbytes, sum(place.room for place in in_flight))
         while len(in_flight) > late:
             finish(box, in_flight.pop(0))
     assert box.memory_use().device_nbytes - 2 * DONE <= max(outbox.FIRST_BLOCK_NBYTES, 2 * most_nbytes)
@@ -252,7 +250,7 @@ def test_an_outbox_without_room_for_a_block_takes_no_memory(device: ThreadDevice
 OWN_SECRET = os.urandom(32)
 PACKET = os.urandom(PACKET_NBYTES)
 LONG = 2 * KERNEL_NBYTES
-DESCRIBED = RendezvousHeader(LONG + 20, PACKET, 32, (Extent(PACKET, 2**33, LONG), Extent(PACKET[::-1], 0, 20)))
+DESCRIBED = RendezvousHeader(LONG, PACKET, 32, PACKET[::-1], 2**33, LONG + 20)
 
 
 def test_a_description_comes_back() -> None:
@@ -274,29 +272,19 @@ def test_data_is_none() -> None:
     assert RendezvousHeader.unpack(message, os.urandom(32)) is None
 
 
-def test_nonsense_is_refused() -> None:
-    for nonsense in (
-        replace(DESCRIBED, nbytes=71),
-        replace(DESCRIBED, nbytes=LONG + 21),
-        replace(DESCRIBED, extents=()),
-    ):
-        with pytest.raises(HandleError, match="header of a message"):
-            RendezvousHeader.unpack(nonsense.pack(OWN_SECRET), OWN_SECRET)
+def test_a_message_that_is_longer_than_its_slot_is_refused() -> None:
+    nonsense = replace(DESCRIBED, nbytes=LONG + 21)
+    with pytest.raises(HandleError, match="header of a message"):
+        RendezvousHeader.unpack(nonsense.pack(OWN_SECRET), OWN_SECRET)
 
 
 @pytest.mark.parametrize("nbytes", [1, 1 << 15, (8 << 20) + 1, 100 << 20, 10 << 30])
-@pytest.mark.parametrize("spare", [0, 1000])
-def test_pieces_are_few_and_make_up_the_message(nbytes: int, spare: int) -> None:
-    parts = [nbytes // 3, nbytes - nbytes // 3 + spare] if nbytes > KERNEL_NBYTES else [nbytes + spare]
-    places = [(number << 40, part) for number, part in enumerate(parts)]
-    found = list(pieces(places, nbytes))
-    assert len(found) <= rendezvous_header.MOST_PIECES + MOST_EXTENTS
-    assert counts_of(places, nbytes) == len(found)
-    wanted = [(number << 40, part) for number, part in enumerate([*parts[:-1], parts[-1] - spare])]
-    for begin, part in wanted:
-        own = [(address - begin, piece) for address, piece in found if begin <= address < begin + (1 << 40)]
-        assert [start for start, _ in own] == [sum(piece for _, piece in own[:index]) for index in range(len(own))]
-        assert sum(piece for _, piece in own) == part
+def test_pieces_are_few_and_make_up_the_message(nbytes: int) -> None:
+    found = list(pieces(1 << 40, nbytes))
+    assert len(found) <= rendezvous_header.MOST_PIECES and counts_of(nbytes) == len(found)
+    ends = [start + piece for start, piece in found]
+    assert [start for start, _ in found] == [1 << 40, *ends[:-1]]
+    assert sum(piece for _, piece in found) == nbytes
 
 
 def test_a_slot_is_known_by_the_begin_of_its_header() -> None:
@@ -305,7 +293,7 @@ def test_a_slot_is_known_by_the_begin_of_its_header() -> None:
     put_nbytes(message, KNOWN_NBYTES, KERNEL_NBYTES + 1)
     assert RendezvousHeader.unpack(bytes(message), OWN_SECRET) == replace(DESCRIBED, nbytes=KERNEL_NBYTES + 1)
     assert (nbytes, START.unpack_from(message)) == (DESCRIBED.nbytes, (known, KERNEL_NBYTES + 1))
-    other = replace(DESCRIBED, name=RendezvousHeader(1, PACKET, 32, DESCRIBED.extents).name)
+    other = replace(DESCRIBED, name=RendezvousHeader(1, PACKET, 32, PACKET, 0, 1).name)
     assert START.unpack_from(other.pack(OWN_SECRET))[0] != known != START.unpack_from(DESCRIBED.pack(os.urandom(32)))[0]
 
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.host.fast_path import plain_calls
+from mpicomm.collectives.host.selection import plain_calls
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import plain_arrays
 from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate

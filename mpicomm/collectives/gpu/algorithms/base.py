@@ -19,7 +19,7 @@ import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any, ClassVar, NamedTuple
@@ -29,15 +29,15 @@ import numpy as np
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.memory import Arena, Request
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.packed import Strides
+from mpicomm.collectives.packed import Gaps
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import Launch, Variant
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 
@@ -71,20 +71,22 @@ class Form:
     wire: tuple[Wire, np.dtype[Any]] | None = None
     """How elements travel, and their type; None if they travel as they are."""
     cuts: tuple[tuple[int, int], ...] = ()
-    strides: tuple[Strides | None, ...] = ()
-    """The gaps in each block; empty if no block has gaps. Only `is_private` calls have gaps."""
+    gaps: tuple[Gaps | None, ...] = ()
+    """The gaps in each block; empty if no block has gaps."""
 
     @classmethod
-    def of_call(cls, call: Call, buffers: Buffers, strides: tuple[Strides | None, ...] = ()) -> Form:
-        """Return the form of a read call; ``buffers`` is its memory, with these gaps in its blocks."""
+    def of_call(cls, call: Call, buffers: Buffers, gaps: Sequence[tuple[Gaps | None, ...]] = ((), ())) -> Form:
+        """Return the form of a read call; ``buffers`` is its memory, with these gaps in the blocks of each buffer."""
         assert call.dtype is not None
         wire = None if call.wire is None else (call.wire, call.dtype)
         in_place = call.in_place and call.operation.reduces and buffers.scratch is None
         epilogue = None if call.epilogue is None else call.epilogue.without_owners()
         # Empty arrays share address 0, but later calls of their kind have two buffers.
-        return cls._of(
-            call.operation, buffers, call.send is None, in_place=in_place, epilogue=epilogue, wire=wire, strides=strides
-        )
+        form = cls._of(call.operation, buffers, call.send is None, in_place=in_place, epilogue=epilogue, wire=wire)
+        if not any(gaps):
+            return form
+        numbers = zip(gaps, (form.sends, form.receives), strict=True)
+        return replace(form, gaps=tuple(each for of, blocks in numbers for each in of or (None,) * blocks))
 
     @classmethod
     def of_buffers(cls, operation: Operation, buffers: Buffers) -> Form:
@@ -116,7 +118,7 @@ class Form:
         """All of the form that launchers depend on. Each call brings its own epilogue of the same kind."""
         finish = self.epilogue and (type(self.epilogue), self.epilogue.row_nbytes)
         facts = self.operation, self.rank, self.size, self.dtype, self.op, self.root, self.wire, finish, self.cuts
-        return *facts, self.strides, self.sends, self.receives, self.in_place, self.stays
+        return *facts, self.gaps, self.sends, self.receives, self.in_place, self.stays
 
     @property
     def itemsize(self) -> int:
@@ -175,10 +177,10 @@ class Form:
         block, offset = divmod(span.pointer, 1 << _BLOCK_BITS)
         return block - 1, offset // (_UNIT.itemsize * span.count)
 
-    def strides_of(self, span: Span | None) -> Strides | None:
+    def gaps_of(self, span: Span | None) -> Gaps | None:
         """Return the gaps in the block for which a span of `one_shot` stands."""
         block, _ = self.piece(span)
-        return None if block < 0 else self.strides[block]
+        return None if block < 0 else self.gaps[block]
 
     def numbers(self, b: Buffers) -> tuple[list[int], list[int]]:
         """Return the bytes and the addresses of the blocks of a call. A block without bytes has address 0."""
@@ -325,6 +327,8 @@ class FormLauncher(ABC):
     into_memory: ClassVar[bool] = False
     """Whether it stores straight into symmetric output. Then ranks must agree on the address."""
     needs_symmetric_output: ClassVar[bool] = False
+    moves_gaps = False
+    """Whether it carries out a form whose blocks have gaps."""
     finishes = False
     """Whether it applies the epilogue of the form; else a further kernel does."""
 

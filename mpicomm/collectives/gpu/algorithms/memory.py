@@ -112,10 +112,6 @@ class Inboxes:
     stages: int = STAGES
     """The inboxes for one source and parity."""
 
-    def as_one_stage(self) -> Inboxes:
-        """Return the same memory as inboxes of one stage."""
-        return Inboxes(self.pointers, self.stages * self.nbytes, stages=1)
-
 
 @dataclass(frozen=True)
 class Request:

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpicomm.kernels.variant import Variant
-
-
-# It is not frozen, because a frozen object takes a microsecond more to make.
-@dataclass(slots=True, eq=False)
-class Launch:
-    """One kernel and its arguments."""
-
-    variant: Variant
-    arguments: ctypes.Structure
-    blocks: int
-    threads: int
-    early: bool = False
-    """Whether its blocks may be set up while the previous kernel still runs."""
+from mpicomm.kernels.variant import Launch
 
 
 @dataclass(frozen=True)

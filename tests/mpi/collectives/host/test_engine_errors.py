@@ -13,10 +13,10 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.channels import AgreedError, Channels
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import HostBackend, fence
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.sharing.segments import share

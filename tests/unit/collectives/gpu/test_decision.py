@@ -41,7 +41,6 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
     sized_configs,
 )
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.collectives.gpu.tuning import BUILT_IN, Tuning
 from mpicomm.collectives.operations import OPERATIONS, Operation
@@ -50,6 +49,7 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs import patterns

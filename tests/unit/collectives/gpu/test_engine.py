@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.registry import usual_kernels
-from mpicomm.collectives.operations import ALLTOALLV
-from mpicomm.collectives.signature import Signature
+from mpicomm.collectives.operations import ALLTOALLV, OPERATIONS
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
-from mpicomm.ways.on_gpus import OnGpus
+from mpicomm.ways.dispatch import OnGpus
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns
@@ -68,6 +69,78 @@ def test_counts_on_the_device_go_to_the_kernel(rig: Rig, monkeypatch: pytest.Mon
     assert [*counted.receive.known][:2] == [0, 5]
     with pytest.raises(InvalidUsageError, match='algorithm="two_shot" of Alltoallv'):
         rig.engine.prepare_call(call, Mappings(), "two_shot")
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes", "launched"),
+    [
+        *((name, MIB, ["StridedPacketArguments"]) for name in ("Allgather", "Alltoall", "Gather", "Scatter", "Bcast")),
+        ("Allgather", 64 * MIB, ["StridedPacketArguments"]),
+        ("Gather", 64 * MIB, ["PackArguments", "ExchangeArguments", "PackArguments"]),
+        ("Bcast", 64 * MIB, ["PackArguments", "ExchangeArguments"]),  # the root does not receive
+    ],
+)
+def test_only_kernels_that_need_blocks_without_gaps_get_packed_blocks(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str, nbytes: int, launched: list[str]
+) -> None:
+    read_device_arrays(monkeypatch)
+    row, rows = OPERATIONS[name], nbytes // 8
+    column = MPI.DOUBLE.Create_vector(rows, 1, 2)
+    first = column.Create_resized(0, 8)
+    x, y = ([DeviceArray(address << 44, 2 * rows, np.dtype("f8")), 1, first] for address in (1, 2))
+    arguments = Arguments(None, y) if row.rooted == "bcast" else Arguments(x, y)
+    rig.enqueue(rig.engine.prepare_call(Call(row, arguments, 0, 2), Mappings(), "auto"))
+    assert [type(each).__name__ for each in rig.launched] == launched
+    for datatype in (first, column):
+        datatype.Free()
+
+
+@pytest.mark.parametrize("name", ["Allgather", "Allgatherv", "Alltoall", "Bcast", "Gather", "Scatter"])
+def test_ranks_with_and_without_gaps_launch_alike(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each rank draws its datatypes: without gaps, with gaps, and with gaps that a kernel has to pack."""
+    read_device_arrays(monkeypatch)
+    row, size, unit, calls = OPERATIONS[name], 4, 32, 24
+    rng, double = np.random.default_rng(size), MPI.DOUBLE
+    places = (16 * rng.permutation(unit)).tolist()
+    made = [double.Create_contiguous(unit), double.Create_vector(unit, 1, 2), double.Create_hindexed_block(1, places)]
+    kinds = [each.Create_resized(0, 16 * unit if number else 8 * unit) for number, each in enumerate(made)]
+    counts = [rng.integers(0, each, size).tolist() for each in rng.choice([2, 30, 3000, 100_000], calls)]
+    launches = []
+    for rank in range(size):
+        rig = Rig(cuda, monkeypatch, rank=rank, size=size)
+        for number, of_ranks in enumerate(counts):
+            own, same, most, root = np.random.default_rng([number, rank]), of_ranks[0], max(of_ranks), number % size
+            arrays = [DeviceArray(side << 44, 2 * unit * size * (most + 1), np.dtype("f8")) for side in (1, 2)]
+            sent, received = (kinds[each] for each in own.integers(len(kinds), size=2))
+            send, receive = [arrays[0], same, sent], [arrays[1], same, received]
+            if row.receive == "vector":
+                send[1], receive[1:] = of_ranks[rank], [of_ranks, [most * peer for peer in range(size)], received]
+            arguments = Arguments(
+                None if row.rooted == "bcast" or (row.rooted == "send" and rank != root) else send,
+                None if row.rooted == "receive" and rank != root else receive,
+                root=root,
+            )
+            begin = len(rig.launched)
+            rig.enqueue(rig.engine.prepare_call(Call(row, arguments, rank, size), Mappings(), "auto"))
+            launched = [*zip(rig.launched, rig.shapes, strict=True)][begin:]
+            launches.append([each for each in launched if hasattr(each[0], "team")])
+    for number in range(calls):
+        of_call = launches[number::calls]
+        for of_launch in zip(*of_call, strict=True):
+            facts = {
+                (
+                    type(x).__name__.removeprefix("Strided"),
+                    *(getattr(x, name, None) for name in ("steps", "laps", "inbox_nbytes")),
+                    shape["blocks"],
+                    shape["threads"],
+                )
+                for x, shape in of_launch
+            }
+            assert len(facts) == 1
+            tags = [[*x.team.tags][:size] for x, _ in of_launch]
+            assert all(tags[one][other] == tags[other][one] for one in range(size) for other in range(size))
+    for datatype in (*made, *kinds):
+        datatype.Free()
 
 
 def test_only_a_call_with_work_records_the_event_of_the_caller(rig: Rig, cuda: FakeCuda) -> None:

@@ -232,8 +232,13 @@ def test_blocks_that_do_not_fit_their_array_or_each_other_are_left_to_planning()
         ([HERE, [4, -1]], [THERE, [4, 0]]),
         ([HERE, [4]], [THERE, [4]]),
         ([HERE, [4, 1]], [HERE, [4, 1]]),
+        ([HERE, ([4, 1], [0, 5])], [HERE, ([4, 1], [6, 5])]),
+        ([HERE, ([1, 3], [9, 3])], [HERE, ([1, 6], [8, 0])]),
     ):
         assert not fits(plan, send, receive)
+    # Blocks that lie between each other, and some that are sent twice.
+    assert fits(plan, [HERE, ([2, 1], [0, 5])], [HERE, ([2, 2], [3, 6])])
+    assert fits(plan, [HERE, ([4, 3], [0, 1])], [HERE, ([4, 2], [6, 4])])
     for spec in (
         *([empty, counts, MPI.INT] for empty in (None, MPI.IN_PLACE) for counts in ([0, 0], 0)),
         *([HERE, counts] for counts in ([4, 1.5], [4, True], 11, -1)),
@@ -262,7 +267,7 @@ def test_a_kind_whose_first_call_is_empty_moves_the_own_block_of_later_calls(nam
     assert device.launched == launched
 
 
-def test_datatypes_with_gaps_are_left_to_the_reader() -> None:
+def test_datatypes_of_each_block() -> None:
     pair = MPI.FLOAT.Create_contiguous(2)  # kernels need no committed datatype
     wide, shifted = pair.Create_resized(0, 12).Commit(), MPI.FLOAT.Create_hindexed([1], [4]).Commit()
 
@@ -274,12 +279,11 @@ def test_datatypes_with_gaps_are_left_to_the_reader() -> None:
         return Call(OPERATIONS["Alltoallw"], Arguments(*arguments), 0, 2)
 
     assert has_template(call(MPI.FLOAT, pair)) and has_template(call(pair, MPI.DOUBLE))
-    assert not has_template(call(MPI.FLOAT, wide))
     read = plain_array(blocks(MPI.FLOAT, pair))
     assert read is not None and (read[:2], read[3:]) == ((1 << 50, 40), ((4, 16), (0, 8)))
     assert call(shifted, shifted).scratch_nbytes == 0
     for spec in (
-        *(blocks(MPI.FLOAT, other) for other in (wide, shifted, MPI.SHORT_INT, MPI.DATATYPE_NULL, "f")),
+        *(blocks(MPI.FLOAT, other) for other in (MPI.DATATYPE_NULL, "f")),
         blocks(MPI.FLOAT),
         *(blocks(pair, pair, **{name: wrong}) for name in ("counts", "displs") for wrong in (None, [1])),
         blocks(pair, pair, counts=[1, 1.5]),
@@ -294,6 +298,31 @@ def test_datatypes_with_gaps_are_left_to_the_reader() -> None:
     assert not fits(plan, blocks(MPI.FLOAT, pair, displs=[0, 25]), other)
     assert not fits(plan, blocks(MPI.FLOAT, pair, counts=[1, -1]), other)
     for datatype in (pair, wide, shifted):
+        datatype.Free()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_blocks_with_gaps_at_other_places(in_place: bool) -> None:
+    column = MPI.FLOAT.Create_vector(3, 1, 5)
+    datatypes = [MPI.FLOAT.Create_indexed([2], [1]), MPI.SHORT_INT, column]
+    calls = Kind(device_of(3, 1))
+    for number in range(4):
+        sent, received = ([3 - number + each, 100, 64 + 4 * number] for each in (1, 2))
+        specs: list[Any] = [
+            [DeviceArray((1 << 50 + side) + 128 * number, 64, FLOAT), [1, 2, 1], displs, datatypes]
+            for side, displs in enumerate((sent, received))
+        ]
+        plain = [plain_array(spec) for spec in specs]
+        assert all(each is not None and has_template_kind(each) for each in plain)
+        if in_place:
+            specs[0], plain[0] = MPI.IN_PLACE, plain_array(MPI.IN_PLACE)
+        call = Call(OPERATIONS["Alltoallw"], Arguments(*specs), 1, 3)
+        assert has_template(call)
+        calls.require_alike(call, *plain)
+    array, counts, _, _ = specs[1]
+    others = [[array, counts, [displ, 100, 64], datatypes] for displ in range(-9, 300)]
+    assert [each[2][0] for each in others if fits(calls.template, specs[0], each)] == [*range(-4, 245)]
+    for datatype in (column, datatypes[0]):
         datatype.Free()
 
 

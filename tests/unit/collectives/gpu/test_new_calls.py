@@ -40,6 +40,9 @@ class Array:
         self.size, self.nbytes = count, count * dtype.itemsize
 
 
+COLUMN = MPI.FLOAT.Create_vector(64, 1, 5)
+
+
 class Calls:
     """The way of calls on arrays: known calls, calls of a known form, and planned calls."""
 
@@ -124,6 +127,9 @@ def call_of(name: str, count: int, rng: random.Random) -> tuple[Any, ...]:
             [Array(receive, 2 * count), counts, [0, 4 * count], types],
             None,
         )
+    if name == "Alltoallw of columns":
+        arguments = ([Array(at, 8192), [1, 1], [4 * rng.randrange(64), 4096], [COLUMN] * 2] for at in (send, receive))
+        return OPERATIONS["Alltoallw"], *arguments, None
     if name == "Reduce_scatter":
         counts = [count, rng.randrange(count)]
         return OPERATIONS[name], Array(send, sum(counts)), Array(receive, count), MPI.SUM, counts
@@ -178,6 +184,7 @@ def test_a_reduce_scatter_into_no_buffer_is_no_call_in_place(calls: Calls) -> No
         ("Alltoallv with counts on the GPU", 4, False, 60),
         ("Alltoallv with counts on the GPU", 4, True, 60),
         ("Alltoallw", 4, False, 60),
+        ("Alltoallw of columns", 4, False, 60),
         ("Reduce_scatter", 4, False, 35),
         ("Reduce_scatter in place", 4, False, 45),
         ("rms_norm", 1, False, 60),

@@ -256,6 +256,23 @@ def test_a_derived_datatype_is_known_until_it_is_freed() -> None:
         derived = MPI.FLOAT.Create_vector(2, 1, 3)
         assert known.find("Bcast", arguments([array, derived], Array(64))) is None
     derived.Free()
+    known.add("Bcast", arguments([array, MPI.FLOAT], Array(64)))
+    assert known.find("Bcast", arguments([array, derived], Array(64))) is None  # DATATYPE_NULL
+
+
+def test_a_datatype_with_the_handle_of_a_freed_one_is_not_taken_for_that() -> None:
+    array, ones, nowhere, found = Array(64), [1, 1], [0, 32], dict[int, set[int]]()
+    kept = []  # so that each object has an id of its own
+    for blocklength in range(1, 33):
+        derived = MPI.FLOAT.Create_contiguous(blocklength)
+        for _ in range(2):
+            plain = plain_array([array, ones, nowhere, [derived, derived]])
+            assert plain is not None and plain[3:] == ((4 * blocklength,) * 2, (0, 32))
+        found.setdefault(derived.handle, set()).add(blocklength)
+        derived.Free()
+        assert plain_array([array, ones, nowhere, [derived, derived]]) is None
+        kept.append(derived)
+    assert max(map(len, found.values())) > 1
 
 
 def test_calls_are_forgotten_with_every_change_of_symmetric_memory() -> None:

@@ -15,19 +15,20 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 pytest.importorskip("cuda.bindings", reason="the arena is memory of a GPU")
 
+from mpicomm.collectives.call_log import Signature
 from mpicomm.collectives.gpu import call_memory
 from mpicomm.collectives.gpu import call_memory as device_arena
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, FEWEST_LAPS, OVERSEERS
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.decision import Decision
-from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues import Elementwise, rms_norm
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import ABSENT, Team
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span, parse
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern

@@ -1,6 +1,5 @@
 import importlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,17 +17,13 @@ from mpicomm.errors import KernelCompileError
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.collectives.gpu.algorithms.packets.arguments import counted_step_kernel  # noqa: E402
 from mpicomm.devices.cuda import load as kernel_compile  # noqa: E402
 from mpicomm.devices.cuda.faults import FaultRecord  # noqa: E402
 from mpicomm.devices.cuda.load import compile_kernel  # noqa: E402
 from mpicomm.kernels.variant import SHARED, Variant  # noqa: E402
 from tests.helpers.fakes.fake_cuda import FakeCuda  # noqa: E402
-from tests.helpers.inputs.kernel_sources import SOURCES  # noqa: E402
 
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
-# The oldest that NVRTC compiles for. tests/kernels/test_compiled.py compiles every kernel for newer ones.
-OLDEST = (7, 5)
 
 
 @pytest.fixture(autouse=True)
@@ -55,24 +50,6 @@ def source_in(directory: Path, text: str) -> Path:
     source = directory / "sample.cu"
     source.write_text(text)
     return source
-
-
-@pytest.mark.parametrize("source", SOURCES.values(), ids=lambda source: source.name)
-def test_every_kernel_compiles(source: Path) -> None:
-    names = re.findall(r"MPICOMM_KERNEL\s+void\s+(\w+)\(", source.read_text())
-    # Without them these sources have no kernel.
-    reduces = ["-DMPICOMM_RANKS=4", "-DMPICOMM_DTYPE=float32", "-DMPICOMM_OP=sum", "-DMPICOMM_RESULT=float16"]
-    options = {
-        **dict.fromkeys(("packets", "local_reduction", "combine", "accumulate"), reduces),
-        "experts_combine": [*reduces, "-DMPICOMM_BY_TOKEN=true", "-DMPICOMM_IN_PACKETS=true"],
-        "epilogue": [*reduces, "-DMPICOMM_EPILOGUE=v"],
-        "norm": [*reduces, "-DMPICOMM_WEIGHT=float32"],
-        "counted_step": list(counted_step_kernel(4).options),
-    }.get(source.stem, [])
-    image = compile_kernel(source, OLDEST, options)
-    assert image.startswith(b"\x7fELF")
-    assert names
-    assert [name for name in names if name.encode() not in image] == []
 
 
 def test_signal_kernels_have_the_names_the_backend_loads() -> None:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, KernelTemplate, Numbers
-from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
-from mpicomm.kernels.team import LANES, MAX_RANKS, Team
+from mpicomm.kernels.team import LANES, MAX_RANKS, PACKET_NBYTES, Team
 from mpicomm.kernels.variant import Variant, u32, u64
 from mpicomm.mpi.types import is_narrow
 

@@ -15,16 +15,14 @@ from pathlib import Path
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.patterns import Buffers, ring_refusal
 from mpicomm.kernels.reductions import options_for, reduction_of
-from mpicomm.kernels.team import MAX_RANKS, Team
-from mpicomm.kernels.variant import Variant, u32, u64
+from mpicomm.kernels.team import MAX_RANKS, PACKET_NBYTES, Team
+from mpicomm.kernels.variant import Launch, Variant, u32, u64
 from mpicomm.mpi.arguments import Span
 
 # Constants and structures of exchange.cu; a test compares them.
 THREADS = 512
-PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
 
 
 class ChunkLink(ctypes.Structure):

@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers, launch_tag
-from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.schedule import (
     ALIGNED_NBYTES,
     REGIONS,
@@ -42,11 +41,10 @@ from mpicomm.collectives.gpu.algorithms.copies.schedule import (
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, options_for
-from mpicomm.kernels.team import MAX_RANKS
-from mpicomm.kernels.variant import Variant, u32, u64
+from mpicomm.kernels.team import MAX_RANKS, PACKET_NBYTES
+from mpicomm.kernels.variant import Launch, Variant, u32, u64
 from mpicomm.symmetric.registry import Mapped
 
 REDUCTION_THREADS = 512  # kReductionThreads in local_reduction.cu; a test compares them

@@ -21,17 +21,6 @@ REGIONS = 3
 ALIGNED_NBYTES = 256
 
 
-def landing_place(exchange: Exchange, peer: int, memory: Mapped, base: int) -> int:
-    """Return the address, as mapped here, where the data for ``peer`` belongs in the output of ``peer``.
-
-    ``memory`` begins at address ``base`` on this rank.
-    """
-    assert exchange.lands is not None
-    span = exchange.lands[peer]
-    assert span is not None
-    return memory.pointers[peer] + span.pointer - base
-
-
 @dataclass(frozen=True)
 class Parts:
     """The cut of the messages of an exchange into parts.
@@ -88,7 +77,10 @@ class InOutput:
 
     def target(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
         """Return the address, as mapped here, at which a part for ``peer`` lands; ``begin`` is as in `Parts.cut`."""
-        return landing_place(exchange, peer, self.memory, self.memory.pointers[self.rank]) + begin
+        assert exchange.lands is not None
+        span, pointers = exchange.lands[peer], self.memory.pointers
+        assert span is not None
+        return pointers[peer] + span.pointer - pointers[self.rank] + begin
 
     def landed(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
         """Return the address at which a part from ``peer`` has landed on this rank."""

@@ -18,12 +18,10 @@ from mpicomm.collectives.gpu.algorithms.base import (
     Numbers,
     launch_tag,
 )
-from mpicomm.collectives.gpu.algorithms.chunks.plan import PACKET_NBYTES
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import OPTIONS
-from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, FlaggedInboxes, Team
-from mpicomm.kernels.variant import Variant, u64
+from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, PACKET_NBYTES, FlaggedInboxes, Team
+from mpicomm.kernels.variant import Launch, Variant, u64
 
 # Constants and structures of direct.cu; a test compares them.
 DIRECT_THREADS = 512

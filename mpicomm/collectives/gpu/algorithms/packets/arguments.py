@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from mpicomm.collectives.packed import MOST_STRIDES
 from mpicomm.kernels.packing import LOOPS
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, FlaggedInboxes, Team
@@ -86,16 +87,27 @@ class StrideArguments(ctypes.Structure):
     """The host's copy of ``Strides`` in strided.cuh."""
 
     _fields_ = [
-        *u32("run_nbytes", "grain"),
+        *u32("nbytes", "run_nbytes"),
         ("counts", ctypes.c_uint32 * LOOPS),
+        ("offset", ctypes.c_int64),
         ("strides", ctypes.c_int64 * LOOPS),
     ]
+
+
+class GapArguments(ctypes.Structure):
+    """The host's copy of ``Gaps`` in strided.cuh."""
+
+    _fields_ = [*u32("first", "grain")]
 
 
 class StridedPacketArguments(PacketArguments):
     """The host's copy of ``Packets`` in a kernel for messages with gaps."""
 
-    _fields_ = [("send_strides", StrideArguments * MAX_RANKS), ("receive_strides", StrideArguments * MAX_RANKS)]
+    _fields_ = [
+        ("send_gaps", GapArguments * MAX_RANKS),
+        ("receive_gaps", GapArguments * MAX_RANKS),
+        ("strides", StrideArguments * MOST_STRIDES),
+    ]
 
 
 @cache

@@ -13,7 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form
-from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     CODES_OF_PACKET,
     FEWEST_LAPS,
@@ -44,10 +44,6 @@ class Geometry(NamedTuple):
     def threads(self) -> int:
         """All threads that move data."""
         return self.blocks * self.workers
-
-    def steps(self, units: int) -> int:
-        """Return the steps for messages of ``units`` packets; at least one, because each rank must meet its peers."""
-        return -(-units // (self.blocks * self.workers)) or 1
 
 
 @cache
@@ -267,7 +263,8 @@ def sized_configs(
                 request = large_inboxes(layout, packed(nbytes), stages)
                 if not arena.has(request):
                     return None
-                inboxes = inboxes_of(layout, arena.region(request), stages)
+                region = arena.region(request)
+                inboxes = Inboxes(region.pointers, region.slots_nbytes // (PARITIES * stages * size), stages)
             config = made[key] = PacketConfig.of(protocol, inboxes, geometries[key[1]], coding, size)
         return config
 
@@ -302,7 +299,8 @@ def any_length_config(domain: Domain, coding: Coding | None = None) -> PacketCon
     # Nothing is sent on, so the memory of both stages may hold the messages. Calls with two stages may come before and
     # after, because both forms have the same half of the memory for a parity (see packets.cu): a rank still stores only
     # into slots that their owner took and reset two launches before.
-    inboxes = domain.arena.sentinels.as_one_stage()
+    both = domain.arena.sentinels
+    inboxes = Inboxes(both.pointers, both.stages * both.nbytes, stages=1)
     geometry = geometry_within(inboxes.nbytes, domain.most_blocks, domain.size, coded=coding is not None)
     config = PacketConfig.of("sentinel", inboxes, geometry, coding, domain.size)
     if coding is not None:
@@ -315,8 +313,3 @@ def large_inboxes(layout: ArenaLayout, nbytes: int, stages: int) -> Request:
     """Return the request for inboxes of the sentinel protocol for ``nbytes`` from each rank, or for a part of them."""
     slots_nbytes = PARITIES * stages * layout.size * layout.large_inbox_nbytes(nbytes)
     return Request("collectives: large messages", slots_nbytes, sentinel=True)
-
-
-def inboxes_of(layout: ArenaLayout, region: ArenaRegion, stages: int) -> Inboxes:
-    """Return the inboxes in a region for a request of `large_inboxes`."""
-    return Inboxes(region.pointers, region.slots_nbytes // (PARITIES * stages * layout.size), stages)

@@ -47,10 +47,12 @@ struct Packets {
   Counted counted;
 #endif
 #if defined(MPICOMM_STRIDED)
-  Strides send_strides[kMaxRanks];
-  Strides receive_strides[kMaxRanks];
+  Gaps send_gaps[kMaxRanks];
+  Gaps receive_gaps[kMaxRanks];
+  Strides strides[kMostStrides];
 #endif
 };
+static_assert(sizeof(Packets) <= 4096, "drivers before 530 take no more arguments");
 
 #if defined(MPICOMM_EPILOGUE) || defined(MPICOMM_WEIGHT)
 MPICOMM_DEVICE const Finish& finish_of(const Packets& x) { return x.finish; }
@@ -73,10 +75,10 @@ static_assert(!kCounted || !kFanOut, "only messages have counts on the device");
 #if defined(MPICOMM_STRIDED)
 static_assert(!kCounted && !kFanOut && !kWire, "only messages of bytes have gaps");
 MPICOMM_DEVICE Loaded load_message(const AllMessages& m, u32 to, u64 at) {
-  return load_strided(m.send_strides[to], m.sends[to], at, m.send_nbytes[to]);
+  return load_strided(m.strides, m.send_gaps[to], m.sends[to], at, m.send_nbytes[to]);
 }
 MPICOMM_DEVICE void store_message(const Packets& x, const AllMessages& m, u32 of, u64 at, const Unit& unit) {
-  store_strided(x.receive_strides[of], m.receives[of], at, m.receive_nbytes[of], unit);
+  store_strided(x.strides, x.receive_gaps[of], m.receives[of], at, m.receive_nbytes[of], unit);
 }
 #else
 MPICOMM_DEVICE Loaded load_message(const AllMessages& m, u32 to, u64 at) {
@@ -327,7 +329,7 @@ struct Worker {
     const u32 rank = x.team.rank;
     if (kReduces || at >= m.send_nbytes[rank]) return;
 #if defined(MPICOMM_STRIDED)
-    store_strided(x.receive_strides[rank], m.receives[rank], at, m.send_nbytes[rank], out.units[0]);
+    store_strided(x.strides, x.receive_gaps[rank], m.receives[rank], at, m.send_nbytes[rank], out.units[0]);
 #else
     if constexpr (kAlike) store_at(m.receives[rank], at, m.send_nbytes[rank], out.sent);
     else store_at(m.receives[rank], at, m.send_nbytes[rank], unit_of(out.units[0]));

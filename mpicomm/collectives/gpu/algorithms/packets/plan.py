@@ -28,10 +28,7 @@ from mpicomm.collectives.wire import BLOCK
 
 
 class PacketLauncher(PacketTemplate, FormLauncher):
-    """Carries out the calls of a ``form`` in one exchange, or with ``two_shot`` in two exchanges.
-
-    With ``any_length`` the launch is the same for all lengths, except for a coding.
-    """
+    """Carries out the calls of a ``form`` in one exchange, or with ``two_shot`` in two exchanges."""
 
     def __init__(
         self,
@@ -42,36 +39,34 @@ class PacketLauncher(PacketTemplate, FormLauncher):
         *,
         two_shot: bool = False,
         finishes: bool = False,
-        any_length: bool = False,
     ) -> None:
         self.fewest, self.most = bounds
         self.finishes = finishes
+        self.moves_gaps = not two_shot
         row_nbytes = form.epilogue.row_nbytes if finishes and form.epilogue else 0
         self._whole = BLOCK if form.wire else row_nbytes // form.itemsize
         self._itemsize, self._shards = form.itemsize, form.shards if two_shot else 0
         self._config_of, self._memory_for = configs
         self._is_private = form.is_private
-        self._any_nbytes = ANY_NBYTES if any_length and form.wire is None else 0
-        even = form.operation.is_even and not any_length
-        self._unmade: Callable[[], None] | None = partial(self._make, form, domain, even=even)
+        self._unmade: Callable[[], None] | None = partial(self._make, form, domain)
         """Makes the template, before the first call: most forms use one or two of their launchers."""
 
-    def _make(self, form: Form, domain: Domain, *, even: bool) -> None:
+    def _make(self, form: Form, domain: Domain) -> None:
         shards = self._shards
         first, second = (form.two_shot.first, form.two_shot.second) if shards else (form.one_shot, None)
         finish = form.epilogue.fused(0) if self.finishes and form.epilogue else None
-        strides = None
-        if any(form.strides):
-            strides = [*map(form.strides_of, first.sends)], [*map(form.strides_of, first.receives)]
+        gaps = None
+        if any(form.gaps):
+            gaps = [*map(form.gaps_of, first.sends)], [*map(form.gaps_of, first.receives)]
         super().__init__(
             domain,
             first,
             form.reduction,
             fan_out=second,
             finish=finish,
-            even=even,
+            even=form.operation.is_even,
             coding=coding_of(form),
-            strides=strides,
+            gaps=gaps,
         )
         pieces = [form.piece(span, first.reduction.own if first.reduction else None) for span in self.places]
         # The values of a call: 0; the lengths of all blocks, or of the shards; the addresses of all blocks, or of the
@@ -99,13 +94,10 @@ class PacketLauncher(PacketTemplate, FormLauncher):
         config = self._config_of(longest)
         if config is None:
             return None
-        values = [0, *lengths, *begins]
-        if self._is_private:
-            # Whatever other ranks send, short messages have the launch of the config.
-            nbytes = longest if longest <= config.step_nbytes else ANY_NBYTES
-        else:
-            nbytes = self._any_nbytes or config.row_nbytes or longest
-        return self.write(values, longest, nbytes, hash32, config)
+        nbytes = config.row_nbytes or longest
+        if self._is_private and longest > config.step_nbytes:
+            nbytes = ANY_NBYTES  # short messages have the launch of the config, whatever other ranks send
+        return self.write([0, *lengths, *begins], longest, nbytes, hash32, config)
 
     def _fill_shards(self, nbytes: int, begins: list[int], hash32: int) -> Filled | None:
         longest, shards = self._longest_shard(nbytes), self._shards
@@ -155,8 +147,7 @@ def serve_any_length(form: Form, domain: Domain) -> list[FormLauncher] | str:
         return "there is one rank"
     if not form.is_private:
         return "all ranks know the lengths of all messages"
-    config = any_length_config(domain)
-    return [PacketLauncher(form, domain, Configs(lambda nbytes: config), (0, inf))]
+    return [in_arena(form, domain)]
 
 
 def _launchers(form: Form, domain: Domain, limits: ProtocolLimits, *, two_shot: bool) -> list[FormLauncher]:
@@ -178,6 +169,6 @@ def _launchers(form: Form, domain: Domain, limits: ProtocolLimits, *, two_shot: 
 
 
 def in_arena(form: Form, domain: Domain) -> FormLauncher:
-    """Return a launcher for calls with lengths that all ranks know, if there is no memory but the arena."""
+    """Return a launcher for messages of any length that needs no memory but the arena."""
     config = any_length_config(domain, coding_of(form))
-    return PacketLauncher(form, domain, Configs(lambda nbytes: config), (0, inf), any_length=True)
+    return PacketLauncher(form, domain, Configs(lambda nbytes: config), (0, inf))

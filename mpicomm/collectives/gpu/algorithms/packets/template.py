@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     wire_options,
 )
 from mpicomm.collectives.gpu.algorithms.packets.configs import Coding, PacketConfig, Stepped
-from mpicomm.collectives.packed import Strides
+from mpicomm.collectives.packed import Gaps, Strides
 from mpicomm.epilogues.base import Fused
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import Reduction
@@ -47,8 +47,8 @@ class PacketTemplate(KernelTemplate):
     The form is ``exchange`` and, with ``fan_out``, the next exchange, in which ranks send on the data that they have
     reduced or received. `places` are the pieces of memory in both exchanges, each once. With ``even`` the tag of a call
     implies all lengths. ``reduction`` is (dtype, op) if any rank reduces. The kernel applies ``finish`` to the result.
-    `apply` replaces it by another epilogue of the same kind. With ``coding`` packets carry codes. ``strides`` are the
-    gaps in the message to each rank and in the message from each rank, if any message has gaps.
+    `apply` replaces it by another epilogue of the same kind. With ``coding`` packets carry codes. ``gaps`` are those in
+    the message to each rank and in the message from each rank, if any message has gaps.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between.
@@ -64,7 +64,7 @@ class PacketTemplate(KernelTemplate):
         finish: Fused | None = None,
         even: bool = False,
         coding: Coding | None = None,
-        strides: tuple[Sequence[Strides | None], Sequence[Strides | None]] | None = None,
+        gaps: tuple[Sequence[Gaps | None], Sequence[Gaps | None]] | None = None,
     ) -> None:
         self._reduction = reduction
         self._coding = coding
@@ -77,13 +77,18 @@ class PacketTemplate(KernelTemplate):
         team, layout = domain.team, domain.arena.layout
         own = team.arenas[rank]
         given = {"team": team, "flagged": layout.flagged_inboxes(own), "fences": own + layout.fences}
-        self._is_strided = strides is not None
-        if strides is not None:
-            self.arguments = arguments = StridedPacketArguments(**given)
-            for fields, of_ranks in zip((arguments.send_strides, arguments.receive_strides), strides, strict=True):
+        self._is_strided = gaps is not None
+        if gaps is not None:
+            self.arguments = strided = StridedPacketArguments(**given)
+            firsts, regions = dict[Gaps, int](), list[Strides]()
+            for fields, of_ranks in zip((strided.send_gaps, strided.receive_gaps), gaps, strict=True):
                 for peer, each in enumerate(of_ranks):
                     if each is not None:
-                        fields[peer] = (each.run_nbytes, each.grain, each.counts, each.strides)
+                        if each not in firsts:  # ranks that get the same data have the same gaps
+                            firsts[each] = len(regions)
+                            regions += each.regions
+                        fields[peer] = firsts[each], each.grain
+            strided.strides[: len(regions)] = regions
         elif finish is None:
             self.arguments = PacketArguments(**given)
         else:

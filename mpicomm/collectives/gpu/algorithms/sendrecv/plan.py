@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import Filled, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES, stride_of, threads_for
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.kernels.reductions import OPTIONS
@@ -20,8 +20,12 @@ from mpicomm.kernels.variant import Variant, u32, u64
 SENDRECV_THREADS = 256
 SENDRECV_BLOCKS = 2
 """The fewest blocks that a multiprocessor holds."""
-SENDRECV_SLOTS = 2
-SENDRECV_SLOT_NBYTES = 64 * 1024
+SENDRECV_SLOTS = 4
+SENDRECV_PART_NBYTES = 4 * 1024
+SENDRECV_CHUNK_SLOTS = 2
+SENDRECV_CHUNK_NBYTES = 64 * 1024
+_CHANNEL_NBYTES = SENDRECV_SLOTS * 2 * SENDRECV_PART_NBYTES + SENDRECV_CHUNK_SLOTS * SENDRECV_CHUNK_NBYTES
+"""The slots of a channel: half of a packet is data."""
 
 
 class SendrecvSide(ctypes.Structure):
@@ -55,7 +59,7 @@ _NOTHING: _Side = 0, 0, 0, 0, 0, 0, 0
 
 def sendrecv_memory(size: int, channels: int) -> ChannelMemory:
     """Return the layout of each rank's memory for messages, with ``channels`` between every two ranks."""
-    return ChannelMemory(size, channels, SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES)
+    return ChannelMemory(size, channels, _CHANNEL_NBYTES)
 
 
 def sendrecv_request(layout: ChannelMemory) -> Request:
@@ -73,15 +77,16 @@ class SendrecvTemplate(KernelTemplate):
 
     def __init__(
         self,
-        team: Team,
+        domain: Domain,
         layout: ChannelMemory,
         memory: Sequence[int],
         sent: Message | None,
         received: Message | None,
     ) -> None:
         self._channels = layout.channels
+        self.early = domain.early
         self.arguments = SendrecvArguments(
-            team=team, credits=layout.credits, flags=layout.flags, slots=layout.slots, channels=layout.channels
+            team=domain.team, credits=layout.credits, flags=layout.flags, slots=layout.slots, channels=layout.channels
         )
         self.arguments.memory[: len(memory)] = memory
         self._ends = _end(sent), _end(received)
@@ -94,7 +99,8 @@ class SendrecvTemplate(KernelTemplate):
         to, of = self._ends
         sent, received = self._side(send, send_nbytes, *to), self._side(receive, receive_nbytes, *of)
         _SIDES.pack_into(self.arguments, _AT_SIDES, *sent, *received)
-        longest = min(max(sent[2], received[2]), SENDRECV_SLOT_NBYTES)
+        # A packet for each thread, hence twice the data in packets.
+        longest = 2 * min(max(sent[2], received[2]), SENDRECV_CHUNK_NBYTES)
         blocks = sent[4] + received[4]
         return None, blocks, threads_for(longest, SENDRECV_THREADS)
 
@@ -103,7 +109,8 @@ class SendrecvTemplate(KernelTemplate):
         if nbytes == 0:
             return _NOTHING
         # The cut depends only on the bytes and the layout, because both ranks must cut alike.
-        stride = stride_of(nbytes, min(self._channels, -(-nbytes // CHANNEL_NBYTES)))
+        part_nbytes = SENDRECV_PART_NBYTES if nbytes <= self._channels * SENDRECV_PART_NBYTES else CHANNEL_NBYTES
+        stride = stride_of(nbytes, min(self._channels, -(-nbytes // part_nbytes)))
         return pointer, nbytes, stride, peer, -(-nbytes // stride), _half(nbytes) << 16 | tag, mask
 
 

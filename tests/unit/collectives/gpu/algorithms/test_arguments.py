@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
+from mpicomm.collectives import packed
 from mpicomm.collectives.gpu.algorithms import memory
 from mpicomm.collectives.gpu.algorithms.chain import plan as chain
 from mpicomm.collectives.gpu.algorithms.chunks import plan as chunks
@@ -24,11 +25,13 @@ from mpicomm.devices.cuda.load import compile_kernel
 from mpicomm.kernels import epilogue, experts, message, packing, reductions, team, window
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.p2p import gpu as p2p
-from tests.helpers.inputs.kernel_sources import INCLUDES
+from tests.helpers.inputs.kernel_sources import INCLUDES, SOURCES
 from tests.helpers.references.reductions import SENTINELS
 
 # For a device newer than NVRTC the result is PTX. The compiler has checked all assertions by then.
 WITHOUT_ASSEMBLER = (99, 0)
+# The oldest that NVRTC compiles for. tests/kernels/test_compiled.py compiles kernels for newer ones.
+OLDEST = (7, 5)
 
 
 @pytest.fixture(autouse=True)
@@ -68,31 +71,33 @@ def same(module: ModuleType, names: str) -> dict[str, int]:
     return {"k" + "".join(map(str.capitalize, name.split("_"))): getattr(module, name) for name in names.split()}
 
 
-_TEAM = "LANES MAX_RANKS MAX_BLOCKS LINE_NBYTES HEAD_NBYTES EXCHANGE MISMATCH MESSAGE COUNTS COUNTED_ROOM"
+_TEAM = "LANES MAX_RANKS MAX_BLOCKS LINE_NBYTES PACKET_NBYTES HEAD_NBYTES EXCHANGE MISMATCH MESSAGE COUNTS COUNTED_ROOM"
 _WINDOW = "RANKS WINDOW_THREADS ROW_WORDS ROWS_OF_COUNTS LOCK_ROW EXCLUSIVE_SHIFT COMES_FIRST FENCE START WAIT LOCK"
 _DISPATCH = "DISPATCH_THREADS MOST_EXPERTS MOST_TOP_K FEW_TOKENS HEADS PART_PACKETS DISPATCH COMBINE ROUTES ROOM"
+_SENDRECV = "SENDRECV_THREADS SENDRECV_BLOCKS SENDRECV_SLOTS SENDRECV_PART_NBYTES"
+_SENDRECV += " SENDRECV_CHUNK_SLOTS SENDRECV_CHUNK_NBYTES"
 _SENTINELS = {"SentinelProtocol::kAbsent": team.ABSENT, "SentinelProtocol::kEscaped": SENTINELS[1]}
 CONSTANTS = {
     "team.cuh": same(team, _TEAM),
-    "exchange.cu": {**same(chunks, "THREADS PACKET_NBYTES"), "kSlots": memory.CHUNK_SLOTS},
+    "exchange.cu": {**same(chunks, "THREADS"), "kSlots": memory.CHUNK_SLOTS},
     "packets.cu": same(packets, "OVERSEERS SLOT_NBYTES FENCES_NBYTES") | _SENTINELS,
     "direct.cu": same(direct, "DIRECT_THREADS"),
     "local_reduction.cu": same(copies, "REDUCTION_THREADS"),
     "combine.cu": same(reductions, "COMBINE_THREADS"),
-    "pack.cu": {**same(packing, "PACK_THREADS LOOPS"), "kPacketNbytes": packing.UNIT_NBYTES},
+    "pack.cu": same(packing, "PACK_THREADS LOOPS"),
     "message.cu": same(message, "MESSAGE_THREADS"),
     "window.cu": same(window, f"WINDOW_{_WINDOW}"),
     "experts_dispatch.cu": same(experts, _DISPATCH),
-    "experts_combine.cu": same(experts, "PACKET_NBYTES SUM_THREADS"),
+    "experts_combine.cu": same(experts, "SUM_THREADS"),
     "experts_quantize.cu": same(experts, "GROUP QUANTIZE_THREADS"),
     "chain.cu": same(chain, "CHAIN_THREADS CHAIN_SLOTS BATCH_NBYTES"),
-    "sendrecv.cu": same(sendrecv, "SENDRECV_THREADS SENDRECV_BLOCKS SENDRECV_SLOTS SENDRECV_SLOT_NBYTES"),
+    "sendrecv.cu": same(sendrecv, _SENDRECV),
     "p2p.cu": same(p2p, "COPY_THREADS"),
     "accumulate.cu": same(window, "ACCUMULATE_THREADS"),
     "epilogue.cu": same(epilogue, "MOST_OPERANDS EPILOGUE_THREADS"),
     "norm.cu": same(epilogue, "NORM_THREADS"),
     "counted.cuh": same(team, "OF_RECEIVE"),
-    "strided.cuh": {"kStrideLoops": packing.LOOPS},
+    "strided.cuh": {"kStrideLoops": packing.LOOPS, "kMostStrides": packed.MOST_STRIDES},
 }
 WITH_EPILOGUE, WITH_NORM = epilogue.epilogue_options("v", "float32"), epilogue.norm_options("float32", "float32")
 COUNTED, STRIDED = (("-DMPICOMM_SENTINEL", f"-DMPICOMM_{name}") for name in ("COUNTED", "STRIDED"))
@@ -100,6 +105,7 @@ OPTIONS_OF: dict[str, tuple[str, ...]] = {
     "accumulate.cu": window.accumulate_kernel(("float32", "sum"), 4).options,
     **dict.fromkeys(("epilogue.cu", "epilogue.cuh", "finish.cuh"), WITH_EPILOGUE),
     **dict.fromkeys(("norm.cu", "norm.cuh"), WITH_NORM),
+    "counted_step.cu": packets.counted_step_kernel(4).options,
     "counted.cuh": COUNTED,
     "strided.cuh": STRIDED,
 }
@@ -116,10 +122,14 @@ PACKETS: dict[str, tuple[type[ctypes.Structure], tuple[str, ...], dict[str, int]
 """The arguments of packets.cu in kernels with more fields."""
 
 
-@pytest.mark.parametrize("name", sorted({*COPIES, *CONSTANTS}))
-def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted({*SOURCES, *COPIES, *CONSTANTS}))
+def test_every_kernel_compiles_and_agrees_with_the_host_on_structures_and_constants(name: str, tmp_path: Path) -> None:
     assert SENTINELS[0] == team.ABSENT
-    require_agreement(name, COPIES[name], CONSTANTS.get(name, {}), tmp_path, OPTIONS_OF.get(name, ()))
+    image = require_agreement(name, COPIES[name], CONSTANTS.get(name, {}), tmp_path, OPTIONS_OF.get(name, ()))
+    if name in SOURCES:
+        names = re.findall(r"MPICOMM_KERNEL\s+void\s+(\w+)\(", SOURCES[name].read_text())
+        assert names and image.startswith(b"\x7fELF")
+        assert [name for name in names if name.encode() not in image] == []
 
 
 @pytest.mark.parametrize("name", PACKETS)
@@ -134,7 +144,8 @@ def require_agreement(
     constants: Mapping[str, int],
     tmp_path: Path,
     options: tuple[str, ...] = (),
-) -> None:
+) -> bytes:
+    """Return the compiled source or header."""
     lines = [f'#include "{name}"']
     lines += [f"static_assert(mpicomm::{constant} == {value});" for constant, value in constants.items()]
     # NVRTC brings no header that defines offsetof; its compiler turns offsetof into this expression.
@@ -152,7 +163,7 @@ def require_agreement(
         "-DMPICOMM_BY_TOKEN=true",
         "-DMPICOMM_IN_PACKETS=true",
     )
-    compile_kernel(source, WITHOUT_ASSEMBLER, (*reduction, *options, *INCLUDES))
+    return compile_kernel(source, OLDEST if name in SOURCES else WITHOUT_ASSEMBLER, (*reduction, *options, *INCLUDES))
 
 
 @pytest.mark.parametrize("steps", ["one", "laps"])

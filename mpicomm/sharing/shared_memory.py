@@ -1,4 +1,4 @@
-"""Owner: the parts of a communicator's session that symmetric arrays and shared events use; the pads of signals."""
+"""Memory that ranks release together, and the pads of signals."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.placement import Placement
 from mpicomm.devices.cuda.types import Backend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
-from mpicomm.symmetric.registry import Mappings
 
 _WORD_NBYTES = 8
 _LINE_NBYTES = 128  # pads share neither cache lines nor the sectors that a GPU polls
@@ -139,38 +137,3 @@ class SignalPads(SharedMemory):
 
 
 AnyShared = TypeVar("AnyShared", bound=Shared)
-
-
-class Owner(Protocol):
-    """The part of a session that symmetric arrays and shared events need; `mpicomm.session.Session` has it."""
-
-    placement: Placement
-    group: Group
-    """All ranks of the communicator."""
-    node: Group
-    """The ranks of this node: the same object as `group` if all ranks are on one node."""
-    pads: SignalPads
-
-    @property
-    def mappings(self) -> Mappings:
-        """The symmetric arrays that are open."""
-
-    @property
-    def backend(self) -> Backend:
-        """This rank's device."""
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of handle by which ranks open each other's memory."""
-
-    def require_usable(self, what: str) -> None:
-        """Raise if the communicator was freed or is broken; local and cheap."""
-
-    def keep(self, shared: AnyShared) -> AnyShared:
-        """Release ``shared`` with the communicator, unless it is closed before; local.
-
-        All ranks keep the same things in the same order.
-        """
-
-    def close_shared(self, shared: Shared, what: str) -> None:
-        """Release ``shared``; collective, blocking."""
