@@ -89,14 +89,6 @@ MPICOMM_DEVICE void store_message(const Packets& x, const AllMessages& m, u32 of
 }
 #endif
 
-// Whether there is only one step. A kernel for one step has no loop, because fetching the code of
-// the loop would take a large part of a short launch.
-#if defined(MPICOMM_ONE_STEP)
-constexpr bool kOneStep = true;
-#else
-constexpr bool kOneStep = false;
-#endif
-
 // Whether a launch reuses slots.
 #if defined(MPICOMM_LAPS)
 constexpr bool kLaps = true;

@@ -20,7 +20,8 @@
 //
 // Steps and turns. With T worker threads, a step is up to T units, one for each thread. In turn k a
 // thread does A of step k, B of step k-1 and C of step k-2. The loads of all three are in flight at
-// once. In an inbox, thread n has slot n of each step, whether or not it has a unit in the step.
+// once. In an inbox, the thread with number n has slot n of each step, whether or not it has a unit in
+// the step. A slot belongs to a unit, so sender and receiver may number their threads differently.
 //
 // Why a slot is free when a rank stores in it, from launch to launch. There are two sets of
 // inboxes. The parity of the launch selects the set. A rank begins launch n only after all other
@@ -116,7 +117,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
-  const u64 number = static_cast<u64>(blockIdx.x) * workers + thread;
+  const u64 number = number_of(thread, workers);
   // The previous kernel may still write memory that this kernel reads.
   wait_for_predecessor();
 

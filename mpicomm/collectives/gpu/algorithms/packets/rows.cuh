@@ -1,10 +1,10 @@
 // The units of a worker thread, step by step. Also rows, which packets.cu normalises after it has
 // reduced them (norm.cuh).
 //
-// Usually, with T worker threads, thread n handles unit k*T + n in step k. Rows are the work of
-// groups of kNormThreads workers. Group g of all G groups of the grid owns rows g, g+G and so on,
-// and takes m steps for each row. In step p of a row, thread t of the group has packet t +
-// p*kNormThreads of the row. It has no packet after the end of a row, which may come within the
+// Usually, with T worker threads, the thread with number n (`number_of`) handles unit k*T + n in step
+// k. Rows are the work of groups of kNormThreads workers. Group g of all G groups of the grid owns rows
+// g, g+G and so on, and takes m steps for each row. In step p of a row, thread t of the group has packet
+// t + p*kNormThreads of the row. It has no packet after the end of a row, which may come within the
 // last of the m steps. It has none after the last row. All groups take the same number of steps.
 //
 // Hence a thread that has a unit in step k > 2 also has a unit in step k-2 or in step k-3. Before
@@ -26,8 +26,24 @@ constexpr bool kFanOut = true;
 constexpr bool kFanOut = false;
 #endif
 
+// Whether there is only one step. A kernel for one step has no loop, because fetching the code of
+// the loop would take a large part of a short launch.
+#if defined(MPICOMM_ONE_STEP)
+constexpr bool kOneStep = true;
+#else
+constexpr bool kOneStep = false;
+#endif
+
 // The shards whose rows this rank normalises. In one hop there is only one shard.
 constexpr u32 kShards = kFanOut ? MPICOMM_RANKS : 1;
+
+// The number of a worker among the workers of the grid. In one step the warps of all blocks take turns.
+// A launch for messages of any length has more threads than short messages have units, and so all
+// multiprocessors share the loads and stores of these.
+MPICOMM_DEVICE u64 number_of(u32 worker, u32 workers) {
+  if (!kOneStep) return static_cast<u64>(blockIdx.x) * workers + worker;
+  return (static_cast<u64>(worker / kLanes) * gridDim.x + blockIdx.x) * kLanes + worker % kLanes;
+}
 
 #if defined(MPICOMM_WEIGHT)
 
@@ -195,7 +211,7 @@ struct Course {
   u64 begin, step_nbytes;
 
   MPICOMM_DEVICE Course(const Finish&, u32 worker, u32 workers)
-      : begin((static_cast<u64>(blockIdx.x) * workers + worker) / kSharers * kSharers * kCarriedNbytes),
+      : begin(number_of(worker, workers) / kSharers * kSharers * kCarriedNbytes),
         step_nbytes(static_cast<u64>(gridDim.x) * workers * kCarriedNbytes) {}
 
   MPICOMM_DEVICE u64 first() const { return begin; }
