@@ -222,7 +222,7 @@ class Buffer:
         assert np.array_equal(memory, expected)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def buffer_of_mpi(rig: Rig) -> Iterator[None]:
     with room_for_buffered_sends(rig.comm, 16 << 20):
         yield
@@ -255,6 +255,7 @@ def receive(rig: Rig, way: str, spec: Any, tag: int) -> MPI.Status:
     return status
 
 
+@pytest.mark.usefixtures("buffer_of_mpi")
 @pytest.mark.parametrize("way", [*MATCHED, *POSTED, *TOGETHER])
 @pytest.mark.parametrize("count", COUNTS)
 def test_any_buffer_is_received_into_any_buffer(rig: Rig, way: str, count: int) -> None:
@@ -292,6 +293,7 @@ def test_any_buffer_is_received_into_any_buffer(rig: Rig, way: str, count: int) 
         received.require(content(rig.left, count, turn))
 
 
+@pytest.mark.usefixtures("buffer_of_mpi")
 @pytest.mark.parametrize("method", ["Sendrecv_replace", "Isendrecv_replace"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_received_message_replaces_the_sent_one(rig: Rig, method: str, kind: str) -> None:

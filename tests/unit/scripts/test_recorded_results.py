@@ -74,11 +74,11 @@ def test_strided_exchanges_have_tables_a_picture_and_a_line_in_the_readme(projec
     file = project / "scripts/results/strided-2-here.json"
     job(2, "-m", "mpi4py", str(ROOT / "scripts/measuring/measure_strided.py"), "--divide=64", f"--json={file}")
     documents = json.loads(file.read_text())
-    assert [len(document["rows"]) for document in documents] == [6, 2]
+    assert [len(document["rows"]) for document in documents] == [6, 4, 18]
     documents[0]["hardware"] = "2 x NVIDIA H200, NVLink"
     documents[0]["rows"][2][0] = "512 x 512 x 512 complex64"
     file.write_text(json.dumps(documents))
-    assert tables(project).count("[strided-2-here.json](strided-2-here.json)") == 2
+    assert tables(project).count("[strided-2-here.json](strided-2-here.json)") == 3
     assert "`redistribute` of 512 x 512 x 512" in " ".join((project / "README.md").read_text().split())
     run(project, "scripts/documents/chart.py", "strided.svg", f"--strided={file}")
     assert "512 x 512 x 512 complex64" in (project / "strided.svg").read_text()
