@@ -152,6 +152,7 @@ def test_the_end_names_the_rank_that_a_signal_ended_and_its_test(run_ranks: RunR
     result = run_ranks("""
 import signal
 def test_dies():
+    WORLD.Barrier()  # MPI ends rank 0 as soon as rank 1 dies, even before its test
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     WORLD.Barrier()
