@@ -21,7 +21,8 @@
 // Steps and turns. With T worker threads, a step is up to T units, one for each thread. In turn k a
 // thread does A of step k, B of step k-1 and C of step k-2. The loads of all three are in flight at
 // once. In an inbox, the thread with number n has slot n of each step, whether or not it has a unit in
-// the step. A slot belongs to a unit, so sender and receiver may number their threads differently.
+// the step. Without rows unit u so has slot u, whichever thread handles it. Hence a rank in a launch of
+// one step, which numbers its threads otherwise, can exchange a message with a rank in a longer launch.
 //
 // Why a slot is free when a rank stores in it, from launch to launch. There are two sets of
 // inboxes. The parity of the launch selects the set. A rank begins launch n only after all other
