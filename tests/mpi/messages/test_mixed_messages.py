@@ -1,9 +1,11 @@
-"""Messages that are probed, matched, too long or refused, of devices and of the host; the devices are threads."""
+"""Messages between any kinds of memory, in every way; and those that are probed, matched, too long or refused."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,13 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.messages.rendezvous_header import HEADER_NBYTES
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES, KERNEL_NBYTES
 from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.inputs.buffers import values
 from tests.helpers.rigs.buffered_sends import room_for_buffered_sends
-from tests.helpers.rigs.message_rigs import LARGE, Array, Rig, content, same
+from tests.helpers.rigs.communicators import array_module, communicator, to_host
+from tests.helpers.rigs.message_rigs import LARGE, Array, Rig, content, rig_on, same
 
 
 @pytest.mark.parametrize("receive", ["Recv", "Irecv", "Mprobe", "device"])
@@ -193,116 +197,189 @@ def test_a_refused_receive_loses_no_message(rig: Rig, foreign: Foreign) -> None:
 
 
 KINDS = ("device", "host", "derived on device", "derived on host")
-# Empty, shorter than a header, as long as a header, at the bounds of what kernels copy, in several pieces.
-COUNTS = (0, 1, HEADER_NBYTES // 4 - 1, HEADER_NBYTES // 4, LARGE // 4, LARGE // 4 + 1, 5 * LARGE + 3)
 STARTED_SENDS = ("Isend", "Issend", "Ibsend")
 READY_SENDS = ("Send", "Ssend", "Bsend", "Rsend", "Irsend", "Send_init", "Ssend_init", "Bsend_init", "Rsend_init")
 MATCHED = ("Recv", "Mprobe", "Improbe", "Mprobe Irecv")
 POSTED = ("Irecv", "Waitall", "Recv_init")
-TOGETHER = ("Sendrecv", "Isendrecv")
+WAYS = (*MATCHED, *POSTED, "Sendrecv", "Isendrecv")
 SPARE = HEADER_NBYTES  # so that a header fits into the rest of a buffer, which a short message must leave alone
+
+
+@dataclass
+class Ends:
+    """A communicator whose ranks send to the next one, and the function that puts an array on its device."""
+
+    comm: mpicomm.Communicator
+    place: Callable[[Array], Any]
+    kinds: tuple[str, ...]
+    kernel_nbytes: int
+
+    def __post_init__(self) -> None:
+        comm, longest = self.comm, self.kernel_nbytes // 4
+        self.right, self.left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        # Empty, shorter than a header, as long as a header, at the bounds of what kernels copy, in several pieces.
+        header = HEADER_NBYTES // 4
+        self.counts = (0, 1, header - 1, header, longest, longest + 1, 5 * longest + 3)
+
+    def count(self, turn: int, *kinds: str) -> int:
+        """Return a length for messages between these kinds of memory. Doubles pack long derived ones slowly."""
+        derived = any(kind.startswith("derived") for kind in kinds)
+        counts = self.counts[:5] if derived else self.counts
+        return counts[turn % len(counts)]
+
+
+@pytest.fixture
+def ends(device: str, parent: mpicomm.Communicator) -> Iterator[list[Ends]]:
+    """GPUs; or doubles of them, and ranks of the host alone, whose calls are MPI's. All have a buffer of MPI."""
+    with contextlib.ExitStack() as stack:
+        if device == "cuda":
+            comm = stack.enter_context(communicator(device))
+            xp = stack.enter_context(array_module(comm))
+            found = [Ends(comm, xp.asarray, KINDS, KERNEL_NBYTES)]
+        else:
+            rig = stack.enter_context(rig_on(parent))
+            doubles = Ends(rig.comm, lambda content: DeviceArray(rig.device, content), KINDS, LARGE)
+            found = [doubles, Ends(parent, np.asarray, KINDS[1:2], LARGE)]
+        for each in found:
+            stack.enter_context(room_for_buffered_sends(each.comm, (1 << 20) + 8 * each.counts[-1]))
+        yield found
 
 
 class Buffer:
     """Elements of int32 in memory of some kind; those of a derived datatype lie at every second place."""
 
-    def __init__(self, rig: Rig, kind: str, values: Array, *, spare: int = 0) -> None:
+    def __init__(self, ends: Ends, kind: str, values: Array, *, spare: int = 0) -> None:
         self.count, self.step = values.size, 2 if kind.startswith("derived") else 1
         memory = np.full(self.step * (self.count + spare), -1, np.int32)
         memory[: self.step * self.count : self.step] = values
-        self.array: Any = DeviceArray(rig.device, memory) if kind.endswith("device") else memory
+        self.array: Any = ends.place(memory) if kind.endswith("device") else memory
         self.datatype = MPI.INT32_T.Create_vector(1, 1, 2).Create_resized(0, 8).Commit()
         self.spec = self.array if self.step == 1 else [self.array, self.count + spare, self.datatype]
 
     def require(self, values: Array) -> None:
         """Assert that the buffer begins with ``values``, and that all other elements are as before."""
-        memory = self.array.get() if isinstance(self.array, DeviceArray) else self.array
+        memory = to_host(self.array)
         expected = np.full(memory.size, -1, np.int32)
         expected[: self.step * values.size : self.step] = values
         assert np.array_equal(memory, expected)
 
 
-@pytest.fixture
-def buffer_of_mpi(rig: Rig) -> Iterator[None]:
-    with room_for_buffered_sends(rig.comm, 16 << 20):
-        yield
-
-
-def started(rig: Rig, method: str, spec: Any, tag: int) -> MPI.Request:
+def started(ends: Ends, method: str, spec: Any, tag: int) -> MPI.Request:
     """Send to the next rank. The request is complete when the message is sent."""
-    request = getattr(rig.comm, method)(spec, rig.right, tag)
+    request = getattr(ends.comm, method)(spec, ends.right, tag)
     if method.endswith("_init"):
         request.Start()
     return MPI.REQUEST_NULL if request is None else request
 
 
-def receive(rig: Rig, way: str, spec: Any, tag: int) -> MPI.Status:
+def receive(ends: Ends, way: str, spec: Any, tag: int) -> MPI.Status:
     """Receive from the rank before, as one call or with a probe."""
     status, probed = MPI.Status(), MPI.Status()
     if way == "Recv":
-        rig.comm.Recv(spec, rig.left, tag, status)
+        ends.comm.Recv(spec, ends.left, tag, status)
         return status
     message = None
     while message is None:
-        message = getattr(rig.comm, way.split()[0])(rig.left, MPI.ANY_TAG, probed)
+        message = getattr(ends.comm, way.split()[0])(ends.left, MPI.ANY_TAG, probed)
     if way.endswith("Irecv"):
         message.Irecv(spec).Wait(status)
     else:
         message.Recv(spec, status)
     assert message == MPI.MESSAGE_NULL
-    assert (probed.source, probed.tag) == (rig.left, tag)
+    assert (probed.source, probed.tag) == (ends.left, tag)
     assert probed.Get_count(MPI.BYTE) == status.Get_count(MPI.BYTE)
     return status
 
 
-@pytest.mark.usefixtures("buffer_of_mpi")
-@pytest.mark.parametrize("way", [*MATCHED, *POSTED, *TOGETHER])
-@pytest.mark.parametrize("count", COUNTS)
-def test_any_buffer_is_received_into_any_buffer(rig: Rig, way: str, count: int) -> None:
-    comm, kinds = rig.comm, KINDS if count <= LARGE else KINDS[:2]  # doubles pack element by element
-    for turn, (source, target) in enumerate(itertools.product(kinds, kinds)):
-        given, tag = content(rig.rank, count, turn), turn
-        sent, received = Buffer(rig, source, given), Buffer(rig, target, np.empty(0, np.int32), spare=count + SPARE)
-        request, status = MPI.REQUEST_NULL, MPI.Status()
-        if way in MATCHED:
-            request = started(rig, STARTED_SENDS[turn % len(STARTED_SENDS)], sent.spec, tag)
-            status = receive(rig, way, received.spec, tag)
-        elif way in POSTED:
-            posted = getattr(comm, "Irecv" if way == "Waitall" else way)(received.spec, rig.left, tag)
-            if way == "Recv_init":
-                posted.Start()
-            MPI.Intracomm.Barrier(comm)  # some sends need a receive that is posted
-            request = started(rig, READY_SENDS[turn % len(READY_SENDS)], sent.spec, tag)
-            if way == "Waitall":
-                statuses = [status]
-                MPI.Request.Waitall([posted], statuses)
-                status = statuses[0]
-            else:
-                posted.Wait(status)
-            if way == "Recv_init":
-                posted.Free()
+def exchange(ends: Ends, way: str, turn: int, sent: Buffer, received: Buffer) -> MPI.Status:
+    """Send to the next rank and receive from the one before. ``turn`` chooses the method that sends."""
+    comm, status = ends.comm, MPI.Status()
+    if way in MATCHED:
+        request = started(ends, STARTED_SENDS[turn % len(STARTED_SENDS)], sent.spec, turn)
+        status = receive(ends, way, received.spec, turn)
+    elif way in POSTED:
+        posted = getattr(comm, "Irecv" if way == "Waitall" else way)(received.spec, ends.left, turn)
+        if way == "Recv_init":
+            posted.Start()
+        MPI.Intracomm.Barrier(comm)  # some sends need a receive that is posted
+        request = started(ends, READY_SENDS[turn % len(READY_SENDS)], sent.spec, turn)
+        if way == "Waitall":
+            statuses = [status]
+            MPI.Request.Waitall([posted], statuses)
+            status = statuses[0]
         else:
-            both = getattr(comm, way)(sent.spec, rig.right, tag, received.spec, rig.left, tag)
-            if both is not None:
-                both.Wait(status)
-        if way != "Sendrecv":
-            assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, tag, count)
-        request.Wait()
-        if request != MPI.REQUEST_NULL:
-            request.Free()
-        received.require(content(rig.left, count, turn))
+            posted.Wait(status)
+        if way == "Recv_init":
+            posted.Free()
+    elif way == "Sendrecv":
+        request = MPI.REQUEST_NULL
+        comm.Sendrecv(sent.spec, ends.right, turn, received.spec, ends.left, turn, status)
+    else:
+        request = comm.Isendrecv(sent.spec, ends.right, turn, received.spec, ends.left, turn)
+    request.Wait(status if way == "Isendrecv" else None)
+    if request != MPI.REQUEST_NULL:
+        request.Free()
+    return status
 
 
-@pytest.mark.usefixtures("buffer_of_mpi")
+@pytest.mark.parametrize("way", WAYS)
+def test_any_buffer_is_received_into_any_buffer(ends: list[Ends], way: str) -> None:
+    """Every way meets every length, and in all ways together every pair of kinds meets every length."""
+    for each in ends:
+        kinds = itertools.product(each.kinds, each.kinds, range(2 if len(each.kinds) > 1 else len(each.counts)))
+        for turn, (source, target, _) in enumerate(kinds, 3 * WAYS.index(way)):
+            count = each.count(turn, source, target)
+            sent = Buffer(each, source, content(each.comm.rank, count, turn))
+            received = Buffer(each, target, np.empty(0, np.int32), spare=count + SPARE)
+            status = exchange(each, way, turn, sent, received)
+            received.require(content(each.left, count, turn))
+            if way != "Isendrecv" or each.comm.device != "cpu":  # MPICH leaves the status of an earlier message
+                assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (each.left, turn, count)
+
+
 @pytest.mark.parametrize("method", ["Sendrecv_replace", "Isendrecv_replace"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_received_message_replaces_the_sent_one(rig: Rig, method: str, kind: str) -> None:
-    for tag, count in enumerate(COUNTS[:-1] if kind.startswith("derived") else COUNTS):
-        buffer, status = Buffer(rig, kind, content(rig.rank, count, tag)), MPI.Status()
-        call: Callable[..., Any] = getattr(rig.comm, method)
-        if method == "Sendrecv_replace":
-            call(buffer.spec, rig.right, tag, rig.left, tag, status)
-        else:
-            call(buffer.spec, rig.right, tag, rig.left, tag).Wait(status)
-        assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, tag, count)
-        buffer.require(content(rig.left, count, tag))
+def test_a_received_message_replaces_the_sent_one(ends: list[Ends], method: str) -> None:
+    for each in ends:
+        call: Callable[..., Any] = getattr(each.comm, method)
+        for tag, kind in enumerate(each.kinds * len(each.counts)):
+            count, status = each.count(tag // len(each.kinds), kind), MPI.Status()
+            buffer = Buffer(each, kind, content(each.comm.rank, count, tag))
+            if method == "Sendrecv_replace":
+                call(buffer.spec, each.right, tag, each.left, tag, status)
+            else:
+                call(buffer.spec, each.right, tag, each.left, tag).Wait(status)
+            if method == "Sendrecv_replace" or each.comm.device != "cpu":
+                assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (each.left, tag, count)
+            buffer.require(content(each.left, count, tag))
+
+
+def test_elements_of_any_type(ends: list[Ends]) -> None:
+    for each in ends:
+        for tag, dtype in enumerate(map(np.dtype, "?bhilBfdFD")):
+            sent, expected = (values(dtype, 17, rank, wild=True) for rank in (each.comm.rank, each.left))
+            received, status = each.place(np.zeros(19, dtype)), MPI.Status()
+            each.comm.Sendrecv(each.place(sent), each.right, tag, received, each.left, MPI.ANY_TAG, status)
+            assert (status.source, status.tag) == (each.left, tag)
+            assert status.Get_count(MPI.Datatype.fromcode(dtype.char)) == 17
+            assert to_host(received).tobytes() == expected.tobytes() + bytes(2 * dtype.itemsize)
+
+
+def test_counts_displacements_and_types_of_messages(ends: list[Ends]) -> None:
+    for each in ends:
+        sent, expected = (content(rank, 10) for rank in (each.comm.rank, each.left))
+        received, status = each.place(np.zeros(12, np.int32)), MPI.Status()
+        request = each.comm.Isend([each.place(sent), (4, 3), MPI.INT32_T], each.right, 9)
+        each.comm.Recv([received, (5, 2), MPI.INT32_T], each.left, 9, status)
+        request.Wait()
+        assert status.Get_count(MPI.INT32_T) == 4
+        assert to_host(received).tolist() == [0, 0, *expected[3:7], *[0] * 6]
+
+
+def test_proc_null_is_a_partner(ends: list[Ends]) -> None:
+    for each in ends:
+        array, status = each.place(np.ones(5)), MPI.Status()
+        each.comm.Send(array, MPI.PROC_NULL)
+        each.comm.Recv(array, MPI.PROC_NULL, status=status)
+        each.comm.Isend(array, MPI.PROC_NULL).Wait()
+        assert status.source == MPI.PROC_NULL and status.Get_count(MPI.DOUBLE) == 0
+        assert to_host(array).tolist() == [1] * 5
