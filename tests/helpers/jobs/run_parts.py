@@ -43,7 +43,7 @@ OF_TWO = (
 )
 # Four ranks are two groups of one size, or two hosts with two ranks each, and the next power of two.
 OF_FOUR = (
-    *(f"tests/mpi/{name}" for name in ("api/test_temporaries.py", "domains")),
+    "tests/mpi/domains",
     f"{COLLECTIVES}/test_random_collectives.py",
 )
 # Where MPI itself matters: its requests, datatypes, messages, communicators, errors, and the messages of set-ups.
@@ -53,11 +53,8 @@ WITH_OPEN_MPI = (
         for name in ("calls_by_mpi", "children", "communicator", "errors", "neighbors", "topologies")
     ),
     *(f"{COLLECTIVES}/test_{name}.py" for name in ("datatypes", "nonblocking_collectives")),
-    *(
-        f"tests/mpi/messages/test_{name}.py"
-        for name in ("derived_messages", "mixed_messages", "point_to_point", "threads")
-    ),
-    *(f"tests/mpi/session/test_{name}.py" for name in ("late_ranks", "session", "setup_missing_ranks")),
+    *(f"tests/mpi/messages/test_{name}.py" for name in ("mixed_messages", "point_to_point", "threads")),
+    *(f"tests/mpi/session/test_{name}.py" for name in ("late_ranks", "session")),
     "tests/mpi/domains/test_transports.py",
     "tests/mpi/windows/test_host_types.py",
 )

@@ -64,9 +64,6 @@ QUICK_RUNS_EVERY = {
     f"{MPI}domains/test_collectives.py::test_movements": 4,
     f"{MPI}domains/test_collectives.py::test_reductions": 5,
     f"{MPI}messages/test_mixed_messages.py::test_any_buffer_is_received_into_any_buffer": 3,
-    f"{MPI}messages/test_derived_messages.py::test_kernels_pack_and_unpack": 4,
-    f"{MPI}symmetric/test_array.py::test_dtype_and_every_shape": 3,
-    f"{MPI}api/test_neighbors.py::test_results": 3,
     f"{MPI}collectives/host/test_engine_order.py::test_thousands_of_random_calls_in_sequence": 0,
     f"{MPI}collectives/test_collectives.py::test_reduce_scatter_takes_parts_of_any_size": 3,
     f"{MPI}collectives/test_collectives.py::"

@@ -154,23 +154,17 @@ def test_child_that_fails_on_one_rank_fails_on_all(own_comm: mpicomm.Communicato
         require_memory_works(child)
 
 
-@stages(
-    {
-        "create": backend_method("create_event"),
-        "export": attribute(host.HostEvent, "export"),
-    }
+@pytest.mark.parametrize(
+    ("stage", "break_"),
+    [
+        ("create", backend_method("create_event")),
+        pytest.param("open", backend_method("open_event"), marks=pytest.mark.mpi(min_size=2)),
+        ("export", attribute(host.HostEvent, "export")),
+    ],
 )
-def test_host_event_that_fails_on_one_rank_fails_on_all(comm_world: MPI.Intracomm, break_: Break) -> None:
-    require_event_fails("cpu", break_)
-
-
-@pytest.mark.mpi(min_size=2)
-@stages({"create": backend_method("create_event"), "open": backend_method("open_event")})
-def test_event_that_fails_on_one_rank_fails_on_all(device: str, break_: Break) -> None:
-    require_event_fails(device, break_)
-
-
-def require_event_fails(device: str, break_: Break) -> None:
+def test_event_that_fails_on_one_rank_fails_on_all(device: str, stage: str, break_: Break) -> None:
+    if stage == "export":
+        device = "cpu"  # the others have no such method
     with communicator(device) as comm:
         with nothing_leaks():
             for culprit in EVERY_RANK:
@@ -275,57 +269,53 @@ def test_ranks_that_call_different_things_are_told_so(device: str, of_others: st
         event.close()
 
 
+def take_small_fd(segment: host_memory.HostSegment) -> Descriptor:
+    """Take the descriptor of a segment, and return one of less memory."""
+    TAKE_FD(segment).close()
+    return host_memory.memfd_create(8)
+
+
+TAKE_FD = host_memory.HostSegment.take_fd
+REFUSED: dict[str, Break] = {
+    "shared memory has 8 bytes": lambda patch, *_: patch.setattr(host_memory.HostSegment, "take_fd", take_small_fd),
+    ".* is not sealed": lambda patch, *_: patch.setattr(host_memory, "_SEALS", fcntl.F_SEAL_GROW),  # it can shrink
+}
+
+
 @pytest.mark.mpi(min_size=2)
-def test_descriptor_of_less_memory_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
-    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-        take_fd = host_memory.HostSegment.take_fd
-
-        def take_small_fd(segment: host_memory.HostSegment) -> Descriptor:
-            take_fd(segment).close()
-            return host_memory.memfd_create(8)
-
-        patch.setattr(host_memory.HostSegment, "take_fd", take_small_fd)
-
-    require_descriptor_is_refused(break_, "shared memory has 8 bytes")
-
-
-@pytest.mark.mpi(min_size=2)
-def test_descriptor_of_memory_that_can_shrink_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
-    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-        patch.setattr(host_memory, "_SEALS", fcntl.F_SEAL_GROW)
-
-    require_descriptor_is_refused(break_, ".* is not sealed")
-
-
-def require_descriptor_is_refused(break_: Break, said: str) -> None:
+@pytest.mark.parametrize("said", REFUSED)
+def test_descriptor_of_wrong_memory_is_refused_by_all(comm_world: MPI.Intracomm, said: str) -> None:
     with communicator("cpu") as comm:
         kept = comm.zeros(1)
         for culprit in EVERY_RANK:
-            with nothing_leaks(), fails_everywhere(culprit, "cpu", break_, match=f"memory of rank {culprit}: {said}"):
+            text = f"memory of rank {culprit}: {said}"
+            with nothing_leaks(), fails_everywhere(culprit, "cpu", REFUSED[said], match=text):
                 comm.empty(1000)
         require_memory_works(comm)
         kept.close()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_writes_that_do_not_arrive_are_found_by_the_probe(device: str) -> None:
-    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-        view = backend.view
-        patch.setattr(backend, "view", lambda self, *arguments: view(self, *arguments).copy())
+def lose_writes(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+    view = backend.view
+    patch.setattr(backend, "view", lambda self, *arguments: view(self, *arguments).copy())
 
+
+def lose_reads(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+    patch.setattr(backend, "copy", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("break_", "said"),
+    [
+        pytest.param(
+            lose_writes, "a word of rank {0} did not arrive in this rank's", marks=pytest.mark.mpi(min_size=2)
+        ),
+        (lose_reads, "failed on rank {0}: rank 0's memory reads 0 instead of "),
+    ],
+)
+def test_memory_that_is_not_shared_is_found_by_the_probe(device: str, break_: Break, said: str) -> None:
     for culprit in EVERY_RANK:
-        said = f"a word of rank {culprit} did not arrive in this rank's memory"
-        with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said):
-            communicator(device)
-
-
-def test_reads_that_bring_something_else_are_found_by_the_probe(device: str) -> None:
-    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-        patch.setattr(backend, "copy", lambda *_: None)
-
-    for culprit in EVERY_RANK:
-        said = f"failed on rank {culprit}: rank 0's memory reads 0 instead of "
-        with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said):
+        with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said.format(culprit)):
             communicator(device)
 
 
