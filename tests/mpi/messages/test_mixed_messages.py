@@ -339,6 +339,54 @@ def test_any_buffer_is_received_into_any_buffer(ends: list[Ends], way: str) -> N
                 assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (each.left, turn, count)
 
 
+def receive_array(ends: Ends, way: str, array: Array, tag: int, sent: Any) -> MPI.Status:
+    """Send to the next rank, and receive from the rank before by one of the ways to complete a call."""
+    comm, status = ends.comm, MPI.Status()
+    if way == "Sendrecv":
+        comm.Sendrecv(sent, ends.right, tag, array, ends.left, tag, status)
+        return status
+    request = comm.Isend(sent, ends.right, tag)
+    try:
+        if way == "Recv":
+            comm.Recv(array, ends.left, tag, status)
+            return status
+        posted, statuses = comm.Irecv(array, ends.left, tag), [status]
+        assert posted and "active" in repr(posted)
+        if way == "Wait":
+            posted.Wait(status)
+        elif way == "Test":
+            while not posted.Test(status):
+                pass
+        elif way == "Waitall":
+            MPI.Request.Waitall([posted], statuses)
+        else:
+            while not posted.Get_status():
+                pass
+            assert MPI.Request.Waitany([MPI.REQUEST_NULL, posted], status) == 1
+        assert not posted
+        return statuses[0]
+    finally:
+        request.Wait()
+
+
+@pytest.mark.parametrize("way", ["Recv", "Sendrecv", "Wait", "Test", "Waitall", "Waitany"])
+def test_an_array_takes_messages_up_to_its_length(ends: list[Ends], way: str) -> None:
+    each = ends[0]
+    mine, left = each.comm.rank, each.left
+    for source, room in itertools.product(("host", "device"), (4, HEADER_NBYTES // 4, HEADER_NBYTES)):
+        for tag, count in enumerate((0, 3, room)):
+            received = np.full(room, -1, np.int32)
+            sent = Buffer(each, source, content(mine, count, tag))
+            status = receive_array(each, way, received, tag, sent.spec)
+            assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (left, tag, count)
+            assert received.tolist() == [*content(left, count, tag).tolist(), *[-1] * (room - count)]
+        sent = Buffer(each, source, content(mine, room + 1, 9))
+        with pytest.raises(MPI.Exception) as raised:
+            receive_array(each, way, received, 9, sent.spec)
+        if way not in ("Waitall", "Waitany"):  # MPI names only that the status has an error
+            assert raised.value.Get_error_class() == MPI.ERR_TRUNCATE
+
+
 @pytest.mark.parametrize("method", ["Sendrecv_replace", "Isendrecv_replace"])
 def test_a_received_message_replaces_the_sent_one(ends: list[Ends], method: str) -> None:
     for each in ends:
