@@ -46,7 +46,7 @@ def on_device(rig: Rig) -> Any:
 @pytest.mark.parametrize("sender", ["derived", "plain"])
 @pytest.mark.parametrize("receiver", ["derived", "plain"])
 def test_kernels_pack_and_unpack(rig: Rig, on_device: Any, sender: str, receiver: str) -> None:
-    for tag, count in enumerate((1, 5, 500, 3000, 20000) * 2):
+    for tag, count in enumerate((1, 5, 500, 3000, 20000, 5, 500)):
         sent, received = grid(rig.rank, count), on_device(np.full((count, 8), -1, np.int32))
         expected, before, status = grid(rig.left, count)[:, :3], rig.device.packed, MPI.Status()
         with committed(columns(count)) as (datatype,):
