@@ -72,7 +72,6 @@ QUICK_RUNS_EVERY = {
     f"{MPI}collectives/test_ways.py::test_calls_of_neighbours_go_to_the_engine_unless_they_ask_for_mpi": 3,
     f"{MPI}domains/test_collectives.py::test_long_calls_go_in_pieces": 3,
     f"{MPI}session/test_late_ranks.py::test_a_rank_that_comes_after_the_others_have_given_up_raises_as_they_did": 3,
-    f"{MPI}session/test_setup_failures.py::test_host_memory_that_fails_on_one_rank_fails_on_all": 3,
     f"{MPI}session/test_setup_failures.py::test_what_fails_on_one_rank_fails_on_all": 2,
     # One process: further orders of streams, forms and shapes; what mypy says of the documents' programs, all links.
     f"{UNIT}collectives/gpu/algorithms/test_copies.py::test_calls_in_any_order_of_streams": 4,

@@ -18,7 +18,6 @@ from mpicomm.messages.rendezvous_header import HEADER_NBYTES, KERNEL_NBYTES
 from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.inputs.buffers import values
-from tests.helpers.rigs.buffered_sends import room_for_buffered_sends
 from tests.helpers.rigs.communicators import array_module, communicator, to_host
 from tests.helpers.rigs.message_rigs import LARGE, Array, Rig, content, rig_on, same
 
@@ -203,6 +202,22 @@ MATCHED = ("Recv", "Mprobe", "Improbe", "Mprobe Irecv")
 POSTED = ("Irecv", "Waitall", "Recv_init")
 WAYS = (*MATCHED, *POSTED, "Sendrecv", "Isendrecv")
 SPARE = HEADER_NBYTES  # so that a header fits into the rest of a buffer, which a short message must leave alone
+
+
+@contextlib.contextmanager
+def room_for_buffered_sends(comm: MPI.Comm, nbytes: int) -> Iterator[None]:
+    """Give ``comm`` a buffer of ``nbytes``; if MPI is older than 4.1, give it to the whole process."""
+    memory = bytearray(nbytes)
+    try:
+        comm.Attach_buffer(memory)
+        detach = comm.Detach_buffer
+    except NotImplementedError:
+        MPI.Attach_buffer(memory)
+        detach = MPI.Detach_buffer
+    try:
+        yield
+    finally:
+        detach()
 
 
 @dataclass
@@ -403,6 +418,39 @@ def test_a_received_message_replaces_the_sent_one(ends: list[Ends], method: str)
             buffer.require(content(each.left, count, tag))
 
 
+@pytest.mark.parametrize("method", ["Send_init", "Ssend_init", "Bsend_init", "Rsend_init"])
+def test_each_start_sends_the_arrays_new_content(ends: list[Ends], method: str) -> None:
+    for each, count in itertools.product(ends, (0, 5, LARGE)):
+        comm, left = each.comm, each.left
+        array, received = (each.place(np.empty(count, np.int32)) for _ in range(2))
+        send, receive = getattr(comm, method)(array, each.right, 4), comm.Recv_init(received, left, 4)
+        for turn in range(3):
+            status = MPI.Status()
+            array.fill(10 * turn + comm.rank)
+            receive.Start()
+            comm.Barrier()  # Rsend needs a receive that is posted
+            send.Start()
+            send.Wait()
+            array.fill(-1)  # the request is complete, so the message must not have it
+            receive.Wait(status)
+            assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (left, 4, count)
+            assert to_host(received).tolist() == [10 * turn + left] * count
+        send.Free()
+        receive.Free()
+
+
+def test_a_started_request_is_refused_a_second_start(rig: Rig) -> None:
+    send = rig.comm.Send_init(rig.of(rig.rank, LARGE), rig.right)
+    send.Start()
+    with pytest.raises(InvalidUsageError, match="is active"):
+        send.Start()
+    rig.comm.Recv(rig.empty(LARGE), rig.left)
+    send.Wait()
+    assert send and send != MPI.REQUEST_NULL and send == send
+    send.Free()
+    assert not send and send == MPI.REQUEST_NULL
+
+
 def test_elements_of_any_type(ends: list[Ends]) -> None:
     for each in ends:
         for tag, dtype in enumerate(map(np.dtype, "?bhilBfdFD")):
@@ -453,3 +501,34 @@ def test_proc_null_is_a_partner(ends: list[Ends]) -> None:
         each.comm.Isend(array, MPI.PROC_NULL).Wait()
         assert status.source == MPI.PROC_NULL and status.Get_count(MPI.DOUBLE) == 0
         assert to_host(array).tolist() == [1] * 5
+
+
+def test_mpi_takes_floats_as_ranks_and_tags_and_refuses_others(comm: mpicomm.Communicator) -> None:
+    right: Any = float((comm.rank + 1) % comm.size)
+    left: Any = float((comm.rank - 1) % comm.size)
+    tags: Any = [float(tag) for tag in range(5)]
+    x, y = np.full(3, comm.rank), np.zeros(3, int)
+    requests = [comm.Irecv(y, left, tags[0]), comm.irecv(None, left, tags[1])]
+    comm.Send(x, right, tags[0])
+    comm.ssend(comm.rank, right, tags[1])
+    assert MPI.Request.Wait(requests[0]) and requests[1].wait() == left and (y == left).all()
+    assert comm.sendrecv(comm.rank, right, tags[2], None, left, tags[2]) == left
+    comm.Sendrecv(x, right, tags[3], y, left, tags[3])
+    comm.Sendrecv_replace(x, right, tags[4], left, tags[4])
+    assert (x == left).all() and (y == left).all()
+    calls: list[Any] = [comm.Send, comm.Recv, comm.send, MPI.COMM_WORLD.Send]
+    for wrong in (None, "1", 2**70):
+        for call in calls:
+            with pytest.raises((TypeError, OverflowError)) as error:
+                call(x, wrong)
+            assert "memoryview" not in str(error.value)
+
+
+def test_streams_of_host_arrays_are_refused() -> None:
+    with communicator("cpu") as comm:
+        for call in (
+            lambda: comm.Send(np.ones(1), MPI.PROC_NULL, stream=1),
+            lambda: comm.Irecv(np.ones(1), MPI.PROC_NULL, stream=1),
+        ):
+            with pytest.raises(InvalidUsageError, match="stream=1"):
+                call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,17 +139,24 @@ def test_first_rank_that_comes_late_is_not_taken_for_the_one_that_never_comes(de
 
 
 @pytest.mark.mpi(min_size=2)
-def test_rank_that_is_interrupted_is_missed_by_the_others(own_comm: mpicomm.Communicator, device: str) -> None:
+@pytest.mark.parametrize("stage", ["allocate", "swap"])
+def test_rank_that_is_interrupted_is_missed_by_the_others_in_time(
+    own_comm: mpicomm.Communicator, device: str, stage: str
+) -> None:
+    """It has sent nothing yet, or is gone before it sends a descriptor, for which its peers wait."""
+    if stage == "swap":
+        device = "cpu"
+    break_ = ALLOCATE["allocate"] if stage == "allocate" else attribute(FdExchange, "swap")
     for culprit in FIRST_AND_LAST:
         with impatient_without(culprit, device) as (impatient, others):
             impatient.zeros(3)
-            with broken(culprit, device, ALLOCATE["allocate"], KeyboardInterrupt):
-                if others:
-                    with raises_everywhere(others, CollectiveTimeoutError, match=f"rank {culprit} did not arrive"):
-                        impatient.zeros(4)
-                else:
-                    with pytest.raises(KeyboardInterrupt):
-                        impatient.zeros(4)
+            raises: Any = pytest.raises(CollectiveTimeoutError if others else KeyboardInterrupt)
+            if others and stage == "allocate":
+                raises = raises_everywhere(others, CollectiveTimeoutError, match=f"rank {culprit} did not arrive")
+            start = time.monotonic()
+            with broken(culprit, device, break_, KeyboardInterrupt), raises:
+                impatient.zeros(4)
+            assert time.monotonic() - start < patience_s(device) + stretched(1.0)
         require_memory_works(own_comm)
 
 
@@ -204,19 +212,6 @@ def test_rank_that_is_interrupted_in_free_reaches_no_later_communicator(device: 
                 with pytest.raises(CollectiveTimeoutError):
                     impatient.Free()
                 impatient.Free()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_world: MPI.Intracomm) -> None:
-    timeout_s = patience_s("cpu")
-    for culprit in FIRST_AND_LAST:
-        with impatient_without(culprit, "cpu", timeout_s=timeout_s) as (impatient, others):
-            impatient.zeros(3)
-            with broken(culprit, "cpu", attribute(FdExchange, "swap"), KeyboardInterrupt):
-                start = time.monotonic()
-                with pytest.raises(CollectiveTimeoutError if others else KeyboardInterrupt):
-                    impatient.zeros(4)
-                assert time.monotonic() - start < timeout_s + stretched(1.0)
 
 
 @pytest.mark.mpi(min_size=3)

@@ -307,7 +307,9 @@ def test_closed_array_is_refused(device: str, freed: bool) -> None:
         assert array.closed
         assert repr(array) == "<SymmetricArray shape=(4,) dtype=float64 closed>"
         array.close()
-        for use in (lambda: array.local, lambda: array.pointers, *(partial(method, 0) for method in methods)):
+        calls: list[Callable[[], object]] = [lambda: array.local, lambda: array.pointers]
+        calls += [partial(method, 0) for method in methods]
+        for use in calls:
             with pytest.raises(InvalidUsageError, match="this SymmetricArray is closed; create another"):
                 use()
 

@@ -279,8 +279,17 @@ COUNT = 24
 KINDS = ("Fence", "Lock", "Lock_all", "Post")
 BUFFERS = ("device", "host", "derived on device", "derived on host")
 FORMS = ("place", "counted", "typed", "vector")
-UPDATES = {"SUM": (MPI.SUM, np.add), "MAX": (MPI.MAX, np.maximum), "BXOR": (MPI.BXOR, np.bitwise_xor)}
-FETCHES = {**UPDATES, "REPLACE": (MPI.REPLACE, lambda old, new: new), "NO_OP": (MPI.NO_OP, lambda old, new: old)}
+Combine = Callable[[Any, Any], Any]
+UPDATES: dict[str, tuple[MPI.Op, Combine]] = {
+    "SUM": (MPI.SUM, np.add),
+    "MAX": (MPI.MAX, np.maximum),
+    "BXOR": (MPI.BXOR, np.bitwise_xor),
+}
+FETCHES: dict[str, tuple[MPI.Op, Combine]] = {
+    **UPDATES,
+    "REPLACE": (MPI.REPLACE, lambda old, new: new),
+    "NO_OP": (MPI.NO_OP, lambda old, new: old),
+}
 Act = Callable[[str], None]
 """A call of a rank in an epoch of a kind."""
 
