@@ -169,9 +169,9 @@ def test_one_type_has_several_names_in_every_call(host_comm: mpicomm.Communicato
             complete(getattr(host_comm, form)(*given))
             assert (arrays[-1] == plain[-1]).all(), (form, code, both)
     for count in (2, LARGE // 2):
-        given, received = np.full(count, rank + 1.0), np.zeros(count)
+        sent, received = np.full(count, rank + 1.0), np.zeros(count)
         request = host_comm.Irecv([received, count, "float64"], (rank - 1) % size)
-        host_comm.Send([given, count, "float64"], (rank + 1) % size)
+        host_comm.Send([sent, count, "float64"], (rank + 1) % size)
         request.Wait()
         assert (received == (rank - 1) % size + 1).all()
 
