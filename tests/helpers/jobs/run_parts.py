@@ -41,7 +41,7 @@ OF_TWO = (
         )
     ),
 )
-# Four ranks are two groups of one size, or two hosts with two ranks each, and the next power of two.
+# Four ranks are two hosts with two ranks each, and the next power of two.
 OF_FOUR = (
     "tests/mpi/domains",
     f"{COLLECTIVES}/test_random_collectives.py",

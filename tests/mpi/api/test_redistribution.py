@@ -169,14 +169,6 @@ def test_bad_arguments_raise_on_all_ranks(comm: mpicomm.Communicator) -> None:
             Split(axes, **bad)
 
 
-def test_integers_may_be_arrays(comm: mpicomm.Communicator) -> None:
-    axes: Any = np.array([0, 1])
-    assert Split(axes, grid=axes) == Split((0, 1), grid=(0, 1))
-    shape: Any = np.array([4, 6])
-    with comm.redistribution(shape, "f4", 0, 1) as plan:
-        assert plan.shape == (4, 6)
-
-
 def test_ranks_that_differ_raise_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
     if comm.size == 1:
         pytest.skip("one rank")
@@ -216,24 +208,23 @@ def test_arrays_that_do_not_fit(comm: mpicomm.Communicator, xp: Any) -> None:
         plan(fitting)
 
 
-def test_a_subclass_of_an_array(comm: mpicomm.Communicator) -> None:
+def test_arrays_and_shapes_of_any_kind(comm: mpicomm.Communicator, xp: Any) -> None:
     class Own(np.ndarray[Any, Any]):
         pass
 
     x = np.arange(12.0).reshape(3, 4)
     gathered = comm.redistribute(x.view(Own), from_=None, to=None)
     assert type(gathered) is np.ndarray and (gathered == x).all()
-
-
-def test_parts_without_elements_are_arrays(comm: mpicomm.Communicator, xp: Any) -> None:
     assert comm.redistribute(xp.ones((0, 4)), from_=0, to=None).shape == (0, 4)
     x = xp.ones((1, 4)) if comm.rank == 0 else xp.ones((0, 4))
     assert comm.redistribute(x, from_=0, to=0, shape=(1, 4)).shape == x.shape
-
-
-def test_arrays_without_dimensions(comm: mpicomm.Communicator, xp: Any) -> None:
     with comm.redistribution((), "f8", None, None) as plan:
         assert plan(xp.array(3.0)) == 3.0
+    integers: Any = np.array([0, 1])
+    assert Split(integers, grid=integers) == Split((0, 1), grid=(0, 1))
+    shape: Any = np.array([4, 6])
+    with comm.redistribution(shape, "f4", 0, 1) as plan:
+        assert plan.shape == (4, 6)
 
 
 def test_a_graph_has_the_call(comm: mpicomm.Communicator, xp: Any) -> None:
