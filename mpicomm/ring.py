@@ -14,8 +14,7 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import Content
-from mpicomm.bench.machine import machine_of
-from mpicomm.bench.measure import CheckedCall, Measuring, Trial
+from mpicomm.bench.measure import CheckedCall, Measuring, Trial, machine_of
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.sizes import Columns

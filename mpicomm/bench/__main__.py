@@ -10,8 +10,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench import experts, matmul
 from mpicomm.bench.contenders import ROOM_NBYTES, mean_share, measure, open_own, open_peers
 from mpicomm.bench.content import OPS, Content
-from mpicomm.bench.machine import machine_of
-from mpicomm.bench.measure import Measuring, Outcome
+from mpicomm.bench.measure import Measuring, Outcome, machine_of
 from mpicomm.bench.operations import ALIASES, BARRIER, DTYPES, OPERATIONS, ROOT, Case, blocks_of
 from mpicomm.bench.peers import OWN, PEERS
 from mpicomm.bench.report import ResultRow, Results, Table, introduce

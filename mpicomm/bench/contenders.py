@@ -17,9 +17,10 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.measure import (
+    Call,
     CheckedCall,
+    Machine,
     Measuring,
     Outcome,
     PeerFailureError,

@@ -11,8 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.machine import Call, Machine
-from mpicomm.bench.measure import UnsupportedError
+from mpicomm.bench.measure import Call, Machine, UnsupportedError
 from mpicomm.bench.operations import IN_PLACE, ROOT, SENDRECV, Case, CaseBuffers, buffers
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
 from mpicomm.collectives.operations import Operation as Collective
@@ -21,10 +20,10 @@ from mpicomm.mpi import types
 from mpicomm.mpi.spec import Shape
 
 PEERS = {
-    "nccl": "nccl.Nccl",
-    "nccl-symmetric": "nccl.SymmetricNccl",
+    "nccl": "nvidia_peers.Nccl",
+    "nccl-symmetric": "nvidia_peers.SymmetricNccl",
     "torch": "torch_peers.TorchSymmetric",
-    "nvshmem": "nvshmem_host.Nvshmem",
+    "nvshmem": "nvidia_peers.Nvshmem",
     "mpi": "peers.PlainMpi",
 }
 """Their names on the command line, and their classes, which take a communicator and a `Machine`."""

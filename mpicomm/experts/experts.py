@@ -33,7 +33,7 @@ from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.buffers import new_array, read, read_in_order
 from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.mpi.types import name_of
-from mpicomm.sharing.shared_memory import SharedMemory
+from mpicomm.sharing.segments import SharedMemory
 from mpicomm.windows.order import StreamUse
 
 _ID_TYPES = ("int64", "int32")

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Call, machine_of
+from mpicomm.bench.measure import Call, machine_of
 from mpicomm.cli import options as command_line
 from mpicomm.devices.base import Link
 

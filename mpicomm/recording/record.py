@@ -1,8 +1,12 @@
-"""Record: a call of this rank; and the record of the call in which this thread is. The reader of traces has no MPI."""
+"""Record: a call of this rank; the record of the call in which this thread is; this rank's clock.
+
+The reader of traces has no MPI.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +25,7 @@ Category = Literal["collective", "message", "memory", "set-up", "wait"]
 # Not frozen, because a record is filled while its call goes on.
 @dataclass(slots=True, eq=False)
 class Record:
-    """A call of this rank. Times are times of `clocks.now_ns`."""
+    """A call of this rank. Times are times of `now_ns`."""
 
     comm: str
     """The label of the communicator."""
@@ -47,6 +51,24 @@ class Record:
     """The work on devices, one interval for each stream."""
     ranges: int = 0
     """The NVTX ranges that are open."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """This rank's clock, compared with the clock of another rank."""
+
+    reference: int
+    """The number of the process that has the reference clock."""
+    time_ns: int
+    """The time of the measurement, by this rank's clock."""
+    offset_ns: int
+    """The nanoseconds by which this rank's clock is late: add them to its times."""
+    uncertainty_ns: int
+
+
+def now_ns() -> int:
+    """Return the time of this rank's clock, the monotonic clock of the kernel."""
+    return time.perf_counter_ns()
 
 
 class _Calls(threading.local):

@@ -14,8 +14,7 @@ from mpicomm.devices.cuda.types import Event
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.session import Session
-from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
-from mpicomm.sharing.shared_memory import SignalPad
+from mpicomm.sharing.segments import SharedSegments, SignalPad, SuspendedContent, share
 from mpicomm.symmetric.array import SymmetricArray, checked_shape, require_contiguous, require_writable
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.bench.machine import Call, CallTimes, Machine
+from mpicomm.bench.measure import Call, CallTimes, Machine
 from tests.helpers.jobs.in_turn import run_changed
 from tests.helpers.jobs.mpiexec import run_job
 

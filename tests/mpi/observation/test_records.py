@@ -14,8 +14,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.recording import clocks, device_work
-from mpicomm.trace.__main__ import main
+from mpicomm.recording import channel, device_work, record
+from mpicomm.trace import main
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import rig_on
 
@@ -117,9 +117,9 @@ def test_merged_traces_say_who_waited_for_whom(
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace-%r.json")
     # Each rank's clock is hours ahead of the clock of the rank before.
-    monkeypatch.setattr(clocks, "clock_key", lambda: str(rank))
+    monkeypatch.setattr(channel, "clock_key", lambda: str(rank))
     ahead_ns = rank * 7_200_000_000_000
-    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
+    monkeypatch.setattr(record, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
     with communicator("cpu") as comm:
         part = comm.Split(0)
         part.Barrier()
@@ -184,8 +184,8 @@ class Threads:
     """A timeline of devices that are threads: their work has only the time of the host."""
 
     def begin(self, stream: int) -> SimpleNamespace:
-        begin_ns = clocks.now_ns()
-        return SimpleNamespace(stream=stream, times_ns=lambda: (begin_ns, clocks.now_ns()), extend=lambda: None)
+        begin_ns = record.now_ns()
+        return SimpleNamespace(stream=stream, times_ns=lambda: (begin_ns, record.now_ns()), extend=lambda: None)
 
 
 def test_messages_of_device_arrays_have_tracks_of_their_streams(

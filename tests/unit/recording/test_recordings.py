@@ -13,7 +13,7 @@ from mpicomm.environment import Recording
 from mpicomm.errors import InvalidUsageError
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.recorder import Recorder
-from mpicomm.trace.__main__ import main
+from mpicomm.trace import main
 from tests.helpers.jobs.mpiexec import run_command, run_job
 
 ENDING = """
@@ -61,7 +61,7 @@ def test_traces_are_merged_without_mpi(tmp_path: Path) -> None:
     command = (sys.executable, "-X", "importtime", "-m", "mpicomm.trace", "merge", "--help")
     done = run_command(*command)
     assert done.returncode == 0 and "traces of the ranks" in done.stdout
-    assert "mpicomm.trace.merge" in done.stderr and "mpi4py" not in done.stderr
+    assert "mpicomm.recording.record" in done.stderr and "mpi4py" not in done.stderr
 
 
 PROGRAM = """

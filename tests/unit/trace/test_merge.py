@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpicomm.trace.__main__ import main
+from mpicomm.trace import main
 from tests.helpers.jobs.mpiexec import run_command
 
 Event = dict[str, Any]

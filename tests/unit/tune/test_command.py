@@ -15,14 +15,13 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.machine import Machine
-from mpicomm.bench.measure import Measuring, Outcome
+from mpicomm import tune
+from mpicomm.bench.measure import Machine, Measuring, Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning, load, to_json
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.tune import __main__ as tune
-from mpicomm.tune.sweep import Measure, Subject, Timing, choose, subjects_of, sweep
+from mpicomm.tune import Measure, Subject, Timing, choose, subjects_of, sweep
 from tests.helpers.inputs.tuning import row as tuning_row
 from tests.helpers.inputs.tuning import table
 from tests.helpers.jobs.in_turn import run_changed
@@ -280,9 +279,9 @@ def test_the_host_has_no_table(tmp_path: Path) -> None:
 CHANGED = """
 import time
 from mpicomm.collectives.gpu.tuning import find
-from mpicomm.tune import __main__ as tune, sweep
+from mpicomm import tune
 patch(tune, "require_possible", lambda comm, ranks: None)
-patch(sweep, "algorithms_of", lambda operation: ("one_shot", "two_shot", "magic"))
+patch(tune, "algorithms_of", lambda operation: ("one_shot", "two_shot", "magic"))
 def changed(self, send, receive, *args, **options):
     find("this", lambda: None)  # as the engine for GPUs calls it
     allreduce(self, send, receive, *args, **options)
@@ -306,7 +305,7 @@ def test_whole_runs_on_the_host_which_are_right_and_wrong(tmp_path: Path) -> Non
     ]
     # A table that is named is ignored.
     job, ((right, status), (wrong, failed)) = run_changed(
-        tmp_path, 2, "mpicomm.tune.__main__", *changes, MPICOMM_TUNING="not/there.json"
+        tmp_path, 2, "mpicomm.tune", *changes, MPICOMM_TUNING="not/there.json"
     )
     assert (job.returncode, job.stderr, status, failed) == (0, "", 0, 1)
     assert wrong.splitlines()[-1] == "# FAILED: 6 wrong; nothing was written"
