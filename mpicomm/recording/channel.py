@@ -15,7 +15,7 @@ from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import boot_id, namespace, process_number
 from mpicomm.cluster.roll_call import abandoned, did_not_arrive
-from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
+from mpicomm.errors import MpicommError
 from mpicomm.recording.record import Category, Reading, Record, current, now_ns, open_records
 from mpicomm.recording.recorder import Recorder
 from mpicomm.recording.statistics import Counts
@@ -101,53 +101,27 @@ class Channel:
         self._children: Counter[tuple[int, ...]] = Counter()
 
     @classmethod
-    def open(cls, group: Group, comm: MPI.Intracomm, wanted: Sequence[environment.Recording | None]) -> Channel | None:
-        """Begin to record a communicator if the environment asks for it. Collective in that case, else local.
+    def open(cls, group: Group, comm: MPI.Intracomm, wanted: Sequence[environment.Recording | None]) -> Channel:
+        """Begin to record a communicator. Collective.
 
-        ``wanted`` has the settings of all ranks. ``comm`` carries the messages of ``group``, which holds all ranks.
-        Raises, on every rank alike, `InvalidUsageError` if the ranks differ, if a file cannot be written, or if two
-        ranks have the same file.
+        ``wanted`` has the settings of all ranks, of which at least one asks for records. The settings of the first rank
+        that has some hold for all ranks, because launchers such as mpirun may give a variable to one rank alone.
+        ``comm`` carries the messages of ``group``, which holds all ranks. Raises `InvalidUsageError`, on every rank
+        alike, if a file cannot be written.
         """
-        if not any(wanted):
-            return None
-        for name in ("trace", "stats"):
-            unset = [rank for rank, each in enumerate(wanted) if each is None or not getattr(each, name)]
-            if 0 < len(unset) < len(wanted):
-                raise InvalidUsageError(
-                    f"MPICOMM_{name.upper()} is set on some ranks and not on {name_ranks(unset)}: set it on all ranks, "
-                    "as mpiexec -genv and mpirun -x do",
-                    ranks=unset,
-                )
-        mine = wanted[group.rank]
-        assert mine is not None
-        is_new = mine not in _recorders
+        settings = [each for each in wanted if each is not None]
+        trace = next((each.trace for each in settings if each.trace is not None), None)
+        mine = environment.Recording(trace, any(each.stats for each in settings))
 
-        def start() -> tuple[Any, str, int, int]:
-            recorder = _recorders.get(mine) or _recorders.setdefault(
-                mine, Recorder(mine, process_number(), reports=MPI.COMM_WORLD.rank == 0)
-            )
-            file, first = recorder.file, process_number()
-            _made[first] += 1
-            return file and file.identity(), file.path if file else "", first, _made[first]
+        def start() -> tuple[int, int]:
+            number = process_number()
+            if mine not in _recorders:
+                _recorders[mine] = Recorder(mine, number, reports=MPI.COMM_WORLD.rank == 0)
+            _made[number] += 1
+            return number, _made[number]
 
-        told = group.exchange("Communicator: trace", start)
-        recorder = _recorders[mine]
-        files: dict[Any, list[int]] = {}
-        for rank, (identity, *_) in zip(group.ranks, told, strict=True):
-            files.setdefault(identity, []).append(rank)
-        for identity, ranks in files.items():
-            if identity is not None and len(ranks) > 1:
-                if is_new:
-                    _recorders.pop(mine).discard()
-                put = '%r, which stands for the rank, into the name, as in "trace-%r.json"'
-                if "%r" in str(mine.trace):
-                    put = "%h and %p, which stand for the host and the process, into the name, as in "
-                    put += '"trace-%r-%h-%p.json"'
-                raise InvalidUsageError(
-                    f"MPICOMM_TRACE={told[ranks[0]][1]!r} is one file for {name_ranks(ranks)}: put {put}", ranks=ranks
-                )
-        _, _, first, number = told[0]
-        channel = cls(recorder, f"{first}.{number}", reads_clocks=True)
+        first, number = group.exchange("Communicator: trace", start)[0]
+        channel = cls(_recorders[mine], f"{first}.{number}", reads_clocks=True)
         channel._read_clocks(group, comm)
         return channel
 

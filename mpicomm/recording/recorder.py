@@ -56,12 +56,6 @@ class TraceFile:
         self._add({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
         self.flush()
 
-    def identity(self) -> tuple[str, int, int] | None:
-        """Return a value that is the same for the same file of a machine; None for devices such as /dev/null."""
-        path = Path(self.path)
-        status = path.stat()
-        return (socket.gethostname(), status.st_dev, status.st_ino) if path.is_file() else None
-
     def add_clock(self, reading: Reading) -> None:
         """Write a reading of this rank's clock."""
         facts = {
@@ -176,7 +170,7 @@ class Recorder:
         self._nvtx: Any = None if settings.trace is None else _nvtx(required=settings.trace == NVTX)
         self.file: TraceFile | None = None
         if settings.trace is not None and settings.trace != NVTX:
-            self.file = TraceFile(log.file_name(settings.trace, number), number)
+            self.file = TraceFile(log.file_name(_of_one_rank(settings.trace), number), number)
         if note_slow_way not in log.slow_way_listeners:
             log.slow_way_listeners.append(note_slow_way)
         atexit.register(self._finish)
@@ -232,12 +226,6 @@ class Recorder:
         if self.file is not None:
             self.file.flush()
 
-    def discard(self) -> None:
-        """Give up the recorder, because another rank has the same file."""
-        atexit.unregister(self._finish)
-        if self.file is not None:
-            self.file.close()
-
     def _finish(self) -> None:
         """Write the rest before the process ends. In a forked child everything belongs to the parent."""
         if os.getpid() != self._process:
@@ -247,6 +235,14 @@ class Recorder:
             self.file.close()
         if self._reports:
             self._total.statistics().print(rich_console(sys.stderr, 140))  # stdout stays the program's
+
+
+def _of_one_rank(pattern: str) -> str:
+    """Return the name of a trace with a mark for the rank, except for a device such as /dev/null."""
+    path = Path(pattern)
+    if "%r" in pattern or (path.exists() and not path.is_file()):
+        return pattern
+    return str(path.with_name(f"{path.stem}-%r{path.suffix}"))
 
 
 def _nvtx(*, required: bool) -> Any:
