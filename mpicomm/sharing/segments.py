@@ -11,12 +11,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast, runtime_checkable
 
-from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.agreement import Group, require_same
 from mpicomm.devices.base import Segment
 from mpicomm.devices.cuda.types import Backend, VirtualSegment
 from mpicomm.devices.handle import SEALED_KINDS, Descriptor, Exported, Kind, MemoryHandle, MemoryUse
 from mpicomm.devices.host_memory import require_sealed
-from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
+from mpicomm.errors import HandleError, MpicommError
 from mpicomm.sharing.fd_exchange import Address, FdExchange
 
 
@@ -212,9 +212,7 @@ def _exchange(
 
     with contextlib.ExitStack() as temporary:
         offers = node.exchange(f"{what}: allocate and export", offer)
-        if len({offer.signature for offer in offers}) > 1:
-            said = ", ".join(f"{each.signature} on rank {rank}" for rank, each in zip(node.ranks, offers, strict=True))
-            raise InvalidUsageError(f"{what}: the ranks differ: {said}; a symmetric array is the same on all")
+        require_same(what, [offer.signature for offer in offers], node.ranks)
         addresses = [offer.address for offer in offers if offer.address]
         if 0 < len(addresses) < node.size:  # ranks have memory of different kinds
             addresses = node.exchange(f"{what}: exchange descriptors", listen)

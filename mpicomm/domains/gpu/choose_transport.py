@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpicomm import environment
-from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.agreement import Group, require_same
 from mpicomm.cluster.process import query_cuda_aware
 from mpicomm.collectives.call_log import Signature
 from mpicomm.devices.cuda.side_streams import ForkedStream
@@ -15,7 +15,7 @@ from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.mpi_transfers import Transfers
 from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
 from mpicomm.domains.steps import NetworkStep, Transport, TransportName
-from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, MpicommError, PeerError
 from mpicomm.log import logger
 
 
@@ -71,9 +71,7 @@ def choose_transport(
     the engine that it names does not work.
     """
     requests = group.exchange("MPICOMM_INTERNODE", environment.internode)
-    if len(set(requests)) > 1:
-        said = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(requests))
-        raise InvalidUsageError(f"MPICOMM_INTERNODE differs between ranks: {said}; set the same on all")
+    require_same("MPICOMM_INTERNODE", requests)
 
     def mapped() -> Transport:
         if channels is None:
