@@ -90,7 +90,7 @@ def main() -> int:
     for direction in directions:
         columns += [(direction, "(us)", 12), ("algbw", "(GB/s)", 9), ("#wrong", "", 9)]
     table = Columns(columns)
-    run.introduce("ring", *command_line.paths([info.links for info in run.ranks]), "")
+    run.introduce("ring", "")
     command_line.show(*table.head())
 
     machine = machine_of(comm)

@@ -23,7 +23,6 @@ from mpicomm import environment
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.cli import arguments, machine
 from mpicomm.cli.machine import format_uuid
-from mpicomm.devices.base import Link
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.sizes import format_size
 
@@ -232,10 +231,3 @@ def header(title: str, ranks: Sequence[RankInfo], requested_handle: str) -> list
     else:
         why = "the best for this device"
     return [*lines, f"handle: {ranks[0].handle} ({why})"]
-
-
-def paths(links: Sequence[Sequence[Link]]) -> list[str]:
-    """Return the lines of a table of the paths to memory, with a row and a column for each rank."""
-    width = max(len(link.path) for row in links for link in row) + 2
-    lines = ["path (row: rank, column: peer)", " " * 4 + "".join(f"{peer:>{width}}" for peer in range(len(links)))]
-    return lines + [f"{rank:>4}" + "".join(f"{link.path:>{width}}" for link in row) for rank, row in enumerate(links)]
