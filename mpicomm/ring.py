@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.content import Content
 from mpicomm.bench.measure import CheckedCall, Measuring, Trial, machine_of
+from mpicomm.bench.operations import Content
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.sizes import Columns

@@ -16,10 +16,9 @@ import numpy as np
 
 import mpicomm
 from mpicomm.api.communicator import Communicator, RankInfo
-from mpicomm.bench import contenders
-from mpicomm.bench.content import Content
+from mpicomm.bench import peers as contenders
 from mpicomm.bench.measure import Measuring, Outcome, machine_of
-from mpicomm.bench.operations import DTYPES, OPERATIONS, BenchOperation, Case, blocks_of
+from mpicomm.bench.operations import DTYPES, OPERATIONS, BenchOperation, Case, Content, blocks_of
 from mpicomm.bench.peers import Mpicomm
 from mpicomm.bench.report import format_time
 from mpicomm.cli import arguments

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.content import expected
 from mpicomm.bench.measure import Call, Machine, UnsupportedError
-from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Case, CaseBuffers
+from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Case, CaseBuffers, expected
 from mpicomm.bench.peers import Peer, view_bytes
 from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda import nccl

@@ -16,9 +16,8 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import boot_id, namespace, process_number
 from mpicomm.cluster.roll_call import abandoned, did_not_arrive
 from mpicomm.errors import MpicommError
-from mpicomm.recording.record import Category, Reading, Record, current, now_ns, open_records
+from mpicomm.recording.record import Category, Counts, Reading, Record, current, now_ns, open_records
 from mpicomm.recording.recorder import Recorder
-from mpicomm.recording.statistics import Counts
 from mpicomm.waiting import wait_until
 
 _TAG = 3  # messages of other groups of the same communicator have other tags

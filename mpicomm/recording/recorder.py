@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mpicomm import environment, log
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger, open_file
-from mpicomm.recording.record import CLOCK, DEVICE, Reading, Record, note_slow_way, now_ns
-from mpicomm.recording.statistics import Counts
+from mpicomm.recording.record import CLOCK, DEVICE, Counts, Reading, Record, note_slow_way, now_ns
 from mpicomm.sizes import rich_console
 
 if TYPE_CHECKING:

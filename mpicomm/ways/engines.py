@@ -135,8 +135,8 @@ class Engines:
 
     def _of_domains(self, session: Session, make: Callable[[], DeviceEngine]) -> DomainsEngine:
         """Return an engine for all peer domains, on top of the engine of one domain that ``make`` makes. Collective."""
-        from mpicomm.domains.gpu.choose_transport import choose_transport
         from mpicomm.domains.gpu.engine import DomainsEngine
+        from mpicomm.domains.gpu.transports import choose_transport
         from mpicomm.domains.mapped import MappedChannels
         from mpicomm.domains.mpi_transfers import NetworkWaits
         from mpicomm.domains.steps import DomainLayout

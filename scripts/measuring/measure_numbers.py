@@ -403,7 +403,7 @@ def run(library: str, log: Path, first: int) -> None:
     """
     from mpi4py import MPI
 
-    from mpicomm.cli.machine import processor, versions
+    from mpicomm.cli.arguments import processor, versions
 
     world = MPI.COMM_WORLD
     with log.open("a", buffering=1) as file:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpicomm import info
 from mpicomm.api.communicator import RankInfo
-from mpicomm.cli import arguments, machine
+from mpicomm.cli import arguments
 from mpicomm.cli import options as report
 from mpicomm.devices.base import Link
 from mpicomm.errors import InvalidUsageError
@@ -75,8 +75,8 @@ def test_write_json_replaces_the_file_or_leaves_it_and_leaves_nothing_else(tmp_p
 
 
 def test_format_uuid() -> None:
-    assert machine.format_uuid(bytes(16)) is None
-    assert machine.format_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    assert arguments.format_uuid(bytes(16)) is None
+    assert arguments.format_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 def test_sizes_of_a_sweep() -> None:
