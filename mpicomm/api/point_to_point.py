@@ -45,7 +45,7 @@ _PERSISTENT: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 """MPI's persistent messages, each with the call that a start makes."""
 _IN_STREAM_ORDER = ("Send", "Recv", "Sendrecv")
 """The calls whose messages kernels can match."""
-_ALGORITHMS = ("auto", "stream", "one_shot", "copy_engine")
+_ALGORITHMS = ("auto", "stream", "copy_engine")
 
 
 class PointToPoint(MPI.Intracomm):
@@ -361,11 +361,12 @@ class PointToPoint(MPI.Intracomm):
         """
         messages, sent, received = self._messages, None, None
         if algorithm != "auto":
+            algorithm = "stream" if algorithm == "one_shot" else algorithm  # the alias
             if algorithm not in _ALGORITHMS:
                 raise InvalidUsageError(f"{operation}: algorithm={algorithm!r}: use one of {', '.join(_ALGORITHMS)}")
             if not messages.on_gpu:
                 raise _for_device_arrays(operation, algorithm)
-            if algorithm in ("stream", "one_shot"):
+            if algorithm == "stream":
                 return self._in_stream_order.exchange(operation, stream, send, receive, *status)
         if send is not None:
             buf, dest, tag = send

@@ -64,10 +64,11 @@ def test_an_engine_that_is_named_is_taken_or_refused_if_it_does_not_work(
 
 def test_nccl_is_aborted_if_another_rank_could_not_start_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     class AnotherRankFails(Group):
-        def agree(self, step: str, work: Callable[[], object]) -> None:
-            super().agree(step, work)
+        def agree(self, step: str, act: Callable[[], Any]) -> Any:
+            result = super().agree(step, act)
             if step == "engine nccl: start":
                 raise HandleError("rank 1 could not start NCCL")
+            return result
 
     transports, nccl = (
         importlib.import_module(f"mpicomm.{name}") for name in ("domains.gpu.transports", "devices.cuda.nccl")
