@@ -128,17 +128,6 @@ def test_header_names_devices_and_why_the_handle(monkeypatch: pytest.MonkeyPatch
     assert report.header("ring", [GPU], "auto")[-1] == "handle: fd (as asked for)"
 
 
-def test_paths_have_a_row_and_a_column_for_each_rank() -> None:
-    assert report.paths(
-        [[Link("self"), Link("NVLink", 0, True, True)], [Link("PCIe", 1, True, False), Link("self")]]
-    ) == [
-        "path (row: rank, column: peer)",
-        "           0       1",
-        "   0    self  NVLink",
-        "   1    PCIe    self",
-    ]
-
-
 def test_columns_line_up() -> None:
     columns = Columns([("size", "(B)", 13), ("put", "(us)", 12), ("#wrong", "", 9)])
     titles, units = columns.head()
