@@ -234,7 +234,6 @@ def _buffer(array: Any, case: Case, shape: Shape, layout: Callable[[], tuple[lis
     return parts if len(parts) > 1 else parts[0]
 
 
-P = TypeVar("P", bound=Peer)
 _SEED = 48
 _STEP_NBYTES = 512  # PyTorch and CuPy place arrays of GPUs at multiples of it
 _PLACES = 64
