@@ -26,8 +26,8 @@ Made = TypeVar("Made")
 class Constructors(MPI.Intracomm):
     """mpi4py's calls that make communicators from this one. All of them are *collective* and blocking, except `Idup`.
 
-    If a rank does not come within ``timeout_s``, all but `Create_group` raise `CollectiveTimeoutError` with its number,
-    on all ranks alike. This communicator stays usable.
+    If a rank does not come within ``timeout_s``, they raise `CollectiveTimeoutError` with its number, on all ranks
+    alike. This communicator stays usable.
 
     They return Communicators, with a topology if MPI gives them one. A duplicate keeps the topology, a part has none.
     With ``reorder=True`` a process may have another rank in a communicator with a topology. On GPUs of one node the new
@@ -69,13 +69,17 @@ class Constructors(MPI.Intracomm):
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Communicator:
         """Make a communicator of the ranks of ``group``. Collective only over these ranks.
 
-        It waits for them in MPI, without a limit. `Create` has a limit.
+        If this communicator is not set up yet, the call waits in MPI without a limit. After a missing rank the ranks
+        cannot make this call again.
         """
         ranks = self._ranks_of(group)
         plain = MPI.Intracomm(self)
-        # A step, because only the members make the call: its count would show other ranks behind.
-        with page().step("Create_group", ranks_in_world(plain, ranks)):
+        if self._session.await_some("Create_group", ranks):
             made = plain.Create_group(group, tag)
+        else:
+            # A step, because only the members make the call: its count would show other ranks behind.
+            with page().step("Create_group", ranks_in_world(plain, ranks)):
+                made = plain.Create_group(group, tag)
         return self._adopt(made, ranks)
 
     def Split(self, color: int = 0, key: int = 0) -> Communicator:

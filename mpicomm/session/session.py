@@ -107,6 +107,7 @@ class Session(SetUp):
                 self.backend.close()
             # MPI gives the number of a freed communicator to another, which would get messages that are left.
             if self._private is not None and self.intact and not self._left_messages:
+                self._free_carriers()
                 self._private.Free()
 
     def leave_by(self, error: BaseException) -> None:
@@ -160,6 +161,8 @@ class Session(SetUp):
     def _timeout(self, step: str) -> CollectiveTimeoutError | None:
         """Return the timeout of an earlier call, if there was one. Local."""
         self._tell_error(step)
+        if isinstance(self._part_error, CollectiveTimeoutError):
+            return self._part_error
         try:
             self.backend.check()
         except CollectiveTimeoutError as error:

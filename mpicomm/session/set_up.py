@@ -16,12 +16,12 @@ from mpicomm.cluster import process
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize
-from mpicomm.cluster.roll_call import private_copy, roll_call
+from mpicomm.cluster.roll_call import ByMessages, private_copy, roll_call
 from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse, summed
 from mpicomm.devices.host import HostBackend
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
 from mpicomm.sharing.choose_handle import choose_handles, node_of
 from mpicomm.sharing.segments import AnyShared, Shared, SignalPads
 from mpicomm.sharing.suspension import Suspension
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from mpicomm.recording.channel import Channel
     from mpicomm.recording.device_work import DeviceWork
 
-_DOMAIN_TAG = 2  # keeps messages of a domain apart from the messages of the whole communicator
+# They keep messages of a part and words of roll calls apart from the messages of the whole communicator.
+_DOMAIN_TAG, _PART_TAG, _WHOLE_TAG = 2, 4, 6
+_MOST_CARRIERS = 64  # that are kept, one for each set of ranks
+
 _PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
 
 
@@ -70,6 +73,7 @@ class SetUp:
     """Gives back memory to which no graph, no known call and no peer refers."""
     _private: MPI.Intracomm | None = None  # this session frees it
     _groups: tuple[Group, ...] = ()  # the groups that are different objects; none before `set_up`
+    _part_error: CollectiveTimeoutError | PeerError | None = None  # of `await_some`
     _row: CommunicatorRow | None = None
     _suspension: Suspension | None = None
     _has_device = _missed = _freed = _left_messages = False
@@ -176,12 +180,54 @@ class SetUp:
 
     def await_all(self, what: str) -> None:
         """Wait until all ranks have called ``what``. Collective. Raises as `roll_call`, and stays usable."""
-        comm = self._comm if self._private is None else self._private
+        if self._private is None:
+            roll_call(self._comm, what, self.placement.here.timeout_s)
+        else:
+            self._call_roll(what)
+
+    def await_some(self, what: str, ranks: Sequence[int]) -> bool:
+        """Wait until these ranks have called ``what``, among them this rank. Return False at once before `set_up`.
+
+        Collective over the ranks. Raises as `roll_call`. After an error all later calls of this rank raise, because a
+        call with other ranks could take the word of a late rank for one of its own.
+        """
+        if self._private is None or self.placement.rank not in ranks:
+            return False
+        earlier = self._part_error
+        if earlier is not None:
+            raise type(earlier)(
+                f"{what}: an earlier call has failed ({earlier}): make this call on a duplicate", ranks=earlier.ranks
+            )
         try:
-            roll_call(comm, what, self.placement.here.timeout_s, self.absence_reason)
+            self._call_roll(what, tuple(ranks))
+        except CollectiveTimeoutError as error:
+            self._part_error = equal_error(error)  # without the frames of `error`, and the mapped memory in them
+            raise
+        except BaseException as error:
+            here = self.placement.rank
+            left = f"rank {here} left in the middle of {what}: {type(error).__name__}"
+            self._part_error = PeerError(left, ranks=[here])
+            raise
+        return True
+
+    def _call_roll(self, what: str, part: tuple[int, ...] = ()) -> None:
+        """Call the roll of the ranks of a part, or of all ranks."""
+        carrier = self._carriers.pop(part, None)  # a concurrent call of another thread takes another
+        if carrier is None:
+            ranks, tag = (part, _PART_TAG) if part else (range(self.group.size), _WHOLE_TAG)
+            carrier = ByMessages(self.private, ranks, tag)
+        try:
+            roll_call(self.private, what, self.placement.here.timeout_s, self.absence_reason, carrier)
         except BaseException:
             self._left_messages = True  # words of a late rank may come yet
             raise
+        if len(self._carriers) == _MOST_CARRIERS:
+            self._free_carriers()
+        self._carriers[part] = carrier
+
+    def _free_carriers(self) -> None:
+        while self._carriers:
+            self._carriers.popitem()[1].free()
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -346,6 +392,7 @@ class SetUp:
         self.pads = SignalPads(self.node, self.backend, self.kind)
         self._beside += (self.pads,)
         self._private = private
+        self._carriers: dict[tuple[int, ...], ByMessages] = {}
         members = self.placement.domain_ranks
         self.domain = self.node if len(members) == self.node.size else group.subgroup(members, tag=_DOMAIN_TAG)
         self._groups = tuple({id(each): each for each in (group, self.node, self.domain)}.values())

@@ -24,6 +24,7 @@ CALLS = (
     "zeros",
     "Split",
     "Create_group",
+    "Create_group in MPI",
     "nothing",
     "progress",
     "Free",
@@ -44,6 +45,7 @@ def main(folder: Path) -> None:
     is_late = world.rank == LATE
     mine, ours = np.ones(4), np.empty(4)
     made: list[mpicomm.Communicator] = []
+    parts: list[MPI.Intracomm] = []
 
     def make() -> None:
         made.append(mpicomm.Communicator(device="cpu", timeout_s=HANG_S))
@@ -78,8 +80,9 @@ def main(folder: Path) -> None:
         "Recv": lambda: message(lambda: comm.Send(mine, 0, TAG), lambda: comm.Recv(ours, LATE, TAG)),
         "recv": lambda: message(lambda: comm.send(1, 0, TAG), lambda: comm.recv(source=LATE, tag=TAG)),
         "zeros": lambda: comm.zeros(3),
-        "Split": lambda: comm.Split(0),
+        "Split": lambda: parts.append(comm.Split(0)),
         "Create_group": lambda: group(comm),
+        "Create_group in MPI": lambda: group(parts[0]),  # it is not set up, so the wait is MPI's
         "nothing": lambda: wait(folder / "go-nothing"),
         "progress": progress,
         "Free": lambda: comm.Free(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -33,6 +34,10 @@ MAKERS: dict[str, Callable[[mpicomm.Communicator], MPI.Comm]] = {
 """Calls that make a communicator; after a timeout they can be made again."""
 
 
+def create_group(comm: mpicomm.Communicator) -> None:
+    comm.Create_group(comm.Get_group())
+
+
 def multiply(name: str) -> Callable[[mpicomm.Communicator], Any]:
     return lambda comm: getattr(comm, name)(np.ones((4 * comm.size, 4)), np.ones((4, 2)))
 
@@ -43,6 +48,7 @@ def reduce_in_shared_memory(comm: mpicomm.Communicator) -> None:
 
 OTHERS: dict[str, Callable[[mpicomm.Communicator], Any]] = {
     "Communicator": lambda comm: mpicomm.Communicator(comm, device="cpu", timeout_s=stretched(TIMEOUT_S)),
+    "Create_group": create_group,
     "zeros": lambda comm: comm.zeros(3),
     "shared_event": lambda comm: comm.shared_event(),
     "suspend": lambda comm: comm.suspend(),
@@ -101,6 +107,39 @@ def test_a_rank_may_miss_any_of_many_calls(culprit: int) -> None:
             with pytest.raises(CollectiveTimeoutError, match=f"^Dup: rank {culprit} did not arrive"):
                 comm.Dup()
         WORLD.Barrier()
+    comm.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_missing_rank_of_a_group_is_named() -> None:
+    comm = communicator("cpu", timeout_s=patience_s("cpu"))
+    everyone, first = comm.Get_group(), comm.Get_group().Incl([0])
+    pairs = [everyone.Incl([0, rank]) for rank in range(1, WORLD.size)]
+    for _ in range(3):  # groups that share a rank do not mix
+        for pair in pairs:
+            if pair.rank != MPI.UNDEFINED:
+                made = comm.Create_group(pair)
+                assert made.size == 2
+                made.Free()
+    if WORLD.rank == 0:
+        alone = comm.Create_group(first)
+        assert alone.size == 1
+        alone.Free()
+        text = re.escape("Create_group: rank 1 did not arrive within")
+        with pytest.raises(CollectiveTimeoutError, match=text) as raised:
+            comm.Create_group(pairs[0])
+        assert raised.value.ranks == (1,)
+    WORLD.Barrier()
+    if WORLD.rank == 1:
+        with pytest.raises(CollectiveTimeoutError):
+            comm.Create_group(pairs[0])
+    WORLD.Barrier()
+    if WORLD.rank in (0, 1):  # its messages could meet messages of the call before
+        with pytest.raises(CollectiveTimeoutError, match="rank 1 did not arrive"):
+            comm.Create_group(pairs[0])
+    comm.Split().Free()
+    for group in (everyone, first, *pairs):
+        group.Free()
     comm.Free()
 
 

@@ -94,6 +94,7 @@ SAID = {
     "zeros": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'zeros: signal pads: allocate and export'",
     "Split": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'Split'. Rank 2 (process {late}) sleeps",
     "Create_group": "rank 2 of MPI.COMM_WORLD has not come: rank 0 waits in 'Create_group'. Rank 2 (process {late})",
+    "Create_group in MPI": "rank 2 of MPI.COMM_WORLD has not come: rank 0 waits in 'Create_group'. Rank 2 (process ",
     "Free": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'Free'. Rank 2 (process {late}) sleeps",
     "MPI_Finalize": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'MPI_Finalize'",
 }
