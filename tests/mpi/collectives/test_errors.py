@@ -109,7 +109,8 @@ def test_the_same_array_given_twice_is_in_place(comm: mpicomm.Communicator, xp: 
         "Exscan": (rank or 1, {}),
     }
     for operation, (expected, more) in calls.items():
-        for number, method in enumerate(OPERATIONS[operation].methods):
+        methods = OPERATIONS[operation].methods
+        for number, method in enumerate(methods if count < LARGE else methods[:1]):
             buffer = Placed(xp, np.ones(count, np.float32))
             twice = (buffer.array, buffer.array if number else buffer.array[:])
             complete(getattr(comm, method)(*twice, **more))
