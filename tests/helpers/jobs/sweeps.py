@@ -69,7 +69,6 @@ QUICK_RUNS_EVERY = {
     f"{MPI}api/test_neighbors.py::test_results": 3,
     f"{MPI}collectives/host/test_engine_order.py::test_thousands_of_random_calls_in_sequence": 0,
     f"{MPI}collectives/test_collectives.py::test_large_reductions": 3,
-    f"{MPI}collectives/test_errors.py::test_the_same_array_given_twice_is_in_place": 2,
     f"{MPI}collectives/test_ways.py::test_calls_of_neighbours_go_to_the_engine_unless_they_ask_for_mpi": 3,
     f"{MPI}domains/test_collectives.py::test_long_calls_go_in_pieces": 3,
     f"{MPI}messages/test_point_to_point.py::test_a_message_goes_to_the_next_rank": 4,

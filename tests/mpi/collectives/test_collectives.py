@@ -104,25 +104,12 @@ def test_reduce_scatter_takes_parts_that_only_others_have_changed(comm: mpicomm.
         assert mine.tolist() == [comm.size * (start + index) for index in range(len(mine))]
 
 
-def test_what_only_mpi_can_do_is_done_by_mpi(comm: mpicomm.Communicator, xp: Any) -> None:
-    rank, size = comm.rank, comm.size
-
-    def add(source: Any, target: Any, datatype: MPI.Datatype) -> None:
-        np.frombuffer(target, np.float64)[:] += np.frombuffer(source, np.float64)
-
-    op = MPI.Op.Create(add, commute=True)
-    send, receive = Placed(xp, np.arange(4.0) + rank), Placed(xp, np.zeros(4))
-    comm.Allreduce(send.array, receive.array, op)
-    comm.check()
-    assert receive.get().tolist() == [size * n + sum(range(size)) for n in range(4)]
-    op.Free()
-
-    # A pair of value and place.
-    pair = Placed(xp, np.array([rank % 2, rank], np.int32))
+def test_mpi_reduces_pairs_of_value_and_place(comm: mpicomm.Communicator, xp: Any) -> None:
+    pair = Placed(xp, np.array([comm.rank % 2, comm.rank], np.int32))
     best = Placed(xp, np.zeros(2, np.int32))
     comm.Allreduce([pair.array, 1, MPI.INT_INT], [best.array, 1, MPI.INT_INT], MPI.MAXLOC)
     comm.check()
-    assert best.get().tolist() == ([1, 1] if size > 1 else [0, 0])
+    assert best.get().tolist() == ([1, 1] if comm.size > 1 else [0, 0])
 
 
 def test_algorithm_mpi_is_mpi(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
