@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from operator import mul
 from typing import Any
 
@@ -14,6 +13,7 @@ from numpy import integer, ndarray
 
 from mpicomm.devices.memory_location import place_of
 from mpicomm.mpi.layout import DatatypeLayout, layout_of
+from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import parts_of
 
 PlainArray = tuple[int, int, Any]
@@ -166,7 +166,7 @@ def tensors_in_blocks(tensors: Sequence[Any], *, receive: bool, on_host: bool = 
     """
     pointers: list[int] = []
     counts: list[int] = []
-    spans: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, int]] = []
     kind = None
     for tensor in tensors:
         plain = plain_tensor(tensor, on_host)
@@ -176,13 +176,12 @@ def tensors_in_blocks(tensors: Sequence[Any], *, receive: bool, on_host: bool = 
         pointers.append(pointer)
         counts.append(count)
         if count:
-            spans.append((pointer, pointer + count * kind[0].itemsize))
+            spans.append((pointer, pointer + count * kind[0].itemsize, len(counts)))
     if kind is None or not spans:
         return None
-    spans.sort()
-    if receive and any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+    if receive and any_overlap(spans):
         return None
-    first, end, nbytes = spans[0][0], max([end for _, end in spans]), kind[0].itemsize
+    first, end, nbytes = min(spans)[0], max([end for _, end, _ in spans]), kind[0].itemsize
     offsets = [pointer - first if count else 0 for pointer, count in zip(pointers, counts, strict=True)]
     if any(offset % nbytes for offset in offsets):
         return None
