@@ -20,6 +20,7 @@ from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import plain_arrays
 from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate
 from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, is_counted, plain_array
+from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import Shape
 from tests.helpers.fakes import fake_driver
 
@@ -425,6 +426,16 @@ def test_bottom_is_only_for_mpi() -> None:
             parse(spec, writable=True, name="recvbuf")
         with pytest.raises(InvalidUsageError, match=r"recvbuf.*BOTTOM"):
             parse(spec, shape="vector", blocks=2, writable=True, name="recvbuf")
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(0, 2)), max_size=7))
+def test_ranges_of_different_owners_overlap(drawn: list[tuple[int, int, int]]) -> None:
+    owners: dict[int, set[int]] = {}
+    for begin, nbytes, owner in drawn:
+        for byte in range(begin, begin + nbytes):
+            owners.setdefault(byte, set()).add(owner)
+    ranges = [(begin, begin + nbytes, owner) for begin, nbytes, owner in drawn]
+    assert any_overlap(ranges) == any(len(each) > 1 for each in owners.values())
 
 
 def operand_of(spec: Any) -> Operand:
