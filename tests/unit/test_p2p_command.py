@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mpicomm.bench.machine import Call, CallTimes, Machine
-from tests.helpers.jobs.in_turn import run_changed
+from tests.helpers.jobs.in_turn import changed, run_in_turn
 from tests.helpers.jobs.mpiexec import run_job
 
 P2P = ("-m", "mpicomm.p2p")
@@ -69,8 +69,8 @@ TWO_NODES = "import os; os.environ['MPICOMM_HOSTID'] = str(RANK)"
 
 
 def test_wrong_bytes_are_found_and_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
-    changes = [(code, SHORT) for code in (CORRUPT, LOSE, TWO_NODES)]
-    job, ended = run_changed(tmp_path, 2, "mpicomm.p2p.__main__", *changes)
+    codes = (CORRUPT, LOSE, TWO_NODES)
+    job, ended = run_in_turn(2, *((changed(tmp_path, "mpicomm.p2p.__main__", code), *SHORT) for code in codes))
     (corrupted, first), (lost, second), nodes = ended
     assert (job.returncode, first, second, nodes) == (0, 1, 1, ("", 2))
     # One way and with few bytes rank 1 puts in the cells of one row, both ways in the two cells that are measured.

@@ -151,33 +151,23 @@ def test_merged_traces_say_who_waited_for_whom(
         assert ("Barrier number 2" in capsys.readouterr().out) == (size > 1)
 
 
-def test_stats_count_calls_bytes_and_time(traced: mpicomm.Communicator) -> None:
+def test_stats_count_calls_bytes_and_time_and_keep_failed_calls_apart(traced: mpicomm.Communicator) -> None:
     values, sums = np.ones(200, "f4"), np.empty(200, "f4")
     for _ in range(3):
         traced.Allreduce(values, sums)
-    traced.Allreduce(values, sums, algorithm="one_shot")
-    stats = traced.stats()
-    plain, mapped = stats.rows
-    counted = plain.operation, plain.sizes, plain.algorithm, plain.calls, plain.nbytes
-    assert counted == ("Allreduce", "<= 4K", "mpi", 3, 2400)
-    assert (mapped.algorithm, mapped.calls, mapped.device_s) == ("one_shot", 1, 0)
-    assert 0 < plain.longest_s <= plain.host_s < 60
-    assert stats.slow_ways == {}
-    assert "Allreduce" in str(stats)
-
-
-def test_stats_keep_failed_calls_apart(traced: mpicomm.Communicator) -> None:
-    values, sums = np.ones(200, "f4"), np.empty(200, "f4")
     traced.Allreduce(values, sums, algorithm="one_shot")
     for _ in range(2):
         with pytest.raises(mpicomm.InvalidUsageError):
             traced.Allreduce(values, sums[:5], algorithm="one_shot")
     stats = traced.stats()
-    assert {(row.algorithm, row.error, row.calls) for row in stats.rows} == {
-        ("one_shot", "", 1),
-        ("", "InvalidUsageError", 2),
-    }
-    assert "failed: InvalidUsageError" in str(stats)
+    plain, mapped, failed = sorted(stats.rows, key=lambda row: -row.calls * (not row.error))
+    counted = plain.operation, plain.sizes, plain.algorithm, plain.calls, plain.nbytes
+    assert counted == ("Allreduce", "<= 4K", "mpi", 3, 2400)
+    assert (mapped.algorithm, mapped.calls, mapped.device_s, mapped.error) == ("one_shot", 1, 0, "")
+    assert (failed.algorithm, failed.calls, failed.error) == ("", 2, "InvalidUsageError")
+    assert 0 < plain.longest_s <= plain.host_s < 60
+    assert stats.slow_ways == {}
+    assert "Allreduce" in str(stats) and "failed: InvalidUsageError" in str(stats)
 
 
 class Threads:
@@ -311,33 +301,34 @@ def test_without_the_variables_no_call_is_counted(host_comm: mpicomm.Communicato
         host_comm.stats()
 
 
-def require_refusal(said: str) -> None:
-    """Require that all ranks refuse to make a communicator."""
+LAST = MPI.COMM_WORLD.size - 1
+REFUSED: list[tuple[str, str, str, str]] = [
+    (
+        "MPICOMM_TRACE",
+        "trace-%r.json",
+        "nowhere/%r.json",
+        f"rank {LAST}: MPICOMM_TRACE=.*nowhere/{LAST}.json' cannot be opened: No such file",
+    ),
+    (
+        "MPICOMM_TRACE",
+        "trace.json",
+        "trace.json",
+        "one file for ranks 0, 1.*: put %r, which stands for the rank, into the name",
+    ),
+    *(
+        (name, value, "", f"{name} is set on some ranks and not on rank {LAST}: set it on all ranks")
+        for name, value in (("MPICOMM_TRACE", "trace-%r.json"), ("MPICOMM_STATS", "1"))
+    ),
+]
+"""A variable, its values on the ranks and on the last one, and the error of all ranks."""
+
+
+@pytest.mark.parametrize(("name", "value", "of_last", "said"), REFUSED[: 1 if LAST == 0 else None])
+def test_a_variable_that_is_wrong_on_a_rank_is_an_error_on_all_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, of_last: str, said: str
+) -> None:
+    mine = of_last if MPI.COMM_WORLD.rank == LAST else value
+    if mine:
+        monkeypatch.setenv(name, mine if name == "MPICOMM_STATS" else f"{folder}/{mine}")
     with pytest.raises(mpicomm.InvalidUsageError, match=said):
         communicator("cpu")
-
-
-def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    name = "nowhere/%r.json" if rank == size - 1 else "trace-%r.json"
-    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/{name}")
-    require_refusal(f"rank {size - 1}: MPICOMM_TRACE=.*nowhere/{size - 1}.json' cannot be opened: No such file")
-
-
-def test_one_file_for_two_ranks_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if MPI.COMM_WORLD.size == 1:
-        pytest.skip("one rank may have the file")
-    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace.json")
-    require_refusal("one file for ranks 0, 1.*: put %r, which stands for the rank, into the name")
-
-
-@pytest.mark.parametrize("name", ["MPICOMM_TRACE", "MPICOMM_STATS"])
-def test_a_variable_that_some_ranks_lack_is_an_error_on_all_ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    if size == 1:
-        pytest.skip("one rank has the variable, or has it not")
-    if rank < size - 1:
-        monkeypatch.setenv(name, "1" if name == "MPICOMM_STATS" else f"{folder}/trace-%r.json")
-    require_refusal(f"{name} is set on some ranks and not on rank {size - 1}: set it on all ranks")

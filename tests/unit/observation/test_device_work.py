@@ -111,17 +111,14 @@ def test_a_call_inside_another_counts_once(rig: Rig) -> None:
     assert (row.calls, round(row.device_s * 1e9)) == (1, 500)
 
 
-def test_work_of_a_capture_is_marked_and_not_measured(rig: Rig) -> None:
+def test_work_of_a_capture_is_marked_and_not_measured_nor_work_outside_of_calls(rig: Rig) -> None:
+    with rig.work.enqueued(1, "ring"):
+        pass
+    assert not rig.calls()
     rig.call(CAPTURING)
     assert not rig.intervals
     ((_, _, _, facts),) = rig.calls()
     assert facts["captured"] is True and facts["algorithm"] == "ring"
-
-
-def test_work_outside_of_calls_is_not_measured(rig: Rig) -> None:
-    with rig.work.enqueued(1, "ring"):
-        pass
-    assert not rig.intervals and not rig.calls()
 
 
 def test_slow_ways_are_counted_for_each_call(rig: Rig) -> None:

@@ -38,37 +38,28 @@ def test_mapped_memory_is_first_on_one_node(choose: Choose) -> None:
     assert not rejected
 
 
-def test_other_engines_follow_on_several_nodes(choose: Choose) -> None:
-    transport, rejected = choose(None)
-    assert transport.name == "pinned"
-    assert list(rejected) == ["mapped", "nccl", "mpi"]
-    assert "the ranks are on several nodes" in rejected["mapped"]
-    assert "pip install nvidia-nccl-cu13" in rejected["nccl"]
-
-
-def test_other_engines_follow_if_memory_cannot_be_mapped(choose: Choose) -> None:
+def test_other_engines_follow_on_several_nodes_or_if_memory_cannot_be_mapped(choose: Choose) -> None:
     def refuse() -> Any:
         raise HandleError("the driver refuses the handle")
 
-    transport, rejected = choose(refuse)
-    assert transport.name == "pinned"
-    assert rejected["mapped"] == "the driver refuses the handle"
+    for channels, said in ((None, "the ranks are on several nodes"), (refuse, "the driver refuses the handle")):
+        transport, rejected = choose(channels)
+        assert transport.name == "pinned"
+        assert list(rejected) == ["mapped", "nccl", "mpi"]
+        assert said in rejected["mapped"]
+        assert "pip install nvidia-nccl-cu13" in rejected["nccl"]
 
 
 @pytest.mark.parametrize("name", ["mapped", "nccl", "mpi"], ids="engine {}".format)  # pytest-mpi skips mpi
-def test_an_engine_that_is_named_and_does_not_work_is_refused(
+def test_an_engine_that_is_named_is_taken_or_refused_if_it_does_not_work(
     choose: Choose, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MPICOMM_INTERNODE", name)
     with pytest.raises(BackendUnavailableError, match=f"^MPICOMM_INTERNODE={name}: .*"):
         choose(None)
-
-
-def test_an_engine_that_is_named_is_taken(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOMM_INTERNODE", "pinned")
     transport, rejected = choose(lambda: "channels")
-    assert transport.name == "pinned"
-    assert not rejected
+    assert transport.name == "pinned" and not rejected
 
 
 def test_nccl_is_aborted_if_another_rank_could_not_start_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
