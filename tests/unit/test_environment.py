@@ -214,6 +214,8 @@ def lines(pid: int, *records: str) -> str:
 
 
 def test_the_level_decides_what_goes_to_stderr_or_to_a_file(tmp_path: Path) -> None:
+    pid, said = run("import logging; logging.basicConfig()" + LOG)  # a handler of the root logger writes nothing twice
+    assert said == lines(pid, "WARNING a warning")
     pid, said = run(LOG, MPICOMM_DEBUG="info")
     assert said == lines(pid, "WARNING a warning", "INFO an info")
     pid, said = run(LOG, MPICOMM_DEBUG="TRACE")
@@ -254,11 +256,6 @@ logger.setLevel(logging.INFO)
     _, said = run(code + LOG, MPICOMM_DEBUG="TRACE", MPICOMM_DEBUG_FILE=f"{tmp_path}/file")
     assert said == "a warning\nan info\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_handler_of_the_root_logger_writes_nothing_twice() -> None:
-    pid, said = run("import logging; logging.basicConfig()" + LOG)
-    assert said == lines(pid, "WARNING a warning")
 
 
 @pytest.mark.parametrize(

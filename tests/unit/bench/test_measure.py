@@ -14,15 +14,11 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.contenders import ROOM_NBYTES, draw, mean_share
-from mpicomm.bench.contenders import measure as measure_all
-from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Call, CallTimes, Machine
-from mpicomm.bench.measure import Measuring, Outcome
-from mpicomm.bench.nccl import SymmetricNccl
-from mpicomm.bench.nvshmem_host import Nvshmem
-from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers
-from mpicomm.bench.peers import Mpicomm, Peer
+from mpicomm.bench.measure import Call, CallTimes, Machine, Measuring, Outcome
+from mpicomm.bench.nvidia_peers import Nvshmem, SymmetricNccl
+from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers, Content
+from mpicomm.bench.peers import ROOM_NBYTES, Mpicomm, Peer, draw, mean_share
+from mpicomm.bench.peers import measure as measure_all
 from mpicomm.bench.torch_peers import TorchSymmetric
 from mpicomm.devices.cuda import nccl
 
@@ -178,22 +174,16 @@ def test_packages_fit_the_cuda_in_use(major: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(nccl, "_path", lambda: "libnccl-of-nowhere.so")
     nccl.load.cache_clear()
     assert str(SymmetricNccl.missing()).endswith(f": pip install nvidia-nccl-cu{major}")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert Nvshmem.missing() == f"not installed: pip install nvshmem4py-cu{major}"
-
-
-def test_a_nccl_without_windows_is_too_old(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "missing", lambda: None)
     monkeypatch.setattr(nccl, "has", lambda name: False)
     monkeypatch.setattr(nccl, "version", lambda: "2.26.5")
     reason = f"NCCL 2.26.5 has no symmetric windows: pip install 'nvidia-nccl-cu{major}>=2.27'"
     assert SymmetricNccl.missing() == reason
-
-
-@pytest.mark.parametrize("cuda", [None, "12.9"])
-def test_a_torch_without_cuda_will_not_do(cuda: str | None, major: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch: Any = SimpleNamespace(__version__="2.11.0", version=SimpleNamespace(cuda=cuda))
-    torch.__spec__ = ModuleSpec("torch", None)
+    torch: Any = SimpleNamespace(__version__="2.11.0", __spec__=ModuleSpec("torch", None))
     monkeypatch.setitem(sys.modules, "torch", torch)
     reason = f"torch 2.11.0 is without CUDA: install one that is built for CUDA {major}"
-    assert TorchSymmetric.missing() == (reason if cuda is None else None)
+    for cuda, said in ((None, reason), ("12.9", None)):
+        torch.version = SimpleNamespace(cuda=cuda)
+        assert TorchSymmetric.missing() == said
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert Nvshmem.missing() == f"not installed: pip install nvshmem4py-cu{major}"

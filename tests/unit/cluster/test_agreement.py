@@ -108,36 +108,33 @@ def test_a_timeout_inside_an_exchange_is_raised_as_it_is(group: Group) -> None:
 # ---- _judge
 
 
-def judge(*outcomes: _Outcome) -> MpicommError | None:
-    """Return the error of ranks 0, 2, 5 and 7 of a communicator for their outcomes."""
-    return Group(MPI.COMM_SELF, [0, 2, 5, 7], 5.0)._judge(list(outcomes))
+FULL, GONE = HandleError("full"), HandleError("gone")
+JUDGED: dict[str, tuple[list[_Outcome], type[MpicommError], tuple[int, ...]]] = {
+    # Of ranks that have failed the lowest one decides the class, and those that failed alike are named together.
+    "ranks called different things: rank 0: open; rank 2: close; rank 5: open; rank 7: open": (
+        [_Outcome("open"), _Outcome("close"), _Outcome("open"), _Outcome("open", error=GONE)],
+        *(PeerError, (0, 2, 5, 7)),
+    ),
+    "open failed on ranks 0, 5, 7: full; rank 2: gone": (
+        [_Outcome("open", error=error) for error in (FULL, GONE, FULL, FULL)],
+        *(HandleError, (0, 2, 5, 7)),
+    ),
+    "open failed on rank 2: late; rank 7: wrong": (
+        [
+            _Outcome("open", error=error)
+            for error in (None, CollectiveTimeoutError("late"), None, InvalidUsageError("wrong"))
+        ],
+        *(CollectiveTimeoutError, (2, 7)),
+    ),
+}
 
 
-def test_different_steps_are_a_peer_error_that_names_who_said_what() -> None:
-    error = judge(_Outcome("open"), _Outcome("close"), _Outcome("open"), _Outcome("open", error=HandleError("no")))
-    assert type(error) is PeerError
-    assert str(error) == "ranks called different things: rank 0: open; rank 2: close; rank 5: open; rank 7: open"
-    assert error.ranks == (0, 2, 5, 7)
-
-
-def test_ranks_that_failed_alike_are_named_together() -> None:
-    full, gone = HandleError("full"), HandleError("gone")
-    error = judge(*[_Outcome("open", error=error) for error in (full, gone, full, full)])
-    assert type(error) is HandleError
-    assert str(error) == "open failed on ranks 0, 5, 7: full; rank 2: gone"
-    assert set(error.ranks) == {0, 2, 5, 7}
-
-
-def test_the_lowest_rank_that_failed_decides_the_class() -> None:
-    error = judge(
-        _Outcome("open"),
-        _Outcome("open", error=CollectiveTimeoutError("late")),
-        _Outcome("open"),
-        _Outcome("open", error=InvalidUsageError("wrong")),
-    )
-    assert type(error) is CollectiveTimeoutError
-    assert str(error) == "open failed on rank 2: late; rank 7: wrong"
-    assert error.ranks == (2, 7)
+@pytest.mark.parametrize("said", JUDGED)
+def test_errors_name_the_ranks(said: str) -> None:
+    outcomes, kind, ranks = JUDGED[said]
+    error = Group(MPI.COMM_SELF, [0, 2, 5, 7], 5.0)._judge(outcomes)
+    assert (type(error), str(error)) == (kind, said)
+    assert error is not None and tuple(sorted(error.ranks)) == ranks
 
 
 # ---- the rest

@@ -110,45 +110,24 @@ def show(monkeypatch: pytest.MonkeyPatch, *uuids: bytes) -> None:
     monkeypatch.setattr(cuda_driver, "visible_devices", visible_devices)
 
 
-@pytest.mark.parametrize(
-    ("visible", "request_", "device", "uuid"),
-    [
-        ([A, B], "auto", 0, A),
-        ([A, B], 1, 1, B),
-        ([A, B], "cpu", "cpu", NO_DEVICE),
-        ([], "auto", "cpu", NO_DEVICE),
-        ([], "cpu", "cpu", NO_DEVICE),
-    ],
-)
-def test_a_rank_gets_its_device(
-    group: Group,
-    monkeypatch: pytest.MonkeyPatch,
-    visible: list[bytes],
-    request_: int | str,
-    device: int | str,
-    uuid: bytes,
-) -> None:
-    show(monkeypatch, *visible)
-    found = find_placement(group, request_, "auto")
-    assert found.here.device == device
-    assert found.here.device_uuid == uuid
-    assert (found.nodes, found.local_rank, found.here.timeout_s) == ([[0]], 0, 5.0)
-
-
-def test_auto_keeps_its_device_but_not_a_device_that_was_asked_for(
+def test_a_rank_gets_its_device_and_auto_keeps_it_but_not_a_device_that_was_asked_for(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def device_of(asked: int | str) -> tuple[int | str, bytes]:
+        found = find_placement(group, asked, "auto")
+        assert (found.nodes, found.local_rank, found.here.timeout_s) == ([[0]], 0, 5.0)
+        return found.here.device, found.here.device_uuid
+
     show(monkeypatch, A, B)
-    assert find_placement(group, 1, "auto").here.device == 1
-    assert find_placement(group, "auto", "auto").here.device == 0
+    assert (device_of("cpu"), device_of(1), device_of("auto")) == (("cpu", NO_DEVICE), (1, B), (0, A))
     monkeypatch.setenv("MPI_LOCALRANKID", "1")
-    assert find_placement(group, "auto", "auto").here.device == 0
+    assert device_of("auto") == (0, A)
     monkeypatch.setattr(placement, "_given", [])
-    assert find_placement(group, "auto", "auto").here.device == 1
+    assert device_of("auto") == (1, B)
     show(monkeypatch)
-    assert find_placement(group, "auto", "auto").here.device == "cpu"
+    assert device_of("auto") == device_of("cpu") == ("cpu", NO_DEVICE)
     show(monkeypatch, B, A)
-    assert find_placement(group, "auto", "auto").here.device_uuid == B
+    assert device_of("auto") == (0, B)
 
 
 def test_a_device_that_is_not_there_is_refused_with_the_way_out(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,17 +140,10 @@ def test_a_device_that_is_not_there_is_refused_with_the_way_out(group: Group, mo
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("MPICOMM_DEVICE", "gpu"),
-        ("MPICOMM_HANDLE", "gpu"),
-        ("MPICOMM_BIND_CPU", "2"),
-        ("MPICOMM_INTERNODE", "foo"),
-    ],
+    "setting", ["MPICOMM_DEVICE=gpu", "MPICOMM_HANDLE=gpu", "MPICOMM_BIND_CPU=2", "MPICOMM_INTERNODE=foo"]
 )
-def test_bad_variables_are_every_ranks_error(
-    group: Group, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_bad_variables_are_every_ranks_error(group: Group, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    name, _, value = setting.partition("=")
     monkeypatch.setenv(name, value)
     with pytest.raises(InvalidUsageError, match=f"^rank 0: {name}='{value}'"):
         find_placement(group, "auto", "auto")
@@ -184,23 +156,19 @@ def test_the_ranks_of_each_node_share_its_devices() -> None:
     assert placement._choose_devices([place("left", [A]), place("right")]) == ["cpu", "cpu"]
 
 
+SHARED = "ranks share a GPU and take turns on it, which is slow: [[0, 1]]; start"
+ON_CPU = "using the cpu: rank 1 has no device: no driver"
+
+
 @pytest.mark.parametrize(
     ("places", "rank", "said"),
     [
-        (
-            [place(visible=[A], device=0)] * 2,
-            0,
-            ["ranks share a GPU and take turns on it, which is slow: [[0, 1]]; start"],
-        ),
+        ([place(visible=[A], device=0)] * 2, 0, [SHARED]),
         ([place(visible=[A], device=0)] * 2, 1, []),
         ([place(visible=[A, B], device=0), place(visible=[A, B], device=1)], 0, []),
         ([place(visible=[A, B], device=0), place(visible=[B, A], device=1)], 0, ["[[0, 1]]"]),
         ([place(device="cpu")] * 2, 0, []),
-        (
-            [place(visible=[A], device="cpu"), place(device="cpu")],
-            0,
-            ["using the cpu: rank 1 has no device: no driver"],
-        ),
+        ([place(visible=[A], device="cpu"), place(device="cpu")], 0, [ON_CPU]),
     ],
 )
 def test_what_is_slower_than_it_could_be_is_said_once(

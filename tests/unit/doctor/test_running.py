@@ -25,6 +25,7 @@ from mpicomm.doctor.running import job_of
 from mpicomm.doctor.waits import RankWait
 from mpicomm.errors import InvalidUsageError
 from mpicomm.waiting import wait_until
+from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import ROOT, environment, mpiexec_command, run_command, sharing_of_cores
 from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.programs.late_rank import CALLS, LATE, TAG
@@ -273,16 +274,15 @@ def test_a_forked_child_is_not_its_parent() -> None:
         parent.communicate("\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--pid", "1", "--job"), "not allowed with argument"),
-        (("--pid", "x"), "invalid int value: 'x'"),
-        (("--job", "--longer-than", "0"), "argument --longer-than: invalid"),
-        (("--job", "--json", "file"), "--json FILE: with --pid and --job it takes no file"),
-    ],
-)
-def test_wrong_arguments(arguments: tuple[str, ...], said: str) -> None:
-    job = doctor(*arguments)
-    assert (job.returncode, job.stdout) == (2, "")
-    assert said in job.stderr
+WRONG = {
+    ("--pid", "1", "--job"): "not allowed with argument",
+    ("--pid", "x"): "invalid int value: 'x'",
+    ("--job", "--longer-than", "0"): "argument --longer-than: invalid",
+    ("--job", "--json", "file"): "--json FILE: with --pid and --job it takes no file",
+}
+
+
+def test_wrong_arguments() -> None:
+    job, ended = run_in_turn(1, *(("-m", "mpicomm.doctor", *arguments) for arguments in WRONG))
+    assert ended == [("", 2)] * len(WRONG)
+    assert [job.stderr.count(said) for said in WRONG.values()] == [1] * len(WRONG)

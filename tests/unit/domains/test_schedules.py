@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from mpicomm.collectives import operations as table
 from mpicomm.collectives.host.reduction import Reducer
-from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains import schedules
 from mpicomm.domains.schedules import schedule_of, steps_of
@@ -69,15 +68,43 @@ def expected(parts: Sequence[Array], domains: Sequence[Sequence[int]], op: str) 
     return total.astype(dtype)
 
 
-def reducing_case(
+@st.composite
+def domains_of_ranks(draw: st.DrawFn) -> list[list[int]]:
+    """The ranks of each domain; the domains follow each other by their first ranks."""
+    if draw(st.booleans()):
+        return draw(st.sampled_from(LAYOUTS))
+    numbers = draw(st.lists(st.integers(0, 3), min_size=2, max_size=9).filter(lambda drawn: len({*drawn}) > 1))
+    return [[rank for rank, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
+
+
+@contextlib.contextmanager
+def in_pieces_of(nbytes: int) -> Iterator[None]:
+    """Let long calls go in pieces of so many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "PIECE_NBYTES", nbytes)
+        patch.setattr(schedules, "SHORTEST_NBYTES", min(schedules.SHORTEST_NBYTES, nbytes // 16))
+        yield
+
+
+ALGORITHMS = st.sampled_from(("one_shot", "two_shot"))
+PIECES = st.sampled_from((schedules.PIECE_NBYTES, 8 << 10, 256))
+COUNTS = st.sampled_from((0, 1, 19, 37, 300, 333)) | st.integers(0, 60)
+
+
+@pytest.mark.parametrize("name", REDUCING)
+@settings(max_examples=60)
+@given(domains_of_ranks(), st.sampled_from(DTYPES), ALGORITHMS, PIECES, COUNTS, st.data())
+def test_reductions_keep_the_order_of_ranks_and_domains_and_round_once(
     name: str,
-    domains: Sequence[Sequence[int]],
-    algorithm: str,
+    domains: list[list[int]],
     dtype: np.dtype[Any],
-    op: str,
+    algorithm: str,
+    piece_nbytes: int,
     count: int,
-    in_place: bool,
+    data: st.DataObject,
 ) -> None:
+    op = data.draw(st.sampled_from(("sum", "prod") if dtype.kind in "ic" else ("sum", "avg", "max")))
+    in_place = name not in ("Reduce_scatter", "Scan", "Exscan") and data.draw(st.booleans())
     operation, cluster = table.OPERATIONS[name], Cluster(domains)
     size, root = len(cluster.layouts), len(cluster.layouts) // 2
     counts = [count] * size
@@ -104,8 +131,8 @@ def reducing_case(
         return Buffers(rank, size, dtype, send=send, send_blocks=blocks, output=output, op=op, root=root)
 
     nbytes = total * dtype.itemsize
-    schedule = schedule_of(operation, nbytes, cluster.layouts[0], algorithm)
-    cluster.run(schedule, buffers)
+    with in_pieces_of(piece_nbytes):
+        cluster.run(schedule_of(operation, nbytes, cluster.layouts[0], algorithm), buffers)
     starts = np.cumsum([0, *counts])
     for rank, output in enumerate(outputs):
         if output is None or (name == "Exscan" and rank == 0):
@@ -121,8 +148,14 @@ def reducing_case(
         assert got.tobytes() == want.tobytes(), (rank, got, want)
 
 
-def moving_case(operation: Operation, domains: Sequence[Sequence[int]], algorithm: str, count: int, root: int) -> None:
-    cluster, dtype = Cluster(domains), np.dtype(np.uint16)
+@pytest.mark.parametrize("name", MOVING)
+@settings(max_examples=25)
+@given(domains_of_ranks(), ALGORITHMS, PIECES, COUNTS, st.data())
+def test_movements_bring_each_block_to_its_place(
+    name: str, domains: list[list[int]], algorithm: str, piece_nbytes: int, count: int, drawn: st.DataObject
+) -> None:
+    root = drawn.draw(st.integers(0, sum(map(len, domains)) - 1))
+    operation, cluster, dtype = table.OPERATIONS[name], Cluster(domains), np.dtype(np.uint16)
     size = len(cluster.layouts)
 
     def counts(source: int, target: int) -> int:
@@ -166,62 +199,11 @@ def moving_case(operation: Operation, domains: Sequence[Sequence[int]], algorith
             root=root,
         )
 
-    cluster.run(schedule_of(operation, count * 2, cluster.layouts[0], algorithm), buffers)
+    with in_pieces_of(piece_nbytes):
+        cluster.run(schedule_of(operation, count * 2, cluster.layouts[0], algorithm), buffers)
     for memory, spans, arrays in zip(cluster.memories, places, wanted, strict=True):
         for span, array in zip(spans, arrays, strict=True):
             assert memory.view(span.pointer, span.count, dtype).tolist() == array.tolist()
-
-
-@st.composite
-def domains_of_ranks(draw: st.DrawFn) -> list[list[int]]:
-    """The ranks of each domain; the domains follow each other by their first ranks."""
-    if draw(st.booleans()):
-        return draw(st.sampled_from(LAYOUTS))
-    numbers = draw(st.lists(st.integers(0, 3), min_size=2, max_size=9).filter(lambda drawn: len({*drawn}) > 1))
-    return [[rank for rank, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
-
-
-@contextlib.contextmanager
-def in_pieces_of(nbytes: int) -> Iterator[None]:
-    """Let long calls go in pieces of so many bytes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedules, "PIECE_NBYTES", nbytes)
-        patch.setattr(schedules, "SHORTEST_NBYTES", min(schedules.SHORTEST_NBYTES, nbytes // 16))
-        yield
-
-
-ALGORITHMS = st.sampled_from(("one_shot", "two_shot"))
-PIECES = st.sampled_from((schedules.PIECE_NBYTES, 8 << 10, 256))
-COUNTS = st.sampled_from((0, 1, 19, 37, 300, 333)) | st.integers(0, 60)
-
-
-@pytest.mark.parametrize("name", REDUCING)
-@settings(max_examples=80)
-@given(domains_of_ranks(), st.sampled_from(DTYPES), ALGORITHMS, PIECES, COUNTS, st.data())
-def test_reductions_keep_the_order_of_ranks_and_domains_and_round_once(
-    name: str,
-    domains: list[list[int]],
-    dtype: np.dtype[Any],
-    algorithm: str,
-    piece_nbytes: int,
-    count: int,
-    data: st.DataObject,
-) -> None:
-    op = data.draw(st.sampled_from(("sum", "prod") if dtype.kind in "ic" else ("sum", "avg", "max")))
-    in_place = name not in ("Reduce_scatter", "Scan", "Exscan") and data.draw(st.booleans())
-    with in_pieces_of(piece_nbytes):
-        reducing_case(name, domains, algorithm, dtype, op, count, in_place)
-
-
-@pytest.mark.parametrize("name", MOVING)
-@settings(max_examples=50)
-@given(domains_of_ranks(), ALGORITHMS, PIECES, COUNTS, st.data())
-def test_movements_bring_each_block_to_its_place(
-    name: str, domains: list[list[int]], algorithm: str, piece_nbytes: int, count: int, data: st.DataObject
-) -> None:
-    root = data.draw(st.integers(0, sum(map(len, domains)) - 1))
-    with in_pieces_of(piece_nbytes):
-        moving_case(table.OPERATIONS[name], domains, algorithm, count, root)
 
 
 def test_a_large_allreduce_sends_little_over_each_network_card() -> None:

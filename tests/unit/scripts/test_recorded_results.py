@@ -50,7 +50,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recorded = (*soak, f"--json={results}/soak-here.json")
     collectives = (measuring / "measure_host_collectives.py", "--kib=16", "--only=Allreduce,Scan", "--rounds=1")
     programs: dict[str, tuple[str | Path, ...]] = {
-        "soak": (*soak, "--seconds=3"),
+        "soak": (*soak, "--seconds=2"),
         "soak of communicators": (*recorded, "--communicators=20"),
         "soak of registrations": (*recorded, "--registrations=20"),
         "memory": (measuring / "measure.py", "--json", results / "memory-here.json"),

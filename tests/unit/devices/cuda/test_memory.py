@@ -102,18 +102,11 @@ def test_a_pool_whose_export_fails_half_way_keeps_no_descriptor(cuda: FakeCuda, 
     assert error.tb is not None
 
 
-def test_opened_memory_is_freed_before_its_pool(cuda: FakeCuda, pools: Any, context: Any) -> None:
-    segment = pools.open_pool(context, MemoryHandle("pool", UUID, KEY, 4 * KIB, KIB, 2 * KIB), 7)
-    assert (segment.pointer, segment.nbytes) == (ADDRESS + KIB, 2 * KIB)
-    assert cuda.calls.index("cuMemPoolSetAccess") < cuda.calls.index("cuMemPoolImportPointer")
-    cuda.calls.clear()
-    segment.close()
-    assert cuda.calls == ["cuMemFree", "cuMemPoolDestroy"]
-
-
-def test_memory_that_is_opened_twice_is_freed_once(cuda: FakeCuda, pools: Any, context: Any) -> None:
-    handle = MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB)
+def test_opened_memory_is_freed_once_and_before_its_pool(cuda: FakeCuda, pools: Any, context: Any) -> None:
+    handle = MemoryHandle("pool", UUID, KEY, 4 * KIB, KIB, 2 * KIB)
     first, second = (pools.open_pool(context, handle, 7) for _ in range(2))
+    assert (first.pointer, first.nbytes) == (ADDRESS + KIB, 2 * KIB)
+    assert cuda.calls.index("cuMemPoolSetAccess") < cuda.calls.index("cuMemPoolImportPointer")
     cuda.calls.clear()
     first.close()
     assert cuda.calls == ["cuMemPoolDestroy"]
