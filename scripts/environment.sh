@@ -163,11 +163,6 @@ install_extras() {
   if [[ $missing ]]; then
     require_writable "$environment"
     echo "installing mpicomm[${missing#,}] into $environment" >&2
-    if [[ $missing == *,torch* && -z $(cuda_extra) ]]; then
-      # Without a driver, PyTorch's build without CUDA is enough, a tenth of the size. PyPI has none. Where pip looks in a
-      # folder that has one (find-links), pip takes this, and fetches what the project needs beside or in place of it.
-      "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps torch 2>/dev/null || true
-    fi
     "$python" -m pip install --quiet --disable-pip-version-check "$project[${missing#,}]"
     tr , '\n' <<<"${missing#,}" >>"$installed"
   fi
