@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpicomm.interrupts import uninterrupted
+from mpicomm.waiting import uninterrupted
 from tests.helpers.faults.interrupts import interrupts_raise
 
 

@@ -22,7 +22,7 @@ ROOT = Path(mpicomm.__file__).parents[1]
 # The rooms, lowest first: a room imports from the rows above its own. A module that is named here is a separate room.
 ROOMS = [
     {"errors", "sizes"},
-    {"environment", "waiting", "interrupts"},
+    {"environment", "waiting"},
     {"log", "expressions"},
     {"kernels"},
     {"devices"},

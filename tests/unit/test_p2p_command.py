@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.bench.machine import Call, CallTimes, Machine
+from mpicomm.bench.measure import Call, CallTimes, Machine
 from tests.helpers.jobs.in_turn import changed, run_in_turn
 from tests.helpers.jobs.mpiexec import run_job
 
@@ -50,7 +50,7 @@ WAYS = ("to the target", "from the source")
 
 
 CORRUPT = """
-from mpicomm.p2p.pairs import Pairs
+from mpicomm.p2p.__main__ import Pairs
 def corrupt(self, way, peer, nbytes):
     call = copy(self, way, peer, nbytes)
     def wrong():
@@ -60,7 +60,7 @@ def corrupt(self, way, peer, nbytes):
 copy = patch(Pairs, "copy", corrupt)
 """
 LOSE = """
-from mpicomm.p2p.pairs import Pairs
+from mpicomm.p2p.__main__ import Pairs
 def lose(self, way, *options):
     return int if self.ways[way] else copy(self, way, *options)
 copy = patch(Pairs, "copy", lose)
@@ -146,7 +146,7 @@ class Part:
 
 def test_a_rank_moves_bytes_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="the driver's names need cuda-bindings")
-    from mpicomm.p2p import pairs as room
+    from mpicomm.p2p import __main__ as room
 
     gpu, met = Gpu(), []
     device = SimpleNamespace(attributes={"MultiProcessorCount": 2})

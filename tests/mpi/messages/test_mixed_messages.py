@@ -205,19 +205,21 @@ SPARE = HEADER_NBYTES  # so that a header fits into the rest of a buffer, which 
 
 
 @contextlib.contextmanager
-def room_for_buffered_sends(comm: MPI.Comm, nbytes: int) -> Iterator[None]:
-    """Give ``comm`` a buffer of ``nbytes``; if MPI is older than 4.1, give it to the whole process."""
-    memory = bytearray(nbytes)
+def room_for_buffered_sends(comms: list[mpicomm.Communicator], nbytes: int) -> Iterator[None]:
+    """Give each of ``comms`` a buffer of ``nbytes``; if MPI is older than 4.1, give one to the whole process."""
+    memory = [bytearray(nbytes) for _ in comms]
     try:
-        comm.Attach_buffer(memory)
-        detach = comm.Detach_buffer
+        for comm, each in zip(comms, memory, strict=True):
+            comm.Attach_buffer(each)
+        detach = [comm.Detach_buffer for comm in comms]
     except NotImplementedError:
-        MPI.Attach_buffer(memory)
-        detach = MPI.Detach_buffer
+        MPI.Attach_buffer(memory[0])
+        detach = [MPI.Detach_buffer]
     try:
         yield
     finally:
-        detach()
+        for each_detach in detach:
+            each_detach()
 
 
 @dataclass
@@ -255,8 +257,8 @@ def ends(device: str, parent: mpicomm.Communicator) -> Iterator[list[Ends]]:
             rig = stack.enter_context(rig_on(parent))
             doubles = Ends(rig.comm, lambda content: DeviceArray(rig.device, content), KINDS, LARGE)
             found = [doubles, Ends(parent, np.asarray, KINDS[1:2], LARGE)]
-        for each in found:
-            stack.enter_context(room_for_buffered_sends(each.comm, (1 << 20) + 8 * each.counts[-1]))
+        nbytes = (1 << 20) + 8 * found[0].counts[-1]
+        stack.enter_context(room_for_buffered_sends([each.comm for each in found], nbytes))
         yield found
 
 

@@ -14,8 +14,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.recording import clocks, device_work
-from mpicomm.trace.__main__ import main
+from mpicomm.recording import channel, device_work, record
+from mpicomm.trace import main
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import rig_on
 
@@ -117,9 +117,9 @@ def test_merged_traces_say_who_waited_for_whom(
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace-%r.json")
     # Each rank's clock is hours ahead of the clock of the rank before.
-    monkeypatch.setattr(clocks, "clock_key", lambda: str(rank))
+    monkeypatch.setattr(channel, "clock_key", lambda: str(rank))
     ahead_ns = rank * 7_200_000_000_000
-    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
+    monkeypatch.setattr(record, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
     with communicator("cpu") as comm:
         part = comm.Split(0)
         part.Barrier()
@@ -174,8 +174,8 @@ class Threads:
     """A timeline of devices that are threads: their work has only the time of the host."""
 
     def begin(self, stream: int) -> SimpleNamespace:
-        begin_ns = clocks.now_ns()
-        return SimpleNamespace(stream=stream, times_ns=lambda: (begin_ns, clocks.now_ns()), extend=lambda: None)
+        begin_ns = record.now_ns()
+        return SimpleNamespace(stream=stream, times_ns=lambda: (begin_ns, record.now_ns()), extend=lambda: None)
 
 
 def test_messages_of_device_arrays_have_tracks_of_their_streams(
@@ -301,34 +301,29 @@ def test_without_the_variables_no_call_is_counted(host_comm: mpicomm.Communicato
         host_comm.stats()
 
 
-LAST = MPI.COMM_WORLD.size - 1
-REFUSED: list[tuple[str, str, str, str]] = [
-    (
-        "MPICOMM_TRACE",
-        "trace-%r.json",
-        "nowhere/%r.json",
-        f"rank {LAST}: MPICOMM_TRACE=.*nowhere/{LAST}.json' cannot be opened: No such file",
-    ),
-    (
-        "MPICOMM_TRACE",
-        "trace.json",
-        "trace.json",
-        "one file for ranks 0, 1.*: put %r, which stands for the rank, into the name",
-    ),
-    *(
-        (name, value, "", f"{name} is set on some ranks and not on rank {LAST}: set it on all ranks")
-        for name, value in (("MPICOMM_TRACE", "trace-%r.json"), ("MPICOMM_STATS", "1"))
-    ),
-]
-"""A variable, its values on the ranks and on the last one, and the error of all ranks."""
-
-
-@pytest.mark.parametrize(("name", "value", "of_last", "said"), REFUSED[: 1 if LAST == 0 else None])
-def test_a_variable_that_is_wrong_on_a_rank_is_an_error_on_all_ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, of_last: str, said: str
-) -> None:
-    mine = of_last if MPI.COMM_WORLD.rank == LAST else value
-    if mine:
-        monkeypatch.setenv(name, mine if name == "MPICOMM_STATS" else f"{folder}/{mine}")
+def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, last = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size - 1
+    if rank == last:
+        (folder / f"trace-{rank}.json").mkdir()
+    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace-%r.json")
+    said = f"rank {last}: MPICOMM_TRACE=.*trace-{last}.json' cannot be opened: Is a directory"
     with pytest.raises(mpicomm.InvalidUsageError, match=said):
         communicator("cpu")
+
+
+def test_each_rank_has_a_file_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace.json")
+    with communicator("cpu") as comm:
+        comm.Barrier()
+        comm.check()
+        assert [event["name"] for event in calls_of(folder)] == ["Barrier", "check"]
+
+
+@pytest.mark.parametrize("name", ["MPICOMM_TRACE", "MPICOMM_STATS"])
+def test_a_variable_of_one_rank_holds_for_all(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+        monkeypatch.setenv(name, "1" if name == "MPICOMM_STATS" else f"{folder}/trace-%r.json")
+    with communicator("cpu") as comm:
+        comm.Bcast(np.ones(3))
+        assert [(row.operation, row.calls) for row in comm.stats().rows] == [("Bcast", 1)]
+    assert (folder / f"trace-{MPI.COMM_WORLD.rank}.json").exists() == (name == "MPICOMM_TRACE")

@@ -141,7 +141,7 @@ def test_memory_whose_name_is_gone_is_refused_by_all(
 def test_registered_shapes_that_differ_are_refused_by_all(
     host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64]
 ) -> None:
-    with raises_everywhere(comm_world, InvalidUsageError, match="the ranks differ"):
+    with raises_everywhere(comm_world, InvalidUsageError, match="register differs between ranks"):
         host_comm.register(mapped[: 3 + (host_comm.rank == 1)])
     require_memory_works(host_comm)
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, SharedEvent
-from mpicomm.sharing import shared_memory
+from mpicomm.sharing import segments as shared_memory
 from tests.helpers.rigs.communicators import (
     array_module,
     communicator,

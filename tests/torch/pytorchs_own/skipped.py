@@ -25,7 +25,7 @@ if device_count() < MPI.COMM_WORLD.size:
         "it uses a GPU by the number of its rank, and ranks share GPUs",
     )
 
-if _VERSION < (2, 12):
+if _VERSION < (2, 14):
     SKIPPED |= dict.fromkeys(
         (
             "test_monitored_barrier_gloo",

@@ -14,15 +14,11 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.contenders import ROOM_NBYTES, draw, mean_share
-from mpicomm.bench.contenders import measure as measure_all
-from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Call, CallTimes, Machine
-from mpicomm.bench.measure import Measuring, Outcome
-from mpicomm.bench.nccl import SymmetricNccl
-from mpicomm.bench.nvshmem_host import Nvshmem
-from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers
-from mpicomm.bench.peers import Mpicomm, Peer
+from mpicomm.bench.measure import Call, CallTimes, Machine, Measuring, Outcome
+from mpicomm.bench.nvidia_peers import Nvshmem, SymmetricNccl
+from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers, Content
+from mpicomm.bench.peers import ROOM_NBYTES, Mpicomm, Peer, draw, mean_share
+from mpicomm.bench.peers import measure as measure_all
 from mpicomm.bench.torch_peers import TorchSymmetric
 from mpicomm.devices.cuda import nccl
 

@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.bench.content import Content, expected, random_data, reduce_in_order
-from mpicomm.bench.operations import BARRIER, OPERATIONS, Case, CaseBuffers, blocks_of, buffers
+from mpicomm.bench.operations import (
+    BARRIER,
+    OPERATIONS,
+    Case,
+    CaseBuffers,
+    Content,
+    blocks_of,
+    buffers,
+    expected,
+    random_data,
+    reduce_in_order,
+)
 from mpicomm.mpi.types import covered_dtype
 from tests.helpers.references.reductions import reduced
 

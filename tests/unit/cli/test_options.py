@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpicomm import info
 from mpicomm.api.communicator import RankInfo
-from mpicomm.cli import arguments, machine
+from mpicomm.cli import arguments
 from mpicomm.cli import options as report
 from mpicomm.devices.base import Link
 from mpicomm.errors import InvalidUsageError
@@ -75,8 +75,8 @@ def test_write_json_replaces_the_file_or_leaves_it_and_leaves_nothing_else(tmp_p
 
 
 def test_format_uuid() -> None:
-    assert machine.format_uuid(bytes(16)) is None
-    assert machine.format_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    assert arguments.format_uuid(bytes(16)) is None
+    assert arguments.format_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 def test_sizes_of_a_sweep() -> None:
@@ -126,17 +126,6 @@ def test_header_names_devices_and_why_the_handle(monkeypatch: pytest.MonkeyPatch
     assert report.header("ring", [CPU], "auto")[-1] == "handle: memfd (the best for this device)"
     monkeypatch.setenv("MPICOMM_HANDLE", "fd")
     assert report.header("ring", [GPU], "auto")[-1] == "handle: fd (as asked for)"
-
-
-def test_paths_have_a_row_and_a_column_for_each_rank() -> None:
-    assert report.paths(
-        [[Link("self"), Link("NVLink", 0, True, True)], [Link("PCIe", 1, True, False), Link("self")]]
-    ) == [
-        "path (row: rank, column: peer)",
-        "           0       1",
-        "   0    self  NVLink",
-        "   1    PCIe    self",
-    ]
 
 
 def test_columns_line_up() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.cli.machine import JobLaunch, launch_of
+from mpicomm.cli.arguments import JobLaunch, launch_of
 from mpicomm.doctor.checks import CHECKS, examine, lines
 from mpicomm.doctor.facts import MemoryFacts, RankFacts, VisibleGpu, family_of
 

@@ -256,7 +256,7 @@ def test_steps_in_a_domain_do_not_grow_with_the_number_of_domains(name: str) -> 
 
 @pytest.mark.parametrize("sizes", [[8] * 2, [8] * 40, [1] * 40, [5, 1, 8]], ids=str)
 @pytest.mark.parametrize("dtype", [F32, np.dtype(ml_dtypes.bfloat16)], ids=str)
-@pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block", "Bcast"])
+@pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block", "Bcast", "Scan"])
 def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[Any], sizes: list[int]) -> None:
     ends = [0, *itertools.accumulate(sizes)]
     layout, size = DomainLayout([range(*each) for each in itertools.pairwise(ends)], 0), ends[-1]
@@ -272,6 +272,7 @@ def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[A
             "Allgather": Buffers(0, size, dtype, send=block, blocks=[block] * size),
             "Reduce_scatter_block": Buffers(0, size, dtype, send_blocks=[block] * size, output=block, op="sum"),
             "Bcast": Buffers(0, size, dtype, output=Span(1 << 40, size * block.count)),
+            "Scan": Buffers(0, size, dtype, send=block, output=block, op="sum"),
         }[name]
         schedule = schedule_of(table.OPERATIONS[name], size * block_nbytes, layout, "two_shot")
         for part in schedule(buffers, layout):

@@ -38,13 +38,13 @@ class Interval:
 
 
 class Rig:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.intervals: list[Interval] = []
-        self.recorder = Recorder(Recording(str(path), stats=False), 3, reports=False)
+        self.recorder = Recorder(Recording(f"{folder}/trace.json", stats=False), 3, reports=False)
         self.channel = Channel(self.recorder, "0.1")
         backend: Any = SimpleNamespace(device=2, is_capturing=lambda stream: stream == CAPTURING)
         self.work = DeviceWork(self.channel, backend)
-        self.path = path
+        self.path = folder / "trace-3.json"
 
     def begin(self, stream: int) -> Interval:
         self.intervals.append(Interval(stream))
@@ -70,10 +70,9 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     timeline = SimpleNamespace()
     monkeypatch.setattr(device_work, "timeline_of", lambda backend: timeline)
     listeners = [*log.slow_way_listeners]
-    rig = Rig(tmp_path / "trace.json")
+    rig = Rig(tmp_path)
     timeline.begin = rig.begin
     yield rig
-    rig.recorder.discard()
     log.slow_way_listeners[:] = listeners
 
 

@@ -15,14 +15,13 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.machine import Machine
-from mpicomm.bench.measure import Measuring, Outcome
+from mpicomm import tune
+from mpicomm.bench.measure import Machine, Measuring, Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning, load, to_json
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.tune import __main__ as tune
-from mpicomm.tune.sweep import Measure, Subject, Timing, choose, subjects_of, sweep
+from mpicomm.tune import Measure, Subject, Timing, choose, subjects_of, sweep
 from tests.helpers.inputs.tuning import row as tuning_row
 from tests.helpers.inputs.tuning import table
 from tests.helpers.jobs.in_turn import changed, run_in_turn
@@ -250,9 +249,9 @@ def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 CHANGED = """
 import time
 from mpicomm.collectives.gpu.tuning import find
-from mpicomm.tune import __main__ as tune, sweep
+from mpicomm import tune
 patch(tune, "require_possible", lambda comm, ranks: None)
-patch(sweep, "algorithms_of", lambda operation: ("one_shot", "two_shot", "magic"))
+patch(tune, "algorithms_of", lambda operation: ("one_shot", "two_shot", "magic"))
 def changed(self, send, receive, *args, **options):
     find("this", lambda: None)  # as the engine for GPUs calls it
     allreduce(self, send, receive, *args, **options)
@@ -272,7 +271,7 @@ def test_whole_runs_on_the_host_which_are_right_and_wrong(tmp_path: Path) -> Non
     output.write_text(json.dumps(to_json(Tuning("", (kept, replaced), "cpu"))))
     programs: list[tuple[str | Path, ...]] = [(*TUNE, "-D", "cpu", "--output", tmp_path / "none.json")]
     for code, file in ((slow, output), (corrupt, unwritten)):
-        program = changed(tmp_path, "mpicomm.tune.__main__", CHANGED.format(code=code))
+        program = changed(tmp_path, "mpicomm.tune", CHANGED.format(code=code))
         programs.append((program, *SHORT, "--output", file))
     # A table that is named is ignored.
     job, (none, (right, status), (wrong, failed)) = run_in_turn(2, *programs, MPICOMM_TUNING="not/there.json")
