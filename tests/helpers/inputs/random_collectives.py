@@ -112,7 +112,7 @@ class Player:
         for number in range(calls):
             index = int(self._rng.integers(len(self._family.members)))
             member = self._family.members[index]
-            mode = self._choose(["blocking", "blocking", "nonblocking", "nonblocking", "persistent"])
+            mode = self._choose(["blocking", "nonblocking", "persistent"])
             case = self._draw(
                 number, 1 if member is None else member.size, mode, of_graph=self._family.names[index] == "graph"
             )
