@@ -12,7 +12,7 @@ from itertools import chain, islice
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x37796C706D6F6368
+MAGIC = 0x38796C706D6F6368
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -66,8 +66,10 @@ COMPLETED = slice(POSTED.stop, POSTED.stop + MOST_RANKS)
 POSTS = 0  # how many calls this rank has begun
 SINCE = 1  # when the last call began, in nanoseconds of the monotonic clock
 READY = 2  # the call of `CallLog.ready`
+AWAITED = 3  # 1 + the rank of another domain for which this rank waits; 0 if it waits for none
+ALIVE = 4  # counts on during that wait
 KEPT = 16  # calls of a rank; ranks that do not wait for each other notice different calls only some calls later
-CALL_TEXTS = 3  # the numbers of the texts of the kept calls
+CALL_TEXTS = 5  # the numbers of the texts of the kept calls
 COUNTS = CALL_TEXTS + KEPT  # the numbers that replace `COUNT_IN_TEXT` in these texts
 OFFSETS = COUNTS + KEPT  # the numbers that replace `OFFSET_IN_TEXT`
 VOTES = OFFSETS + KEPT  # where the buffers of this rank's calls lie, see `VOTE_WORDS`

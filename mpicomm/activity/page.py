@@ -112,7 +112,7 @@ class Log:
 
     def clear(self) -> None:
         """Forget the calls."""
-        if self.calls or any(self.words[layout.VOTES :]):
+        if self.calls or self.words[layout.ALIVE] or any(self.words[layout.VOTES :]):
             self.words.cast("B")[:] = bytes(layout.LOG_NBYTES)
 
 

@@ -21,6 +21,7 @@ from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import SharedMemory, share
+from mpicomm.waiting import wait_until
 
 CallLocation = Literal["gpu", "host", "anywhere"]
 """Where a call is, as `mpicomm.ways.location_votes` explains."""
@@ -28,6 +29,7 @@ FOR_GPUS, FOR_HOST = 1, 3
 _VOTES_OF_WORD = (1 << VOTE_BITS) - 1
 _NEVER_CALLED = "nothing yet"
 _LOST = "a call whose text is gone"
+_ALIVE_S = 0.25  # in this time a waiting rank shows that it is alive, even if ranks take turns on cores and on a GPU
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,34 @@ class CallLog(SharedMemory):
     def ahead(self) -> list[int]:
         """Return the indices of the ranks that have posted more calls than this rank; local."""
         return [index for index, words in enumerate(self._words) if words[layout.POSTS] > self._log.calls]
+
+    def waits_for(self, rank: int) -> None:
+        """Tell the other ranks that this rank waits for ``rank`` of another domain, or for none with -1. Local.
+
+        Call it repeatedly while waiting: a rank that has stopped in such a wait does not count on, so it is missing
+        itself.
+        """
+        # Pairs with the reads in `awaited`. The words need no order between them, because a reader only asks whether
+        # the count goes on, and names the rank that it finds.
+        if self._words:  # else another communicator may have the log
+            self._log.words[layout.AWAITED] = rank + 1
+            self._log.words[layout.ALIVE] += 1
+
+    def awaited(self) -> list[int]:
+        """Return the ranks of other domains for which living ranks wait; local.
+
+        If a rank waits too long for a rank of its domain, one of these may be the missing rank. It returns after all
+        waiting ranks have counted on. If a rank has stopped or no rank waits, it returns after `_ALIVE_S`.
+        """
+        counts = [words[layout.ALIVE] for words in self._words]
+
+        def waiting() -> list[tuple[int, bool]]:
+            logs = zip(self._words, counts, strict=True)
+            said = ((words[layout.AWAITED] - 1, words[layout.ALIVE] != count) for words, count in logs)
+            return [(rank, alive) for rank, alive in said if rank >= 0]
+
+        wait_until(lambda: bool(found := waiting()) and all(alive for _, alive in found), _ALIVE_S)
+        return sorted({rank for rank, alive in waiting() if alive})
 
     def absence_reason(self) -> str:
         """Return a text that names the ranks in calls that this rank has not made, and the way out; else "". Local."""

@@ -7,71 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.roll_call import GRACE_S, abandoned
-from mpicomm.collectives.call_log import Signature
-from mpicomm.devices.host import HostBackend
+from mpicomm.collectives.call_log import CallLog, Signature
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks
-from mpicomm.sharing.segments import SharedMemory, share
 from mpicomm.waiting import wait_until
-
-_LINE_NBYTES = 64
-_ALIVE_S = 0.25  # in this time a waiting rank shows that it is alive, even if ranks take turns on cores and on a GPU
-
-
-class NetworkWaits(SharedMemory):
-    """The `SharedMemory` of a domain: for each rank the rank of another domain for which it waits, and a count.
-
-    If a rank waits too long for a rank of its domain, another rank may be the missing one: the awaited rank may itself
-    wait for a rank of another domain. A rank that has stopped in such a wait does not count on, so it is missing
-    itself. Construction is collective over ``domain`` and raises as `share` does.
-    """
-
-    def __init__(self, domain: Group) -> None:
-        backend = HostBackend(domain.timeout_s)
-        segments = share(
-            domain, backend, "waits", lambda: backend.allocate("memfd", _LINE_NBYTES), lambda: _LINE_NBYTES
-        )
-        super().__init__("waits", "memfd", segments)
-        views = [backend.view(segments[index], (2,), np.dtype(np.int64)) for index in range(domain.size)]
-        self._lines = [view.data.cast("B").cast("q") for view in views]
-        self._own = domain.rank
-
-    def waits_for(self, rank: int) -> None:
-        """Heartbeat: publish that this rank is waiting for ``rank``, or for none with -1. Local.
-
-        Call it repeatedly while waiting.
-        """
-        # Pairs with the reads in `awaited`. The words need no order between them, because a reader only asks whether
-        # the count goes on, and names the rank that it finds.
-        if self._lines:
-            line = self._lines[self._own]
-            line[0] = rank + 1
-            line[1] += 1
-
-    def awaited(self) -> list[int]:
-        """Return the ranks of other domains for which living ranks of this domain wait.
-
-        Local. It returns after all waiting ranks have counted on. If a rank has stopped or no rank waits, it returns
-        after `_ALIVE_S`.
-        """
-        counts = [line[1] for line in self._lines]
-
-        def waiting() -> list[tuple[int, bool]]:
-            lines = zip(self._lines, counts, strict=True)
-            return [(line[0] - 1, line[1] != count) for line, count in lines if line[0]]
-
-        wait_until(lambda: bool(found := waiting()) and all(alive for _, alive in found), _ALIVE_S)
-        return sorted({rank for rank, alive in waiting() if alive})
-
-    def close_peers(self) -> None:
-        self._lines.clear()
-        super().close_peers()
-
 
 # The groups of the communicator have smaller tags.
 _WAIT_TAG = 13
@@ -87,14 +29,14 @@ class Transfers:
     """The transfers of one communicator over ``comm``, which also carries the messages of its groups.
 
     The tag of a message carries the hash of its call, so ranks in different calls notice. All messages of a call have
-    one tag, so ranks must send and receive them in the same order.
+    one tag, so ranks must send and receive them in the same order. ``call_log`` is of the domain.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout_s: float, contacts: Sequence[int], waits: NetworkWaits) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout_s: float, contacts: Sequence[int], call_log: CallLog) -> None:
         self.comm = comm
         self._timeout_s = timeout_s
         self._contacts = contacts
-        self._waits = waits
+        self._call_log = call_log
         self._open: list[Direct] = []
         self._has_told = False
         self.failed = False
@@ -159,7 +101,7 @@ class Transfers:
 
         def look_around() -> None:
             self.meanwhile()
-            self._waits.waits_for(min(transfer.receiving() or transfer.sending(), default=-1))
+            self._call_log.waits_for(min(transfer.receiving() or transfer.sending(), default=-1))
             for rank in transfer.receiving() | transfer.sending():
                 if self.comm.Iprobe(rank, _ERROR_TAG):
                     raise self._given_up(self.comm.recv(None, rank, _ERROR_TAG))
@@ -182,7 +124,7 @@ class Transfers:
         except MPI.Exception as error:  # Open MPI with ULFM refuses to look for messages of a rank that is gone
             raise self._given_up(_refused(call, error)) from None
         finally:
-            self._waits.waits_for(-1)
+            self._call_log.waits_for(-1)
         raise self._given_up(
             CollectiveTimeoutError(
                 f"{call}: {name_ranks(missing)} did not arrive within {self._timeout_s:g} s; the communicator is "

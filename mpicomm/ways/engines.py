@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpicomm.domains.gpu.engine import DomainsEngine
     from mpicomm.domains.host import HostDomains
     from mpicomm.domains.mapped import MappedChannels
-    from mpicomm.domains.mpi_transfers import NetworkWaits, Transfers
+    from mpicomm.domains.mpi_transfers import Transfers
     from mpicomm.domains.steps import DomainLayout
 
 
@@ -95,18 +95,15 @@ class Engines:
             return partial(selection.carry_out, self.on_host(operation), len(self._session.placement.places))
         if self._host_domains is None:
             from mpicomm.domains.host import HostDomains
-            from mpicomm.domains.mpi_transfers import NetworkWaits
             from mpicomm.domains.steps import DomainLayout
 
             session = self._session.set_up(operation)
             layout = DomainLayout(session.placement.nodes, session.placement.rank)
             # On all nodes together: if one node fails, the others would wait for its messages.
-            engine, waits = session.group.agree(
-                f"{operation}: set-up", lambda: (self.on_host(operation), session.keep(NetworkWaits(session.node)))
-            )
-            engine.awaited_beyond = waits.awaited
-            transfers = self._transfers_of(session, layout, waits)
-            self._host_domains = HostDomains(layout, engine, transfers)
+            engine = session.group.agree(f"{operation}: set-up", lambda: self.on_host(operation))
+            call_log = self._call_logs[session.node]
+            engine.awaited_beyond = call_log.awaited
+            self._host_domains = HostDomains(layout, engine, self._transfers_of(session, layout, call_log))
         return self._host_domains.run
 
     def on_gpu(self, operation: str) -> PlanCache:
@@ -138,15 +135,12 @@ class Engines:
         from mpicomm.domains.gpu.engine import DomainsEngine
         from mpicomm.domains.gpu.transports import choose_transport
         from mpicomm.domains.mapped import MappedChannels
-        from mpicomm.domains.mpi_transfers import NetworkWaits
         from mpicomm.domains.steps import DomainLayout
 
         layout = DomainLayout(session.placement.domains, session.placement.rank)
         # On all peer domains together: if one domain fails, the others would wait for its network messages.
-        engine, waits = session.group.agree(
-            "collectives: set-up", lambda: (make(), session.keep(NetworkWaits(session.domain)))
-        )
-        transfers = self._transfers_of(session, layout, waits)
+        engine = session.group.agree("collectives: set-up", make)
+        transfers = self._transfers_of(session, layout, self._call_logs[session.domain])
         backend = session.gpu("collectives")
         uuids = tuple(place.device_uuid for place in session.placement.places)
 
@@ -159,10 +153,10 @@ class Engines:
         self._internode = transport.name, rejected
         return session.keep(DomainsEngine(layout, engine, backend, transport))
 
-    def _transfers_of(self, session: Session, layout: DomainLayout, waits: NetworkWaits) -> Transfers:
+    def _transfers_of(self, session: Session, layout: DomainLayout, call_log: CallLog) -> Transfers:
         from mpicomm.domains.mpi_transfers import Transfers
 
-        transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, waits)
+        transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, call_log)
         self._transfers.append(transfers)
         return transfers
 

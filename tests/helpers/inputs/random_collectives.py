@@ -112,7 +112,7 @@ class Player:
         for number in range(calls):
             index = int(self._rng.integers(len(self._family.members)))
             member = self._family.members[index]
-            mode = self._choose(["blocking", "blocking", "nonblocking", "nonblocking", "persistent"])
+            mode = self._choose(["blocking", "nonblocking", "persistent"])
             case = self._draw(
                 number, 1 if member is None else member.size, mode, of_graph=self._family.names[index] == "graph"
             )
@@ -155,8 +155,6 @@ class Player:
         mixed = self._choose(("", "gpu", "gpu", "host")) if on_gpus and size > 1 else ""
         if algorithm == "mpi" and not moves and (op not in MPI_OPS or dtype not in MPI_TYPES):
             algorithm = "auto"
-        if row.reduces and row.rooted and dtype not in MPI_TYPES:
-            mixed = mixed and "gpu"  # the root's device array goes to the call as a copy, for which MPI needs a type
         if self._family.device == "threads" and algorithm != "mpi":
             algorithm = "auto"  # they have one engine
         elif self._family.device == "cuda" and row is ALLTOALLV and self._rng.random() < 0.6:

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -94,46 +93,19 @@ def nodes(ranks: Ranks) -> None:
     assert [link.path == "other node" for link in found.links] == [host != ranks.here for host in ranks.placement]
 
 
-def symmetric(ranks: Ranks) -> None:
-    """A SymmetricArray is open between the ranks of a host, and refuses others."""
-    comm = ranks.comm
+def memory(ranks: Ranks) -> None:
+    """Ranks of a host open their memory to each other, also in communicators of all ranks and of a host."""
+    comm, hosts = ranks.comm, len(set(ranks.placement))
     require_memory_works(comm)
     with comm.zeros(5) as array:
         assert node_ranks(array) == ranks.local
-        for peer in set(range(comm.size)) - set(ranks.local):
-            try:
-                array.peer(peer)
-            except mpicomm.InvalidUsageError as error:
-                assert "is on another node" in str(error)
-            else:
-                raise AssertionError(f"rank {peer} of another host can be reached")
-        following = ranks.local[(comm.local_rank + 1) % comm.local_size]
-        previous = ranks.local[comm.local_rank - 1]
-        array.peer(following)[...] = comm.rank
-        array.signal(following)
-        array.wait_signal(previous)
-        assert (array.local == previous).all()
-
-
-def children(ranks: Ranks) -> None:
-    """Communicators of all ranks, of ranks of several hosts and of one host know where they are, and work."""
-    comm, placement = ranks.comm, ranks.placement
-    of_a_host = (ranks.here, ranks.local)
-    first_of_hosts = [placement.index(host) for host in sorted(set(placement))]
-    firsts = (0, first_of_hosts) if comm.rank in first_of_hosts else (1, [])
-    everyone = list(range(comm.size))
-    for (color, members), order in itertools.product(((0, everyone), of_a_host, firsts), (1, -1)):
-        child: Any = comm.Split(color if members else MPI.UNDEFINED, order * comm.rank)
-        if child == MPI.COMM_NULL:
-            continue
+    for color, num_nodes in ((0, hosts), (ranks.here, 1)):
+        child = comm.Split(color, -comm.rank)
+        assert isinstance(child, mpicomm.Communicator)
         with child:
-            assert child.num_nodes == len({placement[rank] for rank in members})
-            assert child.local_size == len(set(members) & set(ranks.local))
+            assert (child.num_nodes, child.local_size) == (num_nodes, len(ranks.local))
             require_memory_works(child)
             run(child, "run", [Case(name, np.dtype(np.float64), 1025) for name in OF_ONE_TYPE])
-    with comm.Dup() as copy:
-        assert (copy.num_nodes, copy.local_size) == (comm.num_nodes, comm.local_size)
-        require_memory_works(copy)
 
 
 def run(comm: mpicomm.Communicator, way: str, cases: list[Case]) -> None:
@@ -198,8 +170,7 @@ def messages(ranks: Ranks) -> None:
 CHECKS: dict[str, Callable[[Ranks], None]] = {
     "apart": apart,
     "nodes": nodes,
-    "symmetric": symmetric,
-    "children": children,
+    "memory": memory,
     "collectives": collectives,
     "barrier": barrier,
     "messages": messages,

@@ -22,6 +22,7 @@ from mpicomm.session import Session
 from mpicomm.waiting import wait_until
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.references.reductions import dtype_or_skip
 from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 from tests.helpers.rigs.device_calls import (
     MAKERS,
@@ -223,6 +224,17 @@ def test_the_root_of_a_broadcast_may_pass_read_only_memory(device: str, host_com
             each.Bcast([sent.tobytes(), 1, three] if WORLD.rank == 0 else got, **how)
             assert WORLD.rank == 0 or values_of(got).tolist() == sent.tolist()
     three.Free()
+
+
+def test_host_arrays_are_reduced_into_a_device_array_of_a_type_that_mpi_lacks(device: str) -> None:
+    half = dtype_or_skip("bfloat16")
+    if device != "cpu":
+        pytest.skip("CuPy lacks the type")
+    with on_gpus(device) as (comm, make):
+        got = make(np.zeros(3, half))
+        for form in FORMS:
+            complete(getattr(comm, method_name(form, "Reduce"))(np.ones(3, half), got if comm.rank == 0 else None))
+            assert values_of(got).astype(float).tolist() == [comm.size * float(comm.rank == 0)] * 3, form
 
 
 def test_mpi_ignores_what_other_ranks_pass_for_the_buffer_of_the_root(device: str) -> None:

@@ -12,11 +12,11 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.call_log import CallLog, Signature
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains import mapped
 from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.mpi_transfers import Direct, NetworkWaits, Transfers
+from mpicomm.domains.mpi_transfers import Direct, Transfers
 from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, Transport
 from mpicomm.errors import CollectiveTimeoutError, PeerError
@@ -40,18 +40,18 @@ class Rig:
         self, comm: MPI.Intracomm, transport: type[PinnedTransport | CudaAwareTransport], timeout_s: float
     ) -> None:
         group = Group(comm, range(SIZE), timeout_s)
-        self.waits = NetworkWaits(group.subgroup([RANK], tag=9))
+        self.call_log = CallLog(group.subgroup([RANK], tag=9))
         self.device = ThreadDevice(RANK, timeout_s)
         backend = cast(GpuBackend, self.device)
-        self.transport: Transport = transport(Transfers(comm, timeout_s, OTHERS, self.waits), backend)
+        self.transport: Transport = transport(Transfers(comm, timeout_s, OTHERS, self.call_log), backend)
 
     def array(self, content: Any) -> DeviceArray:
         return DeviceArray(self.device, np.asarray(content))
 
     def close(self) -> None:
         self.transport.close()
-        self.waits.close_peers()
-        self.waits.close_own()
+        self.call_log.close_peers()
+        self.call_log.close_own()
         self.device.close()
 
 
