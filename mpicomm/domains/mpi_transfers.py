@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.roll_call import GRACE_S, abandoned
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.devices.host import HostBackend
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks

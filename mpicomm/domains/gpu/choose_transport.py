@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import query_cuda_aware
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.gpu.nccl_transport import NcclTransport, require_possible

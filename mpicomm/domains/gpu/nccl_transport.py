@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.devices.cuda import nccl
 from mpicomm.devices.cuda.events import Mark
 from mpicomm.devices.cuda.side_streams import ForkedStream

@@ -14,9 +14,8 @@ from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.call_templates import CallTemplate, CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Chosen, Decision
-from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.gpu.tuning import BUILT_IN
-from mpicomm.devices.base import Scratch
+from mpicomm.devices.base import GrowingScratch, Scratch
 from mpicomm.kernels.team import Team
 from mpicomm.kernels.variant import Launch
 from mpicomm.symmetric.registry import Mappings

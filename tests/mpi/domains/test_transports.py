@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains import mapped
 from mpicomm.domains.mapped import MappedChannels

@@ -166,7 +166,7 @@ def test_reduce_scatter(size: int, in_place: bool, equal: bool, data: st.DataObj
     everywhere(
         memories,
         lambda rank, size: patterns.reduce_scatter(
-            rank, size, DTYPE, blocks[rank], outputs[rank], "sum", scratch=scratches[rank] if in_place else None
+            rank, size, DTYPE, blocks[rank], outputs[rank], "sum", scratch=scratches[rank].pointer if in_place else 0
         ),
     )
 

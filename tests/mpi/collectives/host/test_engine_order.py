@@ -73,7 +73,7 @@ def random_call(
         expected = wanted("sum", parts) if at_root else before
     elif kind == "reduce_scatter":
         out = send[: counts[rank]] if in_place else out[: counts[rank]].copy()
-        output, room = Span(out.ctypes.data, counts[rank]), span(scratch) if in_place else None
+        output, room = Span(out.ctypes.data, counts[rank]), scratch.ctypes.data if in_place else 0
         steps = patterns.reduce_scatter(*at, spans(send, counts), output, "sum", scratch=room)
         expected = wanted("sum", parts)[mine]
     elif kind in ("allgather", "gather"):

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 pytest.importorskip("cuda.bindings", reason="the arena is memory of a GPU")
 
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu import call_memory
 from mpicomm.collectives.gpu import call_memory as device_arena
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
@@ -68,8 +68,10 @@ class Rig:
         self.arena = Arena({what.replace("_", ": "): error for what, error in failures.items()})
         self.posted: list[str] = []
         self._domain = Domain(Team(size=3, rank=0), self.arena, 8, most_staged_nbytes=1 << 30)
-        call_log, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
-        self._memory = CallMemory(self._domain, self.arena, call_log, calls)  # type: ignore[arg-type]
+        nowhere: Any = None
+        call_log: Any = SimpleNamespace(post=self.posted.append)
+        self._memory = CallMemory(nowhere, call_log, nowhere, self.arena)  # type: ignore[arg-type]
+        self._memory.require_same = lambda: None  # type: ignore[method-assign]
 
     def steps(
         self, count: int, asked: str = "auto", result: str = "", hidden: int = 0, wire: Wire | None = None
