@@ -191,7 +191,8 @@ class DeviceEngine:
         """
         packed = call.packed
         while True:
-            scratch = self._scratch.of(call.scratch_nbytes if packed is None else packed.nbytes)
+            nbytes = call.scratch_nbytes if packed is None else packed.nbytes
+            scratch = self._scratch.of(nbytes) if nbytes else 0
             buffers = call.buffers(scratch, packed)
             form = Form.of_call(call, buffers, () if packed is None else packed.gaps)
             decision, longest = self._decision(form, asked), max(form.numbers(buffers)[0], default=0)
