@@ -196,10 +196,13 @@ class PointToPoint(MPI.Intracomm):
             and (recvbuf.base is None or is_host_view(recvbuf))
             and stream is None
             and algorithm == "auto"
-            and not self._messages.by_rendezvous
+            and not (messages := self._messages).unexpected.kept
         ):
             try:
-                sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+                if messages.by_rendezvous:
+                    messages.exchange_on_host((sendbuf, dest, sendtag), recvbuf, (source, recvtag), status)
+                else:
+                    sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
                 return
             except host_calls.REFUSALS:
                 pass  # as bytes below
@@ -252,9 +255,11 @@ class PointToPoint(MPI.Intracomm):
             type(buf) is ndarray
             and (buf.base is None or is_host_view(buf))
             and stream is None
-            and not self._messages.by_rendezvous
+            and not (messages := self._messages).unexpected.kept
         ):
             try:
+                if messages.by_rendezvous:
+                    return messages.start_receive_array(buf, source, tag)
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 pass  # as bytes below

@@ -15,11 +15,12 @@ from mpicomm.devices.cuda.stream_threads import SideStream, beside
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
+from mpicomm.messages.array_receive import ArrayLanding, ArrayReceive, Exchanged, Side
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.matched import Incoming, Posted, UnexpectedQueue
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
-from mpicomm.messages.reader import EndpointReader, element_nbytes, parse_any
+from mpicomm.messages.reader import EndpointReader, element_nbytes
 from mpicomm.messages.receive_buffer import PendingReceive, ReceiveBuffer, StagingMemory, receive_buffer
 from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
@@ -32,6 +33,7 @@ from mpicomm.mpi.shown import sendrecv
 _byte = MPI.BYTE
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
+_irecv = MPI.Intracomm.Irecv
 _isend = MPI.Intracomm.Isend
 _LEAST_SPARE_NBYTES, _MOST_SPARE_NBYTES = 64 << 10, 16 << 20
 
@@ -105,38 +107,37 @@ class Messages:
         work.kept = buffer  # MPI and the device still read its memory
         return self._completer.add(work, device.prepare_thread)
 
-    def receive_array(self, operation: str, buf: Any, incoming: Incoming, status: MPI.Status | None) -> None:
-        """Receive into a NumPy array.
-
-        The length of most messages shows that they are data, so they need no endpoint.
-        """
-        status = MPI.Status() if status is None else status
-        saved = b""
-        if self.by_rendezvous and (not buf.flags.forc or not buf.flags.writeable):
-            parse_any(buf, True, "buf")  # raises
-        if self.by_rendezvous and buf.nbytes < HEADER_NBYTES:
-            staging = np.empty(HEADER_NBYTES, np.uint8)
-            received, room = [staging, HEADER_NBYTES, MPI.PACKED], staging
-        else:
-            received, room = buf, buf
-            if self.by_rendezvous:
-                saved = ctypes.string_at(_address(buf), HEADER_NBYTES)
+    def receive_array(
+        self, operation: str, buf: Any, incoming: Incoming | Exchanged, status: MPI.Status | None, name: str = "buf"
+    ) -> None:
+        """Receive into a NumPy array, the argument ``name``."""
+        status, landing = MPI.Status() if status is None else status, None
+        if self.by_rendezvous:
+            landing = ArrayLanding(operation, buf, name)
         try:
-            incoming.recv_into(received, status)
+            incoming.recv_into(buf if landing is None else landing.spec, status)
         except host_calls.REFUSALS:  # MPI has no type for the elements, and has not received yet
-            incoming.recv_into(host_calls.as_bytes(buf, True, "buf"), status)
-        nbytes = status.Get_count(MPI.BYTE)
-        if self.by_rendezvous and nbytes == HEADER_NBYTES:
-            buffer = self._receive_buffer(self._reader.parse_receive(operation, buf, None, "buf"))
-            buffer.saved = saved
-            if room is not buf:
-                assert buffer.staging is not None
-                ctypes.memmove(buffer.staging.pointer, _address(room), nbytes)
-            self._finish(buffer, status)
-        elif room is not buf:
-            if nbytes > buf.nbytes:
-                raise MPI.Exception(MPI.ERR_TRUNCATE)
-            ctypes.memmove(_address(buf), _address(room), nbytes)
+            incoming.recv_into(host_calls.as_bytes(buf, True, name), status)
+        if landing is not None and not landing.has_data(status):
+            self._finish_array(landing, status)
+
+    def exchange_on_host(self, sent: Side, buf: Any, posted: tuple[int, int], status: MPI.Status | None) -> None:
+        """Send a NumPy array and receive into another, if no probe has taken a message."""
+        self.receive_array("Sendrecv", buf, Exchanged(self._comm, sent, posted), status, "recvbuf")
+
+    def start_receive_array(self, buf: Any, source: int, tag: int) -> ArrayReceive:
+        """Start to receive into a NumPy array, if no probe has taken a message. MPI refuses some arrays: `REFUSALS`."""
+        landing = ArrayLanding("Irecv", buf, "buf")
+        return ArrayReceive.of(_irecv(self._comm, landing.spec, source, tag), landing, self._finish_array)
+
+    def _finish_array(self, landing: ArrayLanding, status: MPI.Status) -> None:
+        """Finish a receive into an array if the message may be a header."""
+        buffer = self._receive_buffer(self._reader.parse_receive(landing.operation, landing.array, None, "buf"))
+        buffer.saved = landing.saved
+        if landing.staging is not None:
+            assert buffer.staging is not None
+            ctypes.memmove(buffer.staging.pointer, _address(landing.staging), HEADER_NBYTES)
+        self._finish(buffer, status)
 
     def receive(self, received: Endpoint, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive. A device array has the message in the order of its stream."""

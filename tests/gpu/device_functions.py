@@ -12,7 +12,8 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.devices.cuda.load import Module, compile_kernel
+from mpicomm.devices.cuda.compile import compile_kernel
+from mpicomm.devices.cuda.load import Module
 from tests.kernels.device_functions_rig import (
     FUNCTIONS,
     GROUPS,

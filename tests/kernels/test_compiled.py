@@ -27,7 +27,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     wire_options,
 )
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SENDRECV_KERNEL, SENDRECV_THREADS
-from mpicomm.devices.cuda.load import compile_kernel
+from mpicomm.devices.cuda.compile import compile_kernel
 from mpicomm.kernels.epilogue import (
     EPILOGUE_THREADS,
     NORM_THREADS,

@@ -293,6 +293,53 @@ def test_any_buffer_is_received_into_any_buffer(rig: Rig, way: str, count: int) 
         received.require(content(rig.left, count, turn))
 
 
+def receive_array(rig: Rig, way: str, array: Array, tag: int, sent: Any) -> MPI.Status:
+    """Send to the next rank, and receive from the rank before by one of the ways to complete a call."""
+    comm, status = rig.comm, MPI.Status()
+    if way == "Sendrecv":
+        comm.Sendrecv(sent, rig.right, tag, array, rig.left, tag, status)
+        return status
+    request = comm.Isend(sent, rig.right, tag)
+    try:
+        if way == "Recv":
+            comm.Recv(array, rig.left, tag, status)
+            return status
+        posted, statuses = comm.Irecv(array, rig.left, tag), [status]
+        assert posted and "active" in repr(posted)
+        if way == "Wait":
+            posted.Wait(status)
+        elif way == "Test":
+            while not posted.Test(status):
+                pass
+        elif way == "Waitall":
+            MPI.Request.Waitall([posted], statuses)
+        else:
+            while not posted.Get_status():
+                pass
+            assert MPI.Request.Waitany([MPI.REQUEST_NULL, posted], status) == 1
+        assert not posted
+        return statuses[0]
+    finally:
+        request.Wait()
+
+
+@pytest.mark.parametrize("way", ["Recv", "Sendrecv", "Wait", "Test", "Waitall", "Waitany"])
+@pytest.mark.parametrize("source", ["host", "device"])
+@pytest.mark.parametrize("room", [4, HEADER_NBYTES // 4, HEADER_NBYTES])
+def test_an_array_takes_messages_up_to_its_length(rig: Rig, way: str, source: str, room: int) -> None:
+    for tag, count in enumerate((0, 3, room)):
+        received = np.full(room, -1, np.int32)
+        sent = Buffer(rig, source, content(rig.rank, count, tag))
+        status = receive_array(rig, way, received, tag, sent.spec)
+        assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, tag, count)
+        assert received.tolist() == [*content(rig.left, count, tag).tolist(), *[-1] * (room - count)]
+    sent = Buffer(rig, source, content(rig.rank, room + 1, 9))
+    with pytest.raises(MPI.Exception) as raised:
+        receive_array(rig, way, received, 9, sent.spec)
+    if way not in ("Waitall", "Waitany"):  # MPI names only that the status has an error
+        assert raised.value.Get_error_class() == MPI.ERR_TRUNCATE
+
+
 @pytest.mark.usefixtures("buffer_of_mpi")
 @pytest.mark.parametrize("method", ["Sendrecv_replace", "Isendrecv_replace"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -239,6 +239,20 @@ def test_an_outbox_stays_below_its_bound(no_leaks: None, device: ThreadDevice) -
     assert box.memory_use().device_nbytes == 0
 
 
+def test_blocks_are_few_and_quick_to_open(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "FIRST_BLOCK_NBYTES", 2 << 20)
+    monkeypatch.setattr(outbox, "LARGEST_BLOCK_NBYTES", 8 << 20)
+    double = ThreadDevice(0, 5.0, total_nbytes=PART * 64 << 20, slowest_s=0)
+    box, blocks = Outbox(cast(GpuBackend, double), SECRET), [2 * DONE]
+    for room in (*[1 << 20] * 30, 12 << 20):
+        box.reserve(room)
+        if (grown := box.memory_use().device_nbytes - sum(blocks)) > 0:
+            blocks.append(grown)
+    assert [block >> 20 for block in blocks[1:]] == [2, 2, 4, 8, 8, 8, 12]
+    box.close()
+    double.close()
+
+
 @pytest.mark.parametrize("most_nbytes", [0, 1 << 20, 3 << 20])
 def test_an_outbox_without_room_for_a_block_takes_no_memory(device: ThreadDevice, most_nbytes: int) -> None:
     box = Outbox(cast(GpuBackend, device), SECRET, most_nbytes)

@@ -17,9 +17,9 @@ from mpicomm.errors import KernelCompileError
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.devices.cuda import load as kernel_compile  # noqa: E402
+from mpicomm.devices.cuda import compile as kernel_compile  # noqa: E402
+from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
 from mpicomm.devices.cuda.faults import FaultRecord  # noqa: E402
-from mpicomm.devices.cuda.load import compile_kernel  # noqa: E402
 from mpicomm.kernels.variant import SHARED, Variant  # noqa: E402
 from tests.helpers.fakes.fake_cuda import FakeCuda  # noqa: E402
 
@@ -186,7 +186,7 @@ def test_a_process_that_ends_while_it_compiles_holds_nobody_up(
 
 def kernel_cache(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cores: int) -> Any:
     """The kernels on a device that runs none, in a process that may use so many cores."""
-    load = importlib.import_module("mpicomm.devices.cuda.load")
+    compiler, load = (importlib.import_module(f"mpicomm.devices.cuda.{name}") for name in ("compile", "load"))
     monkeypatch.setattr(load, "Module", lambda image: SimpleNamespace(kernel=lambda name, types: image))
 
     def run_nvrtc(text: bytes, name: str, options: list[str]) -> bytes:
@@ -194,9 +194,15 @@ def kernel_cache(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cores: int) ->
             raise KernelCompileError("it is refused")
         return bytes(name, "ascii")
 
-    monkeypatch.setattr(load, "_run_nvrtc", run_nvrtc)
+    monkeypatch.setattr(compiler, "_run_nvrtc", run_nvrtc)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(cores)})
     return load.kernels_of(DeviceInfo(0, "a GPU", b"0" * 16, "", -1, (9, 0)))
+
+
+def join_helpers() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "mpicomm-compile":
+            thread.join()
 
 
 def variant(name: str) -> Variant:
@@ -211,9 +217,7 @@ def test_a_kernel_that_is_compiled_has_the_expected_kernels_compiled_too(
 
     def kept_after(name: str) -> list[str]:
         kernels.load(variant(name))
-        for thread in threading.enumerate():
-            if thread.name == "mpicomm-compile":
-                thread.join()
+        join_helpers()
         return sorted(path.name.split("-")[0] for path in cache.iterdir())
 
     assert kept_after("signal") == ["signal"]
@@ -224,22 +228,42 @@ def test_a_kernel_that_is_compiled_has_the_expected_kernels_compiled_too(
         kernels.load(variant("norm"))
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_compiler_starts_early_only_if_it_will_be_needed(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cache: Path, kept: bool
+) -> None:
+    compiler, load = (importlib.import_module(f"mpicomm.devices.cuda.{name}") for name in ("compile", "load"))
+    compiled: list[str] = []
+
+    def run_nvrtc(text: bytes, name: str, options: list[str]) -> bytes:
+        compiled.append(name)
+        return b"code"
+
+    monkeypatch.setattr(compiler, "_run_nvrtc", run_nvrtc)
+    if kept:
+        compiler.compile_kernel(SHARED / "signal.cu", (9, 0))
+    load.kernels_of(DeviceInfo(0, "a GPU", b"0" * 16, "", -1, (9, 0)))
+    join_helpers()
+    assert compiled == ["signal.cu" if kept else "nothing.cu"]
+
+
 SHORT_PROGRAM = """
 import os, threading, time
 from types import SimpleNamespace
 from mpicomm.devices.base import DeviceInfo
-from mpicomm.devices.cuda import load
+from mpicomm.devices.cuda import compile, load
 from mpicomm.kernels.variant import SHARED, Variant
 
 begun = threading.Semaphore(0)
 
 def run_nvrtc(text, name, options):
-    begun.release()
-    while name != "signal.cu" and threading.main_thread().is_alive():
+    if name != "nothing.cu":
+        begun.release()
+    while name not in ("nothing.cu", "signal.cu") and threading.main_thread().is_alive():
         time.sleep(0.001)
     return name.encode()
 
-load._run_nvrtc, load.call = run_nvrtc, lambda *arguments: 0
+compile._run_nvrtc, load.call = run_nvrtc, lambda *arguments: 0
 load.Module = lambda image: SimpleNamespace(kernel=lambda name, types: image)
 os.sched_getaffinity = lambda pid: {0, 1, 2}
 kernels = load.KernelCache(DeviceInfo(0, "a GPU", bytes(16), "", -1, (9, 0)))

@@ -21,7 +21,7 @@ from mpicomm.collectives.gpu.algorithms.packets import arguments as packets
 from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
 from mpicomm.collectives.wire import BLOCK
-from mpicomm.devices.cuda.load import compile_kernel
+from mpicomm.devices.cuda.compile import compile_kernel
 from mpicomm.kernels import epilogue, experts, message, packing, reductions, team, window
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.p2p import gpu as p2p
