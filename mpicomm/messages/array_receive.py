@@ -110,16 +110,16 @@ class ArrayReceive(Driven, MPI.Request):
         return self
 
     def __bool__(self) -> bool:
-        return self.is_active()
-
-    def is_active(self) -> bool:
-        return super().__bool__() if self._done is None else bool(self._done)
+        return self.active is not None
 
     @property
-    def in_mpi(self) -> MPI.Request:
-        return self if self._done is None else self._done
+    def active(self) -> Self | DeferredRequest | None:
+        if self._done is not None:
+            return self._done.active
+        return self if super().__bool__() else None
 
     def advance(self) -> bool:
+        """As `DeferredRequest.advance`."""
         landing, status = self._landing, MPI.Status()
         if landing is None:
             return True
@@ -134,6 +134,7 @@ class ArrayReceive(Driven, MPI.Request):
             _wait(self)
             self._done = DeferredRequest.of(lambda: True, lambda: None, status)
             self._done.advance()
+            self._done.error = self.error
         return True
 
     look = advance
@@ -142,7 +143,7 @@ class ArrayReceive(Driven, MPI.Request):
         """Block until the message is in the array. Raises the errors of ``Recv``."""
         landing = self._landing
         if landing is None:
-            _wait(self.in_mpi, status)
+            _wait(self._done or self, status)
         else:
             status = MPI.Status() if status is None else status
             _wait(self, status)
@@ -155,7 +156,7 @@ class ArrayReceive(Driven, MPI.Request):
         """Return whether the message is in the array. Raises the errors of ``Recv``."""
         landing = self._landing
         if landing is None:
-            done = _test(self.in_mpi, status)
+            done = _test(self._done or self, status)
         else:
             status = MPI.Status() if status is None else status
             done = _test(self, status)

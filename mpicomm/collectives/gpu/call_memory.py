@@ -5,9 +5,9 @@ CallMemory: how ranks set up more of it when a call needs more. Before this come
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
@@ -23,7 +23,7 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, PeerError, equal_error, name_ranks
 from mpicomm.kernels.team import ABORT_OPERATION, ABSENT, MISMATCH, Team
-from mpicomm.log import logger
+from mpicomm.log import log_once
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.registry import Mapped
 from mpicomm.waiting import wait_until
@@ -299,12 +299,13 @@ class CallMemory:
                     raise
                 slow = f"memory is short for {name!r}: {error}"
                 if in_inboxes:
-                    _warn_of_memory(operation, "only in the inboxes of the arena", str(error))
+                    way = "only in the inboxes of the arena"
                     chosen = decision.in_arena()
                 else:
-                    _warn_of_memory(operation, f"without algorithm {name!r}", str(error))
+                    way = f"without algorithm {name!r}"
                     without |= {name}
                     chosen = decision.at(longest, symmetric=symmetric, without=without)
+                log_once(logging.WARNING, f"{operation} runs slower, {way}, because memory is short: {error}")
 
     def provide(self, requests: Sequence[Request], text: str | None = None) -> None:
         """Post a call, and set up the memory for its requests that is not there. Collective if some is not there.
@@ -329,8 +330,3 @@ class CallMemory:
                 least, _ = self._refused.get(request.what, (request.nbytes, error))
                 self._refused[request.what] = min(least, request.nbytes), equal_error(error)
                 raise
-
-
-@lru_cache
-def _warn_of_memory(operation: str, way: str, reason: str) -> None:
-    logger.warning("%s runs slower, %s, because memory is short: %s", operation, way, reason)

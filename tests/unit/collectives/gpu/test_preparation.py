@@ -16,7 +16,6 @@ pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda
 pytest.importorskip("cuda.bindings", reason="the arena is memory of a GPU")
 
 from mpicomm.collectives.checks import Signature
-from mpicomm.collectives.gpu import call_memory
 from mpicomm.collectives.gpu import call_memory as device_arena
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
@@ -29,6 +28,7 @@ from mpicomm.epilogues import Elementwise, rms_norm
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import ABSENT, Team
 from mpicomm.kernels.variant import Launch
+from mpicomm.log import log_once
 from mpicomm.mpi.arguments import Span, parse
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
@@ -111,7 +111,7 @@ def is_copied(steps: Iterable[Step]) -> bool:
 
 @pytest.fixture(autouse=True)
 def _unwarned() -> None:
-    call_memory._warn_of_memory.cache_clear()
+    log_once.cache_clear()
 
 
 def test_the_table_decides_and_an_algorithm_may_be_asked_for() -> None:
