@@ -36,9 +36,9 @@ def tell_slow_way(reason: str) -> None:
 
 
 @cache
-def log_once(level: int, text: str) -> None:
-    """Log a text, once in this process. Local."""
-    logger.log(level, "%s", text)
+def log_once(say: Callable[..., None], text: str) -> None:
+    """Log a text by a method of the logger, once in this process. Local."""
+    say("%s", text)
 
 
 def file_name(pattern: str, rank: int) -> str:

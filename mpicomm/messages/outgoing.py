@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.errors import HandleError
-from mpicomm.log import log_once, tell_slow_way
+from mpicomm.log import log_once, logger, tell_slow_way
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.in_flight import OutboxSlot
 from mpicomm.messages.outbox import OutboxFullError
@@ -115,7 +114,7 @@ class Outgoing:
                 reason = str(error)
         tell_slow_way(f"through pinned host memory and MPI: {reason}")
         text = f"messages of GPU arrays go through pinned host memory and MPI, which is slower: {reason}"
-        log_once(logging.WARNING, text)
+        log_once(logger.warning, text)
         return None
 
     def _eager(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from mpi4py import MPI
 from mpicomm.devices.cuda.types import Backend, GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.log import log_once, tell_slow_way
+from mpicomm.log import log_once, logger, tell_slow_way
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
@@ -180,14 +179,14 @@ def announce(operation: str, reason: str) -> None:
     """Log once per operation and reason, at INFO, that a call on device arrays goes through host memory."""
     way = f"through pinned host memory and MPI: {reason}"
     tell_slow_way(way)
-    log_once(logging.INFO, f"{operation} on device arrays goes {way}")
+    log_once(logger.info, f"{operation} on device arrays goes {way}")
 
 
 def warn_of_host_array(operation: str) -> None:
     """Log once per operation that a call with a host array beside a device array is slow. Local."""
     reason = "a host array beside an array on a GPU goes through pinned memory"
     tell_slow_way(reason)
-    log_once(logging.WARNING, f"{operation}: {reason}, which is slower")
+    log_once(logger.warning, f"{operation}: {reason}, which is slower")
 
 
 def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, Any]:

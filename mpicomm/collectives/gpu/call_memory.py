@@ -5,7 +5,6 @@ CallMemory: how ranks set up more of it when a call needs more. Before this come
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, PeerError, equal_error, name_ranks
 from mpicomm.kernels.team import ABORT_OPERATION, ABSENT, MISMATCH, Team
-from mpicomm.log import log_once
+from mpicomm.log import log_once, logger
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.registry import Mapped
 from mpicomm.waiting import wait_until
@@ -305,7 +304,7 @@ class CallMemory:
                     way = f"without algorithm {name!r}"
                     without |= {name}
                     chosen = decision.at(longest, symmetric=symmetric, without=without)
-                log_once(logging.WARNING, f"{operation} runs slower, {way}, because memory is short: {error}")
+                log_once(logger.warning, f"{operation} runs slower, {way}, because memory is short: {error}")
 
     def provide(self, requests: Sequence[Request], text: str | None = None) -> None:
         """Post a call, and set up the memory for its requests that is not there. Collective if some is not there.
