@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm import environment
 from mpicomm.api.communicator import Communicator
-from mpicomm.cli import arguments, machine
+from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cluster.process import query_cuda_aware
 from mpicomm.collectives.gpu import tuning
@@ -34,12 +34,12 @@ def collect(comm: Communicator) -> dict[str, Any]:
     return {
         "ranks": comm.allgather(record),
         "first_calls": outcome,
-        "processor": machine.processor(),
+        "processor": arguments.processor(),
         "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
         "tuning": algorithms(here.device_name, here.links) if comm.device != "cpu" else [],
         "multi_process_service": environment.multi_process_service(),
         "order_under_the_runner": "stream" if environment.stream_order(None) else "complete",
-        "versions": machine.versions(),
+        "versions": arguments.versions(),
     }
 
 

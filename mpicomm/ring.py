@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.content import Content
-from mpicomm.bench.machine import machine_of
-from mpicomm.bench.measure import CheckedCall, Measuring, Trial
+from mpicomm.bench.measure import CheckedCall, Measuring, Trial, machine_of
+from mpicomm.bench.operations import Content
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.sizes import Columns
@@ -91,7 +90,7 @@ def main() -> int:
     for direction in directions:
         columns += [(direction, "(us)", 12), ("algbw", "(GB/s)", 9), ("#wrong", "", 9)]
     table = Columns(columns)
-    run.introduce("ring", *command_line.paths([info.links for info in run.ranks]), "")
+    run.introduce("ring", "")
     command_line.show(*table.head())
 
     machine = machine_of(comm)

@@ -1,12 +1,18 @@
-"""Wait for another process: with low latency at first, later without keeping a core busy, and in other threads."""
+"""Wait for another process: with low latency at first, later without keeping a core busy, and in other threads.
+
+Also the delay of a Ctrl-C while an object takes over the memory or the file that it will release.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 _SPINS = 64  # polls before the first yield: many answers come within microseconds
 _YIELD_S = 1e-3
@@ -93,3 +99,26 @@ def _end_threads() -> None:
     until_s = time.monotonic() + _END_S
     for thread, _ in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay a Ctrl-C until the end of a ``with`` block, which then raises it.
+
+    Use it for a few local steps, such as a system call and the object that owns its result: a Ctrl-C between the two
+    would leak a file or memory. Never wait for a peer inside, because a Ctrl-C must end such a wait at once.
+    """
+    # Python runs signal handlers only in the main thread. A handler that is no Python function raises nothing.
+    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(before):
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held:
+            # A call, not a second signal, because the first signal may have woken an event loop by its wake-up file.
+            before(*held[0])

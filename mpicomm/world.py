@@ -1,18 +1,158 @@
-"""A Communicator in the place of MPI.COMM_WORLD, for programs that know only mpi4py."""
+"""A Communicator in the place of MPI.COMM_WORLD, for programs that know only mpi4py.
+
+`install` also replaces the methods of mpi4py that know neither Communicators nor device arrays.
+"""
 
 from __future__ import annotations
 
 import copyreg
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mpi4py
+import numpy as np
 from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.api.communicator import Communicator, named
-from mpicomm.api.replacements import replacements
+from mpicomm.api.host_staging import HostStaging, Wrapped, buffers_of, diverted, on_host_copies, refuse, wrap
+from mpicomm.api.lifetime import communicator_of
+from mpicomm.api.window import Win
+from mpicomm.mpi.buffers import array_of, read
+from mpicomm.mpi.host_calls import announce
+from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.request_lists import replace
 from mpicomm.session import Session
+
+_attach = MPI.Attach_buffer
+_detach = MPI.Detach_buffer
+_create = MPI.Intracomm.Create_intercomm
+_info_of = MPI.Comm.Get_info
+_LOCAL = (
+    (MPI.Op, "Reduce_local"),
+    *((MPI.Datatype, name) for name in ("Pack", "Unpack", "Pack_external", "Unpack_external")),
+)
+"""Methods that use buffers only during the call, so that host copies can stand for the buffers."""
+_attached: list[Any] = []
+
+
+def replacements(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yield each replacement: the module or the class, the name, and the new method.
+
+    ``by_program`` is whether the program has started MPI itself.
+    """
+    yield from _initialization(by_program=by_program)
+    yield MPI, "Attach_buffer", _attach_buffer
+    yield MPI, "Detach_buffer", _detach_buffer
+    yield MPI.Message, "Probe", classmethod(_matched_probe("Mprobe", MPI.Message.Probe))
+    yield MPI.Message, "Iprobe", classmethod(_matched_probe("Improbe", MPI.Message.Iprobe))
+    yield MPI.Intracomm, "Create_intercomm", _create_intercomm
+    yield MPI.Comm, "Get_info", _get_info
+    for name in ("fromhandle", "fromint", "f2py"):
+        yield MPI.Comm, name, classmethod(_from_number(getattr(MPI.Comm, name)))
+    for owner, name in _LOCAL:
+        yield owner, name, diverted(getattr(owner, name), _on_copies)
+    yield MPI.Session, "Attach_buffer", diverted(MPI.Session.Attach_buffer, refuse)
+    yield MPI.Win, "Create", classmethod(_create_window)
+    for cls in (MPI.Win, MPI.File):
+        for name in sorted({*cls.__dict__} - {"Create"}):
+            method = getattr(cls, name)
+            if name[0].isupper() and callable(method) and buffers_of(method):
+                yield cls, name, diverted(method, refuse)
+
+
+def _initialization(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yield ``Init`` and the like for a program that sets ``mpi4py.rc.initialize = False`` and then starts MPI itself.
+
+    MPI runs since `install`, and can start only once. So the first Init of such a program has nothing to do, and a
+    second one raises MPI's error.
+    """
+    init, init_thread, is_initialized = MPI.Init, MPI.Init_thread, MPI.Is_initialized
+
+    def begins() -> bool:
+        nonlocal by_program
+        begun, by_program = by_program or mpi4py.rc.initialize, True
+        return not begun
+
+    yield MPI, "Init", functools.wraps(init)(lambda: None if begins() else init())
+
+    @functools.wraps(init_thread)
+    def start(required: int = MPI.THREAD_MULTIPLE) -> int:
+        return MPI.Query_thread() if begins() else init_thread(required)
+
+    yield MPI, "Init_thread", start
+    yield (
+        MPI,
+        "Is_initialized",
+        functools.wraps(is_initialized)(lambda: is_initialized() and (by_program or mpi4py.rc.initialize)),
+    )
+
+
+def _get_info(comm: MPI.Comm) -> MPI.Info:
+    """Return the hints of a communicator; see `Communicator.Get_info`."""
+    known = communicator_of(comm)
+    return _info_of(comm) if known is comm else known.Get_info()
+
+
+def _attach_buffer(buf: Any) -> None:
+    """Attach a buffer for sends in buffered mode; see mpi4py. For device memory MPI gets host memory of its size."""
+    if buf is None or isinstance(buf, int) or not is_on_device(buf):
+        _attach(buf)
+        return
+    _attach(np.empty(read(array_of(buf), True, "buf").nbytes, np.uint8))
+    _attached.append(buf)
+
+
+def _detach_buffer() -> Any:
+    """Remove the attached buffer; see mpi4py."""
+    detached = _detach()
+    return _attached.pop() if _attached else detached
+
+
+def _matched_probe(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def probe(cls: type[MPI.Message], comm: MPI.Comm, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(comm, method)(*arguments, **keywords)
+
+    return probe
+
+
+def _from_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def made(cls: type[MPI.Comm], number: int) -> Any:
+        return communicator_of(original(number))
+
+    return made
+
+
+@functools.wraps(_create)
+def _create_intercomm(self: MPI.Intracomm, *arguments: Any, **keywords: Any) -> Any:
+    made = _create(self, *arguments, **keywords)
+    return wrap(made, self._gpu) if isinstance(self, (HostStaging, Wrapped)) else made
+
+
+def _create_window(cls: type[MPI.Win], *arguments: Any, **keywords: Any) -> MPI.Win:
+    """Make a window; see mpi4py. Device memory makes a window of mapped memory: see `Win`."""
+    make: Any = Win.Create.__func__  # type: ignore[attr-defined]
+    made: MPI.Win = make(Win if cls is MPI.Win else cls, *arguments, **keywords)
+    return made
+
+
+def _on_copies(method: Callable[..., Any], given: dict[str, Any], on_device: list[str]) -> Any:
+    """Call a method of MPI with host copies of device arrays."""
+    called, buffers = given.pop("self"), buffers_of(method)
+
+    def on_copies(**arguments: Any) -> Any:
+        if isinstance(called, MPI.Datatype):  # the datatype is the type of its buffers
+            arguments.update({name: array_of(arguments[name]) for name in buffers if name in arguments})
+        return method(called, **arguments)
+
+    world = MPI.COMM_WORLD
+    assert isinstance(world, HostStaging)
+    announce(method.__name__, "only MPI has the call")
+    return on_host_copies(on_copies, method.__name__, given, buffers, world._gpu(method.__name__))
+
 
 _replaced: list[tuple[Any, str, Any]] = []
 """The module or class of mpi4py, a name in it, and the original object of that name."""

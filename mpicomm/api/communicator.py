@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from mpicomm.api.door import Door
     from mpicomm.messages.calls import Messages
-    from mpicomm.recording.statistics import Statistics
+    from mpicomm.recording.record import Statistics
 
 
 def named(name: str) -> Any:

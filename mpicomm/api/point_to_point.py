@@ -359,9 +359,15 @@ class PointToPoint(MPI.Intracomm):
 
         MPI gets the buffers if all of them lie in host memory. A nonblocking call returns its request.
         """
-        if algorithm != "auto" and self._kernels_match(operation, algorithm):
-            return self._in_stream_order.exchange(operation, stream, send, receive, *status)
         messages, sent, received = self._messages, None, None
+        if algorithm != "auto":
+            algorithm = "stream" if algorithm == "one_shot" else algorithm  # the alias
+            if algorithm not in _ALGORITHMS:
+                raise InvalidUsageError(f"{operation}: algorithm={algorithm!r}: use one of {', '.join(_ALGORITHMS)}")
+            if not messages.on_gpu:
+                raise _for_device_arrays(operation, algorithm)
+            if algorithm == "stream":
+                return self._in_stream_order.exchange(operation, stream, send, receive, *status)
         if send is not None:
             buf, dest, tag = send
             buf, sent = messages.read(operation, buf, stream, dest, "buf" if receive is None else "sendbuf")
@@ -421,16 +427,6 @@ class PointToPoint(MPI.Intracomm):
         if operation == "Sendrecv_replace":
             return messages.exchange(end, dest, tag, end, posted, *status, replace=True)
         return messages.start_exchange(end, dest, tag, end, messages.posted_beside_send(*posted), replace=True)
-
-    def _kernels_match(self, operation: str, algorithm: str) -> bool:
-        """Return whether ``algorithm`` lets kernels match the message. Raise if a call cannot have ``algorithm``."""
-        if algorithm == "one_shot":  # the alias
-            algorithm = "stream"
-        if algorithm not in _ALGORITHMS:
-            raise InvalidUsageError(f"{operation}: algorithm={algorithm!r}: use one of {', '.join(_ALGORITHMS)}")
-        if not self._messages.on_gpu:
-            raise _for_device_arrays(operation, algorithm)
-        return algorithm == "stream"
 
 
 def _for_device_arrays(operation: str, algorithm: str) -> InvalidUsageError:

@@ -71,18 +71,8 @@ class ProductCalls(MPI.Intracomm):
         ``a`` has shape [m, K], ``b`` has shape [K, n], and the result has shape [size * m, n]. The rows of rank r are
         rows r * m to (r + 1) * m. An array ``gathered`` of shape [size * m, K] receives the gathered rows.
         """
-        scaling = (scale_a, scale_b, out_dtype)
-        return self._products.run(
-            "allgather_matmul",
-            a,
-            b,
-            out,
-            bias=bias,
-            product=product,
-            stream=stream,
-            gathered=gathered,
-            scaling=scaling,
-        )
+        scaling = scale_a, scale_b, out_dtype
+        return self._products.run("allgather_matmul", a, b, out, bias, product, stream, scaling, gathered)
 
     def matmul_reduce_scatter(
         self,
@@ -102,10 +92,8 @@ class ProductCalls(MPI.Intracomm):
         ``a`` has shape [M, k], ``b`` has shape [k, n], and the result has shape [M / size, n]: block r of the rows on
         rank r. ``bias`` is added once, to the rounded sum.
         """
-        scaling = (scale_a, scale_b, out_dtype)
-        return self._products.run(
-            "matmul_reduce_scatter", a, b, out, bias=bias, product=product, stream=stream, scaling=scaling
-        )
+        scaling = scale_a, scale_b, out_dtype
+        return self._products.run("matmul_reduce_scatter", a, b, out, bias, product, stream, scaling)
 
     def matmul_allreduce(
         self,
@@ -125,7 +113,5 @@ class ProductCalls(MPI.Intracomm):
         ``a`` has shape [M, k], ``b`` has shape [k, n], and the result has shape [M, n]. ``bias`` is added once, to the
         rounded sum.
         """
-        scaling = (scale_a, scale_b, out_dtype)
-        return self._products.run(
-            "matmul_allreduce", a, b, out, bias=bias, product=product, stream=stream, scaling=scaling
-        )
+        scaling = scale_a, scale_b, out_dtype
+        return self._products.run("matmul_allreduce", a, b, out, bias, product, stream, scaling)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.api.splits import AnySplit, Box, boxes_of, integers, meetings, normal, volume, whole_of
+from mpicomm.cluster.agreement import require_same
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.buffers import ArrayMemory, new_array, read_in_order
@@ -217,7 +218,7 @@ class RedistributionCalls(MPI.Intracomm):
             return repr((splits, None if shape is None else _shape(shape))), own
 
         said = group.exchange("redistribute", say)
-        _require_same([text for text, _ in said])
+        require_same("shape, from_ or to", [text for text, _ in said])
         parts = [own for _, own in said]
         known = [own for own in parts if own is not None]
         source, target = splits
@@ -229,9 +230,7 @@ class RedistributionCalls(MPI.Intracomm):
         else:
             whole = _shape(shape)
         with self._plan(whole, types.covered_dtype(known[0][1]), source, target) as plan:
-            made: list[Any] = []
-            group.agree("redistribute", lambda: made.append(plan._checked(x, out)))
-            return plan._move(x, made[0], stream, algorithm)
+            return plan._move(x, group.agree("redistribute", lambda: plan._checked(x, out)), stream, algorithm)
 
     def redistribution(
         self, shape: int | Sequence[int], dtype: npt.DTypeLike, from_: AnySplit, to: AnySplit
@@ -254,7 +253,8 @@ class RedistributionCalls(MPI.Intracomm):
             made.append((_shape(shape), _dtype("dtype", dtype), normal("from_", from_), normal("to", to)))
             return repr(made[0])
 
-        _require_same(self._session.set_up("redistribution").group.exchange("redistribution", say))
+        texts = self._session.set_up("redistribution").group.exchange("redistribution", say)
+        require_same("shape, dtype, from_ or to", texts)
         return self._plan(*made[0])
 
     def _plan(self, shape: tuple[int, ...], dtype: np.dtype[Any], source: Any, target: Any) -> Redistribution:
@@ -286,9 +286,3 @@ def _dtype(name: str, dtype: Any) -> np.dtype[Any]:
             f"{name}={dtype!r} is no element type of mpicomm: pass one of {', '.join(types.COVERED)}"
         )
     return found
-
-
-def _require_same(texts: list[str]) -> None:
-    if len(set(texts)) > 1:
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-        raise InvalidUsageError(f"ranks passed different things: {said}: pass the same shape, dtype, from_ and to")

@@ -91,7 +91,8 @@ class Split:
         boxes: list[Box | None] = [None] * size
         for place, rank in enumerate(ranks):
             box = [(0, length) for length in shape]
-            for axis, coordinate, parts_of_axis in zip(axes, _coordinates(place, grid), bounds, strict=True):
+            coordinates = np.unravel_index(place, grid) if grid else ()
+            for axis, coordinate, parts_of_axis in zip(axes, coordinates, bounds, strict=True):
                 box[axis] = parts_of_axis[coordinate]
             boxes[rank] = tuple(box)
         return boxes
@@ -255,7 +256,3 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
         return tuple(map(operator.index, values if np.iterable(values) else [values]))
     except TypeError:
         raise InvalidUsageError(f"{name}={values!r}: pass integers") from None
-
-
-def _coordinates(place: int, grid: tuple[int, ...]) -> list[int]:
-    return [int(coordinate) for coordinate in np.unravel_index(place, grid)] if grid else []

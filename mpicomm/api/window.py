@@ -209,11 +209,9 @@ class Win(_Calls):
         passes device memory and another passes host memory.
         """
         what = "Win.Create"
-        comm = _checked(what, comm, info)
-        session = _session_of_gpus(what, comm, place)
         provide: Provider | None = None
 
-        def offer() -> tuple[str, Part]:
+        def offer(session: Session | None) -> tuple[str, Part]:
             """Return the kind of memory that this rank passes, and its part of the window."""
             nonlocal provide
             if memory is None or memory is MPI.BOTTOM:
@@ -224,7 +222,7 @@ class Win(_Calls):
             require_on_host("Create", None, memory=memory)
             return "host", checked_part(MPI.memory.frombuffer(memory).nbytes, disp_unit, what)
 
-        offers = _of_all_ranks(what, comm, place, session, offer)
+        comm, session, offers = _of_all_ranks(what, comm, info, place, offer)
         found = {kind: [rank for rank, each in enumerate(offers) if each[0] == kind] for kind in ("host", "device")}
         if found["host"] and found["device"]:
             raise InvalidUsageError(
@@ -280,9 +278,7 @@ class Win(_Calls):
         place: str,
         flavor: int,
     ) -> Win:
-        comm = _checked(what, comm, info)
-        session = _session_of_gpus(what, comm, place)
-        parts = _of_all_ranks(what, comm, place, session, lambda: checked_part(size, disp_unit, what))
+        comm, session, parts = _of_all_ranks(what, comm, info, place, lambda _: checked_part(size, disp_unit, what))
         own = parts[comm.rank]
         if session is None:
             return _on_host(by_mpi(cls, *own, info, comm), comm, parts)
@@ -293,9 +289,8 @@ class Win(_Calls):
         cls, info: MPI.Info = MPI.INFO_NULL, comm: MPI.Intracomm = MPI.COMM_SELF, *, place: str = "auto"
     ) -> Win:
         """Make a window to which ranks attach memory of this place. Collective, blocking."""
-        what, comm = "Win.Create_dynamic", _checked("Win.Create_dynamic", comm, info)
-        session = _session_of_gpus(what, comm, place)
-        _of_all_ranks(what, comm, place, session, lambda: None)
+        what = "Win.Create_dynamic"
+        comm, session, _ = _of_all_ranks(what, comm, info, place, lambda _: None)
         if session is None:
             return _observed(_create_dynamic(cls, info, comm), comm)
         require_one_node(session, what)
@@ -311,8 +306,15 @@ else:
         """A `Win` of device memory."""
 
 
-def _checked(what: str, comm: Any, info: Any) -> Any:
-    """Return the Communicator of ``comm``. Raise TypeError, as mpi4py does, for arguments of another class. Local."""
+def _of_all_ranks(
+    what: str, comm: Any, info: Any, place: str, produce: Callable[[Session | None], Given]
+) -> tuple[Any, Session | None, list[Given]]:
+    """Return the Communicator of ``comm``, its session if GPUs may have the memory, and what ``produce`` returns.
+
+    ``produce`` gets the session, and its results are of all ranks. Raises its error, and that of a bad place, on all
+    ranks: a rank that raised alone would leave the others in MPI, or in the exchange of memory. Raises TypeError, as
+    mpi4py does, for arguments of another class. Collective.
+    """
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(
             f"{what}: comm={comm!r} is no MPI.Intracomm: pass a Communicator, or leave it out for COMM_SELF"
@@ -321,35 +323,19 @@ def _checked(what: str, comm: Any, info: Any) -> Any:
         raise RefusedByMpiError(f"{what}: comm is MPI.COMM_NULL, or was freed: pass another", MPI.ERR_COMM)
     if not isinstance(info, MPI.Info):
         raise TypeError(f"{what}: info={info!r} is no MPI.Info: pass one, or leave it out")
-    return communicator_of(comm)
-
-
-def _session_of_gpus(what: str, comm: Any, place: str) -> Session | None:
-    """Return the session whose GPUs may have the memory; None if the memory is MPI's. All ranks alike.
-
-    Collective, as `Session.set_up`.
-    """
-    if not isinstance(comm, Communicator) or place == "mpi" or comm.device == "cpu":
-        return None
-    return comm._session.set_up(what)
-
-
-def _of_all_ranks(
-    what: str, comm: Any, place: str, session: Session | None, produce: Callable[[], Given]
-) -> list[Given]:
-    """Return what ``produce`` returns on each rank. Raise its error, and that of a bad place, on all ranks. Collective.
-
-    A rank that raised alone would leave the others in MPI, or in the exchange of memory.
-    """
+    comm, session = communicator_of(comm), None
+    if isinstance(comm, Communicator) and place != "mpi" and comm.device != "cpu":
+        session = comm._session.set_up(what)
 
     def checked() -> Given:
         if place not in _PLACES:
             raise InvalidUsageError(f"{what}: place={place!r}: use one of {', '.join(_PLACES)}")
         if place == "device" and not isinstance(comm, Communicator):
             raise InvalidUsageError(f"{what}: comm={comm!r} is no mpicomm.Communicator, which place='device' needs")
-        return produce()
+        return produce(session)
 
-    return of_all(MPI.Intracomm(comm), what, checked) if session is None else session.group.exchange(what, checked)
+    found = of_all(MPI.Intracomm(comm), what, checked) if session is None else session.group.exchange(what, checked)
+    return comm, session, found
 
 
 def _on_device(

@@ -8,12 +8,9 @@ from collections.abc import Mapping
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench import experts, matmul
-from mpicomm.bench.contenders import ROOM_NBYTES, mean_share, measure, open_own, open_peers
-from mpicomm.bench.content import OPS, Content
-from mpicomm.bench.machine import machine_of
-from mpicomm.bench.measure import Measuring, Outcome
-from mpicomm.bench.operations import ALIASES, BARRIER, DTYPES, OPERATIONS, ROOT, Case, blocks_of
-from mpicomm.bench.peers import OWN, PEERS
+from mpicomm.bench.measure import Measuring, Outcome, machine_of
+from mpicomm.bench.operations import ALIASES, BARRIER, DTYPES, OPERATIONS, OPS, ROOT, Case, Content, blocks_of
+from mpicomm.bench.peers import OWN, PEERS, ROOM_NBYTES, mean_share, measure, open_own, open_peers
 from mpicomm.bench.report import ResultRow, Results, Table, introduce
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line

@@ -11,10 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.contenders import open_peers
-from mpicomm.bench.machine import Call, Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, Trial
-from mpicomm.bench.peers import OWN
+from mpicomm.bench.measure import Call, CheckedCall, Machine, Measuring, Outcome, Trial, machine_of
+from mpicomm.bench.peers import OWN, open_peers
 from mpicomm.bench.report import ResultRow, Results, Table, introduce
 from mpicomm.bench.torch_peers import TorchNccl
 from mpicomm.cli import arguments

@@ -16,11 +16,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.contenders import open_peers
-from mpicomm.bench.machine import Call, machine_of
-from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, PeerFailureError, Trial
-from mpicomm.bench.nccl import OPS, Nccl, type_of
-from mpicomm.bench.peers import OWN, Peer
+from mpicomm.bench.measure import Call, CheckedCall, Measuring, Outcome, PeerFailureError, Trial, machine_of
+from mpicomm.bench.nvidia_peers import OPS, Nccl, type_of
+from mpicomm.bench.peers import OWN, Peer, open_peers
 from mpicomm.bench.report import ResultRow, Results, Table, introduce
 from mpicomm.bench.torch_peers import FusedTorch
 from mpicomm.cli import arguments

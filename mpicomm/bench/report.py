@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from mpicomm.bench.contenders import close
 from mpicomm.bench.measure import Outcome
-from mpicomm.bench.peers import OWN, UNCODED, Peer
+from mpicomm.bench.peers import OWN, UNCODED, Peer, close
 from mpicomm.cli import options as command_line
 from mpicomm.sizes import Columns, format_cell
 

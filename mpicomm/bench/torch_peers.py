@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.machine import Call, Machine
-from mpicomm.bench.measure import UnsupportedError
+from mpicomm.bench.measure import Call, Machine, UnsupportedError
 from mpicomm.bench.operations import Case, CaseBuffers
 from mpicomm.bench.peers import Peer, view_bytes
 from mpicomm.cli import options as command_line

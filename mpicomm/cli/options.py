@@ -21,9 +21,8 @@ from rich.progress import track
 import mpicomm
 from mpicomm import environment
 from mpicomm.api.communicator import Communicator, RankInfo
-from mpicomm.cli import arguments, machine
-from mpicomm.cli.machine import format_uuid
-from mpicomm.devices.base import Link
+from mpicomm.cli import arguments
+from mpicomm.cli.arguments import format_uuid
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.sizes import format_size
 
@@ -144,7 +143,7 @@ class Run:
     def setting(self) -> dict[str, Any]:
         """Return the date, the command and the machine, for the JSON file."""
         ranks = [rank_record(info) for info in self.ranks]
-        return {**machine.run_record(self.options), "ranks": ranks, "handle": self.ranks[0].handle}
+        return {**arguments.run_record(self.options), "ranks": ranks, "handle": self.ranks[0].handle}
 
     def finish(
         self,
@@ -221,7 +220,7 @@ def header(title: str, ranks: Sequence[RankInfo], requested_handle: str) -> list
     """Return the lines that name the command, the ranks with their devices, and the handle."""
     hosts = sorted({info.host for info in ranks})
     count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    lines = [f"mpicomm {mpicomm.__version__} {title}: {count} on {', '.join(hosts)} ({machine.processor()})"]
+    lines = [f"mpicomm {mpicomm.__version__} {title}: {count} on {', '.join(hosts)} ({arguments.processor()})"]
     for info in ranks:
         device = f"{info.device:>2} [{info.pci_bus_id}] {info.device_name}" if info.pci_bus_id else info.device
         lines.append(f" Rank {info.rank:>2} Pid {info.pid:>6} on {info.host} device {device}")
@@ -232,10 +231,3 @@ def header(title: str, ranks: Sequence[RankInfo], requested_handle: str) -> list
     else:
         why = "the best for this device"
     return [*lines, f"handle: {ranks[0].handle} ({why})"]
-
-
-def paths(links: Sequence[Sequence[Link]]) -> list[str]:
-    """Return the lines of a table of the paths to memory, with a row and a column for each rank."""
-    width = max(len(link.path) for row in links for link in row) + 2
-    lines = ["path (row: rank, column: peer)", " " * 4 + "".join(f"{peer:>{width}}" for peer in range(len(links)))]
-    return lines + [f"{rank:>4}" + "".join(f"{link.path:>{width}}" for link in row) for rank, row in enumerate(links)]

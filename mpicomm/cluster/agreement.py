@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 from mpi4py import MPI
@@ -31,6 +32,13 @@ from mpicomm.log import TRACE, logger
 from mpicomm.waiting import soon, wait_until
 
 T = TypeVar("T")
+
+
+def require_same(what: str, values: Sequence[object], ranks: Sequence[int] | None = None) -> None:
+    """Raise `InvalidUsageError` if the ``values`` that ``ranks`` passed as ``what`` differ. None is for all ranks."""
+    if len(set(values)) > 1:
+        said = ", ".join(f"{value} on rank {rank}" for rank, value in zip(ranks or count(), values, strict=False))
+        raise InvalidUsageError(f"{what} differs between ranks: {said}: pass the same on all ranks")
 
 
 class _Outcome(NamedTuple):
@@ -150,13 +158,11 @@ class Group:
         """
         self._comm.iprobe(self._comm.rank, self._tag)
 
-    def agree(self, step: str, act: Callable[[], object]) -> None:
-        """Run ``act`` on every rank. If all ranks succeed, all ranks return; else all raise as in `exchange`."""
-
-        def produce() -> None:
-            act()
-
-        self.exchange(step, produce)
+    def agree(self, step: str, act: Callable[[], T]) -> T:
+        """Run ``act`` on every rank, and return its result of this rank. If one fails, all raise as in `exchange`."""
+        made: list[T] = []
+        self.exchange(step, lambda: made.append(act()))
+        return made[0]
 
     def barrier(self, step: str) -> None:
         """Return when every rank has called it, or raise as in `exchange`."""
@@ -185,11 +191,7 @@ class Group:
             if foreign:
                 raise foreign[0] from None
             raise
-        if len(set(texts)) > 1:
-            said = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True))
-            raise InvalidUsageError(
-                f"ranks called different things: {said}: pass the same shapes and dtypes on all ranks"
-            )
+        require_same(f"{step}: the call", texts, self.ranks)
 
     def _judge(self, outcomes: list[_Outcome]) -> MpicommError | None:
         """Return the error that all ranks raise. It depends only on the outcomes, so all ranks compute the same one."""

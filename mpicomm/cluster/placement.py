@@ -19,7 +19,7 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.activity.layout import ranks_of_text
 from mpicomm.activity.page import Heading, Member
-from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.agreement import Group, require_same
 from mpicomm.cluster.process import group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.types import GpuBackend
@@ -250,10 +250,10 @@ def find_placement(
 
     places = group.exchange("Communicator: find devices", look_around)
     for argument, name in (*zip(_SAME, _SAME, strict=True), ("MPICOMM_MEMORY", "most_nbytes")):
-        _require_same(argument, [getattr(place, name) for place in places])
+        require_same(argument, [getattr(place, name) for place in places])
     requests = [place.device for place in places]
     kinds = ["ordinal" if isinstance(request, int) else request for request in requests]
-    _require_same("device", kinds)
+    require_same("device", kinds)
     if kinds[0] == "auto":
         requests = _choose_devices(places)
     for rank, (place, request) in enumerate(zip(places, requests, strict=True)):
@@ -273,12 +273,6 @@ def find_placement(
     if environment.bind_cpu():
         _bind_cpu(placement.here)
     return placement
-
-
-def _require_same(argument: str, values: Sequence[object]) -> None:
-    if len(set(values)) > 1:
-        said = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
-        raise InvalidUsageError(f"{argument} differs between ranks: {said}; pass the same on all")
 
 
 def _choose_devices(places: Sequence[RankPlace]) -> list[int | str]:

@@ -324,7 +324,7 @@ class Call:
         def placed(operand: Operand | None) -> Operand | None:
             if operand is None or operand.on_device:
                 return operand
-            receives = operand is given
+            receives = operand is given and not (is_bcast and is_root)
             if operand.dtype is not None:
                 made = replace(operand, on_device=True)
             else:
@@ -332,7 +332,7 @@ class Call:
                 memory = _as_on_device(operand, writable=receives)
                 made = self._read(operand.spec, shape, writable=receives, name=operand.name, memory=memory)
             if made.extents:
-                self.beside.append((made, receives and not (is_bcast and is_root)))
+                self.beside.append((made, receives))
             return made
 
         self.receive = placed(given)

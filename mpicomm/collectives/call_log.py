@@ -15,8 +15,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.sharing.segments import share
-from mpicomm.sharing.shared_memory import SharedMemory
+from mpicomm.sharing.segments import SharedMemory, share
 
 CallLocation = Literal["gpu", "host", "anywhere"]
 """Where a call is, as `mpicomm.ways.location_votes` explains."""

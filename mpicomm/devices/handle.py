@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mpicomm.interrupts import uninterrupted
+from mpicomm.waiting import uninterrupted
 
 
 class Descriptor(int):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mpicomm.devices.handle import Descriptor, way_out
 from mpicomm.errors import HandleError, InvalidUsageError
-from mpicomm.interrupts import uninterrupted
+from mpicomm.waiting import uninterrupted
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

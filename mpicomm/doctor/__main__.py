@@ -112,7 +112,7 @@ def _print(look: Look) -> None:
     for line in look.lines():
         since = "" if line.seconds is None else f"{line.seconds:.1f}"
         cells = str(line.rank), str(line.pid), line.call, str(line.number or ""), since, line.waits_for, line.does
-        table.add_row(line.communicator, *cells, style="bold" if line.waits else None)
+        table.add_row(line.communicator, *cells, style="bold" if line.waits_for else None)
     sys.stdout.flush()
     rich_console(sys.stdout, 160).print(table)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import mpi4py
 
 from mpicomm import environment
-from mpicomm.cli.machine import JobLaunch, launch_of
+from mpicomm.cli.arguments import JobLaunch, launch_of
 from mpicomm.devices.cuda.driver import newest_cuda
 
 

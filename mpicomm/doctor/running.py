@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpicomm.activity.reading import Activity, OtherVersionError, printable, read_activity
-from mpicomm.cli.machine import JobLaunch, launch_of
+from mpicomm.cli.arguments import JobLaunch, launch_of
 from mpicomm.errors import InvalidUsageError
 
 _PROC = Path("/proc")

@@ -53,7 +53,6 @@ class Line:
     waits_for: str
     does: str
     """The state of the process, as the kernel says."""
-    waits: bool
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,11 @@ class Look:
                 missing, where = self._missing(rank, step), f"ranks {ranks_as_text(step.world_ranks)} of MPI.COMM_WORLD"
                 who = rank.activity.world_rank, rank.process.pid
                 since_s, names = _seconds(rank, step.since_ns), _named(missing) if missing else ""
-                found.append(Line(where, *who, step.text, 0, since_s, names, self._says(rank), bool(missing)))
+                found.append(Line(where, *who, step.text, 0, since_s, names, self._says(rank)))
         for members in self._communicators.values():
             found += self._lines_of(members)
         # The lines of one communicator follow each other. A communicator with trouble comes first.
-        troubled = {line.communicator for line in found if line.waits}
+        troubled = {line.communicator for line in found if line.waits_for}
         return sorted(found, key=lambda line: (line.communicator not in troubled, line.communicator, line.rank))
 
     def _lines_of(self, members: Mapping[int, _Member]) -> Iterator[Line]:
@@ -131,7 +130,7 @@ class Look:
             if not waits_for and calls.on_gpu and calls.since_ns is not None:
                 does = f"has enqueued it, and {does}"
             who = calls.name, calls.rank, rank.process.pid
-            yield Line(*who, call, number, seconds, waits_for, does, bool(waits_for or late))
+            yield Line(*who, call, number, seconds, waits_for, does)
 
     def _for_steps(self) -> Iterator[RankWait]:
         by_place = {(rank.world, rank.activity.world_rank): rank for rank in self._job.ranks}

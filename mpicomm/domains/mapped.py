@@ -9,8 +9,7 @@ from mpicomm.devices.base import Segment
 from mpicomm.devices.cuda.types import Backend
 from mpicomm.devices.handle import Kind
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
-from mpicomm.sharing.segments import SuspendedContent, share
-from mpicomm.sharing.shared_memory import SharedMemory, SignalPad, SignalPads
+from mpicomm.sharing.segments import SharedMemory, SignalPad, SignalPads, SuspendedContent, share
 
 SLOT_NBYTES = 4 << 20
 _CHANNELS = 2

@@ -16,8 +16,7 @@ from mpicomm.collectives.checks import Signature
 from mpicomm.devices.host import HostBackend
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks
-from mpicomm.sharing.segments import share
-from mpicomm.sharing.shared_memory import SharedMemory
+from mpicomm.sharing.segments import SharedMemory, share
 from mpicomm.waiting import wait_until
 
 _LINE_NBYTES = 64

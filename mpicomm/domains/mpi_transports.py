@@ -18,14 +18,33 @@ CHUNK_NBYTES = 2 << 20
 """The bytes of one message: while MPI carries a chunk, the copy engines copy the next chunk."""
 
 
-class PinnedTransport(Transport):
-    """The `Transport` that copies to pinned host memory, from which MPI sends chunk by chunk. It blocks the host."""
+class CudaAwareTransport(Transport):
+    """The `Transport` that gives device memory to an MPI that takes device pointers. It blocks the host."""
 
-    name: TransportName = "pinned"
+    name: TransportName = "mpi"
     capturable = False
 
     def __init__(self, transfers: Transfers, backend: GpuBackend) -> None:
         self.transfers, self.backend = transfers, backend
+
+    def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
+        """See `Transport`; it blocks until the work of the stream is done, because MPI knows no streams."""
+        self.backend.synchronize(stream)
+        self.backend.check()
+        comm = self.transfers.comm
+        return self.transfers.begin(lambda tag: Direct(comm, network_step, tag), call)
+
+    def tell(self, error: MpicommError) -> None:
+        self.transfers.tell(error)
+
+
+class PinnedTransport(CudaAwareTransport):
+    """The `Transport` that copies to pinned host memory, from which MPI sends chunk by chunk. It blocks the host."""
+
+    name: TransportName = "pinned"
+
+    def __init__(self, transfers: Transfers, backend: GpuBackend) -> None:
+        super().__init__(transfers, backend)
         self.out, self.into = backend.side_streams.take(), backend.side_streams.take()
         self.outgoing: deque[tuple[MessageInFlight, int]] = deque()
         """Chunks that MPI does not have yet, and their tags. MPI gets them in this order, because the messages of a
@@ -48,9 +67,6 @@ class PinnedTransport(Transport):
             side.wait_stream(stream, self.into)  # later work reads the data that the copies bring
 
         return finish
-
-    def tell(self, error: MpicommError) -> None:
-        self.transfers.tell(error)
 
     def close(self) -> None:
         self.landing.clear()
@@ -107,24 +123,3 @@ def _chunks_of(messages: tuple[NetworkMessage, ...]) -> Iterator[NetworkMessage]
     for message in messages:
         for start in range(0, message.nbytes, CHUNK_NBYTES):
             yield NetworkMessage(message.rank, message.pointer + start, min(CHUNK_NBYTES, message.nbytes - start))
-
-
-class CudaAwareTransport(Transport):
-    """The `Transport` that gives device memory to an MPI that takes device pointers. It blocks the host."""
-
-    name: TransportName = "mpi"
-    capturable = False
-
-    def __init__(self, transfers: Transfers, backend: GpuBackend) -> None:
-        self._transfers = transfers
-        self._backend = backend
-
-    def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
-        """See `Transport`; it blocks until the work of the stream is done, because MPI knows no streams."""
-        self._backend.synchronize(stream)
-        self._backend.check()
-        comm = self._transfers.comm
-        return self._transfers.begin(lambda tag: Direct(comm, network_step, tag), call)
-
-    def tell(self, error: MpicommError) -> None:
-        self._transfers.tell(error)

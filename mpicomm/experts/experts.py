@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.cluster.agreement import require_same
 from mpicomm.cluster.process import close_after
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
@@ -33,7 +34,7 @@ from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.buffers import new_array, read, read_in_order
 from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.mpi.types import name_of
-from mpicomm.sharing.shared_memory import SharedMemory
+from mpicomm.sharing.segments import SharedMemory
 from mpicomm.windows.order import StreamUse
 
 _ID_TYPES = ("int64", "int32")
@@ -102,13 +103,8 @@ class Experts:
             return checked_shape(comm.size, *numbers, layout, wire_dtype)
 
         shapes = session.group.exchange("Experts", describe)
-        if len(set(shapes)) > 1:
-            names = (each.name for each in fields(Shape))
-            name = next(name for name in names if len({getattr(shape, name) for shape in shapes}) > 1)
-            values = ", ".join(f"{getattr(shape, name)} on rank {rank}" for rank, shape in enumerate(shapes))
-            raise InvalidUsageError(
-                f"Experts: the ranks differ in {name}: {values}: pass the same arguments on all ranks"
-            )
+        for each in fields(Shape):
+            require_same(f"Experts: {each.name}", [getattr(shape, each.name) for shape in shapes])
         self._shape = shapes[0]
         self._rank = comm.rank
         self._gpu: GpuBackend | None = None

@@ -28,7 +28,7 @@ from mpicomm.kernels.experts import (
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, PACKET_NBYTES, Team
 from mpicomm.kernels.variant import Launch
 from mpicomm.session import Session
-from mpicomm.sharing.shared_memory import SharedMemory
+from mpicomm.sharing.segments import SharedMemory
 
 _WORD_NBYTES = 8
 

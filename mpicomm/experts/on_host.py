@@ -111,9 +111,8 @@ class HostWay:
 
     def combine(self, prepare: Callable[[], Combined], *, weighted: bool) -> Combined:
         """Fill the arrays of a combine. ``prepare`` reads the arguments, and raises for bad ones."""
-        made: list[Combined] = []
-        self._session.group.exchange("Experts.combine", lambda: made.append(prepare()))
-        given, received = made[0], made[0].received
+        given = self._session.group.agree("Experts.combine", prepare)
+        received = given.received
         rows, counts = given.rows.on_host(), host_view(received.tokens)
         places = [each[:count] for each, count in zip(host_view(received.places), counts, strict=True)]
         summed, weights = places, host_view(received.weights) if weighted else None

@@ -15,7 +15,7 @@ from mpicomm.devices.cuda.stream_threads import SideStream, beside
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
-from mpicomm.messages.array_receive import ArrayLanding, ArrayReceive, Exchanged, Side
+from mpicomm.messages.array_receive import ArrayLanding, Exchanged, Side
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.matched import Incoming, Posted, UnexpectedQueue
 from mpicomm.messages.outbox import OutboxFullError
@@ -125,10 +125,19 @@ class Messages:
         """Send a NumPy array and receive into another, if no probe has taken a message."""
         self.receive_array("Sendrecv", buf, Exchanged(self._comm, sent, posted), status, "recvbuf")
 
-    def start_receive_array(self, buf: Any, source: int, tag: int) -> ArrayReceive:
+    def start_receive_array(self, buf: Any, source: int, tag: int) -> DeferredRequest:
         """Start to receive into a NumPy array, if no probe has taken a message. MPI refuses some arrays: `REFUSALS`."""
-        landing = ArrayLanding("Irecv", buf, "buf")
-        return ArrayReceive.of(_irecv(self._comm, landing.spec, source, tag), landing, self._finish_array)
+        landing, device, status = ArrayLanding("Irecv", buf, "buf"), self._reader.device("Irecv"), MPI.Status()
+        request = _irecv(self._comm, landing.spec, source, tag)
+
+        def done() -> bool:
+            if not request.Test(status):
+                return False
+            if not status.Is_cancelled() and not landing.has_data(status):
+                self._finish_array(landing, status)
+            return True
+
+        return self._completer.add(DeferredRequest.of(done, _nothing, status, request.Cancel), device.prepare_thread)
 
     def _finish_array(self, landing: ArrayLanding, status: MPI.Status) -> None:
         """Finish a receive into an array if the message may be a header."""
@@ -347,6 +356,10 @@ class Messages:
         if received.device is None or received.stream is None:
             return None
         return received.device.side_streams.mark(received.stream)
+
+
+def _nothing() -> None:
+    """Finish work that leaves nothing to do."""
 
 
 def _is_refused(error: Exception) -> bool:

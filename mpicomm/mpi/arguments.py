@@ -20,6 +20,7 @@ from mpicomm.mpi import types
 from mpicomm.mpi.buffers import ArrayMemory, read
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import Elements, elements_at, require_types
+from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import (
     Shape,
     datatype_of,
@@ -319,16 +320,7 @@ def overlaps(a: Operand, b: Operand) -> bool:
     """
     if a.dtype is None or b.dtype is None:
         return False
-    first, second = sorted(a.extents), sorted(b.extents)
-    i = j = 0
-    while i < len(first) and j < len(second):
-        if first[i][1] <= second[j][0]:
-            i += 1
-        elif second[j][1] <= first[i][0]:
-            j += 1
-        else:
-            return True
-    return False
+    return any_overlap([(*extent, owner) for owner, operand in enumerate((a, b)) for extent in operand.extents])
 
 
 def require_separate(send: Operand, receive: Operand, *, reduction: bool = False) -> None:

@@ -275,7 +275,12 @@ def _own_dtype(array: Any, kind: int) -> np.dtype[Any] | None:
     # Warp's vectors have subarrays as types. A vector of float16 names integers, because ctypes has no float16.
     if hasattr(array, "__cuda_array_interface__"):
         return types.interface_dtype(array.__cuda_array_interface__["typestr"], array)
-    return np.from_dlpack(array).dtype if kind in _DLPACK_HOST else None
+    if kind not in _DLPACK_HOST:
+        return None
+    try:
+        return np.from_dlpack(array).dtype
+    except Exception:  # of any class: NumPy takes no long doubles from DLPack, so the caller must name their type
+        return None
 
 
 def _read_interface(array: Any, writable: bool, name: str) -> ArrayMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -68,44 +68,69 @@ def together(parts: Iterable[tuple[int, DatatypeLayout]]) -> DatatypeLayout:
     return DatatypeLayout(joined(_in_turn((displ, part.regions) for displ, part in parts)), 0, None)
 
 
-@dataclass
+@dataclass(slots=True)
 class Known:
     """What is known of a datatype."""
 
+    datatype: MPI.Datatype
+    """The object, which lives as long as this, so that no other object gets its id."""
+    handle: int
+    """Its handle, which changes when the program frees it."""
     layout: DatatypeLayout | None
     """None only for DATATYPE_NULL.
 
     If other types also had None, ranks that name the same elements by different types would take different ways.
     """
+    key: DatatypeLayout | int | None
+    """The bytes of an element, if any number of elements is one run of bytes; else the layout."""
+    predefined_nbytes: int | None
+    """The bytes of an element of a predefined datatype without gaps; None for all others."""
     whole_pairs: DatatypeLayout | None = None
     """The layout in which pairs of MPI have their gaps; None if no call has needed it."""
 
 
-@cache
-def _keyval() -> int:
-    return MPI.Datatype.Create_keyval()
+known: dict[int, Known] = {}
+"""What is known of datatypes by the id of their object: MPI takes three times as long to find an attribute.
+
+MPI reuses handles, so a handle is no key.
+"""
+_MOST_KNOWN = 1024
 
 
 def known_of(datatype: MPI.Datatype) -> Known:
-    """Return what is known of a datatype. Local. MPI drops the layout of a derived datatype with the datatype."""
-    if not datatype.is_predefined:
-        known: Any = datatype.Get_attr(_keyval())
-        if known is None:
-            known = Known(made_of(datatype, layout_of))
-            datatype.Set_attr(_keyval(), known)
-        assert isinstance(known, Known)
-        return known
-    if datatype == MPI.DATATYPE_NULL:
-        return Known(None)
-    extent, dtype = datatype.extent, types.numpy_dtype(datatype)
-    if datatype.Get_true_extent() != (0, datatype.size):  # a pair with a gap, such as SHORT_INT
-        return Known(DatatypeLayout(_measured_regions(datatype), extent, dtype))
-    return Known(replace(run_of(datatype.size), extent=extent, dtype=dtype))
+    """Return what is known of a datatype. Local."""
+    kept = known.get(id(datatype))
+    if kept is not None and kept.handle == datatype.handle:
+        return kept
+    if len(known) % 32 == 0:  # seldom, because it looks at all of them
+        for number, each in [*known.items()]:
+            if each.handle != each.datatype.handle:  # the program has freed it
+                known.pop(number, None)
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+    layout = made_layout(datatype)
+    has_gaps = layout is None or not layout.is_run or layout.begin or layout.nbytes != layout.extent
+    key = layout if layout is None or has_gaps else layout.nbytes
+    nbytes = key if type(key) is int and datatype.is_predefined else None
+    kept = known[id(datatype)] = Known(datatype, datatype.handle, layout, key, nbytes)
+    return kept
 
 
 def layout_of(datatype: MPI.Datatype) -> DatatypeLayout | None:
     """Return the layout of a datatype; None if `known_of` has none. Local."""
     return known_of(datatype).layout
+
+
+def made_layout(datatype: MPI.Datatype) -> DatatypeLayout | None:
+    """Return a new layout of a datatype, perhaps of a part of another one; None for DATATYPE_NULL. Local."""
+    if not datatype.is_predefined:
+        return made_of(datatype, made_layout)
+    if datatype == MPI.DATATYPE_NULL:
+        return None
+    extent, dtype = datatype.extent, types.numpy_dtype(datatype)
+    if datatype.Get_true_extent() != (0, datatype.size):  # a pair with a gap, such as SHORT_INT
+        return DatatypeLayout(_measured_regions(datatype), extent, dtype)
+    return replace(run_of(datatype.size), extent=extent, dtype=dtype)
 
 
 def made_of(datatype: MPI.Datatype, part: Callable[[MPI.Datatype], DatatypeLayout | None]) -> DatatypeLayout:

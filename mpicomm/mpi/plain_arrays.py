@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from operator import mul
 from typing import Any
 
@@ -13,7 +12,8 @@ from mpi4py import MPI
 from numpy import integer, ndarray
 
 from mpicomm.devices.memory_location import place_of
-from mpicomm.mpi.layout import DatatypeLayout, layout_of
+from mpicomm.mpi.layout import DatatypeLayout, known, known_of
+from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import parts_of
 
 PlainArray = tuple[int, int, Any]
@@ -166,7 +166,7 @@ def tensors_in_blocks(tensors: Sequence[Any], *, receive: bool, on_host: bool = 
     """
     pointers: list[int] = []
     counts: list[int] = []
-    spans: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, int]] = []
     kind = None
     for tensor in tensors:
         plain = plain_tensor(tensor, on_host)
@@ -176,13 +176,12 @@ def tensors_in_blocks(tensors: Sequence[Any], *, receive: bool, on_host: bool = 
         pointers.append(pointer)
         counts.append(count)
         if count:
-            spans.append((pointer, pointer + count * kind[0].itemsize))
+            spans.append((pointer, pointer + count * kind[0].itemsize, len(counts)))
     if kind is None or not spans:
         return None
-    spans.sort()
-    if receive and any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+    if receive and any_overlap(spans):
         return None
-    first, end, nbytes = spans[0][0], max([end for _, end in spans]), kind[0].itemsize
+    first, end, nbytes = min(spans)[0], max([end for _, end, _ in spans]), kind[0].itemsize
     offsets = [pointer - first if count else 0 for pointer, count in zip(pointers, counts, strict=True)]
     if any(offset % nbytes for offset in offsets):
         return None
@@ -275,40 +274,14 @@ def _type_key(datatype: Any) -> DatatypeLayout | int | None:
     """
     if type(datatype) is not _Datatype:
         return None
-    handle = datatype.handle
-    nbytes = _predefined.get(handle)
-    if nbytes is not None:
-        return nbytes
-    kept = _others.get(id(datatype))
-    if kept is not None and kept[1] == handle:
-        return kept[2]
-    layout = layout_of(datatype)
-    if layout is None:
-        return None
-    has_gaps = not layout.is_run or layout.begin or layout.nbytes != layout.extent
-    if datatype.is_predefined and not has_gaps:
-        _predefined[handle] = layout.nbytes
-        return layout.nbytes
-    if len(_others) >= _MOST_OTHERS:
-        _others.clear()
-    key = layout if has_gaps else layout.nbytes
-    _others[id(datatype)] = datatype, handle, key
-    return key
-
-
-_predefined: dict[int, int] = {}
-"""Bytes of datatypes without gaps by handle; only predefined types, because MPI reuses other handles."""
-_others: dict[int, tuple[MPI.Datatype, int, DatatypeLayout | int]] = {}
-"""Other datatypes by the id of their object, with its handle and key: MPI takes three times as long to find them.
-
-Each object lives as long as its item here, so no other object gets its id. Its handle changes when it is freed.
-"""
-_MOST_OTHERS = 1024
+    # As `known_of`, without its call.
+    kept = known.get(id(datatype))
+    return kept.key if kept is not None and kept.handle == datatype.handle else known_of(datatype).key
 
 
 def _predefined_nbytes(datatype: Any) -> int | None:
     """Return the bytes of a predefined datatype without gaps; None for all others."""
-    return _predefined.get(datatype.handle) if type(_type_key(datatype)) is int else None
+    return known_of(datatype).predefined_nbytes if type(datatype) is _Datatype else None
 
 
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:

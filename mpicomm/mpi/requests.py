@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from mpi4py import MPI
@@ -211,28 +210,31 @@ class Completer:
         self._by_itself = by_itself
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._pending: deque[Completable] = deque()
+        self._prepare: Callable[[], None] | None = None
         self._running = False
         self._beginning_or_ending = threading.Lock()
 
-    def add(self, work: AnyWork, prepare_thread: Callable[[], None]) -> AnyWork:
-        """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``prepare_thread``.
+    def add(self, work: AnyWork, prepare_thread: Callable[[], None] | None) -> AnyWork:
+        """Complete ``work`` as soon as it is done, and return it. The thread calls ``prepare_thread`` before.
 
         On a thread without a device any call of the CUDA runtime makes a context on the first GPU. For each rank with
-        another GPU this costs half a GiB of memory.
+        another GPU this costs half a GiB of memory. Work without a device passes None. The thread may have begun with
+        such work.
         """
         if not self._threaded:
             return work
+        self._prepare = prepare_thread or self._prepare  # before the thread sees the work
         self._pending.append(work)
         # This test follows the append above, and it is the only test without the lock: see `_may_end`.
         if not self._running:
             with self._beginning_or_ending:
                 if not self._running:
                     self._running = True
-                    start_thread(partial(self._run, prepare_thread), "mpicomm completer")
+                    start_thread(self._run, "mpicomm completer")
         return work
 
-    def _run(self, prepare_thread: Callable[[], None]) -> None:
-        prepare_thread()
+    def _run(self) -> None:
+        is_prepared = False
         now = busy = needed = time.perf_counter()
         found = 0  # the work that the last poll has left, first in the queue
         while not ENDING.is_set():
@@ -243,6 +245,9 @@ class Completer:
                 if work.over:  # `Wait` or `Test` has completed it
                     continue
                 busy = now
+                if self._prepare is not None and not is_prepared:
+                    self._prepare()
+                    is_prepared = True
                 if not work.driven and work.advance():
                     needed = now
                 else:

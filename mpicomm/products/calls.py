@@ -49,12 +49,11 @@ class Products:
         a: Any,
         b: Any,
         out: Any,
-        *,
         bias: Any,
         product: Multiply | None,
         stream: Any,
+        scaling: Scaling,
         gathered: Any = None,
-        scaling: Scaling = (None, None, None),
     ) -> Any:
         """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host."""
         from mpicomm.products.operands import read

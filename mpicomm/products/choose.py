@@ -90,7 +90,9 @@ class ProductWay:
 
 def choose(facts: Facts) -> ProductWay:
     """Return the way of a call between several ranks."""
-    serial_us = _product_us(facts, facts.rows) + _collective_us(facts)
+    hops = 2 if facts.kind == "matmul_allreduce" else 1
+    nbytes = hops * (facts.size - 1) * facts.shard_rows * facts.row_nbytes
+    serial_us = _product_us(facts, facts.rows) + _COLLECTIVE_US + nbytes / (_LINK_NBYTES_PER_US * facts.link_speed)
     cuts = {"allgather_matmul": _gather_cuts, "matmul_reduce_scatter": _scatter_cuts, "matmul_allreduce": _reduce_cuts}
     overlapped_us, cut = min(cuts[facts.kind](facts), key=lambda each: each[0])
     why = f"the model says {overlapped_us:.0f} us with overlap, {serial_us:.0f} us one after the other"
@@ -203,9 +205,3 @@ def _product_us(facts: Facts, rows: int) -> float:
 
 def _copy_us(facts: Facts, rows: int) -> float:
     return _COPY_US + rows * facts.row_nbytes / (_LINK_NBYTES_PER_US * facts.link_speed)
-
-
-def _collective_us(facts: Facts) -> float:
-    hops = 2 if facts.kind == "matmul_allreduce" else 1
-    nbytes = hops * (facts.size - 1) * facts.shard_rows * facts.row_nbytes
-    return _COLLECTIVE_US + nbytes / (_LINK_NBYTES_PER_US * facts.link_speed)

@@ -15,7 +15,7 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.mpi import types
-from mpicomm.mpi.buffers import new_array
+from mpicomm.mpi.buffers import new_array, read_in_order
 from mpicomm.products.choose import ProductKind
 
 Multiply = Callable[[Any, Any, Any], object]
@@ -32,11 +32,6 @@ class Library:
         self._backend = backend
 
     @staticmethod
-    def dtype_of(array: Any) -> str:
-        """Return the name of the element type, as NumPy or ml_dtypes names it."""
-        return types.name_of(array.dtype)
-
-    @staticmethod
     def device_of(array: Any) -> int | None:
         """Return the ordinal of the GPU; None on the host."""
         kind, ordinal = array.__dlpack_device__()
@@ -49,10 +44,6 @@ class Library:
     def contiguous(self, array: Any) -> Any:
         """Return the array, or a copy of it in C order."""
         return self._module.ascontiguousarray(array)
-
-    def is_contiguous(self, array: Any) -> bool:
-        """Return whether an array is in C order."""
-        return bool(array.flags.c_contiguous)
 
     def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
         """Return a matrix over memory of a GPU that others keep, with the device and the element type of ``like``."""
@@ -100,9 +91,6 @@ class _Torch(Library):
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
-
-    def is_contiguous(self, array: Any) -> bool:
-        return bool(array.is_contiguous())
 
     def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
         nbytes = shape[0] * shape[1] * like.element_size()
@@ -247,7 +235,7 @@ def read(
     """Return the operands of a call between ``size`` ranks. Local; raises `InvalidUsageError`."""
     library, as_array = library_of(a, "a", gpu)
     a, b = _matrix(kind, as_array(a, "a"), "a"), _matrix(kind, as_array(b, "b"), "b")
-    dtype, device = library.dtype_of(a), library.device_of(a)
+    dtype, device = types.name_of(a.dtype), library.device_of(a)
     if dtype not in REDUCTIONS or dtype == "bool":
         raise InvalidUsageError(f"{kind}: a has dtype {dtype}: pass integers, floats or complex numbers")
     rows, inner = a.shape
@@ -263,7 +251,7 @@ def read(
     shape = (factor[kind], int(b.shape[1]))
     scales = _read_scales(kind, library, scaling, a, b, product)
     result_like = a if scales is None else a.new_empty((0, 0), dtype=scaling[2] or sys.modules["torch"].bfloat16)
-    result_dtype = library.dtype_of(result_like)
+    result_dtype = types.name_of(result_like.dtype)
 
     def checked(array: Any, name: str, wanted: tuple[int, ...], element: str) -> Any:
         if array is None:
@@ -273,13 +261,12 @@ def read(
             raise InvalidUsageError(
                 f"{kind}: {name} has shape {_shape(array)}: pass an array of shape {'x'.join(map(str, wanted))}"
             )
-        if name not in ("b", "bias") and not library.is_contiguous(array):
-            raise InvalidUsageError(f"{kind}: {name} of shape {_shape(array)} is not C-contiguous: pass a new array")
-        if library.dtype_of(array) != element:
+        if name not in ("b", "bias"):
+            read_in_order(array, name == "out", f"{kind}: {name}")
+        found = types.name_of(array.dtype)
+        if found != element:
             whose = "a has" if element == dtype else "the result has"
-            raise InvalidUsageError(
-                f"{kind}: {name} has dtype {library.dtype_of(array)}, and {whose} {element}: convert {name} first"
-            )
+            raise InvalidUsageError(f"{kind}: {name} has dtype {found}, and {whose} {element}: convert {name} first")
         if library.device_of(array) != device:
             here, there = ("the host" if each is None else f"GPU {each}" for each in (library.device_of(array), device))
             raise InvalidUsageError(f"{kind}: {name} is on {here}, and a is on {there}: copy {name} there")
@@ -289,8 +276,6 @@ def read(
     out = checked(out, "out", shape, result_dtype)
     bias = checked(bias, "bias", (shape[1],), result_dtype)
     gathered = checked(gathered, "gathered", (rows * size, inner), dtype)
-    if out is not None and not getattr(getattr(out, "flags", None), "writeable", True):
-        raise InvalidUsageError(f"{kind}: out is read-only: pass an array that can be written")
     if product is not None and not callable(product):
         raise InvalidUsageError(f"{kind}: product={product!r} is no function: pass product(a, b, out) or leave it out")
     if product is None and library.name == "cupy" and dtype not in _OF_CUPY:
@@ -327,7 +312,7 @@ def _read_scales(
     kind: str, library: Library, scaling: Scaling, a: Any, b: Any, product: Multiply | None
 ) -> tuple[Any, Any] | None:
     """Return the scales of a call; None for a product without scales. Local; raises `InvalidUsageError`."""
-    dtype = library.dtype_of(a)
+    dtype = types.name_of(a.dtype)
     scale_a, scale_b, _ = scaling
     if all(each is None for each in scaling):
         if dtype in _NARROW and product is None:
@@ -344,10 +329,10 @@ def _read_scales(
     for name, scale, wanted in (("scale_a", scale_a, (rows, 1)), ("scale_b", scale_b, (1, columns))):
         if (
             scale is None
-            or library.dtype_of(scale) != "float32"
+            or types.name_of(scale.dtype) != "float32"
             or not (scale.numel() == 1 or tuple(scale.shape) == wanted)
         ):
-            said = "None" if scale is None else f"{library.dtype_of(scale)} of shape {tuple(scale.shape)}"
+            said = "None" if scale is None else f"{types.name_of(scale.dtype)} of shape {tuple(scale.shape)}"
             raise InvalidUsageError(
                 f"{kind}: {name} is {said}: pass a float32 tensor with one element, or of shape {wanted}"
             )

@@ -1,4 +1,4 @@
-"""Channel: the records of one communicator, and how ranks begin to record together."""
+"""Channel: the records of one communicator, how ranks begin to record together, and the offsets of their clocks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,75 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.process import process_number
-from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
-from mpicomm.recording.clocks import now_ns, read_clocks
-from mpicomm.recording.record import Category, Record, current, open_records
+from mpicomm.cluster.process import boot_id, namespace, process_number
+from mpicomm.cluster.roll_call import abandoned, did_not_arrive
+from mpicomm.errors import MpicommError
+from mpicomm.recording.record import Category, Counts, Reading, Record, current, now_ns, open_records
 from mpicomm.recording.recorder import Recorder
-from mpicomm.recording.statistics import Counts
+from mpicomm.waiting import wait_until
+
+_TAG = 3  # messages of other groups of the same communicator have other tags
+_ROUNDS = 32
+
+
+def clock_key() -> str:
+    """Return a text that is the same on ranks that read one clock: ranks of one kernel and one time namespace."""
+    return f"{boot_id()}/{namespace('time')}"
+
+
+def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
+    """Compare this rank's clock with the clock of the first rank of ``group``. Collective, blocking.
+
+    ``comm`` carries the group's messages. Ranks of one kernel have the same clock. Each other rank asks the first rank
+    for its time, again and again, and believes the fastest answer. Raises as `Group.exchange`.
+    """
+    told = group.exchange("clocks: ranks", lambda: (clock_key(), process_number()))
+    others = [index for index, (key, _) in enumerate(told) if key != told[0][0]]
+    reference = told[0][1]
+
+    def compare() -> Reading:
+        if group.rank in others:
+            return _ask(group, comm, reference)
+        if group.rank == 0:
+            question = np.zeros(1, np.int64)
+            for rank in [group.ranks[index] for index in others for _ in range(_ROUNDS)]:
+                _complete(group, rank, [comm.Irecv(question, rank, _TAG)])
+                _complete(group, rank, [comm.Isend(np.array([now_ns()], np.int64), rank, _TAG)])
+        return Reading(reference, now_ns(), 0, 0)
+
+    return group.exchange("clocks: times", compare)[group.rank] if others else compare()
+
+
+def _ask(group: Group, comm: MPI.Intracomm, reference: int) -> Reading:
+    answer, question, first = np.zeros(1, np.int64), np.zeros(1, np.int64), group.ranks[0]
+    shortest, found = None, Reading(reference, now_ns(), 0, 0)
+    for _ in range(_ROUNDS):
+        begin = now_ns()
+        _complete(group, first, [comm.Isend(question, first, _TAG), comm.Irecv(answer, first, _TAG)])
+        taken = now_ns() - begin
+        if shortest is None or taken < shortest:
+            # The first rank read its clock at some time between the two, and at no other time.
+            shortest, middle = taken, begin + taken // 2
+            found = Reading(reference, middle, int(answer[0]) - middle, -(-taken // 2))
+    return found
+
+
+def _complete(group: Group, rank: int, requests: list[MPI.Request]) -> None:
+    """Wait for messages to and from ``rank``. Raises `CollectiveTimeoutError`."""
+    try:
+        done = wait_until(lambda: MPI.Request.Testall(requests), group.timeout_s)
+    except BaseException:  # above all a Ctrl-C
+        abandoned.extend(requests)
+        raise
+    if not done:
+        abandoned.extend(requests)
+        raise did_not_arrive("clocks: times", [rank], group.timeout_s, group.absence_reason([rank]))
+
 
 _MOST_NAMED = 8  # ranks in the label of a communicator
 _recorders: dict[environment.Recording, Recorder] = {}
@@ -41,53 +100,27 @@ class Channel:
         self._children: Counter[tuple[int, ...]] = Counter()
 
     @classmethod
-    def open(cls, group: Group, comm: MPI.Intracomm, wanted: Sequence[environment.Recording | None]) -> Channel | None:
-        """Begin to record a communicator if the environment asks for it. Collective in that case, else local.
+    def open(cls, group: Group, comm: MPI.Intracomm, wanted: Sequence[environment.Recording | None]) -> Channel:
+        """Begin to record a communicator. Collective.
 
-        ``wanted`` has the settings of all ranks. ``comm`` carries the messages of ``group``, which holds all ranks.
-        Raises, on every rank alike, `InvalidUsageError` if the ranks differ, if a file cannot be written, or if two
-        ranks have the same file.
+        ``wanted`` has the settings of all ranks, of which at least one asks for records. The settings of the first rank
+        that has some hold for all ranks, because launchers such as mpirun may give a variable to one rank alone.
+        ``comm`` carries the messages of ``group``, which holds all ranks. Raises `InvalidUsageError`, on every rank
+        alike, if a file cannot be written.
         """
-        if not any(wanted):
-            return None
-        for name in ("trace", "stats"):
-            unset = [rank for rank, each in enumerate(wanted) if each is None or not getattr(each, name)]
-            if 0 < len(unset) < len(wanted):
-                raise InvalidUsageError(
-                    f"MPICOMM_{name.upper()} is set on some ranks and not on {name_ranks(unset)}: set it on all ranks, "
-                    "as mpiexec -genv and mpirun -x do",
-                    ranks=unset,
-                )
-        mine = wanted[group.rank]
-        assert mine is not None
-        is_new = mine not in _recorders
+        settings = [each for each in wanted if each is not None]
+        trace = next((each.trace for each in settings if each.trace is not None), None)
+        mine = environment.Recording(trace, any(each.stats for each in settings))
 
-        def start() -> tuple[Any, str, int, int]:
-            recorder = _recorders.get(mine) or _recorders.setdefault(
-                mine, Recorder(mine, process_number(), reports=MPI.COMM_WORLD.rank == 0)
-            )
-            file, first = recorder.file, process_number()
-            _made[first] += 1
-            return file and file.identity(), file.path if file else "", first, _made[first]
+        def start() -> tuple[int, int]:
+            number = process_number()
+            if mine not in _recorders:
+                _recorders[mine] = Recorder(mine, number, reports=MPI.COMM_WORLD.rank == 0)
+            _made[number] += 1
+            return number, _made[number]
 
-        told = group.exchange("Communicator: trace", start)
-        recorder = _recorders[mine]
-        files: dict[Any, list[int]] = {}
-        for rank, (identity, *_) in zip(group.ranks, told, strict=True):
-            files.setdefault(identity, []).append(rank)
-        for identity, ranks in files.items():
-            if identity is not None and len(ranks) > 1:
-                if is_new:
-                    _recorders.pop(mine).discard()
-                put = '%r, which stands for the rank, into the name, as in "trace-%r.json"'
-                if "%r" in str(mine.trace):
-                    put = "%h and %p, which stand for the host and the process, into the name, as in "
-                    put += '"trace-%r-%h-%p.json"'
-                raise InvalidUsageError(
-                    f"MPICOMM_TRACE={told[ranks[0]][1]!r} is one file for {name_ranks(ranks)}: put {put}", ranks=ranks
-                )
-        _, _, first, number = told[0]
-        channel = cls(recorder, f"{first}.{number}", reads_clocks=True)
+        first, number = group.exchange("Communicator: trace", start)[0]
+        channel = cls(_recorders[mine], f"{first}.{number}", reads_clocks=True)
         channel._read_clocks(group, comm)
         return channel
 

@@ -15,8 +15,7 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
 from mpicomm.log import logger
 from mpicomm.recording.channel import Channel
-from mpicomm.recording.clocks import now_ns
-from mpicomm.recording.record import current, note_slow_way
+from mpicomm.recording.record import current, note_slow_way, now_ns
 
 if TYPE_CHECKING:
     from mpicomm.devices.cuda.timeline import Timeline

@@ -1,23 +1,152 @@
-"""Recorder: it writes the records of this process to its trace file and as NVTX ranges, and counts them."""
+"""Recorder: it writes the records of this process to its trace file and as NVTX ranges, and counts them.
+
+A trace file has the JSON array format of Chrome's Trace Event Format, one event in each line. Perfetto and
+chrome://tracing read such a file even if its end is missing, as after a crash.
+"""
 
 from __future__ import annotations
 
 import atexit
 import importlib
+import json
 import os
+import socket
 import sys
+import threading
+import time
 from collections import deque
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpicomm import environment, log
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.recording.record import Record, note_slow_way
-from mpicomm.recording.statistics import Counts
-from mpicomm.recording.trace_file import TraceFile
+from mpicomm.log import logger, open_file
+from mpicomm.recording.record import CLOCK, DEVICE, Counts, Reading, Record, note_slow_way, now_ns
 from mpicomm.sizes import rich_console
 
 if TYPE_CHECKING:
     from mpicomm.devices.cuda.timeline import StreamInterval
+
+_FIRST_DEVICE_TRACK = 1000
+_MOST_KEPT = 2048
+_LONGEST_KEPT_NS = 1_000_000_000
+
+
+class TraceFile:
+    """The file ``path``, which it replaces, for the calls of the process with that `process_number`.
+
+    Raises `InvalidUsageError` if the file cannot be opened. If it cannot be written later, as on a full disk, the trace
+    ends there with a warning. Its methods are for any thread.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.path = path
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._written_ns = now_ns()
+        self._threads: dict[int, int] = {}
+        self._streams: dict[tuple[int, int], int] = {}
+        self._file = open_file("MPICOMM_TRACE", path, "w")
+        self._separator = "["
+        self._name("process_name", 0, f"rank {rank} ({socket.gethostname()}:{os.getpid()})")
+        self._add({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
+        self.flush()
+
+    def add_clock(self, reading: Reading) -> None:
+        """Write a reading of this rank's clock."""
+        facts = {
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "wall_ns": time.time_ns() - now_ns() + reading.time_ns,
+            **asdict(reading),
+        }
+        self._add({"ph": "M", "name": CLOCK, "pid": self._rank, "tid": 0, "args": facts})
+
+    def add_call(self, record: Record) -> None:
+        """Write the time of a call on the host, in the track of the calling thread."""
+        self._add(self._slice(record, self._thread(), record.start_ns, record.stop_ns, record.category))
+
+    def add_device_time(self, record: Record, ordinal: int, stream: int, start_ns: int, stop_ns: int) -> None:
+        """Write the time of a call on a device, in the track of its stream."""
+        track = self._streams.get((ordinal, stream))
+        if track is None:
+            track = self._streams[ordinal, stream] = _FIRST_DEVICE_TRACK + len(self._streams)
+            self._name("thread_name", track, f"GPU {ordinal}, " + (f"stream {stream:#x}" if stream else "stream 0"))
+        self._add(self._slice(record, track, start_ns, stop_ns, DEVICE))
+
+    def flush(self) -> None:
+        """Write all events that are still in memory."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            if lines:
+                self._write(self._separator + "\n" + ",\n".join(lines))
+                self._separator = ","
+            self._written_ns = now_ns()
+
+    def close(self) -> None:
+        """Write all events that are still in memory, and the end of the file. A second call does nothing."""
+        self.flush()
+        with self._lock:
+            self._write("\n]\n")
+            self._file.close()
+
+    def _write(self, text: str) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # it tries to write the rest again, and closes the file in any case
+                self._file.close()
+            logger.warning("MPICOMM_TRACE=%r cannot be written: %s: the trace ends here", self.path, error.strerror)
+
+    def _slice(self, record: Record, track: int, start_ns: int, stop_ns: int, category: str) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "bytes": record.nbytes,
+            "dtype": record.dtype or None,
+            "algorithm": record.algorithm or None,
+            "why": record.why or None,
+            "slow": "; ".join(record.slow_ways) or None,
+            "comm": record.comm,
+            "number": record.number or None,
+            "captured": record.captured or None,
+            "error": record.error or None,
+        }
+        return {
+            "ph": "X",
+            "name": record.operation,
+            "cat": category,
+            "ts": start_ns / 1000,
+            "dur": (stop_ns - start_ns) / 1000,
+            "pid": self._rank,
+            "tid": track,
+            "args": {**{name: value for name, value in facts.items() if value is not None}, **record.details},
+        }
+
+    def _thread(self) -> int:
+        ident = threading.get_ident()
+        track = self._threads.get(ident)
+        if track is None:
+            track = self._threads[ident] = len(self._threads)
+            name = "host calls" if track == 0 else f"host calls, thread {threading.current_thread().name}"
+            self._name("thread_name", track, name)
+        return track
+
+    def _name(self, what: str, track: int, name: str) -> None:
+        self._add({"ph": "M", "name": what, "pid": self._rank, "tid": track, "args": {"name": name}})
+
+    def _add(self, event: dict[str, Any]) -> None:
+        line = json.dumps(event)
+        with self._lock:
+            self._lines.append(line)
+            late = len(self._lines) >= _MOST_KEPT or now_ns() - self._written_ns > _LONGEST_KEPT_NS
+        if late:
+            self.flush()
+
 
 _DOMAIN = "mpicomm"
 NVTX = "nvtx"
@@ -40,7 +169,7 @@ class Recorder:
         self._nvtx: Any = None if settings.trace is None else _nvtx(required=settings.trace == NVTX)
         self.file: TraceFile | None = None
         if settings.trace is not None and settings.trace != NVTX:
-            self.file = TraceFile(log.file_name(settings.trace, number), number)
+            self.file = TraceFile(log.file_name(_of_one_rank(settings.trace), number), number)
         if note_slow_way not in log.slow_way_listeners:
             log.slow_way_listeners.append(note_slow_way)
         atexit.register(self._finish)
@@ -96,12 +225,6 @@ class Recorder:
         if self.file is not None:
             self.file.flush()
 
-    def discard(self) -> None:
-        """Give up the recorder, because another rank has the same file."""
-        atexit.unregister(self._finish)
-        if self.file is not None:
-            self.file.close()
-
     def _finish(self) -> None:
         """Write the rest before the process ends. In a forked child everything belongs to the parent."""
         if os.getpid() != self._process:
@@ -111,6 +234,14 @@ class Recorder:
             self.file.close()
         if self._reports:
             self._total.statistics().print(rich_console(sys.stderr, 140))  # stdout stays the program's
+
+
+def _of_one_rank(pattern: str) -> str:
+    """Return the name of a trace with a mark for the rank, except for a device such as /dev/null."""
+    path = Path(pattern)
+    if "%r" in pattern or (path.exists() and not path.is_file()):
+        return pattern
+    return str(path.with_name(f"{path.stem}-%r{path.suffix}"))
 
 
 def _nvtx(*, required: bool) -> Any:

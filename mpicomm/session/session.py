@@ -11,8 +11,7 @@ from mpicomm.cluster.roll_call import roll_call
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
 from mpicomm.session.set_up import SetUp
-from mpicomm.sharing.segments import SharedSegments
-from mpicomm.sharing.shared_memory import Shared, Suspendable
+from mpicomm.sharing.segments import Shared, SharedSegments, Suspendable
 from mpicomm.sharing.suspension import Suspension
 
 

@@ -23,7 +23,7 @@ from mpicomm.devices.handle import Kind, MemoryUse, summed
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
 from mpicomm.sharing.choose_handle import choose_handles, node_of
-from mpicomm.sharing.shared_memory import AnyShared, Shared, SignalPads
+from mpicomm.sharing.segments import AnyShared, Shared, SignalPads
 from mpicomm.sharing.suspension import Suspension
 from mpicomm.symmetric.registry import Mappings
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 
 from mpicomm.devices.handle import Descriptor, way_out
 from mpicomm.errors import HandleError
-from mpicomm.interrupts import uninterrupted
 from mpicomm.log import logger
+from mpicomm.waiting import uninterrupted
 
 _MAGIC = b"mpicommF"
 _SECRET_NBYTES = 32

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.agreement import Group, require_same
 from mpicomm.devices.cuda.types import Backend
 from mpicomm.devices.handle import VIRTUAL_KINDS, Kind
-from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
+from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.sharing.segments import SharedSegments, reopen
 
 
@@ -73,15 +73,7 @@ class Suspension:
                     self._copy(host.ctypes.data, shared.own.pointer, host.nbytes)
                     self._saved[shared] = host
 
-        kept = self._group.exchange("suspend: finish all work", finish_work)
-        if len(set(kept)) > 1:
-            said = [
-                name_ranks([self._group.ranks[at] for at, each in enumerate(kept) if each is value])
-                for value in (True, False)
-            ]
-            raise InvalidUsageError(
-                f"suspend: keep=True on {said[0]} and keep=False on {said[1]}: pass one on all ranks"
-            )
+        require_same("suspend: keep", self._group.exchange("suspend: finish all work", finish_work))
         self._group.agree("suspend: save", save)
 
     def give_back(self) -> None:

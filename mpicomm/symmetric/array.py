@@ -13,8 +13,7 @@ from mpicomm.cluster.process import close_after
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.session import Session
-from mpicomm.sharing.segments import SharedSegments
-from mpicomm.sharing.shared_memory import SignalPad
+from mpicomm.sharing.segments import SharedSegments, SignalPad
 
 _MOST_NBYTES = 2**63 - 1
 

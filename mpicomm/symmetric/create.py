@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.cluster.agreement import require_same
 from mpicomm.devices.base import Segment
 from mpicomm.devices.cuda.types import Event
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.session import Session
-from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
-from mpicomm.sharing.shared_memory import SignalPad
+from mpicomm.sharing.segments import SharedSegments, SignalPad, SuspendedContent, share
 from mpicomm.symmetric.array import SymmetricArray, checked_shape, require_contiguous, require_writable
 
 
@@ -189,9 +189,7 @@ def _share_on_all_nodes(
         return describe()
 
     try:
-        signatures = owner.group.exchange(f"{what}: on all nodes", in_node)
-        if len(set(signatures)) > 1:
-            raise InvalidUsageError(f"{what}: the ranks differ: {signatures}; a symmetric array is the same on all")
+        require_same(what, owner.group.exchange(f"{what}: on all nodes", in_node))
     except Exception:
         for segments in opened:
             segments.undo(f"{what}: undo on all nodes")

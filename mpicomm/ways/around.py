@@ -78,7 +78,9 @@ def as_packed(reader: Reader, call: Call) -> Steps:
         return copy if operand.counts is None else [copy, lengths]
 
     send = packed(call.send, given.send, receives=False)
-    given = replace(given, send=send, receive=packed(call.receive, given.receive, receives=True))
+    # The root of a broadcast only reads its buffer, which may be read-only.
+    receives = operation.rooted != "bcast" or given.root != reader.session.placement.rank
+    given = replace(given, send=send, receive=packed(call.receive, given.receive, receives=receives))
 
     def unpack() -> None:
         for as_bytes, elements in pieces:
@@ -213,9 +215,12 @@ def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
     else:
         require_no_graph(operation, backend, stream, BESIDE)
         warn_of_host_array(operation)
-    copies = HostCopies(backend, stream)
-    send = copies.spec(given.send, writable=False, name="sendbuf", operand=call.send)
-    receive = copies.spec(given.receive, writable=True, name="recvbuf", operand=call.receive)
+    copies, send, receive = HostCopies(backend, stream), given.send, given.receive
+    # MPI ignores, as `Call` does, what other ranks pass for the root's buffer.
+    if call.send is not None:
+        send = copies.spec(send, writable=False, name="sendbuf", operand=call.send)
+    if call.receive is not None:
+        receive = copies.spec(receive, writable=True, name="recvbuf", operand=call.receive)
     copies.ready()
     return copies, replace(given, send=send, receive=receive)
 

@@ -323,7 +323,7 @@ class Dispatcher:
         self, done: Callable[[], bool], finish: Callable[[], None], *, uses_device: bool = False
     ) -> DeferredRequest:
         """Return the request of work that MPI does until ``done``, and that ``finish`` ends on this rank."""
-        prepare_thread = self._session.backend.prepare_thread if uses_device else lambda: None
+        prepare_thread = self._session.backend.prepare_thread if uses_device else None
         return self._votes.completer.add(DeferredRequest.of(done, finish), prepare_thread)
 
     def _start(self, call: Call) -> MPI.Request:

@@ -101,16 +101,11 @@ class Engines:
             session = self._session.set_up(operation)
             layout = DomainLayout(session.placement.nodes, session.placement.rank)
             # On all nodes together: if one node fails, the others would wait for its messages.
-            made: list[NetworkWaits] = []
-
-            def make() -> None:
-                self.on_host(operation)
-                made.append(session.keep(NetworkWaits(session.node)))
-
-            session.group.agree(f"{operation}: set-up", make)
-            engine = self.on_host(operation)
-            engine.awaited_beyond = made[0].awaited
-            transfers = self._transfers_of(session, layout, made[0])
+            engine, waits = session.group.agree(
+                f"{operation}: set-up", lambda: (self.on_host(operation), session.keep(NetworkWaits(session.node)))
+            )
+            engine.awaited_beyond = waits.awaited
+            transfers = self._transfers_of(session, layout, waits)
             self._host_domains = HostDomains(layout, engine, transfers)
         return self._host_domains.run
 
@@ -140,19 +135,17 @@ class Engines:
 
     def _of_domains(self, session: Session, make: Callable[[], DeviceEngine]) -> DomainsEngine:
         """Return an engine for all peer domains, on top of the engine of one domain that ``make`` makes. Collective."""
-        from mpicomm.domains.gpu.choose_transport import choose_transport
         from mpicomm.domains.gpu.engine import DomainsEngine
+        from mpicomm.domains.gpu.transports import choose_transport
         from mpicomm.domains.mapped import MappedChannels
         from mpicomm.domains.mpi_transfers import NetworkWaits
         from mpicomm.domains.steps import DomainLayout
 
         layout = DomainLayout(session.placement.domains, session.placement.rank)
-        made: list[tuple[DeviceEngine, NetworkWaits]] = []
         # On all peer domains together: if one domain fails, the others would wait for its network messages.
-        session.group.agree(
-            "collectives: set-up", lambda: made.append((make(), session.keep(NetworkWaits(session.domain))))
+        engine, waits = session.group.agree(
+            "collectives: set-up", lambda: (make(), session.keep(NetworkWaits(session.domain)))
         )
-        engine, waits = made[0]
         transfers = self._transfers_of(session, layout, waits)
         backend = session.gpu("collectives")
         uuids = tuple(place.device_uuid for place in session.placement.places)

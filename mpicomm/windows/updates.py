@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpicomm.kernels.window import LOCATING, MOVING
 from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.layout import DatatypeLayout, known_of, layout_of, made_of
+from mpicomm.mpi.layout import DatatypeLayout, known_of, made_layout, made_of
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.regions import Region
 from mpicomm.windows.buffers import LocalBuffer, TypedElements
@@ -55,7 +55,8 @@ def as_pairs(elements: TypedElements) -> TypedElements:
     """
     if elements.datatype is None or elements.dtype is not None:
         return elements
-    layout = _with_whole_pairs(elements.datatype)
+    known = known_of(elements.datatype)
+    layout = known.whole_pairs = known.whole_pairs or _with_whole_pairs(elements.datatype)
     if layout is None or layout.dtype not in kernel_types():
         return elements
     itemsize = layout.dtype.itemsize
@@ -72,12 +73,9 @@ def _with_whole_pairs(datatype: MPI.Datatype) -> DatatypeLayout | None:
     if datatype.is_predefined:
         dtype = _dtypes().get(datatype.handle)
         if dtype is None:
-            return layout_of(datatype)
+            return made_layout(datatype)
         return DatatypeLayout((Region(0, (), dtype.itemsize),), dtype.itemsize, dtype)
-    known = known_of(datatype)
-    if known.whole_pairs is None:
-        known.whole_pairs = made_of(datatype, _with_whole_pairs)
-    return known.whole_pairs
+    return made_of(datatype, _with_whole_pairs)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
     (
         "Ground",
         "words, settings, waits",
-        [["expressions", "log"], ["environment", "waiting", "interrupts"], ["errors", "sizes"]],
+        [["expressions", "log"], ["environment", "waiting"], ["errors", "sizes"]],
     ),
 ]
 """The bands of rooms from the top down: a title, what the rooms do, and rows of rooms that import only from below."""

@@ -17,7 +17,7 @@ from mpicomm import Communicator
 from mpicomm.api.collectives import NeighborCollectives
 from mpicomm.api.communicator import RankInfo
 from mpicomm.api.window import DeviceWindowCalls
-from mpicomm.recording.statistics import Statistics
+from mpicomm.recording.record import Statistics
 
 INTERNAL = frozenset(
     {

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.bench.machine import GpuMachine
+from mpicomm.bench.measure import GpuMachine
 
 WORLD = MPI.COMM_WORLD
 _WARM_UPS = 2

@@ -23,7 +23,7 @@ from mpi4py import MPI
 from result_file import Sheet, measuring_parser
 
 import mpicomm
-from mpicomm.cli.machine import processor
+from mpicomm.cli.arguments import processor
 
 WORLD = MPI.COMM_WORLD
 ROUNDS = 21

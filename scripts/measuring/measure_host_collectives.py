@@ -26,7 +26,7 @@ from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES, SLOTS, HostEngine
 from mpicomm.collectives.operations import OPERATIONS, Operation
-from mpicomm.sharing.shared_memory import Shared
+from mpicomm.sharing.segments import Shared
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -34,12 +34,10 @@ from varied_arrays import FLOAT, Pools
 
 import mpicomm
 import mpicomm.torch
-from mpicomm.bench.contenders import open_peer
-from mpicomm.bench.machine import Call, machine_of
-from mpicomm.bench.measure import PeerFailureError, together
-from mpicomm.bench.nccl import Nccl
+from mpicomm.bench.measure import Call, PeerFailureError, machine_of, together
+from mpicomm.bench.nvidia_peers import Nccl
 from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers import Mpicomm, mpi_call
+from mpicomm.bench.peers import Mpicomm, mpi_call, open_peer
 
 WORLD = MPI.COMM_WORLD
 ROUNDS = 5

@@ -154,7 +154,7 @@ def of_nccl() -> Library:
     import cupy
     from mpi4py import MPI
 
-    from mpicomm.bench.nccl import OPS, TYPES
+    from mpicomm.bench.nvidia_peers import OPS, TYPES
     from mpicomm.devices.cuda import nccl
 
     world = MPI.COMM_WORLD
@@ -403,7 +403,7 @@ def run(library: str, log: Path, first: int) -> None:
     """
     from mpi4py import MPI
 
-    from mpicomm.cli.machine import processor, versions
+    from mpicomm.cli.arguments import processor, versions
 
     world = MPI.COMM_WORLD
     with log.open("a", buffering=1) as file:

@@ -21,7 +21,7 @@ from needed import cupy
 from result_file import Sheet, command, measuring_parser
 
 import mpicomm
-from mpicomm.bench.machine import GpuMachine
+from mpicomm.bench.measure import GpuMachine
 from mpicomm.collectives.gpu.plan import launching
 from mpicomm.collectives.packed import PackJob, pack_launches
 from mpicomm.devices.cuda.backend import CudaBackend

@@ -27,7 +27,7 @@ from mpi4py import MPI
 from result_file import Sheet, measuring_parser
 
 import mpicomm
-from mpicomm.bench.machine import Call, Machine, machine_of
+from mpicomm.bench.measure import Call, Machine, machine_of
 from mpicomm.collectives.operations import OPERATIONS
 
 WORLD = MPI.COMM_WORLD

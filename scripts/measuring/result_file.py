@@ -16,8 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from mpicomm.cli.arguments import output_file, write_json
-from mpicomm.cli.machine import processor, versions
+from mpicomm.cli.arguments import output_file, processor, versions, write_json
 
 LONG_RUNS = ["run", "date", "how many", "result"]
 """The columns of tables of reliability: a row is a run."""
@@ -40,7 +39,7 @@ class Table:
     command: str | None = None
     """The command of all rows; None if a column names the commands."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of software that `mpicomm.cli.machine.versions` does not name."""
+    """Of software that `mpicomm.cli.arguments.versions` does not name."""
 
 
 class Sheet:

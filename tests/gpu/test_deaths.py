@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.jobs.mpiexec import run_job
-from tests.helpers.jobs.product_death_jobs import DEATHS, require_named
 from tests.helpers.jobs.survivors import calls_of
 from tests.helpers.programs.lock_deaths import WAYS
+from tests.helpers.programs.product_deaths import DEATHS, require_named
 
 TIMEOUT_S = 2.0
 

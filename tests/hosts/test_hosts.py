@@ -73,7 +73,8 @@ def test_a_rank_that_fails_makes_the_job_fail(two_hosts: Hosts) -> None:
         two_hosts.run((0, 1), "-c", "from mpi4py import MPI\nif MPI.COMM_WORLD.rank: raise ValueError('here')")
 
 
-PLACEMENTS = {"2+2": "0,0,1,1", "2+1": "0,0,1", "round-robin": "0,1,0,1"}
+# One host with more ranks than the other, and ranks of one host that do not follow each other.
+PLACEMENTS = {"2+1": "0,0,1", "round-robin": "0,1,0,1"}
 
 
 @dataclass
@@ -109,8 +110,8 @@ def test_over_two_hosts(outcomes: Outcomes, check: str) -> None:
     assert not problems, "\n".join([*problems, outcomes.job])
 
 
-@pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 0, 1), (0, 1, 0, 1)])
-def test_info_shows_the_hosts_and_which_memory_is_out_of_reach(two_hosts: Hosts, placement: tuple[int, ...]) -> None:
+def test_info_shows_the_hosts_and_which_memory_is_out_of_reach(two_hosts: Hosts) -> None:
+    placement = (0, 1, 0)
     found = json.loads(two_hosts.run(placement, "-m", "mpicomm.info", "--device", "cpu", "--json"))
     assert [info["host"] for info in found["ranks"]] == [f"host{host}" for host in placement]
     assert [info["node"] for info in found["ranks"]] == list(placement)

@@ -19,5 +19,6 @@ To add a kernel:
    comparison with a reference: see `kernel_calls`.
 4. Runs between processes, and the same runs under ThreadSanitizer. Each flag, fence and barrier of the kernel's
    protocol needs a control: a change of the source that one of these runs catches. `machine.controls` makes a test of
-   a table of changes: see test_negative_controls.
+   a table of changes: see test_negative_controls. One build has many of them (mistakes.py), because g++ takes longer
+   than most runs. For the same reason calls that differ in nothing that matters have the same type and number of ranks.
 """

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,9 @@ from pathlib import Path
 from mpicomm import environment
 from mpicomm.kernels.variant import SHARED
 from tests.helpers.inputs.kernel_sources import HEADERS, SOURCES
+from tests.helpers.jobs.mpiexec import ROOT
 from tests.kernels.launchers import Server
+from tests.kernels.mistakes import Change, Changes, Mistake, shared, with_mistakes
 
 SIMULATION = Path(__file__).parent / "simulation"
 
@@ -39,14 +41,19 @@ _KERNEL = (
 # Most kernels compile for longer than they run: g++ is done sooner with -Og than with -O1. A kernel with changes runs
 # for one test, and -O0 is done the soonest.
 _OPTIMIZED, _CHANGED = ("-Og",), ("-O0",)
-_LAUNCHER = ("-std=c++20", "-O2", "-Wall", "-Wextra")
+_LAUNCHER = ("-std=c++17", "-Wall", "-Wextra")
 _SANITIZER = ("-fsanitize=thread",)
 _LINES = ("-g1",)  # of a race, which is no surprise in a kernel with changes
 
 _INCLUDE_DIRECTORY = SHARED / "include"
 _PUBLIC = {path.name: path for path in _INCLUDE_DIRECTORY.rglob("*.cuh")}
+_OTHERS = (*(ROOT / "examples").glob("*.cu"), *Path(__file__).parent.glob("*.cu"))
+_FILES = {**HEADERS, **SOURCES, **_PUBLIC, **{path.name: path for path in _OTHERS}}
 _INCLUDE = re.compile(r'^#include ["<](?:[^">\n]*/)?([^">/\n]+\.cuh)[">]', re.MULTILINE)
+_KERNEL_NAME = re.compile(r"^MPICOMM_KERNEL void (\w+)\(", re.MULTILINE)
+_CONDITIONAL = re.compile(r"^#if.*?^#endif", re.MULTILINE | re.DOTALL)
 _LOCKS = 64
+_FIBERS_OF_SERVER = 400
 _KEPT_S = 30 * 24 * 3600  # for builds that no run uses
 
 
@@ -76,20 +83,13 @@ def cache() -> Path | None:
 
 
 @dataclass(frozen=True)
-class Change:
-    """Replace ``old``, which must occur exactly once in a file of the kernels, by ``new``."""
-
-    file: str
-    old: str
-    new: str
-
-
-@dataclass(frozen=True)
 class Kernel:
     """A compiled kernel as the launcher knows it."""
 
     binary: Path
     entry: str
+    mistake: int = 0
+    """The number of the mistake that it makes, of those of its binary."""
 
 
 class Builds:
@@ -99,6 +99,7 @@ class Builds:
         self.sanitize = sanitize
         self._directory = directory
         self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._servers: dict[int, Server] = {}
         for number in range(_LOCKS):
             (directory / f"lock-{number}").touch()
         _drop_unused(directory)
@@ -107,38 +108,55 @@ class Builds:
     def launcher(self) -> Path:
         """The program that runs kernels."""
         sanitizer = _SANITIZER if self.sanitize else ()
+        objects = [self._object("block", "-O2"), self._object("launcher", "-O0")]
 
         def build(directory: Path) -> Path:
-            objects = []
-            for name in ("block", "launcher"):  # not instrumented: see block.cpp
-                objects.append(str(directory / f"{name}.o"))
-                _run("g++", *_LAUNCHER, "-c", str(SIMULATION / f"{name}.cpp"), "-o", objects[-1])
-            _run("g++", *sanitizer, "-rdynamic", *objects, "-ldl", "-pthread", "-o", str(directory / "launcher"))
+            paths = [*map(str, objects), "-ldl", "-pthread", "-o", str(directory / "launcher")]
+            _run("g++", *sanitizer, "-rdynamic", *paths)
             return directory / "launcher"
 
-        texts = [(SIMULATION / name).read_text() for name in (*_LANGUAGE, "block.cpp", "launcher.cpp", "launch.hpp")]
-        return self._once("launcher", "", (_LAUNCHER, sanitizer, texts), build)
+        return self._once("launcher", "", (sanitizer, [each.name for each in objects]), build)
 
-    @cached_property
-    def server(self) -> Server:
-        """A process that runs kernels under ThreadSanitizer; `end` ends it."""
-        return Server(self.launcher)
+    def _object(self, name: str, speed: str) -> Path:
+        """Return a part of the launcher, which is not instrumented: see block.cpp."""
+
+        def build(directory: Path) -> Path:
+            made = directory / "made.o"
+            _run("g++", *_LAUNCHER, speed, "-c", str(SIMULATION / f"{name}.cpp"), "-o", str(made))
+            return made
+
+        texts = [(SIMULATION / file).read_text() for file in ("block.hpp", "launch.hpp", f"{name}.cpp")]
+        return self._once(name, ".o", (_LAUNCHER, speed, texts), build)
+
+    def server(self, fibers: int) -> Server:
+        """Return a process that runs kernels with so many fibers of ThreadSanitizer; `end` ends it.
+
+        Each job takes the longer, the more fibers its server has made.
+        """
+        size = -(-fibers // _FIBERS_OF_SERVER)
+        if size not in self._servers:
+            self._servers[size] = Server(self.launcher)
+        return self._servers[size]
 
     def end(self) -> None:
-        if "server" in self.__dict__:
-            self.server.end()
+        for server in self._servers.values():
+            server.end()
 
-    def kernel(
-        self, source: Path, entry: str, options: Sequence[str] = (), *, changes: Sequence[Change] = ()
-    ) -> Kernel:
+    def kernel(self, source: Path, entry: str, options: Sequence[str] = (), *, changes: Changes = ()) -> Kernel:
         """Return the kernel ``entry`` of ``source``, compiled with ``options`` and after ``changes``."""
         key = (source, entry, *options, *changes)
         if key not in self._kernels:
-            self._kernels[key] = Kernel(self._compiled(source, entry, options, changes), f"enter_{entry}")
+            mistakes = [change for change in changes if isinstance(change, Mistake)]
+            assert len(mistakes) < 2
+            binary = self._compiled(source, entry, options, [*changes])
+            self._kernels[key] = Kernel(binary, f"enter_{entry}", *(each.number for each in mistakes))
         return self._kernels[key]
 
-    def _compiled(self, source: Path, entry: str, options: Sequence[str], changes: Sequence[Change]) -> Path:
-        files = _included(source, tuple(changes))
+    def _compiled(self, source: Path, entry: str, options: Sequence[str], changes: Changes) -> Path:
+        fixed = tuple(change for change in changes if isinstance(change, Change))
+        switched = tuple(change for each in changes if isinstance(each, Mistake) for change in each.changes)
+        files = _included(source, fixed, switched)
+        entries = _entries(files[source.name], entry)
         changed = files != _included(source)  # a run may have kernels that the changes do not concern
         speed: tuple[str, ...] = _CHANGED if changed else _OPTIMIZED
         if self.sanitize:
@@ -148,7 +166,8 @@ class Builds:
             for name, text in files.items():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 (directory / name).write_text(text)
-            (directory / "entry.cpp").write_text(f'#include "{source.name}"\nCPU_ENTRY({entry})\n')
+            made = "\n".join(f"CPU_ENTRY({each})" for each in entries)
+            (directory / "entry.cpp").write_text(f'#include "{source.name}"\n{made}\n')
             # The launcher has all libraries, so the kernel saves the time to link them.
             paths = (
                 f"-I{directory}",
@@ -162,7 +181,7 @@ class Builds:
             )
             return directory / "kernel.so"
 
-        content = entry, options, _KERNEL, speed, sorted(files.items()), self._language(speed).name
+        content = entries, options, _KERNEL, speed, sorted(files.items()), self._language(speed).name
         return self._once(source.stem, ".so", content, build)
 
     def _language(self, speed: Sequence[str]) -> Path:
@@ -194,29 +213,33 @@ class Builds:
 _LANGUAGE = ("cuda.hpp", "block.hpp")
 
 
+def one_build_of_many(changes: Iterable[Change]) -> list[Change | Mistake]:
+    """Return each change as a mistake of a build that it shares with others, or as it is if it needs its own build."""
+    return shared(changes, lambda change: _FILES[change.name].read_text())
+
+
 @functools.cache
 def _compiler() -> str:
     return subprocess.run(["g++", "-v"], capture_output=True, text=True, check=True).stderr
 
 
 @functools.cache
-def _included(source: Path, changes: tuple[Change, ...] = ()) -> dict[str, str]:
-    """Return the texts after ``changes`` of ``source`` and of all files that it includes, by their names."""
-    paths = {**HEADERS, **SOURCES, **_PUBLIC, source.name: source}
-    texts: dict[str, str] = {}
+def _included(source: Path, changes: tuple[Change, ...] = (), switched: tuple[Change, ...] = ()) -> dict[str, str]:
+    """Return the texts after ``changes`` of ``source`` and of all files that it includes, by their names.
+
+    The launcher switches on one of the changes that are ``switched``.
+    """
+    texts: dict[str, str] = {source.name: source.read_text()}
 
     def text_of(file: str) -> str:
         if file not in texts:
-            texts[file] = paths[file].read_text()
+            texts[file] = _FILES[file].read_text()
         return texts[file]
 
     for change in changes:
-        file = Path(change.file).name
-        text = text_of(file)
-        # A change that fits nowhere would make no mistake, and a change that fits twice would make another mistake.
-        if text.count(change.old) != 1:  # no AssertionError, which tests of changed kernels expect
-            raise ValueError(f"{change.file} has {text.count(change.old)} of: {change.old}")
-        texts[file] = text.replace(change.old, change.new)
+        texts[change.name] = change.apply(text_of(change.name))
+    for file in {change.name for change in switched}:
+        texts[file] = with_mistakes(text_of(file), file, switched)
     found, ahead = {}, [source.name]
     while ahead:
         file = ahead.pop()
@@ -226,6 +249,12 @@ def _included(source: Path, changes: tuple[Change, ...] = ()) -> dict[str, str]:
             found[name] = text_of(file)
             ahead += _INCLUDE.findall(found[name])
     return found
+
+
+def _entries(text: str, entry: str) -> Sequence[str]:
+    """Return the kernels of a source that one build has: all that it has in any case, or only ``entry``."""
+    always = _KERNEL_NAME.findall(_CONDITIONAL.sub("", text))
+    return always if entry in always else [entry]
 
 
 def _drop_unused(directory: Path) -> None:

@@ -17,19 +17,17 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
-    return _builds(tmp_path_factory, sanitize=False)
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
+    yield from _builds(tmp_path_factory, sanitize=False)
 
 
 @pytest.fixture(scope="session")
 def watched_builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
     """Builds for ThreadSanitizer."""
-    builds = _builds(tmp_path_factory, sanitize=True)
-    yield builds
-    builds.end()
+    yield from _builds(tmp_path_factory, sanitize=True)
 
 
-def _builds(tmp_path_factory: pytest.TempPathFactory, *, sanitize: bool) -> Builds:
+def _builds(tmp_path_factory: pytest.TempPathFactory, *, sanitize: bool) -> Iterator[Builds]:
     if why := missing():
         pytest.skip(f"{why}: kernels cannot run on the processor")
     directory = cache()
@@ -37,4 +35,6 @@ def _builds(tmp_path_factory: pytest.TempPathFactory, *, sanitize: bool) -> Buil
         directory = tmp_path_factory.getbasetemp()
         if "PYTEST_XDIST_WORKER" in os.environ:  # workers share their builds
             directory = directory.parent
-    return Builds(directory, sanitize=sanitize)
+    builds = Builds(directory, sanitize=sanitize)
+    yield builds
+    builds.end()

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.machine import Machine
+from tests.kernels.mistakes import Changes
 
 SOURCE = Path(__file__).parent / "device_functions.cu"
 GROUPS = {"Thread": (7, 7), "Warp": (70, 3), "Block": (70, 1)}
@@ -131,7 +132,7 @@ class Rig(AnyRig):
         messages: Messages,
         *,
         size: int = 3,
-        changes: Sequence[Change] = (),
+        changes: Changes = (),
         absent: int | None = None,
     ) -> None:
         super().__init__(group, size, range(size), messages)

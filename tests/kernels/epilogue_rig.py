@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.mpi.arguments import Operand, Span, parse
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import Array, dtype_named, reduced, require_same, samples
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import BOTH
 from tests.kernels.machine import Machine, Place
+from tests.kernels.mistakes import Changes
 from tests.kernels.rig import Rig, packet_rig
 
 
@@ -55,7 +56,7 @@ def run_after(
     *,
     in_place: bool = False,
     offset: int = 0,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
     blocks: int | None = None,
     threads: int | None = None,
     limit_s: float = 60,
@@ -78,11 +79,12 @@ def run_after(
 
 
 class FusedCalls:
-    """All-reduces with epilogues in the kernels that reduce."""
+    """All-reduces with epilogues in the kernels that reduce. Arrays lie at multiples of 16 bytes, or ``anywhere``."""
 
-    def __init__(self, rig: Rig, rng: np.random.Generator) -> None:
+    def __init__(self, rig: Rig, rng: np.random.Generator, *, anywhere: bool = True) -> None:
         self._rig = rig
         self._rng = rng
+        self._anywhere = anywhere
         self._checks: list[tuple[Place, Array, bool]] = []
 
     def run(self, *, seed: int = 0, limit_s: float = 60) -> None:
@@ -137,7 +139,7 @@ class FusedCalls:
                 self._checks.append((moved[rank][1][array], changed, False))
 
     def _offset(self, dtype: np.dtype[Any]) -> int:
-        return int(self._rng.choice((0, 16, dtype.itemsize)))
+        return int(self._rng.choice((0, 16, dtype.itemsize if self._anywhere else 32)))
 
 
 def run_fused(
@@ -150,7 +152,7 @@ def run_fused(
     size: int = 3,
     exact: bool = False,
     seed: int = 0,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
 ) -> None:
     """All-reduces of one step in one hop, and of several in two, in two kernels; they fill no whole packet at the end.
 

@@ -14,8 +14,9 @@ from mpicomm.experts.on_gpu import Blocks, ExpertsLaunches, ExpertsMemory
 from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from mpicomm.kernels.variant import Launch
 from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.machine import Array, Machine, Place, kernel_of
+from tests.kernels.mistakes import Change, Changes
 
 FEW_THREADS = (
     Change("experts_dispatch.cuh", "kDispatchThreads = 384", "kDispatchThreads = 96"),
@@ -68,7 +69,7 @@ class ExpertsRig:
         capacity: int = 64,
         alignment: int = 1,
         blocks: tuple[int, int] = (1, 1),
-        changes: Sequence[Change] = (),
+        changes: Changes = (),
         timeout_s: float = 20,
         all_threads: bool = False,
         by_token: bool = False,
@@ -302,7 +303,7 @@ def play(
         each.check()
 
 
-def rig_of(builds: Builds, size: int, changes: Sequence[Change] = (), **options: Any) -> ExpertsRig:
+def rig_of(builds: Builds, size: int, changes: Changes = (), **options: Any) -> ExpertsRig:
     """Return ranks with 3, 0, 2, ... experts, and rows of two parts of odd length."""
     experts = [3, 0, 2, 1][:size] if size > 1 else [4]
     dtype = options.pop("dtype", np.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.build import Change
+from tests.kernels.mistakes import Change
 
 LATE = [
     Change(

@@ -19,8 +19,9 @@ import pytest
 from mpicomm.devices.cuda.faults import FaultRecord
 from mpicomm.kernels.team import Faults, Team
 from mpicomm.kernels.variant import Launch, Variant
-from tests.kernels.build import Builds, Change, Kernel
-from tests.kernels.launchers import MOST_CPU_S, file_of, run_together
+from tests.kernels.build import Builds, Kernel, one_build_of_many
+from tests.kernels.launchers import MOST_CPU_S, file_of
+from tests.kernels.mistakes import Change, Changes
 
 Array = npt.NDArray[Any]
 
@@ -32,7 +33,7 @@ _ADDRESSES = 0x1_0000_0000
 _RANK_NBYTES = 1 << 27
 _GAP = 64  # around each allocation, to see whether a kernel writes beside it
 _GAP_BYTE = 0xA5
-_HEADER_LINES = 3  # of a job of one rank, before its own
+_HEADER_LINES = 4  # of a job of one rank, before its own
 _TICK_NS = 200_000  # of the time of kernels: see Clock in launch.hpp
 _AWAY = 2**64 - 1  # kAway
 
@@ -66,16 +67,25 @@ def controls(
     """Return a test that a run of kernels with each mistake is seen, under ThreadSanitizer if ``watched``.
 
     A mistake is a change of the sources, or a list of them, or a tuple that ends with one of these, after further
-    arguments of ``run``. It takes ``seed`` and ``changes`` by name.
+    arguments of ``run``. It takes ``seed`` and ``changes`` by name. Mistakes share builds where `one_build_of_many` can
+    put them together.
     """
+
+    given = {name: mistake if isinstance(mistake, tuple) else (mistake,) for name, mistake in mistakes.items()}
+    all_changes = {name: [each[-1]] if isinstance(each[-1], Change) else [*each[-1]] for name, each in given.items()}
+    # Runs of the same kernels, but for the last change of each, can share their builds.
+    alike: dict[tuple[Change, ...], list[str]] = {}
+    for name, changes in all_changes.items():
+        alike.setdefault(tuple(changes[:-1]), []).append(name)
+    made: dict[str, Changes] = {}
+    for others, names in alike.items():
+        for name, mistake in zip(names, one_build_of_many(all_changes[name][-1] for name in names), strict=True):
+            made[name] = [*others, mistake]
 
     @pytest.mark.parametrize("name", mistakes)
     def test(request: pytest.FixtureRequest, name: str) -> None:
         builds = request.getfixturevalue("watched_builds" if watched else "builds")
-        mistake = mistakes[name]
-        *given, changes = mistake if isinstance(mistake, tuple) else (mistake,)
-        changes = [changes] if isinstance(changes, Change) else changes
-        require_seen(lambda seed: run(builds, *given, seed=seed, changes=changes), match)
+        require_seen(lambda seed: run(builds, *given[name][:-1], seed=seed, changes=made[name]), match)
 
     return test
 
@@ -83,6 +93,24 @@ def controls(
 def noticed(mistake: object) -> AbstractContextManager[object]:
     """Return a context in which a run has to see a mistake; it has to pass if there is none."""
     return pytest.raises(AssertionError) if mistake else nullcontext()
+
+
+def keep_first(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mix: Callable[[Sequence[Any], list[Any]], object]
+) -> dict[int, Sequence[Any]]:
+    """Let ``mix`` put arguments of an object's first call of a method into those of each call of it.
+
+    Return the first arguments of each object.
+    """
+    call, first = getattr(owner, method), dict[int, Sequence[Any]]()
+
+    def with_old(self: Any, *given: Any, **named: Any) -> Any:
+        mixed = [*given]
+        mix(first.setdefault(id(self), given), mixed)
+        return call(self, *mixed, **named)
+
+    monkeypatch.setattr(owner, method, with_old)
+    return first
 
 
 class RunFailedError(AssertionError):
@@ -101,7 +129,7 @@ class Place:
         return self.bytes.view(dtype)
 
 
-def kernel_of(builds: Builds, variant: Variant, changes: Sequence[Change] = ()) -> Kernel:
+def kernel_of(builds: Builds, variant: Variant, changes: Changes = ()) -> Kernel:
     """Return a kernel of the package for the processor."""
     options = [option for option in variant.options if option.startswith("-D")]
     return builds.kernel(variant.source, variant.entry, options, changes=changes)
@@ -203,7 +231,7 @@ class Machine:
         rank: int,
         launch: Launch,
         *,
-        changes: Sequence[Change] = (),
+        changes: Changes = (),
         blocks: int | None = None,
         threads: int | None = None,
         nap_us: int = 0,
@@ -229,9 +257,9 @@ class Machine:
             header = jobs[0].splitlines()[:_HEADER_LINES] if jobs else []
             job = "\n".join([*header, *(line for job in jobs for line in job.splitlines()[_HEADER_LINES:])])
             fibers = sum(max(x.blocks for x in each) * max(x.threads for x in each) for each in self._launches if each)
-            results = [self.builds.server.run(job, fibers)]
+            results = self.builds.server(fibers).run([job], fibers)
         else:
-            results = run_together(self.builds.launcher, jobs)
+            results = self.builds.server(0).run(jobs)
         self._launches = [[] for _ in range(self.size)]
         codes = [code for code, _ in results]
         if any(codes):
@@ -282,6 +310,7 @@ class Machine:
             f"memory {file_of(self._fd)} {self.size * _RANK_NBYTES} {self._base(rank)}",
             f"clock {self.address(0, clock, rank)}",
             f"jitter {seed} {jitter_us}",
+            f"mistake {max(each.kernel.mistake for launches in self._launches for each in launches)}",
             f"rank {rank}",
         ]
         for each in self._launches[rank]:

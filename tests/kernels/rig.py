@@ -56,8 +56,8 @@ from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
 from tests.helpers.inputs.patterns import Pattern
-from tests.kernels.build import Change
 from tests.kernels.machine import Array, Machine, Place
+from tests.kernels.mistakes import Changes
 
 SMALL = Geometry(blocks=2, workers=32)
 INBOX_NBYTES = 6 * SMALL.threads * SLOT_NBYTES  # so that a message of more than six steps uses inboxes again
@@ -136,7 +136,7 @@ class Rig:
         blocks: int = SMALL.blocks,
         threads: Sequence[int | None] = (None,),
         early: bool = True,
-        changes: Sequence[Change] = (),
+        changes: Changes = (),
         timeout_s: float | None = None,
     ) -> None:
         self.machine, self.size, self.layout = machine, machine.size, layout
@@ -269,12 +269,12 @@ def direct_rig(machine: Machine, nbytes: int, **options: Any) -> Rig:
     """Return a rig of direct.cu with symmetric memory of ``nbytes``."""
     layout = Layout(machine.size, 1, _DIRECT_INBOX_NBYTES, 0)
     # Each thread more takes ThreadSanitizer a while.
-    threads = (96,) if machine.builds.sanitize else (None,)
+    blocks, threads = (2, (64,)) if machine.builds.sanitize else (3, (None,))
 
     def launcher(pattern: Pattern, form: Form, domain: Domain) -> FormLauncher:
         return DirectLauncher(form, domain, 0)
 
-    more: dict[str, Any] = {"symmetric_nbytes": nbytes, "blocks": 3, "threads": threads, "early": False}
+    more: dict[str, Any] = {"symmetric_nbytes": nbytes, "blocks": blocks, "threads": threads, "early": False}
     return Rig(machine, launcher, layout, **more, **options)
 
 

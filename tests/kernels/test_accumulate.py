@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ from tests.helpers.fakes.window_devices import combine_pairs
 from tests.helpers.inputs.regions import layout, region
 from tests.helpers.references.reductions import reduced
 from tests.helpers.references.reference_packing import pack, unpack
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.machine import Machine, controls, kernel_of
+from tests.kernels.mistakes import Change, Changes
 
 Array = npt.NDArray[Any]
 COUNT = 40
@@ -38,14 +39,14 @@ CONTRIBUTIONS = 30
 PAIRS = [(dtype, ops[number % len(ops)]) for number, (dtype, ops) in enumerate(REDUCTIONS.items())]
 # The types with instructions of the GPU, and small elements that share a word.
 PAIRS += [(dtype, "sum") for dtype in ("int32", "uint64", "float32", "float64", "int8", "float16", "complex128")]
-PAIRS += [(dtype, op) for dtype in ("uint32", "int64") for op in ("band", "bor", "bxor")]
+PAIRS += [("uint32", "band"), ("int64", "bor"), ("uint32", "bxor")]
 PAIRS = sorted({(dtype, op) for dtype, op in PAIRS if op not in ("avg", "tree")})
 
 
 class Updates:
     """Ranks that update the memory of rank 0, and their contributions."""
 
-    def __init__(self, builds: Builds, size: int, dtype: str, changes: Sequence[Change] = ()) -> None:
+    def __init__(self, builds: Builds, size: int, dtype: str, changes: Changes = ()) -> None:
         self.machine = Machine(builds, size)
         self.size, self.dtype, self.changes = size, covered_dtype(dtype), changes
 
@@ -78,9 +79,7 @@ def test_updates_of_several_ranks_are_atomic(builds: Builds, dtype: str, op: str
     several_ranks(builds, dtype, op)
 
 
-def several_ranks(
-    builds: Builds, dtype: str, op: str = "sum", *, seed: int = 3, changes: Sequence[Change] = ()
-) -> None:
+def several_ranks(builds: Builds, dtype: str, op: str = "sum", *, seed: int = 3, changes: Changes = ()) -> None:
     updates = Updates(builds, 3, dtype, changes)
     numbers = contributions(updates.dtype, 3, CONTRIBUTIONS, COUNT)
     if op == "prod":  # powers of two that every type holds
@@ -160,8 +159,9 @@ def test_elements_of_any_layout_are_updated(builds: Builds, dtype: str, name: st
     assert np.array_equal(found, [packed, packed + values])
 
 
-@pytest.mark.parametrize("op", MOVING)
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", "complex64", "complex128"])
+@pytest.mark.parametrize(
+    ("dtype", "op"), [*zip(("uint8", "uint16", "float32", "complex64", "complex128"), cycle(MOVING), strict=False)]
+)
 def test_elements_are_replaced_and_read_as_wholes(builds: Builds, dtype: str, op: str) -> None:
     updates = Updates(builds, 3, dtype)
     memory = np.full(COUNT, 7, updates.dtype)
@@ -177,8 +177,7 @@ def test_elements_are_replaced_and_read_as_wholes(builds: Builds, dtype: str, op
         assert (np.sort(np.vstack([seen, now[None]]), axis=0) == np.array([7, 10, 11, 12])[:, None]).all()
 
 
-@pytest.mark.parametrize("op", LOCATING)
-@pytest.mark.parametrize("name", ["pair_f4", "pair_f8", "pair_i2"])
+@pytest.mark.parametrize(("name", "op"), [*zip(("pair_f4", "pair_f8", "pair_i2"), cycle(LOCATING), strict=False)])
 def test_pairs_are_compared(builds: Builds, name: str, op: str) -> None:
     dtype = next(dtype for dtype, named in updates.kernel_types().items() if named == name)
     machine, rng = Machine(builds, 3), np.random.default_rng(4)

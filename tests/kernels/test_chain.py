@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mpicomm.collectives.exchange import ChainHop
 from mpicomm.collectives.gpu.algorithms.chain.plan import BATCH_NBYTES, CHAIN_SLOTS
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import Calls, sizes_around
 from tests.kernels.machine import Machine, RunFailedError, controls
+from tests.kernels.mistakes import Change, Changes
 from tests.kernels.rig import Rig, chain_rig
 
 UNIT_NBYTES = 512  # of a batch
@@ -39,7 +39,7 @@ def play(
     blocks: int = 1,
     room: int = 1 << 30,
     seed: int = 0,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
     timeout_s: float | None = None,
     limit_s: float = 60,
 ) -> None:
@@ -95,25 +95,6 @@ def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> Non
 
 def test_no_race(watched_builds: Builds) -> None:
     play(watched_builds, 3, [5, 700, SLOTS_NBYTES // 4, SLOTS_NBYTES + 700])
-
-
-def test_where_a_rank_stands() -> None:
-    dtype, span, output = np.dtype(np.int32), Span(4096, 7), Span(8192, 7)
-    told = [[*patterns.bcast(rank, 3, dtype, span, 1, "chain").chain.hops] for rank in range(3)]
-    assert told == [
-        [ChainHop(None, span, receives=True, sends=False)],
-        [ChainHop(span, None, receives=False, sends=True)],
-        [ChainHop(None, span, receives=True, sends=True)],
-    ]
-    first, middle = ChainHop(span, None, receives=False, sends=True), ChainHop(span, None, receives=True, sends=True)
-    for root, expected in (
-        (2, [[first], [middle], [ChainHop(span, output, receives=True, sends=False)]]),
-        (0, [[first, ChainHop(None, output, receives=True, sends=False)], [middle], [middle]]),
-    ):
-        for rank in range(3):
-            pattern = patterns.reduce(rank, 3, dtype, span, output if rank == root else None, "sum", root, "chain")
-            assert [*pattern.chain.hops] == expected[rank]
-            assert pattern.chain.links == (2 if root else 3)
 
 
 MISTAKES = {

@@ -9,8 +9,9 @@ from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks
 from mpicomm.mpi.types import is_narrow
 from mpicomm.p2p.gpu import COPY, Copying
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.machine import Machine, kernel_of
+from tests.kernels.mistakes import Change
 
 CASES = [
     ("float32", "sum", "float32"),

@@ -19,10 +19,11 @@ from mpicomm.kernels.team import ABSENT, COUNTED_ROOM, COUNTS, MISMATCH, OF_RECE
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE
-from tests.kernels.machine import Array, Machine, Place, RunFailedError, controls, noticed
+from tests.kernels.machine import Array, Machine, Place, RunFailedError, controls, keep_first, noticed
+from tests.kernels.mistakes import Change, Changes
 from tests.kernels.rig import INBOX_NBYTES, SMALL, STARTS, Rig, packet_rig
 
 UNTOUCHED = 0xAB
@@ -162,7 +163,7 @@ LENGTHS = (0, 0, 1, 3, _STEP - 1, _STEP + 1, _INBOX, _INBOX + 1, 3 * _INBOX + 5)
 
 
 def rig_of(
-    builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float | None = None, laps: int = 6
+    builds: Builds, size: int, changes: Changes = (), timeout_s: float | None = None, laps: int = 6
 ) -> CountedRig:
     options: dict[str, Any] = {"inbox_nbytes": laps * _STEP * 4, "changes": changes, "timeout_s": timeout_s}
     rig: CountedRig = packet_rig(Machine(builds, size), rig=CountedRig, **options)
@@ -209,7 +210,7 @@ def run(
     size: int,
     *,
     seed: int = 0,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
     timeout_s: float | None = None,
     laps: int = 6,
     calls: int = 12,
@@ -271,16 +272,12 @@ def test_a_stale_value_of_a_filled_call_is_noticed(
     builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: int | None, side: int
 ) -> None:
     """The negative control of `test_filled_calls`: an address, the room, or the address of counts or displacements."""
-    fill, first = CountedTemplate._write, dict[int, Sequence[Any]]()
 
-    def fill_stale(self: CountedTemplate, *sides: Any) -> Any:
-        kept = first.setdefault(id(self), sides)
-        mixed = [*map(list, sides)]
+    def mix(first: Sequence[Any], sides: list[Any]) -> None:
         if stale is not None:
-            mixed[side][stale] = kept[side][stale]
-        return fill(self, *map(tuple, mixed))
+            sides[side] = (*sides[side][:stale], first[side][stale], *sides[side][stale + 1 :])
 
-    monkeypatch.setattr(CountedTemplate, "_write", fill_stale)
+    keep_first(monkeypatch, CountedTemplate, "_write", mix)
     rig, rng = rig_of(builds, 2), np.random.default_rng(7)
     counts = np.array([[6, 50], [40, 3]])
 
@@ -310,7 +307,7 @@ def test_no_race(watched_builds: Builds, one_step: bool) -> None:
     run(watched_builds, 3, calls=10, one_step=one_step)
 
 
-def _failed(builds: Builds, call: CountedCall, operation: int, sequence: int, changes: Sequence[Change] = ()) -> None:
+def _failed(builds: Builds, call: CountedCall, operation: int, sequence: int, changes: Changes = ()) -> None:
     """Run a call in which rank 1 is at fault, and expect its record on all ranks and no byte in its output."""
     rig, rng = rig_of(builds, len(call.counts), changes), np.random.default_rng(1)
     rig.call(call, rng)

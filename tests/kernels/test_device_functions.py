@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.device_functions_rig import (
     FUNCTIONS,
     GROUPS,
@@ -22,6 +22,7 @@ from tests.kernels.device_functions_rig import (
     reduce_all,
 )
 from tests.kernels.machine import controls
+from tests.kernels.mistakes import Change, Changes
 
 # Lengths around a unit, a packet and a line, and longer than the bytes that all threads move at once.
 SHAPES = [
@@ -83,7 +84,7 @@ def run(
     group: str,
     *,
     seed: int = 0,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
     timeout_s: float = 20,
 ) -> None:
     """Run one kernel of device_functions.cu between three ranks."""

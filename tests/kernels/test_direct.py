@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -16,9 +15,10 @@ from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.machine import Machine, RunFailedError, controls
+from tests.kernels.mistakes import Change, Changes
 from tests.kernels.rig import direct_rig
 
 NBYTES = 64 << 10
@@ -36,7 +36,7 @@ def test_every_size_at_which_something_changes(builds: Builds, size: int) -> Non
             rig.machine.clear()
 
 
-def run_long(builds: Builds, rounds: int = 40, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
+def run_long(builds: Builds, rounds: int = 40, *, seed: int = 0, changes: Changes = ()) -> None:
     """All-gathers into the same memory, which the next one overwrites. In between a kernel of the owner reads it.
 
     The kernel reduces the data into other memory. Between two ranks nothing else tells the peer when it may write
@@ -143,7 +143,7 @@ def test_a_barrier_waits_for_all(builds: Builds) -> None:
     run_with_barriers(builds)
 
 
-def run_with_barriers(builds: Builds, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
+def run_with_barriers(builds: Builds, *, seed: int = 0, changes: Changes = ()) -> None:
     machine = Machine(builds, 3)
     rig = direct_rig(machine, 16, changes=changes)
     results = []

@@ -15,7 +15,6 @@ from mpi4py import MPI
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkTemplate
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
@@ -39,7 +38,7 @@ from tests.helpers.references.reductions import Array, dtype_named, reduced, req
 from tests.kernels.build import Builds
 from tests.kernels.epilogue_rig import bound, finished
 from tests.kernels.kernel_calls import BOTH, Calls, Check, random_counts
-from tests.kernels.machine import Machine, Place, noticed
+from tests.kernels.machine import Machine, Place, keep_first, noticed
 from tests.kernels.rig import LARGE_INBOX_NBYTES as INBOX_NBYTES
 from tests.kernels.rig import ProgramRig
 
@@ -140,7 +139,7 @@ def _typed(spec: list[Any]) -> list[Any]:
 
 
 def test_filled_calls_of_any_size(builds: Builds) -> None:
-    size, name = 3, "int32"  # the controls are between two
+    size, name = 3, "float32"  # the controls are between two
     rig = FilledRig(Machine(builds, size))
     rng = np.random.default_rng(size)
     calls = Calls(rig, rng, nap_us=1000)
@@ -165,7 +164,7 @@ def test_filled_calls_with_recvcounts(builds: Builds) -> None:
     calls = Calls(rig, np.random.default_rng(3), nap_us=1000)
     for count in (5, 700, 0, INBOX_NBYTES // 4 + 1, 699):
         checks = [
-            calls.reduce_scatter("int32", "sum", counts, in_place=in_place)
+            calls.reduce_scatter("float32", "sum", counts, in_place=in_place)
             for counts in ([count, 1, 2], [2, count + 1, 0])
             for in_place in (True, False, True)
         ]
@@ -202,15 +201,12 @@ def require_noticed(rig: FilledRig, make: Callable[[int], Check], stale: object)
 
 def keep_first_values(monkeypatch: pytest.MonkeyPatch, places: Sequence[str], stale: str | None) -> None:
     """Let `PacketTemplate.write` keep the values in the places named ``stale`` of the first call."""
-    write, first = PacketTemplate.write, dict[int, list[int]]()
 
-    def write_stale(self: Any, values: list[int], *others: Any) -> Any:
-        kept = first.setdefault(id(self), [*values])
-        assert len(kept) == len(values) == len(places)
-        mixed = [old if name == stale else new for name, old, new in zip(places, kept, values, strict=True)]
-        return write(self, mixed, *others)
+    def mix(first: Sequence[Any], given: list[Any]) -> None:
+        each = zip(places, first[0], given[0], strict=True)
+        given[0] = [old if name == stale else new for name, old, new in each]
 
-    monkeypatch.setattr(PacketTemplate, "write", write_stale)
+    keep_first(monkeypatch, PacketTemplate, "write", mix)
 
 
 # Negative controls of the tests above.
@@ -226,15 +222,13 @@ def two(builds: Builds) -> tuple[FilledRig, Calls]:
 def test_a_stale_value_of_a_call_into_symmetric_memory_is_noticed(
     builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
 ) -> None:
-    write, names = DirectTemplate.write, [*inspect.signature(DirectTemplate.write).parameters][1:]
-    first: dict[int, dict[str, Any]] = {}
+    names = [*inspect.signature(DirectTemplate.write).parameters][1:]
 
-    def write_stale(self: Any, *values: Any) -> Any:
-        given = dict(zip(names, values, strict=True))
-        kept = first.setdefault(id(self), given)
-        return write(self, *(kept[name] if name in stale else given[name] for name in names))
+    def mix(first: Sequence[Any], given: list[Any]) -> None:
+        for place in map(names.index, stale):
+            given[place] = first[place]
 
-    monkeypatch.setattr(DirectTemplate, "write", write_stale)
+    keep_first(monkeypatch, DirectTemplate, "write", mix)
     rig, rng = straight(builds, monkeypatch, 2), np.random.default_rng(2)
 
     def make(number: int) -> Check:
@@ -248,20 +242,16 @@ def test_a_stale_value_of_a_call_in_chunks_is_noticed(
     two: tuple[FilledRig, Calls], monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
 ) -> None:
     rig, calls = two
-    launch, first = ChunkTemplate.launch, dict[int, Exchange]()
 
-    def launch_stale(self: ChunkTemplate, exchange: Exchange, *others: Any) -> Any:
-        kept = first.setdefault(id(self), exchange)
-        old, new = kept.reduction, exchange.reduction
-        assert old is not None and new is not None
+    def mix(first: Sequence[Any], given: list[Any]) -> None:
+        old, new = first[0].reduction, given[0].reduction
         pointer = (old if "output" in stale else new).output.pointer
         count = (old if "receives" in stale else new).output.count
         new = replace(new, own=(old if "own" in stale else new).own, output=Span(pointer, count))
-        exchange = replace(exchange, sends=(kept if "sends" in stale else exchange).sends, reduction=new)
-        return launch(self, exchange, *others)
+        given[0] = replace(given[0], sends=(first if "sends" in stale else given)[0].sends, reduction=new)
 
-    monkeypatch.setattr(ChunkTemplate, "launch", launch_stale)
-    require_noticed(rig, lambda number: calls.scan("int32", "sum", INBOX_NBYTES // 4 + 100 * number), stale)
+    keep_first(monkeypatch, ChunkTemplate, "launch", mix)
+    require_noticed(rig, lambda number: calls.scan("float32", "sum", INBOX_NBYTES // 4 + 100 * number), stale)
     assert rig.kernels == {"mpicomm_exchange"}
 
 
@@ -272,18 +262,18 @@ def test_a_stale_value_of_a_call_in_scratch_memory_is_noticed(
     """Of the kernel, and of the copy after it."""
     rig, calls = two
     keep_first_values(monkeypatch, ("", *["counts"] * 3, *["input"] * 2, "result"), stale)  # see `PacketLauncher`
-    enqueue, first = FilledRig.enqueue, dict[int, Copy]()
+    first: dict[int, Copy] = {}
 
-    def enqueue_stale(self: FilledRig, rank: int, step: Step, *, nap_us: int) -> None:
+    def mix(_: Sequence[Any], given: list[Any]) -> None:
+        rank, step = given
         if isinstance(step, Copy):
             kept = vars(first.setdefault(rank, step))
-            step = replace(step, **{name: kept[name] for name in kept if name == stale})
-        enqueue(self, rank, step, nap_us=nap_us)
+            given[1] = replace(step, **{name: kept[name] for name in kept if name == stale})
 
-    monkeypatch.setattr(FilledRig, "enqueue", enqueue_stale)
+    keep_first(monkeypatch, FilledRig, "enqueue", mix)
 
     def make(number: int) -> Check:
-        return calls.reduce_scatter("int32", "sum", [600 * number, 500 * number], in_place=True)
+        return calls.reduce_scatter("float32", "sum", [600 * number, 500 * number], in_place=True)
 
     require_noticed(rig, make, stale)
     assert {*first} == {0, 1}
@@ -307,7 +297,7 @@ def test_a_stale_value_of_a_call_in_packets_is_noticed(
     def make(number: int) -> Check:
         if places is OF_TYPES:
             return calls.alltoallv(COUNTS * number, operations.ALLTOALLW)
-        return calls.allreduce("int32", "sum", 600 + 100 * number)
+        return calls.allreduce("float32", "sum", 600 + 100 * number, in_place=False)
 
     require_noticed(rig, make, stale)
     assert rig.kernels == {"mpicomm_packets"}

@@ -15,8 +15,9 @@ from mpicomm.mpi.layout import DatatypeLayout
 from tests.helpers.inputs.regions import layout as in_turn
 from tests.helpers.inputs.regions import region
 from tests.helpers.references.reference_packing import pack, unpack
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds, one_build_of_many
 from tests.kernels.machine import Machine, kernel_of
+from tests.kernels.mistakes import Change, Changes, Mistake
 
 _rng = np.random.default_rng(9)
 _ANYWHERE = (64 * _rng.permutation(100)).tolist()
@@ -97,28 +98,31 @@ def test_several_jobs_go_in_one_launch(builds: Builds) -> None:
     assert np.array_equal(target.bytes, np.concatenate(expected))
 
 
-MISTAKES = (
-    ("regions.cuh", "round * region.packed_strides[loop]", "round * region.run_units"),
-    ("regions.cuh", "region.strides[loop]", "region.strides[0]"),
-    ("regions.cuh", "region.packed_strides[loop]", "region.packed_strides[0]"),
-    ("regions.cuh", "list_of(x, region)[round]", "list_of(x, region)[0]"),
-    ("regions.cuh", "loop == region.listed", "loop == 0"),
-    ("regions.cuh", "(x.regions) + region.list", "(x.regions) + x.regions->list"),
-    ("regions.cuh", "left < kPacketNbytes ? left : kPacketNbytes", "kPacketNbytes"),
-    ("regions.cuh", "first_unit <= number", "first_unit < number"),
-    ("pack.cu", "x.structures == 1", "true"),
-    ("pack.cu", "x.num_regions == 1", "true"),
-    ("regions.cuh", "rest -= units;", ""),
-    ("regions.cuh", "x.regions[++index]", "x.regions[1]"),
-    ("pack.cu", "second = words[1]", "second = 0"),
+MISTAKES = one_build_of_many(
+    Change(*texts)
+    for texts in (
+        ("regions.cuh", "round * region.packed_strides[loop]", "round * region.run_units"),
+        ("regions.cuh", "region.strides[loop]", "region.strides[0]"),
+        ("regions.cuh", "region.packed_strides[loop]", "region.packed_strides[0]"),
+        ("regions.cuh", "list_of(x, region)[round]", "list_of(x, region)[0]"),
+        ("regions.cuh", "loop == region.listed", "loop == 0"),
+        ("regions.cuh", "(x.regions) + region.list", "(x.regions) + x.regions->list"),
+        ("regions.cuh", "left < kPacketNbytes ? left : kPacketNbytes", "kPacketNbytes"),
+        ("regions.cuh", "first_unit <= number", "first_unit < number"),
+        ("pack.cu", "x.structures == 1", "true"),
+        ("pack.cu", "x.num_regions == 1", "true"),
+        ("regions.cuh", "rest -= units;", ""),
+        ("regions.cuh", "x.regions[++index]", "x.regions[1]"),
+        ("pack.cu", "second = words[1]", "second = 0"),
+    )
 )
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[1])
-def test_a_mistake_is_seen(builds: Builds, mistake: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(builds: Builds, mistake: Change | Mistake) -> None:
     with pytest.raises(AssertionError):
         for layout in LAYOUTS.values():
-            check(builds, layout, 0, [Change(*mistake)])
+            check(builds, layout, 0, [mistake])
 
 
 @pytest.mark.parametrize("most_units", [1, 5, 64])
@@ -147,7 +151,7 @@ def test_packing_goes_on_after_a_failure(builds: Builds) -> None:
     check(builds, LAYOUTS["several lists"], 0, failed=True, unpacked=False)
 
 
-def after_a_failure(builds: Builds, changes: Sequence[Change] = ()) -> None:
+def after_a_failure(builds: Builds, changes: Changes = ()) -> None:
     for layout in LAYOUTS.values():
         check(builds, layout, 0, changes, failed=True, unpacked=False)
 
@@ -156,7 +160,7 @@ def check(
     builds: Builds,
     layout: DatatypeLayout,
     offset: int,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
     *,
     blocks: int = 2,
     failed: bool = False,
@@ -184,7 +188,7 @@ def _launch(
     packed: int,
     *,
     unpacks: bool,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
     blocks: int = 2,
 ) -> None:
     table = table_of(jobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,10 +14,11 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, carri
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import SENTINELS
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import BOTH, Calls, random_counts, sizes_around
 from tests.kernels.late_resets import LATE, LOST
 from tests.kernels.machine import Array, Machine, RunFailedError, controls
+from tests.kernels.mistakes import Change, Changes
 from tests.kernels.rig import INBOX_NBYTES, SMALL, STARTS, packet_rig
 
 _STEP_NBYTES = SMALL.threads * 16
@@ -47,7 +49,7 @@ def run_uneven(
     *,
     moves_only: bool = False,
     seed: int = 0,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
     timeout_s: float | None = None,
 ) -> None:
     """Calls that use inboxes again, between two ranks; one of them sends more than the other, or only it sends.
@@ -66,7 +68,7 @@ def run_uneven(
         if not moves_only:
             checks.append(calls.scan("float32", "sum", 5000 + turn))
             counts = [int(length) // 4 for length in rng.choice(lengths, size)]
-            checks.append(calls.reduce_scatter("int32", "sum", counts))
+            checks.append(calls.reduce_scatter("float32", "sum", counts))
     machine.run(checks, seed=seed, jitter_us=300, limit_s=30)
 
 
@@ -82,7 +84,7 @@ def run_long(
     *,
     kinds: Sequence[str] = ("short", "long", "relayed", "moves"),
     seed: int = 0,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
     timeout_s: float | None = None,
 ) -> None:
     """Hundreds of small reductions between three ranks, from launch ``seed`` on.
@@ -111,10 +113,10 @@ def run_long(
         machine.run(checks, seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
 
 
-def run_both_stages(builds: Builds, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
+def run_both_stages(builds: Builds, *, seed: int = 0, changes: Changes = ()) -> None:
     """Calls with one inbox for each source share memory with calls that have two."""
-    rig = packet_rig(Machine(builds, 2), in_one_stage=True, changes=changes, timeout_s=10 if changes else None)
-    calls = Calls(rig, np.random.default_rng(2), nap_us=1000)
+    rig = packet_rig(Machine(builds, 3), in_one_stage=True, changes=changes, timeout_s=10 if changes else None)
+    calls = Calls(rig, np.random.default_rng(3), nap_us=1000)
     checks = []
     for count in (1, 600, 5000, 12000) * 6:
         checks += [calls.allreduce("float32", "sum", count, way) for way in (*BOTH, "one_shot", "one_shot")]
@@ -141,7 +143,7 @@ def run_reductions(
     ways: Sequence[str] = BOTH,
     *,
     seed: int = 1,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
 ) -> None:
     """All-reduces in one hop and in two."""
     rig = packet_rig(Machine(builds, 3), changes=changes)
@@ -156,9 +158,9 @@ TYPES = (
 )
 
 
-@pytest.mark.parametrize("reduction", TYPES, ids="-".join)
-def test_types_of_every_width(builds: Builds, reduction: tuple[str, str]) -> None:
-    run_reductions(builds, reduction)
+@pytest.mark.parametrize(("reduction", "way"), [*zip(TYPES, itertools.cycle(BOTH), strict=False)], ids=str)
+def test_types_of_every_width(builds: Builds, reduction: tuple[str, str], way: str) -> None:
+    run_reductions(builds, reduction, [way])
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -177,9 +179,7 @@ class SentinelCalls(Calls):
         return self._rng.choice(SENTINELS, -(-nbytes // 4)).astype(np.uint32).view(np.uint8)[:nbytes]
 
 
-def run_escapes(
-    builds: Builds, sizes: Sequence[int] = (64, 20_000), *, seed: int = 3, changes: Sequence[Change] = ()
-) -> None:
+def run_escapes(builds: Builds, sizes: Sequence[int] = (64, 20_000), *, seed: int = 3, changes: Changes = ()) -> None:
     """Movements of only words that need escapes."""
     rig = packet_rig(Machine(builds, 3), changes=changes)
     calls = SentinelCalls(rig, np.random.default_rng(seed), nap_us=1000)
@@ -204,7 +204,7 @@ def test_five_ranks_with_no_more_than_six_steps_of_room(builds: Builds) -> None:
 
 def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
     rig = packet_rig(Machine(builds, 3), timeout_s=0.3)
-    Calls(rig, np.random.default_rng(0), ranks=(0, 1)).allreduce("int32", "sum", 700)
+    Calls(rig, np.random.default_rng(0), ranks=(0, 1)).allreduce("float32", "sum", 700)
     with pytest.raises(RunFailedError, match=r"operation=2, sequence=1, block=\d, peer=12"):
         rig.machine.run(limit_s=20)
 
@@ -335,7 +335,7 @@ NO_BARRIER = {"barrier": ("flagged", 1, Change(SOURCE, "if (!__syncthreads_and(o
 
 
 def run_to_the_end_of_a_round(
-    builds: Builds, protocol: Protocol, kinds: Sequence[str], *, seed: int, changes: Sequence[Change]
+    builds: Builds, protocol: Protocol, kinds: Sequence[str], *, seed: int, changes: Changes
 ) -> None:
     run_long(builds, protocol, 4, kinds=kinds, seed=2**30 - 1, changes=changes)
 

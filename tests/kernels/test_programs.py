@@ -29,7 +29,7 @@ def test_messages_of_nothing_need_neither_kernels_nor_memory(builds: Builds) -> 
 
 # test_filled_calls.py has the same calls between three ranks, which make no tree of their own.
 def test_collectives_of_any_size(builds: Builds) -> None:
-    size, name = 4, "int32"
+    size, name = 4, "float32"
     rig = ProgramRig(Machine(builds, size))
     rng = np.random.default_rng(size)
     calls = Calls(rig, rng, nap_us=1000)
@@ -41,7 +41,7 @@ def test_collectives_of_any_size(builds: Builds) -> None:
         checks.append(calls.reduce_scatter(name, "sum", [count] * size, in_place=True))
         checks.append(calls.reduce(name, "sum", count, "two_shot", in_place=False))
         checks += [calls.allreduce("float32", "tree", count, way) for way in BOTH]
-        checks.append(calls.reduce_scatter("complex64", "tree", [count] * size))
+        checks.append(calls.reduce_scatter("float32", "tree", [count] * size))
         rig.machine.run(checks, seed=count, jitter_us=200)
         rig.machine.clear()
 
@@ -53,7 +53,7 @@ def run_with_new_memory(builds: Builds, ranks: list[int], timeout_s: float = 20)
     calls = Calls(rig, rng, nap_us=100)
     for turn in range(2):
         checks = [calls.allreduce("float32", "sum", count) for count in (1, 700, INBOX_NBYTES // 2)]
-        checks += [calls.allreduce("int32", "sum", 40_000, "two_shot"), calls.allgather(2 * INBOX_NBYTES)]
+        checks += [calls.allreduce("float32", "sum", 40_000, "two_shot"), calls.allgather(2 * INBOX_NBYTES)]
         checks += [
             calls.bcast(INBOX_NBYTES),
             calls.bcast(2 * INBOX_NBYTES, "chain"),
@@ -75,7 +75,7 @@ def test_calls_fail_if_the_memory_of_one_rank_is_as_at_first(builds: Builds) -> 
 
 def test_collectives_without_memory_beyond_the_arena(builds: Builds) -> None:
     """Also messages that inboxes do not hold; more of them go one way."""
-    size, name = 3, "int32"
+    size, name = 3, "float32"
     rig = ProgramRig(Machine(builds, size), bare=True)
     rng = np.random.default_rng(size)
     calls = Calls(rig, rng, nap_us=1000)

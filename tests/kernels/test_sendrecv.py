@@ -18,9 +18,10 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     SENDRECV_PART_NBYTES,
     SENDRECV_SLOTS,
 )
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import sizes_around
 from tests.kernels.machine import Array, Machine, Place, RunFailedError, controls
+from tests.kernels.mistakes import Change, Changes
 from tests.kernels.rig import SendrecvRig
 
 CHANNELS = 2
@@ -87,10 +88,10 @@ def play(
     limits: Sequence[int] = LIMITS,
     start: int = 2**32 - 3,
     seed: int = 0,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
 ) -> None:
     rng = np.random.default_rng([size, seed])
-    blocks = (64, 96) if builds.sanitize else (0, 64, 512)  # each thread more takes ThreadSanitizer a while
+    blocks = (64,) if builds.sanitize else (0, 64, 512)  # each thread more takes ThreadSanitizer a while
     rig = SendrecvRig(Machine(builds, size), CHANNELS, changes=changes)
     rig.begin_after(start, rng)
     checks = [random_round(rig, rng, sizes_around(*limits), blocks) for _ in range(rounds)]
@@ -155,7 +156,7 @@ def test_ranks_that_disagree_on_a_message_notice(builds: Builds, sent_nbytes: in
         rig.machine.run(limit_s=10)
 
 
-def send_ahead(builds: Builds, lengths: Sequence[int], *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
+def send_ahead(builds: Builds, lengths: Sequence[int], *, seed: int = 0, changes: Changes = ()) -> None:
     """Rank 0 sends to rank 1, which is late at times. Rank 0 is late with long messages."""
     rng = np.random.default_rng(seed)
     rig = SendrecvRig(Machine(builds, 2), 1, changes=changes)

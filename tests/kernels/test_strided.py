@@ -19,8 +19,9 @@ from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.inputs.regions import layout, region
 from tests.helpers.references.reference_packing import pack, unpack
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.machine import Machine, Place, controls
+from tests.kernels.mistakes import Change, Changes
 from tests.kernels.rig import LARGE_INBOX_NBYTES, ProgramRig
 
 RUNS = (1, 2, 4, 6, 8, 12, 16, 24, 64, 1536)
@@ -164,7 +165,7 @@ MISTAKES = {
 }
 
 
-def run_mistake(builds: Builds, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
+def run_mistake(builds: Builds, *, seed: int = 0, changes: Changes = ()) -> None:
     rng, rig = np.random.default_rng(seed), ProgramRig(Machine(builds, 2), changes=changes)
     exchange(rig, rng, np.array([[50, 1548], [1548, 50]]), seed)
 

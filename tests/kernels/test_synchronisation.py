@@ -28,8 +28,9 @@ from mpicomm.kernels.window import (
     SynchronisationArguments,
     lock_of,
 )
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.machine import Machine, RunFailedError, controls, kernel_of
+from tests.kernels.mistakes import Change, Changes
 
 _SOURCE = Path(__file__).parent / "write_words.cu"
 WORDS = 500
@@ -38,7 +39,7 @@ WORDS = 500
 class WordsRig:
     """Words of every rank, and the sum of words that a neighbour has written; subclasses order the two."""
 
-    def __init__(self, builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
+    def __init__(self, builds: Builds, size: int, changes: Changes = (), timeout_s: float = 20) -> None:
         self.machine, self.size, self._timeout_s = Machine(builds, size), size, timeout_s
         self.words = [self.machine.allocate(rank, WORDS * 8) for rank in range(size)]
         self.sums = [self.machine.allocate(rank, 8) for rank in range(size)]
@@ -91,7 +92,7 @@ def sum_of_words(ranks: Sequence[int], rounds: int) -> int:
 class Boards(WordsRig):
     """Ranks with boards; subclasses say how the ranks synchronise."""
 
-    def __init__(self, builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
+    def __init__(self, builds: Builds, size: int, changes: Changes = (), timeout_s: float = 20) -> None:
         super().__init__(builds, size, changes, timeout_s)
         self.boards = [self.machine.allocate(rank, BOARD_NBYTES) for rank in range(size)]
         self.tables = [self.machine.table(self.boards, rank) for rank in range(size)]
@@ -128,7 +129,7 @@ BLOCKS = 3  # of a message
 class Signals(WordsRig):
     """Every rank writes into the next rank's memory, signals, waits for the rank before, adds up, and signals back."""
 
-    def __init__(self, builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
+    def __init__(self, builds: Builds, size: int, changes: Changes = (), timeout_s: float = 20) -> None:
         super().__init__(builds, size, changes, timeout_s)
         # As in a SignalPad, for each of two signals (data and "taken"): sent, expected, inbox.
         self.pads = [[self.machine.allocate(rank, 3 * 8) for rank in range(size)] for _ in range(2)]
@@ -165,7 +166,7 @@ class Signals(WordsRig):
 class Outboxes(WordsRig):
     """Every rank sends words to the next rank through one place of its memory, again and again."""
 
-    def __init__(self, builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
+    def __init__(self, builds: Builds, size: int, changes: Changes = (), timeout_s: float = 20) -> None:
         super().__init__(builds, size, changes, timeout_s)
         self.places, self.targets = ([self.machine.allocate(rank, WORDS * 8) for rank in range(size)] for _ in range(2))
         self.ready, self.done, self.seen = (
@@ -247,7 +248,7 @@ class Groups(Boards):
 RIGS = (Signals, Outboxes, Fences, Groups)
 
 
-def run(builds: Builds, rig: type[WordsRig], *, size: int = 3, seed: int = 0, changes: Sequence[Change] = ()) -> None:
+def run(builds: Builds, rig: type[WordsRig], *, size: int = 3, seed: int = 0, changes: Changes = ()) -> None:
     rig(builds, size, changes, timeout_s=2 if changes else 20).run(ROUNDS, seed)
 
 

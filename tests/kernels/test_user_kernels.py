@@ -15,8 +15,9 @@ import pytest
 
 from tests.helpers.jobs.mpiexec import ROOT
 from tests.helpers.references.reductions import reduced, require_same
-from tests.kernels.build import Builds, Change
+from tests.kernels.build import Builds
 from tests.kernels.machine import Machine, Place, controls, require_seen
+from tests.kernels.mistakes import Change, Changes
 
 CALLS, COUNT = 60, 300
 ROWS, COLUMNS, BLOCKS, THREADS, STEPS = 11, 37, 3, 40, 20
@@ -27,7 +28,7 @@ class Ranks:
     """Ranks of a kernel of a user, each with a word that says whether a rank was missing. ``absent`` does not come."""
 
     def __init__(
-        self, builds: Builds, size: int, source: Path, entry: str, changes: Sequence[Change], absent: int | None
+        self, builds: Builds, size: int, source: Path, entry: str, changes: Changes, absent: int | None
     ) -> None:
         self.machine, self.ranks = Machine(builds, size), range(size)
         self.rng = np.random.default_rng(size)
@@ -58,7 +59,7 @@ def ring_sum(
     size: int,
     *,
     seed: int = 0,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
     absent: int | None = None,
     timeout_s: float = 20,
 ) -> list[int]:
@@ -86,7 +87,7 @@ def jacobi(
     dims: tuple[int, int],
     *,
     seed: int = 0,
-    changes: Sequence[Change] = (),
+    changes: Changes = (),
     absent: int | None = None,
     timeout_s: float = 20,
 ) -> list[int]:
@@ -137,7 +138,7 @@ def guide(tmp_path: Path) -> Run:
     path = tmp_path / "pass_on.cu"
     path.write_text(kernel)
 
-    def run(builds: Builds, size: int, changes: Sequence[Change] = (), *, absent: int | None = None) -> list[int]:
+    def run(builds: Builds, size: int, changes: Changes = (), *, absent: int | None = None) -> list[int]:
         ranks = Ranks(builds, size, path, "pass_on", changes, absent)
         inboxes, flags, got = ranks.allocate(COUNT * 4), ranks.allocate(8), ranks.allocate(COUNT * 4)
         timeout_ns = 20 * 10**9 if absent is None else 10**6
@@ -200,6 +201,7 @@ IN_JACOBI = {
         "jacobi.cu",
         "if (is_edge(kLeft)) mpicomm::signal(block",
         "if (is_edge(kLeft)) mpicomm::signal(mpicomm::Thread()",
+        alone=True,
     ),
 }
 

@@ -213,41 +213,17 @@ def lines(pid: int, *records: str) -> str:
     return "".join(f"{socket.gethostname()}:{pid}:3 mpicomm {record}\n" for record in records)
 
 
-@pytest.mark.parametrize(
-    ("variables", "records"),
-    [
-        ({}, ["WARNING a warning"]),
-        ({"MPICOMM_DEBUG": "WARN"}, ["WARNING a warning"]),
-        ({"MPICOMM_DEBUG": "info"}, ["WARNING a warning", "INFO an info"]),
-        ({"MPICOMM_DEBUG": "TRACE"}, ["WARNING a warning", "INFO an info", "DEBUG a debug line", "TRACE a trace"]),
-    ],
-)
-def test_the_level_decides_what_goes_to_stderr(variables: dict[str, str], records: list[str]) -> None:
-    pid, said = run(LOG, **variables)
-    assert said == lines(pid, *records)
-
-
-def test_a_file_gets_the_lines_instead_under_a_name_of_host_pid_and_rank(tmp_path: Path) -> None:
+def test_the_level_decides_what_goes_to_stderr_or_to_a_file(tmp_path: Path) -> None:
+    pid, said = run("import logging; logging.basicConfig()" + LOG)  # a handler of the root logger writes nothing twice
+    assert said == lines(pid, "WARNING a warning")
+    pid, said = run(LOG, MPICOMM_DEBUG="info")
+    assert said == lines(pid, "WARNING a warning", "INFO an info")
+    pid, said = run(LOG, MPICOMM_DEBUG="TRACE")
+    assert said == lines(pid, "WARNING a warning", "INFO an info", "DEBUG a debug line", "TRACE a trace")
     pid, said = run(LOG, MPICOMM_DEBUG_FILE=f"{tmp_path}/%r-%h-%p-%p.log")
-    assert said == ""
     (path,) = tmp_path.iterdir()
-    assert path.name == f"3-{socket.gethostname()}-{pid}-{pid}.log"
+    assert (said, path.name) == ("", f"3-{socket.gethostname()}-{pid}-{pid}.log")
     assert path.read_text() == lines(pid, "WARNING a warning")
-
-
-def test_a_file_that_cannot_be_opened_is_an_error_that_names_it(tmp_path: Path) -> None:
-    code = """
-import sys
-from mpicomm import log
-from mpicomm.errors import InvalidUsageError
-try:
-    log.configure(3)
-except InvalidUsageError as error:
-    sys.stderr.write(str(error))
-"""
-    _, said = run(code, MPICOMM_DEBUG_FILE=f"{tmp_path}/none/%r.log")
-    reason = "No such file or directory: name a file that this user can write"
-    assert said == f"MPICOMM_DEBUG_FILE='{tmp_path}/none/3.log' cannot be opened: {reason}"
 
 
 @pytest.mark.needs_root
@@ -263,6 +239,13 @@ def test_no_file_is_written_through_a_link_of_another_user(tmp_path: Path) -> No
     assert target.exists()
 
 
+def test_a_file_that_cannot_be_opened_is_an_error_that_names_it(tmp_path: Path) -> None:
+    reason = "No such file or directory: name a file that this user can write"
+    said = f"MPICOMM_DEBUG_FILE='{tmp_path}/none/3.log' cannot be opened: {reason}"
+    with pytest.raises(InvalidUsageError, match=f"^{re.escape(said)}$"):
+        open_file("MPICOMM_DEBUG_FILE", f"{tmp_path}/none/3.log", "a")
+
+
 def test_a_handler_of_the_program_gets_the_records_and_nothing_is_written_twice(tmp_path: Path) -> None:
     code = """
 import logging
@@ -273,11 +256,6 @@ logger.setLevel(logging.INFO)
     _, said = run(code + LOG, MPICOMM_DEBUG="TRACE", MPICOMM_DEBUG_FILE=f"{tmp_path}/file")
     assert said == "a warning\nan info\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_handler_of_the_root_logger_writes_nothing_twice() -> None:
-    pid, said = run("import logging; logging.basicConfig()" + LOG)
-    assert said == lines(pid, "WARNING a warning")
 
 
 @pytest.mark.parametrize(

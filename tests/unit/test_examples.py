@@ -1,94 +1,34 @@
-"""Examples with kernels of users, as far as they go on the host."""
+"""Examples give the results of one rank, find wrong results, and say what is missing, as far as the host goes."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import re
-import tempfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from mpi4py import MPI
 
-from tests.helpers.jobs.in_turn import run_in_turn
-from tests.helpers.jobs.mpiexec import ROOT, run_job
+from tests.helpers.jobs.in_turn import run_named
+from tests.helpers.jobs.mpiexec import ROOT
 from tests.helpers.jobs.pace import stretched
 
+EXAMPLES = ROOT / "examples"
 UNEVEN, SQUARE = 3, 4
 """Numbers of ranks: one divides no power of two, and the other one is a grid of two by two."""
-STOCK = ROOT / "examples" / "stock_mpi4py.py"
 COMPARED = {
-    "producer_consumers": r"{consumers} of {nprocs} ranks read 60 batches of 2 MiB in 3 slots of rank 0, in place: ",
-    "pipeline": r"{nprocs} ranks, 8 micro-batches: \S+ ms, \d+% of it idle ",
-    "histogram": r"{nprocs} ranks counted 40 chunks of 50000 numbers in 4096 bins of all ranks\nchunks of the ranks: ",
-    "work_stealing": r"static division of 64 tasks on {nprocs} ranks: [^;]+; 0 stolen\nstealing of 64 tasks on ",
-    "fft_transpose": r"{nprocs} ranks transformed 90 x 128 x 100 numbers forward and back in \S+ ms\n"
+    "producer_consumers": r"2 of 3 ranks read 60 batches of 2 MiB in 3 slots of rank 0, in place: ",
+    "pipeline": r"3 ranks, 8 micro-batches: \S+ ms, \d+% of it idle ",
+    "histogram": r"3 ranks counted 40 chunks of 50000 numbers in 4096 bins of all ranks\nchunks of the ranks: ",
+    "work_stealing": r"static division of 64 tasks on 3 ranks: [^;]+; 0 stolen\nstealing of 64 tasks on ",
+    "fft_transpose": r"3 ranks transformed 90 x 128 x 100 numbers forward and back in \S+ ms\n"
     r"one turn takes \S+ ms, and \S+ ms with packing and Alltoallv\n",
 }
-"""The programs that compare with one rank, and their first words."""
+"""The programs that compare with one rank, and their first words on three ranks."""
+ON_GRIDS = ("halo_exchange", "jacobi", "train_reproducible")
 SLEEP = f'__import__("time").sleep({stretched(0.1) / 3})'  # longer than the other rank needs until it reads
-CHANGED = {
-    "import mpicomm  # <- added\n": "",
-    "comm = mpicomm.Communicator(MPI.COMM_WORLD)  # <- was: comm = MPI.COMM_WORLD\n": "comm = MPI.COMM_WORLD\n",
-}
-
-
-@functools.cache
-def said(nprocs: int) -> dict[str, str]:
-    """Return the programs' output on so many ranks, by their names; "original" is the stock program without mpicomm."""
-    source = STOCK.read_text()
-    for line, was in CHANGED.items():
-        assert source.count(line) == 1
-        source = source.replace(line, was)
-    assert "mpicomm." not in source
-    with tempfile.TemporaryDirectory() as directory:
-        original = Path(directory, "original.py")
-        original.write_text(source)
-        names = ["halo_exchange", *(COMPARED if nprocs == UNEVEN else ())]
-        programs = [original, STOCK, *(ROOT / f"examples/{name}.py" for name in names)]
-        job, ended = run_in_turn(nprocs, *([program] for program in programs), MPICOMM_DEVICE="cpu")
-    assert (job.returncode, job.stderr) == (0, "")
-    assert [code for _, code in ended] == [0] * len(programs)
-    return {program.stem: output for program, (output, _) in zip(programs, ended, strict=True)}
-
-
-@pytest.mark.parametrize("nprocs", [1, UNEVEN, SQUARE])
-def test_stock_program_gives_the_results_of_mpi4py(nprocs: int) -> None:
-    for name in ("stock_mpi4py", "original"):
-        assert said(nprocs)[name].startswith(f"{nprocs} ranks: eigenvalue 1.000000000 after ")
-
-
-@pytest.mark.parametrize("nprocs", [1, UNEVEN, SQUARE])
-def test_halo_exchange_computes_the_results_of_one_rank(nprocs: int) -> None:
-    grid = " x ".join(map(str, MPI.Compute_dims(nprocs, 2)))
-    exchange, steps = said(nprocs)["halo_exchange"].splitlines()
-    assert exchange.startswith("an exchange alone takes ")
-    assert steps.startswith(f"{grid} ranks: steps of ")
-    assert said(nprocs)["halo_exchange"].endswith(" the same heat as one rank computes\n")
-
-
-def test_losses_do_not_depend_on_the_number_of_ranks() -> None:
-    hashes = set()
-    for nprocs in (1, 2, SQUARE):
-        job, ((output, code),) = run_in_turn(nprocs, [ROOT / "examples/train_reproducible.py"], MPICOMM_DEVICE="cpu")
-        assert code == 0 and "every bit as of one rank" in output, (output, job.stderr)
-        hashes.add(output.rpartition(" ")[2])
-    assert len(hashes) == 1, hashes
-
-
-def test_the_list_of_examples_names_all_programs() -> None:
-    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-
-
-@pytest.mark.parametrize("name", COMPARED)
-def test_ranks_compute_the_results_of_one_rank(name: str) -> None:
-    output = said(UNEVEN)[name]
-    assert re.match(COMPARED[name].format(nprocs=UNEVEN, consumers=UNEVEN - 1), output), output
-    assert re.search(r" differ by at most \S+; 1e-\d+ is allowed\n$", output), output
-
-
+EDGES = "[before, counts, displacements, {}]"
 BROKEN: dict[str, tuple[str, dict[str, str]]] = {
     "empty slots": ("producer_consumers", {"ring.wait_signal(PRODUCER)": "pass"}),
     "full slots": (
@@ -109,118 +49,170 @@ BROKEN: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "counts that replace others": ("histogram", {"rank, op=MPI.SUM": "rank, op=MPI.REPLACE"}),
     "tasks that no rank takes": ("work_stealing", {'xp.ones(1, "int64")': 'xp.full(1, 2, "int64")'}),
-    "swapped blocks": (
-        "fft_transpose",
-        {"from_=1, to=0)": "from_=mpicomm.Split(1, ranks=[1, 0]), to=0)"},
+    "swapped blocks": ("fft_transpose", {"from_=1, to=0)": "from_=mpicomm.Split(1, ranks=[1, 0]), to=0)"}),
+    "no edges": (
+        "jacobi",
+        {f"    grid.Neighbor_alltoallw({EDGES.format('sent')}, {EDGES.format('received')})\n": ""},
     ),
+    "wrong edges": ("jacobi", {"(ABOVE, above, BELOW, below),": "(BELOW, above, ABOVE, below),"}),
+    "no wait": ("jacobi", {"        planes.wait_signal(peer)\n": ""}),
 }
-
-
-def test_programs_find_wrong_results(tmp_path: Path) -> None:
-    programs = []
-    for mistake, (name, changes) in BROKEN.items():
-        source = (ROOT / f"examples/{name}.py").read_text()
-        for line, broken in changes.items():
-            assert source.count(line) == 1
-            source = source.replace(line, broken)
-        programs.append(tmp_path / f"{mistake}.py")
-        programs[-1].write_text(source)
-    job, ended = run_in_turn(2, *([program] for program in programs), MPICOMM_DEVICE="cpu")
-    for mistake, (output, code) in zip(BROKEN, ended, strict=True):
-        assert code != 0 and " is allowed\n" in output, (mistake, output, job.stderr)
-
-
-def last_words(folder: Path, *programs: list[str]) -> list[str]:
-    """Run programs that refuse to run, one after the other on one rank; return the texts that they exit with."""
-    driver = folder / "driver.py"
-    driver.write_text(f"""
+SHORTER = {
+    "producer_consumers": {"BATCHES, SLOTS = 60, 3": "BATCHES, SLOTS = 12, 3"},
+    "work_stealing": {"STEPS, STRIDE = 400, 20": "STEPS, STRIDE = 100, 20"},
+    "fft_transpose": {"shape = (90, 128, 100)": "shape = (30, 32, 20)"},
+}
+"""Programs need not run long to find wrong results."""
+FOUND = {"jacobi": "one rank computes other heat"}
+NEED_GPUS = {
+    "gpu_allreduce": "CuPy and a GPU on every rank: .+; examples/stock_mpi4py.py runs without",
+    "ring_sum": "CuPy and a GPU on every rank: .+; examples/peer_memory.py runs without",
+    "own_kernel_numba": "Numba, CuPy and a GPU on every rank: .+",
+    "own_kernel_triton": r"\w+, .*CuPy and a GPU on every rank: .+",
+}
+EXTRAS = {"train_torch": "torch,examples", "tensor_parallel": "torch", "train_cupy": "examples", "experts": "examples"}
+WITHOUT_MPICOMM = {
+    "import mpicomm  # <- added\n": "",
+    "comm = mpicomm.Communicator(MPI.COMM_WORLD)  # <- was: comm = MPI.COMM_WORLD\n": "comm = MPI.COMM_WORLD\n",
+}
+# An error that all ranks raise must not end the job.
+CAUGHT = """
 import runpy, sys
-for program, *options in {programs!r}:
-    sys.argv = ["{ROOT}/examples/" + program + ".py", *options]
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        print(end.code)
-""")
-    job = run_job(1, str(driver), MPICOMM_DEVICE="cpu")
-    assert (job.returncode, job.stderr) == (0, "")
-    return job.stdout.splitlines()
+try:
+    runpy.run_path({!r}, run_name="__main__")
+except AssertionError as error:
+    sys.exit(str(error))
+"""
+WITHOUT_PACKAGES = """
+import runpy, sys
+missing = dict.fromkeys(("matplotlib", "sklearn", "sklearn.datasets", "torch"))
+sys.modules.update(missing)  # so that their imports fail, and no program finds them
+try:
+    runpy.run_path({!r}, run_name="__main__")
+finally:
+    for name in missing:
+        del sys.modules[name]
+"""
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there")
-def test_a_picture_without_matplotlib_is_refused(tmp_path: Path) -> None:
-    said = last_words(tmp_path, *([name, "--plot=picture.svg"] for name in COMPARED))
-    assert said == ["--plot needs matplotlib: pip install matplotlib"] * len(COMPARED)
+def example(name: str) -> Path:
+    return EXAMPLES / f"{name}.py"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn has the digits")
-def test_matplotlib_is_only_for_pictures(tmp_path: Path) -> None:
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('none here')")
-    program = str(ROOT / "examples/train_cupy.py")
-    result = run_job(1, program, "--epochs=1", PYTHONPATH=f"{tmp_path}:{ROOT}", MPICOMM_DEVICE="cpu")
-    assert (result.returncode, result.stderr) == (0, "")
+def changed(name: str, changes: dict[str, str]) -> str:
+    """Return the source of an example with other lines."""
+    source = example(name).read_text()
+    for line, other in changes.items():
+        assert source.count(line) == 1, line
+        source = source.replace(line, other)
+    return source
 
 
-def test_gpu_program_says_what_is_missing() -> None:
-    others = {"gpu_allreduce": "stock_mpi4py", "ring_sum": "peer_memory"}
-    programs = ([ROOT / f"examples/{name}.py"] for name in others)
-    job, ended = run_in_turn(2, *programs, CUDA_VISIBLE_DEVICES="", MPICOMM_DEVICE="cpu")
-    assert (job.returncode, job.stderr) == (0, "")
-    for (output, code), other in zip(ended, others.values(), strict=True):
-        said = rf"this example needs CuPy and a GPU on every rank: .+; examples/{other}\.py runs without\n"
-        assert code == 0 and re.fullmatch(said, output)
+def programs(nprocs: int, folder: Path) -> dict[str, tuple[str | Path, ...]]:
+    """Return all programs for so many ranks by their names, with their arguments."""
+
+    def written(name: str, source: str) -> Path:
+        (folder / f"{name}.py").write_text(source)
+        return folder / f"{name}.py"
+
+    chosen: dict[str, tuple[str | Path, ...]]
+    if nprocs == 2:
+        chosen = {name: (example(name),) for name in NEED_GPUS}
+        for name, (program, changes) in BROKEN.items():
+            path = written(name, changed(program, SHORTER.get(program, {}) | changes))
+            chosen[name] = (written(f"{name} is caught", CAUGHT.format(str(path))),)
+        return chosen
+    original = changed("stock_mpi4py", WITHOUT_MPICOMM)
+    assert "mpicomm." not in original
+    chosen = {"original": (written("original", original),)}
+    names = {1: ON_GRIDS, UNEVEN: ("halo_exchange", *COMPARED), SQUARE: ON_GRIDS}[nprocs]
+    chosen |= {name: (example(name),) for name in ("stock_mpi4py", *names)}
+    if nprocs == 1:
+        for name in (*COMPARED, *EXTRAS):
+            alone = written(f"{name} without packages", WITHOUT_PACKAGES.format(str(example(name))))
+            chosen[f"{name} alone"] = (alone, *(["--plot=picture.svg"] if name in COMPARED else []))
+    return chosen
 
 
-def test_programs_say_which_package_is_missing(tmp_path: Path) -> None:
-    extras = {
-        "train_torch": "torch,examples",
-        "tensor_parallel": "torch",
-        "train_cupy": "examples",
-        "experts": "examples",
-    }
-    for package in ("torch", "sklearn"):
-        (tmp_path / f"{package}.py").write_text("raise ImportError('none here')")
-    said = last_words(tmp_path, *([name] for name in extras))
-    for text, of_program in zip(said, extras.values(), strict=True):
-        assert "(none here)" in text and f'pip install -e ".[{of_program}]"' in text
+Ended = Callable[[int], dict[str, tuple[str, int]]]
 
 
-JACOBI = ROOT / "examples/jacobi.py"
-EDGES = "[before, counts, displacements, {}]"
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Gives output and exit code of each program for a number of ranks, from one job."""
+
+    @cache
+    def run(nprocs: int) -> dict[str, tuple[str, int]]:
+        chosen = programs(nprocs, tmp_path_factory.mktemp("examples"))
+        found, said = run_named(nprocs, chosen, MPICOMM_DEVICE="cpu", CUDA_VISIBLE_DEVICES="")
+        assert said == ""
+        return found
+
+    return run
 
 
-@pytest.mark.parametrize("nprocs", [1, 4])
-def test_heat_equals_the_heat_of_one_rank_in_every_way(nprocs: int) -> None:
-    result = run_job(nprocs, str(JACOBI), MPICOMM_DEVICE="cpu")
-    assert (result.returncode, result.stderr) == (0, "")
-    grid = " x ".join(map(str, MPI.Compute_dims(nprocs, 2)))
-    first, *rows = result.stdout.splitlines()
-    assert first == f"{grid} ranks of 60 x 90 cells: the heat of one rank, bit for bit"
+def output_of(ended: Ended, nprocs: int, name: str) -> str:
+    """Return the output of a program that ends well."""
+    output, code = ended(nprocs)[name]
+    assert code == 0, output
+    return output
+
+
+def grid(nprocs: int) -> str:
+    return " x ".join(map(str, MPI.Compute_dims(nprocs, 2)))
+
+
+@pytest.mark.parametrize("nprocs", [1, SQUARE, UNEVEN])
+def test_stock_program_gives_the_results_of_mpi4py(ended: Ended, nprocs: int) -> None:
+    for name in ("stock_mpi4py", "original"):
+        assert output_of(ended, nprocs, name).startswith(f"{nprocs} ranks: eigenvalue 1.000000000 after ")
+
+
+@pytest.mark.parametrize("nprocs", [1, SQUARE, UNEVEN])
+def test_halo_exchange_computes_the_results_of_one_rank(ended: Ended, nprocs: int) -> None:
+    said = output_of(ended, nprocs, "halo_exchange")
+    assert re.fullmatch(rf"an exchange alone takes .+\n{grid(nprocs)} ranks: steps of .+\n?", said), said
+    assert said.endswith(" the same heat as one rank computes\n")
+
+
+@pytest.mark.parametrize("nprocs", [1, SQUARE])
+def test_heat_equals_the_heat_of_one_rank_in_every_way(ended: Ended, nprocs: int) -> None:
+    first, *rows = output_of(ended, nprocs, "jacobi").splitlines()
+    assert first == f"{grid(nprocs)} ranks of 60 x 90 cells: the heat of one rank, bit for bit"
     names = ("Neighbor_alltoallw", "Sendrecv", "slices of peers' memory", "one kernel for all")
     for name, row in zip(names, rows, strict=True):
         assert re.fullmatch(rf"{name} +(\d+\.\d us a step|needs a GPU on every rank)", row)
 
 
-@pytest.mark.parametrize(
-    ("line", "broken"),
-    [
-        (f"    grid.Neighbor_alltoallw({EDGES.format('sent')}, {EDGES.format('received')})\n", ""),
-        ("(ABOVE, above, BELOW, below),", "(BELOW, above, ABOVE, below),"),
-        ("        planes.wait_signal(peer)\n", ""),
-    ],
-    ids=["no edges", "wrong edges", "no wait"],
-)
-def test_wrong_heat_is_found(line: str, broken: str, tmp_path: Path) -> None:
-    source = JACOBI.read_text()
-    assert source.count(line) == 1
-    program = tmp_path / "jacobi.py"
-    program.write_text(source.replace(line, broken))
-    result = run_job(2, str(program), MPICOMM_DEVICE="cpu")
-    assert result.returncode != 0 and "one rank computes other heat" in result.stderr, result.stderr
+def test_losses_do_not_depend_on_the_number_of_ranks(ended: Ended) -> None:
+    said = [output_of(ended, nprocs, "train_reproducible") for nprocs in (1, SQUARE)]
+    assert all("every bit as of one rank" in each for each in said)
+    assert len({each.rpartition(" ")[2] for each in said}) == 1, said
 
 
-@pytest.mark.parametrize("name", ["own_kernel_numba", "own_kernel_triton"])
-def test_kernels_of_other_libraries_say_what_they_need(name: str) -> None:
-    result = run_job(2, str(ROOT / f"examples/{name}.py"), CUDA_VISIBLE_DEVICES="", MPICOMM_DEVICE="cpu")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert re.fullmatch(r"this example needs \w+, .*CuPy and a GPU on every rank: .+\n", result.stdout)
+@pytest.mark.parametrize("name", COMPARED)
+def test_ranks_compute_the_results_of_one_rank(ended: Ended, name: str) -> None:
+    output = output_of(ended, UNEVEN, name)
+    assert re.match(COMPARED[name], output), output
+    assert re.search(r" differ by at most \S+; 1e-\d+ is allowed\n$", output), output
+
+
+def test_programs_find_wrong_results(ended: Ended) -> None:
+    for mistake, (name, _) in BROKEN.items():
+        output, code = ended(2)[mistake]
+        assert code != 0 and FOUND.get(name, " is allowed\n") in output, (mistake, output)
+
+
+def test_programs_say_what_is_missing(ended: Ended) -> None:
+    for name, needs in NEED_GPUS.items():
+        assert re.fullmatch(f"this example needs {needs}\n", output_of(ended, 2, name))
+    for name in COMPARED:
+        assert ended(1)[f"{name} alone"] == ("--plot needs matplotlib: pip install matplotlib\n", 1)
+    for name, extra in EXTRAS.items():
+        output, code = ended(1)[f"{name} alone"]
+        assert code == 1 and "None in sys.modules" in output and f'pip install -e ".[{extra}]"' in output
+
+
+def test_the_list_of_examples_names_all_programs() -> None:
+    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))

@@ -19,21 +19,27 @@ from rich.console import Console
 import mpicomm
 from mpicomm.cluster import process as cuda_aware
 from mpicomm.info import algorithms, tables
-from tests.helpers.jobs.in_turn import run_in_turn
+from tests.helpers.jobs.in_turn import run_named
 from tests.helpers.jobs.mpiexec import run_job
 
 INFO = ("-m", "mpicomm.info", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The answer in JSON of two ranks, on standard output and in a file."""
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """The tables of two ranks, and the answer in JSON, on standard output and in a file."""
     file = tmp_path_factory.mktemp("info") / "info.json"
-    job, (shown, written) = run_in_turn(2, (*INFO, "--json"), (*INFO, "--json", file), MPICOMM_TIMEOUT="12")
-    assert (job.returncode, job.stderr, shown[1], written) == (0, "", 0, ("", 0))
-    found: dict[str, Any] = json.loads(shown[0])
+    commands = {"tables": INFO, "json": (*INFO, "--json"), "file": (*INFO, "--json", file)}
+    ended, said = run_named(2, commands, MPICOMM_TIMEOUT="12")
+    assert (said, ended["tables"][1], ended["json"][1], ended["file"]) == ("", 0, 0, ("", 0))
+    found: dict[str, Any] = json.loads(ended["json"][0])
     assert json.loads(file.read_text()) == found
-    return found
+    return ended["tables"][0], found
+
+
+@pytest.fixture
+def answer(shown: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    return copy.deepcopy(shown[1])
 
 
 def test_json_is_one_complete_object(answer: dict[str, Any]) -> None:
@@ -56,34 +62,24 @@ def test_json_is_one_complete_object(answer: dict[str, Any]) -> None:
     assert set(found["cuda_aware_mpi"]) == {"aware", "how"}
 
 
-def test_tables_for_people() -> None:
-    job = run_job(3, *INFO, MPICOMM_TIMEOUT="12")
-    assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.count("Ranks") == 1
-    assert job.stdout.count("host memory") == 3 * 2
-    assert job.stdout.count("MPICOMM_TIMEOUT") == 1
-    assert "MPI is CUDA-aware" in job.stdout
-    assert job.stdout.count("host arena") == 1  # all ranks have as much
+def test_tables_for_people(shown: tuple[str, dict[str, Any]]) -> None:
+    said, _ = shown
+    # All ranks have as much of the arena.
+    counts = {"Ranks": 1, "host memory": 2, "MPICOMM_TIMEOUT": 1, "MPI is CUDA-aware": 1, "host arena": 1}
+    assert {text: said.count(text) for text in counts} == counts
 
 
-def test_memory_of_gpus_and_of_the_host_is_shown_apart(answer: dict[str, Any]) -> None:
-    found = copy.deepcopy(answer)
-    found["ranks"][1]["memory"] = [{"purpose": "collectives: arena", "device_nbytes": 43 << 20, "host_nbytes": 4096}]
+def test_tables_show_memory_of_gpus_apart_and_the_bandwidth_of_paths(answer: dict[str, Any]) -> None:
+    memory = [{"purpose": "collectives: arena", "device_nbytes": 43 << 20, "host_nbytes": 4096}]
+    answer["ranks"][1]["memory"] = memory
+    assert answer["ranks"][1]["links"][0]["gb_s"] is None
+    answer["ranks"][0]["links"][1].update(path="NVLink", gb_s=478.116)
     console = Console(width=200, file=io.StringIO())
     with console.capture() as captured:
-        console.print(tables(found)[2])
-    assert "collectives: arena │ device: 44,032 KiB, host: 4 KiB" in captured.get()
-
-
-def test_paths_show_their_bandwidth(answer: dict[str, Any]) -> None:
-    found = copy.deepcopy(answer)
-    assert found["ranks"][1]["links"][0]["gb_s"] is None
-    found["ranks"][0]["links"][1].update(path="NVLink", gb_s=478.116)
-    console = Console(width=200, file=io.StringIO())
-    with console.capture() as captured:
-        console.print(tables(found)[1])
-    assert "NVLink 478 GB/s" in captured.get()
-    assert captured.get().count("GB/s") == 1
+        console.print(*tables(answer))
+    said = captured.get()
+    assert "collectives: arena │ device: 44,032 KiB, host: 4 KiB" in said
+    assert "NVLink 478 GB/s" in said and said.count("GB/s") == 1
 
 
 def test_a_wrong_variable_is_said_once() -> None:

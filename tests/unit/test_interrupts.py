@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpicomm.interrupts import uninterrupted
+from mpicomm.waiting import uninterrupted
 from tests.helpers.faults.interrupts import interrupts_raise
 
 
@@ -24,33 +24,19 @@ def press() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_one_in_a_block_comes_at_its_end() -> None:
-    steps = []
-    with pytest.raises(KeyboardInterrupt):
-        with uninterrupted():
-            press()
-            steps.append("the rest of the block")
-        steps.append("behind it")
-    assert steps == ["the rest of the block"]
-
-
-def test_one_comes_at_once_before_and_after_a_block() -> None:
-    with uninterrupted():
-        pass
-    with pytest.raises(KeyboardInterrupt):
-        press()
-
-
-def test_one_comes_at_the_end_of_the_outermost_block_and_once() -> None:
+def test_one_comes_at_once_outside_a_block_and_once_at_the_end_of_the_outermost_block() -> None:
     steps = []
     with pytest.raises(KeyboardInterrupt):
         with uninterrupted():
             with uninterrupted():
                 press()
                 press()
+                steps.append("the rest of the block")
             steps.append("between the ends")
         steps.append("behind them")
-    assert steps == ["between the ends"]
+    assert steps == ["the rest of the block", "between the ends"]
+    with pytest.raises(KeyboardInterrupt):
+        press()
 
 
 def test_one_comes_although_the_block_raises() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.bench.machine import Call, CallTimes, Machine
-from tests.helpers.jobs.in_turn import run_changed
+from mpicomm.bench.measure import Call, CallTimes, Machine
+from tests.helpers.jobs.in_turn import changed, run_in_turn
 from tests.helpers.jobs.mpiexec import run_job
 
 P2P = ("-m", "mpicomm.p2p")
@@ -50,7 +50,7 @@ WAYS = ("to the target", "from the source")
 
 
 CORRUPT = """
-from mpicomm.p2p.pairs import Pairs
+from mpicomm.p2p.__main__ import Pairs
 def corrupt(self, way, peer, nbytes):
     call = copy(self, way, peer, nbytes)
     def wrong():
@@ -60,7 +60,7 @@ def corrupt(self, way, peer, nbytes):
 copy = patch(Pairs, "copy", corrupt)
 """
 LOSE = """
-from mpicomm.p2p.pairs import Pairs
+from mpicomm.p2p.__main__ import Pairs
 def lose(self, way, *options):
     return int if self.ways[way] else copy(self, way, *options)
 copy = patch(Pairs, "copy", lose)
@@ -69,8 +69,8 @@ TWO_NODES = "import os; os.environ['MPICOMM_HOSTID'] = str(RANK)"
 
 
 def test_wrong_bytes_are_found_and_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
-    changes = [(code, SHORT) for code in (CORRUPT, LOSE, TWO_NODES)]
-    job, ended = run_changed(tmp_path, 2, "mpicomm.p2p.__main__", *changes)
+    codes = (CORRUPT, LOSE, TWO_NODES)
+    job, ended = run_in_turn(2, *((changed(tmp_path, "mpicomm.p2p.__main__", code), *SHORT) for code in codes))
     (corrupted, first), (lost, second), nodes = ended
     assert (job.returncode, first, second, nodes) == (0, 1, 1, ("", 2))
     # One way and with few bytes rank 1 puts in the cells of one row, both ways in the two cells that are measured.
@@ -146,7 +146,7 @@ class Part:
 
 def test_a_rank_moves_bytes_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="the driver's names need cuda-bindings")
-    from mpicomm.p2p import pairs as room
+    from mpicomm.p2p import __main__ as room
 
     gpu, met = Gpu(), []
     device = SimpleNamespace(attributes={"MultiProcessorCount": 2})

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
@@ -20,6 +19,7 @@ from mpicomm.devices.base import GrowingScratch
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.layout import run_of
 from mpicomm.mpi.plain_arrays import is_counted, plain_array
+from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import Shape
 from mpicomm.symmetric.registry import Mappings
 
@@ -167,8 +167,10 @@ class CollectiveTemplate(CallTemplate):
                 return False
             if self._own is not None and lengths[self._own[0]] != lengths[self._own[1]]:
                 return False  # this rank sends itself more than it takes, or less
-            if overlap and _blocks_overlap(lengths, begins, to):
-                return False
+            if overlap:  # of the two buffers, but perhaps of no block
+                blocks = zip(begins, lengths, [0] * to + [1] * of, strict=True)
+                if any_overlap([(begin, begin + length, owner) for begin, length, owner in blocks]):
+                    return False
             longest, call_hash = max(lengths), self._call_hash
             if longest == 0 and not self._is_private:
                 return False
@@ -209,16 +211,16 @@ class FinishedTemplate(CollectiveTemplate):
         self._epilogue = finish = self._finish
         self._receive_nbytes = self._unit_nbytes
         self._itemsizes = self._unit_nbytes, finish.result.itemsize, *finish.itemsizes
+        self._numbers = range(len(self._itemsizes))
 
     def takes(self, sent: Any, received: Any, *arrays: Any) -> bool:
         return len(arrays) == len(self._epilogue.itemsizes) and super().takes(sent, received)
 
     def fill(self, sent: Any, received: Any, *arrays: Any) -> bool:
         finish, count = self._epilogue, (sent if self._sends else received)[1]
-        memory = zip((sent, received, *arrays), self._itemsizes, strict=True)
-        spans = sorted([(plain[0], plain[0] + plain[1] * nbytes) for plain, nbytes in memory])
-        if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
-            return False  # arrays overlap
+        memory = zip((sent, received, *arrays), self._itemsizes, self._numbers, strict=True)
+        if any_overlap([(plain[0], plain[0] + plain[1] * nbytes, number) for plain, nbytes, number in memory]):
+            return False
         if count != received[1] * finish.in_element or not finish.place(received[0], count, arrays):
             return False
         if finish.converts:
@@ -293,17 +295,6 @@ def _add_blocks(blocks: int, nbytes: int, buffer: Any, lengths: list[int], begin
         else:
             return False
     return True
-
-
-def _blocks_overlap(lengths: list[int], begins: list[int], sent: int) -> bool:
-    """Return whether one of the first ``sent`` blocks shares memory with one of the others."""
-    ends = [0, 0]
-    for begin, length, number in sorted(zip(begins, lengths, range(len(begins)), strict=True)):
-        receives = number >= sent
-        if length and begin < ends[not receives]:
-            return True
-        ends[receives] = max(ends[receives], begin + length)
-    return False
 
 
 def _with_gaps(spec: Any) -> list[tuple[int, int, int, int]]:

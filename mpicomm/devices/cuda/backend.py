@@ -33,10 +33,10 @@ from mpicomm.devices.cuda.streams import StreamsOfGpu
 from mpicomm.devices.cuda.virtual_memory import VirtualSegment
 from mpicomm.devices.handle import VIRTUAL_KINDS, Kind, MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
-from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import SHARED, Variant
+from mpicomm.waiting import uninterrupted
 
 
 class CudaBackend(StreamsOfGpu, SegmentsOfGpu):

@@ -31,7 +31,7 @@ from mpicomm.devices.cuda.virtual_memory import (
 )
 from mpicomm.devices.handle import FD_KINDS, KEY_NBYTES, Descriptor, Exported, Kind, MemoryHandle
 from mpicomm.errors import HandleError
-from mpicomm.interrupts import uninterrupted
+from mpicomm.waiting import uninterrupted
 
 
 def adopt_pool(context: PrimaryContext, base: int, size: int, array: Any) -> CudaSegment:

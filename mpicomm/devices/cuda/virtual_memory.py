@@ -16,7 +16,7 @@ from mpicomm.devices.cuda.driver import call, check
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment, bytes_of, cannot_allocate, round_up
 from mpicomm.devices.handle import KEY_NBYTES, Descriptor, Exported, Kind, MemoryHandle
 from mpicomm.errors import HandleError
-from mpicomm.interrupts import uninterrupted
+from mpicomm.waiting import uninterrupted
 
 _NO_FABRIC = (
     "fabric handles need an IMEX channel (a device node in /dev/nvidia-caps-imex-channels, readable by this user) and "

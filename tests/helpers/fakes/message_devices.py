@@ -39,11 +39,11 @@ _KEY = struct.Struct("<QQQ")
 
 
 class DeviceArray:
-    """An array in the memory of a `ThreadDevice`."""
+    """An array in the memory of a `ThreadDevice`: a copy of the content, or the content itself."""
 
-    def __init__(self, device: ThreadDevice, content: npt.NDArray[Any]) -> None:
+    def __init__(self, device: ThreadDevice, content: npt.NDArray[Any], *, copies: bool = True) -> None:
         self._device = device
-        self.memory: npt.NDArray[Any] = np.array(content)
+        self.memory: npt.NDArray[Any] = np.array(content) if copies else content
         self.dtype = content.dtype
         self.itemsize = content.itemsize
         device.own(self.memory)

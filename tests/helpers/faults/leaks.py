@@ -42,7 +42,7 @@ def collect_only_new_objects() -> None:
 
 
 def _resources() -> set[str]:
-    return _descriptors() | _mappings() | _threads() | _shared_files()
+    return _descriptors() | _mappings() | _threads() | shared_files()
 
 
 def _descriptors() -> set[str]:
@@ -65,7 +65,8 @@ def _threads() -> set[str]:
     return {f"thread {tid}" for tid in os.listdir("/proc/self/task")}
 
 
-def _shared_files() -> set[str]:
+def shared_files() -> set[str]:
+    """Return the files in /dev/shm, without those that other programs make there."""
     found = set()
     with os.scandir("/dev/shm") as files:
         for file in files:

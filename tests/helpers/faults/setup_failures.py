@@ -74,9 +74,3 @@ ALLOCATE = {
 }
 VIEW = {"view": backend_method("view")}
 ZERO = {"zero": backend_method("zero")}
-
-
-def stages(*tables: dict[str, Break]) -> pytest.MarkDecorator:
-    """Run a test once for each of the stages, as ``break_``."""
-    names = [(name, break_) for table in tables for name, break_ in table.items()]
-    return pytest.mark.parametrize("break_", [break_ for _, break_ in names], ids=[name for name, _ in names])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
 from tests.helpers.references.reductions import Array, samples
 
 _GUARD = 64
@@ -53,23 +54,29 @@ class Foreign:
 class Placed:
     """Elements in host or GPU memory, at any address, between guards that nothing may write into.
 
-    ``memory`` is a contiguous array in which they lie, with `ROOM_NBYTES` bytes more than they have and the ``offset``.
+    ``xp`` is NumPy, CuPy or a `ThreadDevice`. ``memory`` is a contiguous array in which they lie, with `ROOM_NBYTES`
+    bytes more than they have and the ``offset``.
     """
 
     def __init__(self, xp: Any, content: Array, *, offset: int = 0, fortran: bool = False, memory: Any = None) -> None:
         self.dtype = content.dtype
+        self._device = xp if isinstance(xp, ThreadDevice) else None
         self._start, self._stop = _GUARD + offset, _GUARD + offset + content.nbytes
         if memory is None:
-            self._raw = xp.full(self._stop + _GUARD, _GUARD_BYTE, np.uint8)
+            full = np.full if self._device else xp.full
+            self._raw = full(self._stop + _GUARD, _GUARD_BYTE, np.uint8)
         else:
             self._raw = memory.view(np.uint8)[: self._stop + _GUARD]
             self._raw[:] = _GUARD_BYTE
-        region = self._raw[self._start : self._stop]
+        region = self.region = self._raw[self._start : self._stop]
+        """The bytes of the elements."""
         rows = 2 if fortran and content.size % 2 == 0 else 1
         shape = (rows, content.size // rows) if fortran else (content.size,)
         self.array: Any
-        if xp is np:
+        if xp is np or self._device:
             self.array = region.view(content.dtype).reshape(shape, order="F")
+            if self._device:
+                self.array = DeviceArray(self._device, self.array, copies=False)
         elif content.dtype.isbuiltin == 1:
             self.array = xp.ndarray(shape, content.dtype, memptr=region.data, order="F")
         else:
@@ -79,6 +86,8 @@ class Placed:
     def set(self, content: Array) -> None:
         """Overwrite the elements."""
         data = np.ascontiguousarray(content).view(np.uint8)
+        if self._device:
+            self._device.synchronize()
         if isinstance(self._raw, np.ndarray):
             self._raw[self._start : self._stop] = data
         elif data.size:
@@ -90,6 +99,8 @@ class Placed:
     def get(self) -> Array:
         """A host copy of the elements in the order in which they lie in memory; on a GPU after all its work."""
         raw = self._raw
+        if self._device:
+            self._device.synchronize()
         if not isinstance(raw, np.ndarray):
             import cupy
 

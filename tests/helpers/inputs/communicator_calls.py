@@ -6,7 +6,7 @@ The package's table tells the arguments and the shapes of buffers of a collectiv
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +19,13 @@ import mpicomm
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.host.selection import algorithms_for
 from mpicomm.collectives.operations import OPERATIONS, Operation
-from mpicomm.mpi import types
 from tests.helpers.inputs.buffers import Placed, values
+from tests.helpers.inputs.spelled_buffers import JUNK, Blocks, one_of
 from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import OWN, Array, Groups, reduced, require_same
 
-_MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
-OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in _MPI_OPS} | {"avg": mpicomm.AVG}
+MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
+OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in MPI_OPS} | {"avg": mpicomm.AVG}
 # They do not commute, although they say so. So groups of ranks that do not follow each other take them, too.
 OPS |= {text: mpicomm.Op(text, commute=True) for text in OWN}
 
@@ -33,7 +33,8 @@ REDUCTIONS = tuple(name for name, row in OPERATIONS.items() if row.reduces)
 OF_ONE_TYPE = tuple(name for name, row in OPERATIONS.items() if row.send != "typed" and not row.of_neighbors)
 """The collectives between all ranks whose buffers have one datatype each."""
 MOVEMENTS = tuple(name for name in OF_ONE_TYPE if not OPERATIONS[name].reduces)
-FORMS = ("plain", "counted", "typed", "displaced", "four", "fortran")
+FORMS = ("plain", "any")
+_MANY = ("vector", "typed")
 
 
 def legal_ops(name: str) -> tuple[str, ...]:
@@ -53,6 +54,11 @@ def algorithms(operation: str) -> tuple[str, ...]:
     return tuple(name for name in algorithms_for(row) if name in names_for(row, in_rank_order=True))
 
 
+def may_be_in_place(row: Operation) -> bool:
+    """Return whether MPI has the collective in place. Bcast is always in place."""
+    return not row.of_neighbors and row.rooted != "bcast"
+
+
 @dataclass(frozen=True)
 class Case:
     """One collective call, as all ranks know it. ``count`` is the count of a block; vector calls have ragged blocks."""
@@ -63,7 +69,8 @@ class Case:
     op: str = "sum"
     root: int = 0
     form: str = "plain"
-    """One of `FORMS`; or "arrays" for an Alltoallv whose counts and displacements are arrays where the buffers are."""
+    """"plain": arrays without counts, so that blocks are equal. "any": each rank draws how it names its buffers, and
+    how blocks lie in them. "arrays": counts and displacements of an Alltoallv are arrays where the buffers are."""
     in_place: bool = False
     algorithm: str = "auto"
     offset: int = 0
@@ -77,6 +84,13 @@ class Case:
     """
     wire: str | None = None
     """The codes as which elements travel."""
+    derived: bool = True
+    """Whether datatypes of movements may be derived ones."""
+    copies: bool = False
+    """Whether ranks may pass copies of buffers that the call only reads."""
+    mixed: str = ""
+    """With "gpu" or "host" each rank draws where its buffers lie, in a call on GPUs or on the host. To a call on GPUs
+    some ranks may pass only host arrays. In a call on the host the root's second buffer may lie on its GPU."""
 
     @property
     def row(self) -> Operation:
@@ -84,57 +98,66 @@ class Case:
         return OPERATIONS[self.operation]
 
 
-Argument = int | list[tuple[int, int]] | MPI.InPlaceType | None
-"""An argument: a buffer with this count, or with blocks in these places, or none."""
-
-
 class Prepared:
     """This rank's part of a case: its buffers, its arguments, and the check of its result.
 
-    Its receive buffer lies in ``memory``, or in memory of its own.
+    ``xp`` is NumPy, CuPy or a `ThreadDevice`. The receive buffer lies in ``memory``, or in memory of its own.
     """
 
     def __init__(self, case: Case, rank: int, size: int, xp: Any, memory: Any = None) -> None:
-        self._rank, self._size, self._xp = rank, size, xp
+        self.case, self._rank, self._size, self._xp = case, rank, size, xp
+        self._rng = np.random.default_rng([case.seed, rank])
+        """Draws of this rank only."""
+        self.counts = [self._ragged(peer) for peer in range(size)]
+        """The ``recvcounts`` of a Reduce_scatter."""
+        if case.in_place and case.row.send == "counted" and case.algorithm == "mpi":
+            # MPICH 5 ends the program when it moves a block that overlaps its result at the start; sorted, none does.
+            self.counts.sort(reverse=True)
+        self._derived = case.derived and not case.row.reduces and case.wire is None
         self._came: Any = None
         """The array into which a call with counts on the GPU writes the counts."""
-        self._plan(case)
-        self._buffers = [
-            None
-            if content is None
-            else Placed(xp, content, offset=case.offset, fortran=case.form == "fortran", memory=place)
-            for content, place in zip(self._contents, (None, memory), strict=True)
-        ]
+        row, at_root = case.row, rank == case.root
+        self._here = case.in_place and (at_root or not row.rooted)
+        """Whether this rank's call is in place."""
+        sends = (
+            row.rooted != "bcast" and not (self._here and row.rooted != "send") and (row.rooted != "send" or at_root)
+        )
+        receives = not (self._here and row.rooted == "send") and (row.rooted != "receive" or at_root)
+        self._send = self._lay(row.send, rank, receives=False) if sends else None
+        shape = row.send if self._here and row.reduces else row.receive
+        self._receive = self._lay(shape, rank, receives=shape == row.receive) if receives else None
+        self._fill()
+        self._arguments = self._place(memory)
 
     def run(self, comm: mpicomm.Communicator) -> None:
         """Call the blocking method."""
-        self._call(comm, self.case.operation)
+        self._call(comm, self.case.row.name)
 
     def start(self, comm: mpicomm.Communicator) -> MPI.Request:
         """Call the nonblocking method."""
-        request: MPI.Request = self._call(comm, "I" + self.case.operation.lower())
+        request: MPI.Request = self._call(comm, self.case.row.nonblocking)
         return request
 
     def prepare(self, comm: mpicomm.Communicator) -> MPI.Prequest:
         """Call the method that makes a persistent request."""
-        request: MPI.Prequest = self._call(comm, self.case.operation + "_init")
+        request: MPI.Prequest = self._call(comm, self.case.row.persistent)
         return request
 
     def arguments(self) -> list[Any]:
         """Return the arguments for the two buffers."""
-        return [self._argument(*each) for each in zip(self._arguments, self._buffers, strict=True)]
+        return self._arguments
 
     def renew(self, seed: int) -> None:
         """Put the values of another seed into the same buffers."""
-        self._plan(replace(self.case, seed=seed))
-        for buffer, content in zip(self._buffers, self._contents, strict=True):
-            if buffer is not None and content is not None:
-                buffer.set(content)
+        self.case = replace(self.case, seed=seed)
+        self._fill()
+        for blocks in (self._send, self._receive):
+            if blocks is not None:
+                blocks.placed.set(blocks.content)
 
     def result(self) -> Array | None:
         """Return this rank's result, or None if the rank receives nothing."""
-        buffer, expected = self._buffers[1], self._expected
-        return None if buffer is None or expected is None else buffer.get()[self._pad : self._pad + expected.size]
+        return None if self._receive is None or self._expected is None else self._receive.received(self._expected.size)
 
     def check(self) -> None:
         """Assert that this rank's result is right, and that nothing else in its buffers has changed."""
@@ -145,9 +168,9 @@ class Prepared:
 
     def _call(self, comm: mpicomm.Communicator, method: str) -> Any:
         case = self.case
-        send, receive = self.arguments()
+        send, receive = self._arguments
         given: dict[str, Any] = {"buf": receive, "sendbuf": send, "recvbuf": receive, "op": OPS[case.op]}
-        given |= {"root": case.root, "recvcounts": self._counts}
+        given |= {"root": case.root, "recvcounts": self.counts}
         if case.form == "plain" and not case.in_place:
             del given["recvcounts"]  # then the ranks tell each other the counts
         positional = [given.pop(name) for name in case.row.arguments if name.endswith("buf")]
@@ -158,48 +181,20 @@ class Prepared:
             keywords["wire_dtype"] = case.wire
         return getattr(comm, method)(*positional, **keywords)
 
-    def _argument(self, argument: Argument, buffer: Placed | None) -> Any:
-        if argument is MPI.IN_PLACE and self.case.seed % 2:
-            return None  # as in mpi4py
-        if argument is None or buffer is None:
-            return argument
-        form, array = self.case.form, buffer.array
-        dtype: Any = types.mpi_datatype(self.case.dtype) or self.case.dtype.name
-        if form == "typed":
-            return [array, dtype]
-        if form in ("plain", "fortran"):
-            return array
-        count: Any = argument
-        displ: Any = self._pad
-        if isinstance(argument, list):
-            count, displ = [n for n, _ in argument], [start + self._pad for _, start in argument]
-        if form == "arrays":
-            dtype = (np.int32, np.int64)[self.case.seed // 2 % 2]
-            numbers = self._xp.asarray(count, dtype)
-            if buffer is self._buffers[1] and self._xp is not np:
-                numbers = self._came = self._xp.full(self._size, -1, dtype)
-            return [array, (numbers, self._xp.asarray(displ) if self.case.seed % 2 else displ)]
-        if form == "counted":
-            return [array, (count, displ)] if isinstance(argument, list) else [array, count]
-        return [array, (count, displ), dtype] if form == "displaced" else (array, count, displ, dtype)
-
     def _check(self) -> None:
-        case, (sent, before), (send, receive) = self.case, self._contents, self._buffers
-        if send is not None and sent is not None:
-            assert send.get().tobytes() == sent.tobytes(), "the send buffer has changed"
-        if receive is None or before is None:
+        case, (send, receive) = self.case, (self._send, self._receive)
+        if send is not None:
+            assert send.placed.get().tobytes() == send.content.tobytes(), "the send buffer has changed"
+        if receive is None:
             return
         if self._came is not None:
-            places: Any = self._arguments[1]
-            assert self._came.get().tolist() == [count for count, _ in places], "the counts are wrong"
-        after, pad = receive.get(), self._pad
-        assert after[:pad].tobytes() == before[:pad].tobytes(), "elements before the displacement have changed"
-        expected = before[pad : before.size - pad] if self._expected is None else self._expected
+            assert self._came.get().tolist() == receive.lengths, "the counts are wrong"
+        expected = self._expected
         # MPI leaves the rest of the input of a reduce-scatter in place undefined.
-        if not (case.in_place and case.row.reduces and case.row.send != "one"):
-            stop = pad + expected.size
-            assert after[stop:].tobytes() == before[stop:].tobytes(), "elements after the count have changed"
-        actual = after[pad : pad + expected.size]
+        rest_is_any = self._here and case.row.reduces and case.row.send != "one"
+        actual = receive.received(0 if expected is None else expected.size, rest_is_any=rest_is_any)
+        if expected is None:
+            return
         if not case.row.reduces and case.wire is None:
             assert actual.tobytes() == expected.tobytes(), _difference(actual, expected)
         elif case.wild or case.wire is not None:
@@ -207,128 +202,75 @@ class Prepared:
         else:
             assert np.array_equal(actual, expected), _difference(actual, expected)
 
-    def _plan(self, case: Case) -> None:
-        """Compute the contents of the buffers, the arguments and the result. The form decides whether blocks differ."""
-        self.case = case
-        self._even = case.form in ("plain", "typed", "fortran")  # these forms have no counts, so blocks are equal
-        self._pad = 3 if case.form in ("displaced", "four") else 0
-        self._counts = [self._ragged(rank) for rank in range(self._size)]
-        if case.in_place and case.row.send == "counted" and case.algorithm == "mpi":
-            # MPICH 5 ends the program when it moves a block that overlaps its result at the start; sorted, none does.
-            self._counts.sort(reverse=True)
-        self._expected: Array | None
-        self._arguments: tuple[Argument, Argument]
-        shapes = (case.row.send, case.row.receive)
-        if shapes == ("vector", "vector"):
-            send, receive = self._plan_alltoallv()
-        elif "vector" in shapes:
-            send, receive = self._plan_vector()
-        else:
-            send, receive = self._plan_plain()
-        self._contents = (self._padded(send, 98), self._padded(receive, 99))
+    # What the ranks send and receive.
 
-    def _plan_plain(self) -> tuple[Array | None, Array | None]:
-        case, rank, size, n = self.case, self._rank, self._size, self.case.count
-        row, at_root = case.row, self._rank == self.case.root
-        sends = receives = n  # the counts of the two buffers, in forms that have a count: the counts of a block
-        total, room = n * size if row.send == "blocks" else n, n * size if row.receive == "blocks" else n
-        if row.send == "counted":
-            sends = total = sum(self._counts)
-            receives = room = self._counts[rank]
-        sent = [self._values(total, peer) for peer in range(size)]
-        before = self._values(room, rank, 7)
-        self._expected = self._received(sent, before)
-        if row.rooted == "bcast":
-            self._arguments = (None, n)
-            return None, sent[rank]
-        if row.rooted and not at_root:
-            gives = row.rooted == "receive"
-            self._arguments = (n, None) if gives else (None, n)
-            return (sent[rank], None) if gives else (None, before)
-        if not case.in_place:
-            self._arguments = (sends, receives)
-            return sent[rank], before
-        if row.rooted == "send":
-            self._expected = None
-            self._arguments = (n, MPI.IN_PLACE)
-            return sent[rank], None
-        self._arguments = (MPI.IN_PLACE, sends)
-        if row.send == "one" and row.receive == "blocks":
-            before[rank * n : (rank + 1) * n] = sent[rank]
-            return None, before
-        return None, sent[rank]
+    def _fill(self) -> None:
+        """Compute the contents of the buffers, and the result."""
+        case, row, rank = self.case, self.case.row, self._rank
+        sent = [
+            np.split(self._values(sum(lengths), peer), np.cumsum(lengths)[:-1])
+            for peer, lengths in ((peer, self._lengths(row.send, peer, receives=False)) for peer in range(self._size))
+        ]
+        if self._send is not None:
+            self._send.fill(sent[rank], self._values(self._send.room, rank, 8))
+        self._expected: Array | None = None
+        if self._receive is None:
+            return
+        before = self._values(self._receive.room, rank, 7)
+        own: list[Any] | None = None
+        if row.rooted == "bcast" and rank == case.root:
+            own = sent[rank]
+        elif self._here:
+            # Its block of the output, or all of its input.
+            own = sent[rank]
+            if row.send == "one" and row.receive != "one":
+                own = [own[0] if peer == rank else None for peer in range(self._size)]
+        self._receive.fill(own, before)
+        parts = self._reduced(sent) if row.reduces else self._moved(sent)
+        self._expected = None if parts is None else np.concatenate(parts)
 
-    def _received(self, sent: list[Array], before: Array) -> Array | None:
-        """Return this rank's result, in a buffer that holds ``before``, or None if it receives nothing."""
-        case, rank, size, root = self.case, self._rank, self._size, self.case.root
-        if case.row.reduces and {"Scan": rank + 1, "Exscan": rank}.get(case.operation, size) == 1:
-            alone: Array = sent[0].copy()  # a single contribution is the result, even if x / 1 is not x
-            return alone
-        if case.wire is not None and size > 1:
-            return self._coded(sent, case.wire)
-        result: dict[str, Callable[[], Array | None]] = {
-            "Allreduce": lambda: reduced(case.op, sent, case.groups),
-            "Reduce": lambda: reduced(case.op, sent, case.groups) if rank == root else None,
-            "Reduce_scatter": lambda: np.split(reduced(case.op, sent, case.groups), np.cumsum(self._counts)[:-1])[rank],
-            "Reduce_scatter_block": lambda: np.split(reduced(case.op, sent, case.groups), size)[rank],
-            "Scan": lambda: reduced(case.op, sent[: rank + 1]),
-            "Exscan": lambda: reduced(case.op, sent[:rank]) if rank else sent[0] if case.in_place else before.copy(),
-            "Allgather": lambda: np.concatenate(sent),
-            "Alltoall": lambda: np.concatenate([np.split(each, size)[rank] for each in sent]),
-            "Bcast": lambda: sent[root],
-            "Gather": lambda: np.concatenate(sent) if rank == root else None,
-            "Scatter": lambda: np.split(sent[root], size)[rank],
-        }
-        return result[case.operation]()
+    def _moved(self, sent: list[list[Array]]) -> list[Array]:
+        """Return the blocks that come to this rank."""
+        case, row = self.case, self.case.row
+        blocks = [each[0 if row.send == "one" else self._rank] for each in sent]
+        if case.wire is not None and self._size > 1:
+            blocks = [through_codes(block, case.wire).astype(case.dtype) for block in blocks]
+        return [blocks[case.root]] if row.receive == "one" else blocks
 
-    def _coded(self, sent: list[Array], codes: str) -> Array:
-        """Return this rank's result if elements travel as codes."""
-        case, rank, n = self.case, self._rank, self.case.count
-        if case.operation == "Allgather":
-            return np.concatenate([through_codes(part, codes).astype(case.dtype) for part in sent])
-        if case.operation == "Allreduce":
-            return coded_sum(sent, codes, case.op)
-        return coded_sum([part[rank * n : (rank + 1) * n] for part in sent], codes, case.op, again=False)
+    def _reduced(self, sent: list[list[Array]]) -> list[Array] | None:
+        """Return this rank's result, or None if it receives nothing."""
+        case, row, rank = self.case, self.case.row, self._rank
+        prefix = {"Scan": rank + 1, "Exscan": rank}.get(row.name)
+        parts = [each[0 if row.send == "one" else rank] for each in sent][:prefix]
+        if not parts:
+            return None
+        if len(parts) == 1:  # a single contribution is the result, even if x / 1 is not x
+            return [parts[0].copy()]
+        if case.wire is not None:
+            return [coded_sum(parts, case.wire, case.op, again=row.send == "one")]
+        return [reduced(case.op, parts, case.groups if prefix is None else None)]
 
-    def _plan_vector(self) -> tuple[Array | None, Array | None]:
-        case, rank, size, root = self.case, self._rank, self._size, self.case.root
-        at_root = rank == root
-        share, more = divmod(case.count, size)
-        each = [share + (peer < more) for peer in range(size)] if self._even else self._counts
-        places = self._places(each)
-        extent = _extent(places)
-        if case.row.rooted == "send":
-            whole = self._values(extent, root)
-            in_place = case.in_place and at_root
-            self._expected = None if in_place else _taken(whole, places[rank])
-            self._arguments = (places if at_root else None, MPI.IN_PLACE if in_place else each[rank])
-            return whole if at_root else None, None if in_place else self._values(each[rank], rank, 7)
-        sent = [self._values(each[peer], peer) for peer in range(size)]
-        takes = at_root or not case.row.rooted
-        before = self._values(extent, size, 7)
-        self._expected = _put(sent, places, before) if takes else None
-        if case.in_place and takes:
-            self._arguments = (MPI.IN_PLACE, places)
-            return None, _put([sent[rank]], [places[rank]], before)
-        self._arguments = (each[rank], places if takes else None)
-        return sent[rank], before if takes else None
+    def _lengths(self, shape: str, peer: int, *, receives: bool) -> list[int]:
+        """Return the elements of each block of a buffer of a rank."""
+        others = range(1 if shape == "one" else self._size)
+        return [self._length(other, peer) if receives else self._length(peer, other) for other in others]
 
-    def _plan_alltoallv(self) -> tuple[Array | None, Array | None]:
-        case, rank, everyone = self.case, self._rank, range(self._size)
-
-        def count(sender: int, receiver: int) -> int:
-            if self._even:
-                return case.count
+    def _length(self, sender: int, receiver: int) -> int:
+        case, shapes = self.case, (self.case.row.send, self.case.row.receive)
+        plain = case.form == "plain"
+        if not {"counted", *_MANY} & {*shapes} or (plain and shapes == ("vector", "vector")):
+            return case.count
+        if shapes[0] in _MANY and shapes[1] in _MANY:
             return self._ragged(*(sorted((sender, receiver)) if case.in_place else (sender, receiver)))
+        peer = receiver if shapes[1] == "one" else sender
+        if plain and shapes[0] != "counted":
+            share, more = divmod(case.count, self._size)
+            return share + (peer < more)
+        return self.counts[peer]
 
-        incoming = [self._places([count(a, b) for a in everyone]) for b in everyone]
-        outgoing = incoming if case.in_place else [self._places([count(a, b) for b in everyone]) for a in everyone]
-        sent = [self._values(_extent(outgoing[a]), a) for a in everyone]
-        before = sent if case.in_place else [self._values(_extent(incoming[b]), b, 7) for b in everyone]
-        blocks = [_taken(sent[sender], outgoing[sender][rank]) for sender in everyone]
-        self._expected = _put(blocks, incoming[rank], before[rank])
-        self._arguments = (MPI.IN_PLACE if case.in_place else outgoing[rank], incoming[rank])
-        return None if case.in_place else sent[rank], before[rank]
+    def _ragged(self, *where: int) -> int:
+        n = self.case.count
+        return (n, 0, n // 2, n + 6)[zlib.crc32(repr((n, where)).encode()) % 4] if n else 0
 
     def _values(self, count: int, *key: int) -> Array:
         case = self.case
@@ -338,43 +280,81 @@ class Prepared:
             return numbers
         return values(case.dtype, count, case.seed, *key, wild=case.wild or not case.row.reduces)
 
-    def _ragged(self, *where: int) -> int:
-        n = self.case.count
-        return (n, 0, n // 2, n + 3)[zlib.crc32(repr((n, where)).encode()) % 4] if n else 0
+    # The places and the names of the buffers.
 
-    def _places(self, counts: list[int]) -> list[tuple[int, int]]:
-        """Return the places of blocks: packed if the form has no counts, else in reverse order and with gaps."""
-        places: list[tuple[int, int]] = []
-        start = 0
-        for count in counts if self._even else reversed(counts):
-            places.append((count, start))
-            start += count + (0 if self._even else 2)
-        return places if self._even else places[::-1]
+    def _lay(self, shape: str, rank: int, *, receives: bool) -> Blocks:
+        case, lengths = self.case, self._lengths(shape, rank, receives=receives)
+        return Blocks(shape, lengths, case.dtype, None if case.form == "plain" else self._rng, derived=self._derived)
 
-    def _padded(self, content: Array | None, key: int) -> Array | None:
-        if content is None or not self._pad:
-            return content
-        ends = self._values(2 * self._pad, key)
-        return np.concatenate((ends[: self._pad], content, ends[self._pad :]))
+    def _place(self, memory: Any) -> list[Any]:
+        """Bring both buffers to their places, and return the arguments that name them."""
+        case, row, rng = self.case, self.case.row, self._rng
+        made: list[Any] = []
+        for blocks, where, given in zip((self._send, self._receive), self._where(), (None, memory), strict=True):
+            if blocks is None:
+                made.append(None)
+                continue
+            offset = case.offset
+            if case.form == "any" and where is np and rng.integers(4) == 0:
+                offset += 1  # elements of several bytes are unaligned, and mpi4py has no type for them
+            fortran = case.form != "arrays" and rng.integers(4) == 0
+            # A buffer that lies nowhere is empty.
+            blocks.placed = Placed(where or np, blocks.content, offset=offset, fortran=fortran, memory=given)
+            if case.form == "any":
+                only_read = blocks is self._send or (row.rooted == "bcast" and self._rank == case.root)
+                copies = case.copies and only_read
+                made.append(
+                    blocks.named(rng, where, copies=copies, derived=self._derived, mpis=case.algorithm == "mpi")
+                )
+            else:
+                made.append(self._with_arrays(blocks) if case.form == "arrays" else blocks.plain())
+        send, receive = made
+        in_place = None if case.seed % 2 else MPI.IN_PLACE  # mpi4py takes both
+        if case.seed % 3 == 0 and row.reduces and row.send == "one":
+            in_place = receive  # the same memory given twice
+        if self._here:
+            return [send, in_place] if row.rooted == "send" else [in_place, receive]
+        if case.form == "any":  # what a rank that is not the root passes for the root's buffer is ignored
+            send = one_of(rng, JUNK) if row.rooted == "send" and self._send is None else send
+            receive = one_of(rng, JUNK) if row.rooted == "receive" and self._receive is None else receive
+        return [send, receive]
 
+    def _with_arrays(self, blocks: Blocks) -> list[Any]:
+        dtype = (np.int32, np.int64)[self.case.seed // 2 % 2]
+        numbers = self._xp.asarray(blocks.lengths, dtype)
+        if blocks is self._receive and self._xp is not np:
+            numbers = self._came = self._xp.full(self._size, -1, dtype)
+        displs = self._xp.asarray(blocks.starts) if self.case.seed % 2 else blocks.starts
+        return [blocks.placed.array, (numbers, displs)]
 
-def _taken(array: Array, place: tuple[int, int]) -> Array:
-    count, start = place
-    taken: Array = array[start : start + count].copy()
-    return taken
-
-
-def _put(blocks: Sequence[Array], places: Sequence[tuple[int, int]], old: Array) -> Array:
-    """Return a copy of ``old`` with the blocks in these places."""
-    new: Array = old.copy()
-    for block, (count, start) in zip(blocks, places, strict=True):
-        assert block.size == count, f"{block.size} elements in a place for {count}"
-        new[start : start + count] = block
-    return new
-
-
-def _extent(places: list[tuple[int, int]]) -> int:
-    return max((start + count for count, start in places), default=0)
+    def _where(self) -> list[Any]:
+        """Return the module that has the memory of each buffer, None for a buffer that lies nowhere."""
+        case, row, xp, rng = self.case, self.case.row, self._xp, self._rng
+        pair = [self._send, self._receive]
+        if not case.mixed:
+            return [xp, xp]
+        shared = np.random.default_rng([case.seed, 7])  # the same on all ranks
+        joins = self._rank in shared.permutation(self._size)[: int(shared.integers(self._size))]
+        common = {"receive": pair[:1], "send": pair[1:]}.get(row.rooted, pair)
+        deciding = [each for each in common if each is not None] or [each for each in pair if each is not None]
+        if row.counts == "same":  # an empty recvbuf of Reduce_scatter leaves the choice to sendbuf
+            deciding = [each for each in deciding if not each.is_empty] or deciding
+        sure = one_of(rng, deciding)  # one of the buffers that decide lies on the GPU, or nowhere
+        found: list[Any] = []
+        for blocks in pair:
+            is_empty = blocks is not None and blocks.is_empty
+            lies = one_of(rng, ("gpu", "host", "nowhere" if is_empty else "gpu"))
+            empty_of_all = row.counts == "same" and is_empty
+            if case.mixed == "host":
+                is_roots = row.rooted in ("send", "receive") and blocks not in common and not self._here
+                lies = lies if is_roots or lies == "nowhere" else "host"
+            else:
+                if lies == "host" and case.algorithm != "mpi" and (blocks is sure or empty_of_all):
+                    lies = "gpu"
+                if lies == "gpu" and joins and not empty_of_all:
+                    lies = "host"
+            found.append({"gpu": xp, "host": np, "nowhere": None}[lies])
+        return found
 
 
 def _difference(actual: Array, expected: Array) -> str:

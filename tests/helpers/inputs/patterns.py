@@ -125,10 +125,6 @@ def gather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans | None,
     return Pattern(operations.GATHER, Buffers(rank, size, dtype, send=send, blocks=blocks, root=root))
 
 
-def scatter(rank: int, size: int, dtype: Dtype, blocks: Spans | None, output: Span, root: int) -> Pattern:
-    return Pattern(operations.SCATTER, Buffers(rank, size, dtype, send_blocks=blocks, output=output, root=root))
-
-
 def alltoall(
     rank: int,
     size: int,

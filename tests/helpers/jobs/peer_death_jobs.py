@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.helpers.jobs.mpiexec import environment, mpiexec_command
+from tests.helpers.jobs.mpiexec import environment, mpiexec_command, sharing_of_cores
 from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.programs.peer_death import Outcome
 
@@ -35,8 +35,9 @@ def run_jobs(
         own = [f"--trials={trials}", f"--kills={kills}", f"--seed={seed}", f"--timeout={timeout_s}", *options]
         command = mpiexec_command(ranks, "-m", "tests.helpers.programs.peer_death", str(results), *own)
         with (results / "output").open("w") as output:
+            variables = {**sharing_of_cores(jobs * ranks), **environment()}
             job = subprocess.Popen(
-                command, env=environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
         running.append((job, results))
     deadline = time.monotonic() + HANG_S + (TRIAL_LIMIT_S + WAITS * timeout_s) * (trials + kills)

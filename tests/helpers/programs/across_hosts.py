@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
-from mpicomm.collectives.wire import CODED, CODES
-from mpicomm.mpi.types import COVERED
+from mpicomm.collectives.wire import CODES
 from tests.helpers.inputs.buffers import Placed, values
-from tests.helpers.inputs.communicator_calls import FORMS, MOVEMENTS, OF_ONE_TYPE, REDUCTIONS, Case, Prepared, legal_ops
-from tests.helpers.references.reductions import OWN, dtype_named
+from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, REDUCTIONS, Case, Prepared
+from tests.helpers.references.reductions import dtype_named
 from tests.helpers.rigs.call_forms import complete
 from tests.helpers.rigs.communicators import array_module, communicator, node_ranks, require_memory_works
-from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi
 
 COUNTS = (1, 1025, 300_000)
 """Numbers of elements: one packet, several, and more than one chunk of any engine."""
@@ -149,72 +146,18 @@ def run(comm: mpicomm.Communicator, way: str, cases: list[Case]) -> None:
             prepared.check()
 
 
-def every_form(ranks: Ranks, operation: str) -> None:
-    """Every form of argument, every way to call, every root."""
-    row, comm = OPERATIONS[operation], ranks.comm
-    roots = range(comm.size) if row.rooted else [0]
-    places = (False,) if operation == "Bcast" else (False, True)
-    for way in ("run", "start", "prepare"):
-        choices = itertools.product(FORMS, roots, places, (0, 1025))
-        run(
-            comm,
-            way,
-            [
-                Case(operation, np.dtype(np.float32), count, "sum", root, form, in_place, seed=seed)
-                for seed, (form, root, in_place, count) in enumerate(choices)
-            ],
-        )
+def collectives(ranks: Ranks) -> None:
+    """Every collective with few elements and many, and in each way to call it.
 
-
-def every_type(ranks: Ranks, name: str) -> None:
-    """Every collective, and every reduction that the type has."""
-    dtype, root = dtype_named(name), ranks.comm.size - 1
-    # The expressions among the operations do not associate, so MPI may give any of several results over two hosts.
-    ops = [op for op in legal_ops(name) if op not in OWN]
-    calls = [*itertools.product(REDUCTIONS, ops), *((operation, "sum") for operation in MOVEMENTS)]
-    run(ranks.comm, "run", [Case(operation, dtype, 1025, op, root) for operation, op in calls])
-    if name in CODED:
-        coded = [row.name for row in OPERATIONS.values() if row.coded]
-        run(ranks.comm, "run", [Case(operation, dtype, 1025, wire=codes) for operation in coded for codes in CODES])
-
-
-def every_size(ranks: Ranks) -> None:
-    """Few elements and many."""
-    dtype, root = np.dtype(np.float64), ranks.comm.size - 1
-    choices = itertools.product(COUNTS, OF_ONE_TYPE)
-    run(ranks.comm, "run", [Case(operation, dtype, count, root=root) for count, operation in choices])
-
-
-def neighbors(ranks: Ranks) -> None:
-    """Collectives of neighbours give the results of MPI's calls on its own communicator."""
-    with array_module(ranks.comm) as xp:
-        for topology, name in itertools.product(TOPOLOGIES, CALLS):
-            made: Any = TOPOLOGIES[topology](ranks.comm)
-            call = NeighborCall(name, made)
-            sent, received = xp.asarray(call.sent(0)), xp.asarray(call.nothing())
-            getattr(made, f"Neighbor_{call.name}")(*call.arguments(sent, received))
-            made.check()
-            np.testing.assert_array_equal(received, result_of_mpi(made, call, 0))
-            call.free()
-            made.Free()
-
-
-def alltoallw(ranks: Ranks) -> None:
-    """Each pair of ranks has another element type."""
-    comm = ranks.comm
-    dtypes = [np.dtype(("int16", "int32", "float64")[(comm.rank + peer) % 3]) for peer in range(comm.size)]
-    types = [MPI.Datatype.fromcode(dtype.char) for dtype in dtypes]
-    ones, places = [1] * comm.size, [8 * peer for peer in range(comm.size)]
-    with array_module(comm) as xp:
-        send, receive = Placed(xp, np.zeros(8 * comm.size, np.uint8)), Placed(xp, np.zeros(8 * comm.size, np.uint8))
-        content, expected = np.zeros(8 * comm.size, np.uint8), np.zeros(8 * comm.size, np.uint8)
-        for peer, (dtype, place) in enumerate(zip(dtypes, places, strict=True)):
-            content[place:].view(dtype)[0] = 100 * comm.rank + peer
-            expected[place:].view(dtype)[0] = 100 * peer + comm.rank
-        send.set(content)
-        comm.Alltoallw([send.array, ones, places, types], [receive.array, ones, places, types])
-        comm.check()
-        assert receive.get().tolist() == expected.tolist()
+    MPI carries out those of its own types. The narrow floats, and averages of them, are mpicomm's.
+    """
+    root, narrow = ranks.comm.size - 1, dtype_named("float16")
+    for way, count in (*(("run", count) for count in COUNTS), ("start", 1025), ("prepare", 1025)):
+        cases = [Case(name, np.dtype(np.float64), count, root=root) for name in OF_ONE_TYPE]
+        cases += [Case(name, narrow, count, "avg" if name in REDUCTIONS else "sum", root) for name in OF_ONE_TYPE]
+        run(ranks.comm, way, cases)
+    coded = [row.name for row in OPERATIONS.values() if row.coded]
+    run(ranks.comm, "run", [Case(name, np.dtype(np.float32), 1025, wire=codes) for name in coded for codes in CODES])
 
 
 def barrier(ranks: Ranks) -> None:
@@ -250,13 +193,6 @@ def messages(ranks: Ranks) -> None:
                 assert (status.source, status.tag, status.Get_count(MPI.DOUBLE)) == (sender, tag, count)
                 assert [room.get().tobytes() for room in rooms] == [content.tobytes()] * 3
             comm.Barrier()
-        for distance, count in itertools.product(range(1, comm.size), (3, 300_000)):
-            right, left = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
-            data = Placed(xp, np.full(count, comm.rank, np.float64))
-            room = Placed(xp, np.zeros(count, np.float64))
-            comm.Sendrecv(data.array, right, 7, room.array, left, 7)
-            comm.check()
-            assert (room.get() == left).all()
 
 
 CHECKS: dict[str, Callable[[Ranks], None]] = {
@@ -264,11 +200,7 @@ CHECKS: dict[str, Callable[[Ranks], None]] = {
     "nodes": nodes,
     "symmetric": symmetric,
     "children": children,
-    **{f"every form: {name}": partial(every_form, operation=name) for name in OF_ONE_TYPE},
-    **{f"every call: {name}": partial(every_type, name=name) for name in COVERED},
-    "every size": every_size,
-    "neighbors": neighbors,
-    "alltoallw": alltoallw,
+    "collectives": collectives,
     "barrier": barrier,
     "messages": messages,
 }

@@ -6,6 +6,8 @@ Each ```python block of a document is a program, by these rules:
 * A program without mpicomm runs as `python -m mpicomm` runs it, on Communicators.
 * A program that says ``import cupy`` or ``import torch`` at the beginning of a line needs that package.
 * The job frees what a program leaves: its ``comm``, and the process groups of PyTorch.
+
+`python -m tests.helpers.programs.document_programs --write FOLDER` writes all programs into a folder, for mypy.
 """
 
 from __future__ import annotations
@@ -104,6 +106,14 @@ def main() -> None:
                 file.write(f"{name}\n")
 
 
+def write(folder: Path) -> None:
+    """Write the programs into a folder, for a type checker."""
+    for program in programs():
+        name = re.sub(r"\W", "_", program.name)
+        start = f"{program.start.source}\n\n" if program.start else ""
+        (folder / f"{name}.py").write_text(start + program.source)
+
+
 def free(namespace: dict[str, Any]) -> None:
     """Free what a program leaves."""
     import mpicomm
@@ -117,4 +127,7 @@ def free(namespace: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "--write":
+        write(Path(sys.argv[2]))
+    else:
+        main()

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import itertools
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -22,30 +25,40 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from tests.helpers.inputs.checked_on_device import idle_kernel
+from tests.helpers.inputs.communicator_calls import Case, Prepared
 from tests.helpers.jobs.pace import HANG_S
-from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 
 COUNTS = (1, 5, 1003, 20011)
 TYPES = ("float32", "bfloat16", "int32", "complex128")
 CALLS = 4000
 REPLAYS = 200
+INT32 = np.dtype(np.int32)
 OWN_MEMORY = "--own-memory"
 
 
-def reductions(comm: mpicomm.Communicator, name: str, count: int, seed: int) -> list[tuple[Any, Any]]:
-    """Enqueue an all-reduce, a reduce-scatter and a reduce; return the results and the right results."""
-    dtype = dtype_named(name)
-    parts = [samples(dtype, count * comm.size, np.random.default_rng([seed, rank])) for rank in range(comm.size)]
-    mine = cupy.asarray(parts[comm.rank].view(np.uint8))
-    form = [mine, count * comm.size, name]
-    every, block, root = (cupy.full(n, 0xEE, np.uint8) for n in (mine.nbytes, mine.nbytes // comm.size, mine.nbytes))
-    total = reduced("sum", parts)
-    comm.Allreduce(form, [every, count * comm.size, name])
-    comm.Reduce_scatter_block([mine, count, name], [block, count, name])
-    comm.Reduce(form, [root, count * comm.size, name])
-    results = [(every, total), (block, total[comm.rank * count : (comm.rank + 1) * count])]
-    return results + ([(root, total)] if comm.rank == 0 else [])
+def run(comm: mpicomm.Communicator, cases: Iterable[Case]) -> None:
+    """Enqueue all calls, then wait for the device and compare."""
+    calls = [Prepared(case, comm.rank, comm.size, cupy) for case in cases]
+    for call in calls:
+        call.run(comm)
+    comm.check()
+    for call in calls:
+        call.check()
+
+
+def reductions(comm: mpicomm.Communicator) -> None:
+    """Reduce in each way to share out the result."""
+    for name, count in itertools.product(TYPES, COUNTS):
+        names = ("Allreduce", "Reduce_scatter_block", "Reduce")
+        run(comm, [Case(operation, dtype_named(name), count, wild=True) for operation in names])
+
+
+def movements(comm: mpicomm.Communicator, *counts: int) -> None:
+    """Broadcast from the last rank, gather and exchange."""
+    for count in counts:
+        calls = (("Bcast", comm.size - 1), ("Allgather", 0), ("Alltoall", 0))
+        run(comm, [Case(operation, INT32, count, root=root) for operation, root in calls])
 
 
 def each_way(comm: mpicomm.Communicator) -> None:
@@ -58,23 +71,12 @@ def each_way(comm: mpicomm.Communicator) -> None:
         ("int32", 5000011, "one_shot"),
         ("int32", 200003, "ring"),  # exchange.cu
     ):
-        dtype = np.dtype(name)
-        parts = [samples(dtype, count, np.random.default_rng([count, rank])) for rank in range(comm.size)]
-        got = cupy.zeros(count, dtype)
-        comm.Allreduce(cupy.asarray(parts[comm.rank]), got, algorithm=algorithm)
-        check([(got, reduced("sum", parts))])
+        run(comm, [Case("Allreduce", np.dtype(name), count, algorithm=algorithm, wild=True)])
     for count in (5003, 700001):
         for algorithm in ("two_shot", "chain"):
-            told = cupy.full(count, comm.rank, np.int32)
-            comm.Bcast(told, root=comm.size - 1, algorithm=algorithm)
-            check([(told, np.full(count, comm.size - 1, np.int32))])
+            run(comm, [Case("Bcast", INT32, count, root=comm.size - 1, algorithm=algorithm)])
         for name in ("float32", "int32"):  # without escapes, with them
-            dtype = np.dtype(name)
-            parts = [samples(dtype, count, np.random.default_rng([count, rank])) for rank in range(comm.size)]
-            got = cupy.zeros(count, dtype)
-            comm.Reduce(cupy.asarray(parts[comm.rank]), got, algorithm="chain")
-            if comm.rank == 0:
-                check([(got, reduced("sum", parts))])
+            run(comm, [Case("Reduce", np.dtype(name), count, algorithm="chain", wild=True)])
 
 
 def finished(comm: mpicomm.Communicator) -> None:
@@ -102,19 +104,11 @@ def finished(comm: mpicomm.Communicator) -> None:
 def coded(comm: mpicomm.Communicator) -> None:
     """Send codes of 8 bits: in one hop and in two, in few steps and in inboxes used again."""
     for count, codes in ((5003, "int8"), (700_001, "float8_e4m3fn"), (17_000_011, "int8")):
-        parts = [np.random.default_rng([count, rank]).standard_normal(count, np.float32) for rank in range(comm.size)]
-        mine, total = cupy.asarray(parts[comm.rank]), coded_sum(parts, codes)
+        sums = Case("Allreduce", np.dtype(np.float32), count, wire=codes)
         for algorithm in ("one_shot", "two_shot"):
-            got = cupy.zeros(count, np.float32)
-            comm.Allreduce(mine, got, algorithm=algorithm, wire_dtype=codes)
-            check([(got, total)])
-        if total.nbytes > 16 << 20:
-            break  # NumPy takes long for more
-        gathered, block = cupy.zeros(count * comm.size, np.float32), cupy.zeros(count, np.float32)
-        comm.Allgather(mine, gathered, wire_dtype=codes)
-        comm.Reduce_scatter_block(cupy.concatenate([mine] * comm.size), block, wire_dtype=codes)
-        check([(block, coded_sum(parts, codes, again=False))])
-        check([(gathered, np.concatenate([through_codes(part, codes) for part in parts]))])
+            run(comm, [replace(sums, algorithm=algorithm)])
+        if count < 1 << 20:  # NumPy takes long for more
+            run(comm, [replace(sums, operation=operation) for operation in ("Allgather", "Reduce_scatter_block")])
 
 
 def uneven(comm: mpicomm.Communicator) -> None:
@@ -149,23 +143,6 @@ def symmetric(comm: mpicomm.Communicator) -> None:
                 comm.Bcast(output, root=0, algorithm=algorithm)
                 check([(output, parts[0])])
                 comm.Barrier(stream=cupy.cuda.get_current_stream())
-
-
-def movements(comm: mpicomm.Communicator, count: int, seed: int) -> list[tuple[Any, Any]]:
-    """Enqueue a broadcast, an all-gather and an all-to-all; return the results and the right results."""
-    parts = [samples(np.dtype(np.int32), count * comm.size, np.random.default_rng([seed, r])) for r in range(comm.size)]
-    mine = cupy.asarray(parts[comm.rank])
-    gathered, exchanged = cupy.zeros((comm.size, mine.size), np.int32), cupy.zeros_like(mine)
-    told = mine.copy()
-    comm.Bcast(told, root=comm.size - 1)
-    comm.Allgather(mine, gathered)
-    comm.Alltoall(mine, exchanged)
-    own = slice(comm.rank * count, (comm.rank + 1) * count)
-    return [
-        (told, parts[-1]),
-        (gathered, np.stack(parts)),
-        (exchanged, np.concatenate([part[own] for part in parts])),
-    ]
 
 
 def check(results: list[tuple[Any, Any]]) -> None:
@@ -260,7 +237,7 @@ def large_messages() -> None:
     """Let direct.cu take these messages for messages larger than any here."""
     direct_plan.most_copied_nbytes = lambda operation, domain: 1 << 10
     with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:  # another communicator, which knows no calls
-        check(movements(comm, 300007, len(COUNTS)))
+        movements(comm, 300007)
         each_way(comm)
         symmetric(comm)
         comm.check()
@@ -369,11 +346,8 @@ def main() -> None:
                     f"{CALLS} calls and {4 * 5 * 2 * REPLAYS} replayed ones in {time.perf_counter() - start:.1f} s\n"
                 )
             return
-        for seed, name in enumerate(TYPES):
-            for count in COUNTS:
-                check(reductions(comm, name, count, seed))
-        for seed, count in enumerate((*COUNTS, 300007)):
-            check(movements(comm, count, seed))
+        reductions(comm)
+        movements(comm, *COUNTS, 300007)
         each_way(comm)
         finished(comm)
         coded(comm)

@@ -172,8 +172,9 @@ class Trials:
 
     def run(self) -> bool:
         """Count the lines of each step, then run all trials; return whether this rank is to say that they are over."""
-        for _ in range(2):  # the first round imports more, and allocates more for good
-            counted = self._count()
+        for first in self._first_play().steps.values():  # imports more, and allocates more for good
+            first()
+        counted = self._count()
         collect_only_new_objects()
         self._lines = self._together.allgather(counted)
         kills = min(self._options.kills, len(self._alive) - 1)
@@ -194,10 +195,12 @@ class Trials:
         self._meet(outcome)
         return self._rank == self._alive[0]
 
+    def _first_play(self) -> Play:
+        return Play(self._together, self._options.device, 20.0)
+
     def _count(self) -> dict[str, int]:
-        play = Play(self._together, self._options.device, 20.0)
         lines = {}
-        for name, step in play.steps.items():
+        for name, step in self._first_play().steps.items():
             with Trap(self._package) as trap:
                 step()
             lines[name] = trap.lines

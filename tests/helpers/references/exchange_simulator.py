@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -127,15 +127,3 @@ def require_contract(rank: int, exchange: Exchange) -> None:
 
 def overlap(a: Span, b: Span) -> bool:
     return bool(set(range(_cells(a).start, _cells(a).stop)) & set(range(_cells(b).start, _cells(b).stop)))
-
-
-def ranks(size: int) -> list[Memory]:
-    return [Memory(rank) for rank in range(size)]
-
-
-def everywhere(memories: list[Memory], pattern: Callable[[int, int], Sequence[Exchange]]) -> None:
-    run(memories, [pattern(memory.rank, len(memories)) for memory in memories])
-
-
-def counts_of(data: st.DataObject, size: int) -> list[int]:
-    return data.draw(st.lists(COUNTS, min_size=size, max_size=size))

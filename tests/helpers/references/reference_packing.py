@@ -21,33 +21,31 @@ def pack(layout: DatatypeLayout, memory: Bytes, at: int) -> Bytes:
 
     Its runs must fill packed memory, each byte once.
     """
-    packed, times = np.zeros(layout.nbytes, np.uint8), np.zeros(layout.nbytes, np.uint8)
-    for start, place, nbytes in _runs(layout):
-        packed[place : place + nbytes] = memory[at + start : at + start + nbytes]
-        times[place : place + nbytes] += 1
-    assert (times == 1).all()
+    packed = np.zeros(layout.nbytes, np.uint8)
+    starts, places = _bytes_of(layout)
+    packed[places] = memory[at + starts]
+    assert (np.bincount(places, minlength=layout.nbytes) == 1).all()
     return packed
 
 
 def unpack(layout: DatatypeLayout, packed: Bytes, memory: Bytes, at: int) -> None:
     """Put packed bytes into the places of a layout."""
-    for start, place, nbytes in _runs(layout):
-        memory[at + start : at + start + nbytes] = packed[place : place + nbytes]
+    starts, places = _bytes_of(layout)
+    memory[at + starts] = packed[places]
 
 
-def _runs(layout: DatatypeLayout) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a layout: the place of each in memory and in packed memory, and its bytes."""
+def _bytes_of(layout: DatatypeLayout) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the place of each byte of a layout in memory, and in packed memory."""
+    starts, places = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for region in layout.regions:
-        rounds = [
-            [
-                (loop.listed().tolist()[number] if loop.places else number * loop.stride, number * loop.packed)
-                for number in range(loop.rounds)
-            ]
-            for loop in region.loops
-        ]
-        for place in itertools.product(*rounds):
-            start, packed = (sum(offsets) for offsets in zip(*place, (region.offset, region.packed), strict=True))
-            yield start, packed, region.run_nbytes
+        start, place = np.array([region.offset]), np.array([region.packed])
+        for loop in region.loops:
+            numbers = np.arange(loop.rounds)
+            start = np.add.outer(start, loop.listed() if loop.places else numbers * loop.stride).ravel()
+            place = np.add.outer(place, numbers * loop.packed).ravel()
+        starts.append(np.add.outer(start, np.arange(region.run_nbytes)).ravel())
+        places.append(np.add.outer(place, np.arange(region.run_nbytes)).ravel())
+    return np.concatenate(starts), np.concatenate(places)
 
 
 def runs_of(table: PackTable) -> Iterator[tuple[int, int, int]]:

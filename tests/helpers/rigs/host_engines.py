@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
-from tests.helpers.references.reductions import reduced, samples
 
 Array = npt.NDArray[Any]
 
@@ -66,19 +64,3 @@ def span(array: Array) -> Span:
 def spans(array: Array, counts: Sequence[int]) -> list[Span]:
     displs = [sum(counts[:index]) for index in range(len(counts))]
     return patterns.blocks(array.ctypes.data, counts, displs, array.itemsize)
-
-
-def parts_of(comm: MPI.Intracomm, dtype: np.dtype[Any], count: int, seed: object) -> list[Array]:
-    """The data that every rank sends; all ranks know it."""
-    entropy = zlib.crc32(repr(seed).encode())  # hash() differs between processes
-    return [samples(dtype, count, np.random.default_rng([entropy, rank])) for rank in range(comm.size)]
-
-
-def wanted(op: str, parts: Sequence[Array]) -> Array:
-    if op == "prod" and parts[0].dtype.kind == "c":
-        result = parts[0]
-        with np.errstate(all="ignore"):
-            for part in parts[1:]:
-                result = np.multiply(result, part)
-        return result
-    return parts[0] if len(parts) == 1 else reduced(op, parts)

@@ -15,7 +15,6 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import (
     LONGEST_FOR_KERNELS,
@@ -27,7 +26,6 @@ from tests.helpers.faults.leaks import nothing_leaks
 Array = npt.NDArray[Any]
 
 LARGE = LONGEST_FOR_KERNELS  # int32: four times the bytes that kernels copy
-SIZES = (0, 1, HEADER_NBYTES // 4, LARGE // 4, LARGE // 4 + 1, LARGE, 5 * LARGE + 3)
 
 
 class Rig:

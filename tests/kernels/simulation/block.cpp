@@ -55,6 +55,9 @@ switch_stacks:
 )");
 
 namespace cpu {
+
+unsigned mistake = 0;
+
 namespace {
 
 constexpr unsigned kWarp = 32;

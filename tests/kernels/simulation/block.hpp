@@ -49,4 +49,7 @@ const Words& exchange(unsigned mask, unsigned long long word);
 // Returns the lanes of the thread's warp that have not returned.
 unsigned live_lanes();
 
+// The number of the mistake that kernels make, 0 for none: see `Change` in build.py.
+extern unsigned mistake;
+
 }  // namespace cpu

@@ -1,35 +1,35 @@
-// Runs kernels on threads of the CPU. The job comes on the standard input, in lines of these kinds:
+// Runs kernels on threads of the CPU. Carries out jobs that come on the standard input, each in a process of its own: a
+// line `jobs NUMBER FIBERS`, and so many times a line `job NBYTES` and a text of lines of these kinds:
 //
-// memory FILE NBYTES ADDRESS map this file at this address
 // errors FILE                the standard error output
+// memory FILE NBYTES ADDRESS map this file at this address
 // clock ADDRESS              the Clock lies there
 // jitter SEED US             see Jitter
+// mistake NUMBER             the mistake that kernels make, of those that they can make
 // rank NUMBER                the next launches are of this rank, one after the other; ranks run at once
 // launch NAP_US LIBRARY ENTRY BLOCKS THREADS ADDRESSES...   ADDRESSES are those of the kernel's parameters
 //
-// Exits with 0 when all kernels are over.
+// When all kernels are over, the answer is a line with the status of each process, as of waitpid. If one process fails,
+// the others end, which may wait for it for ever. ThreadSanitizer takes a millisecond for each fiber, because it writes
+// to 2 MiB. Processes get them from this one.
 //
-// `launcher serve` carries out a job after the other, each in a process of its own. A line `job FIBERS LINES` comes before
-// each, and the answer is the status of its process, as of waitpid. ThreadSanitizer takes a millisecond for each fiber,
-// because it writes to 2 MiB. Processes of the server get them from it.
+// Every fresh machine compiles this first: C++17, and no streams, keep that short.
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <barrier>
-#include <iostream>
 #include <list>
-#include <sstream>
-#include <string>
 #include <thread>
+#include <vector>
 
 #include "launch.hpp"
 
@@ -41,18 +41,36 @@ struct Rank {
   char sync[2]{};
 };
 
-[[noreturn]] void fail(const std::string& what) {
-  fprintf(stderr, "launcher: %s\n", what.c_str());
+[[noreturn]] void fail(const char* what, const char* name = "") {
+  fprintf(stderr, "launcher: %s %s\n", what, name);
   exit(2);
 }
 
-int open_file(const std::string& file) {
-  const int fd = open(file.c_str(), O_RDWR);
-  if (fd < 0) fail(file + " cannot be opened");
+// Reads a line of a job, word by word.
+class Words {
+ public:
+  explicit Words(char* line) : word_(strtok_r(line, " \n", &rest_)) {}
+  explicit operator bool() const { return word_ != nullptr; }
+  const char* text() {
+    const char* const word = word_;
+    if (!word) fail("a line of the job is too short");
+    word_ = strtok_r(nullptr, " \n", &rest_);
+    return word;
+  }
+  unsigned long long number() { return strtoull(text(), nullptr, 10); }
+
+ private:
+  char* rest_;
+  char* word_;
+};
+
+int open_file(const char* file) {
+  const int fd = open(file, O_RDWR);
+  if (fd < 0) fail("cannot open", file);
   return fd;
 }
 
-void map(const std::string& file, size_t nbytes, size_t address) {
+void map(const char* file, size_t nbytes, size_t address) {
   void* const wanted = reinterpret_cast<void*>(address);
   const int fd = open_file(file);
   if (mmap(wanted, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED_NOREPLACE, fd, 0) != wanted) {
@@ -60,48 +78,58 @@ void map(const std::string& file, size_t nbytes, size_t address) {
   }
 }
 
-cpu::Launch launch_of(std::istream& words) {
+cpu::Launch launch_of(Words& words) {
   cpu::Launch launch{};
-  std::string library, name;
-  words >> launch.nap_us >> library >> name >> launch.blocks >> launch.threads;
-  void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  void* const entry = handle ? dlsym(handle, name.c_str()) : nullptr;
+  launch.nap_us = words.number();
+  const char* const library = words.text();
+  void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  void* const entry = handle ? dlsym(handle, words.text()) : nullptr;
   if (!entry) fail(dlerror());
   launch.entry = reinterpret_cast<void (*)(void* const*)>(entry);
-  for (size_t address; words >> address;) launch.parameters.push_back(reinterpret_cast<void*>(address));
+  launch.blocks = words.number();
+  launch.threads = words.number();
+  while (words) launch.parameters.push_back(reinterpret_cast<void*>(words.number()));
   return launch;
 }
 
-// The last block of a rank that ends a kernel calls it, so that the time does not go on before all blocks begin the next.
-struct ComeBack {
-  cpu::Clock* clock;
-  unsigned rank, blocks;
-  void operator()() noexcept {
-    for (unsigned index = 0; index < blocks; ++index) clock->next_turn(rank, index) = clock->ticks.load();
+// Where the blocks of a rank meet after each kernel. The time does not go on before all of them begin the next one.
+struct Meeting {
+  Meeting(cpu::Clock& clock, unsigned rank, unsigned blocks) : clock(clock), rank(rank), blocks(blocks) {
+    pthread_barrier_init(&barrier, nullptr, blocks);
+    come_back();
   }
+  void come_back() {
+    for (unsigned index = 0; index < blocks; ++index) clock.next_turn(rank, index) = clock.ticks.load();
+  }
+  void all_over() {
+    if (pthread_barrier_wait(&barrier) == PTHREAD_BARRIER_SERIAL_THREAD) come_back();
+    pthread_barrier_wait(&barrier);
+  }
+
+  cpu::Clock& clock;
+  const unsigned rank, blocks;
+  pthread_barrier_t barrier;
 };
 
 void run_blocks(std::list<Rank>& ranks, const cpu::Jitter& jitter, cpu::Clock& clock) {
-  std::list<std::barrier<ComeBack>> barriers;
+  std::list<Meeting> meetings;
   std::vector<std::thread> threads;
   for (Rank& rank : ranks) {
     unsigned blocks = 0, most_threads = 0;
     for (const cpu::Launch& launch : rank.launches) {
-      blocks = std::max(blocks, launch.blocks);
-      most_threads = std::max(most_threads, launch.threads);
+      if (launch.blocks > blocks) blocks = launch.blocks;
+      if (launch.threads > most_threads) most_threads = launch.threads;
     }
-    ComeBack come_back{&clock, rank.number, blocks};
-    come_back();
-    std::barrier<ComeBack>& all_over = barriers.emplace_back(blocks, come_back);
+    Meeting& meeting = meetings.emplace_back(clock, rank.number, blocks);
     for (unsigned index = 0; index < blocks; ++index) {
-      threads.emplace_back([&rank, &all_over, &jitter, &clock, index, most_threads] {
+      threads.emplace_back([&rank, &meeting, &jitter, &clock, index, most_threads] {
         prctl(PR_SET_TIMERSLACK, 1);
         cpu::Block block(rank.number, index, most_threads, rank.sync, jitter, clock);
         for (const cpu::Launch& launch : rank.launches) {
           if (launch.nap_us > 0) cpu::sleep_us(launch.nap_us);
           block.run(launch);
           block.stay_away();
-          if (&launch != &rank.launches.back()) all_over.arrive_and_wait();
+          if (&launch != &rank.launches.back()) meeting.all_over();
         }
       });
     }
@@ -109,66 +137,87 @@ void run_blocks(std::list<Rank>& ranks, const cpu::Jitter& jitter, cpu::Clock& c
   for (std::thread& thread : threads) thread.join();
 }
 
-void carry_out(std::istream& job) {
+void carry_out(FILE* job) {
   std::list<Rank> ranks;
   cpu::Jitter jitter{};
   cpu::Clock* clock = nullptr;
-  for (std::string line; std::getline(job, line);) {
-    std::istringstream words(line);
-    std::string what;
-    words >> what;
-    if (what == "memory") {
-      std::string file;
-      size_t nbytes, address;
-      words >> file >> nbytes >> address;
-      map(file, nbytes, address);
-    } else if (what == "errors") {
-      std::string file;
-      words >> file;
-      dup2(open_file(file), STDERR_FILENO);
-    } else if (what == "clock") {
-      size_t address;
-      words >> address;
-      clock = reinterpret_cast<cpu::Clock*>(address);
-    } else if (what == "jitter") {
-      words >> jitter.seed >> jitter.us;
-    } else if (what == "rank") {
-      words >> ranks.emplace_back().number;
-    } else if (what == "launch" && !ranks.empty()) {
+  char* line = nullptr;
+  for (size_t room = 0; getline(&line, &room, job) > 0;) {
+    Words words(line);
+    const char* const what = words.text();
+    const auto is = [what](const char* kind) { return strcmp(what, kind) == 0; };
+    if (is("memory")) {
+      const char* const file = words.text();
+      const size_t nbytes = words.number();
+      map(file, nbytes, words.number());
+    } else if (is("errors")) {
+      dup2(open_file(words.text()), STDERR_FILENO);
+    } else if (is("clock")) {
+      clock = reinterpret_cast<cpu::Clock*>(words.number());
+    } else if (is("jitter")) {
+      jitter.seed = words.number();
+      jitter.us = words.number();
+    } else if (is("mistake")) {
+      cpu::mistake = words.number();
+    } else if (is("rank")) {
+      ranks.emplace_back().number = words.number();
+    } else if (is("launch") && !ranks.empty()) {
       ranks.back().launches.push_back(launch_of(words));
     } else {
-      fail("a line makes no sense: " + line);
+      fail("a line makes no sense:", what);
     }
   }
   if (!clock) fail("there is no clock");
   run_blocks(ranks, jitter, *clock);
 }
 
-[[noreturn]] void serve() {
-  for (std::string word; std::cin >> word;) {
-    unsigned fibers, lines;
-    std::cin >> fibers >> lines >> std::ws;
-    std::stringstream job;
-    for (std::string line; lines > 0 && std::getline(std::cin, line); --lines) job << line << "\n";
-    cpu::make_fibers(fibers);
-    // ThreadSanitizer watches no more after fork() where there are fibers, which it takes for threads.
-    const pid_t process = _Fork();
-    if (process == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      carry_out(job);
-      _exit(0);
+std::vector<char> next_job() {
+  size_t nbytes = 0;
+  if (scanf(" job %zu\n", &nbytes) != 1) fail("there is no job");
+  std::vector<char> text(nbytes);
+  if (fread(text.data(), 1, nbytes, stdin) != nbytes) fail("there is only a part of a job");
+  return text;
+}
+
+// ThreadSanitizer watches no more after fork() where there are fibers, which it takes for threads, but after _Fork().
+pid_t begin(std::vector<char>& job) {
+  const pid_t process = _Fork();
+  if (process < 0) fail("no process for a job");
+  if (process > 0) return process;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  carry_out(fmemopen(job.data(), job.size(), "r"));
+  _exit(0);
+}
+
+void carry_out_all(unsigned number) {
+  std::vector<std::vector<char>> jobs;
+  std::vector<pid_t> processes;
+  std::vector<int> statuses(number, -1);
+  while (jobs.size() < number) jobs.push_back(next_job());
+  for (std::vector<char>& job : jobs) processes.push_back(begin(job));
+  for (unsigned over = 0; over < number; ++over) {
+    int status = 0;
+    const pid_t process = waitpid(-1, &status, 0);
+    for (unsigned each = 0; each < number; ++each) {
+      if (processes[each] == process) {
+        statuses[each] = status;
+        processes[each] = 0;
+      } else if (status != 0 && processes[each] != 0) {
+        kill(processes[each], SIGKILL);
+      }
     }
-    int status = -1;
-    if (process < 0 || waitpid(process, &status, 0) != process) fail("no process for a job");
-    std::cout << status << std::endl;
   }
-  exit(0);
+  for (int status : statuses) printf("%d ", status);
+  printf("\n");
+  fflush(stdout);
 }
 
 }  // namespace
 
-int main(int arguments, char**) {
-  if (arguments > 1) serve();
-  carry_out(std::cin);
+int main() {
+  for (unsigned number, fibers; scanf(" jobs %u %u", &number, &fibers) == 2;) {
+    cpu::make_fibers(fibers);
+    carry_out_all(number);
+  }
   return 0;
 }

@@ -112,10 +112,8 @@ def waited_for(duplicate: tuple[Any, MPI.Request]) -> Any:
 MAKES: dict[str, Callable[[MPI.Intracomm], Any]] = {
     "cartesian": lambda comm: comm.Create_cart([1], [True]),
     "graph": lambda comm: comm.Create_graph([1], [0]),
-    "distributed graph": lambda comm: comm.Create_dist_graph([0], [1], [0]),
     "adjacent graph": lambda comm: comm.Create_dist_graph_adjacent([0], [0]),
     "part": lambda comm: comm.Create_cart([1, 1]).Sub([True, False]),
-    "split": lambda comm: comm.Create_cart([1]).Split(),
     "duplicate": lambda comm: waited_for(comm.Create_cart([1]).Idup()),
 }
 

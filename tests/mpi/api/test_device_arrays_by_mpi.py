@@ -19,7 +19,6 @@ OPEN_MPI = "Open MPI" in MPI.Get_library_version()
 
 TOPOLOGIES: dict[str, Callable[[mpicomm.Communicator], Any]] = {
     "cartesian": lambda comm: MPI.Intracomm(comm).Create_cart([comm.size], [True]),
-    "part": lambda comm: MPI.Intracomm(comm).Create_cart([1, comm.size], [True, True]).Sub([False, True]),
     "adjacent graph": lambda comm: MPI.Intracomm(comm).Create_dist_graph_adjacent(
         [(comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size],
         [(comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size],

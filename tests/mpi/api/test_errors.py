@@ -22,9 +22,9 @@ from mpicomm.activity.reading import read_activity
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.faults import BufferRefusedError
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE
-from tests.helpers.rigs.call_forms import FORMS, method_name
+from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 
-LARGE = 1 << 20  # elements: mapped memory in any case
+LARGE = 1 << 18  # elements: mapped memory if the call is a reduction, else MPI's as of a few
 
 
 def test_read_only_memory_is_the_same_error_in_every_call_at_every_size(host_comm: mpicomm.Communicator) -> None:
@@ -56,14 +56,6 @@ def test_read_only_memory_is_the_same_error_in_every_call_at_every_size(host_com
     buffer.flags.writeable = host_comm.rank > 0  # the root only reads it
     host_comm.Bcast(buffer, algorithm="one_shot")
     graph.Free()
-
-
-def test_memory_that_mpi_refuses_in_small_calls_is_the_error_of_large_calls(host_comm: mpicomm.Communicator) -> None:
-    for count in (4, LARGE):
-        array = np.zeros((2, count))[:, ::2]
-        for given in ((array, np.zeros(count)), (np.zeros(count), array)):
-            with pytest.raises(BufferRefusedError, match="is neither C- nor Fortran-contiguous"):
-                host_comm.Allreduce(*given)
 
 
 def test_a_refused_call_is_no_call_of_mpi(host_comm: mpicomm.Communicator) -> None:
@@ -151,47 +143,37 @@ def test_buffers_of_different_lengths_are_refused_at_every_size(host_comm: mpico
                 getattr(host_comm, form)(*given, **keywords)
 
 
-def test_one_type_by_two_names_is_one_type_in_every_reduction(host_comm: mpicomm.Communicator) -> None:
-    size = host_comm.size
-    names = [("l", MPI.INT64_T, None), ("l", MPI.LONG, MPI.INT64_T), ("d", None, MPI.REAL8), ("d", None, "float64")]
-    for count, (code, one, other) in itertools.product((8, LARGE), names):
-        for operation in ("Allreduce", "Reduce", "Scan", "Reduce_scatter_block"):
-            blocks = size if operation == "Reduce_scatter_block" else 1
-            send, receive = np.ones(count * blocks, code), np.zeros(count, code)
-            given = [array if name is None else [array, name] for array, name in ((send, one), (receive, other))]
-            for form in OPERATIONS[operation].methods:
-                receive[:] = 0
-                request = getattr(host_comm, form)(*given)
-                if form.endswith("_init"):
-                    request.Start()
-                if request is not None:
-                    request.Wait()
-                expected = host_comm.rank + 1 if operation == "Scan" else size
-                assert (receive == expected).all() or (operation == "Reduce" and host_comm.rank)
-                if form.endswith("_init"):
-                    request.Free()
-
-
-def test_names_of_numpys_types_in_every_call(host_comm: mpicomm.Communicator) -> None:
-    """mpi4py does not know them, so the root of a small Reduce, which has two buffers, and other ranks must agree."""
+def test_one_type_has_several_names_in_every_call(host_comm: mpicomm.Communicator) -> None:
+    """mpi4py lacks NumPy's, so the root of a small Reduce, which has two buffers, and the other ranks must agree."""
     size, rank = host_comm.size, host_comm.rank
-    for count in (2, LARGE // 8):
-        for name in ("Allreduce", "Reduce", "Scan", "Allgather", "Alltoall", "Bcast", "Gather", "Scatter"):
-            operation = OPERATIONS[name]
-            send, receive = (
-                np.full(count * (size if shape == "blocks" else 1), rank + 1.0)
-                for shape in (operation.send, operation.receive)
-            )
-            arrays = [receive] if name == "Bcast" else [send, receive]
-            plain = [array.copy() for array in arrays]
-            getattr(host_comm, name)(*([array, "float64"] for array in arrays))
-            getattr(host_comm, name)(*plain)
-            assert receive.tolist() == plain[-1].tolist(), name
-        send, receive = np.full(count, rank + 1.0), np.zeros(count)
-        request = host_comm.Irecv([receive, count, "float64"], (rank - 1) % size)
-        host_comm.Send([send, count, "float64"], (rank + 1) % size)
+    names: list[tuple[Any, ...]] = [
+        ("l", MPI.INT64_T, None),
+        ("l", MPI.LONG, MPI.INT64_T),
+        ("d", None, MPI.REAL8),
+        ("d", None, "float64"),
+        ("d", "float64", "float64"),
+    ]
+    reductions = ("Allreduce", "Reduce", "Scan", "Reduce_scatter_block")
+    calls = (*reductions, "Allgather", "Alltoall", "Bcast", "Gather", "Scatter")
+    for count, (code, *both), name in itertools.product((2, LARGE // 2), names, calls):
+        row = OPERATIONS[name]
+        send, receive = (
+            np.full(count * (size if shape == "blocks" else 1), rank + 1, code) for shape in (row.send, row.receive)
+        )
+        first = name == "Bcast"
+        plain = [send.copy(), receive.copy()][first:]
+        getattr(host_comm, name)(*plain)
+        for form in row.methods:
+            arrays = [send, receive.copy()][first:]
+            given = [[array, named] if named else array for array, named in zip(arrays, both[first:], strict=True)]
+            complete(getattr(host_comm, form)(*given))
+            assert (arrays[-1] == plain[-1]).all(), (form, code, both)
+    for count in (2, LARGE // 2):
+        sent, received = np.full(count, rank + 1.0), np.zeros(count)
+        request = host_comm.Irecv([received, count, "float64"], (rank - 1) % size)
+        host_comm.Send([sent, count, "float64"], (rank + 1) % size)
         request.Wait()
-        assert (receive == (rank - 1) % size + 1).all()
+        assert (received == (rank - 1) % size + 1).all()
 
 
 def test_a_named_algorithm_takes_what_only_mpi_can_carry_out(host_comm: mpicomm.Communicator) -> None:
@@ -239,14 +221,20 @@ def test_every_call_of_a_freed_communicator_is_the_same_error(end: str) -> None:
             assert raised.value.Get_error_class() == MPI.ERR_COMM
 
 
-def test_elements_of_no_type_are_the_same_error_in_every_call(host_comm: mpicomm.Communicator) -> None:
-    for count in (3, LARGE):
-        objects = np.empty(count, object)
-        for each in _calls(host_comm, objects, objects):
-            with pytest.raises(
-                BufferRefusedError, match=r"buf has elements of type object, .*: convert it, or move it"
-            ):
-                each()
+def test_memory_that_mpi_has_no_type_for_or_cannot_read_is_the_same_error_in_every_call(
+    host_comm: mpicomm.Communicator,
+) -> None:
+    for count in (4, LARGE):
+        objects, gaps = np.empty(count, object), np.zeros((2, count))[:, ::2]
+        for bad, text in (
+            (objects, r"buf has elements of type object, .*: convert it, or move it"),
+            (gaps, "is neither C- nor Fortran-contiguous"),
+        ):
+            for each in _calls(host_comm, bad, bad):
+                with pytest.raises(BufferRefusedError, match=text):
+                    each()
+        with pytest.raises(BufferRefusedError, match="is neither C- nor Fortran-contiguous"):
+            host_comm.Allreduce(np.zeros(count), gaps)
 
 
 def test_a_type_that_only_mpi_knows_has_no_average(host_comm: mpicomm.Communicator) -> None:
@@ -259,7 +247,7 @@ def test_a_type_that_only_mpi_knows_has_no_average(host_comm: mpicomm.Communicat
     pairs.Free()
 
 
-COUNTS = (2, 1 << 18)  # MPI's, and mapped memory's if the call is a reduction
+COUNTS = (2, LARGE)
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS, Operation
+from tests.helpers.rigs.call_forms import method_name
 
 N = 5
 MESSAGES = ("Isend", "Issend", "Irsend", "Ibsend", "Isendrecv", "Isendrecv_replace")
@@ -35,21 +37,12 @@ def _arguments(row: Operation, send: Any, receive: Any, size: int) -> list[Any]:
     return [*given, [N] * size] if row.send == "counted" else given
 
 
-@pytest.fixture(scope="module", params=["a Communicator", "an intercommunicator"])
-def comm(request: pytest.FixtureRequest, device: str) -> Iterator[Any]:
-    with mpicomm.Communicator(device="cpu") as world:
-        if request.param == "a Communicator":
-            graph = world.Create_dist_graph_adjacent(range(world.size), range(world.size))
-            yield graph
-            graph.Free()
-        elif world.size % 2 or world.size == 1:
-            pytest.skip("two groups of one size")
-        else:
-            half = world.Split(world.rank % 2, world.rank)
-            between = half.Create_intercomm(0, world, 1 - world.rank % 2)
-            yield between
-            between.Free()
-            half.Free()
+@pytest.fixture
+def comm(host_comm: mpicomm.Communicator) -> Iterator[Any]:
+    """A communicator of the host with neighbours."""
+    graph = host_comm.Create_dist_graph_adjacent(range(host_comm.size), range(host_comm.size))
+    yield graph
+    graph.Free()
 
 
 def _held(*arrays: Any) -> list[int]:
@@ -57,26 +50,23 @@ def _held(*arrays: Any) -> list[int]:
     return list(map(sys.getrefcount, arrays))
 
 
-@pytest.mark.parametrize("name", [*OPERATIONS])
-def test_collectives(comm: Any, name: str) -> None:
-    row, size = OPERATIONS[name], comm.size
-    if not hasattr(comm, name) or (comm.Is_inter() and (row.rooted or name in ("Scan", "Exscan"))):
-        pytest.skip("MPI has none of two groups")
-    used = (1,) if row.rooted == "bcast" else (0, 1)
-    for form in (f"I{name.lower()}", f"{name}_init"):
+def test_collectives(comm: Any) -> None:
+    size = comm.size
+    for row, form in itertools.product(OPERATIONS.values(), ("I{}", "{}_init")):
+        used = (1,) if row.rooted == "bcast" else (0, 1)
         arrays = _arrays(row, size)
         free = _held(*arrays)
-        request = getattr(comm, form)(*_arguments(row, *arrays, size))
-        assert all(_held(*arrays)[index] > free[index] for index in used), form
+        request = getattr(comm, method_name(form, row.name))(*_arguments(row, *arrays, size))
+        assert all(_held(*arrays)[index] > free[index] for index in used), (form, row.name)
         if isinstance(request, MPI.Prequest):
             request.Start()
             request.Wait()
-            assert all(_held(*arrays)[index] > free[index] for index in used), form
+            assert all(_held(*arrays)[index] > free[index] for index in used), (form, row.name)
             request.Free()
             del request
         else:
             request.Wait()
-        assert _held(*arrays) == free, form
+        assert _held(*arrays) == free, (form, row.name)
 
 
 def test_messages(comm: Any) -> None:
@@ -102,8 +92,6 @@ def test_messages(comm: Any) -> None:
 @pytest.mark.parametrize("name", ["Iallreduce", "Iscan", "Ireduce_scatter_block", "Iallgatherv"])
 def test_buffers_that_a_caller_drops_arrive(comm: Any, name: str) -> None:
     size = comm.size
-    if comm.Is_inter() and name == "Iscan":
-        pytest.skip("MPI has none of two groups")
     count = N * size if name == "Ireduce_scatter_block" else N
     results = [np.zeros(N * size if name == "Iallgatherv" else N) for _ in range(40)]
     requests = []

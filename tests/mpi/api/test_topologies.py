@@ -44,16 +44,13 @@ def test_a_grid(comm: mpicomm.Communicator, xp: Any) -> None:
     assert grid.Get_cart_rank(grid.coords) == grid.rank
     assert repr(grid).startswith(f"<mpicomm.CartCommunicator rank {grid.rank} of {grid.size} ")
     works(grid, xp)
-    for made in (grid.Dup(), grid.Clone()):
+    duplicate, request = grid.Idup()
+    request.Wait()
+    for made in (grid.Dup(), grid.Clone(), duplicate):
         assert isinstance(made, MPI.Cartcomm)
         assert made.dims == grid.dims
         works(made, xp)
         made.Free()
-    duplicate, request = grid.Idup()
-    request.Wait()
-    assert isinstance(duplicate, MPI.Cartcomm)
-    works(duplicate, xp)
-    duplicate.Free()
     row = grid.Sub([False, True])
     assert isinstance(row, MPI.Cartcomm)
     assert row.dims == grid.dims[1:]
@@ -134,15 +131,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 """Lists of a call that are bad on one rank, and its error."""
 
 
-@pytest.mark.parametrize(("call", "bad", "text"), BAD)
-def test_a_bad_list_of_one_rank_is_every_ranks_error(
-    host_comm: mpicomm.Communicator, call: str, bad: dict[str, Any], text: str
-) -> None:
+def test_a_bad_list_of_one_rank_is_every_ranks_error(host_comm: mpicomm.Communicator) -> None:
     left, right = ring(host_comm)
-    good: dict[str, Any] = {"sources": [left], "destinations": [right]}
-    if call == ANYWHERE:
-        good = {"sources": [host_comm.rank], "degrees": [1], "destinations": [0]}
-    for culprit in range(host_comm.size):
+    for number, (call, bad, text) in enumerate(BAD):
+        good: dict[str, Any] = {"sources": [left], "destinations": [right]}
+        if call == ANYWHERE:
+            good = {"sources": [host_comm.rank], "degrees": [1], "destinations": [0]}
+        culprit = number % host_comm.size
         said = f"^{call}: rank {culprit}: {re.escape(text)}"
         with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=said) as raised:
             getattr(host_comm, call)(**{**good, **(bad if host_comm.rank == culprit else {})})
@@ -162,22 +157,18 @@ def test_a_neighbour_may_be_none(host_comm: mpicomm.Communicator) -> None:
     graph.Free()
 
 
-@pytest.mark.parametrize(
-    ("index", "edges", "text"),
-    [
+def test_lists_that_are_no_graph_are_refused(host_comm: mpicomm.Communicator) -> None:
+    cases: list[tuple[Any, Any, str]] = [
         ([1], [77], "edges[0]=77 is no rank of the communicator: use 0 to 0"),
         ([1], [-1], "edges[0]=-1 is no rank of the communicator: use 0 to 0"),
         ([2], [0], "edges has 1 items, but index says 2: pass all of them"),
         ([-1], [], "index=[-1] goes down to -1: pass the sums of the numbers of neighbours"),
         (["a"], [0], "index=['a']: pass integers"),
         (range(1, 100), [0] * 99, "index has 99 ranks, but the communicator has"),
-    ],
-)
-def test_lists_that_are_no_graph_are_refused(
-    host_comm: mpicomm.Communicator, index: Any, edges: Any, text: str
-) -> None:
-    with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=f"^Create_graph: rank 0: {re.escape(text)}"):
-        host_comm.Create_graph(index, edges)
+    ]
+    for index, edges, text in cases:
+        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=f"^Create_graph: rank 0: {re.escape(text)}"):
+            host_comm.Create_graph(index, edges)
 
 
 def test_a_graph_whose_neighbours_do_not_match_has_no_collectives_of_them(comm: mpicomm.Communicator, xp: Any) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError, Op
-from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs.buffers import Placed
-from tests.helpers.rigs.call_forms import FORMS, complete, method_name
+from tests.helpers.inputs.spelled_buffers import SPREADS, one_of, spread
 from tests.helpers.rigs.communicators import to_host
 from tests.helpers.rigs.device_calls import on_gpus, values_of
 
@@ -115,26 +113,6 @@ def address_of(array: Any) -> int:
     return address
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"])
-def test_plain_arrays_of_types_that_mpi_lacks(comm: mpicomm.Communicator, xp: Any, dtype: str) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    element = np.dtype(getattr(ml_dtypes, dtype, np.float16))
-    around = range(comm.size)
-    graph = comm.Create_dist_graph_adjacent(around, around)
-    for algorithm, form in itertools.product(("auto", "mpi"), FORMS):
-        send = Placed(xp, (np.arange(3 * comm.size) % 5 + comm.rank).astype(element))
-        receive = Placed(xp, np.zeros(3 * comm.size, element))
-        calls: list[tuple[Any, str]]
-        calls = [(comm, "Alltoall"), (graph, "Neighbor_alltoall"), (graph, "Neighbor_alltoallv")]
-        for each, name in calls:
-            method = getattr(each, method_name(form, name))
-            complete(method(send.array, receive.array, algorithm=algorithm))
-            each.check()
-            expected = [(3 * comm.rank + i) % 5 + rank for rank in around for i in range(3)]
-            assert receive.get().astype(float).tolist() == expected, (name, algorithm, form)
-    graph.Free()
-
-
 @pytest.mark.parametrize("count", [3, 1 << 20])
 @pytest.mark.parametrize("op", ["SUM", "MAX", "BXOR", "LAND"])
 def test_sums_of_characters_are_mpis(comm: mpicomm.Communicator, xp: Any, count: int, op: str) -> None:
@@ -155,91 +133,12 @@ def test_sums_of_characters_are_mpis(comm: mpicomm.Communicator, xp: Any, count:
 
 
 COMPILE_S = 20.0  # a rank may compile a kernel while others, which need other kernels, wait for it on their GPUs
-UNITS = 6  # the elements of each of the datatypes below
 
 
-def one_of(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
-    return choices[int(rng.integers(len(choices)))]
-
-
-def leave_together() -> None:
-    """Wait until all ranks have left a call of MPI.
-
-    MPI moves data only inside its calls. So a rank may be in the call for as long as another one waits for a GPU, which
-    in turn waits for the rank.
-    """
-    MPI.COMM_WORLD.Barrier()
-
-
-def datatypes_of_units(made: list[MPI.Datatype]) -> list[MPI.Datatype]:
-    """Datatypes of as many doubles: without gaps, with gaps, in several regions, and one that kernels have to pack."""
-    double = MPI.DOUBLE
-    structure = MPI.Datatype.Create_struct([1, 2], [8, 24], [double, double])
-    kinds = [
-        double.Create_contiguous(UNITS),
-        double.Create_vector(UNITS, 1, 3),
-        double.Create_subarray([4, 5], [2, 3], [1, 2]),
-        double.Create_indexed([1, 3, 2], [1, 4, 12]),
-        double.Create_hindexed_block(1, [120, 64, 8, 24, 96, 0]),
-        structure.Create_resized(0, 48).Create_contiguous(2),
-    ]
-    made += [structure, *kinds]
-    extents = [8 * UNITS, *[160] * 5]
-    return [committed(made, each.Create_resized(0, extent)) for each, extent in zip(kinds, extents, strict=True)]
-
-
-@pytest.mark.parametrize("name", [row.name for row in OPERATIONS.values() if not row.reduces and not row.of_neighbors])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_results_are_those_of_mpi(device: str, made: list[MPI.Datatype], name: str, in_place: bool) -> None:
-    """Each rank draws its datatypes, so ranks with gaps meet ranks without."""
-    row, rank, size = OPERATIONS[name], MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    if in_place and (row.rooted or (row.send != row.receive and row.send != "one")):
-        pytest.skip("MPI has no such call in place")
-    shared, own, kinds = np.random.default_rng(size), np.random.default_rng([size, rank]), datatypes_of_units(made)
-
-    def argument(shape: str, same: int, of_rank: list[int], of_peers: list[int], most: int) -> list[Any]:
-        """An argument but for its array, in which a block has at most ``most`` elements of a datatype."""
-        if shape == "one":
-            return [same if row.counts == "same" else of_rank[rank], one_of(own, kinds)]
-        if shape == "blocks":
-            return [same, one_of(own, kinds)]
-        counts = of_rank if "one" in (row.send, row.receive) else of_peers
-        if shape == "vector":
-            return [counts, [most * peer for peer in range(size)], one_of(own, kinds)]
-        return [counts, [160 * most * peer + 8 for peer in range(size)], [one_of(own, kinds) for _ in counts]]
-
-    with on_gpus(device, timeout_s=COMPILE_S) as (comm, make):
-        for number, root in enumerate((*range(size), *[0] * 12)):
-            most, form = one_of(shared, (3, 300)), FORMS[number % len(FORMS)]
-            same, of_rank = int(shared.integers(most)), shared.integers(0, most, size).tolist()
-            table = shared.integers(0, most, (size, size))
-            table = np.minimum(table, table.T) if in_place else table
-            shapes = (row.send, table[rank].tolist()), (row.receive, table[:, rank].tolist())
-            arguments = [argument(shape, same, of_rank, of_peers, most) for shape, of_peers in shapes]
-            contents = [own.random(20 * most * (size + 1)) for _ in arguments]
-            outcomes = []
-            for each, where, method in (
-                (MPI.Intracomm(MPI.COMM_WORLD), np.array, name),
-                (comm, make, method_name(form, name)),
-            ):
-                send, receive = map(where, contents)
-                given: list[Any] = [[send, *arguments[0]], [receive, *arguments[1]]]
-                if in_place:
-                    given[0] = MPI.IN_PLACE
-                if row.rooted:
-                    if rank != root and row.rooted != "bcast":
-                        given[row.rooted == "receive"] = None
-                    given.append(root)
-                complete(getattr(each, method)(*given[row.rooted == "bcast" :]))
-                if each is not comm:
-                    leave_together()
-                outcomes.append(values_of(receive))
-            np.testing.assert_array_equal(outcomes[1], outcomes[0], f"{form}: {arguments}")
-
-
-def test_blocks_with_gaps_of_neighbours_that_occur_twice(device: str, made: list[MPI.Datatype]) -> None:
+def test_blocks_with_gaps_of_neighbours_that_occur_twice(device: str) -> None:
     """In a ring of two ranks each is twice the other's neighbour, and in the other dimension its own."""
-    rank, size, kinds = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, datatypes_of_units(made)
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    kinds = [spread(np.dtype(np.float64), kind) for kind in range(SPREADS)]
     own, counts, starts = np.random.default_rng([size, rank]), [1, 1, 2, 2], [8, 488, 968, 1448]
 
     def torus(comm: Any) -> Any:
@@ -254,57 +153,13 @@ def test_blocks_with_gaps_of_neighbours_that_occur_twice(device: str, made: list
             for each, where in ((of_mpi, np.array), (comm, make)):
                 arrays = [*map(where, contents)]
                 each.Neighbor_alltoallw(*([array, counts, starts, of] for array, of in zip(arrays, types, strict=True)))
+                # MPI moves data only inside its calls. So a rank may be in the call for as long as another one waits
+                # for a GPU, which in turn waits for the rank.
                 if each is not comm:
-                    leave_together()
+                    MPI.COMM_WORLD.Barrier()
                 outcomes.append(values_of(arrays[1]))
             np.testing.assert_array_equal(outcomes[1], outcomes[0])
     of_mpi.Free()
-
-
-@pytest.mark.parametrize(
-    "name", ["Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Bcast", "Gather", "Gatherv", "Scatter"]
-)
-def test_one_rank_with_a_derived_datatype_meets_plain_arrays(host_comm: mpicomm.Communicator, name: str) -> None:
-    """With algorithm= no rank waits inside MPI for a rank in mapped memory."""
-    row, rank, size = OPERATIONS[name], host_comm.rank, host_comm.size
-    pair = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()  # two doubles with a gap between them
-    spread = pair.Create_resized(0, 32).Commit()
-    is_derived, root = rank == size - 1, 0
-    blocks: dict[str, int] = {shape: size if shape in ("blocks", "vector") else 1 for shape in (row.send, row.receive)}
-
-    def argument(array: Any, shape: str) -> tuple[Any, Any]:
-        """Return memory and the argument: the same content, with gaps on one rank."""
-        each = blocks[shape]
-        if not is_derived:
-            return array, [array, [2] * each] if shape == "vector" else array
-        memory = np.full((each, 4), -7.0)
-        memory[:, :3:2] = array.reshape(each, 2)
-        return memory, [memory, [1] * each, [*range(each)], spread] if shape == "vector" else [memory, 1, spread]
-
-    for form in row.methods:
-        sent = np.arange(2.0 * blocks[row.send]) + 100 * rank
-        got = np.full(2 * blocks[row.receive], -1.0)
-        send, receive = argument(sent, row.send)[1], argument(got, row.receive)
-        memory = receive[0]
-        if row.rooted == "bcast":
-            memory[...] = memory if rank else np.where(memory == -7, -7, 5.0)
-        given = [receive[1]] if row.rooted == "bcast" else [send, receive[1]]
-        complete(getattr(host_comm, form)(*given, **({"root": root} if row.rooted else {}), algorithm="one_shot"))
-        if row.rooted == "receive" and rank != root:
-            continue
-        values = memory[:, :3:2].ravel() if is_derived else memory
-        peers = range(size)
-        expected = {
-            "bcast": [5.0, 5.0],
-            "send": [2.0 * rank, 2.0 * rank + 1],
-            "receive": [100.0 * peer + i for peer in peers for i in (0, 1)],
-        }.get(row.rooted) or [
-            100.0 * peer + i + (2 * rank if row.send in ("blocks", "vector") else 0) for peer in peers for i in (0, 1)
-        ]
-        assert values.tolist() == expected, (form, values)
-        assert not is_derived or (memory[:, 1::2] == -7).all()
-    spread.Free()
-    pair.Free()
 
 
 COUNT = 1001

@@ -21,7 +21,7 @@ from tests.helpers.inputs.buffers import Placed
 from tests.helpers.inputs.communicator_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
 from tests.helpers.jobs.pace import HANG_S, stretched
 from tests.helpers.references.reductions import OWN, dtype_named
-from tests.helpers.rigs.call_forms import FORMS, complete, method_name
+from tests.helpers.rigs.call_forms import FORMS, method_name
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s
 
 FLOAT32 = np.dtype(np.float32)
@@ -97,24 +97,6 @@ def test_arrays_that_overlap_never_reach_mpi(comm: mpicomm.Communicator, xp: Any
         for method in OPERATIONS[operation].methods:
             with pytest.raises(InvalidUsageError, match="sendbuf and recvbuf overlap"):
                 getattr(comm, method)(send, receive, **more)
-
-
-@pytest.mark.parametrize("count", [1, 3000, LARGE])
-def test_the_same_array_given_twice_is_in_place(comm: mpicomm.Communicator, xp: Any, count: int) -> None:
-    rank, size = comm.rank, comm.size
-    calls: dict[str, tuple[int, dict[str, Any]]] = {
-        "Allreduce": (size, {}),
-        "Reduce": (size if rank == 0 else 1, {}),
-        "Scan": (rank + 1, {}),
-        "Exscan": (rank or 1, {}),
-    }
-    for operation, (expected, more) in calls.items():
-        for number, method in enumerate(OPERATIONS[operation].methods):
-            buffer = Placed(xp, np.ones(count, np.float32))
-            twice = (buffer.array, buffer.array if number else buffer.array[:])
-            complete(getattr(comm, method)(*twice, **more))
-            comm.check()
-            assert set(buffer.get().tolist()) == {expected}, method
 
 
 @pytest.mark.parametrize("count", [100, 1 << 20])

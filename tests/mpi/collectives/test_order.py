@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import mpicomm
 from mpicomm import InvalidUsageError, PeerError
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.inputs.communicator_calls import REDUCTIONS, Case, Prepared
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.references.reductions import dtype_or_skip, reduced, require_same
 from tests.helpers.rigs.call_forms import complete
@@ -192,24 +194,11 @@ def ordered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_all_ranks_have_the_bits_of_rank_order(ordered: mpicomm.Communicator, op: str) -> None:
-    size, rank, mpi_op = ordered.size, ordered.rank, getattr(MPI, op.upper())
-    for count in (1, 5, 1000):
-        parts = [np.random.default_rng(peer).standard_normal(count) * 10.0**peer for peer in range(size)]
-        for peer, part in enumerate(parts):
-            part[peer::size] = np.nan if op != "sum" else 1e-17
-        for method in ("Allreduce", "Reduce", "Scan"):
-            expected = reduced(op, parts[: rank + 1] if method == "Scan" else parts)
-            for form in OPERATIONS[method].methods:
-                received = np.zeros(count)
-                request = getattr(ordered, form)(parts[rank], received, mpi_op)
-                if form.endswith("_init"):
-                    request.Start()
-                if request is not None:
-                    request.Wait()
-                if method != "Reduce" or rank == 0:
-                    require_same(received, expected)
-                if form.endswith("_init"):
-                    request.Free()
+    for operation, count, way in itertools.product(REDUCTIONS, (1, 5, 1000), ("run", "start", "prepare")):
+        case = Case(operation, np.dtype(np.float64), count, op, form="any", wild=True)
+        prepared = Prepared(case, ordered.rank, ordered.size, np)
+        complete(getattr(prepared, way)(ordered))
+        prepared.check()
 
 
 def test_what_only_mpi_has_goes_to_mpi(ordered: mpicomm.Communicator) -> None:

@@ -1,9 +1,11 @@
-"""Messages that are probed, matched, too long or refused, of devices and of the host; the devices are threads."""
+"""Messages between any kinds of memory, in every way; and those that are probed, matched, too long or refused."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,12 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.messages.rendezvous_header import HEADER_NBYTES
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES, KERNEL_NBYTES
 from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.message_devices import DeviceArray
-from tests.helpers.rigs.buffered_sends import room_for_buffered_sends
-from tests.helpers.rigs.message_rigs import LARGE, Array, Rig, content, same
+from tests.helpers.inputs.buffers import values
+from tests.helpers.rigs.communicators import array_module, communicator, to_host
+from tests.helpers.rigs.message_rigs import LARGE, Array, Rig, content, rig_on, same
 
 
 @pytest.mark.parametrize("receive", ["Recv", "Irecv", "Mprobe", "device"])
@@ -193,121 +196,183 @@ def test_a_refused_receive_loses_no_message(rig: Rig, foreign: Foreign) -> None:
 
 
 KINDS = ("device", "host", "derived on device", "derived on host")
-# Empty, shorter than a header, as long as a header, at the bounds of what kernels copy, in several pieces.
-COUNTS = (0, 1, HEADER_NBYTES // 4 - 1, HEADER_NBYTES // 4, LARGE // 4, LARGE // 4 + 1, 5 * LARGE + 3)
 STARTED_SENDS = ("Isend", "Issend", "Ibsend")
 READY_SENDS = ("Send", "Ssend", "Bsend", "Rsend", "Irsend", "Send_init", "Ssend_init", "Bsend_init", "Rsend_init")
 MATCHED = ("Recv", "Mprobe", "Improbe", "Mprobe Irecv")
 POSTED = ("Irecv", "Waitall", "Recv_init")
-TOGETHER = ("Sendrecv", "Isendrecv")
+WAYS = (*MATCHED, *POSTED, "Sendrecv", "Isendrecv")
 SPARE = HEADER_NBYTES  # so that a header fits into the rest of a buffer, which a short message must leave alone
 
 
-class Buffer:
-    """Elements of int32 in memory of some kind; those of a derived datatype lie at every second place."""
+@contextlib.contextmanager
+def room_for_buffered_sends(comms: list[mpicomm.Communicator], nbytes: int) -> Iterator[None]:
+    """Give each of ``comms`` a buffer of ``nbytes``; if MPI is older than 4.1, give one to the whole process."""
+    memory = [bytearray(nbytes) for _ in comms]
+    try:
+        for comm, each in zip(comms, memory, strict=True):
+            comm.Attach_buffer(each)
+        detach = [comm.Detach_buffer for comm in comms]
+    except NotImplementedError:
+        MPI.Attach_buffer(memory[0])
+        detach = [MPI.Detach_buffer]
+    try:
+        yield
+    finally:
+        for each_detach in detach:
+            each_detach()
 
-    def __init__(self, rig: Rig, kind: str, values: Array, *, spare: int = 0) -> None:
+
+@dataclass
+class Ends:
+    """A communicator whose ranks send to the next one, and the function that puts an array on its device."""
+
+    comm: mpicomm.Communicator
+    place: Callable[[Array], Any]
+    kinds: tuple[str, ...]
+    kernel_nbytes: int
+
+    def __post_init__(self) -> None:
+        comm, longest = self.comm, self.kernel_nbytes // 4
+        self.right, self.left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        # Empty, shorter than a header, as long as a header, at the bounds of what kernels copy, in several pieces.
+        header = HEADER_NBYTES // 4
+        self.counts = (0, 1, header - 1, header, longest, longest + 1, 5 * longest + 3)
+
+    def count(self, turn: int, *kinds: str) -> int:
+        """Return a length for messages between these kinds of memory. Doubles pack long derived ones slowly."""
+        derived = any(kind.startswith("derived") for kind in kinds)
+        counts = self.counts[:5] if derived else self.counts
+        return counts[turn % len(counts)]
+
+
+@pytest.fixture
+def ends(device: str, parent: mpicomm.Communicator) -> Iterator[list[Ends]]:
+    """GPUs; or doubles of them, and ranks of the host alone, whose calls are MPI's. All have a buffer of MPI."""
+    with contextlib.ExitStack() as stack:
+        if device == "cuda":
+            comm = stack.enter_context(communicator(device))
+            xp = stack.enter_context(array_module(comm))
+            found = [Ends(comm, xp.asarray, KINDS, KERNEL_NBYTES)]
+        else:
+            rig = stack.enter_context(rig_on(parent))
+            doubles = Ends(rig.comm, lambda content: DeviceArray(rig.device, content), KINDS, LARGE)
+            found = [doubles, Ends(parent, np.asarray, KINDS[1:2], LARGE)]
+        nbytes = (1 << 20) + 8 * found[0].counts[-1]
+        stack.enter_context(room_for_buffered_sends([each.comm for each in found], nbytes))
+        yield found
+
+
+class Buffer:
+    """Elements in memory of some kind; those of a derived datatype are int32 and lie at every second place."""
+
+    def __init__(self, ends: Ends, kind: str, values: Array, *, spare: int = 0) -> None:
         self.count, self.step = values.size, 2 if kind.startswith("derived") else 1
-        memory = np.full(self.step * (self.count + spare), -1, np.int32)
+        memory = np.full(self.step * (self.count + spare), -1, values.dtype)
         memory[: self.step * self.count : self.step] = values
-        self.array: Any = DeviceArray(rig.device, memory) if kind.endswith("device") else memory
+        self.array: Any = ends.place(memory) if kind.endswith("device") else memory
         self.datatype = MPI.INT32_T.Create_vector(1, 1, 2).Create_resized(0, 8).Commit()
         self.spec = self.array if self.step == 1 else [self.array, self.count + spare, self.datatype]
 
     def require(self, values: Array) -> None:
         """Assert that the buffer begins with ``values``, and that all other elements are as before."""
-        memory = self.array.get() if isinstance(self.array, DeviceArray) else self.array
-        expected = np.full(memory.size, -1, np.int32)
+        memory = to_host(self.array)
+        expected = np.full(memory.size, -1, values.dtype)
         expected[: self.step * values.size : self.step] = values
-        assert np.array_equal(memory, expected)
+        assert memory.tobytes() == expected.tobytes()
 
 
-@pytest.fixture
-def buffer_of_mpi(rig: Rig) -> Iterator[None]:
-    with room_for_buffered_sends(rig.comm, 16 << 20):
-        yield
-
-
-def started(rig: Rig, method: str, spec: Any, tag: int) -> MPI.Request:
+def started(ends: Ends, method: str, spec: Any, tag: int) -> MPI.Request:
     """Send to the next rank. The request is complete when the message is sent."""
-    request = getattr(rig.comm, method)(spec, rig.right, tag)
+    request = getattr(ends.comm, method)(spec, ends.right, tag)
     if method.endswith("_init"):
         request.Start()
     return MPI.REQUEST_NULL if request is None else request
 
 
-def receive(rig: Rig, way: str, spec: Any, tag: int) -> MPI.Status:
+def receive(ends: Ends, way: str, spec: Any, tag: int) -> MPI.Status:
     """Receive from the rank before, as one call or with a probe."""
     status, probed = MPI.Status(), MPI.Status()
     if way == "Recv":
-        rig.comm.Recv(spec, rig.left, tag, status)
+        ends.comm.Recv(spec, ends.left, tag, status)
         return status
     message = None
     while message is None:
-        message = getattr(rig.comm, way.split()[0])(rig.left, MPI.ANY_TAG, probed)
+        message = getattr(ends.comm, way.split()[0])(ends.left, MPI.ANY_TAG, probed)
     if way.endswith("Irecv"):
         message.Irecv(spec).Wait(status)
     else:
         message.Recv(spec, status)
     assert message == MPI.MESSAGE_NULL
-    assert (probed.source, probed.tag) == (rig.left, tag)
+    assert (probed.source, probed.tag) == (ends.left, tag)
     assert probed.Get_count(MPI.BYTE) == status.Get_count(MPI.BYTE)
     return status
 
 
-@pytest.mark.usefixtures("buffer_of_mpi")
-@pytest.mark.parametrize("way", [*MATCHED, *POSTED, *TOGETHER])
-@pytest.mark.parametrize("count", COUNTS)
-def test_any_buffer_is_received_into_any_buffer(rig: Rig, way: str, count: int) -> None:
-    comm, kinds = rig.comm, KINDS if count <= LARGE else KINDS[:2]  # doubles pack element by element
-    for turn, (source, target) in enumerate(itertools.product(kinds, kinds)):
-        given, tag = content(rig.rank, count, turn), turn
-        sent, received = Buffer(rig, source, given), Buffer(rig, target, np.empty(0, np.int32), spare=count + SPARE)
-        request, status = MPI.REQUEST_NULL, MPI.Status()
-        if way in MATCHED:
-            request = started(rig, STARTED_SENDS[turn % len(STARTED_SENDS)], sent.spec, tag)
-            status = receive(rig, way, received.spec, tag)
-        elif way in POSTED:
-            posted = getattr(comm, "Irecv" if way == "Waitall" else way)(received.spec, rig.left, tag)
-            if way == "Recv_init":
-                posted.Start()
-            MPI.Intracomm.Barrier(comm)  # some sends need a receive that is posted
-            request = started(rig, READY_SENDS[turn % len(READY_SENDS)], sent.spec, tag)
-            if way == "Waitall":
-                statuses = [status]
-                MPI.Request.Waitall([posted], statuses)
-                status = statuses[0]
-            else:
-                posted.Wait(status)
-            if way == "Recv_init":
-                posted.Free()
+def exchange(ends: Ends, way: str, turn: int, sent: Buffer, received: Buffer) -> MPI.Status:
+    """Send to the next rank and receive from the one before. ``turn`` chooses the method that sends."""
+    comm, status = ends.comm, MPI.Status()
+    if way in MATCHED:
+        request = started(ends, STARTED_SENDS[turn % len(STARTED_SENDS)], sent.spec, turn)
+        status = receive(ends, way, received.spec, turn)
+    elif way in POSTED:
+        posted = getattr(comm, "Irecv" if way == "Waitall" else way)(received.spec, ends.left, turn)
+        if way == "Recv_init":
+            posted.Start()
+        MPI.Intracomm.Barrier(comm)  # some sends need a receive that is posted
+        request = started(ends, READY_SENDS[turn % len(READY_SENDS)], sent.spec, turn)
+        if way == "Waitall":
+            statuses = [status]
+            MPI.Request.Waitall([posted], statuses)
+            status = statuses[0]
         else:
-            both = getattr(comm, way)(sent.spec, rig.right, tag, received.spec, rig.left, tag)
-            if both is not None:
-                both.Wait(status)
-        if way != "Sendrecv":
-            assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, tag, count)
-        request.Wait()
-        if request != MPI.REQUEST_NULL:
-            request.Free()
-        received.require(content(rig.left, count, turn))
+            posted.Wait(status)
+        if way == "Recv_init":
+            posted.Free()
+    elif way == "Sendrecv":
+        request = MPI.REQUEST_NULL
+        comm.Sendrecv(sent.spec, ends.right, turn, received.spec, ends.left, turn, status)
+    else:
+        request = comm.Isendrecv(sent.spec, ends.right, turn, received.spec, ends.left, turn)
+    request.Wait(status if way == "Isendrecv" else None)
+    if request != MPI.REQUEST_NULL:
+        request.Free()
+    return status
 
 
-def receive_array(rig: Rig, way: str, array: Array, tag: int, sent: Any) -> MPI.Status:
+@pytest.mark.parametrize("way", WAYS)
+def test_any_buffer_is_received_into_any_buffer(ends: list[Ends], way: str) -> None:
+    """Every way meets every length, and in all ways together every pair of kinds meets every length."""
+    for each in ends:
+        kinds = itertools.product(each.kinds, each.kinds, range(2 if len(each.kinds) > 1 else len(each.counts)))
+        for turn, (source, target, _) in enumerate(kinds, 3 * WAYS.index(way)):
+            count = each.count(turn, source, target)
+            sent = Buffer(each, source, content(each.comm.rank, count, turn))
+            # A buffer of just this length may have no room for a header.
+            room = count + SPARE * (turn % 3 > 0)
+            received = Buffer(each, target, np.empty(0, np.int32), spare=room)
+            status = exchange(each, way, turn, sent, received)
+            received.require(content(each.left, count, turn))
+            if way != "Isendrecv" or each.comm.device != "cpu":  # MPICH leaves the status of an earlier message
+                assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (each.left, turn, count)
+
+
+def receive_array(ends: Ends, way: str, array: Array, tag: int, sent: Any) -> MPI.Status:
     """Send to the next rank, and receive from the rank before by one of the ways to complete a call."""
-    comm, status = rig.comm, MPI.Status()
+    comm, status = ends.comm, MPI.Status()
     if way == "Sendrecv":
-        comm.Sendrecv(sent, rig.right, tag, array, rig.left, tag, status)
+        comm.Sendrecv(sent, ends.right, tag, array, ends.left, tag, status)
         return status
-    request = comm.Isend(sent, rig.right, tag)
+    request = comm.Isend(sent, ends.right, tag)
     try:
         if way == "Recv":
-            comm.Recv(array, rig.left, tag, status)
+            comm.Recv(array, ends.left, tag, status)
             return status
-        posted, statuses = comm.Irecv(array, rig.left, tag), [status]
+        posted, statuses = comm.Irecv(array, ends.left, tag), [status]
         assert posted and "active" in repr(posted)
         if way == "Wait":
             posted.Wait(status)
+        elif way == "MPI.Request.Wait":
+            MPI.Request.Wait(posted, status)
         elif way == "Test":
             while not posted.Test(status):
                 pass
@@ -323,33 +388,150 @@ def receive_array(rig: Rig, way: str, array: Array, tag: int, sent: Any) -> MPI.
         request.Wait()
 
 
-@pytest.mark.parametrize("way", ["Recv", "Sendrecv", "Wait", "Test", "Waitall", "Waitany"])
-@pytest.mark.parametrize("source", ["host", "device"])
-@pytest.mark.parametrize("room", [4, HEADER_NBYTES // 4, HEADER_NBYTES])
-def test_an_array_takes_messages_up_to_its_length(rig: Rig, way: str, source: str, room: int) -> None:
-    for tag, count in enumerate((0, 3, room)):
-        received = np.full(room, -1, np.int32)
-        sent = Buffer(rig, source, content(rig.rank, count, tag))
-        status = receive_array(rig, way, received, tag, sent.spec)
-        assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, tag, count)
-        assert received.tolist() == [*content(rig.left, count, tag).tolist(), *[-1] * (room - count)]
-    sent = Buffer(rig, source, content(rig.rank, room + 1, 9))
-    with pytest.raises(MPI.Exception) as raised:
-        receive_array(rig, way, received, 9, sent.spec)
-    if way not in ("Waitall", "Waitany"):  # MPI names only that the status has an error
+@pytest.mark.parametrize("way", ["Recv", "Sendrecv", "Wait", "MPI.Request.Wait", "Test", "Waitall", "Waitany"])
+def test_an_array_takes_messages_up_to_its_length(ends: list[Ends], way: str) -> None:
+    each = ends[0]
+    mine, left = each.comm.rank, each.left
+    for source, room in itertools.product(("host", "device"), (4, HEADER_NBYTES // 4, HEADER_NBYTES)):
+        for tag, count in enumerate((0, 3, room)):
+            received = np.full(room, -1, np.int32)
+            sent = Buffer(each, source, content(mine, count, tag))
+            status = receive_array(each, way, received, tag, sent.spec)
+            assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (left, tag, count)
+            assert received.tolist() == [*content(left, count, tag).tolist(), *[-1] * (room - count)]
+        sent = Buffer(each, source, content(mine, room + 1, 9))
+        with pytest.raises(MPI.Exception) as raised:
+            receive_array(each, way, received, 9, sent.spec)
         assert raised.value.Get_error_class() == MPI.ERR_TRUNCATE
 
 
-@pytest.mark.usefixtures("buffer_of_mpi")
 @pytest.mark.parametrize("method", ["Sendrecv_replace", "Isendrecv_replace"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_received_message_replaces_the_sent_one(rig: Rig, method: str, kind: str) -> None:
-    for tag, count in enumerate(COUNTS[:-1] if kind.startswith("derived") else COUNTS):
-        buffer, status = Buffer(rig, kind, content(rig.rank, count, tag)), MPI.Status()
-        call: Callable[..., Any] = getattr(rig.comm, method)
-        if method == "Sendrecv_replace":
-            call(buffer.spec, rig.right, tag, rig.left, tag, status)
-        else:
-            call(buffer.spec, rig.right, tag, rig.left, tag).Wait(status)
-        assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, tag, count)
-        buffer.require(content(rig.left, count, tag))
+def test_a_received_message_replaces_the_sent_one(ends: list[Ends], method: str) -> None:
+    for each in ends:
+        call: Callable[..., Any] = getattr(each.comm, method)
+        for tag, kind in enumerate(each.kinds * len(each.counts)):
+            count, status = each.count(tag // len(each.kinds), kind), MPI.Status()
+            buffer = Buffer(each, kind, content(each.comm.rank, count, tag))
+            if method == "Sendrecv_replace":
+                call(buffer.spec, each.right, tag, each.left, tag, status)
+            else:
+                call(buffer.spec, each.right, tag, each.left, tag).Wait(status)
+            if method == "Sendrecv_replace" or each.comm.device != "cpu":
+                assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (each.left, tag, count)
+            buffer.require(content(each.left, count, tag))
+
+
+@pytest.mark.parametrize("method", ["Send_init", "Ssend_init", "Bsend_init", "Rsend_init"])
+def test_each_start_sends_the_arrays_new_content(ends: list[Ends], method: str) -> None:
+    for each, count in itertools.product(ends, (0, 5, LARGE)):
+        comm, left = each.comm, each.left
+        array, received = (each.place(np.empty(count, np.int32)) for _ in range(2))
+        send, receive = getattr(comm, method)(array, each.right, 4), comm.Recv_init(received, left, 4)
+        for turn in range(3):
+            status = MPI.Status()
+            array.fill(10 * turn + comm.rank)
+            receive.Start()
+            comm.Barrier()  # Rsend needs a receive that is posted
+            send.Start()
+            send.Wait()
+            array.fill(-1)  # the request is complete, so the message must not have it
+            receive.Wait(status)
+            assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (left, 4, count)
+            assert to_host(received).tolist() == [10 * turn + left] * count
+        send.Free()
+        receive.Free()
+
+
+def test_a_started_request_is_refused_a_second_start(rig: Rig) -> None:
+    send = rig.comm.Send_init(rig.of(rig.rank, LARGE), rig.right)
+    send.Start()
+    with pytest.raises(InvalidUsageError, match="is active"):
+        send.Start()
+    rig.comm.Recv(rig.empty(LARGE), rig.left)
+    send.Wait()
+    assert send and send != MPI.REQUEST_NULL and send == send
+    send.Free()
+    assert not send and send == MPI.REQUEST_NULL
+
+
+def test_elements_of_any_type(ends: list[Ends]) -> None:
+    for each in ends:
+        for tag, dtype in enumerate(map(np.dtype, "?bhilBfdFD")):
+            sent, expected = (values(dtype, 17, rank, wild=True) for rank in (each.comm.rank, each.left))
+            received, status = each.place(np.zeros(19, dtype)), MPI.Status()
+            each.comm.Sendrecv(each.place(sent), each.right, tag, received, each.left, MPI.ANY_TAG, status)
+            assert (status.source, status.tag) == (each.left, tag)
+            assert status.Get_count(MPI.Datatype.fromcode(dtype.char)) == 17
+            assert to_host(received).tobytes() == expected.tobytes() + bytes(2 * dtype.itemsize)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_host_arrays_of_types_that_mpi_lacks_are_messages_too(ends: list[Ends], name: str) -> None:
+    dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
+    for each in ends:
+        for turn, (way, count) in enumerate(itertools.product(WAYS, (6, each.counts[-1]))):
+            sent, expected = (
+                content(rank, count).view(np.uint8)[: count * dtype.itemsize].view(dtype)
+                for rank in (each.comm.rank, each.left)
+            )
+            received = Buffer(each, "host", expected[:0], spare=count)
+            exchange(each, way, turn, Buffer(each, "host", sent), received)
+            received.require(expected)
+            received.array[:] = sent
+            each.comm.Sendrecv_replace(received.array, each.right, 0, each.left, 0)
+            received.require(expected)
+        sent.flags.writeable = False
+        with pytest.raises(InvalidUsageError, match="read-only"):
+            each.comm.Irecv(sent, each.left)
+
+
+def test_counts_displacements_and_types_of_messages(ends: list[Ends]) -> None:
+    for each in ends:
+        sent, expected = (content(rank, 10) for rank in (each.comm.rank, each.left))
+        received, status = each.place(np.zeros(12, np.int32)), MPI.Status()
+        request = each.comm.Isend([each.place(sent), (4, 3), MPI.INT32_T], each.right, 9)
+        each.comm.Recv([received, (5, 2), MPI.INT32_T], each.left, 9, status)
+        request.Wait()
+        assert status.Get_count(MPI.INT32_T) == 4
+        assert to_host(received).tolist() == [0, 0, *expected[3:7], *[0] * 6]
+
+
+def test_proc_null_is_a_partner(ends: list[Ends]) -> None:
+    for each in ends:
+        array, status = each.place(np.ones(5)), MPI.Status()
+        each.comm.Send(array, MPI.PROC_NULL)
+        each.comm.Recv(array, MPI.PROC_NULL, status=status)
+        each.comm.Isend(array, MPI.PROC_NULL).Wait()
+        assert status.source == MPI.PROC_NULL and status.Get_count(MPI.DOUBLE) == 0
+        assert to_host(array).tolist() == [1] * 5
+
+
+def test_mpi_takes_floats_as_ranks_and_tags_and_refuses_others(comm: mpicomm.Communicator) -> None:
+    right: Any = float((comm.rank + 1) % comm.size)
+    left: Any = float((comm.rank - 1) % comm.size)
+    tags: Any = [float(tag) for tag in range(5)]
+    x, y = np.full(3, comm.rank), np.zeros(3, int)
+    requests = [comm.Irecv(y, left, tags[0]), comm.irecv(None, left, tags[1])]
+    comm.Send(x, right, tags[0])
+    comm.ssend(comm.rank, right, tags[1])
+    assert MPI.Request.Wait(requests[0]) and requests[1].wait() == left and (y == left).all()
+    assert comm.sendrecv(comm.rank, right, tags[2], None, left, tags[2]) == left
+    comm.Sendrecv(x, right, tags[3], y, left, tags[3])
+    comm.Sendrecv_replace(x, right, tags[4], left, tags[4])
+    assert (x == left).all() and (y == left).all()
+    calls: list[Any] = [comm.Send, comm.Recv, comm.send, MPI.COMM_WORLD.Send]
+    for wrong in (None, "1", 2**70):
+        for call in calls:
+            with pytest.raises((TypeError, OverflowError)) as error:
+                call(x, wrong)
+            assert "memoryview" not in str(error.value)
+
+
+def test_streams_of_host_arrays_are_refused() -> None:
+    with communicator("cpu") as comm:
+        for call in (
+            lambda: comm.Send(np.ones(1), MPI.PROC_NULL, stream=1),
+            lambda: comm.Irecv(np.ones(1), MPI.PROC_NULL, stream=1),
+        ):
+            with pytest.raises(InvalidUsageError, match="stream=1"):
+                call()

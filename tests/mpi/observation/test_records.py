@@ -14,8 +14,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.recording import clocks, device_work
-from mpicomm.trace.__main__ import main
+from mpicomm.recording import channel, device_work, record
+from mpicomm.trace import main
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import rig_on
 
@@ -117,9 +117,9 @@ def test_merged_traces_say_who_waited_for_whom(
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace-%r.json")
     # Each rank's clock is hours ahead of the clock of the rank before.
-    monkeypatch.setattr(clocks, "clock_key", lambda: str(rank))
+    monkeypatch.setattr(channel, "clock_key", lambda: str(rank))
     ahead_ns = rank * 7_200_000_000_000
-    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
+    monkeypatch.setattr(record, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
     with communicator("cpu") as comm:
         part = comm.Split(0)
         part.Barrier()
@@ -151,41 +151,31 @@ def test_merged_traces_say_who_waited_for_whom(
         assert ("Barrier number 2" in capsys.readouterr().out) == (size > 1)
 
 
-def test_stats_count_calls_bytes_and_time(traced: mpicomm.Communicator) -> None:
+def test_stats_count_calls_bytes_and_time_and_keep_failed_calls_apart(traced: mpicomm.Communicator) -> None:
     values, sums = np.ones(200, "f4"), np.empty(200, "f4")
     for _ in range(3):
         traced.Allreduce(values, sums)
-    traced.Allreduce(values, sums, algorithm="one_shot")
-    stats = traced.stats()
-    plain, mapped = stats.rows
-    counted = plain.operation, plain.sizes, plain.algorithm, plain.calls, plain.nbytes
-    assert counted == ("Allreduce", "<= 4K", "mpi", 3, 2400)
-    assert (mapped.algorithm, mapped.calls, mapped.device_s) == ("one_shot", 1, 0)
-    assert 0 < plain.longest_s <= plain.host_s < 60
-    assert stats.slow_ways == {}
-    assert "Allreduce" in str(stats)
-
-
-def test_stats_keep_failed_calls_apart(traced: mpicomm.Communicator) -> None:
-    values, sums = np.ones(200, "f4"), np.empty(200, "f4")
     traced.Allreduce(values, sums, algorithm="one_shot")
     for _ in range(2):
         with pytest.raises(mpicomm.InvalidUsageError):
             traced.Allreduce(values, sums[:5], algorithm="one_shot")
     stats = traced.stats()
-    assert {(row.algorithm, row.error, row.calls) for row in stats.rows} == {
-        ("one_shot", "", 1),
-        ("", "InvalidUsageError", 2),
-    }
-    assert "failed: InvalidUsageError" in str(stats)
+    plain, mapped, failed = sorted(stats.rows, key=lambda row: -row.calls * (not row.error))
+    counted = plain.operation, plain.sizes, plain.algorithm, plain.calls, plain.nbytes
+    assert counted == ("Allreduce", "<= 4K", "mpi", 3, 2400)
+    assert (mapped.algorithm, mapped.calls, mapped.device_s, mapped.error) == ("one_shot", 1, 0, "")
+    assert (failed.algorithm, failed.calls, failed.error) == ("", 2, "InvalidUsageError")
+    assert 0 < plain.longest_s <= plain.host_s < 60
+    assert stats.slow_ways == {}
+    assert "Allreduce" in str(stats) and "failed: InvalidUsageError" in str(stats)
 
 
 class Threads:
     """A timeline of devices that are threads: their work has only the time of the host."""
 
     def begin(self, stream: int) -> SimpleNamespace:
-        begin_ns = clocks.now_ns()
-        return SimpleNamespace(stream=stream, times_ns=lambda: (begin_ns, clocks.now_ns()), extend=lambda: None)
+        begin_ns = record.now_ns()
+        return SimpleNamespace(stream=stream, times_ns=lambda: (begin_ns, record.now_ns()), extend=lambda: None)
 
 
 def test_messages_of_device_arrays_have_tracks_of_their_streams(
@@ -311,33 +301,30 @@ def test_without_the_variables_no_call_is_counted(host_comm: mpicomm.Communicato
         host_comm.stats()
 
 
-def require_refusal(said: str) -> None:
-    """Require that all ranks refuse to make a communicator."""
-    with pytest.raises(mpicomm.InvalidUsageError, match=said):
+def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, last = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size - 1
+    if rank == last:
+        (folder / f"trace-{rank}.json").mkdir()
+    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace-%r.json")
+    with pytest.raises(
+        mpicomm.InvalidUsageError, match=f"rank {last}: MPICOMM_TRACE=.*trace-{last}.json' cannot be opened: Is"
+    ):
         communicator("cpu")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    name = "nowhere/%r.json" if rank == size - 1 else "trace-%r.json"
-    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/{name}")
-    require_refusal(f"rank {size - 1}: MPICOMM_TRACE=.*nowhere/{size - 1}.json' cannot be opened: No such file")
-
-
-def test_one_file_for_two_ranks_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if MPI.COMM_WORLD.size == 1:
-        pytest.skip("one rank may have the file")
+def test_each_rank_has_a_file_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace.json")
-    require_refusal("one file for ranks 0, 1.*: put %r, which stands for the rank, into the name")
+    with communicator("cpu") as comm:
+        comm.Barrier()
+        comm.check()
+        assert [event["name"] for event in calls_of(folder)] == ["Barrier", "check"]
 
 
 @pytest.mark.parametrize("name", ["MPICOMM_TRACE", "MPICOMM_STATS"])
-def test_a_variable_that_some_ranks_lack_is_an_error_on_all_ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    if size == 1:
-        pytest.skip("one rank has the variable, or has it not")
-    if rank < size - 1:
+def test_a_variable_of_one_rank_holds_for_all(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
         monkeypatch.setenv(name, "1" if name == "MPICOMM_STATS" else f"{folder}/trace-%r.json")
-    require_refusal(f"{name} is set on some ranks and not on rank {size - 1}: set it on all ranks")
+    with communicator("cpu") as comm:
+        comm.Bcast(np.ones(3))
+        assert [(row.operation, row.calls) for row in comm.stats().rows] == [("Bcast", 1)]
+    assert (folder / f"trace-{MPI.COMM_WORLD.rank}.json").exists() == (name == "MPICOMM_TRACE")

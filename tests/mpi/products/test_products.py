@@ -128,7 +128,7 @@ def test_bad_operands_are_refused_on_all_ranks(comm: mpicomm.Communicator, xp: A
         comm.allgather_matmul(a, b.astype("f8"))
     with pytest.raises(mpicomm.InvalidUsageError, match="a has dtype bool"):
         comm.allgather_matmul(a.astype("?"), b.astype("?"))
-    with pytest.raises(mpicomm.InvalidUsageError, match=r"out of shape .* is not C-contiguous: pass a new array"):
+    with pytest.raises(mpicomm.InvalidUsageError, match=r"out of shape .* is not C-contiguous: pass numpy"):
         comm.matmul_allreduce(a, b, xp.zeros((2, a.shape[0]), "f4").T)
     with pytest.raises(mpicomm.InvalidUsageError, match="product=3 is no function"):
         comm.matmul_allreduce(a, b, product=3)  # type: ignore[arg-type]
@@ -146,9 +146,8 @@ def test_ranks_with_different_shapes_raise_on_all_ranks(device: str) -> None:
             pytest.skip("one rank agrees with itself")
         xp: Any = np if comm.device == "cpu" else pytest.importorskip("cupy")
         a = xp.zeros((4 + (comm.rank == 1), 4), "f4")
-        with pytest.raises(
-            (mpicomm.InvalidUsageError, mpicomm.PeerError), match=r"rank 0: .*4x4 .*rank 1: .*5x4 @ 4x2"
-        ):
+        said = r"4x4 .*on rank 0, .*5x4 @ 4x2|rank 0: .*4x4 .*rank 1: .*5x4 @ 4x2"
+        with pytest.raises((mpicomm.InvalidUsageError, mpicomm.PeerError), match=said):
             comm.matmul_allreduce(a, xp.zeros((4, 2), "f4"))
             comm.check()
 

@@ -6,8 +6,7 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,14 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import HandleError
 from mpicomm.sharing.fd_exchange import FdExchange
+from tests.helpers.faults.leaks import shared_files
 from tests.helpers.faults.setup_failures import FIRST_AND_LAST, WORLD
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import array_module, communicator, require_memory_works
 from tests.helpers.rigs.fd_exchanges import few_free_descriptors
 
-WARM_UP = 20
+FEW, MANY = 8, 40
+"""Rounds of what has memory of its own, and of what shares chunks of memory, of which each holds several."""
 
 
 def counts() -> dict[str, int]:
@@ -31,52 +32,33 @@ def counts() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "shared mappings": sum(line.split()[1].endswith("s") for line in maps),
         "threads": len(os.listdir("/proc/self/task")),
+        "files": len(shared_files()),
     }
 
 
-@contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Leave nothing to the garbage collector, which runs at any time."""
+def require_no_growth(cycle: Callable[[], object], rounds: int) -> None:
+    def repeat() -> None:
+        for _ in range(rounds):
+            cycle()
+
+    repeat()
     gc.collect()
-    gc.disable()
+    gc.disable()  # nothing is left to the garbage collector, which runs at any time
     try:
-        yield
+        before = counts()
+        repeat()
+        assert counts() == before
     finally:
         gc.enable()
-
-
-@contextmanager
-def nothing_logged() -> Iterator[None]:
-    """Do not count the warnings that pytest keeps, such as the warning about ranks that share a GPU."""
-    logging.disable()
+    logging.disable()  # pytest keeps the warnings, such as the warning about ranks that share a GPU
     try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def cycles_on(device: str) -> int:
-    # Each round that leaks shows at once, save for files, of which other programs make some meanwhile.
-    return 120 // MPI.COMM_WORLD.size if device == "cpu" else 50
-
-
-def require_no_growth(cycle: Callable[[], object], cycles: int) -> None:
-    with garbage_kept():
-        for _ in range(WARM_UP):
-            cycle()
-        before, files = counts(), len(os.listdir("/dev/shm"))
-        for _ in range(cycles):
-            cycle()
-        assert counts() == before
-        # Other programs have files there, too.
-        assert len(os.listdir("/dev/shm")) - files < cycles / 2
-    with nothing_logged():
         gc.collect()
         objects = len(gc.get_objects())
-        for _ in range(WARM_UP):
-            cycle()
+        repeat()
         gc.collect()
-        assert len(gc.get_objects()) - objects < WARM_UP
+        assert len(gc.get_objects()) - objects < rounds
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def test_arrays_leave_nothing(device: str) -> None:
@@ -86,7 +68,7 @@ def test_arrays_leave_nothing(device: str) -> None:
             with comm.zeros(10) as array:
                 array.put(array.local, (comm.rank + 1) % comm.size)
 
-        require_no_growth(cycle, cycles_on(device))
+        require_no_growth(cycle, MANY)
 
 
 def test_arrays_left_to_free_leave_nothing(device: str) -> None:
@@ -98,7 +80,7 @@ def test_arrays_left_to_free_leave_nothing(device: str) -> None:
                 comm.empty((2, 3), np.int8).peer((comm.rank + 1) % comm.size)
                 comm.shared_event()
 
-        require_no_growth(cycle, cycles_on(device) // 2)
+        require_no_growth(cycle, FEW)
 
 
 def test_communicators_leave_nothing(device: str) -> None:
@@ -107,22 +89,22 @@ def test_communicators_leave_nothing(device: str) -> None:
             comm.zeros(10)
             comm.Allreduce(MPI.IN_PLACE, xp.ones(10), algorithm="one_shot")
 
-    require_no_growth(cycle, cycles_on(device))
+    require_no_growth(cycle, FEW)
 
 
 def test_events_leave_nothing(device: str) -> None:
     with communicator(device) as comm:
-        require_no_growth(lambda: comm.shared_event().close(), cycles_on(device))
+        require_no_growth(lambda: comm.shared_event().close(), MANY)
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
-def test_children_leave_nothing(own_comm: mpicomm.Communicator, device: str, used: bool) -> None:
+def test_children_leave_nothing(own_comm: mpicomm.Communicator, used: bool) -> None:
     def cycle() -> None:
         with own_comm.Dup() as child:
             if used:
                 require_memory_works(child)
 
-    require_no_growth(cycle, cycles_on(device) // 2)
+    require_no_growth(cycle, FEW)
 
 
 def test_any_number_of_arrays_and_communicators_does_with_few_descriptors() -> None:

@@ -35,7 +35,6 @@ from tests.helpers.faults.setup_failures import (
     broken,
     fails_everywhere,
     raising,
-    stages,
 )
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator, require_memory_works, to_host
@@ -71,12 +70,18 @@ MAP = {"map": attribute(host_memory, "map_shared")}
 ERRORS = [HandleError, OSError, MemoryError, KeyError]
 
 
-def require_array_fails(device: str, break_: Break, error: type[BaseException] = OSError) -> None:
+def culprits(stage: str) -> Iterator[tuple[int, type[BaseException]]]:
+    """Yield each rank, and the error that it has: others on each rank, and at each stage."""
+    at = len(stage)
+    return zip(EVERY_RANK, itertools.islice(itertools.cycle(ERRORS), at, None), strict=False)
+
+
+def require_array_fails(device: str, stage: str) -> None:
     with communicator(device) as comm:
         kept = comm.zeros(1, np.int64)
         with nothing_leaks():
-            for culprit in EVERY_RANK:
-                with fails_everywhere(culprit, device, break_, error):
+            for culprit, error in culprits(stage):
+                with fails_everywhere(culprit, device, STAGES[stage], error):
                     comm.zeros(1000)
         require_memory_works(comm)
         # The counters of both arrays are in step on all ranks.
@@ -87,17 +92,17 @@ def require_array_fails(device: str, break_: Break, error: type[BaseException] =
             comm.check()
 
 
-def require_first_array_fails(device: str, break_: Break, error: type[BaseException] = OSError) -> None:
-    for culprit in EVERY_RANK:
+def require_first_array_fails(device: str, stage: str) -> None:
+    for culprit, error in culprits(stage):
         with communicator(device) as comm:
-            with nothing_leaks(), fails_everywhere(culprit, device, break_, error):
+            with nothing_leaks(), fails_everywhere(culprit, device, STAGES[stage], error):
                 comm.zeros(1000)
             require_memory_works(comm)
 
 
-def require_communicator_fails(device: str, break_: Break, error: type[BaseException] = OSError) -> None:
-    for culprit in EVERY_RANK:
-        with nothing_leaks(), fails_everywhere(culprit, device, break_, error):
+def require_communicator_fails(device: str, stage: str) -> None:
+    for culprit, error in culprits(stage):
+        with nothing_leaks(), fails_everywhere(culprit, device, STAGES[stage], error):
             communicator(device)
     with communicator(device) as comm:
         require_memory_works(comm)
@@ -109,40 +114,30 @@ LOOK = {
     "prepare": attribute(secrets, "randbits"),
     "write and read": synchronize(once=False),
 }
-OF_PEERS = (*OPEN, *LISTEN, *MAP)
-Require = Callable[[str, Break, type[BaseException]], None]
+STAGES = ALLOCATE | ZERO | VIEW | OPEN | LOOK | SYSTEM | LISTEN | MAP
+OF_HOST = SYSTEM | LISTEN | MAP
+CASES: list[tuple[Callable[[str, str], None], dict[str, Break]]] = [
+    (require_array_fails, ALLOCATE | ZERO | VIEW | OPEN | OF_HOST),
+    (require_first_array_fails, ALLOCATE | OPEN),
+    (require_communicator_fails, ALLOCATE | VIEW | OPEN | LOOK | OF_HOST),
+]
 
 
-def cases(*table: tuple[list[Require], dict[str, Break], list[type[Exception]]]) -> pytest.MarkDecorator:
-    """Run a test once for each thing that a stage makes fail, stage and error."""
-    found = []
-    for requirements, stages_of_row, errors in table:
-        for require, (name, break_), error in itertools.product(requirements, stages_of_row.items(), errors):
-            marks = [pytest.mark.mpi(min_size=2)] if name in OF_PEERS else []
-            label = f"{require.__name__.removeprefix('require_')}-{name}-{error.__name__}"
-            found.append(pytest.param(require, break_, error, marks=marks, id=label))
-    return pytest.mark.parametrize(("require", "break_", "error"), found)
-
-
-@cases(
-    ([require_array_fails], ALLOCATE | ZERO | VIEW | OPEN, ERRORS),
-    ([require_first_array_fails], ALLOCATE | OPEN, [OSError]),
-    ([require_communicator_fails], ALLOCATE | VIEW | OPEN | LOOK, [OSError]),
+@pytest.mark.parametrize(
+    ("require", "stage"),
+    [
+        pytest.param(
+            require,
+            stage,
+            marks=[pytest.mark.mpi(min_size=2)] if stage in OPEN | LISTEN | MAP else [],
+            id=f"{require.__name__.removeprefix('require_')}-{stage}",
+        )
+        for require, stages in CASES
+        for stage in stages
+    ],
 )
-def test_what_fails_on_one_rank_fails_on_all(
-    device: str, require: Require, break_: Break, error: type[Exception]
-) -> None:
-    require(device, break_, error)
-
-
-@cases(
-    ([require_array_fails, require_communicator_fails], SYSTEM, [OSError]),
-    ([require_array_fails, require_communicator_fails], LISTEN | MAP, ERRORS),
-)
-def test_host_memory_that_fails_on_one_rank_fails_on_all(
-    comm_world: MPI.Intracomm, require: Require, break_: Break, error: type[Exception]
-) -> None:
-    require("cpu", break_, error)
+def test_what_fails_on_one_rank_fails_on_all(device: str, require: Callable[[str, str], None], stage: str) -> None:
+    require("cpu" if stage in OF_HOST else device, stage)
 
 
 def test_child_that_fails_on_one_rank_fails_on_all(own_comm: mpicomm.Communicator, device: str) -> None:
@@ -154,29 +149,22 @@ def test_child_that_fails_on_one_rank_fails_on_all(own_comm: mpicomm.Communicato
         require_memory_works(child)
 
 
-@stages(
-    {
-        "create": backend_method("create_event"),
-        "export": attribute(host.HostEvent, "export"),
-    }
+@pytest.mark.parametrize(
+    ("stage", "break_"),
+    [
+        ("create", backend_method("create_event")),
+        pytest.param("open", backend_method("open_event"), marks=pytest.mark.mpi(min_size=2)),
+        ("export", attribute(host.HostEvent, "export")),
+    ],
 )
-def test_host_event_that_fails_on_one_rank_fails_on_all(comm_world: MPI.Intracomm, break_: Break) -> None:
-    require_event_fails("cpu", break_)
-
-
-@pytest.mark.mpi(min_size=2)
-@stages({"create": backend_method("create_event"), "open": backend_method("open_event")})
-def test_event_that_fails_on_one_rank_fails_on_all(device: str, break_: Break) -> None:
-    require_event_fails(device, break_)
-
-
-def require_event_fails(device: str, break_: Break) -> None:
+def test_event_that_fails_on_one_rank_fails_on_all(device: str, stage: str, break_: Break) -> None:
+    if stage == "export":
+        device = "cpu"  # the others have no such method
     with communicator(device) as comm:
         with nothing_leaks():
-            for culprit in EVERY_RANK:
-                for error in ERRORS:
-                    with fails_everywhere(culprit, device, break_, error):
-                        comm.shared_event()
+            for culprit, error in culprits(stage):
+                with fails_everywhere(culprit, device, break_, error):
+                    comm.shared_event()
         event = comm.shared_event()
         event.record()
         event.wait((comm.rank + 1) % comm.size)
@@ -220,7 +208,7 @@ def two_hosts(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[mpicomm.
 
 
 @pytest.mark.mpi(min_size=2)
-@stages(ALLOCATE, ZERO, VIEW)
+@pytest.mark.parametrize("break_", (ALLOCATE | ZERO | VIEW).values(), ids=ALLOCATE | ZERO | VIEW)
 def test_failure_on_one_host_is_a_failure_on_both(
     no_leaks: None, two_hosts: mpicomm.Communicator, device: str, break_: Break
 ) -> None:
@@ -275,57 +263,53 @@ def test_ranks_that_call_different_things_are_told_so(device: str, of_others: st
         event.close()
 
 
+def take_small_fd(segment: host_memory.HostSegment) -> Descriptor:
+    """Take the descriptor of a segment, and return one of less memory."""
+    TAKE_FD(segment).close()
+    return host_memory.memfd_create(8)
+
+
+TAKE_FD = host_memory.HostSegment.take_fd
+REFUSED: dict[str, Break] = {
+    "shared memory has 8 bytes": lambda patch, *_: patch.setattr(host_memory.HostSegment, "take_fd", take_small_fd),
+    ".* is not sealed": lambda patch, *_: patch.setattr(host_memory, "_SEALS", fcntl.F_SEAL_GROW),  # it can shrink
+}
+
+
 @pytest.mark.mpi(min_size=2)
-def test_descriptor_of_less_memory_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
-    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-        take_fd = host_memory.HostSegment.take_fd
-
-        def take_small_fd(segment: host_memory.HostSegment) -> Descriptor:
-            take_fd(segment).close()
-            return host_memory.memfd_create(8)
-
-        patch.setattr(host_memory.HostSegment, "take_fd", take_small_fd)
-
-    require_descriptor_is_refused(break_, "shared memory has 8 bytes")
-
-
-@pytest.mark.mpi(min_size=2)
-def test_descriptor_of_memory_that_can_shrink_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
-    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-        patch.setattr(host_memory, "_SEALS", fcntl.F_SEAL_GROW)
-
-    require_descriptor_is_refused(break_, ".* is not sealed")
-
-
-def require_descriptor_is_refused(break_: Break, said: str) -> None:
+@pytest.mark.parametrize("said", REFUSED)
+def test_descriptor_of_wrong_memory_is_refused_by_all(comm_world: MPI.Intracomm, said: str) -> None:
     with communicator("cpu") as comm:
         kept = comm.zeros(1)
         for culprit in EVERY_RANK:
-            with nothing_leaks(), fails_everywhere(culprit, "cpu", break_, match=f"memory of rank {culprit}: {said}"):
+            text = f"memory of rank {culprit}: {said}"
+            with nothing_leaks(), fails_everywhere(culprit, "cpu", REFUSED[said], match=text):
                 comm.empty(1000)
         require_memory_works(comm)
         kept.close()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_writes_that_do_not_arrive_are_found_by_the_probe(device: str) -> None:
-    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-        view = backend.view
-        patch.setattr(backend, "view", lambda self, *arguments: view(self, *arguments).copy())
+def lose_writes(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+    view = backend.view
+    patch.setattr(backend, "view", lambda self, *arguments: view(self, *arguments).copy())
 
+
+def lose_reads(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+    patch.setattr(backend, "copy", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("break_", "said"),
+    [
+        pytest.param(
+            lose_writes, "a word of rank {0} did not arrive in this rank's", marks=pytest.mark.mpi(min_size=2)
+        ),
+        (lose_reads, "failed on rank {0}: rank 0's memory reads 0 instead of "),
+    ],
+)
+def test_memory_that_is_not_shared_is_found_by_the_probe(device: str, break_: Break, said: str) -> None:
     for culprit in EVERY_RANK:
-        said = f"a word of rank {culprit} did not arrive in this rank's memory"
-        with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said):
-            communicator(device)
-
-
-def test_reads_that_bring_something_else_are_found_by_the_probe(device: str) -> None:
-    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-        patch.setattr(backend, "copy", lambda *_: None)
-
-    for culprit in EVERY_RANK:
-        said = f"failed on rank {culprit}: rank 0's memory reads 0 instead of "
-        with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said):
+        with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said.format(culprit)):
             communicator(device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ from tests.helpers.faults.setup_failures import ALLOCATE, EVERY_RANK, FIRST_AND_
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator, patience_s, require_memory_works
 
-CALLS: dict[str, Callable[[mpicomm.Communicator, mpicomm.SymmetricArray], object]] = {
+Call = Callable[[mpicomm.Communicator, mpicomm.SymmetricArray], object]
+CALLS: dict[str, Call] = {
     "zeros": lambda comm, array: comm.zeros(3),
     "shared_event": lambda comm, array: comm.shared_event(),
     "SymmetricArray 0: close": lambda comm, array: array.close(),
+    "Free": lambda comm, array: comm.Free(),
 }
 
 
@@ -88,11 +91,9 @@ def test_rank_that_never_comes_is_named(own_comm: mpicomm.Communicator, device: 
                     with raises_everywhere(others, CollectiveTimeoutError, match=text) as excinfo:
                         CALLS[name](impatient, array)
                     assert excinfo.value.ranks == (culprit,)
-                    for call in (impatient.check, lambda comm=impatient: comm.zeros(3), impatient.shared_event):
-                        text = f"unusable since an earlier timeout .*rank {culprit} did not arrive"
-                        with raises_everywhere(others, CollectiveTimeoutError, match=text):
-                            call()
-                    del excinfo, call
+                    del excinfo
+                    if name != "Free":
+                        require_unusable(impatient, others, f"earlier timeout .*rank {culprit} did not arrive")
                     impatient.Free()
                     assert array.closed
                     impatient.Free()
@@ -108,6 +109,12 @@ def test_rank_that_never_comes_is_named(own_comm: mpicomm.Communicator, device: 
             del array, impatient
 
 
+def require_unusable(comm: mpicomm.Communicator, ranks: MPI.Comm, text: str) -> None:
+    for call in (comm.check, lambda: comm.zeros(3), comm.shared_event):
+        with raises_everywhere(ranks, MpicommError, match=f"unusable since an {text}"):
+            call()
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", ["zeros", "empty"])
 def test_the_first_array_of_a_communicator_names_its_call(name: str) -> None:
@@ -117,19 +124,6 @@ def test_the_first_array_of_a_communicator_names_its_call(name: str) -> None:
             text = f"^{name}: .*rank {culprit} did not arrive within {limit_s:g} s: let every rank make this call$"
             with raises_everywhere(others, CollectiveTimeoutError, match=text):
                 getattr(impatient, name)(3)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_free_without_one_rank_frees_on_the_others(own_comm: mpicomm.Communicator, device: str) -> None:
-    for culprit in FIRST_AND_LAST:
-        with impatient_without(culprit, device) as (impatient, others):
-            array = impatient.zeros(3)
-            if others:
-                with raises_everywhere(others, CollectiveTimeoutError, match=f"Free: rank {culprit} did not arrive"):
-                    impatient.Free()
-                assert array.closed
-        assert array.closed
-        require_memory_works(own_comm)
 
 
 @pytest.mark.mpi(min_size=3)
@@ -145,17 +139,24 @@ def test_first_rank_that_comes_late_is_not_taken_for_the_one_that_never_comes(de
 
 
 @pytest.mark.mpi(min_size=2)
-def test_rank_that_is_interrupted_is_missed_by_the_others(own_comm: mpicomm.Communicator, device: str) -> None:
+@pytest.mark.parametrize("stage", ["allocate", "swap"])
+def test_rank_that_is_interrupted_is_missed_by_the_others_in_time(
+    own_comm: mpicomm.Communicator, device: str, stage: str
+) -> None:
+    """It has sent nothing yet, or is gone before it sends a descriptor, for which its peers wait."""
+    if stage == "swap":
+        device = "cpu"
+    break_ = ALLOCATE["allocate"] if stage == "allocate" else attribute(FdExchange, "swap")
     for culprit in FIRST_AND_LAST:
         with impatient_without(culprit, device) as (impatient, others):
             impatient.zeros(3)
-            with broken(culprit, device, ALLOCATE["allocate"], KeyboardInterrupt):
-                if others:
-                    with raises_everywhere(others, CollectiveTimeoutError, match=f"rank {culprit} did not arrive"):
-                        impatient.zeros(4)
-                else:
-                    with pytest.raises(KeyboardInterrupt):
-                        impatient.zeros(4)
+            raises: Any = pytest.raises(CollectiveTimeoutError if others else KeyboardInterrupt)
+            if others and stage == "allocate":
+                raises = raises_everywhere(others, CollectiveTimeoutError, match=f"rank {culprit} did not arrive")
+            start = time.monotonic()
+            with broken(culprit, device, break_, KeyboardInterrupt), raises:
+                impatient.zeros(4)
+            assert time.monotonic() - start < patience_s(device) + stretched(1.0)
         require_memory_works(own_comm)
 
 
@@ -174,10 +175,8 @@ def test_rank_that_is_interrupted_in_an_exchange_takes_part_in_no_other(device: 
                     patch.setattr(bootstrap, "wait_until", raising(KeyboardInterrupt))
                     with pytest.raises(KeyboardInterrupt):
                         impatient.zeros(3)
-                text = f"unusable since an earlier error .rank {culprit} left in the middle of .*: KeyboardInterrupt"
-                for call in (impatient.check, lambda comm=impatient: comm.zeros(3), impatient.shared_event):
-                    with pytest.raises(PeerError, match=text):
-                        call()
+                text = f"earlier error .rank {culprit} left in the middle of .*: KeyboardInterrupt"
+                require_unusable(impatient, MPI.COMM_SELF, text)
                 impatient.Free()
 
 
@@ -215,19 +214,6 @@ def test_rank_that_is_interrupted_in_free_reaches_no_later_communicator(device: 
                 impatient.Free()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_world: MPI.Intracomm) -> None:
-    timeout_s = patience_s("cpu")
-    for culprit in FIRST_AND_LAST:
-        with impatient_without(culprit, "cpu", timeout_s=timeout_s) as (impatient, others):
-            impatient.zeros(3)
-            with broken(culprit, "cpu", attribute(FdExchange, "swap"), KeyboardInterrupt):
-                start = time.monotonic()
-                with pytest.raises(CollectiveTimeoutError if others else KeyboardInterrupt):
-                    impatient.zeros(4)
-                assert time.monotonic() - start < timeout_s + stretched(1.0)
-
-
 @pytest.mark.mpi(min_size=3)
 def test_all_ranks_that_never_come_are_named_by_the_first_rank(comm_world: MPI.Intracomm) -> None:
     parent = comm_world.Dup()
@@ -242,7 +228,7 @@ def test_all_ranks_that_never_come_are_named_by_the_first_rank(comm_world: MPI.I
 def test_rank_that_comes_late_to_create_a_communicator_raises_too_and_the_parent_stays_usable(
     comm_world: MPI.Intracomm,
 ) -> None:
-    for culprit in EVERY_RANK:
+    for culprit in FIRST_AND_LAST:
         parent = comm_world.Dup()
         # The messages of the user may have any source and tag.
         anything = np.zeros(1)

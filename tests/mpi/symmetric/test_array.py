@@ -21,13 +21,7 @@ from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.rigs.communicators import communicator, require_memory_works, settle, to_host
 
 DTYPES = [np.dtype(name) for name in "?bBhHiIqQefdFD"]
-
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5, 3), (2, 3, 4), (1 << 16,)]
-
-
-def bfloat16() -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-    return dtype
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -35,47 +29,47 @@ def values(rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArr
     return ((np.arange(math.prod(shape)) + rank) % 97).astype(dtype).reshape(shape)
 
 
-def require_dtype_works(comm: mpicomm.Communicator, xp: Any, dtype: np.dtype[Any]) -> None:
+def require_works(comm: mpicomm.Communicator, xp: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    with comm.empty(shape, dtype) as filled, comm.zeros(shape, dtype) as zeros:
+        assert (filled.shape, filled.dtype) == (shape, dtype)
+        assert (filled.size, filled.nbytes) == (math.prod(shape), math.prod(shape) * dtype.itemsize)
+        assert to_host(zeros.local).tobytes() == bytes(zeros.nbytes)
+        filled.local[...] = xp.asarray(values(comm.rank, shape, dtype))
+        settle(comm)
+        for peer in range(comm.size):
+            view = filled.peer(peer)
+            assert (type(view), view.shape, view.dtype) == (xp.ndarray, shape, dtype)
+            assert to_host(view).tobytes() == values(peer, shape, dtype).tobytes()
+            assert to_host(filled.get(peer)).tobytes() == values(peer, shape, dtype).tobytes()
+
+
+def test_every_shape_and_every_dtype(comm: mpicomm.Communicator, xp: Any) -> None:
     for shape in SHAPES:
-        with comm.empty(shape, dtype) as filled, comm.zeros(shape, dtype) as zeros:
-            assert (filled.shape, filled.dtype) == (shape, dtype)
-            assert (filled.size, filled.nbytes) == (math.prod(shape), math.prod(shape) * dtype.itemsize)
-            assert to_host(zeros.local).tobytes() == bytes(zeros.nbytes)
-            filled.local[...] = xp.asarray(values(comm.rank, shape, dtype))
-            settle(comm)
-            for peer in range(comm.size):
-                view = filled.peer(peer)
-                assert (type(view), view.shape, view.dtype) == (xp.ndarray, shape, dtype)
-                assert to_host(view).tobytes() == values(peer, shape, dtype).tobytes()
-                assert to_host(filled.get(peer)).tobytes() == values(peer, shape, dtype).tobytes()
+        require_works(comm, xp, np.dtype("f4"), shape)
+    for dtype in DTYPES:
+        require_works(comm, xp, dtype, (5, 3))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=[dtype.name for dtype in DTYPES])
-def test_dtype_and_every_shape(comm: mpicomm.Communicator, xp: Any, dtype: np.dtype[Any]) -> None:
-    require_dtype_works(comm, xp, dtype)
-
-
-def test_bfloat16_and_every_shape(comm: mpicomm.Communicator, xp: Any) -> None:
-    dtype = bfloat16()
+def test_bfloat16(comm: mpicomm.Communicator, xp: Any) -> None:
+    dtype: np.dtype[Any] = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     if xp is not np:
         try:
             xp.empty(1, dtype)
         except (TypeError, ValueError):
             pytest.skip("this CuPy has no bfloat16")
-    require_dtype_works(comm, xp, dtype)
+    require_works(comm, xp, dtype, (1 << 16,))
 
 
-@pytest.mark.parametrize("dtype", [[("x", "<f4"), ("n", "<i8")], ">i4", "S3", "m8[s]"], ids=str)
-def test_any_dtype_of_plain_bytes_works_on_the_host(host_comm: mpicomm.Communicator, dtype: Any) -> None:
-    with host_comm.zeros(2, dtype) as array:
-        contents = [np.full(2, rank + 1).astype(np.dtype(dtype)) for rank in range(host_comm.size)]
-        assert array.local.tobytes() == bytes(array.nbytes)
-        array.local[:] = contents[host_comm.rank]
-        host_comm.Barrier()
-        for peer, content in enumerate(contents):
-            assert array.peer(peer).tolist() == content.tolist()
-            assert array.get(peer).tolist() == content.tolist()
-        host_comm.Barrier()
+def test_any_dtype_of_plain_bytes_works_on_the_host(host_comm: mpicomm.Communicator) -> None:
+    for dtype in ([("x", "<f4"), ("n", "<i8")], ">i4", "S3", "m8[s]"):
+        with host_comm.zeros(2, dtype) as array:
+            contents = [np.full(2, rank + 1).astype(np.dtype(dtype)) for rank in range(host_comm.size)]
+            assert array.local.tobytes() == bytes(array.nbytes)
+            array.local[:] = contents[host_comm.rank]
+            host_comm.Barrier()
+            for peer, content in enumerate(contents):
+                assert array.peer(peer).tolist() == array.get(peer).tolist() == content.tolist()
+            host_comm.Barrier()
 
 
 def test_size_may_be_an_integer(comm: mpicomm.Communicator) -> None:
@@ -113,17 +107,13 @@ def test_pointers_are_the_parts_as_mapped_here(comm: mpicomm.Communicator, xp: A
         settle(comm)
 
 
-@pytest.mark.parametrize("integer", [int, np.int64, np.uint8, np.int8, bool])
-def test_put_takes_any_integer_as_offset(comm: mpicomm.Communicator, xp: Any, integer: type) -> None:
-    with comm.zeros(4, np.int64) as array:
-        array.put(xp.asarray([7]), comm.rank, offset=integer(1))
-        comm.check()
-        assert to_host(array.local).tolist() == [0, 7, 0, 0]
-
-
-def test_put_of_nothing_is_allowed_up_to_the_end(comm: mpicomm.Communicator, xp: Any) -> None:
-    with comm.zeros(3) as array, comm.zeros((0, 2)) as nothing:
-        array.put(xp.empty(0), comm.rank, offset=3)
+def test_put_takes_any_integer_as_offset_up_to_the_end(comm: mpicomm.Communicator, xp: Any) -> None:
+    with comm.zeros(4, np.int64) as array, comm.zeros((0, 2)) as nothing:
+        for number, integer in enumerate((int, np.int64, np.uint8, np.int8, bool)):
+            array.put(xp.asarray([7 + number]), comm.rank, offset=integer(1))
+            comm.check()
+            assert to_host(array.local).tolist() == [0, 7 + number, 0, 0]
+        array.put(xp.empty(0, np.int64), comm.rank, offset=4)
         nothing.put(xp.empty(0), comm.rank)
         assert nothing.get(comm.rank).shape == (0, 2)
 
@@ -250,55 +240,49 @@ def test_array_of_the_other_device_is_refused(comm: mpicomm.Communicator, xp: An
 
 def test_stream_is_refused_on_the_host(host_comm: mpicomm.Communicator) -> None:
     with host_comm.zeros(4) as array:
-        for use in (array.signal, array.wait_signal, array.get, partial(array.put, array.local)):
+        for use in uses(array)[1:]:
             with pytest.raises(InvalidUsageError, match="has no streams"):
                 use(host_comm.rank, stream=0)
 
 
-USES: dict[str, Callable[[mpicomm.SymmetricArray, Any], object]] = {
-    "peer": lambda array, peer: array.peer(peer),
-    "put": lambda array, peer: array.put(array.local, peer),
-    "get": lambda array, peer: array.get(peer),
-    "signal": lambda array, peer: array.signal(peer),
-    "wait_signal": lambda array, peer: array.wait_signal(peer),
-}
+def uses(array: mpicomm.SymmetricArray) -> list[Callable[..., object]]:
+    """Return the methods that take a rank."""
+    return [array.peer, array.get, array.signal, array.wait_signal, partial(array.put, array.local)]
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_what_is_no_rank_is_refused(
-    comm: mpicomm.Communicator, use: Callable[[mpicomm.SymmetricArray, Any], object]
-) -> None:
+def test_what_is_no_rank_is_refused(comm: mpicomm.Communicator) -> None:
     with comm.zeros(4) as array:
-        for peer in (comm.size, -1, None, "0", 0.0):
-            with pytest.raises(InvalidUsageError, match=f"peer={peer!r} is no rank.*use 0 to {comm.size - 1}"):
-                use(array, peer)
-        with pytest.raises(InvalidUsageError, match=r"is no rank.*; MPI\.PROC_NULL: leave the call out"):
-            use(array, MPI.PROC_NULL)
+        for use in uses(array):
+            for peer in (comm.size, -1, None, "0", 0.0):
+                with pytest.raises(InvalidUsageError, match=f"peer={peer!r} is no rank.*use 0 to {comm.size - 1}"):
+                    use(peer)
+            with pytest.raises(InvalidUsageError, match=r"is no rank.*; MPI\.PROC_NULL: leave the call out"):
+                use(MPI.PROC_NULL)
 
 
-NDARRAY_USES: dict[str, Callable[[Any], object]] = {
-    "NumPy": np.asarray,
-    "NumPy's sum": np.sum,
-    "NumPy's operator": lambda array: np.zeros(4) + array,
-    "indexing": lambda array: array[0],
-    "storing": lambda array: array.__setitem__(0, 1),
-    "len": len,
-    "iteration": list,
-    "arithmetic": lambda array: array + 1,
-    "a remainder": lambda array: array % 2,
-    "equality": lambda array: array == 1,
-    "inequality": lambda array: array != np.ones(3),
-    "an order": lambda array: array < 1,
-    "a sign": lambda array: -array,
-    "arithmetic from the right": lambda array: 2 * array,
-}
+NDARRAY_USES: list[Callable[[Any], object]] = [
+    np.asarray,
+    np.sum,
+    lambda array: np.zeros(4) + array,
+    lambda array: array[0],
+    lambda array: array.__setitem__(0, 1),
+    len,
+    list,
+    lambda array: array + 1,
+    lambda array: array % 2,
+    lambda array: array == 1,
+    lambda array: array != np.ones(3),
+    lambda array: array < 1,
+    lambda array: -array,
+    lambda array: 2 * array,
+]
 
 
-@pytest.mark.parametrize("use", NDARRAY_USES.values(), ids=NDARRAY_USES)
-def test_use_as_an_ndarray_is_refused(comm: mpicomm.Communicator, use: Callable[[Any], object]) -> None:
+def test_use_as_an_ndarray_is_refused(comm: mpicomm.Communicator) -> None:
     with comm.zeros(4) as array:
-        with pytest.raises(InvalidUsageError, match=r"a SymmetricArray is no ndarray: use a\.local"):
-            use(array)
+        for use in NDARRAY_USES:
+            with pytest.raises(InvalidUsageError, match=r"a SymmetricArray is no ndarray: use a\.local"):
+                use(array)
         assert array
         assert {array: 1}[array] == [array].index(array) + 1
 
@@ -314,28 +298,20 @@ def test_pickling_is_refused(host_comm: mpicomm.Communicator) -> None:
     event.close()
 
 
-def test_closed_array_is_refused(comm: mpicomm.Communicator) -> None:
-    array = comm.zeros(4)
-    kept = array.local
-    array.close()
-    assert array.closed
-    assert repr(array) == "<SymmetricArray shape=(4,) dtype=float64 closed>"
-    array.close()
-    uses: list[Callable[[], object]] = [lambda: array.local, lambda: array.pointers, lambda: array.put(kept, 0)]
-    uses += [partial(method, 0) for method in (array.peer, array.get, array.signal, array.wait_signal)]
-    for use in uses:
-        with pytest.raises(InvalidUsageError, match="this SymmetricArray is closed; create another"):
-            use()
-
-
-def test_array_of_a_freed_communicator_is_closed(device: str) -> None:
-    comm = communicator(device)
-    array = comm.zeros(4)
-    comm.Free()
-    assert array.closed
-    with pytest.raises(InvalidUsageError, match="this SymmetricArray is closed; create another"):
-        array.peer(0)
-    array.close()
+@pytest.mark.parametrize("freed", [False, True])
+def test_closed_array_is_refused(device: str, freed: bool) -> None:
+    with communicator(device) as comm:
+        array = comm.zeros(4)
+        methods = uses(array)
+        (comm.Free if freed else array.close)()
+        assert array.closed
+        assert repr(array) == "<SymmetricArray shape=(4,) dtype=float64 closed>"
+        array.close()
+        calls: list[Callable[[], object]] = [lambda: array.local, lambda: array.pointers]
+        calls += [partial(method, 0) for method in methods]
+        for use in calls:
+            with pytest.raises(InvalidUsageError, match="this SymmetricArray is closed; create another"):
+                use()
 
 
 BAD_SHAPES: list[tuple[Any, Any, str]] = [
@@ -355,18 +331,13 @@ BAD_SHAPES: list[tuple[Any, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "text"), BAD_SHAPES)
-def test_bad_shape_is_refused_by_all(
-    comm: mpicomm.Communicator, comm_world: MPI.Intracomm, shape: Any, dtype: Any, text: str
-) -> None:
-    with raises_everywhere(comm_world, InvalidUsageError, match=text):
-        comm.empty(shape, dtype)
-    for culprit in range(comm.size):
+def test_bad_shapes_are_refused_by_all(comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
+    for number, (shape, dtype, text) in enumerate(BAD_SHAPES):
+        with raises_everywhere(comm_world, InvalidUsageError, match=text):
+            comm.empty(shape, dtype)
+        culprit = number % comm.size
         with raises_everywhere(comm_world, InvalidUsageError, match=f"^rank {culprit}: .*{text}"):
-            if comm.rank == culprit:
-                comm.zeros(shape, dtype)
-            else:
-                comm.zeros(3)
+            comm.zeros(*((shape, dtype) if comm.rank == culprit else (3,)))
     require_memory_works(comm)
 
 
@@ -377,20 +348,16 @@ def test_more_memory_than_there_is_is_refused_by_all(comm: mpicomm.Communicator,
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("others", "of_one"),
-    [
+def test_shapes_that_differ_are_refused_by_all(host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
+    cases: list[tuple[tuple[Any, Any], tuple[Any, Any]]] = [
         ((3, "f8"), (4, "f8")),
         ((6, "f8"), ((2, 3), "f8")),
         ((3, "f8"), (3, "i8")),
         ((3, ">i4"), (3, "<i4")),
         ((3, [("a", "f8")]), (3, [("b", "i8")])),
-    ],
-)
-def test_shapes_that_differ_are_refused_by_all(
-    host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm, others: tuple[Any, Any], of_one: tuple[Any, Any]
-) -> None:
+    ]
     for culprit in range(host_comm.size):
-        with raises_everywhere(comm_world, InvalidUsageError, match="the ranks differ: .* on rank 1"):
-            host_comm.empty(*(of_one if host_comm.rank == culprit else others))
+        for others, of_one in cases:
+            with raises_everywhere(comm_world, InvalidUsageError, match="differs between ranks: .* on rank 1"):
+                host_comm.empty(*(of_one if host_comm.rank == culprit else others))
     require_memory_works(host_comm)

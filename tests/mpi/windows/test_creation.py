@@ -105,11 +105,17 @@ def test_host_memory_stays_with_mpi(comm: mpicomm.Communicator) -> None:
         win.Fence()
         assert win.tomemory().view("d").tolist() == [0, 3, 2, 0]
         win.Free()
-
-
-def test_windows_without_memory_are_mpis(comm: mpicomm.Communicator) -> None:
     win = mpicomm.Win.Create(None, comm=comm)
     assert type(win) is mpicomm.Win
+    win.Free()
+    win = mpicomm.Win.Create_dynamic(comm=comm, place="mpi")
+    memory[:] = 0
+    win.Attach(memory)
+    win.Lock(comm.rank)
+    win.Put(np.full(1, 3.0), comm.rank, MPI.Get_address(memory) + 8)
+    win.Unlock(comm.rank)
+    assert memory.tolist() == [0, 3, 0, 0]
+    win.Detach(memory)
     win.Free()
 
 
@@ -245,25 +251,10 @@ def test_wrong_memory_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     win.Free()
     with pytest.raises((InvalidUsageError, HandleError)):
         win.Attach(np.zeros(3))
-
-
-def test_only_dynamic_windows_take_more_memory(comm: mpicomm.Communicator, xp: Any) -> None:
     win = mpicomm.Win.Allocate(8, comm=comm, place="device")
     for call in (win.Attach, win.Detach):
         with pytest.raises(MPI.Exception, match="make it by Create_dynamic"):
             call(xp.ones(1))
-    win.Free()
-
-
-def test_dynamic_windows_of_the_host_are_mpis(comm: mpicomm.Communicator) -> None:
-    win = mpicomm.Win.Create_dynamic(comm=comm, place="mpi")
-    memory = np.zeros(4)
-    win.Attach(memory)
-    win.Lock(comm.rank)
-    win.Put(np.full(1, 3.0), comm.rank, MPI.Get_address(memory) + 8)
-    win.Unlock(comm.rank)
-    assert memory.tolist() == [0, 3, 0, 0]
-    win.Detach(memory)
     win.Free()
 
 

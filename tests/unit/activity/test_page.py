@@ -98,13 +98,9 @@ def test_a_call_by_mpi_leaves_the_last_other_call() -> None:
     assert found == of("rank 63")
     assert (found.made, found.by_mpi, found.last, found.last_post) == (3, 2, "Barrier", "Bcast(count=3)")
     assert calls_of(os.getpid(), 1) is None and calls_of(1 << 30, found.key) is None
-
-
-def test_calls_by_mpi_of_any_name_are_shown() -> None:
-    row = opened([Member("host", 1, 64)])
     for name in (*OPERATIONS, "Unheard_of"):
         begin_by_mpi(row.words, by_mpi(name))
-        assert of("rank 64").last == name
+        assert of("rank 63").last == name
 
 
 def test_the_last_call_is_that_of_the_log_that_was_used_last() -> None:
@@ -117,18 +113,13 @@ def test_the_last_call_is_that_of_the_log_that_was_used_last() -> None:
     assert (of("rank 65").made, of("rank 65").last_post) == (5, "again")
 
 
-def test_messages_that_go_on() -> None:
-    row = opened([Member("host", 1, 43)])
-    assert of("rank 43").messages == ()
-    words = row.words
-    words[layout.RECEIVES], words[layout.TAG], words[layout.SOURCE] = 3, -1, -2
-    assert of("rank 43").messages == (BlockedMessage("receive", -2, -1, 3),)
-
-
-def test_communicators_of_the_same_ranks_have_different_names_and_keys() -> None:
+def test_communicators_of_the_same_ranks_have_different_names_keys_and_messages() -> None:
     first, second = opened([Member("host", 1, 44)]), opened([Member("host", 1, 44)])
+    words = second.words
+    words[layout.RECEIVES], words[layout.TAG], words[layout.SOURCE] = 3, -1, -2
     assert of("rank 44").key != of("rank 44 #2").key
-    del first, second
+    assert (of("rank 44").messages, of("rank 44 #2").messages) == ((), (BlockedMessage("receive", -2, -1, 3),))
+    del first
 
 
 def test_a_communicator_has_the_same_key_in_all_processes() -> None:
@@ -171,7 +162,8 @@ def test_texts_that_others_have_taken_the_place_of_are_not_shown() -> None:
     idle.log(0).post("Scan(int8)")
     for number in range(3 * layout.TEXTS):
         busy.log(0).post(f"{number} {'x' * 2000}")
-        assert of("rank 60").last == f"{number} {'x' * 2000}"[: layout.TEXT_NBYTES - 9]
+        if number % 50 == 0:
+            assert of("rank 60").last == f"{number} {'x' * 2000}"[: layout.TEXT_NBYTES - 9]
     assert (of("rank 49").made, of("rank 49").last) == (1, "")
     for text in ("Scan(int16)", "Scan(int8)"):
         idle.log(0).post(text)
@@ -199,24 +191,21 @@ def overwrite(times: int) -> None:
 def test_a_text_that_is_overwritten_while_a_peer_reads_it_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, fence: int
 ) -> None:
-    number, texts = page().write("old"), page().bytes[layout.TEXTS_AT :]
-    assert text_of(texts, number) == "old"
-    at_fence(monkeypatch, fence, lambda: overwrite(layout.TEXTS))
+    texts = page().bytes[layout.TEXTS_AT :]
+    number = page().write("old")
+    at_fence(monkeypatch, fence, lambda: overwrite(layout.TEXTS))  # of the reader
     assert text_of(texts, number) is None
-
-
-@pytest.mark.parametrize("fence", [0, 1])
-def test_a_peer_takes_no_text_that_is_being_overwritten(monkeypatch: pytest.MonkeyPatch, fence: int) -> None:
-    number, texts = page().write("old"), page().bytes[layout.TEXTS_AT :]
+    monkeypatch.undo()
+    number = page().write("old")
     overwrite(layout.TEXTS - 1)
     assert text_of(texts, number) == "old"
     taken: list[str | None] = []
-    at_fence(monkeypatch, fence, lambda: taken.append(text_of(texts, number)))
+    at_fence(monkeypatch, fence, lambda: taken.append(text_of(texts, number)))  # of the writer
     page().write("the text in its place")
     assert taken == [None]
 
 
-def test_steps_are_nested() -> None:
+def test_steps_are_nested_and_all_ranks_of_the_world_are_the_world() -> None:
     page().introduce(3, 9)
     with page().step("outer", "0-3,8,?"):
         with page().step("inner", "0-1"):
@@ -225,9 +214,6 @@ def test_steps_are_nested() -> None:
     assert (inner.step and inner.step.text, outer.step and outer.step.text) == ("inner", "outer")
     assert outer.step is not None and outer.step.world_ranks == (0, 1, 2, 3, 8, -1)
     assert (outer.world_rank, outer.world_size, read().step) == (3, 9, None)
-
-
-def test_all_ranks_of_the_world_are_the_world() -> None:
     page().introduce(0, 1)
     row = opened(ALONE)
     assert any(calls.name.startswith("world") for calls in read().communicators)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import pytest
@@ -85,33 +84,23 @@ def test_threads_that_come_at_once_get_the_same_part() -> None:
 METHODS = [pytest.param(row, name, id=name) for row in OPERATIONS.values() for name in row.methods]
 
 
-def positional(method: Callable[..., Any]) -> list[tuple[str, object]]:
-    """Names and defaults of the arguments that may be passed by position."""
-    parameters = inspect.signature(method).parameters.values()
-    return [(each.name, each.default) for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-
-
 @pytest.mark.parametrize(("row", "name"), METHODS)
-def test_the_arguments_are_mpi4pys(row: Operation, name: str) -> None:
-    assert positional(getattr(DistGraphCommunicator, name)) == positional(getattr(row.mpi_class, name))
-
-
-@pytest.mark.parametrize(("row", "name"), METHODS)
-def test_stream_and_algorithm_are_passed_by_name(row: Operation, name: str) -> None:
-    parameters = inspect.signature(getattr(DistGraphCommunicator, name)).parameters.values()
-    by_name = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
-    expected = {"stream": None, "algorithm": "auto"} | ({"wire_dtype": None} if row.coded else {})
-    assert by_name == expected | ({"order": "auto"} if row.tree else {}) | (
-        {"epilogue": None} if row.name == "Allreduce" else {}
+def test_a_method_has_mpi4pys_arguments_and_own_ones_by_name_and_a_docstring(row: Operation, name: str) -> None:
+    method, theirs = getattr(DistGraphCommunicator, name), getattr(row.mpi_class, name)
+    positional, by_name = (
+        {each.name: each.default for each in inspect.signature(method).parameters.values() if each.kind is kind}
+        for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     )
-
-
-@pytest.mark.parametrize(("row", "name"), METHODS)
-def test_each_method_has_a_docstring_that_names_the_blocking_one(row: Operation, name: str) -> None:
-    method = getattr(DistGraphCommunicator, name)
-    assert (
-        inspect.signature(method).return_annotation == ("None", "MPI.Request", "MPI.Prequest")[row.methods.index(name)]
-    )
+    parameters = inspect.signature(theirs).parameters.values()
+    expected = [(each.name, each.default) for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert list(positional.items()) == expected
+    own: dict[str, object] = {"stream": None, "algorithm": "auto"}
+    own |= {"wire_dtype": None} if row.coded else {}
+    own |= {"order": "auto"} if row.tree else {}
+    own |= {"epilogue": None} if row.name == "Allreduce" else {}
+    assert by_name == own
+    returned = ("None", "MPI.Request", "MPI.Prequest")[row.methods.index(name)]
+    assert inspect.signature(method).return_annotation == returned
     assert method.__doc__ and (name == row.name or f"`{row}`" in method.__doc__)
 
 
@@ -126,25 +115,18 @@ def test_objects_are_sent_by_the_names_of_mpi4pys_arguments(name: str) -> None:
 def test_objects_show_their_place_and_state() -> None:
     with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm:
         assert repr(comm) == "<mpicomm.Communicator rank 0 of 1 device='cpu' handle='memfd'>"
-        event = comm.shared_event()
-        assert repr(event) == "<SharedEvent device='cpu'>"
-        event.close()
-        assert repr(event) == "<SharedEvent closed>"
-        win = mpicomm.Win.Allocate(8, 8, comm=comm)
-        assert repr(win) == "<mpicomm.Win place='mpi'>"
-        win.Free()
-        assert repr(win) == "<mpicomm.Win freed>"
-
-
-def test_requests_show_whether_they_are_active() -> None:
-    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm:
+        event, win = comm.shared_event(), mpicomm.Win.Allocate(8, 8, comm=comm)
         x, y = np.ones(8), np.empty(8)
-        by_mpi, mapped = comm.Iallreduce(x, y), comm.Iallreduce(x, y, algorithm="one_shot")
-        assert repr(by_mpi) == "<mpicomm.Request active>"
-        assert repr(mapped) == "<mpicomm.DeferredRequest active>"
-        MPI.Request.Waitall([by_mpi, mapped])
-        assert repr(by_mpi) == "<mpicomm.Request inactive>"
-        assert repr(mapped) == "<mpicomm.DeferredRequest inactive>"
+        requests = comm.Iallreduce(x, y), comm.Iallreduce(x, y, algorithm="one_shot")
+        shown = ["SharedEvent device='cpu'", "mpicomm.Win place='mpi'"]
+        shown += ["mpicomm.Request active", "mpicomm.DeferredRequest active"]
+        assert [*map(repr, (event, win, *requests))] == [f"<{text}>" for text in shown]
+        event.close()
+        win.Free()
+        MPI.Request.Waitall([*requests])
+        shown = ["SharedEvent closed", "mpicomm.Win freed"]
+        shown += ["mpicomm.Request inactive", "mpicomm.DeferredRequest inactive"]
+        assert [*map(repr, (event, win, *requests))] == [f"<{text}>" for text in shown]
 
 
 def test_edges_of_grids() -> None:
@@ -152,9 +134,7 @@ def test_edges_of_grids() -> None:
     assert edges_of_grid([3], [True], 3) == edges_of_grid([3], True, 3) == {(0, 1): 1, (1, 2): 1, (2, 0): 1}
     assert edges_of_grid([2, 2], [False, False], 4) == {(0, 1): 1, (2, 3): 1, (0, 2): 1, (1, 3): 1}
     assert edges_of_grid([2], [True], 2) == {(0, 1): 1, (1, 0): 1}
-
-
-def test_edges_of_grids_that_mpi_refuses() -> None:
+    # MPI refuses these.
     for dims, periods in (([5], [True]), ([0], [True]), ([2, 2], [True]), ([1 << 40, 1 << 40], [True, True])):
         assert edges_of_grid(dims, periods, 4) == {}
 

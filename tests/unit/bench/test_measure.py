@@ -14,15 +14,11 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.contenders import ROOM_NBYTES, draw, mean_share
-from mpicomm.bench.contenders import measure as measure_all
-from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Call, CallTimes, Machine
-from mpicomm.bench.measure import Measuring, Outcome
-from mpicomm.bench.nccl import SymmetricNccl
-from mpicomm.bench.nvshmem_host import Nvshmem
-from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers
-from mpicomm.bench.peers import Mpicomm, Peer
+from mpicomm.bench.measure import Call, CallTimes, Machine, Measuring, Outcome
+from mpicomm.bench.nvidia_peers import Nvshmem, SymmetricNccl
+from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers, Content
+from mpicomm.bench.peers import ROOM_NBYTES, Mpicomm, Peer, draw, mean_share
+from mpicomm.bench.peers import measure as measure_all
 from mpicomm.bench.torch_peers import TorchSymmetric
 from mpicomm.devices.cuda import nccl
 
@@ -86,32 +82,19 @@ def measure(
     return measure_all(measuring, [library], content, CASE, checks=1)
 
 
-def test_a_graph_is_timed(comm: mpicomm.Communicator) -> None:
-    outcomes, silent = measure(comm, Library({"way": right}))
-    assert outcomes["other"] == Outcome(7e-6 * 1e6, None, 0, "", "way")
-    assert silent == {}
-
-
-def test_without_graphs_issuing_is_timed_too(comm: mpicomm.Communicator) -> None:
-    outcome = measure(comm, Library({"way": right}), graphs=False)[0]["other"]
-    assert outcome.issue_us is not None
-    assert 0 < outcome.issue_us <= outcome.time_us
-
-
-def test_what_cannot_be_captured_is_timed_call_by_call_and_says_so(comm: mpicomm.Communicator) -> None:
-    library = Library({"way": right})
-    library.capturable = False
-    outcome = measure(comm, library)[0]["other"]
-    assert (outcome.eager, outcome.wrong) == ("it cannot be captured", 0)
-    assert outcome.issue_us is not None
-
-
-def test_a_capture_that_fails_leaves_the_calls(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Replaying()
+def test_a_graph_is_timed_or_each_call(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure(comm, Library({"way": right})) == ({"other": Outcome(7e-6 * 1e6, None, 0, "", "way")}, {})
+    bare, machine = Library({"way": right}), Replaying()
+    bare.capturable = False
     monkeypatch.setattr(machine, "capture", lambda call, count: 1 / 0)
-    outcome = measure(comm, Library({"way": right}), machine=machine)[0]["other"]
-    assert outcome.eager.startswith("ZeroDivisionError")
-    assert outcome.issue_us is not None
+    for eager, (outcomes, _) in {
+        "": measure(comm, Library({"way": right}), graphs=False),
+        "it cannot be captured": measure(comm, bare),
+        "ZeroDivisionError: division by zero": measure(comm, Library({"way": right}), machine=machine),
+    }.items():
+        outcome = outcomes["other"]
+        assert (outcome.eager, outcome.wrong) == (eager, 0)
+        assert outcome.issue_us is not None and 0 < outcome.issue_us <= outcome.time_us
 
 
 def test_the_fastest_way_counts_and_a_broken_one_is_left_out(comm: mpicomm.Communicator) -> None:
@@ -130,12 +113,16 @@ def test_the_fastest_way_counts_and_a_broken_one_is_left_out(comm: mpicomm.Commu
     assert silent == {"other": "broken RuntimeError: no such kernel"}
 
 
-def test_wrong_elements_of_any_way_are_counted(comm: mpicomm.Communicator) -> None:
+def test_wrong_elements_of_any_way_are_counted_and_what_a_graph_leaves(comm: mpicomm.Communicator) -> None:
     def corrupt(buffers: CaseBuffers) -> None:
         buffers.receive.view(np.uint32)[[3, 99]] ^= 1
 
-    outcome = measure(comm, Library({"right": right, "corrupt": corrupt}))[0]["other"]
-    assert outcome.wrong == 2
+    def remember(buffers: CaseBuffers) -> None:
+        machine.corrupt = buffers.receive
+
+    assert measure(comm, Library({"right": right, "corrupt": corrupt}))[0]["other"].wrong == 2
+    machine = Replaying()
+    assert measure(comm, Library({"": remember}), name="mpicomm", machine=machine)[0]["mpicomm"].wrong == 1
 
 
 @pytest.mark.parametrize(
@@ -155,19 +142,6 @@ def test_all_bits_are_compared_if_a_call_reduces_in_rank_order(
         assert Mpicomm(comm, machine, symmetric=False, algorithm=algorithm).exact == exact
 
 
-def test_what_a_graph_of_mpicomm_leaves_is_checked(comm: mpicomm.Communicator) -> None:
-    machine = Replaying()
-    library = Library({"": right})
-    prepare = library.prepare
-
-    def remember(case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        machine.corrupt = buffers.receive
-        return prepare(case, buffers)
-
-    library.prepare = remember  # type: ignore[method-assign]
-    assert measure(comm, library, name="mpicomm", machine=machine)[0]["mpicomm"].wrong == 1
-
-
 @pytest.mark.parametrize("largest", [1, 2, 7, 256, 1 << 28])
 def test_every_call_is_another_one_within_a_factor_of_two(largest: int) -> None:
     found = draw(largest, 30)
@@ -178,20 +152,13 @@ def test_every_call_is_another_one_within_a_factor_of_two(largest: int) -> None:
     assert len(shifts) > 10 and len(blocks) >= min(largest - largest // 2, 10)
 
 
-def test_ranks_draw_the_same_calls() -> None:
-    assert draw(1000, 50) == draw(1000, 50)
-    assert draw(1000, 50) != draw(1001, 50)
-
-
-def test_a_class_of_few_sizes_gives_all_variations_once() -> None:
-    found = draw(2, 1000)
-    assert sorted(found) == [(2, shift) for shift in range(0, ROOM_NBYTES, 512)]
-
-
-@pytest.mark.parametrize("largest", [1, 2, 7, 8])
-def test_the_share_counts_all_sizes(largest: int) -> None:
-    blocks = {block for block, _ in draw(largest, 10_000)}
-    assert mean_share(largest) == pytest.approx(sum(blocks) / len(blocks) / largest)
+def test_ranks_draw_the_same_calls_and_the_share_counts_all_sizes() -> None:
+    assert draw(1000, 50) == draw(1000, 50) != draw(1001, 50)
+    # A class of few sizes gives all variations once.
+    assert sorted(draw(2, 1000)) == [(2, shift) for shift in range(0, ROOM_NBYTES, 512)]
+    for largest in (1, 2, 7, 8):
+        blocks = {block for block, _ in draw(largest, 10_000)}
+        assert mean_share(largest) == pytest.approx(sum(blocks) / len(blocks) / largest)
 
 
 @pytest.fixture(params=[12, 13])
@@ -207,22 +174,16 @@ def test_packages_fit_the_cuda_in_use(major: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(nccl, "_path", lambda: "libnccl-of-nowhere.so")
     nccl.load.cache_clear()
     assert str(SymmetricNccl.missing()).endswith(f": pip install nvidia-nccl-cu{major}")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert Nvshmem.missing() == f"not installed: pip install nvshmem4py-cu{major}"
-
-
-def test_a_nccl_without_windows_is_too_old(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "missing", lambda: None)
     monkeypatch.setattr(nccl, "has", lambda name: False)
     monkeypatch.setattr(nccl, "version", lambda: "2.26.5")
     reason = f"NCCL 2.26.5 has no symmetric windows: pip install 'nvidia-nccl-cu{major}>=2.27'"
     assert SymmetricNccl.missing() == reason
-
-
-@pytest.mark.parametrize("cuda", [None, "12.9"])
-def test_a_torch_without_cuda_will_not_do(cuda: str | None, major: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch: Any = SimpleNamespace(__version__="2.11.0", version=SimpleNamespace(cuda=cuda))
-    torch.__spec__ = ModuleSpec("torch", None)
+    torch: Any = SimpleNamespace(__version__="2.11.0", __spec__=ModuleSpec("torch", None))
     monkeypatch.setitem(sys.modules, "torch", torch)
     reason = f"torch 2.11.0 is without CUDA: install one that is built for CUDA {major}"
-    assert TorchSymmetric.missing() == (reason if cuda is None else None)
+    for cuda, said in ((None, reason), ("12.9", None)):
+        torch.version = SimpleNamespace(cuda=cuda)
+        assert TorchSymmetric.missing() == said
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert Nvshmem.missing() == f"not installed: pip install nvshmem4py-cu{major}"

@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.bench.content import Content, expected, random_data, reduce_in_order
-from mpicomm.bench.operations import BARRIER, OPERATIONS, Case, CaseBuffers, blocks_of, buffers
+from mpicomm.bench.operations import (
+    BARRIER,
+    OPERATIONS,
+    Case,
+    CaseBuffers,
+    Content,
+    blocks_of,
+    buffers,
+    expected,
+    random_data,
+    reduce_in_order,
+)
 from mpicomm.mpi.types import covered_dtype
 from tests.helpers.references.reductions import reduced
 
@@ -52,13 +62,10 @@ def test_bandwidths_of_calls_that_vary_count_their_mean_size() -> None:
     assert dataclasses.replace(one, share=0.75).rates(10.0)["busbw"] == pytest.approx(0.75 * one.rates(10.0)["busbw"])
 
 
-@pytest.mark.parametrize(("name", "block", "nbytes"), [("allreduce", 2, 8), ("allgather", 1, 16), ("alltoall", 1, 16)])
-def test_there_is_an_element_in_every_block(name: str, block: int, nbytes: int) -> None:
-    assert blocks_of(OPERATIONS[name], [8], FLOAT, 4) == [block]
-    assert case(name, block=block).nbytes == nbytes
-
-
-def test_sizes_with_the_same_block_are_measured_once() -> None:
+def test_each_size_has_an_element_in_every_block_and_is_measured_once() -> None:
+    for name, block, nbytes in (("allreduce", 2, 8), ("allgather", 1, 16), ("alltoall", 1, 16)):
+        assert blocks_of(OPERATIONS[name], [8], FLOAT, 4) == [block]
+        assert case(name, block=block).nbytes == nbytes
     assert blocks_of(OPERATIONS["allgather"], [1, 2, 16, 31, 32, 1 << 20], FLOAT, 4) == [1, 2, 1 << 16]
     assert blocks_of(BARRIER, [8, 1 << 20], FLOAT, 4) == [1]
 

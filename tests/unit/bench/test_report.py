@@ -67,13 +67,10 @@ def test_table_has_nccl_tests_columns_and_a_pair_for_each_peer() -> None:
     assert len({len(line) for line in (head[0].ljust(len(first)), head[1].ljust(len(first)), first, last)}) == 1
 
 
-def test_calls_one_by_one_have_a_column_for_what_the_caller_waits() -> None:
+def test_cells_of_calls_one_by_one_of_a_barrier_and_of_a_broadcast() -> None:
     with_issue = table(issue=True)
-    assert "issue" in with_issue.head()[1]
+    assert "issue" in with_issue.head()[1]  # what the caller waits
     assert with_issue.line(one_row(CASE, outcome(5.5, issue_us=4.0))).split()[5:7] == ["4.00", "5.50"]
-
-
-def test_a_barrier_has_no_size_and_a_broadcast_a_root() -> None:
     barrier = dataclasses.replace(CASE, operation=OPERATIONS["barrier"], block=1)
     cells = table().line(one_row(barrier, outcome(2.0, None))).split()
     assert cells == ["0", "0", "float32", "none", "-1", "2.00", "25", "0.00", "0.00", "N/A"]

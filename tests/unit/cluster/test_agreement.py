@@ -108,78 +108,60 @@ def test_a_timeout_inside_an_exchange_is_raised_as_it_is(group: Group) -> None:
 # ---- _judge
 
 
-def judge(*outcomes: _Outcome) -> MpicommError | None:
-    """Return the error of ranks 0, 2, 5 and 7 of a communicator for their outcomes."""
-    return Group(MPI.COMM_SELF, [0, 2, 5, 7], 5.0)._judge(list(outcomes))
+FULL, GONE = HandleError("full"), HandleError("gone")
+JUDGED: dict[str, tuple[list[_Outcome], type[MpicommError], tuple[int, ...]]] = {
+    # Of ranks that have failed the lowest one decides the class, and those that failed alike are named together.
+    "ranks called different things: rank 0: open; rank 2: close; rank 5: open; rank 7: open": (
+        [_Outcome("open"), _Outcome("close"), _Outcome("open"), _Outcome("open", error=GONE)],
+        *(PeerError, (0, 2, 5, 7)),
+    ),
+    "open failed on ranks 0, 5, 7: full; rank 2: gone": (
+        [_Outcome("open", error=error) for error in (FULL, GONE, FULL, FULL)],
+        *(HandleError, (0, 2, 5, 7)),
+    ),
+    "open failed on rank 2: late; rank 7: wrong": (
+        [
+            _Outcome("open", error=error)
+            for error in (None, CollectiveTimeoutError("late"), None, InvalidUsageError("wrong"))
+        ],
+        *(CollectiveTimeoutError, (2, 7)),
+    ),
+}
 
 
-def test_different_steps_are_a_peer_error_that_names_who_said_what() -> None:
-    error = judge(_Outcome("open"), _Outcome("close"), _Outcome("open"), _Outcome("open", error=HandleError("no")))
-    assert type(error) is PeerError
-    assert str(error) == "ranks called different things: rank 0: open; rank 2: close; rank 5: open; rank 7: open"
-    assert error.ranks == (0, 2, 5, 7)
-
-
-def test_ranks_that_failed_alike_are_named_together() -> None:
-    full, gone = HandleError("full"), HandleError("gone")
-    error = judge(*[_Outcome("open", error=error) for error in (full, gone, full, full)])
-    assert type(error) is HandleError
-    assert str(error) == "open failed on ranks 0, 5, 7: full; rank 2: gone"
-    assert set(error.ranks) == {0, 2, 5, 7}
-
-
-def test_the_lowest_rank_that_failed_decides_the_class() -> None:
-    error = judge(
-        _Outcome("open"),
-        _Outcome("open", error=CollectiveTimeoutError("late")),
-        _Outcome("open"),
-        _Outcome("open", error=InvalidUsageError("wrong")),
-    )
-    assert type(error) is CollectiveTimeoutError
-    assert str(error) == "open failed on rank 2: late; rank 7: wrong"
-    assert error.ranks == (2, 7)
+@pytest.mark.parametrize("said", JUDGED)
+def test_errors_name_the_ranks(said: str) -> None:
+    outcomes, kind, ranks = JUDGED[said]
+    error = Group(MPI.COMM_SELF, [0, 2, 5, 7], 5.0)._judge(outcomes)
+    assert (type(error), str(error)) == (kind, said)
+    assert error is not None and tuple(sorted(error.ranks)) == ranks
 
 
 # ---- the rest
 
 
-def test_hostid_defines_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPICOMM_HOSTID", "left")
-    left = node_key()
-    monkeypatch.setenv("MPICOMM_HOSTID", "right")
-    right = node_key()
-    monkeypatch.delenv("MPICOMM_HOSTID")
-    probed = node_key()
-    assert len({left, right, probed}) == 3
-    assert "left" in left
-    monkeypatch.setenv("MPICOMM_HOSTID", "left")
-    assert node_key() == left
-
-
-def test_without_hostid_a_node_is_a_boot_and_a_network_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MPICOMM_HOSTID", raising=False)
-    assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in node_key()
-    assert str(Path("/proc/self/ns/net").readlink()) in node_key()
-
-
-def test_without_proc_sys_a_node_has_the_name_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_has_its_hostid_or_a_boot_and_a_network_or_the_name_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(path: Path, *_: object) -> str:
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
-    monkeypatch.delenv("MPICOMM_HOSTID", raising=False)
+    def named(name: str) -> str:
+        monkeypatch.setenv("MPICOMM_HOSTID", name)
+        return node_key()
+
+    assert named("left") == named("left") != named("right") and "left" in named("left")
+    monkeypatch.delenv("MPICOMM_HOSTID")
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in node_key()
+    assert str(Path("/proc/self/ns/net").readlink()) in node_key()
     monkeypatch.setattr(Path, "read_text", missing)
     monkeypatch.setattr(Path, "readlink", missing)
     assert node_key() == f"{socket.gethostname()}/"
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 5e-4, 0.02])
-def test_waiting_ends_when_it_is_ready(delay_s: float) -> None:
-    end = time.monotonic() + delay_s
-    assert wait_until(lambda: time.monotonic() >= end, 60.0)
-    assert time.monotonic() >= end
-
-
-def test_waiting_ends_when_time_is_up() -> None:
+def test_waiting_ends_when_it_is_ready_or_time_is_up() -> None:
+    for delay_s in (0.0, 5e-4, 0.02):
+        end = time.monotonic() + delay_s
+        assert wait_until(lambda: time.monotonic() >= end, 60.0)  # noqa: B023
+        assert time.monotonic() >= end
     assert not wait_until(lambda: False, 0.01)
 
 

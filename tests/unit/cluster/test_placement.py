@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,45 +110,24 @@ def show(monkeypatch: pytest.MonkeyPatch, *uuids: bytes) -> None:
     monkeypatch.setattr(cuda_driver, "visible_devices", visible_devices)
 
 
-@pytest.mark.parametrize(
-    ("visible", "request_", "device", "uuid"),
-    [
-        ([A, B], "auto", 0, A),
-        ([A, B], 1, 1, B),
-        ([A, B], "cpu", "cpu", NO_DEVICE),
-        ([], "auto", "cpu", NO_DEVICE),
-        ([], "cpu", "cpu", NO_DEVICE),
-    ],
-)
-def test_a_rank_gets_its_device(
-    group: Group,
-    monkeypatch: pytest.MonkeyPatch,
-    visible: list[bytes],
-    request_: int | str,
-    device: int | str,
-    uuid: bytes,
-) -> None:
-    show(monkeypatch, *visible)
-    found = find_placement(group, request_, "auto")
-    assert found.here.device == device
-    assert found.here.device_uuid == uuid
-    assert (found.nodes, found.local_rank, found.here.timeout_s) == ([[0]], 0, 5.0)
-
-
-def test_auto_keeps_its_device_but_not_a_device_that_was_asked_for(
+def test_a_rank_gets_its_device_and_auto_keeps_it_but_not_a_device_that_was_asked_for(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def device_of(asked: int | str) -> tuple[int | str, bytes]:
+        found = find_placement(group, asked, "auto")
+        assert (found.nodes, found.local_rank, found.here.timeout_s) == ([[0]], 0, 5.0)
+        return found.here.device, found.here.device_uuid
+
     show(monkeypatch, A, B)
-    assert find_placement(group, 1, "auto").here.device == 1
-    assert find_placement(group, "auto", "auto").here.device == 0
+    assert (device_of("cpu"), device_of(1), device_of("auto")) == (("cpu", NO_DEVICE), (1, B), (0, A))
     monkeypatch.setenv("MPI_LOCALRANKID", "1")
-    assert find_placement(group, "auto", "auto").here.device == 0
+    assert device_of("auto") == (0, A)
     monkeypatch.setattr(placement, "_given", [])
-    assert find_placement(group, "auto", "auto").here.device == 1
+    assert device_of("auto") == (1, B)
     show(monkeypatch)
-    assert find_placement(group, "auto", "auto").here.device == "cpu"
+    assert device_of("auto") == device_of("cpu") == ("cpu", NO_DEVICE)
     show(monkeypatch, B, A)
-    assert find_placement(group, "auto", "auto").here.device_uuid == B
+    assert device_of("auto") == (0, B)
 
 
 def test_a_device_that_is_not_there_is_refused_with_the_way_out(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,17 +140,10 @@ def test_a_device_that_is_not_there_is_refused_with_the_way_out(group: Group, mo
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("MPICOMM_DEVICE", "gpu"),
-        ("MPICOMM_HANDLE", "gpu"),
-        ("MPICOMM_BIND_CPU", "2"),
-        ("MPICOMM_INTERNODE", "foo"),
-    ],
+    "setting", ["MPICOMM_DEVICE=gpu", "MPICOMM_HANDLE=gpu", "MPICOMM_BIND_CPU=2", "MPICOMM_INTERNODE=foo"]
 )
-def test_bad_variables_are_every_ranks_error(
-    group: Group, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_bad_variables_are_every_ranks_error(group: Group, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    name, _, value = setting.partition("=")
     monkeypatch.setenv(name, value)
     with pytest.raises(InvalidUsageError, match=f"^rank 0: {name}='{value}'"):
         find_placement(group, "auto", "auto")
@@ -185,23 +156,19 @@ def test_the_ranks_of_each_node_share_its_devices() -> None:
     assert placement._choose_devices([place("left", [A]), place("right")]) == ["cpu", "cpu"]
 
 
+SHARED = "ranks share a GPU and take turns on it, which is slow: [[0, 1]]; start"
+ON_CPU = "using the cpu: rank 1 has no device: no driver"
+
+
 @pytest.mark.parametrize(
     ("places", "rank", "said"),
     [
-        (
-            [place(visible=[A], device=0)] * 2,
-            0,
-            ["ranks share a GPU and take turns on it, which is slow: [[0, 1]]; start"],
-        ),
+        ([place(visible=[A], device=0)] * 2, 0, [SHARED]),
         ([place(visible=[A], device=0)] * 2, 1, []),
         ([place(visible=[A, B], device=0), place(visible=[A, B], device=1)], 0, []),
         ([place(visible=[A, B], device=0), place(visible=[B, A], device=1)], 0, ["[[0, 1]]"]),
         ([place(device="cpu")] * 2, 0, []),
-        (
-            [place(visible=[A], device="cpu"), place(device="cpu")],
-            0,
-            ["using the cpu: rank 1 has no device: no driver"],
-        ),
+        ([place(visible=[A], device="cpu"), place(device="cpu")], 0, [ON_CPU]),
     ],
 )
 def test_what_is_slower_than_it_could_be_is_said_once(
@@ -309,66 +276,38 @@ def test_a_slower_link_costs_more() -> None:
     assert cost_of(Link("unknown")) > cost_of(Link("PCIe"))
 
 
-def groups(*groups_of: Sequence[int], far: float = 10.0) -> list[list[float]]:
-    """Costs of ranks that are linked well within groups."""
-    of = {rank: number for number, group in enumerate(groups_of) for rank in group}
-    return [[float(a != b) if of[a] == of[b] else far for b in sorted(of)] for a in sorted(of)]
+def total(costs: Sequence[Sequence[float]], order: Sequence[int], edges: Edges) -> float:
+    """The costs of the edges between ranks that exist, both ways."""
+    places = range(len(costs))
+    found = [(order[a], order[b], weight) for (a, b), weight in edges.items() if a in places and b in places and a != b]
+    return sum(weight * (costs[a][b] + costs[b][a]) for a, b, weight in found)
 
 
-def ring(size: int) -> Edges:
-    return {(rank, (rank + 1) % size): 1.0 for rank in range(size)}
+@settings(max_examples=60)
+@given(st.integers(1, 5), st.data())
+def test_no_order_of_few_ranks_is_better(size: int, data: st.DataObject) -> None:
+    numbers = st.lists(st.integers(0, 4), min_size=size, max_size=size)
+    costs = data.draw(st.lists(numbers, min_size=size, max_size=size))
+    place = st.integers(-1, size + 1)
+    edges = data.draw(st.dictionaries(st.tuples(place, place), st.integers(0, 9), max_size=6))
+    order = best_order(costs, edges)
+    least = min(total(costs, each, edges) for each in itertools.permutations(range(size)))
+    assert sorted(order) == list(range(size)) and total(costs, order, edges) == least
+    assert order == list(range(size)) or total(costs, range(size), edges) > least
 
 
-def total(costs: list[list[float]], order: Sequence[int], edges: Edges) -> float:
-    return sum(weight * (costs[order[a]][order[b]] + costs[order[b]][order[a]]) for (a, b), weight in edges.items())
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 12])
-def test_equal_links_leave_the_order(size: int) -> None:
-    assert best_order(groups(range(size)), ring(size)) == list(range(size))
-    assert best_order(groups(range(size)), {}) == list(range(size))
-
-
-def test_the_heavy_edge_gets_the_fast_link() -> None:
-    costs = groups([0, 2], [1])
-    assert best_order(costs, {(0, 1): 5.0, (1, 2): 1.0}) == [0, 2, 1]
-    assert best_order(costs, {(0, 1): 1.0, (1, 2): 5.0}) == [1, 0, 2]
-
-
-def test_ranks_without_a_place_are_the_far_ones() -> None:
-    order = best_order(groups([0], [1, 3], [2]), {(0, 1): 1.0})
-    assert sorted(order[:2]) == [1, 3] and sorted(order) == [0, 1, 2, 3]
-
-
-def test_both_directions_of_a_link_count() -> None:
-    costs = [[0.0, 1.0, 1.0], [9.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
-    assert best_order(costs, {(0, 1): 1.0}) == [0, 2, 1]
-
-
-def test_no_order_is_better_among_few() -> None:
-    rng = np.random.default_rng(0)
-    for size in (3, 5):
-        costs = rng.integers(1, 9, (size, size)).astype(float).tolist()
-        edges = {(int(a), int(b)): float(w) for a, b, w in rng.integers(0, size, (6, 3)) if a != b}
-        found = total(costs, best_order(costs, edges), edges)
-        assert found == min(total(costs, order, edges) for order in itertools.permutations(range(size)))
-
-
-def test_many_ranks_gain() -> None:
+def test_no_exchange_of_two_of_many_ranks_is_better() -> None:
     size = 16
-    costs = groups(range(0, size, 2), range(1, size, 2))
-    order = best_order(costs, ring(size))
+    ring = {(rank, (rank + 1) % size): 1.0 for rank in range(size)}
+    costs = [[float(a != b) * (1 if a % 2 == b % 2 else 10) for b in range(size)] for a in range(size)]
+    order = best_order(costs, ring)
     assert sorted(order) == list(range(size))
-    assert total(costs, order, ring(size)) < total(costs, range(size), ring(size)) / 2
-    changed = [list(order) for _ in range(2)]
-    for (a, b), each in itertools.product(itertools.combinations(range(size), 2), changed[:1]):
-        each[a], each[b] = each[b], each[a]
-        assert total(costs, each, ring(size)) >= total(costs, order, ring(size))
-        each[a], each[b] = each[b], each[a]
-
-
-def test_places_that_do_not_exist_count_nothing() -> None:
-    assert best_order(groups([0, 2], [1, 3]), {(0, 1): 1.0, (0, 9): 99.0, (-1, 2): 99.0, (3, 3): 9.0}) == [0, 2, 1, 3]
+    assert total(costs, order, ring) < total(costs, range(size), ring) / 2
+    for a, b in itertools.combinations(range(size), 2):
+        other = list(order)
+        other[a], other[b] = order[b], order[a]
+        assert total(costs, other, ring) >= total(costs, order, ring)
+    assert best_order([[1.0] * size] * size, ring) == list(range(size))
 
 
 PROGRAM = """
@@ -383,33 +322,15 @@ assert world.Split_type(MPI.COMM_TYPE_SHARED).size < world.size, "MPI takes all 
 
 def results(comm):
     rank, size = comm.rank, comm.size
-    found = []
     for count in (3, 200_000):  # MPI's own and, of a Communicator, those through mapped memory
-        values = np.arange(count) * 3.0 + rank
-        out = np.zeros(count)
+        values, out, gathered = np.arange(count) * 3.0 + rank, np.zeros(count), np.zeros(size * count)
         comm.Allreduce(values, out)
-        found.append(out.copy())
-        comm.Bcast(out, size - 1)
-        found.append(out.copy())
-        gathered = np.zeros(size * count)
+        yield out.copy()
         comm.Allgather(values, gathered)
-        found.append(gathered)
-        exchanged = np.zeros(size * count)
-        comm.Alltoall(gathered + rank, exchanged)
-        found.append(exchanged)
-        reduced = np.zeros(count)
-        comm.Reduce(values, reduced if rank == 0 else None, MPI.MAX, 0)
-        found.append(reduced)
-        received = np.zeros(count)
-        comm.Sendrecv(values, (rank + 1) % size, 5, received, (rank - 1) % size, 5)
-        found.append(received)
-        request = comm.Irecv(received, (rank + 1) % size)
-        comm.Isend(values * 2, (rank - 1) % size).Wait()
-        request.Wait()
-        found.append(received.copy())
-    comm.Barrier()
-    found.append(comm.allgather(str(rank)))
-    return found
+        yield gathered
+        comm.Sendrecv(values, (rank + 1) % size, 5, out, (rank - 1) % size, 5)
+        yield out
+    yield comm.allgather(str(rank))
 
 
 with mpicomm.Communicator(device="cpu") as comm:

@@ -5,16 +5,19 @@ test_packed.py carries out the collectives that move data in one shot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.collectives.patterns import Buffers
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
+from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.exchange_simulator import (
     COUNTS,
     DTYPE,
@@ -23,10 +26,7 @@ from tests.helpers.references.exchange_simulator import (
     PIECES,
     SIZES,
     Memory,
-    counts_of,
-    everywhere,
     fold,
-    ranks,
     run,
 )
 
@@ -56,68 +56,85 @@ def test_a_missing_buffer_is_an_error() -> None:
         _ = patterns.reduce(0, 2, DTYPE, Span(0, 1), None, "sum", 0).steps
 
 
-def told(size: int, count: int, data: st.DataObject) -> tuple[list[Memory], list[Span], int]:
-    """Return the memories and buffers of ranks that expect the content of a root's buffer, and that content."""
-    root = data.draw(st.integers(0, size - 1))
-    memories = ranks(size)
-    buffers = [memory.buffer(count, "x") for memory in memories]
-    for memory, buffer in zip(memories, buffers, strict=True):
-        memory.expect(buffer, memories[root].read(buffers[root]))
-    return memories, buffers, root
+ROWS = [
+    *(("Bcast", "one_shot"), ("Bcast", "two_shot"), ("Scan", "one_shot"), ("Exscan", "one_shot")),
+    *(("Allreduce", "one_shot"), ("Allreduce", "two_shot"), ("Allreduce", "ring")),
+    *(("Reduce", "one_shot"), ("Reduce", "two_shot")),
+    *(("Reduce_scatter_block", "one_shot"), ("Reduce_scatter", "one_shot")),
+]
 
 
-@given(size=st.integers(2, 8), count=LONG_COUNTS, piece_nbytes=st.none() | PIECES, data=st.data())
-def test_bcast(size: int, count: int, piece_nbytes: int | None, data: st.DataObject) -> None:
-    memories, buffers, root = told(size, count, data)
-    everywhere(
-        memories,
-        lambda rank, size: patterns.bcast(rank, size, DTYPE, buffers[rank], root, piece_nbytes=piece_nbytes),
-    )
+@pytest.mark.parametrize(("name", "algorithm"), ROWS)
+@given(data=st.data())
+def test_every_rank_ends_with_its_result_and_nothing_else(name: str, algorithm: str, data: st.DataObject) -> None:
+    row, draw = OPERATIONS[name], data.draw
+    size = draw(st.integers(1 + (algorithm == "two_shot"), 8), "size")
+    root, in_place = draw(st.integers(0, size - 1), "root"), draw(st.booleans(), "in place") and row.reduces
+    count, line = draw(LONG_COUNTS, "count"), 128 // ITEMSIZE  # long shards are whole lines
+    if algorithm == "ring":
+        edges = [*range(2), *(number + more for number in (size, size * line) for more in (-1, 0, 1))]
+        count = draw(st.sampled_from([*edges, 400]))
+    counts = draw(st.lists(COUNTS, min_size=size, max_size=size)) if row.send == "counted" else [count] * size
+    displs = [sum(counts[:rank]) for rank in range(size)]
+    has_blocks, total = row.receive == "one" != row.send, sum(counts) if row.send != "one" else count
+    piece_nbytes = draw(st.none() | PIECES) if algorithm == "two_shot" else None
+    memories = [Memory(rank) for rank in range(size)]
+    for memory in memories if (name, algorithm) == ("Reduce", "two_shot") else ():
+        memory.cells += ["nowhere"] * count  # results that are not stored have address 0
+        memory.ignore(Span(0, count))
+    sends = [memory.buffer(total, "in") for memory in memories]
+    values = [memory.read(send) for memory, send in zip(memories, sends, strict=True)]
+    parts = []
+    for rank, memory in enumerate(memories):
+        send, blocks, scratch, output = sends[rank], None, None, sends[rank]
+        if has_blocks:
+            blocks, output = patterns.blocks(send.pointer, counts, displs, ITEMSIZE), Span(send.pointer, counts[rank])
+        if row.reduces and not in_place:
+            output = memory.buffer(counts[rank], "out")
+        elif has_blocks:
+            scratch = memory.buffer(counts[rank], "scratch")
+            memory.ignore(scratch)
+        gets = row.rooted != "receive" or rank == root
+        for span, result in results(name, algorithm, values, output, rank, root) if gets else ():
+            memory.expect(span, result[displs[rank] :][: span.count] if has_blocks else result)
+        buffers = Buffers(
+            rank,
+            size,
+            DTYPE,
+            send=send if row.reduces and not has_blocks else None,
+            send_blocks=blocks,
+            output=output if gets else None,
+            op="sum" * row.reduces,
+            root=root,
+            scratch=0 if scratch is None else scratch.pointer,
+        )
+        parts.append(Pattern(row, buffers, algorithm, piece_nbytes))
+    run(memories, parts)
+    if algorithm == "ring" and size > 1:
+        require_ring(parts, count)
+    if name == "Bcast":  # with two shots the root sends everything once
+        sent = sum(span.count for exchange in parts[root] for span in exchange.sends if span)
+        assert sent == count * (1 if algorithm == "two_shot" else size - 1)
 
 
-@given(size=st.integers(2, 8), count=LONG_COUNTS, data=st.data())
-def test_two_shot_bcast(size: int, count: int, data: st.DataObject) -> None:
-    memories, buffers, root = told(size, count, data)
-    everywhere(memories, lambda rank, size: patterns.bcast(rank, size, DTYPE, buffers[rank], root, "two_shot"))
-    (first, _) = patterns.bcast(root, size, DTYPE, buffers[root], root, "two_shot")
-    assert sum(span.count for span in first.sends if span) == count  # the root sends everything once
-
-
-@given(size=SIZES, count=LONG_COUNTS, in_place=st.booleans(), piece_nbytes=st.none() | PIECES)
-def test_allreduce(size: int, count: int, in_place: bool, piece_nbytes: int | None) -> None:
-    memories = ranks(size)
-    sends = [memory.buffer(count, "in") for memory in memories]
-    outputs = sends if in_place else [memory.buffer(count, "out") for memory in memories]
-    result = fold([memory.read(send) for memory, send in zip(memories, sends, strict=True)])
-    for memory, output in zip(memories, outputs, strict=True):
-        memory.expect(output, result)
-    everywhere(
-        memories,
-        lambda rank, size: patterns.allreduce(
-            rank, size, DTYPE, sends[rank], outputs[rank], "sum", piece_nbytes=piece_nbytes
-        ),
-    )
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_ring_allreduce(size: int, in_place: bool) -> None:
-    line = 128 // ITEMSIZE  # shards of more are whole lines
-    for count in {0, 1, size - 1, size, size + 1, size * line - 1, size * line, size * line + 1, 400}:
-        memories = ranks(size)
-        sends = [memory.buffer(count, "in") for memory in memories]
-        outputs = sends if in_place else [memory.buffer(count, "out") for memory in memories]
-        for output in outputs:
-            for index, shard in enumerate(patterns.split(output, size, ITEMSIZE)):
-                start = (shard.pointer - output.pointer) // ITEMSIZE
-                order = [(index + step) % size for step in range(1, size + 1)]
-                result = fold([memories[rank].read(sends[rank])[start : start + shard.count] for rank in order])
-                for memory in memories:
-                    memory.expect(shard, result)
-        steps = [patterns.ring_allreduce(rank, size, DTYPE, sends[rank], outputs[rank], "sum") for rank in range(size)]
-        run(memories, steps)
-        if size > 1:
-            require_ring(steps, count)
+def results(
+    name: str, algorithm: str, values: list[list[str]], output: Span, rank: int, root: int
+) -> Iterator[tuple[Span, list[str]]]:
+    """Yield the spans of the output of a rank, with what they hold in the end."""
+    size = len(values)
+    if algorithm == "ring":
+        for index, shard in enumerate(patterns.split(output, size, ITEMSIZE)):
+            start = (shard.pointer - output.pointer) // ITEMSIZE
+            order = [(index + step) % size for step in range(1, size + 1)]
+            yield shard, fold([values[each][start : start + shard.count] for each in order])
+    elif name == "Bcast":
+        yield output, values[root]
+    elif name == "Scan":
+        yield output, fold(values[: rank + 1])
+    elif name != "Exscan":
+        yield output, fold(values)
+    elif rank:
+        yield output, fold(values[:rank])
 
 
 def require_ring(steps: Sequence[Sequence[Exchange]], count: int) -> None:
@@ -132,80 +149,9 @@ def require_ring(steps: Sequence[Sequence[Exchange]], count: int) -> None:
     assert total == 2 * (size - 1) * count
 
 
-@given(size=SIZES, count=LONG_COUNTS, in_place=st.booleans(), data=st.data())
-def test_reduce(size: int, count: int, in_place: bool, data: st.DataObject) -> None:
-    root = data.draw(st.integers(0, size - 1))
-    memories = ranks(size)
-    sends = [memory.buffer(count, "in") for memory in memories]
-    output = sends[root] if in_place else memories[root].buffer(count, "out")
-    memories[root].expect(output, fold([memory.read(send) for memory, send in zip(memories, sends, strict=True)]))
-    everywhere(
-        memories,
-        lambda rank, size: patterns.reduce(
-            rank, size, DTYPE, sends[rank], output if rank == root else None, "sum", root
-        ),
-    )
-
-
-@given(size=SIZES, in_place=st.booleans(), equal=st.booleans(), data=st.data())
-def test_reduce_scatter(size: int, in_place: bool, equal: bool, data: st.DataObject) -> None:
-    counts = [data.draw(COUNTS)] * size if equal else counts_of(data, size)
-    displs = [sum(counts[:rank]) for rank in range(size)]
-    memories = ranks(size)
-    sends = [memory.buffer(sum(counts), "in") for memory in memories]
-    whole = fold([memory.read(send) for memory, send in zip(memories, sends, strict=True)])
-    outputs = [
-        Span(sends[rank].pointer, counts[rank]) if in_place else memories[rank].buffer(counts[rank], "out")
-        for rank in range(size)
-    ]
-    blocks = [patterns.blocks(send.pointer, counts, displs, ITEMSIZE) for send in sends]
-    scratches = [memory.buffer(counts[rank], "scratch") for rank, memory in enumerate(memories)]
-    for rank, memory in enumerate(memories):
-        memory.expect(outputs[rank], whole[displs[rank] : displs[rank] + counts[rank]])
-        memory.ignore(scratches[rank])
-    everywhere(
-        memories,
-        lambda rank, size: patterns.reduce_scatter(
-            rank, size, DTYPE, blocks[rank], outputs[rank], "sum", scratch=scratches[rank].pointer if in_place else 0
-        ),
-    )
-
-
-@given(size=st.integers(2, 8), count=LONG_COUNTS, in_place=st.booleans(), data=st.data())
-def test_two_shot_reduce(size: int, count: int, in_place: bool, data: st.DataObject) -> None:
-    root = data.draw(st.integers(0, size - 1))
-    memories = ranks(size)
-    for memory in memories:
-        memory.cells += ["nowhere"] * count  # results that are not stored have address 0
-        memory.ignore(Span(0, count))
-    sends = [memory.buffer(count, "in") for memory in memories]
-    output = sends[root] if in_place else memories[root].buffer(count, "out")
-    memories[root].expect(output, fold([memory.read(send) for memory, send in zip(memories, sends, strict=True)]))
-    everywhere(
-        memories,
-        lambda rank, size: patterns.reduce(
-            rank, size, DTYPE, sends[rank], output if rank == root else None, "sum", root, "two_shot"
-        ),
-    )
-
-
-@pytest.mark.parametrize("inclusive", [True, False], ids=["scan", "exscan"])
-@given(size=SIZES, count=COUNTS, in_place=st.booleans())
-def test_scan(size: int, count: int, in_place: bool, inclusive: bool) -> None:
-    memories = ranks(size)
-    sends = [memory.buffer(count, "in") for memory in memories]
-    outputs = sends if in_place else [memory.buffer(count, "out") for memory in memories]
-    values = [memory.read(send) for memory, send in zip(memories, sends, strict=True)]
-    for rank, memory in enumerate(memories):
-        if inclusive or rank:
-            memory.expect(outputs[rank], fold(values[: rank + 1 if inclusive else rank]))
-    pattern = patterns.scan if inclusive else patterns.exscan
-    everywhere(memories, lambda rank, size: pattern(rank, size, DTYPE, sends[rank], outputs[rank], "sum"))
-
-
 def test_simulator_finds_faults() -> None:
     """The tests of patterns can fail: the simulator finds exchanges that are wrong."""
-    memories = ranks(2)
+    memories = [Memory(0), Memory(1)]
     buffers = [memory.buffer(3, "x") for memory in memories]
     nothing = Exchange(DTYPE, (None, None), (None, None))
     sends = Exchange(DTYPE, (None, buffers[0]), (None, None))

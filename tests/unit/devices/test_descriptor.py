@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,16 +48,11 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield numbers
 
 
-def test_it_is_the_number_that_the_system_takes() -> None:
+def test_it_is_the_number_that_the_system_takes_and_closes_with_its_last_reference() -> None:
     fd = make()
     assert os.write(fd, b"content") == 7
-    assert os.pread(int(fd), 10, 0) == b"content"
-    fd.close()
-
-
-def test_it_is_closed_with_its_last_reference() -> None:
-    fd = make()
     number, another = int(fd), fd
+    assert os.pread(number, 10, 0) == b"content"
     del fd
     assert is_open(number)
     del another
@@ -129,19 +124,28 @@ class Library:
         self.cuPointerGetAttributes = type("Function", (), {"__call__": lambda _, *arguments: query(*arguments)})()
 
 
-def load(monkeypatch: pytest.MonkeyPatch, library: Library | None) -> list[int]:
-    modes: list[int] = []
+Load = Callable[[Library | None], list[int]]
 
-    def open_library(name: str, mode: int) -> Library:
-        assert name == "libcuda.so.1"
-        modes.append(mode)
-        if library is None:
-            raise OSError("not loaded")
-        return library
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Lets a library be loaded, or none. Returns the modes of the attempts to open it."""
+
+    def load(library: Library | None) -> list[int]:
+        modes: list[int] = []
+
+        def open_library(name: str, mode: int) -> Library:
+            assert name == "libcuda.so.1"
+            modes.append(mode)
+            if library is None:
+                raise OSError("not loaded")
+            return library
+
+        monkeypatch.setattr(ctypes, "CDLL", open_library)
+        return modes
 
     monkeypatch.setattr(memory_location, "_driver", memory_location._Driver())
-    monkeypatch.setattr(ctypes, "CDLL", open_library)
-    return modes
+    return load
 
 
 @pytest.mark.parametrize(
@@ -154,27 +158,22 @@ def load(monkeypatch: pytest.MonkeyPatch, library: Library | None) -> list[int]:
         (Library(2, 0, 0, 0, 0, status=3), None, None),  # the driver has not started
     ],
 )
-def test_where_memory_lies(monkeypatch: pytest.MonkeyPatch, library: Library, place: Any, device: int | None) -> None:
-    load(monkeypatch, library)
+def test_where_memory_lies(load: Load, library: Library, place: Any, device: int | None) -> None:
+    load(library)
     assert memory_location.place_of(0x1100) == place
     assert memory_location.lies_on_device(0x1100) == device
 
 
-def test_a_process_without_the_driver_does_not_load_it_nor_look_for_it_each_time(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_driver_is_not_loaded_nor_looked_for_each_time_and_found_later(
+    load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modes = load(monkeypatch, None)
+    modes = load(None)
     assert not memory_location.has_driver()
     assert all(memory_location.place_of(0x1000) is None for _ in range(1000))
     assert modes and all(mode & os.RTLD_NOLOAD for mode in modes)
     assert len(modes) < 100
-
-
-def test_a_driver_that_is_loaded_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, None)
-    assert memory_location.place_of(0x1000) is None
+    load(Library(2, 0, 0, 0x1000, 0x800))
     now = time.monotonic()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: Library(2, 0, 0, 0x1000, 0x800))
     monkeypatch.setattr(time, "monotonic", lambda: now + 1)
     assert memory_location.lies_on_device(0x1000) == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import mmap
 import multiprocessing.resource_tracker
 import os
@@ -55,26 +56,28 @@ def test_host_arrays_are_taken_without_a_copy(no_leaks: None) -> None:
     assert numbers[1] == 3.0
 
 
-@pytest.mark.parametrize("value", [None, 5, [1, 2], "text", object(), {1}], ids=lambda value: type(value).__name__)
-def test_what_is_no_array_is_refused_with_the_way_out(backend: HostBackend, value: Any) -> None:
-    expected = f"^array is a {type(value).__name__}, .*: pass a NumPy array"
-    with pytest.raises(InvalidUsageError, match=expected) as refusal:
+class GpuArray:
+    __cuda_array_interface__ = {"shape": (1,)}
+
+
+NO_ARRAYS: list[tuple[Any, str]] = [
+    *(
+        (value, f"^array is a {type(value).__name__}, .*: pass a NumPy array")
+        for value in (None, 5, [1, 2], "text", object(), {1})
+    ),
+    *(
+        (DlpackProducer(np.zeros(1), error("it needs a gradient")), "DLPack cannot hand over: it needs a gradient")
+        for error in (BufferError, RuntimeError, ValueError, TypeError)
+    ),
+    (GpuArray(), r'GpuArray on a GPU.*: create it with device="auto"'),
+]
+
+
+@pytest.mark.parametrize(("value", "said"), NO_ARRAYS)
+def test_what_is_no_host_array_is_refused_with_the_way_out(backend: HostBackend, value: Any, said: str) -> None:
+    with pytest.raises(InvalidUsageError, match=said) as refusal:
         backend.asarray(value)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("error", [BufferError, RuntimeError, ValueError, TypeError])
-def test_what_dlpack_refuses_is_named(backend: HostBackend, error: type[Exception]) -> None:
-    with pytest.raises(InvalidUsageError, match=r"DlpackProducer that DLPack cannot hand over: it needs a gradient"):
-        backend.asarray(DlpackProducer(np.zeros(1), error("it needs a gradient")))
-
-
-def test_gpu_arrays_are_refused_with_the_way_out(backend: HostBackend) -> None:
-    class GpuArray:
-        __cuda_array_interface__ = {"shape": (1,)}
-
-    with pytest.raises(InvalidUsageError, match=r'GpuArray on a GPU.*: create it with device="auto"'):
-        backend.asarray(GpuArray())
 
 
 @settings(deadline=None)
@@ -165,26 +168,15 @@ def test_shared_memory_is_adopted(backend: HostBackend, offset: int, dtype: str)
         del local
 
 
-@pytest.mark.parametrize("offset", [0, 1, PAGE + 1])
-@pytest.mark.parametrize("folder", ["/dev/shm", None])
-def test_a_memmap_is_adopted(backend: HostBackend, folder: str | None, offset: int, tmp_path: Path) -> None:
-    with in_file(folder or tmp_path, offset, "int32") as local:
-        check_adopted(backend, local)
-
-
-def test_a_part_of_a_memmap_is_adopted(backend: HostBackend, tmp_path: Path) -> None:
-    with in_file(tmp_path, 3, "int32") as whole:
-        whole[:] = -1
-        check_adopted(backend, whole[1001:2001].reshape(10, 100))
-        assert (whole[:1001] == -1).all()
-        assert (whole[2001:] == -1).all()
-
-
-def test_file_names_need_not_be_text(backend: HostBackend, tmp_path: Path) -> None:
-    folder = os.fsencode(tmp_path) + b"/\xff\x0c"
+def test_a_memmap_and_a_part_of_it_are_adopted_whatever_its_name(backend: HostBackend, tmp_path: Path) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\x0c")  # file names need not be text
     os.mkdir(folder)
-    with in_file(os.fsdecode(folder), 0, "uint8") as local:
-        check_adopted(backend, local)
+    for place, offset in itertools.product(("/dev/shm", folder), (0, 1, PAGE + 1)):
+        with in_file(place, offset, "int32") as whole:
+            check_adopted(backend, whole)
+            whole[:] = -1
+            check_adopted(backend, whole[1001:2001].reshape(10, 100))
+            assert (whole[:1001] == -1).all() and (whole[2001:] == -1).all()
 
 
 def test_an_empty_array_is_adopted_wherever_it_is(backend: HostBackend, tmp_path: Path) -> None:

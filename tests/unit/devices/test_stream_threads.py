@@ -33,54 +33,26 @@ def streams() -> ThreadsOfStreams:
     return ThreadsOfStreams(lambda stream: stream < OTHER)
 
 
-def test_a_thread_has_a_stream_to_itself_until_another_one_comes(streams: ThreadsOfStreams) -> None:
-    streams.note(OTHER)
-    streams.note(OTHER)
-    assert not streams.of(OTHER).are_several
-    in_thread(lambda: streams.note(OTHER))
-    assert streams.of(OTHER).are_several
-    streams.note(OTHER)
-    assert streams.of(OTHER).are_several
-
-
-def test_a_thread_that_has_ended_does_not_count(streams: ThreadsOfStreams) -> None:
+def test_living_threads_of_one_stream_and_of_the_device_count(streams: ThreadsOfStreams) -> None:
     for _ in range(3):
-        in_thread(lambda: streams.note(OTHER))
-    streams.note(OTHER)
-    assert not streams.of(OTHER).are_several
-
-
-def test_each_thread_may_have_its_own_stream(streams: ThreadsOfStreams) -> None:
-    streams.note(OTHER)
+        in_thread(lambda: streams.note(OTHER))  # it has ended
+    for _ in range(2):
+        streams.note(OTHER)
+    assert not streams.of(OTHER).are_several and not streams.are_several
     with lasting() as thread:
         thread(lambda: streams.note(OTHER + 1))
-    assert not streams.of(OTHER).are_several and not streams.of(OTHER + 1).are_several
-
-
-def test_threads_with_their_own_streams_share_the_device_while_they_live(streams: ThreadsOfStreams) -> None:
-    streams.note(OTHER)
-    assert not streams.are_several
-    with lasting() as thread:
-        thread(lambda: streams.note(OTHER + 1))
+        assert not streams.of(OTHER).are_several and not streams.of(OTHER + 1).are_several
         assert streams.are_several
-    assert not streams.are_several
-    with lasting() as thread:
-        for _ in range(2):
-            thread(lambda: streams.note(OTHER))  # the first stream has several users from here on
-        assert streams.are_several
-    assert not streams.are_several
-    with lasting() as thread:
-        thread(lambda: streams.note(OTHER))
-        assert streams.are_several
-
-
-def test_a_message_beside_another_thread_is_enqueued_before_mpi_is_told(streams: ThreadsOfStreams) -> None:
-    enqueued: list[Any] = []
-    streams.note(OTHER)
-    with lasting() as thread:
-        thread(lambda: streams.note(OTHER + 1))
+        enqueued: list[str] = []
         streams.of(OTHER).defer(enqueued.append, "copy")
-        assert enqueued == ["copy"]
+        assert enqueued == ["copy"], "beside another thread a message is enqueued before MPI is told"
+    assert not streams.are_several
+    for _ in range(2):  # from the first time on the stream has had several users
+        with lasting() as thread:
+            thread(lambda: streams.note(OTHER))
+            assert streams.are_several and streams.of(OTHER).are_several
+        streams.note(OTHER)
+        assert not streams.are_several and streams.of(OTHER).are_several
 
 
 def test_streams_that_wait_for_each_other_count_as_one(streams: ThreadsOfStreams) -> None:
@@ -101,45 +73,29 @@ def test_a_stream_that_captures_is_known_after_the_capture() -> None:
             captures = False
 
 
-def test_another_thread_enqueues_deferred_work_before_its_own(streams: ThreadsOfStreams) -> None:
-    enqueued: list[Any] = []
+def test_deferred_work_is_enqueued_once_and_before_the_work_of_another_thread(streams: ThreadsOfStreams) -> None:
+    enqueued: list[str] = []
     streams.note(OTHER)
     threads = streams.of(OTHER)
-    threads.defer(enqueued.append, "copy")
+    threads.defer(enqueued.append, "first")
     assert enqueued == []
+    threads.flush()
+    threads.defer(enqueued.append, "dropped")
+    assert threads.cancel()
+    threads.flush()
+    threads.defer(enqueued.append, "copy")
+    assert enqueued == ["first"]
 
     def come() -> None:
         streams.note(OTHER)
         enqueued.append("wait")
 
     in_thread(come)
-    assert enqueued == ["copy", "wait"]
     threads.flush()
-    assert enqueued == ["copy", "wait"]
-    assert not threads.cancel()
-
-
-def test_a_single_thread_enqueues_deferred_work_late_or_not_at_all(streams: ThreadsOfStreams) -> None:
-    enqueued: list[Any] = []
-    streams.note(OTHER)
-    threads = streams.of(OTHER)
-    threads.defer(enqueued.append, "first")
+    assert enqueued == ["first", "copy", "wait"] and not threads.cancel()
+    threads.defer(enqueued.append, "at once")  # several threads defer nothing
     threads.flush()
-    threads.defer(enqueued.append, "second")
-    assert threads.cancel()
-    threads.flush()
-    assert enqueued == ["first"]
-
-
-def test_several_threads_defer_nothing(streams: ThreadsOfStreams) -> None:
-    enqueued: list[Any] = []
-    streams.note(OTHER)
-    in_thread(lambda: streams.note(OTHER))
-    threads = streams.of(OTHER)
-    threads.defer(enqueued.append, "copy")
-    assert enqueued == ["copy"]
-    threads.flush()
-    assert enqueued == ["copy"]
+    assert enqueued[3:] == ["at once"]
 
 
 def test_neither_thread_goes_on_while_the_other_one_enqueues() -> None:

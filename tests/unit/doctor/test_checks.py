@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.cli.machine import JobLaunch, launch_of
+from mpicomm.cli.arguments import JobLaunch, launch_of
 from mpicomm.doctor.checks import CHECKS, examine, lines
 from mpicomm.doctor.facts import MemoryFacts, RankFacts, VisibleGpu, family_of
 
@@ -61,15 +61,27 @@ def found(job: list[RankFacts]) -> dict[str, list[str]]:
 HIDDEN = [replace(one, gpus=(GPUS[one.rank],), variables={"CUDA_VISIBLE_DEVICES": "0"}) for one in healthy()]
 MIG = tuple(VisibleGpu(uuid, "NVIDIA H100 80GB HBM3 MIG 1g.10gb") for uuid in ("aa", "bb"))
 CONSUMER = (VisibleGpu("aa", "NVIDIA GeForce RTX 4090", ("bb",)), VisibleGpu("bb", "NVIDIA GeForce RTX 4090", ("aa",)))
-STAGED = [
-    MemoryFacts("0", "aa", "staged", {"ipc": "no peer access"}),
-    MemoryFacts("1", "bb", "staged", {"ipc": "no peer access"}),
-]
+STAGED = [MemoryFacts(str(at), uuid, "staged", {"ipc": "no peer access"}) for at, uuid in enumerate(("aa", "bb"))]
 REFUSED = [
-    MemoryFacts("0", "aa", "fd", {"ipc": "cuIpcOpenMemHandle failed"}),
-    MemoryFacts("1", "bb", "fd", {"ipc": "..."}),
+    MemoryFacts(str(at), uuid, "fd", {"ipc": said})
+    for at, (uuid, said) in enumerate((("aa", "cuIpcOpenMemHandle failed"), ("bb", "...")))
 ]
 BROKEN = [MemoryFacts(error="no handle kind works")] * 2
+NOT_PINNED = MemoryFacts(error="none", rejected={"staged": "refused"})
+WSL = "5.15.153.1-microsoft-standard-WSL2"
+ALONE = RankFacts(mpi=OPEN_MPI, world_size=1)
+OTHER_MPIEXEC = RankFacts(mpiexec="/usr/bin/mpiexec", mpiexec_family="Open MPI", mpi=MPICH)
+OTHER_PIDS = with_last(namespaces=other_namespace("pid"), unreadable=(0,), unreadable_reason="No such process")
+NOT_PERMITTED = with_last(unreadable=(0,), unreadable_reason="Operation not permitted")
+HIDDEN_AND_REFUSED = [replace(one, memory=REFUSED[one.rank]) for one in HIDDEN]
+HIDDEN_BY_A_CGROUP = [
+    replace(one, variables={}, memory=MemoryFacts("0", one.memory.uuid, error="no handle")) for one in HIDDEN
+]
+OTHER_IPC = [replace(one, namespaces=other_namespace(*["ipc"] * one.rank)) for one in using(*REFUSED)]
+ASYNC = with_last(variables={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, backend: cudaMallocAsync"})
+NO_ACCESS = "rank 0, NVIDIA GeForce RTX 4090, has no peer access to the GPU of rank 1"
+OTHER_LAUNCHER = "Slurm has started 4 ranks, but mpi4py uses Open MPI v5.0.11: "
+UNSEEN = "rank {} does not see the GPU of rank {} ({} may hide it), and cannot open its memory: {}"
 
 
 @pytest.mark.parametrize(
@@ -77,69 +89,41 @@ BROKEN = [MemoryFacts(error="no handle kind works")] * 2
     [
         ([RankFacts(mpi_error="libmpi.so.40: cannot open")], "library", "libmpi.so.40"),
         ([RankFacts(launch=STARTED_BY_OPEN_MPI, mpi=MPICH)], "launcher", "MPICH Version: 5.0.2: it cannot start"),
-        ([RankFacts(launch=STARTED_BY_HYDRA, mpi=OPEN_MPI, world_size=1)], "launcher", "alone in MPI.COMM_WORLD"),
+        ([replace(ALONE, launch=STARTED_BY_HYDRA)], "launcher", "alone in MPI.COMM_WORLD"),
         (
-            [RankFacts(launch=JobLaunch("Slurm", 0, 4), mpi=OPEN_MPI, world_size=1)],
+            [replace(ALONE, launch=JobLaunch("Slurm", 0, 4))],
             "launcher",
-            "Slurm has started 4 ranks, but mpi4py uses Open MPI v5.0.11: ",
+            OTHER_LAUNCHER,
         ),
-        (
-            [RankFacts(mpiexec="/usr/bin/mpiexec", mpiexec_family="Open MPI", mpi=MPICH)],
-            "mpiexec",
-            "/usr/bin/mpiexec belongs to Open MPI",
-        ),
+        ([OTHER_MPIEXEC], "mpiexec", "/usr/bin/mpiexec belongs to Open MPI"),
         (with_last(threads_multiple=False), "threads", "MPI on rank 1 has"),
         (healthy(shm_free=16 << 20), "shm", "has 16M free; 2 ranks may need 32 MiB"),
         (healthy(shm_free=None), "shm", "is missing"),
         ([RankFacts(launch=STARTED_BY_HYDRA, shm_free=64 << 10)], "shm", "2 ranks"),
         (with_last(namespaces=other_namespace("net")), "network", "rank 0 and rank 1 in different network"),
-        (
-            with_last(namespaces=other_namespace("pid"), unreadable=(0,), unreadable_reason="No such process"),
-            "process-memory",
-            "rank 1 cannot read memory of rank 0 (No such process), as MPI does for long messages: their pid",
-        ),
-        (with_last(unreadable=(0,), unreadable_reason="Operation not permitted"), "process-memory", "seccomp or Yama"),
+        (OTHER_PIDS, "process-memory", "rank 1 cannot read memory of rank 0 (No such process), as MPI does for long"),
+        (OTHER_PIDS, "process-memory", "as MPI does for long messages: their pid"),
+        (NOT_PERMITTED, "process-memory", "seccomp or Yama"),
         (healthy(locked_limit=8 << 20, infiniband=True), "locked", "rank 1 may lock 8M of memory, and InfiniBand"),
-        (
-            using(*(MemoryFacts(error="none", rejected={"staged": "refused"}),) * 2, locked_limit=64 << 10),
-            "locked",
-            "pinned memory was refused",
-        ),
+        (using(NOT_PINNED, NOT_PINNED, locked_limit=64 << 10), "locked", "pinned memory was refused"),
         (with_last(gpus=(), no_gpu_reason="no GPU is visible"), "driver", "rank 1: no GPU is visible"),
         (healthy(cupy=("cupy-cuda12x", "cupy-cuda13x")), "driver", "overwrite each other: cupy-cuda12x, cupy-cuda13x"),
         (healthy(driver_cuda=12), "driver", "cupy-cuda13x needs a newer driver than this one, which is for CUDA 12"),
         (
-            [replace(one, memory=REFUSED[one.rank]) for one in HIDDEN],
+            HIDDEN_AND_REFUSED,
             "visible",
-            "rank 0 does not see the GPU of rank 1 (not only CUDA_VISIBLE_DEVICES=0 may hide it), and cannot open its "
-            "memory: cuIpcOpenMemHandle failed",
+            UNSEEN.format(0, 1, "not only CUDA_VISIBLE_DEVICES=0", "cuIpcOpenMemHandle failed"),
         ),
-        (
-            [replace(one, variables={}, memory=MemoryFacts("0", one.memory.uuid, error="no handle")) for one in HIDDEN],
-            "visible",
-            "rank 1 does not see the GPU of rank 0 (a cgroup may hide it), and cannot open its memory: no handle",
-        ),
+        (HIDDEN_BY_A_CGROUP, "visible", UNSEEN.format(1, 0, "a cgroup", "no handle")),
         (using(*(MemoryFacts("0", "aa", "ipc"),) * 2), "shared", "ranks 0, 1 share a GPU"),
         (healthy(gpus=MIG), "mig", "ranks 0, 1 use different MIG instances"),
-        (using(*STAGED, kernel="5.15.153.1-microsoft-standard-WSL2"), "wsl", "ranks 0, 1"),
-        (using(*BROKEN, kernel="5.15.153.1-microsoft-standard-WSL2"), "wsl", "ranks 0, 1"),
-        (
-            using(*STAGED, gpus=CONSUMER),
-            "access",
-            "rank 0, NVIDIA GeForce RTX 4090, has no peer access to the GPU of rank 1",
-        ),
+        (using(*STAGED, kernel=WSL), "wsl", "ranks 0, 1"),
+        (using(*BROKEN, kernel=WSL), "wsl", "ranks 0, 1"),
+        (using(*STAGED, gpus=CONSUMER), "access", NO_ACCESS),
         (using(*REFUSED), "memory", "rank 0: CUDA IPC is refused: cuIpcOpenMemHandle failed"),
-        (
-            [replace(one, namespaces=other_namespace(*["ipc"] * one.rank)) for one in using(*REFUSED)],
-            "memory",
-            "refused (the ranks are in different ipc namespaces)",
-        ),
+        (OTHER_IPC, "memory", "refused (the ranks are in different ipc namespaces)"),
         (using(*BROKEN), "memory", "ranks 0, 1: no handle kind works"),
-        (
-            with_last(variables={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, backend: cudaMallocAsync"}),
-            "pytorch",
-            "PYTORCH_CUDA_ALLOC_CONF on rank 1 has backend:cudaMallocAsync",
-        ),
+        (ASYNC, "pytorch", "PYTORCH_CUDA_ALLOC_CONF on rank 1 has backend:cudaMallocAsync"),
         (
             healthy(variables={"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
             "pytorch",
@@ -159,7 +143,7 @@ def test_a_fault_is_found(job: list[RankFacts], name: str, said: str) -> None:
         healthy(driver=False, gpus=(), driver_cuda=None, cupy=()),  # a machine without GPUs
         healthy(cupy=("cupy-cuda12x",)),  # an older CUDA than the driver's
         healthy(cupy=("cupy",)),
-        healthy(kernel="5.15.153.1-microsoft-standard-WSL2"),  # although memory opens
+        healthy(kernel=WSL),  # although memory opens
         healthy(locked_limit=8 << 20),  # without anything that needs locked memory
         healthy(launch=JobLaunch("Slurm", 0, 1)),  # mpiexec in a job step of Slurm that has one task
         healthy(variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
@@ -181,9 +165,7 @@ def test_what_is_no_fault_is_not_found(job: list[RankFacts]) -> None:
     assert found(job) == {}
 
 
-@pytest.mark.parametrize(
-    "job", [using(*STAGED, gpus=CONSUMER), [replace(one, memory=REFUSED[one.rank]) for one in HIDDEN]]
-)
+@pytest.mark.parametrize("job", [using(*STAGED, gpus=CONSUMER), HIDDEN_AND_REFUSED])
 def test_refused_memory_is_no_second_fault_if_a_fault_explains_it(job: list[RankFacts]) -> None:
     assert "memory" not in found(job)
 

@@ -40,10 +40,6 @@ def texts(*ranks: Rank) -> list[str]:
     return [wait.text for wait in look(ranks).waits()]
 
 
-def test_ranks_that_have_made_equally_many_calls_do_not_wait() -> None:
-    assert texts(rank(0, calls(0, 5)), rank(1, calls(1, 5)), rank(2, calls(2, 5))) == []
-
-
 def test_the_rank_with_the_fewest_calls_is_late() -> None:
     ranks = [rank(0, calls(0, 5)), rank(1, calls(1, 5, ago_s=12.0)), rank(2, calls(2, 4, "Bcast(int8)", ago_s=15.0))]
     (wait,) = look(ranks).waits()
@@ -54,14 +50,13 @@ def test_the_rank_with_the_fewest_calls_is_late() -> None:
     assert (wait.seconds, wait.known, wait.pids) == (12.0, True, (1002,))
 
 
-def test_several_ranks_are_late() -> None:
+def test_ranks_that_go_on_are_not_late_and_several_may_be() -> None:
     (said,) = texts(rank(0, calls(0, 5)), rank(1, calls(1, 4)), rank(2, calls(2, 1)))
     assert said.startswith(f"ranks 1, 2 are behind: they have made 1 to 4 calls of world, the others 5 ({SUM}). Rank 1")
-
-
-def test_a_rank_that_goes_on_is_not_late() -> None:
     ranks = [rank(0, calls(0, 5)), rank(1, calls(1, 4))]
     assert look(ranks, [ranks[0], rank(1, calls(1, 3))]).waits() == []
+    # A call is the same in MPI and in mapped memory.
+    assert texts(rank(0, calls(0, 5, "Allreduce", ago_s=None)), rank(1, calls(1, 5)), rank(2, calls(2, 5))) == []
 
 
 def test_a_wait_in_mpi_is_as_old_as_the_look() -> None:
@@ -121,10 +116,6 @@ def test_ranks_with_calls_in_one_order(mine: tuple[int, int, str], theirs: tuple
     assert look(going_on, before).waits() == []
 
 
-def test_a_call_is_the_same_in_mpi_and_in_mapped_memory() -> None:
-    assert texts(rank(0, calls(0, 5, "Allreduce", ago_s=None)), rank(1, calls(1, 5))) == []
-
-
 def test_ranks_that_send_to_each_other() -> None:
     ranks = [
         rank(each, replace(calls(each, 5), messages=(BlockedMessage("send", 1 - each, 3, 9),))) for each in range(2)
@@ -136,18 +127,12 @@ def test_ranks_that_send_to_each_other() -> None:
     ]
 
 
-def test_a_receive_from_any_rank() -> None:
-    (said,) = texts(
-        rank(0, replace(calls(0, 5), messages=(BlockedMessage("receive", -2, -1, 1),))), rank(1, calls(1, 5))
-    )
-    assert said == "rank 0 waits in a receive from any rank of world"
-
-
-def test_messages_one_after_the_other_are_no_wait() -> None:
-    def receiving(number: int) -> list[Rank]:
-        message = BlockedMessage("receive", 1, 0, number)
+def test_a_receive_from_any_rank_and_messages_one_after_the_other() -> None:
+    def receiving(number: int, source: int = 1) -> list[Rank]:
+        message = BlockedMessage("receive", source, -1 if source < 0 else 0, number)
         return [rank(0, replace(calls(0, 5), messages=(message,))), rank(1, calls(1, 5))]
 
+    assert texts(*receiving(1, -2)) == ["rank 0 waits in a receive from any rank of world"]
     assert look(receiving(8), [earlier(each) for each in receiving(7)]).waits() == []
 
 

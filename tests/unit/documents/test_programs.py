@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ import pytest
 from mpicomm import environment
 from mpicomm.doctor.checks import CHECKS
 from tests.helpers.jobs.mpiexec import ROOT, run_job
-from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.programs.document_programs import DOCUMENTS, Program, programs, require_programs_run
 
 UNFREED = "always:<mpicomm.:ResourceWarning"  # Python hides these warnings by default
@@ -30,15 +27,6 @@ def test_programs_that_need_gpus_compile() -> None:
     assert {need for program in chosen for need in program.needs} == {"cupy", "torch"}
     for program in chosen:
         program.compiled()
-
-
-def test_a_type_checker_accepts_all_programs(tmp_path: Path) -> None:
-    for program in programs():
-        name = re.sub(r"\W", "_", program.name)
-        (tmp_path / f"{name}.py").write_text((program.start.source + "\n\n" if program.start else "") + program.source)
-    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--cache-dir", str(tmp_path / "cache")]
-    job = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
-    assert job.returncode == 0, job.stdout + job.stderr
 
 
 def only(word: str) -> Program:

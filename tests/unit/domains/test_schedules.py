@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.collectives import operations as table
 from mpicomm.collectives.host.reduction import Reducer
-from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains import schedules
 from mpicomm.domains.schedules import schedule_of, steps_of
@@ -35,10 +35,8 @@ LAYOUTS = (
     [[1, 4], [0, 2, 3, 5, 6], [7, 8, 9]],
     [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]],
 )
-REDUCING = (
-    *(("Allreduce", algorithm) for algorithm in ("one_shot", "two_shot")),
-    *((name, "auto") for name in ("Reduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan")),
-)
+REDUCING = ("Allreduce", "Reduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan")
+MOVING = ("Bcast", "Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Gather", "Gatherv", "Scatter", "Scatterv")
 DTYPES = (F32, np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.int32), np.dtype(np.complex64))
 
 
@@ -70,15 +68,43 @@ def expected(parts: Sequence[Array], domains: Sequence[Sequence[int]], op: str) 
     return total.astype(dtype)
 
 
-def reducing_case(
+@st.composite
+def domains_of_ranks(draw: st.DrawFn) -> list[list[int]]:
+    """The ranks of each domain; the domains follow each other by their first ranks."""
+    if draw(st.booleans()):
+        return draw(st.sampled_from(LAYOUTS))
+    numbers = draw(st.lists(st.integers(0, 3), min_size=2, max_size=9).filter(lambda drawn: len({*drawn}) > 1))
+    return [[rank for rank, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
+
+
+@contextlib.contextmanager
+def in_pieces_of(nbytes: int) -> Iterator[None]:
+    """Let long calls go in pieces of so many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "PIECE_NBYTES", nbytes)
+        patch.setattr(schedules, "SHORTEST_NBYTES", min(schedules.SHORTEST_NBYTES, nbytes // 16))
+        yield
+
+
+ALGORITHMS = st.sampled_from(("one_shot", "two_shot"))
+PIECES = st.sampled_from((schedules.PIECE_NBYTES, 8 << 10, 256))
+COUNTS = st.sampled_from((0, 1, 19, 37, 300, 333)) | st.integers(0, 60)
+
+
+@pytest.mark.parametrize("name", REDUCING)
+@settings(max_examples=60)
+@given(domains_of_ranks(), st.sampled_from(DTYPES), ALGORITHMS, PIECES, COUNTS, st.data())
+def test_reductions_keep_the_order_of_ranks_and_domains_and_round_once(
     name: str,
-    domains: Sequence[Sequence[int]],
-    algorithm: str,
+    domains: list[list[int]],
     dtype: np.dtype[Any],
-    op: str,
+    algorithm: str,
+    piece_nbytes: int,
     count: int,
-    in_place: bool,
+    data: st.DataObject,
 ) -> None:
+    op = data.draw(st.sampled_from(("sum", "prod") if dtype.kind in "ic" else ("sum", "avg", "max")))
+    in_place = name not in ("Reduce_scatter", "Scan", "Exscan") and data.draw(st.booleans())
     operation, cluster = table.OPERATIONS[name], Cluster(domains)
     size, root = len(cluster.layouts), len(cluster.layouts) // 2
     counts = [count] * size
@@ -105,8 +131,8 @@ def reducing_case(
         return Buffers(rank, size, dtype, send=send, send_blocks=blocks, output=output, op=op, root=root)
 
     nbytes = total * dtype.itemsize
-    schedule = schedule_of(operation, nbytes, cluster.layouts[0], algorithm)
-    cluster.run(schedule, buffers)
+    with in_pieces_of(piece_nbytes):
+        cluster.run(schedule_of(operation, nbytes, cluster.layouts[0], algorithm), buffers)
     starts = np.cumsum([0, *counts])
     for rank, output in enumerate(outputs):
         if output is None or (name == "Exscan" and rank == 0):
@@ -122,21 +148,14 @@ def reducing_case(
         assert got.tobytes() == want.tobytes(), (rank, got, want)
 
 
-@pytest.mark.parametrize("domains", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("name", "algorithm"), REDUCING)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reductions_keep_the_order_of_ranks_and_domains_and_round_once(
-    domains: list[list[int]], name: str, algorithm: str, dtype: np.dtype[Any]
+@pytest.mark.parametrize("name", MOVING)
+@settings(max_examples=25)
+@given(domains_of_ranks(), ALGORITHMS, PIECES, COUNTS, st.data())
+def test_movements_bring_each_block_to_its_place(
+    name: str, domains: list[list[int]], algorithm: str, piece_nbytes: int, count: int, drawn: st.DataObject
 ) -> None:
-    for op in ("sum", "prod") if dtype.kind in "ic" else ("sum", "avg", "max"):
-        for count, in_place in ((37, False), (300, True)):  # `test_any_domains_work` has short ones
-            if in_place and name in ("Reduce_scatter", "Scan", "Exscan"):
-                continue
-            reducing_case(name, domains, algorithm, dtype, op, count, in_place)
-
-
-def moving_case(operation: Operation, domains: Sequence[Sequence[int]], algorithm: str, count: int, root: int) -> None:
-    cluster, dtype = Cluster(domains), np.dtype(np.uint16)
+    root = drawn.draw(st.integers(0, sum(map(len, domains)) - 1))
+    operation, cluster, dtype = table.OPERATIONS[name], Cluster(domains), np.dtype(np.uint16)
     size = len(cluster.layouts)
 
     def counts(source: int, target: int) -> int:
@@ -180,47 +199,11 @@ def moving_case(operation: Operation, domains: Sequence[Sequence[int]], algorith
             root=root,
         )
 
-    cluster.run(schedule_of(operation, count * 2, cluster.layouts[0], algorithm), buffers)
+    with in_pieces_of(piece_nbytes):
+        cluster.run(schedule_of(operation, count * 2, cluster.layouts[0], algorithm), buffers)
     for memory, spans, arrays in zip(cluster.memories, places, wanted, strict=True):
         for span, array in zip(spans, arrays, strict=True):
             assert memory.view(span.pointer, span.count, dtype).tolist() == array.tolist()
-
-
-@pytest.mark.parametrize("domains", LAYOUTS, ids=str)
-@pytest.mark.parametrize(
-    ("name", "algorithm"),
-    [
-        *(("Bcast", algorithm) for algorithm in ("one_shot", "two_shot")),
-        *((name, "auto") for name in ("Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Gather", "Gatherv")),
-        *((name, "auto") for name in ("Scatter", "Scatterv")),
-    ],
-)
-def test_movements_bring_each_block_to_its_place(domains: list[list[int]], name: str, algorithm: str) -> None:
-    size = sum(map(len, domains))
-    for count in (0, 1, 19, 300):
-        for root in {0, size // 2, size - 1}:
-            moving_case(table.OPERATIONS[name], domains, algorithm, count, root)
-
-
-@given(st.data())
-def test_any_domains_work(data: st.DataObject) -> None:
-    numbers = data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=9).filter(lambda drawn: len({*drawn}) > 1))
-    domains = [ranks for n in range(4) if (ranks := [rank for rank, number in enumerate(numbers) if number == n])]
-    domains.sort(key=lambda ranks: ranks[0])
-    name, algorithm = data.draw(st.sampled_from(REDUCING))
-    reducing_case(name, domains, algorithm, F32, "sum", data.draw(st.integers(0, 60)), False)
-
-
-@pytest.mark.parametrize("nbytes", [256, 8 << 10])
-@pytest.mark.parametrize("domains", LAYOUTS, ids=str)
-def test_long_calls_go_in_pieces(domains: list[list[int]], nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "PIECE_NBYTES", nbytes)
-    monkeypatch.setattr(schedules, "SHORTEST_NBYTES", nbytes // 16)
-    for name, algorithm in REDUCING:
-        for dtype in (F32, np.dtype(ml_dtypes.bfloat16)):
-            reducing_case(name, domains, algorithm, dtype, "sum", 333, name in ("Allreduce", "Reduce_scatter_block"))
-    for name in ("Allgather", "Allgatherv", "Alltoall", "Bcast", "Gather", "Scatter"):
-        moving_case(table.OPERATIONS[name], domains, "two_shot", 300, 1)
 
 
 def test_a_large_allreduce_sends_little_over_each_network_card() -> None:
@@ -273,7 +256,7 @@ def test_steps_in_a_domain_do_not_grow_with_the_number_of_domains(name: str) -> 
 
 @pytest.mark.parametrize("sizes", [[8] * 2, [8] * 40, [1] * 40, [5, 1, 8]], ids=str)
 @pytest.mark.parametrize("dtype", [F32, np.dtype(ml_dtypes.bfloat16)], ids=str)
-@pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block", "Bcast"])
+@pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block", "Bcast", "Scan"])
 def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[Any], sizes: list[int]) -> None:
     ends = [0, *itertools.accumulate(sizes)]
     layout, size = DomainLayout([range(*each) for each in itertools.pairwise(ends)], 0), ends[-1]
@@ -289,6 +272,7 @@ def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[A
             "Allgather": Buffers(0, size, dtype, send=block, blocks=[block] * size),
             "Reduce_scatter_block": Buffers(0, size, dtype, send_blocks=[block] * size, output=block, op="sum"),
             "Bcast": Buffers(0, size, dtype, output=Span(1 << 40, size * block.count)),
+            "Scan": Buffers(0, size, dtype, send=block, output=block, op="sum"),
         }[name]
         schedule = schedule_of(table.OPERATIONS[name], size * block_nbytes, layout, "two_shot")
         for part in schedule(buffers, layout):

@@ -136,22 +136,19 @@ def test_everything_else_is_refused(text: str, said: str) -> None:
     assert said in str(raised.value)
 
 
-def test_an_error_shows_the_begin_of_a_long_text() -> None:
+def test_an_error_shows_the_begin_of_a_long_text_and_of_what_is_no_text() -> None:
     with pytest.raises(InvalidUsageError) as raised:
         read("a + " * 25_000)
     assert str(raised.value).startswith(f"op={'a + ' * 20!r}...: it has 100000 letters")
     assert len(str(raised.value)) < 200
+    with pytest.raises(TypeError, match="op=3 is no expression"):
+        parse(3, NAMES, "op")
 
 
 def test_the_names_are_those_in_use() -> None:
     arrays = (Array("c", "c", "float32"), Array("d", "d", "float32"))
     expression = parse("a * 2 + c[i % k]", NAMES, "epilogue", arrays, (Variable("i", "i"), Variable("k", "k")))
     assert expression.names == {"a", "c", "i", "k"}
-
-
-def test_what_is_no_text_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="op=3 is no expression"):
-        parse(3, NAMES, "op")
 
 
 @pytest.mark.parametrize(
@@ -177,15 +174,12 @@ def test_types_for_which_an_expression_is_not_defined(text: str, dtype: str, sai
     assert said in str(raised.value)
 
 
-def test_numbers_that_are_equal_have_types_of_their_own() -> None:
+def test_numbers_that_are_equal_have_types_of_their_own_and_floats_have_all_names() -> None:
     read("a + b * 1").require_defined("int32")
     with pytest.raises(InvalidUsageError, match=r"1\.0 is no int32"):
         read("a + b * 1.0").require_defined("int32")
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "longdouble"])
-def test_floats_of_all_names(dtype: str) -> None:
-    read("sqrt(a) / b").require_defined(np.dtype(dtype).name if dtype == "longdouble" else dtype)
+    for dtype in ("float16", "bfloat16", "float8_e5m2", np.dtype("longdouble").name):
+        read("sqrt(a) / b").require_defined(dtype)
 
 
 INDEX, K = Variable("i", "i", "integer"), Variable("k", "k", "integer")

@@ -13,7 +13,6 @@ import pytest
 
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.jobs import run_parts
-from tests.helpers.jobs.agreement import Outcome, agreed_error
 from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.jobs.sweeps import QUICK_LEAVES_OUT, QUICK_RUNS_EVERY
 
@@ -115,13 +114,6 @@ def test_raised_by_one():
     assert "last words" not in result.stdout
 
 
-def test_passing_run_is_judged_passed(run_ranks: RunRanks) -> None:
-    result = run_ranks("def test_it(no_leaks): WORLD.Barrier()", "-p", "tests.conftest")
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.endswith("2 ranks: passed\n")
-    assert result.stdout.count("1 passed") == 1
-
-
 def test_hanging_rank_ends_the_run_with_all_stacks(run_ranks: RunRanks) -> None:
     result = run_ranks(
         """
@@ -175,23 +167,6 @@ def test_different_collections_are_refused(run_ranks: RunRanks) -> None:
     assert result.returncode == 1
     assert "ranks collected different tests" in result.stdout
     assert "ImportError: only here" in result.stdout
-
-
-def outcome(what: str, stopped: float = 0.0) -> Outcome:
-    return Outcome("test call", what, stopped, f"{what} at {stopped}", [])
-
-
-def test_agreed_error_is_the_earliest_failure() -> None:
-    agreed = agreed_error([outcome("failed", 2.0), outcome("passed"), outcome("failed", 1.0)])
-    assert agreed.outcome == "failed"
-    assert agreed.text == "failed on ranks [0, 2] of 3; first on rank 2:\n\nfailed at 1.0"
-
-
-def test_agreed_error_on_a_skip_of_one_rank() -> None:
-    assert agreed_error([outcome("skipped"), outcome("skipped")]).outcome == "skipped"
-    agreed = agreed_error([outcome("passed"), outcome("skipped")])
-    assert agreed.outcome == "failed"
-    assert "rank 1: test call: skipped" in agreed.text
 
 
 def test_leaks_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -39,18 +40,35 @@ def test_two(): assert False
 }
 
 
+# A process for each part, but only one that imports pytest.
+RUN_EACH = """
+import os, sys
+import pytest
+directory, count = sys.argv[1], int(sys.argv[2])
+for number in range(count):
+    if os.fork() == 0:
+        options = ["-p", "tests.helpers.jobs.part_results", "--results", f"{directory}/{number}.json"]
+        code = pytest.main([*options, "--rootdir", directory, f"{directory}/test_{number}.py"])
+        sys.stdout.flush()
+        os._exit(code)
+    _, status = os.wait()
+    print(f"\\n---- {os.waitstatus_to_exitcode(status)}", flush=True)
+"""
+
+
 def summary(directory: Path, *names: str, program: int = 0) -> tuple[bool, list[str]]:
     """Run the parts of these names and a program with an exit code; return whether any failed, and the summary."""
-    parts = []
     for number, name in enumerate(names):
-        test, results = directory / f"test_{number}.py", directory / f"{number}.json"
-        test.write_text(PARTS[name])
-        options = ("-p", "tests.helpers.jobs.part_results", "--results", str(results), "--rootdir", str(directory))
-        # Without other plugins, which take most of the time.
-        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        command = [sys.executable, "-m", "pytest", *options, str(test)]
-        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        parts.append(part(name, ended.returncode, (3, 2), results, ended.stdout))
+        (directory / f"test_{number}.py").write_text(PARTS[name])
+    # Without other plugins, which take most of the time.
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-c", RUN_EACH, str(directory), str(len(names))]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    outputs = re.findall(r"(.*?)^---- (\d+)$", ended.stdout, re.MULTILINE | re.DOTALL)
+    parts = [
+        part(name, int(code), (3, 2), directory / f"{number}.json", output)
+        for number, (name, (output, code)) in enumerate(zip(names, outputs, strict=True))
+    ]
     parts.append(part("a program", program, (7, 9), None, "its last words\n"))
     lines = [line for each in parts for line in each.lines()]
     return any(each.failed for each in parts), [*lines, *causes(parts), conclusion(parts)]
@@ -94,7 +112,7 @@ def test_what_failed(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_shows_how_far_it_is_and_which_test_is_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_shows_how_far_it_is_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fast, slow = tmp_path / "test_fast.py", tmp_path / "test_slow.py"
     go_on = tmp_path / "go on"
     fast.write_text("def test_one(): pass")
@@ -108,9 +126,10 @@ def test_three():
         time.sleep(0.01)
 """)
     pytest_ = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path)]
-    first, second = Step("first", [*pytest_, str(slow)]), Step("second", [*pytest_, str(fast)], after=None)
-    second.after = first
-    run = Run([[first], [second]], tmp_path)
+    first = Step("first", [*pytest_, str(slow)])
+    second = Step("second", [*pytest_, str(fast)], after=first)
+    bad = Step("bad", [sys.executable, "-c", "print('the cause'); 1 / 0"], counts=False)
+    run = Run([[first], [second], [bad]], tmp_path)
     results: list[Part] = []
     thread = threading.Thread(target=lambda: results.extend(run.run()), daemon=True)
     thread.start()
@@ -121,13 +140,8 @@ def test_three():
     assert [(result.name, result.passed, result.failed) for result in results] == [
         ("first", 3, False),
         ("second", 1, False),
+        ("bad", None, True),
     ]
     said = capsys.readouterr().out
     assert "==== first: passed in " in said and "==== second: passed in " in said
-
-
-def test_a_run_prints_the_output_of_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (result,) = Run([[Step("bad", [sys.executable, "-c", "print('the cause'); 1 / 0"], counts=False)]], tmp_path).run()
-    assert result.failed
-    said = capsys.readouterr().out
     assert "the cause" in said and "ZeroDivisionError" in said and "==== bad: FAILED" in said

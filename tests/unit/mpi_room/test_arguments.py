@@ -12,13 +12,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
+import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.host.selection import plain_calls
+from mpicomm.collectives.host.selection import goes_to_mpi, plain_calls
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import plain_arrays
 from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate
 from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, is_counted, plain_array
+from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import Shape
 from tests.helpers.fakes import fake_driver
 
@@ -282,26 +284,51 @@ def test_known_calls_read_what_mpi4py_reads(data: st.DataObject, shape: Shape, n
     assert of_plain(read, itemsize, shape, n) == of_mpi4py(spec, shape, n), spec
 
 
-MOVEMENTS = [row for row in OPERATIONS.values() if not (row.of_neighbors or row.reduces)]
+STRAIGHT = [row for row in OPERATIONS.values() if not row.of_neighbors and row.send != "counted"]
+OPS = st.sampled_from([MPI.SUM, MPI.SUM, MPI.MAX, MPI.MAXLOC, mpicomm.AVG, mpicomm.Op("a + b"), None])
 
 
-@settings(max_examples=500, deadline=None)
-@given(st.data(), st.sampled_from(MOVEMENTS), st.integers(1, 3))
+@settings(max_examples=700, deadline=None)
+@given(st.data(), st.sampled_from(STRAIGHT), st.integers(1, 3))
 def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Operation, n: int) -> None:
-    """The checks of small host calls let pass only what `Call` reads without an error, or mpi4py refuses itself."""
+    """The checks of small host calls let pass only what `Call` gives to MPI, too, or mpi4py refuses itself."""
+    whole = np.zeros(16)
     buffers = []
     for shape in (row.send, row.receive):
-        counts = lists_of(n) if shape == "vector" else st.integers(0, 4)
+        counts = lists_of(n) if shape in ("vector", "typed") else st.integers(0, 4)
         form = data.draw(forms(st.one_of(st.none(), counts, st.tuples(counts, counts)), datatypes))
-        array = np.zeros(data.draw(st.integers(0, 8)), data.draw(st.sampled_from(["f8", "i4"])))
-        buffers.append(form(array))
+        dtype, length = (
+            data.draw(st.sampled_from(["f8", "f8", "i4", "f2", ">f8", "f4,f4"])),
+            data.draw(st.integers(0, 8)),
+        )
+        array: Any = np.zeros(length, dtype)
+        makes: list[Callable[[], Any]] = [
+            *[lambda array=array: array] * 5,
+            *[lambda length=length: whole[data.draw(st.integers(0, 8)) :][:length]] * 2,
+            lambda array=array: np.ma.array(array),  # type: ignore[misc]
+            lambda: OnGpu(np.zeros(4)),
+            lambda: np.zeros(1 << 20),
+        ]
+        buffers.append(form(data.draw(st.sampled_from(makes))()))
+        buffers[-1] = data.draw(st.sampled_from([buffers[-1]] * 6 + [None, MPI.IN_PLACE]))
     send, receive = None if row.rooted == "bcast" else buffers[0], buffers[1]
     rank, root = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))
-    if not plain_calls(n, rank, 1)[row.name](send, receive, None, root):
+    op: Any = data.draw(OPS) if row.reduces else None
+    nodes, blocking = data.draw(st.integers(1, 2)), data.draw(st.booleans())
+    if not plain_calls(n, rank, nodes)[row.methods[not blocking]](send, receive, op, root):
         return
-    read = [of_mpi4py(buffer, shape, n) for buffer, shape in zip(buffers, (row.send, row.receive), strict=True)]
-    if all(isinstance(each, list) for each in read):
-        Call(row, Arguments(send, receive, None, root), rank, n)
+    try:
+        call = Call(row, Arguments(send, receive, op, root), rank, n)
+    except (InvalidUsageError, TypeError):
+        if row.reduces:  # mpi4py also compares both buffers
+            with pytest.raises((TypeError, ValueError, KeyError, MPI.Exception)):
+                SELF.Allreduce(send, receive, op)
+            return
+        given = (send, row.send), (receive, row.receive)
+        of_memory = [(each, shape) for each, shape in given if each is not None and each is not MPI.IN_PLACE]
+        assert len(of_memory) < 2 or not all(isinstance(of_mpi4py(*each, n), list) for each in of_memory)
+    else:
+        assert goes_to_mpi(call, n, nodes, blocking=blocking)
 
 
 READ_ONLY = {
@@ -399,6 +426,16 @@ def test_bottom_is_only_for_mpi() -> None:
             parse(spec, writable=True, name="recvbuf")
         with pytest.raises(InvalidUsageError, match=r"recvbuf.*BOTTOM"):
             parse(spec, shape="vector", blocks=2, writable=True, name="recvbuf")
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(0, 2)), max_size=7))
+def test_ranges_of_different_owners_overlap(drawn: list[tuple[int, int, int]]) -> None:
+    owners: dict[int, set[int]] = {}
+    for begin, nbytes, owner in drawn:
+        for byte in range(begin, begin + nbytes):
+            owners.setdefault(byte, set()).add(owner)
+    ranges = [(begin, begin + nbytes, owner) for begin, nbytes, owner in drawn]
+    assert any_overlap(ranges) == any(len(each) > 1 for each in owners.values())
 
 
 def operand_of(spec: Any) -> Operand:

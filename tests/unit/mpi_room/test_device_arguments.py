@@ -167,6 +167,18 @@ def test_dlpack_array_of_the_host_without_a_type_exports_it(typecode: str) -> No
     assert (operand.dtype, operand.total) == (np.dtype(typecode), 6)
 
 
+def test_elements_that_numpy_does_not_take_from_dlpack_have_the_type_that_is_named() -> None:
+    class LongDoubles(DlpackArray):
+        def __dlpack__(self, stream: int | None = None, **newer: Any) -> Any:
+            if "copy" in newer:  # NumPy asks, not mpi4py
+                raise SystemError("error return without exception set")
+            return super().__dlpack__(stream)
+
+    array = LongDoubles(np.zeros(6), (1, 0))
+    del array.dtype
+    assert read([array, MPI.DOUBLE]).total == 6
+
+
 @pytest.mark.parametrize(
     ("element", "typecode"), [(ctypes.c_float, "f4"), (ctypes.c_int, "i4"), (ctypes.c_ushort, "f2")]
 )

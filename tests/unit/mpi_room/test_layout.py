@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -114,6 +114,8 @@ SPECIAL = {
     "a vector of empty blocks": lambda: MPI.Datatype.Create_struct(
         [1, 2], [0, 47], [MPI.DOUBLE.Create_vector(3, 0, 2), MPI.FLOAT]
     ),
+    "backwards": lambda: MPI.SHORT.Create_hvector(4, 1, -6),
+    "a pair with a gap": lambda: MPI.SHORT_INT.Dup(),
 }
 
 
@@ -156,12 +158,17 @@ def check(datatype: MPI.Datatype, count: int) -> None:
         for start, place, nbytes in runs_of(table_of([PackJob(at, layout, 0)])):
             by_table[place : place + nbytes] = memory[start : start + nbytes]
         np.testing.assert_array_equal(by_table, packed)
+        by_steps = np.zeros(layout.nbytes, np.uint8)
+        gather_on_host(layout, memory.ctypes.data + at, by_steps.ctypes.data)
+        np.testing.assert_array_equal(by_steps, packed)
         ours, theirs = rng.integers(0, 256, (2, memory.size), np.uint8)
-        theirs[:] = ours
+        theirs[:], by_steps = ours, ours.copy()
         unpack(layout, packed, ours, at)
+        scatter_on_host(layout, by_steps.ctypes.data + at, packed.ctypes.data)
         there = MPI.memory.fromaddress(theirs.ctypes.data + at, 0)
         _move([packed, packed.size, MPI.PACKED], [there, count, datatype])
         np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(by_steps, theirs)
     datatype.Free()
 
 
@@ -181,15 +188,19 @@ def test_the_type_of_all_elements() -> None:
 
 
 def test_a_layout_is_made_once_and_goes_with_its_datatype() -> None:
-    datatype = MPI.INT.Create_vector(3, 1, 2)
-    first = layout_of(datatype)
-    assert layout_of(datatype) is first
-    datatype.Free()
-    datatype = MPI.INT.Create_vector(3, 1, 4)
-    other = layout_of(datatype)
-    assert other is not first and other is not None
-    assert other.regions == (region(0, ((3, 16),), 4),)
-    datatype.Free()
+    """MPI gives the handle of a freed datatype to a later one."""
+    datatypes, layouts = [MPI.INT.Create_vector(3, 1, 2)], list[weakref.ref[DatatypeLayout]]()
+    first = layout_of(datatypes[0])
+    for stride in range(3, 100):
+        datatypes.append(MPI.INT.Create_vector(3, 1, stride))
+        layout = layout_of(datatypes[-1])
+        assert layout is not None and layout.regions == (region(0, ((3, 4 * stride),), 4),)
+        layouts.append(weakref.ref(layout))
+        datatypes[-1].Free()
+        assert layout_of(datatypes[-1]) is None
+    assert layout_of(datatypes[0]) is first
+    datatypes[0].Free()
+    assert sum(layout() is not None for layout in layouts) <= 33
 
 
 @pytest.mark.parametrize("order", [MPI.ORDER_C, MPI.ORDER_FORTRAN])
@@ -349,45 +360,3 @@ def test_blocks_of_any_lengths_are_packed_in_their_order() -> None:
         copied.update({packed + byte: start + byte for byte in range(nbytes)})
     wanted = [place + byte for place, length in zip(places, lengths, strict=True) for byte in range(length)]
     assert [copied[byte] for byte in range(len(copied))] == [place % (1 << 64) for place in wanted]
-
-
-Bytes = npt.NDArray[np.uint8]
-DATATYPES: dict[str, Callable[[], MPI.Datatype]] = {
-    "a vector": lambda: MPI.INT.Create_vector(5, 2, 3),
-    "backwards": lambda: MPI.SHORT.Create_hvector(4, 1, -6),
-    "indexed blocks": lambda: MPI.DOUBLE.Create_indexed([2, 1, 3], [9, 0, 4]),
-    "a structure": lambda: MPI.Datatype.Create_struct([1, 3, 2], [0, 8, 40], [MPI.CHAR, MPI.DOUBLE, MPI.INT]),
-    "a block of a matrix": lambda: MPI.FLOAT.Create_subarray([6, 8], [3, 4], [2, 1]),
-    "a pair with a gap": lambda: MPI.SHORT_INT.Dup(),
-}
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("name", DATATYPES)
-def test_elements_are_packed_and_unpacked_as_by_mpi(name: str, count: int) -> None:
-    datatype = DATATYPES[name]().Commit()
-    whole = datatype.Create_contiguous(count).Commit()
-    layout = layout_of(datatype)
-    assert layout is not None
-    layout = layout.repeated(count)
-    rng = np.random.default_rng(count)
-    memory, other = (rng.integers(0, 256, 2048, np.uint8) for _ in range(2))
-    start = 512  # elements may lie before the address of a buffer
-    packed, expected = (np.zeros(layout.nbytes, np.uint8) for _ in range(2))
-    gather_on_host(layout, memory.ctypes.data + start, packed.ctypes.data)
-    _pack(whole, memory, start, expected)
-    assert np.array_equal(packed, expected)
-    changed = other.copy()
-    scatter_on_host(layout, other.ctypes.data + start, packed.ctypes.data)
-    _unpack(whole, changed, start, expected)
-    assert np.array_equal(other, changed)
-    whole.Free()
-    datatype.Free()
-
-
-def _pack(datatype: MPI.Datatype, memory: Bytes, start: int, packed: Bytes) -> None:
-    MPI.COMM_SELF.Sendrecv([memory[start:], 1, datatype], 0, 0, [packed, packed.size, MPI.BYTE], 0, 0)
-
-
-def _unpack(datatype: MPI.Datatype, memory: Bytes, start: int, packed: Bytes) -> None:
-    MPI.COMM_SELF.Sendrecv([packed, packed.size, MPI.BYTE], 0, 0, [memory[start:], 1, datatype], 0, 0)

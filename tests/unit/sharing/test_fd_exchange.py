@@ -70,11 +70,6 @@ def test_ranks_swap_any_numbers_of_descriptors_in_order(
     ]
 
 
-def test_one_rank_needs_no_socket() -> None:
-    with FdExchange(0, 1) as exchange:
-        assert exchange.address.name[1:] not in Path("/proc/net/unix").read_bytes()
-
-
 def test_received_descriptors_are_closed_by_exec() -> None:
     with listening(2) as (exchange, peer):
         addresses = [exchange.address, peer.address]
@@ -99,24 +94,19 @@ def test_an_interrupt_loses_no_descriptor() -> None:
         assert interrupt_everywhere(swap, fd_exchange) >= {"swap", "_send", "_accept", "_receive"}
 
 
-def test_names_and_secrets_are_new_every_time() -> None:
+def test_names_and_secrets_are_new_every_time_and_secrets_are_not_shown() -> None:
     with listening(8) as exchanges:
-        assert len({exchange.address.name for exchange in exchanges}) == 8
-        assert len({exchange.address.secret for exchange in exchanges}) == 8
+        addresses = [exchange.address for exchange in exchanges]
+    assert len({address.name for address in addresses}) == len({address.secret for address in addresses}) == 8
+    for address in addresses:
+        assert repr(address.name) in repr(address)
+        assert repr(address.secret)[2:-1] not in repr(address) and address.secret.hex() not in repr(address)
 
 
-def test_the_secret_is_not_shown() -> None:
-    with FdExchange(0, 1) as exchange:
-        address = exchange.address
-    assert repr(address.name) in repr(address)
-    assert repr(address.secret)[2:-1] not in repr(address)
-    assert address.secret.hex() not in repr(address)
-
-
-def test_sockets_are_gone_after_close() -> None:
-    with FdExchange(0, 2) as exchange:
-        name = exchange.address.name[1:]
-        assert name in Path("/proc/net/unix").read_bytes()
+def test_sockets_are_of_several_ranks_and_gone_after_close() -> None:
+    with FdExchange(0, 1) as alone, FdExchange(0, 2) as exchange:
+        name, sockets = exchange.address.name[1:], Path("/proc/net/unix").read_bytes()
+        assert name in sockets and alone.address.name[1:] not in sockets
     assert name not in Path("/proc/net/unix").read_bytes()
     exchange.close()
 
@@ -136,20 +126,14 @@ def test_a_name_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # With 2 there is room for the selector and the connection, and the kernel drops the descriptor that comes on it.
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_limit_on_descriptors_that_is_too_low_is_named(count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "fds", "said"), [*((count, 1, "ulimit -n") for count in (0, 1, 2)), (3, 2, "descriptors")]
+)
+def test_a_limit_on_descriptors_that_is_too_low_is_named(count: int, fds: int, said: str) -> None:
     with listening(2) as (exchange, peer), memory("own") as own:
         addresses = [exchange.address, peer.address]
-        send(exchange.address, hello(1, 0, peer.address.secret), fds=1)
-        with few_free_descriptors(count), pytest.raises(HandleError, match="ulimit -n"):
-            swap_one(exchange, addresses, own)
-
-
-def test_a_descriptor_of_two_that_finds_room_is_closed_again() -> None:
-    with listening(2) as (exchange, peer), memory("own") as own:
-        addresses = [exchange.address, peer.address]
-        send(exchange.address, hello(1, 0, peer.address.secret), fds=2)
-        with few_free_descriptors(3), pytest.raises(HandleError, match="descriptors"):
+        send(exchange.address, hello(1, 0, peer.address.secret), fds=fds)
+        with few_free_descriptors(count), pytest.raises(HandleError, match=said):
             swap_one(exchange, addresses, own)
 
 
@@ -300,22 +284,19 @@ def test_a_flood_does_not_use_the_descriptors_up(dropped: list[int]) -> None:
     assert sum(dropped) == count and len(dropped) <= 2  # a line of each rank
 
 
-@pytest.mark.parametrize("fds", [0, 2, 200])
-def test_a_rank_that_sends_another_number_of_descriptors_is_an_error(fds: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "fds", "said"),
+    [
+        *((2, fds, r"rank 2 sent \w+ descriptors instead of 1") for fds in (0, 2, 200)),
+        (1, 1, "rank 1 sent message 0 of its descriptors twice"),
+    ],
+)
+def test_a_rank_that_sends_another_number_of_descriptors_is_an_error(rank: int, fds: int, said: str) -> None:
     with listening(3) as exchanges:
         addresses = [exchange.address for exchange in exchanges]
         send(addresses[0], hello(1, 0, addresses[1].secret), fds=1)
-        send(addresses[0], hello(2, 0, addresses[2].secret), fds=fds)
-        with pytest.raises(HandleError, match=r"rank 2 sent \w+ descriptors instead of 1"):
-            swap(exchanges[0], 0, addresses)
-
-
-def test_a_rank_that_sends_twice_is_an_error() -> None:
-    with listening(3) as exchanges:
-        addresses = [exchange.address for exchange in exchanges]
-        send(addresses[0], hello(1, 0, addresses[1].secret), fds=1)
-        send(addresses[0], hello(1, 0, addresses[1].secret), fds=1)
-        with pytest.raises(HandleError, match="rank 1 sent message 0 of its descriptors twice"):
+        send(addresses[0], hello(rank, 0, addresses[rank].secret), fds=fds)
+        with pytest.raises(HandleError, match=said):
             swap(exchanges[0], 0, addresses)
 
 

@@ -15,18 +15,16 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.machine import Machine
-from mpicomm.bench.measure import Measuring, Outcome
+from mpicomm import tune
+from mpicomm.bench.measure import Machine, Measuring, Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning, load, to_json
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.tune import __main__ as tune
-from mpicomm.tune.sweep import Measure, Subject, Timing, choose, subjects_of, sweep
+from mpicomm.tune import Measure, Subject, Timing, choose, subjects_of, sweep
 from tests.helpers.inputs.tuning import row as tuning_row
 from tests.helpers.inputs.tuning import table
-from tests.helpers.jobs.in_turn import run_changed
-from tests.helpers.jobs.mpiexec import run_job
+from tests.helpers.jobs.in_turn import changed, run_in_turn
 from tests.helpers.references.reductions import dtype_named
 
 TUNE = ("-m", "mpicomm.tune")
@@ -55,20 +53,9 @@ def test_all_that_has_a_choice_is_a_subject() -> None:
     kinds = [subject.kind for subject in subjects_of(EVERY_NAME, FLOAT)]
     assert not any(kind.coded for kind in kinds)
     found = [(kind.operation, kind.registered) for kind in kinds]
-    assert found == [
-        ("Allreduce", False),
-        ("Allreduce", True),
-        ("Reduce_scatter_block", False),
-        ("Allgather", False),
-        ("Allgather", True),
-        ("Bcast", False),
-        ("Bcast", True),
-        ("Reduce", False),
-        ("Gather", False),
-        ("Scatter", False),
-        ("Alltoall", False),
-        ("Alltoall", True),
-    ]
+    names = ("Allreduce", "Reduce_scatter_block", "Allgather", "Bcast", "Reduce", "Gather", "Scatter", "Alltoall")
+    mapped = ("Allreduce", "Allgather", "Bcast", "Alltoall")
+    assert found == [(name, registered) for name in names for registered in (False, True)[: 1 + (name in mapped)]]
     assert {operation for operation, _ in found} == {*TUNED}
 
 
@@ -139,12 +126,9 @@ def test_a_row_comes_of_the_times(capsys: pytest.CaptureFixture[str]) -> None:
         ["8192", "16.00", "8.00", "7.00", "copy_engine"],
     ]
     assert shown[-2:] == ["# - copy_engine: not here", "#"]
-
-
-def test_bounds_are_sizes_that_were_measured() -> None:
-    subject = allreduce()
-    cases = subject.cases([1000, 2001], 0, 3)
-    row, _ = sweep(subject, cases, played({1000: {"two_shot": 2.0}, 2000: {"one_shot": 1.0}}), table())
+    # Bounds are sizes that were measured.
+    cases = allreduce().cases([1000, 2001], 0, 3)
+    row, _ = sweep(allreduce(), cases, played({1000: {"two_shot": 2.0}, 2000: {"one_shot": 1.0}}), table())
     assert row.choices == ((0, "two_shot"), (2000, "one_shot"))
 
 
@@ -225,26 +209,23 @@ def test_a_new_table_is_empty_and_its_directory_is_made(tmp_path: Path, monkeypa
     assert table == Tuning(f"{path} (NVIDIA H200)", (), "NVIDIA H200")
 
 
-def test_a_table_that_is_there_is_kept(tmp_path: Path) -> None:
+def test_a_table_that_is_there_is_kept_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json"
     old = Tuning("", (Row(Kind("Bcast", False), 8, ((0, "two_shot"),)),), "NVIDIA H200")
     path.write_text(json.dumps(to_json(old)))
+    (tmp_path / "broken.json").write_text("{")
     assert tune.open_table(path, "NVIDIA H200")[1].rows == old.rows
-    with pytest.raises(InvalidUsageError, match=r"table\.json is for NVIDIA H200, this is NVIDIA L4: name another"):
-        tune.open_table(path, "NVIDIA L4")
-    path.write_text("{")
-    with pytest.raises(InvalidUsageError, match=r"table\.json: JSONDecodeError"):
-        tune.open_table(path, "NVIDIA H200")
-
-
-def test_a_table_that_cannot_be_kept_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file/table.json", tmp_path):
-        with pytest.raises(InvalidUsageError, match=r"the table cannot be kept: .*; name another file with --output"):
-            tune.open_table(path, "NVIDIA H200")
     monkeypatch.setattr(tuning, "default_file", lambda device: None)
-    with pytest.raises(InvalidUsageError, match="no cache directory"):
-        tune.open_table(None, "NVIDIA H200")
+    refused: dict[Path | None, str] = {
+        path: r"table\.json is for NVIDIA H200, this is NVIDIA L4: name another",
+        tmp_path / "broken.json": r"broken\.json: JSONDecodeError",
+        path / "table.json": r"the table cannot be kept: .*; name another file with --output",
+        tmp_path: r"the table cannot be kept: .*; name another file with --output",
+        None: "no cache directory",
+    }
+    for file, said in refused.items():
+        with pytest.raises(InvalidUsageError, match=said):
+            tune.open_table(file, "NVIDIA L4")
 
 
 WRONG: dict[tuple[str, ...], str] = {
@@ -255,34 +236,22 @@ WRONG: dict[tuple[str, ...], str] = {
 }
 
 
-@pytest.mark.parametrize("options", WRONG)
-def test_wrong_arguments(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tune.parser().parse_args(options)
-    assert WRONG[options] in capsys.readouterr().err
-
-
-def test_defaults() -> None:
+def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in WRONG.items():
+        with pytest.raises(SystemExit):
+            tune.parser().parse_args(arguments)
+        assert message in capsys.readouterr().err
     options = tune.parser().parse_args(["-d", "int32"])
     assert (options.minbytes, options.maxbytes, options.stepfactor) == (KIB, 256 * MIB, 2)
     assert (options.operations, options.datatype, options.output) == (EVERY_NAME, "int32", None)
 
 
-def test_the_host_has_no_table(tmp_path: Path) -> None:
-    output = tmp_path / "table.json"
-    job = run_job(2, *TUNE, "-D", "cpu", "--output", str(output))
-    assert (job.returncode, job.stdout) == (2, "")
-    assert job.stderr.startswith("error: the table is for collectives on GPU arrays, and these ranks are on the cpu")
-    assert job.stderr.count("\n") == 1
-    assert not output.exists()
-
-
 CHANGED = """
 import time
 from mpicomm.collectives.gpu.tuning import find
-from mpicomm.tune import __main__ as tune, sweep
+from mpicomm import tune
 patch(tune, "require_possible", lambda comm, ranks: None)
-patch(sweep, "algorithms_of", lambda operation: ("one_shot", "two_shot", "magic"))
+patch(tune, "algorithms_of", lambda operation: ("one_shot", "two_shot", "magic"))
 def changed(self, send, receive, *args, **options):
     find("this", lambda: None)  # as the engine for GPUs calls it
     allreduce(self, send, receive, *args, **options)
@@ -300,15 +269,15 @@ def test_whole_runs_on_the_host_which_are_right_and_wrong(tmp_path: Path) -> Non
     kept = Row(Kind("Bcast", False), 8, ((0, "two_shot"),))
     replaced = Row(Kind("Allreduce", False), 2, ((0, "copy_engine"),))
     output.write_text(json.dumps(to_json(Tuning("", (kept, replaced), "cpu"))))
-    changes = [
-        (CHANGED.format(code=slow), (*SHORT, "-d", "float32", "--output", str(output))),
-        (CHANGED.format(code=corrupt), (*SHORT, "--output", str(unwritten))),
-    ]
+    programs: list[tuple[str | Path, ...]] = [(*TUNE, "-D", "cpu", "--output", tmp_path / "none.json")]
+    for code, file in ((slow, output), (corrupt, unwritten)):
+        program = changed(tmp_path, "mpicomm.tune", CHANGED.format(code=code))
+        programs.append((program, *SHORT, "--output", file))
     # A table that is named is ignored.
-    job, ((right, status), (wrong, failed)) = run_changed(
-        tmp_path, 2, "mpicomm.tune.__main__", *changes, MPICOMM_TUNING="not/there.json"
-    )
-    assert (job.returncode, job.stderr, status, failed) == (0, "", 0, 1)
+    job, (none, (right, status), (wrong, failed)) = run_in_turn(2, *programs, MPICOMM_TUNING="not/there.json")
+    assert (job.returncode, status, failed, none) == (0, 0, 1, ("", 2))
+    assert job.stderr.startswith("error: the table is for collectives on GPU arrays, and these ranks are on the cpu")
+    assert job.stderr.count("\n") == 1
     assert wrong.splitlines()[-1] == "# FAILED: 6 wrong; nothing was written"
     assert wrong.count("# - two_shot: 1 wrong at 16384 B") == 2
     assert not unwritten.exists()

@@ -80,7 +80,7 @@ def test_ranks_must_ask_for_the_same_slots(comm_world: MPI.Intracomm) -> None:
         pytest.skip("needs two ranks")
     node = Group(comm_world, range(comm_world.size), 20.0, tag=77)
     call_log = CallLog(node)
-    with raises_everywhere(comm_world, InvalidUsageError, match="host arena: the ranks differ"):
+    with raises_everywhere(comm_world, InvalidUsageError, match="host arena differs between ranks"):
         HostEngine(node, call_log, slots=2 + 2 * comm_world.size + comm_world.rank)
     call_log.close_peers()
     comm_world.Barrier()

@@ -1,4 +1,4 @@
-"""Calls of new sizes at new addresses, from their arguments to the launch, over a CUDA that launches nothing."""
+"""Calls and messages of new sizes at new addresses, from their arguments to the launch, over a fake CUDA."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.epilogues import Epilogue, rms_norm
-from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import buffers
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.rigs.fake_engines import STREAM, Rig
@@ -165,14 +168,6 @@ def test_a_reduce_scatter_without_counts_has_no_known_form(calls: Calls) -> None
     assert calls.find(*arguments) is None
 
 
-def test_a_reduce_scatter_into_no_buffer_is_no_call_in_place(calls: Calls) -> None:
-    operation, in_place, array, op, counts = call_of("Reduce_scatter in place", 1000, random.Random(1))
-    calls.run(operation, in_place, array, op, counts)
-    assert calls.find(operation, in_place, array, op, counts) is not None
-    for send, receive in ((array, in_place), (array, None), (in_place, in_place)):
-        assert calls.find(operation, send, receive, op, counts) is None
-
-
 @pytest.mark.parametrize(
     ("name", "kib", "symmetric", "most"),
     [
@@ -240,44 +235,6 @@ def test_a_repeated_call_with_an_epilogue_gets_a_separate_plan(calls: Calls) -> 
     assert calls.find(*again) is not filled
 
 
-def test_a_call_with_a_wrong_epilogue_is_refused_as_if_it_had_no_form(calls: Calls) -> None:
-    rng = random.Random(6)
-    calls.run(*call_of("rms_norm", 3, rng))
-    operation, send, receive, op, *_ = call_of("rms_norm", 4, rng)
-    *_, norm_of_others = call_of("rms_norm", 5, rng)
-    for _ in range(3):
-        with pytest.raises(InvalidUsageError, match="residual has"):
-            calls.run(operation, send, receive, op, epilogue=norm_of_others)
-    with pytest.raises(InvalidUsageError, match="overlaps"):
-        calls.run(operation, send, receive, op, epilogue=rms_norm(send, Array(5 << 50, HIDDEN)))
-    assert calls.find(*call_of("rms_norm", 4, rng)) is not None
-
-
-def test_wrong_counts_on_the_gpu_are_refused_as_if_they_had_no_form(calls: Calls) -> None:
-    rng = random.Random(7)
-    name = "Alltoallv with counts on the GPU"
-    calls.run(*call_of(name, 300, rng))
-    operation, [x, (counts, places)], [y, came], _ = call_of(name, 400, rng)
-    wrong = Array(came.data.ptr, 2, np.dtype("u8")), Array(came.data.ptr, 3, INT), Array(y.data.ptr, 2, INT), counts
-    for array, text in zip(wrong, ("type uint64", "3 integers for 2 ranks", "overlap", "overlap"), strict=True):
-        for _ in range(3):
-            with pytest.raises(InvalidUsageError, match=text):
-                calls.run(operation, [x, (counts, places)], [y, array], None)
-    with pytest.raises(InvalidUsageError, match=r"sendbuf=MPI\.IN_PLACE"):
-        calls.run(operation, MPI.IN_PLACE, [y, came], None)
-    assert calls.find(*call_of(name, 500, rng)) is not None
-    assert calls.find(OPERATIONS["Allgatherv"], x, [y, came], None) is None
-
-
-def test_arrays_beside_symmetric_memory_may_have_a_datatype(calls: Calls) -> None:
-    calls.add_symmetric_memory()
-    rng = random.Random(3)
-    for count in range(100, 200, 10):
-        operation, send, receive, op = call_of("Allreduce", count, rng)
-        calls.run(operation, [send, MPI.FLOAT], [receive, count, MPI.FLOAT], op)
-    assert calls.planned == 1
-
-
 def test_calls_of_random_sizes_and_addresses_take_no_memory(calls: Calls) -> None:
     rng = random.Random(2)
 
@@ -298,3 +255,110 @@ def test_calls_of_random_sizes_and_addresses_take_no_memory(calls: Calls) -> Non
     grown = make(15_000) - before
     assert grown < 10_000  # less than a block for each call, because the cache of calls has a bound
     assert calls.planned == planned
+
+
+# Messages in stream order.
+
+PEER, TAG = 1, 7
+Route = tuple[int, int, int, int]
+BOTH: Route = (PEER, TAG, PEER, MPI.ANY_TAG)
+ROUTES: list[Route] = [BOTH, (PEER, 8, PEER, MPI.ANY_TAG), (PEER, TAG, PEER, 8), (0, TAG, PEER, 8)]
+ROUTES += [(MPI.PROC_NULL, 0, PEER, MPI.ANY_TAG)]
+
+
+class Messages:
+    """The way of messages between two ranks."""
+
+    def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        from mpicomm.collectives.gpu.plan_cache import PlanCache
+
+        monkeypatch.setattr(sys.modules["cupy"], "ndarray", Array, raising=False)
+        self._rig = Rig(cuda, monkeypatch)
+        backend = SimpleNamespace(stream=lambda stream, array: STREAM)
+        session: Any = SimpleNamespace(mappings=Mappings(), backend=backend, require_usable=lambda what: None)
+        self._cache = PlanCache(session, self._rig.engine)
+        self.planned = 0
+
+    def find(self, send: Array | None, receive: Array, route: Route) -> Any:
+        return self._cache.find_message("Sendrecv", send, receive, route)
+
+    def exchange(self, send: Array | None, receive: Array, route: Route = BOTH) -> tuple[tuple[int, ...], ...]:
+        """Make a call as the dispatcher does. Return the address, bytes and blocks of both messages in the launch."""
+        call = "Sendrecv", send, receive, route
+        known = self._cache.find_message(*call)
+        if known is None:
+            self.planned += 1
+            sent = None if send is None else message(send, TAG)
+            received = message(receive, None)
+            known = plan = self._rig.engine.prepare_messages("Sendrecv", sent, received)
+            plan.by_output = send is None
+            self._cache.add_message(plan, *call, sent, received)
+        self._cache.enqueue(known, None, send, receive)
+        arguments, shape = self._rig.launched[-1], self._rig.shapes[-1]
+        sides = arguments.sent, arguments.received
+        assert shape["blocks"] == sum(side.blocks for side in sides)
+        assert all(side.blocks * side.stride >= side.nbytes for side in sides)
+        return tuple((side.pointer, side.nbytes, side.tag) for side in sides)
+
+
+@pytest.fixture
+def messages(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Messages:
+    return Messages(cuda, monkeypatch)
+
+
+def message(array: Array, tag: int | None) -> Message:
+    return Message(PEER, Span(array.data.ptr, array.size * array.itemsize), tag)
+
+
+def array_of(buffer: int, count: int, dtype: str = "f4", place: int = 0) -> Array:
+    return Array((buffer << 50) + 256 * place, count, np.dtype(dtype))
+
+
+LENGTHS = st.integers(0, 12) | st.integers(0, 10_000_000)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_messages_have_their_addresses_and_lengths(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    """Each kind of message is planned once. Messages that overlap are read, and so is one after an empty message."""
+    messages = Messages(cuda, monkeypatch)
+    kinds = [(data.draw(st.sampled_from(ROUTES)), data.draw(st.sampled_from(["f4", "f8", "i2"]))) for _ in range(2)]
+    known: set[Any] = set()
+    for number in range(6):
+        route, dtype = data.draw(st.sampled_from(kinds))
+        received = data.draw(LENGTHS)
+        sent = data.draw(LENGTHS) if received else 1
+        received = received or int(route[0] == MPI.PROC_NULL)
+        place = number + 6 * data.draw(st.integers(0, 1 << 16))  # none twice, because a graph is not noted
+        send = None if route[0] == MPI.PROC_NULL else array_of(1, sent, dtype, place)
+        receive = array_of(2, received, dtype, place)
+        if send is not None and data.draw(st.booleans()) and sent and received:
+            send.data.ptr = receive.data.ptr + data.draw(st.sampled_from([1 - send.nbytes, 0, receive.nbytes - 1]))
+            assert messages.find(send, receive, route) is None
+            send.data.ptr = receive.data.ptr - send.nbytes
+        planned, nbytes = messages.planned, np.dtype(dtype).itemsize
+        (pointer, length, tag), (into, room, _) = messages.exchange(send, receive, route)
+        assert (pointer, length) == ((send.data.ptr, nbytes * sent) if send is not None and sent else (0, 0)), number
+        assert (into, room) == ((receive.data.ptr, nbytes * received) if received else (0, 0)), number
+        assert tag == messages.exchange(send, receive, route)[0][2]
+        if (route, dtype) in known:
+            assert messages.planned == planned
+        elif received and (sent or send is None):  # an empty message does not tell the bytes of an element
+            known.add((route, dtype))
+
+
+def test_the_tag_of_a_message_contains_its_length(messages: Messages) -> None:
+    lengths = [5, 100_003, 1, 12]
+    tags = {messages.exchange(array_of(1, each), array_of(2, 4))[0][2] for each in lengths}
+    assert len(tags) == len(lengths) and messages.planned == 1
+
+
+def test_a_repeated_message_gets_a_plan_with_a_graph(messages: Messages) -> None:
+    for count in (4, 5):
+        messages.exchange(array_of(1, count), array_of(2, count))
+    send, receive = array_of(1, 6), array_of(2, 6)
+    for _ in range(12):
+        messages.exchange(send, receive)
+    assert messages.planned == 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,7 @@ from mpicomm.collectives.gpu import plan_cache as known_calls
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.epilogues import Elementwise
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.plain_arrays import plain_array
+from mpicomm.mpi.plain_arrays import known_buffer, plain_array
 from tests.helpers.rigs.plan_caches import Array, Known, Tensor, arguments, install_libraries
 
 
@@ -26,142 +24,80 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     install_libraries(monkeypatch)
 
 
-Made = tuple[str, Arguments] | tuple[str, Arguments, str]
-"""A collective, its arguments, and perhaps ``algorithm=``."""
 VECTORS = [MPI.FLOAT.Create_vector(2, 1, length) for length in (3, 3, 4)]
-PAIR = MPI.FLOAT.Create_contiguous(2)
 
 
-def allreduce(send: Any, receive: Any, op: MPI.Op = MPI.SUM, **others: Any) -> Made:
+def allreduce(send: Any, receive: Any, op: MPI.Op = MPI.SUM, **others: Any) -> tuple[str, Arguments]:
     return "Allreduce", arguments(send, receive, op, **others)
 
 
-def blocks(send: Any, receive: Any, operation: str = "Alltoallv") -> Made:
+def blocks(send: Any, receive: Any, operation: str = "Alltoallv") -> tuple[str, Arguments]:
     return operation, arguments(send, receive, None)
 
 
-def typed(datatype: Any, count: int, displ: int = 4, sequence: Any = list, receive: int = 64) -> Made:
-    """Blocks with a datatype each."""
-    said = [1, count], [0, displ], sequence([MPI.FLOAT, datatype])
-    return blocks([Array(16, (50,)), *said], [Array(receive, (50,)), *said], "Alltoallw")
+class Parameter(Tensor):
+    """PyTorch's class of the weights of models."""
 
 
-def on_device(kind: Any, counts: int = 16, displs: int = 32, received: int = 48) -> Made:
-    return blocks([kind(160), (kind(counts), kind(displs))], [kind(320), kind(received)])
+class Other(Tensor):
+    """A subclass with memory of another kind, perhaps."""
 
 
-def finished(place: int, weight: float = 2.0, datatype: Any = None) -> Made:
-    """A call with an epilogue. With a derived datatype it has no template, and its key has the arrays, too."""
-    send, receive = (array if datatype is None else [array, datatype] for array in (Array(16), Array(64)))
-    return allreduce(send, receive, epilogue=Elementwise("v * w + bias[i]", w=weight, bias=Array(place)))
+def test_arrays_are_known_by_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.nn", SimpleNamespace(Parameter=Parameter))
+    kinds: list[tuple[Any, Any]] = [(Array, (5,)), (Tensor, 5), (Parameter, 5)]
+    for kind, five in kinds:
+        found = [plain_array(each) for each in (kind(16), kind(32), kind(16, five), kind(16, dtype="int32"))]
+        assert None not in found and len({*map(str, found)}) == 4
+        assert plain_array(kind(16)) == found[0]
+    assert plain_array(Parameter(16)) == plain_array(Tensor(16))
+    assert plain_array(Array(16, (2, 3), order="F")) == plain_array(Array(16, (2, 3)))
+    for unknown in (
+        Array(16, (2, 3), order="pieces"), Tensor(16, step=2), Tensor(16, requires_grad=True), Tensor(16, conj=True),
+        Tensor(16, neg=True), Tensor(16, on_host=True), Tensor(None), Parameter(16, requires_grad=True), Other(16),
+    ):  # fmt: skip
+        assert plain_array(unknown) is None
 
 
-def shares(send: Any, *counts: int) -> Made:
-    return "Reduce_scatter", arguments(send, Array(64), counts=[*counts])
-
-
-_PLACES: list[Callable[[Any], Made]] = [
-    lambda array: allreduce(array, Array(64, (2, 3))),
-    lambda array: allreduce(Array(64, (2, 3)), array),
-    lambda array: allreduce(None, array),
-]
-KNOWN: list[tuple[Made, Sequence[Made], Sequence[Made]]] = [
-    *(
-        (allreduce(send(), kind(64)), [allreduce(send(), kind(64))], [])
-        for kind in (Array, Tensor)
-        for send in (partial(kind, 16), lambda: MPI.IN_PLACE, lambda: None)
-    ),
-    (
-        allreduce(Array(16), Array(64)),
-        [],
-        [
-            ("Reduce", arguments(Array(16), Array(64))),
-            (*allreduce(Array(16), Array(64))[:2], "two_shot"),
-            *(allreduce(Array(16), Array(64), **other) for other in ({"op": MPI.MAX}, {"root": 1})),
-            *(allreduce(send, Array(64)) for send in (Array(32), Array(16, (5,)), Array(16, dtype="i4"), Tensor(16))),
-            *(allreduce(send, Array(64)) for send in (MPI.IN_PLACE, None)),
-            *(allreduce(Array(16), other) for other in (Array(32), Array(64, (5,)), Array(64, dtype="i4"), None)),
-        ],
-    ),
-    *(
-        (call(Array(16, (2, 3), order="F")), [call(Array(16, (2, 3)))], [call(Array(16, (2, 3), order="pieces"))])
-        for call in _PLACES
-    ),
-    (
-        blocks([Array(16), [3, 1]], [Array(64), ([2, 2], [0, 2])]),
-        [
-            blocks((Array(16), np.array([3, 1])), others)
-            for others in ((Array(64), ((2, 2), [0, 2])), (Array(64), np.array([2, 2]), (0, 2), None))
-        ],
-        [],
-    ),
-    *(
-        (
-            on_device(kind),
-            [on_device(kind)],
-            [on_device(kind, **{name: 64}) for name in ("counts", "displs", "received")],
-        )
-        for kind in (Array, Tensor)
-    ),
-    *((shares(send, 1, 3), [shares(send, 1, 3)], [shares(send, 2, 2)]) for send in (Array(16), MPI.IN_PLACE)),
-    *(
-        (
-            finished(128, datatype=datatype),
-            [finished(128, datatype=datatype)],
-            [finished(256, datatype=datatype), finished(128, 3.0, datatype), allreduce(Array(16), Array(64))],
-        )
-        for datatype in (None, VECTORS[0])
-    ),
-    (
-        typed(MPI.FLOAT, 4),
-        [typed(MPI.DOUBLE, 2, sequence=tuple)],  # by their bytes
-        [
-            *(typed(MPI.FLOAT, 3), typed(MPI.DOUBLE, 4), typed(PAIR, 4)),
-            *(typed(MPI.FLOAT, 4, displ=8), typed(MPI.FLOAT, 4, receive=128)),
-        ],
-    ),
-    (
-        typed(VECTORS[0], 2),
-        [typed(VECTORS[0], 2)],  # by their layouts
-        [
-            *(typed(other, 2) for other in VECTORS[1:]),
-            *(typed(VECTORS[0], 3), typed(VECTORS[0], 2, 8), typed(VECTORS[0], 2, receive=128)),
-        ],
-    ),
+ON_GPU = [Array(at, (2,), "i4") for at in (32, 48)]
+SAID: list[tuple[Any, ...]] = [
+    *((said,) for said in (4, 5, "bfloat16", (4, 0), [4, 0], [4, 1], np.array([[4, 2]]), *VECTORS, *ON_GPU)),
+    *((4, "bfloat16"), (4, MPI.FLOAT), (4, MPI.INT), (None, MPI.INT), ([4, 0], [0, 4]), ([4, 0], [0, 5])),
+    *((([4, 0], [0, 4]), datatype) for datatype in (MPI.FLOAT, VECTORS[0], [MPI.FLOAT] * 2, [MPI.FLOAT, VECTORS[0]])),
+    *((np.array([4, 2]),), (np.array([4, 3]),), (2, VECTORS[0])),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(KNOWN)))  # numbers, because datatypes have no name that is always the same
-def test_a_call_is_known_by_its_memory_and_its_values(number: int) -> None:
-    known, (call, same, others) = Known(), KNOWN[number]
-    for other in others:
-        known.add(*other)
-    assert known.find(*call) is None
-    plan = known.add(*call)
-    for again in (call, *same):
-        assert known.find(*again) is plan
-    for other in others:
-        assert known.find(*other) is not plan
+@pytest.mark.parametrize("kind", [Array, Tensor])
+def test_what_comes_with_an_array_is_told_apart(kind: Any) -> None:
+    """Two arguments with one key would be one call. Derived datatypes differ, even if their elements do not."""
+    keys = [known_buffer([kind(16), *said], counts_on_device=True) for said in SAID]
+    assert None not in keys
+    for number, (said, key) in enumerate(zip(SAID, keys, strict=True)):
+        assert keys.index(key) == number
+        assert known_buffer((kind(16), *said), counts_on_device=True) == key
+        assert known_buffer([kind(32), *said], counts_on_device=True) not in keys
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        Tensor(32),
-        Tensor(16, 5),
-        Tensor(16, dtype="int32"),
-        Tensor(16, step=2),
-        Tensor(16, requires_grad=True),
-        Tensor(16, conj=True),
-        Tensor(16, neg=True),
-        Tensor(16, on_host=True),
-        Tensor(None),
-    ],
-)
-def test_another_tensor_is_not(tensor: Tensor) -> None:
-    known = Known()
-    known.add("Bcast", arguments(None, Tensor(16), None))
-    assert known.find("Bcast", arguments(None, tensor, None)) is None
+def test_a_call_is_known_by_all_that_it_says() -> None:
+    known, arrays = Known(), (Array(16), Array(64))
+    epilogues = [
+        Elementwise("v * w + bias[i]", w=weight, bias=Array(at)) for weight, at in ((2.0, 128), (2.0, 256), (3.0, 128))
+    ]
+    calls: list[Any] = [
+        allreduce(*arrays), ("Reduce", arguments(*arrays)), (*allreduce(*arrays), "two_shot"),
+        *(allreduce(*arrays, **other) for other in ({"op": MPI.MAX}, {"root": 1})),
+        *(allreduce(*arrays, epilogue=epilogue) for epilogue in epilogues),
+        *(allreduce([arrays[0], VECTORS[0]], [arrays[1], VECTORS[0]], epilogue=epilogue) for epilogue in epilogues),
+        *(("Reduce_scatter", arguments(*arrays, counts=counts)) for counts in ([1, 3], [2, 2])),
+        ("Reduce_scatter", arguments(MPI.IN_PLACE, arrays[1], counts=[1, 3])),
+        *(allreduce(send, arrays[1]) for send in (MPI.IN_PLACE, None)),
+    ]  # fmt: skip
+    plans = []
+    for call in calls:
+        assert known.find(*call) is None
+        plans.append(known.add(*call))
+    assert [known.find(*call) for call in calls] == plans
 
 
 @pytest.mark.parametrize("counts", [[4, 0], np.array([4, 0])])
@@ -175,53 +111,6 @@ def test_what_was_changed_in_place_is_another(counts: Any) -> None:
     known.add(*call)
     counts[1] = 1
     assert known.find(*call) is None
-
-
-def test_a_weight_of_a_model_is_recognised_as_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Parameter(Tensor):
-        """PyTorch's class of the weights of models."""
-
-    class Other(Tensor):
-        """A subclass with memory of another kind, perhaps."""
-
-    monkeypatch.setitem(sys.modules, "torch.nn", SimpleNamespace(Parameter=Parameter))
-    assert plain_array(Parameter(16)) == plain_array(Tensor(16)) is not None
-    assert plain_array(Parameter(16, requires_grad=True)) is None
-    assert plain_array(Other(16)) is None
-
-
-SAID = (
-    (4,),
-    (5,),
-    ("bfloat16",),
-    (4, "bfloat16"),
-    (4, MPI.FLOAT),
-    (4, MPI.INT),
-    (None, MPI.INT),
-    ((4, 0),),
-    ([4, 0],),
-    ([4, 1],),
-    ([4, 0], [0, 4]),
-    ([4, 0], [0, 5]),
-    (([4, 0], [0, 4]), MPI.FLOAT),
-    (np.array([4, 2]),),
-    (np.array([4, 3]),),
-    (np.array([[4, 2]]),),
-)
-
-
-@pytest.mark.parametrize("kind", [Array, Tensor])
-@pytest.mark.parametrize("number", range(len(SAID)))  # numbers, because datatypes have no name that is always the same
-def test_what_comes_with_an_array_is_told_apart(number: int, kind: Any) -> None:
-    known, said = Known(), SAID[number]
-    for others in (each for each in SAID if each is not said):
-        known.add("Alltoallv", arguments([kind(16), *others], [kind(64), *said], None))
-        known.add("Alltoallv", arguments([kind(16), *said], [kind(64), *others], None))
-    given = arguments([kind(16), *said], (kind(64), *said), None)
-    assert known.find("Alltoallv", given) is None
-    plan = known.add("Alltoallv", given)
-    assert known.find("Alltoallv", arguments((kind(16), *said), [kind(64), *said], None)) is plan
-    assert known.find("Alltoallv", arguments([kind(32), *said], [kind(64), *said], None)) is None
 
 
 def test_what_cannot_be_told_apart_is_never_known() -> None:
@@ -243,21 +132,6 @@ def test_what_cannot_be_told_apart_is_never_known() -> None:
     # The host reads counts on the device in all calls but an Alltoallv, and they may have changed.
     known.add(*blocks(Array(160), [Array(320), Array(48)], "Allgatherv"))
     assert known.find(*blocks(Array(160), [Array(320), Array(48)], "Allgatherv")) is None
-
-
-def test_a_derived_datatype_is_known_until_it_is_freed() -> None:
-    """MPI gives the handle of a freed datatype to another one."""
-    known, array = Known(), Array(16)
-    derived = MPI.FLOAT.Create_vector(2, 1, 3)
-    known.add("Bcast", arguments([array, derived], Array(64)))
-    assert known.find("Bcast", arguments([array, derived], Array(64))) is not None
-    for _ in range(3):
-        derived.Free()
-        derived = MPI.FLOAT.Create_vector(2, 1, 3)
-        assert known.find("Bcast", arguments([array, derived], Array(64))) is None
-    derived.Free()
-    known.add("Bcast", arguments([array, MPI.FLOAT], Array(64)))
-    assert known.find("Bcast", arguments([array, derived], Array(64))) is None  # DATATYPE_NULL
 
 
 def test_a_datatype_with_the_handle_of_a_freed_one_is_not_taken_for_that() -> None:

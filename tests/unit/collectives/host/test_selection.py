@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-import mpicomm
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES
@@ -57,20 +56,11 @@ def test_two_shots_of_a_reduce_are_for_gpus() -> None:
     assert algorithms_for(ALLREDUCE) == ("one_shot", "two_shot", "ring")
 
 
-# Plain calls: the same calls in every form go to MPI without a closer look, and no call that must not.
+# Plain calls: these go to MPI without a closer look. `mpi_room/test_arguments.py` shows that no other call does.
 
 SIZES = (2, 3, 8)
 RANK = 1
 EVERY = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
-
-
-class OnDevice:
-    """A device array with the attributes that the checks may read."""
-
-    __cuda_array_interface__ = {"shape": (1,), "typestr": "<f8", "data": (1 << 40, False), "version": 3}
-    dtype = np.dtype(np.float64)
-    size = nbytes = 8
-    base = None
 
 
 def plain(method: str, send: Any, receive: Any, op: Any = MPI.SUM, size: int = 2, nodes: int = 1) -> bool:
@@ -104,47 +94,9 @@ def test_no_call_is_for_mapped_memory(operation: Operation, op: MPI.Op, size: in
         assert plain(operation.name, send, receive, op, size, 2)
 
 
-@pytest.mark.parametrize(
-    "buffer",
-    [
-        OnDevice(),
-        np.zeros(4, np.float16),
-        np.zeros(4, ">f8"),
-        np.zeros(4, "f4,f4"),
-        np.ma.zeros(4),
-        [OnDevice(), MPI.DOUBLE],
-        [np.zeros(4), 5],
-        [np.zeros(4), -1],
-        [np.zeros(4), (4, 1), MPI.DOUBLE],
-        [np.zeros(4), "d"],
-        [np.zeros(4), MPI.DATATYPE_NULL],
-        [np.zeros(4), 4, 0, MPI.DOUBLE],
-        [None, 0, MPI.DOUBLE],
-        [],
-    ],
-)
-def test_buffers_that_need_a_closer_look(buffer: Any) -> None:
-    for method in ("Allreduce", "Allgather", "Bcast", "Iallreduce"):
-        assert not plain(method, None, buffer)
-        assert not plain(method, buffer, np.zeros(8))
-
-
-def test_a_reduction_of_another_type_than_the_arrays_needs_a_closer_look() -> None:
-    for datatype in (MPI.FLOAT, MPI.BYTE, MPI.DOUBLE_INT):
-        assert not plain("Allreduce", np.zeros(4), [np.zeros(4), datatype])
-        assert not plain("Allreduce", MPI.IN_PLACE, [np.zeros(4), 1, datatype])
-
-
-def test_buffers_that_may_overlap_need_a_closer_look() -> None:
-    both = np.zeros(4)
-    assert plain("Allreduce", both[:2], both[2:]) and plain("Allreduce", MPI.IN_PLACE, both)
-    for other in (OnDevice(), both, both[:], both[1:3], [both, MPI.DOUBLE], [both, 2, MPI.DOUBLE]):
-        assert not plain("Allreduce", other, both[:2])
-        assert not plain("Allreduce", both[:2], other)
-
-
 def test_lists_are_plain_if_the_array_holds_their_elements() -> None:
     four, eight, nine = np.zeros(4), np.zeros(8), np.zeros(9)
+    assert plain("Allreduce", eight[:2], eight[2:4]) and plain("Allreduce", MPI.IN_PLACE, eight)
     column = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
     for spec in ([four, MPI.DOUBLE], (four, MPI.DOUBLE), [four, 4, MPI.DOUBLE], [eight, 4], [nine, column]):
         assert plain("Bcast", None, spec)
@@ -193,12 +145,6 @@ def test_blocks_that_are_reduced_in_place_need_a_closer_look_in_a_list() -> None
 def test_lists_of_neighbours_have_blocks_for_neighbours() -> None:
     assert plain("Neighbor_allgather", np.zeros(4), np.zeros(8))
     assert not plain("Neighbor_allgather", [np.zeros(4), 4, MPI.DOUBLE], [np.zeros(8), 4, MPI.DOUBLE])
-
-
-@pytest.mark.parametrize("op", [mpicomm.AVG, mpicomm.Op("a + b"), None], ids=["avg", "own", "none"])
-def test_mpi_has_no_average_and_no_expression(op: Any) -> None:
-    assert not plain("Allreduce", np.zeros(1), np.zeros(1), op)
-    assert not plain("Allreduce", MPI.IN_PLACE, [np.zeros(1), 1, MPI.DOUBLE], op)
 
 
 @EVERY

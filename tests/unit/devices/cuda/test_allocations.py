@@ -68,7 +68,7 @@ def find_virtual(arrays: Any, monkeypatch: pytest.MonkeyPatch, *, exportable: se
     return arrays.allocations_of(array, 0)
 
 
-def test_virtual_memory_has_an_allocation_for_each_mapping(
+def test_virtual_memory_has_an_allocation_for_each_mapping_if_it_was_made_for_export(
     arrays: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = {BASE, BASE + 4096, BASE + 8192}
@@ -76,9 +76,6 @@ def test_virtual_memory_has_an_allocation_for_each_mapping(
     assert (kind, allocations) == ("fd", [(BASE, 4096), (BASE + 4096, 4096), (BASE + 8192, 4096)])
     assert len(said) == 1
     assert "lies in an allocation of 12288 bytes" in said[0]
-
-
-def test_virtual_memory_that_was_not_made_for_export_is_refused(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidUsageError, match=r"not made for export.*comm\.empty\(\).*expandable_segments:False"):
         find_virtual(arrays, monkeypatch, exportable={BASE, BASE + 4096})
 
@@ -92,12 +89,10 @@ def find_in_pool(arrays: Any, monkeypatch: pytest.MonkeyPatch, *, exportable: bo
     return arrays.allocations_of(SimpleNamespace(data=SimpleNamespace(ptr=BASE), nbytes=512), 0)
 
 
-def test_memory_of_a_pool_for_export_is_one_allocation(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_pool_is_one_allocation_if_it_was_made_for_export(
+    arrays: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_in_pool(arrays, monkeypatch, exportable=True) == ("pool", [(BASE, 512)])
-
-
-def test_a_pool_that_was_not_made_for_export_is_refused(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        InvalidUsageError, match=r"not made for export.*cudaMemPoolCreate.*troubles\.md.*backend:native"
-    ):
+    said = r"not made for export.*cudaMemPoolCreate.*troubles\.md.*backend:native"
+    with pytest.raises(InvalidUsageError, match=said):
         find_in_pool(arrays, monkeypatch, exportable=False)

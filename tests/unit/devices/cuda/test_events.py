@@ -46,27 +46,21 @@ def test_it_is_destroyed_in_its_context_wherever_it_is_collected(
     assert (cuda.destroyed_in, after) == ([MINE], [own])
 
 
-def test_it_is_destroyed_with_its_last_reference(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+def test_it_is_destroyed_with_its_last_reference_and_quietly_when_cuda_is_over(
+    cuda: FakeCuda, make: Callable[[], Any]
+) -> None:
     event = make()
     assert [*cuda.events] == [event.ptr]
     assert cuda.destroyed_in == []
     del event
     assert cuda.destroyed_in == [MINE]
-
-
-# Python cannot raise an exception of __del__; pytest makes it an error.
-def test_one_that_is_left_when_cuda_is_over_is_quiet(cuda: FakeCuda, make: Callable[[], Any]) -> None:
     event = make()
-    cuda.refuses["ctxGetCurrent"] = cuda.CUDADriverError
-    del event
-    assert cuda.destroyed_in == []
-
-
-def test_one_that_cannot_be_made_is_not_destroyed(cuda: FakeCuda, make: Callable[[], Any]) -> None:
     cuda.refuses["eventCreateWithFlags"] = cuda.CUDARuntimeError
     with pytest.raises(cuda.CUDARuntimeError):
         make()
-    assert cuda.destroyed_in == []
+    cuda.refuses["ctxGetCurrent"] = cuda.CUDADriverError
+    del event  # Python cannot raise an exception of __del__; pytest makes it an error
+    assert cuda.destroyed_in == [MINE]
 
 
 STREAM = 7

@@ -60,36 +60,30 @@ def test_an_error_is_untold_until_a_check_raises_it() -> None:
     assert page.untold() is None
 
 
+LATE, WRONG = CollectiveTimeoutError, InvalidUsageError
+
+
 @pytest.mark.parametrize(
-    ("operation", "kind", "text"),
+    ("operation", "sequence", "kind", "text"),
     [
-        (DISPATCH, CollectiveTimeoutError, "Experts.dispatch: number 7 from rank 1 did not come within 1 s"),
-        (COMBINE, CollectiveTimeoutError, "Experts.combine: number 7 from rank 1 did not come within 1 s"),
-        (ROUTES, InvalidUsageError, "topk_ids of rank 1 has an id that is no expert at token 7: pass the number of"),
-        (ROOM, InvalidUsageError, "rank 1 gets 7 rows, more than the capacity: create the Experts with a larger"),
-        (COUNTS, InvalidUsageError, "rank 1 passed a count or displacement of sendbuf for rank 7, .* or goes beyond"),
-        (COUNTED_ROOM, InvalidUsageError, "recvbuf of rank 1 needs room for 7 elements, by the counts on the GPU"),
-        (LOCK, CollectiveTimeoutError, "Win.Lock: rank 1 holds the lock, and did not give it up within 1 s"),
-        (99, CollectiveTimeoutError, "operation 99: number 7 from rank 1 did not come within 1 s"),
+        (DISPATCH, 7, LATE, "Experts.dispatch: number 7 from rank 1 did not come within 1 s"),
+        (COMBINE, 7, LATE, "Experts.combine: number 7 from rank 1 did not come within 1 s"),
+        (ROUTES, 7, WRONG, "topk_ids of rank 1 has an id that is no expert at token 7: pass the number of"),
+        (ROOM, 7, WRONG, "rank 1 gets 7 rows, more than the capacity: create the Experts with a larger"),
+        (COUNTS, 7, WRONG, "rank 1 passed a count or displacement of sendbuf for rank 7, .* or goes beyond"),
+        (COUNTED_ROOM, 7, WRONG, "recvbuf of rank 1 needs room for 7 elements, by the counts on the GPU"),
+        (LOCK, 7, LATE, "Win.Lock: rank 1 holds the lock, and did not give it up within 1 s"),
+        (99, 7, LATE, "operation 99: number 7 from rank 1 did not come within 1 s"),
+        # The sequence number tells similar faults apart.
+        (COUNTS, 7 | OF_RECEIVE, WRONG, "rank 1 passed a displacement of recvbuf for rank 7, on the GPU, that is neg"),
+        (COUNTED_ROOM, 7 | OF_RECEIVE, WRONG, f"recvbuf of rank 1 needs room for {7 | OF_RECEIVE} elements"),
+        (LOCK, COMES_FIRST, LATE, "Win.Lock: rank 1 has its turn to take the lock first, and did not take it within 1"),
     ],
 )
-def test_faults_name_the_rank(operation: int, kind: type[MpicommError], text: str) -> None:
-    require_error(kind, text, operation=operation, sequence=7)
-
-
-def test_the_sequence_number_of_a_fault_tells_similar_faults_apart() -> None:
-    text = "rank 1 passed a displacement of recvbuf for rank 7, on the GPU, that is negative: correct"
-    require_error(InvalidUsageError, text, operation=COUNTS, sequence=7 | OF_RECEIVE)
-    text = f"recvbuf of rank 1 needs room for {7 | OF_RECEIVE} elements"
-    require_error(InvalidUsageError, text, operation=COUNTED_ROOM, sequence=7 | OF_RECEIVE)
-    text = "Win.Lock: rank 1 has its turn to take the lock first, and did not take it within 1 s"
-    require_error(CollectiveTimeoutError, text, operation=LOCK, sequence=COMES_FIRST)
-
-
-def require_error(kind: type[MpicommError], text: str, **fields: int) -> None:
+def test_faults_name_the_rank(operation: int, sequence: int, kind: type[MpicommError], text: str) -> None:
     page = object.__new__(FaultPage)
     page.error = page._calls = None
-    page.record = FaultRecord(state=2, peer=1, elapsed_ns=10**9, **fields)
+    page.record = FaultRecord(state=2, peer=1, elapsed_ns=10**9, operation=operation, sequence=sequence)
     for _ in range(2):
         with pytest.raises(kind, match=text) as info:
             page.check()

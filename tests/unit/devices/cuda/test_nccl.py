@@ -87,15 +87,9 @@ def test_multicast_goes_off_for_one_communicator_or_for_all_of_an_older_library(
     assert (name, os.environ["NCCL_NVLS_ENABLE"]) == ("ncclCommInitRankConfig", "2")
     # ncclConfig_t of nccl.h 2.32: its size, the magic number, a version that has the field; the last field is it.
     assert struct.unpack("@NII", last[:16]) == (120, 0xCAFEBEEF, 23100)
-    undefined = -(1 << 31)
-    assert struct.unpack("@4iP2iP14ii4x", last[16:]) == (
-        *[undefined] * 4,
-        0,
-        *[undefined] * 2,
-        0,
-        *[undefined] * 14,
-        (1 << 31) - 1,
-    )
+    unset = -(1 << 31)
+    fields = (*[unset] * 4, 0, *[unset] * 2, 0, *[unset] * 14, (1 << 31) - 1)
+    assert struct.unpack("@4iP2iP14ii4x", last[16:]) == fields
 
 
 def test_a_group_ends_after_a_send_that_fails(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

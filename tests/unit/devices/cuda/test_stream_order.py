@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,48 +25,29 @@ def order(cuda: FakeCuda) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("cuda", range(50), indirect=True)
-def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, order: Any) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, order: Any, own: bool) -> None:
+    """An event of the caller may come again at any time; the caller may drop one for which the next piece waits."""
+    new = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent if own else order.completions.take
     carried_out: list[int] = []
-    pending: list[tuple[Place, Callable[[], bool]]] = []
-    for piece in range(60):
-        stream = cuda.rng.choice(STREAMS)
-        event = order.completions.take() if cuda.rng.random() < 0.5 else None
-        assert order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None, event)
-        place = cuda.end_of(stream)
-        if event is not None:
-            pending.append((place, event.passed))
-        if pending and cuda.rng.random() < 0.1:
-            # The caller drops the function; the next piece waits for the event all the same.
-            pending.pop(cuda.rng.randrange(len(pending)))
-        cuda.go_on()
-        for each in list(pending):
-            place, done = each
-            assert done() == cuda.is_over(place)
-            if cuda.is_over(place):  # no caller comes again
-                pending.remove(each)
-    cuda.finish()
-    assert carried_out == list(range(60))
-
-
-@pytest.mark.parametrize("cuda", range(50), indirect=True)
-def test_an_event_of_the_caller_may_come_again_at_any_time(cuda: FakeCuda, order: Any) -> None:
-    new = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent
-    carried_out: list[int] = []
-    held: list[tuple[Place, Any]] = []
+    pending: list[tuple[Place, Any]] = []
     idle: list[Any] = []
     for piece in range(60):
         stream = cuda.rng.choice(STREAMS)
-        event = (idle.pop() if idle else new()) if cuda.rng.random() < 0.7 else None
-        order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None, event)
+        event = (idle.pop() if idle else new()) if cuda.rng.random() < 0.6 else None
+        assert order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None, event)
         if event is not None:
-            held.append((cuda.end_of(stream), event))
-        if idle and cuda.rng.random() < 0.1:
-            idle.pop()  # the caller drops an event for which the next piece may wait
+            pending.append((cuda.end_of(stream), event))
+        dropped = idle if own else pending
+        if dropped and cuda.rng.random() < 0.1:
+            dropped.pop(cuda.rng.randrange(len(dropped)))
         cuda.go_on()
-        for place, event in held:
-            assert (cuda.cuEventQuery(event.ptr) == (0,)) == cuda.is_over(place)
-        while held and cuda.rng.random() < 0.6:
-            idle.append(held.pop()[1])  # often the event for which the next piece waits
+        for place, event in pending:
+            assert (cuda.cuEventQuery(event.ptr) == (0,) if own else event.passed()) == cuda.is_over(place)
+        while own and pending and cuda.rng.random() < 0.6:
+            idle.append(pending.pop()[1])  # often the event for which the next piece waits
+        if not own:
+            pending = [each for each in pending if not cuda.is_over(each[0])]  # no caller comes again
     cuda.finish()
     assert carried_out == list(range(60))
 

@@ -42,18 +42,9 @@ def test_an_interval_is_the_work_between_its_begin_and_its_last_end(cuda: FakeCu
         interval.extend()
     work(cuda, STREAM, 1)
     assert interval.times_ns() is None
+    assert not cuda.is_over(cuda.end_of(STREAM)) and "cuStreamSynchronize" not in cuda.calls, "nothing waits for it"
     cuda.finish()
     assert interval.times_ns() == by_host(3, 10)
-
-
-def test_nothing_waits_for_the_streams_of_the_user(cuda: FakeCuda, make: Callable[[], Any]) -> None:
-    timeline = make()
-    work(cuda, STREAM, 1)
-    interval = timeline.begin(STREAM)
-    interval.extend()
-    assert interval.times_ns() is None
-    assert not cuda.is_over(cuda.end_of(STREAM))
-    assert "cuStreamSynchronize" not in cuda.calls
 
 
 def test_the_clocks_are_compared_again_if_the_devices_clock_drifts(cuda: FakeCuda, make: Callable[[], Any]) -> None:
@@ -112,23 +103,18 @@ def test_an_event_that_comes_late_is_compared_by_the_answers_around_it(
     assert abs(start_ns - expected_ns) <= 5_000 and stop_ns - start_ns == 4_000
 
 
-def test_work_of_a_capture_has_no_time(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+def test_work_of_a_capture_has_no_time_and_events_are_used_again(cuda: FakeCuda, make: Callable[[], Any]) -> None:
     timeline = make()
     cuda.captures[STREAM] = 7
     assert timeline.begin(STREAM) is None
-    assert timeline.begin(OTHER) is not None
-    assert cuda.captures == {STREAM: 7} and not cuda.invalid
-
-
-def test_events_are_used_again(cuda: FakeCuda, make: Callable[[], Any]) -> None:
-    timeline = make()
     events: set[int] = set()
     for _ in range(100):
-        interval = timeline.begin(STREAM)
+        interval = timeline.begin(OTHER)
         interval.extend()
         assert interval.times_ns() is not None
         events |= {interval.start.ptr, interval.stop.ptr}
     assert len(events) == 2
+    assert cuda.captures == {STREAM: 7} and not cuda.invalid
 
 
 def test_a_device_that_has_failed_has_no_times(cuda: FakeCuda, make: Callable[[], Any]) -> None:

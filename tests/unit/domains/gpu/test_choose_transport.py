@@ -25,7 +25,7 @@ def choose(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Choose:
     monkeypatch.delenv("MPICOMM_INTERNODE", raising=False)
     nccl = importlib.import_module("mpicomm.devices.cuda.nccl")
     monkeypatch.setattr(nccl, "missing", lambda: "not installed: pip install nvidia-nccl-cu13")
-    module = importlib.import_module("mpicomm.domains.gpu.choose_transport")
+    module = importlib.import_module("mpicomm.domains.gpu.transports")
     backend: Any = SimpleNamespace(current=contextlib.nullcontext, side_streams=SimpleNamespace(take=lambda: 1))
     transfers: Any = None
     group = Group(MPI.COMM_SELF, [0], 5.0)
@@ -38,49 +38,40 @@ def test_mapped_memory_is_first_on_one_node(choose: Choose) -> None:
     assert not rejected
 
 
-def test_other_engines_follow_on_several_nodes(choose: Choose) -> None:
-    transport, rejected = choose(None)
-    assert transport.name == "pinned"
-    assert list(rejected) == ["mapped", "nccl", "mpi"]
-    assert "the ranks are on several nodes" in rejected["mapped"]
-    assert "pip install nvidia-nccl-cu13" in rejected["nccl"]
-
-
-def test_other_engines_follow_if_memory_cannot_be_mapped(choose: Choose) -> None:
+def test_other_engines_follow_on_several_nodes_or_if_memory_cannot_be_mapped(choose: Choose) -> None:
     def refuse() -> Any:
         raise HandleError("the driver refuses the handle")
 
-    transport, rejected = choose(refuse)
-    assert transport.name == "pinned"
-    assert rejected["mapped"] == "the driver refuses the handle"
+    for channels, said in ((None, "the ranks are on several nodes"), (refuse, "the driver refuses the handle")):
+        transport, rejected = choose(channels)
+        assert transport.name == "pinned"
+        assert list(rejected) == ["mapped", "nccl", "mpi"]
+        assert said in rejected["mapped"]
+        assert "pip install nvidia-nccl-cu13" in rejected["nccl"]
 
 
 @pytest.mark.parametrize("name", ["mapped", "nccl", "mpi"], ids="engine {}".format)  # pytest-mpi skips mpi
-def test_an_engine_that_is_named_and_does_not_work_is_refused(
+def test_an_engine_that_is_named_is_taken_or_refused_if_it_does_not_work(
     choose: Choose, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MPICOMM_INTERNODE", name)
     with pytest.raises(BackendUnavailableError, match=f"^MPICOMM_INTERNODE={name}: .*"):
         choose(None)
-
-
-def test_an_engine_that_is_named_is_taken(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOMM_INTERNODE", "pinned")
     transport, rejected = choose(lambda: "channels")
-    assert transport.name == "pinned"
-    assert not rejected
+    assert transport.name == "pinned" and not rejected
 
 
 def test_nccl_is_aborted_if_another_rank_could_not_start_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     class AnotherRankFails(Group):
-        def agree(self, step: str, work: Callable[[], object]) -> None:
-            super().agree(step, work)
+        def agree(self, step: str, act: Callable[[], Any]) -> Any:
+            result = super().agree(step, act)
             if step == "engine nccl: start":
                 raise HandleError("rank 1 could not start NCCL")
+            return result
 
-    choose, transport, nccl = (
-        importlib.import_module(f"mpicomm.{name}")
-        for name in ("domains.gpu.choose_transport", "domains.gpu.nccl_transport", "devices.cuda.nccl")
+    transports, nccl = (
+        importlib.import_module(f"mpicomm.{name}") for name in ("domains.gpu.transports", "devices.cuda.nccl")
     )
     calls: list[str] = []
     comm = SimpleNamespace(abort=lambda: calls.append("abort"), destroy=lambda: calls.append("destroy"))
@@ -88,9 +79,9 @@ def test_nccl_is_aborted_if_another_rank_could_not_start_it(cuda: FakeCuda, monk
     monkeypatch.setattr(nccl, "missing", lambda: None)
     monkeypatch.setattr(nccl, "unique_id", lambda: b"")
     monkeypatch.setattr(nccl, "NcclCommunicator", lambda size, unique_id, rank: comm)
-    monkeypatch.setattr(transport, "ForkedStream", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(transports, "ForkedStream", lambda: SimpleNamespace(close=lambda: None))
     backend: Any = SimpleNamespace(current=contextlib.nullcontext, prepare_thread=lambda: None)
     group, transfers = AnotherRankFails(MPI.COMM_SELF, [0], 5.0), None
     with pytest.raises(BackendUnavailableError, match="rank 1 could not start NCCL"):
-        choose.choose_transport(group, transfers, backend, (b"",), None, lambda error: None)
+        transports.choose_transport(group, transfers, backend, (b"",), None, lambda error: None)
     assert calls == ["abort"]

@@ -14,7 +14,7 @@ from tests.helpers.fakes.fake_cuda import FakeCuda
 
 @pytest.fixture
 def transport(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
-    module: Any = importlib.import_module("mpicomm.domains.gpu.nccl_transport")
+    module: Any = importlib.import_module("mpicomm.domains.gpu.transports")
     monkeypatch.setattr(module.nccl, "missing", lambda: None)
     return module
 

@@ -1,0 +1,501 @@
+"""A call that a cache of plans finds is launched as if it had been read.
+
+Calls of two kinds come to one cache. They differ in addresses, counts and displacements, some are repeated, and some
+have a fault. The reader and a new launcher say what is right.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+pytest.importorskip("ml_dtypes")
+
+from mpicomm.collectives.call import Arguments, Call, in_order
+from mpicomm.collectives.gpu.algorithms.base import Domain, Form, with_place
+from mpicomm.collectives.gpu.algorithms.registry import names_for
+from mpicomm.collectives.gpu.algorithms.steps import AnyPlan, Step
+from mpicomm.collectives.gpu.call_templates import CallTemplate, has_template, template_of
+from mpicomm.collectives.gpu.counted_template import CountedTemplate
+from mpicomm.collectives.gpu.decision import Decision, require_algorithm
+from mpicomm.collectives.gpu.plan_cache import PlanCache
+from mpicomm.collectives.gpu.tuning import BUILT_IN
+from mpicomm.collectives.neighborhood import Neighborhood
+from mpicomm.collectives.operations import ALLREDUCE, ALLTOALLV, OPERATIONS, Operation
+from mpicomm.collectives.wire import Wire
+from mpicomm.devices.base import GrowingScratch, Scratch
+from mpicomm.epilogues import Elementwise, Epilogue, fp8, layer_norm, rms_norm
+from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.team import Team
+from mpicomm.kernels.variant import Launch
+from mpicomm.mpi import buffers, plain_arrays
+from mpicomm.mpi.plain_arrays import has_template_kind, known_buffer, plain_array
+from mpicomm.symmetric.registry import Mappings
+from tests.helpers.references.reductions import dtype_named
+from tests.helpers.rigs.filled_calls import Arena
+
+FLOAT, BF16 = np.dtype("f4"), dtype_named("bfloat16")
+ON_GPU = "counts on the GPU"
+SLOT = 45
+"""Array k of a call lies in the slot of memory from k << 45 on."""
+
+
+class Array:
+    """An array of CuPy; nothing reads its memory."""
+
+    _c_contiguous = True
+
+    def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
+        self.data = SimpleNamespace(ptr=pointer if count else 0, device_id=0)
+        self.size, self.dtype, self.itemsize = count, dtype, dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+
+@pytest.fixture(autouse=True)
+def arrays_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(array: Any, writable: bool, name: str) -> buffers.ArrayMemory:
+        return buffers.ArrayMemory(array.data.ptr, array.nbytes, array.dtype, True, 0, array)
+
+    monkeypatch.setitem(buffers._readers, Array, read)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Array))
+
+
+class Device:
+    """The engine of a device that notes the steps of the latest call."""
+
+    def __init__(self, rank: int, size: int, *, regions: bool = True, blocks: int = 132, speed: float = 1.0) -> None:
+        team = Team(size=size, rank=rank, timeout_ns=7)
+        for index in range(size):
+            team.arenas[index], team.names[index] = (index + 1) << 40, index + 3
+        self.domain = Domain(team, Arena(size, regions=regions), blocks, speed, most_staged_nbytes=1 << 30)
+        self.launched: list[Any] = []
+        backend: Any = SimpleNamespace(scratch=lambda nbytes: Scratch((1 << 60) + nbytes, nbytes, None))
+        self.scratch = GrowingScratch(backend)
+
+    def enqueuers(self, steps: Sequence[Step]) -> list[Any]:
+        return [lambda stream, step=step: self.launched.append(as_enqueued(step)) for step in steps]
+
+    def launch(self, template: AnyPlan) -> list[Any]:
+        """Return the launches of the call that was filled into a template."""
+        self.launched = []
+        cast(Any, template).launch(7)
+        return self.launched
+
+    def decision(self, call: Call, asked: str) -> Decision:
+        made = call.buffers(self.scratch.of(call.scratch_nbytes))
+        form = Form.of_call(call, made, () if call.packed is None else call.packed.gaps)
+        return Decision(form, asked, BUILT_IN, self.domain, cast(Any, self))
+
+    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
+        if call.counted is not None:
+            return CountedTemplate(call.signature, call.counted, self.domain, cast(Any, self))
+        if not has_template(call):
+            return None
+        return template_of(call, self.decision(call, asked), mappings, self.scratch)
+
+    def read(self, call: Call, mappings: Mappings, asked: str) -> tuple[list[Any] | None, Any]:
+        """Return the launches of a read call, by new launchers, and its text and algorithm.
+
+        There are no launches without memory for them.
+        """
+        if call.counted is not None:
+            require_algorithm(call.operation, asked) if asked != "auto" else None
+            counted = CountedTemplate(call.signature, call.counted, self.domain, cast(Any, self))
+            return [*map(as_enqueued, counted.read(call.counted))], (counted.text, counted.choice)
+        decision, output, memory = self.decision(call, asked), call.common_output, None
+        if output is not None and output.total:
+            memory = mappings.find(output.pointer, output.nbytes)
+        made, text = call.buffers(self.scratch.of(call.scratch_nbytes)), str(call.signature)
+        chosen = decision.at(max(decision.form.numbers(made)[0], default=0), symmetric=memory is not None)
+        steps = decision.steps(chosen, made, call.signature.hash32, memory, call.epilogue)
+        if chosen.launcher.into_memory and memory is not None:
+            text = with_place(text, memory)
+        return None if steps is None else [*map(as_enqueued, steps)], (text, chosen.choice)
+
+
+def as_enqueued(step: Step) -> Any:
+    """Return a step as the device gets it."""
+    if isinstance(step, Launch):
+        return step.variant, bytes(step.arguments), step.blocks, step.threads, step.early
+    return step
+
+
+class ReadCall(AnyPlan):
+    """The plan of a call that was read."""
+
+    def __init__(self, launched: list[Any] | None, facts: Any, scratch_nbytes: int) -> None:
+        self.launched, self.facts, self.scratch_nbytes = launched, facts, scratch_nbytes
+
+
+class Calls:
+    """The calls of a communicator, through its cache."""
+
+    def __init__(self, device: Device, neighborhood: Neighborhood | None = None) -> None:
+        self.device, self.mappings, self._neighborhood = device, Mappings(), neighborhood
+        self.cache = PlanCache(cast(Any, SimpleNamespace(mappings=self.mappings, backend=None)), cast(Any, device))
+
+    def make(self, operation: Operation, asked: str, given: Arguments) -> str:
+        """Make a call. Return whether it was found, or what became of it."""
+        key, team = (operation, asked, *in_order(given)), self.device.domain.team
+        found, scratch_nbytes = self.cache.find(*key), self.device.scratch.nbytes
+        launched, facts = None, None
+        if isinstance(found, ReadCall):
+            launched, facts = found.launched, found.facts
+            if found.scratch_nbytes != scratch_nbytes:
+                return "found, with other scratch memory"
+        elif found is not None:
+            launched, facts = self.device.launch(found), (found.text, found.choice)
+        try:
+            call = Call(operation, given, team.rank, team.size, asked, self._neighborhood)
+            expected, said = self.device.read(call, self.mappings, asked)
+        except (InvalidUsageError, TypeError):
+            assert found is None
+            return "refused"
+        if found is not None:
+            assert launched == expected
+            assert facts == said
+            return "found"
+        self.cache.add(ReadCall(expected, said, self.device.scratch.nbytes), key, by_output=False, read=call)
+        return "read" if expected and self.device.scratch.nbytes == scratch_nbytes else "without a launch"
+
+
+# Epilogues: each makes its arrays by a name, a count and a type, for so many rows.
+
+Make = Callable[[int, Any], Array]
+EPILOGUES: dict[str, tuple[str, Callable[[Make, int, int], Epilogue]]] = {
+    "rms": ("bfloat16", lambda make, rows, hidden: rms_norm(make(rows * hidden, BF16), make(hidden, BF16))),
+    "linear bias": (
+        "bfloat16",
+        lambda make, rows, hidden: rms_norm(
+            make(rows * hidden, BF16), make(hidden, FLOAT), linear_bias=make(hidden, BF16)
+        ),
+    ),
+    "layer": (
+        "bfloat16",
+        lambda make, rows, hidden: layer_norm(make(rows * hidden, BF16), make(hidden, BF16), make(hidden, BF16)),
+    ),
+    "scaled rows": (
+        "float8_e4m3fn",
+        lambda make, rows, hidden: rms_norm(
+            make(rows * hidden, BF16), make(hidden, BF16), scales=make(rows * (hidden // 64), FLOAT)
+        ),
+    ),
+    "tiles of 4 bits": (
+        "uint8",
+        lambda make, rows, hidden: rms_norm(
+            make(rows * hidden, BF16),
+            make(hidden, BF16),
+            scales=make(-(-rows // 128) * 128 * -(-hidden // 64) * 4, dtype_named("float8_e4m3fn")),
+            scale=cast(Any, make(1, FLOAT)),
+            scale_layout="128x4",
+        ),
+    ),
+    "codes": (
+        "float8_e5m2",
+        lambda make, rows, hidden: rms_norm(make(rows * hidden, BF16), make(hidden, BF16), scale=0.5),
+    ),
+    "elements": (
+        "bfloat16",
+        lambda make, rows, hidden: Elementwise("v * f + b[i % n]", f=0.5, n=hidden, b=make(hidden, BF16)),
+    ),
+    "indices": ("bfloat16", lambda make, rows, hidden: Elementwise("v + b[i]", b=make(40 * hidden, BF16))),
+    "converting": ("float8_e4m3fn", lambda make, rows, hidden: fp8(cast(Any, make(1, FLOAT)))),
+}
+"""The types of the results, and the epilogues."""
+
+PAIR = MPI.FLOAT.Create_contiguous(2)  # kernels need no committed datatype
+COLUMN, LATER = MPI.FLOAT.Create_vector(3, 1, 5), MPI.FLOAT.Create_indexed([2], [1])
+WITHOUT_GAPS, WITH_GAPS = [MPI.FLOAT, MPI.INT16_T, MPI.BYTE, PAIR], [COLUMN, LATER, MPI.SHORT_INT]
+FAULTS = ("", "", "overlap", "overlap", "size", "size", "number", "argument")
+
+
+class Kind:
+    """Draws calls of one kind of an operation."""
+
+    def __init__(self, draw: Any, operation: Operation, special: str, rank: int, size: int, peers: Any) -> None:
+        self._draw, self.operation, self._special, self._rank, self._size = draw, operation, special, rank, size
+        self._peers, shapes = peers, (operation.send, operation.receive)
+        self._root = draw(st.integers(0, size - 1), "root")
+        self._own = self._root if operation.rooted else rank
+        """The rank whose block has one length in both buffers."""
+        self._op = draw(st.sampled_from([MPI.SUM, MPI.SUM, MPI.MAX])) if operation.reduces else None
+        types = ["f4", "f8", "i2", "u1", "c16", *["g"] * (not operation.reduces)]
+        self._dtype = FLOAT if "typed" in shapes else np.dtype(draw(st.sampled_from(types), "type"))
+        may_be_in_place = not (operation.of_neighbors or "vector" in shapes)
+        self._in_place = may_be_in_place and draw(st.booleans(), "in place")
+        twice = any(len({*side} - {MPI.PROC_NULL}) + side.count(MPI.PROC_NULL) != len(side) for side in peers)
+        self.has_template = not (operation.of_neighbors and (operation.send == "typed" or twice))
+        coded = operation.coded and self._dtype == FLOAT and self._op in (None, MPI.SUM)
+        wires = [None, Wire("int8"), Wire("float8_e4m3fn", again=False)]
+        self._wire = draw(st.sampled_from(wires), "wire") if coded and not special else None
+        self.asked = draw(st.sampled_from(["auto", "auto", *names_for(operation)]), "asked")
+        self._forms = [draw(st.integers(0, 3), "form") for _ in range(2)]
+        is_typed = "typed" in shapes
+        self._datatypes = [[self._datatype(peer) for peer in side] for side in peers] if is_typed else [[], []]
+        has_gaps = any(each in WITH_GAPS for side in self._datatypes for each in side)
+        self._counts = [[draw(st.integers(0, 3)) for _ in side] for side in peers] if has_gaps else None
+        """The counts of all calls of the kind."""
+        if special == ON_GPU:
+            self._of_counts = [draw(st.sampled_from(["i4", "i8"])) for _ in range(2)]
+            self._of_displs = [draw(st.sampled_from(["", "i4", "i8", "list", "distance"])) for _ in range(2)]
+        if special == "epilogue":
+            self._result, self._epilogue = EPILOGUES[draw(st.sampled_from([*EPILOGUES, "converting"]), "epilogue")]
+            self._dtype, self._op = BF16, MPI.SUM
+            self._in_place = self._in_place and self._result == "bfloat16"
+            # Rows of whole packets or not, and rows that one group of threads takes only if there are many.
+            self._hidden = 64 * draw(st.sampled_from([1, 3, 64, 257, 300]), "hidden")
+
+    def call(self, *, faulty: bool) -> tuple[str, str, Arguments]:
+        """Return the fault of a call, ``algorithm=``, and the arguments."""
+        self._arrays: list[Array] = []
+        self._numbers: list[list[int]] = []
+        count, operation, given = self._count(), self.operation, Arguments(op=self._op, root=self._root)
+        given.wire = self._wire
+        if self._special == "epilogue":
+            rows = self._draw(st.integers(1, 40) | st.integers(1, 3000) | st.sampled_from([15, 16, 17, 131, 132, 133]))
+            count = rows * self._hidden
+            given.send = self._array(count, BF16)
+            given.receive = self._array(count // (2 if self._result == "uint8" else 1), dtype_named(self._result))
+            given.epilogue = self._epilogue(self._array, rows, self._hidden)
+        else:
+            given.send = self._argument(0, operation.send, count)
+            given.receive = self._argument(1, operation.receive, count)
+        if operation.send == "counted":  # recvcounts cut the input
+            given.counts = self._numbers[0]
+        if self._in_place and operation.rooted in ("", "receive") and self._own == self._rank:
+            if operation.reduces and operation.send != "one":  # the receive buffer holds the input
+                given.receive = self._arrays[1]
+                given.receive.size, given.receive.data.ptr = self._arrays[0].size, 2 << SLOT
+            given.send = MPI.IN_PLACE
+        elif self._in_place and operation.rooted == "send" and self._own == self._rank:
+            given.receive = MPI.IN_PLACE
+        # The reader, but no template, refuses an overlap with a block for nobody.
+        faults = ("", "size", "number") if any(MPI.PROC_NULL in side for side in self._peers) else FAULTS
+        fault = self._draw(st.sampled_from(faults), "fault") if faulty else ""
+        self._break(fault, given)
+        return fault, self.asked, given
+
+    def _break(self, fault: str, given: Arguments) -> None:
+        draw, one, other = self._draw, *(self._draw(st.sampled_from(self._arrays)) for _ in range(2))
+        if self._special == ON_GPU and draw(st.booleans()):  # the arrays that the call writes
+            one, other = self._written
+        if fault == "overlap" and one.size:  # just, or just not
+            end, begin = other.nbytes, -one.nbytes
+            steps = [*[0] * 4, one.itemsize, end - 1, end, end - one.itemsize, begin, begin + 1, begin + one.itemsize]
+            one.data.ptr = max(0, other.data.ptr + draw(st.sampled_from(steps)))
+        elif fault == "size":
+            one.size += draw(st.sampled_from([1, -1])) if one.size else 1
+        elif fault == "number" and self._numbers:
+            numbers = draw(st.sampled_from(self._numbers))
+            place = draw(st.integers(0, len(numbers) - 1))
+            numbers[place] = draw(st.sampled_from([-1, 0, numbers[place] + 1, numbers[place] + 12, 1 << 31]))
+            if draw(st.integers(0, 3)) == 0:
+                del numbers[place]
+        elif fault == "argument":
+            changes = [
+                ("send", given.receive), ("receive", given.send), ("send", None), ("receive", MPI.IN_PLACE),
+                ("root", 1 - given.root), ("op", MPI.PROD), ("send", MPI.IN_PLACE), ("counts", None),
+            ]  # fmt: skip
+            setattr(given, *draw(st.sampled_from(changes)))
+
+    def _datatype(self, peer: int) -> MPI.Datatype:
+        return (
+            MPI.FLOAT if peer == self._own else self._draw(st.sampled_from([*WITHOUT_GAPS, *WITHOUT_GAPS, *WITH_GAPS]))
+        )
+
+    def _count(self) -> int:
+        few = int(self.operation.is_even)
+        count: int = self._draw(st.integers(few, 40) | st.integers(few, 40_000) | st.integers(few, 40_000_000), "count")
+        return count
+
+    def _array(self, count: int, dtype: np.dtype[Any]) -> Array:
+        offset = self._draw(st.sampled_from([0, 4, 128, 4096, 1 << 16]), "offset")
+        self._arrays.append(Array(((len(self._arrays) + 1) << SLOT) + offset, count, np.dtype(dtype)))
+        return self._arrays[-1]
+
+    def _argument(self, side: int, shape: str, count: int) -> Any:
+        """Return a buffer argument. The block of the own rank has ``count`` elements."""
+        peers, form, draw = self._peers[side], self._forms[side], self._draw
+        if shape in ("one", "blocks"):
+            array = self._array(count * (len(peers) if shape == "blocks" else 1), self._dtype)
+            datatype = {"f4": MPI.FLOAT, "f8": MPI.DOUBLE}.get(self._dtype.str[1:])
+            if form == 0 or datatype is None:
+                return array
+            return [array, count, datatype] if shape == "one" and form == 1 else [array, datatype]
+        counts = [count if peer == self._own else self._count() for peer in peers]
+        if self._counts is not None:
+            counts = [1 if peer == self._own else each for peer, each in zip(peers, self._counts[side], strict=True)]
+        self._numbers.append(counts)
+        if shape == "counted":
+            return self._array(sum(counts), self._dtype)
+        if self._special == ON_GPU:
+            return self._with_counts_on_the_gpu(side)
+        units = [each.extent for each in self._datatypes[side]] if shape == "typed" else [1] * len(peers)
+        displs, end = [], 0
+        for each, unit in zip(counts, units, strict=True):
+            displs.append(end + draw(st.integers(0, 3)))
+            end = displs[-1] + each * unit
+        if shape == "typed":
+            self._numbers.append(displs)
+            return [self._array(end // 4 + 8, FLOAT), counts, displs, self._datatypes[side]]
+        array = self._array(end, self._dtype)
+        if form == 0:
+            return [array, counts]
+        self._numbers.append(displs)
+        return [[array, (counts, displs)], [array, counts, displs, None], (array, (np.array(counts), displs))][form - 1]
+
+    def _with_counts_on_the_gpu(self, side: int) -> list[Any]:
+        size, displs, how = self._size, None, self._of_displs[side]
+        buffer = self._array(
+            self._draw(st.integers(0, 90_000) | st.sampled_from([(1 << 31) - 1, 1 << 31]), "room"), self._dtype
+        )
+        counts = self._array(size, np.dtype(self._of_counts[side]))
+        self._written = buffer, counts  # at last of the receive buffer
+        if how == "list":
+            displs = self._draw(st.lists(st.integers(-3, 1 << 40), min_size=size, max_size=size))
+        elif how == "distance":
+            displs = self._draw(st.integers(-3, 1 << 40))
+        elif how:
+            displs = self._array(size, np.dtype(how))
+        return [buffer, (counts, displs)] if self._forms[side] % 2 else [buffer, counts, displs, None]
+
+
+FACTS = {
+    "": ["_root", "_op", "_wire", "_in_place", "_forms", "asked"],
+    "epilogue": ["_root", "_op", "_in_place", "asked", "_hidden"],
+    ON_GPU: ["_of_counts", "_of_displs", "_forms", "_dtype"],
+}
+"""In what two kinds may differ that are alike otherwise."""
+KINDS = [(row, "") for row in OPERATIONS.values()] + [(ALLREDUCE, "epilogue"), (ALLTOALLV, ON_GPU)] * 3
+
+
+@pytest.mark.parametrize(("operation", "special"), KINDS, ids=lambda each: str(each))
+@settings(max_examples=14)
+@given(data=st.data())
+def test_a_call_that_is_found_is_launched_as_if_it_had_been_read(
+    operation: Operation, special: str, data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(2, 8), "size")
+    rank = data.draw(st.integers(0, size - 1), "rank")
+    peers, neighborhood = [tuple(range(size))] * 2, None
+    if operation.of_neighbors:
+        ranks = st.lists(st.integers(-1, size - 1), min_size=1, max_size=size, unique=data.draw(st.booleans()))
+        peers = [tuple(MPI.PROC_NULL if each < 0 else each for each in data.draw(ranks)) for _ in range(2)]
+        assume(peers[0].count(rank) == peers[1].count(rank))
+        neighborhood = Neighborhood(peers[1], peers[0])
+    device = Device(
+        rank,
+        size,
+        regions=data.draw(st.booleans(), "regions"),
+        blocks=data.draw(st.sampled_from([16, 132]), "blocks"),
+        speed=data.draw(st.sampled_from([0.5, 1.0]), "speed"),
+    )
+    calls = Calls(device, neighborhood)
+    one, other = (Kind(data.draw, operation, special, rank, size, peers) for _ in range(2))
+    if data.draw(st.booleans(), "nearly alike"):
+        fact, other = data.draw(st.sampled_from(FACTS[special])), copy.copy(one)
+        setattr(other, fact, getattr(Kind(data.draw, operation, special, rank, size, peers), fact))
+    kinds = [one, other]
+    made: list[tuple[str, Arguments]] = []
+    first: dict[Kind, str] = {}
+    for number in range(6):
+        if number == 1 and data.draw(st.booleans(), "symmetric"):
+            calls.mappings.add([(2 << SLOT) + (abs(each - rank) << 55) for each in range(size)], rank, 1 << 44)
+        if number > 2 and data.draw(st.integers(0, 4), "again") == 0:
+            calls.make(operation, *data.draw(st.sampled_from(made)))
+            continue
+        kind = data.draw(st.sampled_from(kinds), "kind") if number else kinds[0]
+        fault, asked, given = kind.call(faulty=number > 0)
+        made.append((asked, given))
+        became = calls.make(operation, asked, given)
+        if kind not in first:
+            first[kind] = became if not fault else "faulty"
+        elif not fault and first[kind] == "read" and kind.has_template:
+            assert became != "read"
+
+
+def test_elements_that_lie_in_two_blocks_are_refused_as_if_the_call_had_no_template() -> None:
+    calls = Calls(Device(0, 2))
+    for count, became in ((4, "read"), (6, "found"), (3, "refused")):
+        send, receive = Array(1 << SLOT, count, np.dtype("f8")), Array(2 << SLOT, 8 * count, np.dtype("u1"))
+        assert calls.make(OPERATIONS["Alltoall"], "auto", Arguments(send, receive)) == became
+
+
+def test_arrays_of_a_call_live_no_longer_than_the_call() -> None:
+    calls, made = Calls(Device(1, 3)), 0
+
+    def make(count: int, dtype: Any) -> Array:
+        nonlocal made
+        made += 1
+        return Array(made << SLOT, count, dtype)
+
+    for name in ("layer", "elements"):
+        epilogue = EPILOGUES[name][1](make, 5, 64)
+        given = Arguments(make(320, BF16), make(320, BF16), MPI.SUM, epilogue=epilogue)
+        arrays = [weakref.ref(each) for each in (given.send, given.receive, *epilogue.arrays.values())]
+        assert calls.make(ALLREDUCE, "auto", given) == "read"
+        del given, epilogue
+        gc.collect()
+        assert [array() for array in arrays] == [None] * len(arrays)
+        again = Arguments(make(448, BF16), make(448, BF16), MPI.SUM, epilogue=EPILOGUES[name][1](make, 7, 64))
+        assert calls.make(ALLREDUCE, "auto", again) == "found"
+
+
+def test_epilogues_of_different_kinds_have_different_keys() -> None:
+    residual, weight = Array(1 << SLOT, 128, FLOAT), Array(2 << SLOT, 128, FLOAT)
+    facts: list[dict[str, Any]] = [{}, {"eps": 0.5}, {"scale": 2.0}, {"scale": 3.0}, {"linear_bias": weight}]
+    facts += [{"scales": weight, "scale_layout": layout} for layout in ("linear", "128x4")]
+    epilogues = [make(residual, weight, **more) for make in (rms_norm, layer_norm) for more in facts]
+    epilogues += [rms_norm(residual, Array(2 << SLOT, 64, FLOAT)), fp8(cast(Any, weight))]
+    epilogues += [Elementwise("v * n", n=number) for number in (1, 1.0, 2.0)]
+    keys = [epilogue.key()[0] for epilogue in epilogues]
+    assert None not in keys and len({*map(repr, keys)}) == len(keys)
+    assert rms_norm(np.zeros(4, np.float32), weight).key() == (None, ())  # whose memory no key tells
+
+
+X, COUNTS, DISPLS = Array(1 << SLOT, 20, FLOAT), *(Array(at << SLOT, 2, np.dtype("i8")) for at in (2, 3))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *([X, (counts, DISPLS)] for counts in ([1, 2], None)),
+        *([X, (COUNTS, displs)] for displs in ([0, 1 << 63], 1 << 63, -(1 << 63) - 1, [], True, [0, 0.5])),
+        *([X, COUNTS, MPI.DOUBLE], [X, [COUNTS, 2]], [X, ([COUNTS, 2], None)], [MPI.IN_PLACE, COUNTS]),
+        *([None, COUNTS, MPI.FLOAT], [np.zeros(4), COUNTS]),
+        *([empty, counts, MPI.INT] for empty in (None, MPI.IN_PLACE) for counts in ([0, 0], 0)),
+        *([X, counts] for counts in ([4, 1.5], [4, True], 21, -1)),
+        *([X, [4, 1], [0]], [X, [4, 1], [0, 4], "f"], [X, [1, 2], [0, 8], [MPI.FLOAT]]),
+        *([X, [1, 2], [0, 8], [MPI.FLOAT, other]] for other in (MPI.DATATYPE_NULL, "f")),
+        *([X, *said, [PAIR] * 2] for said in (([1], [0, 8]), ([1, 2], None), ([1, 1.5], [0, 8]))),
+        [None, [1, 2], [0, 8], [PAIR] * 2],
+    ],
+    ids=repr,
+)
+def test_other_lists_have_no_template(spec: Any) -> None:
+    read = known_buffer(spec, counts_on_device=True)
+    assert read is None or not has_template_kind(read)
+
+
+def test_the_host_reads_counts_on_the_gpu_in_all_calls_but_an_alltoallv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have changed. With such counts, an address may have more elements than it says."""
+    assert plain_array([X, COUNTS]) is plain_array([X, (COUNTS, DISPLS)]) is None
+    place = SimpleNamespace(managed=False, nbytes=1 << 20, device=0)
+    monkeypatch.setattr(plain_arrays, "place_of", lambda address: place)
+    address = MPI.memory.fromaddress(1 << SLOT, 80)
+    assert known_buffer([address, [1, 2], MPI.FLOAT], counts_on_device=True) is not None
+    assert known_buffer([address, COUNTS, MPI.FLOAT], counts_on_device=True) is None
