@@ -58,10 +58,8 @@ WITH_OPEN_MPI = (
     "tests/mpi/domains/test_transports.py",
     "tests/mpi/windows/test_host_types.py",
 )
-# PyTorch on one and three ranks differs from four in how data and ranks are divided, not in how groups begin and end.
-DIVIDED = tuple(
-    f"tests/torch/mpi/test_{name}.py" for name in ("collectives", "groups", "messages", "tensors", "training")
-)
+# What depends on how data and ranks are divided: one rank has all, and four make a mesh of pairs.
+DIVIDED = tuple(f"tests/torch/mpi/test_{name}.py" for name in ("collectives", "groups", "tensors", "training"))
 
 
 @dataclass
@@ -162,10 +160,10 @@ class Steps:
 
     def _torch(self) -> Iterator[Step]:
         python = str(ROOT / ".venv-torch/bin/python")
-        steps = [self._ranks("torch on 4", 4, "tests/torch/mpi", python=python)]
         # PyTorch's own tests need three ranks. One job has both, because a rank takes seconds to import PyTorch.
-        steps.append(self._ranks("torch on 3", 3, *DIVIDED, "tests/torch/pytorchs_own", python=python))
-        steps.append(self._ranks("torch on 1", 1, *DIVIDED, python=python))
+        own = ("tests/torch/mpi", "tests/torch/pytorchs_own")
+        steps = [self._ranks("torch on 3", 3, *own, python=python)]
+        steps.extend(self._ranks(f"torch on {count}", count, *DIVIDED, python=python) for count in (4, 1))
         # Tests that start ranks themselves, two files at a time as in unit.
         parallel = ("-n", "2", "--dist", "loadfile")
         steps.append(self._pytest("torch's jobs", "programs", *parallel, "tests/torch/jobs", python=python))

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import mpicomm.torch  # noqa: F401 - it registers the backend
 from tests.helpers.jobs.agreement import AGREEMENT, agree, pace  # noqa: F401 - a fixture
+from tests.helpers.jobs.pace import HANG_S
 
 DEVICES = pytest.StashKey[list[str]]()
 
@@ -62,7 +63,7 @@ def comm_world() -> MPI.Intracomm:
 @pytest.fixture(scope="module")
 def world() -> Iterator[dist.ProcessGroup]:
     """The group of all ranks, by mpicomm."""
-    dist.init_process_group("mpicomm", timeout=timedelta(seconds=10))
+    dist.init_process_group("mpicomm", timeout=timedelta(seconds=HANG_S))
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -70,4 +71,4 @@ def world() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(scope="module")
 def gloo(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks, by gloo."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=HANG_S))

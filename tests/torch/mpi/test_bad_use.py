@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +15,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from mpicomm import InvalidUsageError, MpicommError, PeerError
 from mpicomm.torch import communicator
 from tests.helpers.inputs.torch_cases import Op
+from tests.helpers.jobs.pace import HANG_S
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def test_one_rank_that_passes_another_type_is_heard_by_all(world: dist.ProcessGr
 def test_a_wrong_list_of_the_root_is_heard_by_all(world: dist.ProcessGroup, root: int) -> None:
     size = dist.get_world_size()
     for lists in (list(torch.ones(size, 2)), list(torch.ones(size - 1, 1))):
-        group, options, begun = dist.new_group(timeout=timedelta(seconds=20)), dist.ScatterOptions(), time.monotonic()
+        group, options = dist.new_group(timeout=timedelta(seconds=HANG_S)), dist.ScatterOptions()
         options.asyncOp, options.rootRank = False, root % size
         if size > 1:
             is_root = group.rank() == root % size
@@ -191,5 +191,4 @@ def test_a_wrong_list_of_the_root_is_heard_by_all(world: dist.ProcessGroup, root
                 group.scatter([torch.ones(1)], [lists] if is_root else [], options)
                 group.barrier()  # for a GPU, because the call does not wait for its kernel there
             assert isinstance(raised.value, InvalidUsageError if is_root else PeerError)
-            assert time.monotonic() - begun < 15
         dist.destroy_process_group(group)

@@ -18,13 +18,13 @@ import mpicomm
 import mpicomm.torch
 from mpicomm import CollectiveTimeoutError, MpicommError
 from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
-from tests.helpers.jobs.pace import stretched
+from tests.helpers.jobs.pace import HANG_S, stretched
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.host_alone]
 
 
 REFUSED_BY_OLD_PYTORCH = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12), reason="this PyTorch refuses all backends but gloo"
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14), reason="this PyTorch refuses all backends but gloo"
 )
 
 
@@ -35,7 +35,7 @@ def test_a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable(
 ) -> None:
     group = dist.new_group()
     rank, size = dist.get_rank(), dist.get_world_size()
-    limit = timedelta(seconds=1)
+    limit = timedelta(seconds=stretched(1))
     dist.monitored_barrier(group, wait_all_ranks=wait_all_ranks)
     names = ", ".join(map(str, range(1, size))) if wait_all_ranks else "1"
     comes = rank == 0 or (rank > 1 and not wait_all_ranks)
@@ -53,10 +53,10 @@ def test_a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable(
     if not comes:  # late, it gets the error, too
         with pytest.raises(RuntimeError, match=f"Rank {rank} successfully reached .*: Ranks? {names} failed to pass"):
             dist.monitored_barrier(group, limit)
-    dist.monitored_barrier(group, timedelta(seconds=10))
+    dist.monitored_barrier(group, timedelta(seconds=HANG_S))
     kept = group.get_group_store().num_keys()
     for _ in range(5):
-        dist.monitored_barrier(group, timedelta(seconds=10))
+        dist.monitored_barrier(group, timedelta(seconds=HANG_S))
         dist.barrier(group)
     assert rank or group.get_group_store().num_keys() <= kept + 1  # rank 0 deletes them
     dist.destroy_process_group(group)
@@ -71,7 +71,7 @@ def test_rank_0_that_comes_late_to_a_monitored_barrier_raises_as_the_others_did(
         dist.monitored_barrier(group, timedelta(seconds=0.2))
     if dist.get_rank() != 0:
         dist.barrier()
-    dist.monitored_barrier(group, timedelta(seconds=10))
+    dist.monitored_barrier(group, timedelta(seconds=HANG_S))
     dist.destroy_process_group(group)
 
 
@@ -109,7 +109,7 @@ def test_a_callback_may_destroy_the_group(world: dist.ProcessGroup, is_late: boo
         ended = works[0].get_future().then(destroy)
     ended.wait()
     for work in works:
-        work.wait(timedelta(seconds=5))
+        work.wait(timedelta(seconds=HANG_S))
     require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(2)])
     with pytest.raises(mpicomm.InvalidUsageError, match="was destroyed"):
         group.barrier()

@@ -17,6 +17,7 @@ from mpicomm import InvalidUsageError
 from mpicomm.torch import communicator
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same
+from tests.helpers.jobs.pace import HANG_S
 
 
 def require_works(group: dist.ProcessGroup | None) -> None:
@@ -86,7 +87,7 @@ def test_split_group(world: dist.ProcessGroup) -> None:
     """PyTorch's function wants a GPU, so the group is asked itself."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mine = [other for other in range(size) if other % 2 == rank % 2]
-    part = world.split_group(mine, timedelta(seconds=5), group_name=f"part {rank % 2}")
+    part = world.split_group(mine, timedelta(seconds=HANG_S), group_name=f"part {rank % 2}")
     assert part is not None and (part.size(), part.rank()) == (len(mine), mine.index(rank))
     tensor = torch.tensor([float(rank)])
     part.allreduce([tensor], dist.AllreduceOptions()).wait()

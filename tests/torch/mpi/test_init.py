@@ -18,12 +18,12 @@ from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.torch import communicator
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.jobs.pace import stretched
+from tests.helpers.jobs.pace import HANG_S, stretched
 
 pytestmark = pytest.mark.host_alone
 
 WORLD = MPI.COMM_WORLD
-LIMIT = timedelta(seconds=10)
+LIMIT = timedelta(seconds=HANG_S)
 OTHER_ORDER = [*range(1, WORLD.size), 0]
 """The rank in PyTorch of each rank of MPI."""
 

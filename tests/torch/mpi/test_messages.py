@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from mpicomm.waiting import wait_until
 from tests.helpers.inputs.torch_cases import MOVABLE, Case, Op, reduced, require_same
+from tests.helpers.jobs.pace import HANG_S
 
 LARGE = 300_000  # elements: MPI receives so many only after it has met the receiver
 
@@ -127,7 +128,7 @@ def test_a_message_moves_while_the_receiver_waits_elsewhere(world: dist.ProcessG
     work = dist.irecv(got, group_src=1) if case.rank == 0 else None
     if case.rank == 1:
         send_large(case)
-    world.monitored_barrier(timedelta(seconds=5))
+    world.monitored_barrier()
     if work is not None:
         work.wait()
         require_same([got], [case.of(1, LARGE)])
@@ -142,9 +143,9 @@ def test_a_message_whose_work_the_program_drops_moves(world: dist.ProcessGroup) 
         gc.collect()
     if case.rank == 1:
         send_large(case)
-    world.monitored_barrier(timedelta(seconds=5))
+    world.monitored_barrier()
     if case.rank == 0 and case.device.type == "cpu":
-        assert wait_until(lambda: torch.equal(got, case.of(1, LARGE)), 5)
+        assert wait_until(lambda: torch.equal(got, case.of(1, LARGE)), HANG_S)
 
 
 def send_large(case: Case) -> None:
