@@ -35,6 +35,12 @@ def tell_slow_way(reason: str) -> None:
         listener(reason)
 
 
+@cache
+def log_once(say: Callable[..., None], text: str) -> None:
+    """Log a text by a method of the logger, once in this process. Local."""
+    say("%s", text)
+
+
 def file_name(pattern: str, rank: int) -> str:
     """Return ``pattern`` with host, pid and ``rank`` in the places of %h, %p and %r."""
     for mark, text in (("%h", socket.gethostname()), ("%p", str(os.getpid())), ("%r", str(rank))):

@@ -13,8 +13,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.call_log import CallLocation, Signature
+from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.checks import (
+    Signature,
     bound_epilogue,
     is_in_place,
     location_of,
@@ -27,7 +28,7 @@ from mpicomm.collectives.neighborhood import Neighborhood, blocks_for_ranks
 from mpicomm.collectives.operations import ALLTOALLV, Operation
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.wire import Wire, checked_wire
+from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
@@ -124,9 +125,14 @@ class Call:
         self._require_agreeing_counts()
         finish = None if self.beside else arguments.epilogue  # kernels apply it to other memory
         self.epilogue = bound_epilogue(operation, finish, self.dtype, self.send, self.receive)
-        plain = self.packed is None and self.epilogue is None
-        self.wire = checked_wire(arguments.wire, operation.name, self.operands, self.dtype, self.op, size, plain=plain)
+        self.wire = arguments.wire
         """The codes as which elements travel; None if they travel as they are."""
+        if self.wire is not None:
+            plain = self.packed is None and self.epilogue is None
+            self.wire.require(operation.name, self.dtype, self.op)
+            self.wire.require_plain(operation.name, self.operands, plain=plain)
+            if size == 1:
+                self.wire = None  # one rank sends nothing
         self.of_call: Signature | None = None
         """The facts of the whole call if this call is a part of it. All ranks must agree in them."""
 
@@ -203,10 +209,10 @@ class Call:
         """Like `packed`, for kernels that move only blocks without gaps."""
         return self._packing(strided=False)
 
-    def buffers(self, scratch: Span | None = None, packed: Packed | None = None) -> Buffers:
+    def buffers(self, scratch: int = 0, packed: Packed | None = None) -> Buffers:
         """Return this rank's memory for the patterns.
 
-        ``scratch`` has `scratch_nbytes` bytes, unless that is 0. With ``packed`` it has the bytes of that.
+        ``scratch`` is the address of `scratch_nbytes` bytes, 0 for no bytes. With ``packed`` it has the bytes of that.
         """
         assert self.dtype is not None
         operation = self.operation
@@ -217,7 +223,7 @@ class Call:
             return Buffers(self._rank, self._size, dtype, None, [whole] * self._size, None, [nowhere] * self._size)
         packed = packed or self.packed
         if packed is not None:
-            given, receive = packed.placed(0 if scratch is None else scratch.pointer)
+            given, receive = packed.placed(scratch)
         send = send_blocks = output = output_blocks = None
         if given is not None:
             if operation.send == "one" and not operation.of_neighbors:
@@ -231,11 +237,11 @@ class Call:
                     output = Span(receive.pointer, send_blocks[self._rank].count)
             else:
                 output_blocks = [self._in_units(receive, receive.block(peer)) for peer in range(self._size)]
-        if self._converts and scratch is not None and output is not None:
+        if self._converts and scratch and output is not None:
             assert given is not None
-            output = Span(scratch.pointer, given.count)  # a byte may hold several elements of the result
+            output = Span(scratch, given.count)  # a byte may hold several elements of the result
         if self.packed is not None or self._converts:
-            scratch = None  # it is in use; only reduce-scatters need more
+            scratch = 0  # it is in use; only reduce-scatters need more
         root, op = self.arguments.root, self.op or ""
         return Buffers(
             self._rank, self._size, dtype, send, send_blocks, output, output_blocks, op, root, self._cuts, scratch

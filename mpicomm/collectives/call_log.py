@@ -1,20 +1,15 @@
-"""Signature: the facts of a collective call in which all ranks must agree.
-
-CallLog: each rank of a node writes which collective it is in. Its peers read that when something is wrong.
-"""
+"""CallLog: each rank of a node writes which collective it is in. Its peers read that when something is wrong."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from mpicomm.activity import layout
-from mpicomm.activity.layout import COUNT_IN_TEXT, VOTE_BITS, VOTE_WORDS, VOTES
+from mpicomm.activity.layout import VOTE_BITS, VOTE_WORDS, VOTES
 from mpicomm.activity.page import CommunicatorRow, text_of
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.handle import MemoryUse
@@ -30,57 +25,6 @@ _VOTES_OF_WORD = (1 << VOTE_BITS) - 1
 _NEVER_CALLED = "nothing yet"
 _LOST = "a call whose text is gone"
 _ALIVE_S = 0.25  # in this time a waiting rank shows that it is alive, even if ranks take turns on cores and on a GPU
-
-
-@dataclass(frozen=True)
-class Signature:
-    """The facts of a collective call. ``str`` gives its text.
-
-    ``count`` is None if ranks may pass different counts. Any other field is None if the collective has no such
-    argument.
-    """
-
-    operation: str
-    dtype: str
-    count: int | None = None
-    op: str | None = None
-    root: int | None = None
-    algorithm: str | None = None
-    """The algorithm that the caller named."""
-    epilogue: str | None = None
-    wire_dtype: str | None = None
-    """The codes as which elements travel."""
-
-    def __str__(self) -> str:
-        return self._text(self.count)
-
-    def _text(self, count: int | str | None) -> str:
-        optional = {"count": count, "op": self.op, "root": self.root}
-        optional |= {"epilogue": self.epilogue, "wire_dtype": self.wire_dtype, "algorithm": self.algorithm}
-        parts = [self.dtype, *(f"{name}={value}" for name, value in optional.items() if value is not None)]
-        return f"{self.operation}({', '.join(parts)})"
-
-    @property
-    def hash32(self) -> int:
-        """A 32-bit hash. It travels with the data, so ranks that call different things notice it."""
-        return counted_hash(self.hash_without_count, self.count)
-
-    @property
-    def hash_without_count(self) -> int:
-        """A 32-bit hash of all other fields: see `counted_hash`."""
-        words = self._text(None).encode()
-        return int.from_bytes(hashlib.blake2b(words, digest_size=4).digest(), "little")
-
-    def text_without_count(self) -> str:
-        """Return the text of the call. `COUNT_IN_TEXT` stands for its count, if the call has one."""
-        return self._text(None if self.count is None else COUNT_IN_TEXT)
-
-
-def counted_hash(without_count: int, count: int | None) -> int:
-    """Return the hash of a call from ``without_count``, the hash of its other facts, and its count."""
-    number = -1 if count is None else count
-    # The factor is odd, so counts with other lowest 32 bits have other hashes. All bits of the count are in the hash.
-    return without_count + number * 0x9E3779B1 + (number >> 32) & 0xFFFFFFFF
 
 
 class CallLog(SharedMemory):

@@ -19,8 +19,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomm.kernels.packing import ENTRY, ENTRY_NBYTES, LOOPS, PackTable
+from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.kernels.packing import (
+    ENTRY,
+    ENTRY_NBYTES,
+    LOOPS,
+    PACK_KERNEL,
+    PACK_THREADS,
+    PackTable,
+    blocks_for,
+)
 from mpicomm.kernels.team import PACKET_NBYTES
+from mpicomm.kernels.variant import Launch
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.layout import DatatypeLayout, Elements, layout_of, run_of
@@ -138,6 +148,11 @@ class Packed:
         )
         return send, receive
 
+    def launches(self, backend: GpuBackend, scratch: int) -> tuple[list[Launch], list[Launch]]:
+        """Return the launches that pack before the collective, and those that unpack after it. Local."""
+        before = pack_launches(backend, self.before, scratch, unpacks=False)
+        return before, pack_launches(backend, self.after, scratch, unpacks=True)
+
 
 def _common_dtype(operands: list[Operand]) -> np.dtype[Any]:
     """Return the type of all basic elements; ``types.BYTE`` if there are several types."""
@@ -233,6 +248,19 @@ def _in_elements(operand: Operand, lengths: Sequence[int], starts: Sequence[int]
     parts = operand.total // operand.count if operand.count else 1
     first, count = operand.pointer + starts[0], total // parts
     return replace(operand, pointer=first, dtype=dtype, count=count, total=total, derived=None)
+
+
+def pack_launches(backend: GpuBackend, jobs: Sequence[PackJob], packed: int, *, unpacks: bool) -> list[Launch]:
+    """Return the launch for all ``jobs``; their packed memory begins at ``packed``. No launch for no bytes. Local."""
+    table = table_of(jobs)
+    return [pack_launch(backend, table, 0, packed, unpacks=unpacks)] if table.units else []
+
+
+def pack_launch(backend: GpuBackend, table: PackTable, memory: int, packed: int, *, unpacks: bool) -> Launch:
+    """Return the launch for a table. Its regions begin at ``memory``, its packed memory begins at ``packed``. Local."""
+    arguments = table.arguments(backend.pack_table(table), memory, packed, backend.faults.failed, unpacks=unpacks)
+    blocks = blocks_for(table.units, backend.multiprocessors)
+    return Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)
 
 
 @lru_cache(maxsize=256)

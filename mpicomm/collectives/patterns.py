@@ -46,8 +46,8 @@ class Buffers:
     root: int = 0
     cuts: Sequence[tuple[int, int]] = ()
     """See `Exchange.cuts`."""
-    scratch: Span | None = None
-    """Memory for this rank's result of a reduce-scatter in place: see `reduce_scatter`."""
+    scratch: int = 0
+    """The address of memory for this rank's result of a reduce-scatter in place: see `reduce_scatter`."""
     whole: int = 0
     """If not 0, each shard except the last ones has a multiple of so many elements."""
 
@@ -130,9 +130,9 @@ def reduce_scatter(b: Buffers) -> Exchange:
     0.
     """
     output = _needed(b.output)
-    if b.scratch is None:
+    if not b.scratch:
         return _reduce_blocks(b, _needed(b.send_blocks), output)
-    result = Span(b.scratch.pointer, output.count)
+    result = Span(b.scratch, output.count)
     return replace(_reduce_blocks(b, _needed(b.send_blocks), result), move=(result, output))
 
 

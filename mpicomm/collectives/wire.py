@@ -55,31 +55,14 @@ class Wire:
                 f'{operation}: wire_dtype="{self}" is for SUM and AVG, and op is {op}: leave it out'
             )
 
-
-def checked_wire(
-    wire: Wire | None,
-    operation: str,
-    operands: Sequence[Operand],
-    dtype: np.dtype[Any] | None,
-    op: str | None,
-    size: int,
-    *,
-    plain: bool,
-) -> Wire | None:
-    """Return how the elements of a call travel; None if they travel as they are. Raises `InvalidUsageError`.
-
-    ``plain`` is whether the call has neither derived datatypes nor an epilogue.
-    """
-    if wire is None:
-        return None
-    wire.require(operation, dtype, op)
-    if not plain or len({operand.dtype for operand in operands if operand.total}) > 1:
-        kinds = " and ".join(str(operand.dtype) for operand in operands)
-        raise InvalidUsageError(
-            f'{operation}: wire_dtype="{wire}" is for two buffers of one element type, and goes with no derived '
-            f"datatype and no epilogue; the buffers have {kinds}: convert one, or leave it out"
-        )
-    return wire if size > 1 else None  # one rank sends nothing
+    def require_plain(self, operation: str, operands: Sequence[Operand], *, plain: bool) -> None:
+        """Raise `InvalidUsageError` for two types, or for a call that is not ``plain``: see the text of the error."""
+        if not plain or len({operand.dtype for operand in operands if operand.total}) > 1:
+            kinds = " and ".join(str(operand.dtype) for operand in operands)
+            raise InvalidUsageError(
+                f'{operation}: wire_dtype="{self}" is for two buffers of one element type, and goes with no derived '
+                f"datatype and no epilogue; the buffers have {kinds}: convert one, or leave it out"
+            )
 
 
 _KNOWN: dict[Any, Wire | None] = {None: None, **{codes: Wire(codes) for codes in CODES}}

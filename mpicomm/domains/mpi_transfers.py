@@ -10,7 +10,8 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.cluster.roll_call import GRACE_S, abandoned
-from mpicomm.collectives.call_log import CallLog, Signature
+from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.checks import Signature
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks
 from mpicomm.waiting import wait_until

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.mpi_transfers import Direct, MessageInFlight, Transfers
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, Transport, TransportName

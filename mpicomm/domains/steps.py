@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.errors import MpicommError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from mpicomm.collectives.gpu.device import device_facts, multiprocessors_of, team_of
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import DTYPES, Shape
@@ -236,7 +235,8 @@ def open_on_gpus(session: Session, shape: Shape, backend: GpuBackend) -> tuple[S
             "comm.Split_type(MPI.COMM_TYPE_SHARED), or send tokens to other nodes by comm.Alltoallv with counts in "
             "host memory"
         )
-    from mpicomm.collectives.gpu.call_memory import share_filled  # not above, because it loads CUDA's bindings
+    # Not above, because it loads CUDA's bindings.
+    from mpicomm.collectives.gpu.call_memory import device_facts, multiprocessors_of, share_filled, team_of
 
     memory = ExpertsMemory(shape)
     segments = share_filled(domain, backend, session.kind, "Experts", memory.nbytes, memory.absent)

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.errors import HandleError
-from mpicomm.log import logger, tell_slow_way
+from mpicomm.log import log_once, logger, tell_slow_way
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.in_flight import OutboxSlot
 from mpicomm.messages.outbox import OutboxFullError
@@ -24,7 +24,6 @@ Send = Callable[..., Any]
 
 _BUFFERED = frozenset((MPI.Intracomm.Bsend, MPI.Intracomm.Ibsend))
 _NOTHING = np.empty(0, np.uint8)
-_warned: set[str] = set()
 
 
 @dataclass(slots=True)
@@ -114,9 +113,8 @@ class Outgoing:
             except (OutboxFullError, HandleError) as error:
                 reason = str(error)
         tell_slow_way(f"through pinned host memory and MPI: {reason}")
-        if reason not in _warned:
-            _warned.add(reason)
-            logger.warning("messages of GPU arrays go through pinned host memory and MPI, which is slower: %s", reason)
+        text = f"messages of GPU arrays go through pinned host memory and MPI, which is slower: {reason}"
+        log_once(logger.warning, text)
         return None
 
     def _eager(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:

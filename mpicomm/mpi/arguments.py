@@ -138,7 +138,9 @@ def parse(
     Raises `TypeError` for objects that are no buffers and for counts that are no integers, `InvalidUsageError` for all
     other faults.
     """
-    buffer, counts, displs, datatype = items(spec, name, shape)
+    buffer, counts, displs, datatype = spec, None, None, None
+    if shape == "typed" or isinstance(spec, (list, tuple)):
+        buffer, counts, displs, datatype = items(spec, name, shape)
     if spec is buffer or not (buffer is None or buffer is MPI.BOTTOM):
         memory = memory or read(buffer, writable, name)
     elif datatype is None:

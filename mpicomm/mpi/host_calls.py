@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpicomm.devices.cuda.types import Backend, GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.log import logger, tell_slow_way
+from mpicomm.log import log_once, logger, tell_slow_way
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
@@ -83,9 +83,6 @@ def call_on_two(
         sent = None if send[1] == MPI.PROC_NULL else as_bytes(send[0], False, "sendbuf")
         received = None if receive[1] == MPI.PROC_NULL else as_bytes(receive[0], True, "recvbuf")
     return method(comm, sent, *send[1:], received, *receive[1:], *rest)
-
-
-_named: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -180,19 +177,16 @@ def require_no_graph(operation: str, backend: GpuBackend, stream: int, reason: s
 
 def announce(operation: str, reason: str) -> None:
     """Log once per operation and reason, at INFO, that a call on device arrays goes through host memory."""
-    tell_slow_way(f"through pinned host memory and MPI: {reason}")
-    if f"{operation} {reason}" not in _named:
-        _named.add(f"{operation} {reason}")
-        logger.info("%s on device arrays goes through pinned host memory and MPI: %s", operation, reason)
+    way = f"through pinned host memory and MPI: {reason}"
+    tell_slow_way(way)
+    log_once(logger.info, f"{operation} on device arrays goes {way}")
 
 
 def warn_of_host_array(operation: str) -> None:
     """Log once per operation that a call with a host array beside a device array is slow. Local."""
     reason = "a host array beside an array on a GPU goes through pinned memory"
     tell_slow_way(reason)
-    if f"{operation} {reason}" not in _named:
-        _named.add(f"{operation} {reason}")
-        logger.warning("%s: %s, which is slower", operation, reason)
+    log_once(logger.warning, f"{operation}: {reason}, which is slower")
 
 
 def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, Any]:

@@ -33,28 +33,11 @@ class Driven:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return f"<mpicomm.{type(self).__name__} {'active' if self.is_active() else 'inactive'}>"
-
-    def is_active(self) -> bool:
-        """Return whether there is something to wait for. Otherwise the request counts as null."""
-        raise NotImplementedError
+        return f"<mpicomm.{type(self).__name__} {'inactive' if self.active is None else 'active'}>"
 
     @property
-    def in_mpi(self) -> MPI.Request:
-        """The request that MPI knows, which is null if this one is not active."""
-        raise NotImplementedError
-
-    def advance(self) -> bool:
-        """Return whether the request, which is active, is complete."""
-        raise NotImplementedError
-
-    def look(self) -> bool:
-        """As `advance`, for a caller that raises the error of the request when it is complete."""
-        raise NotImplementedError
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that `Wait` will raise for the request, which is complete."""
+    def active(self) -> Any:
+        """The `DeferredRequest` for which a wait would wait. None if there is none: the request counts as null."""
         raise NotImplementedError
 
     def wait(self, status: MPI.Status | None = None) -> None:
@@ -67,9 +50,10 @@ class Driven:
 
     def Get_status(self, status: MPI.Status | None = None) -> bool:
         """Return whether the request is complete, and leave it as it is; see mpi4py."""
-        if self.is_active():
-            self.advance()
-        return _get_status(self.in_mpi, status)
+        active = self.active
+        if active is not None:
+            active.advance()
+        return _get_status(_in_mpi(self), status)
 
     def get_status(self, status: MPI.Status | None = None) -> bool:
         """As `Get_status`."""
@@ -194,9 +178,10 @@ def _sort(requests: Requests, takes: bool) -> tuple[list[int], list[Driven], boo
     for place, request in enumerate(requests):  # all of them, because each advances only when it is asked
         complete = True
         if isinstance(request, Driven):
-            if request.is_active():
-                complete = request.look() if takes else request.advance()
-                if complete and takes and request.error is not None:
+            active = request.active
+            if active is not None:
+                complete = active.look() if takes else active.advance()
+                if complete and takes and active.error is not None:
                     failed.append(request)
                     continue
         elif isinstance(request, MPI.Grequest):
@@ -216,8 +201,11 @@ def _raise(failed: list[Driven]) -> None:
         failed[0].wait()
 
 
-def _in_mpi(request: MPI.Request) -> MPI.Request:
-    return request.in_mpi if isinstance(request, Driven) else request
+def _in_mpi(request: Any) -> MPI.Request:
+    if not isinstance(request, Driven):
+        return request  # type: ignore[no-any-return]
+    active: MPI.Request | None = request.active
+    return MPI.REQUEST_NULL if active is None else active
 
 
 def _items(answer: Any) -> Any:

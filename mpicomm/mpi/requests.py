@@ -89,12 +89,9 @@ class DeferredRequest(Driven, MPI.Grequest):
         self._turn = threading.Lock()  # the waiting thread and the completer's thread both advance the work
         return self
 
-    def is_active(self) -> bool:
-        return bool(self)
-
     @property
-    def in_mpi(self) -> MPI.Request:
-        return self
+    def active(self) -> Self | None:
+        return self if self else None
 
     def advance(self, until_s: float = 0.0) -> bool:
         """Return whether the work is done, and complete the request if it is. Look until the clock shows ``until_s``.
@@ -293,7 +290,7 @@ class PersistentRequest(Driven, MPI.Prequest):
 
     # Until it is freed, the request is not null for the program, as in MPI.
     def __bool__(self) -> bool:
-        return self._begin is not None or self.is_active()
+        return self._begin is not None or self.active is not None
 
     def __eq__(self, other: object) -> bool:
         return self is other if self else bool(super().__eq__(other))
@@ -303,43 +300,30 @@ class PersistentRequest(Driven, MPI.Prequest):
 
     __hash__ = None  # type: ignore[assignment]  # as in mpi4py's requests
 
-    def is_active(self) -> bool:
-        """Return whether a call is started and no wait has taken it yet."""
-        return self._latest is not None and bool(self._latest)
-
     @property
-    def in_mpi(self) -> MPI.Request:
-        return MPI.REQUEST_NULL if self._latest is None or not self._latest else self._latest
-
-    def advance(self) -> bool:
-        return self._latest is None or self._latest.advance()
-
-    def look(self) -> bool:
-        return self._latest is None or self._latest.look()
-
-    @property
-    def error(self) -> BaseException | None:
-        return None if self._latest is None else self._latest.error
+    def active(self) -> DeferredRequest | None:
+        """The started call that no wait has taken yet."""
+        return self._latest if self._latest else None
 
     def Start(self) -> None:
         """Start the call once more, as the call without ``_init`` does."""
         if self._begin is None:
             raise RefusedByMpiError("Start: this persistent request was freed; create another", MPI.ERR_REQUEST)
-        if self.is_active():
+        if self.active is not None:
             raise RefusedByMpiError("Start: this persistent request is active; call Wait first", MPI.ERR_REQUEST)
         self._latest = self._begin()
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the started call is done. Return at once if none is started. Raises the error of the call."""
-        return self.in_mpi.Wait(status)
+        return (self.active or MPI.REQUEST_NULL).Wait(status)
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the started call is done, or true if none is started. Raises the error of the call."""
-        return self.in_mpi.Test(status)
+        return (self.active or MPI.REQUEST_NULL).Test(status)
 
     def Cancel(self) -> None:
         """Cancel a started receive if its message has not come yet, as in mpi4py."""
-        self.in_mpi.Cancel()
+        (self.active or MPI.REQUEST_NULL).Cancel()
 
     def Free(self) -> None:
         """Free the request, after a wait for the started call. A second call does nothing."""

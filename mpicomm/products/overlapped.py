@@ -42,7 +42,7 @@ class Overlapped:
 
     def __init__(self, calls: PlanCache) -> None:
         self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
-        self._carry_out = calls.carry_out
+        self._calls = calls
         self._known: OrderedDict[Any, tuple[Plan, dict[str, Any]]] = OrderedDict()
         """The plans, each with its matrices over memory of the communicator."""
         self._lane = ForkedStream()
@@ -97,7 +97,8 @@ class Overlapped:
         self._operands, self._stream = operands, stream
         self._matrices = {"a": operands.a, "out": operands.out, **own}
         try:
-            self._carry_out(plan, stream, operands.a)  # it may enqueue the plan on another stream
+            # It may enqueue the plan on another stream.
+            self._calls.enqueue(plan, stream, operands.a, operands.a, blocking=True)
         finally:
             self._operands, self._matrices = None, {}
 

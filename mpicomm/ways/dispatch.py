@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpi4py import MPI
 from numpy import ndarray
@@ -34,6 +34,10 @@ from mpicomm.ways.by_mpi import ByMpi
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
 from mpicomm.ways.reader import Reader
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.algorithms.steps import AnyPlan
+    from mpicomm.collectives.gpu.plan_cache import PlanCache
 
 
 def checks_of(placement: Placement) -> dict[str, PlainCheck]:
@@ -66,16 +70,12 @@ class OnGpus:
         if not call.joins:  # other ranks may pass other memory the next time
             key = (operation, call.algorithm, *in_order(given))
             gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
-        stream = backend.stream(call.stream, call.device_array)
+        array = call.device_array
         if not blocking:
-            gpu.engine.enqueue(plan, stream)
-            return self._completer.add(
-                DeferredRequest.of(backend.completion(stream), backend.check), backend.prepare_thread
-            )
-        gpu.carry_out(plan, stream, call.device_array)
-        by_address = call.stream is None and any(operand.by_address for operand in call.operands)
-        if backend.completes or by_address or call.completes:
-            backend.complete(stream)
+            return self._started(gpu, plan, call.stream, array, array, None)
+        gpu.enqueue(plan, call.stream, array, array, blocking=True)
+        if call.completes:
+            backend.complete(backend.stream(call.stream, array))
         return None
 
     def start_known(
@@ -89,9 +89,14 @@ class OnGpus:
         known = gpu.find(operation, algorithm, send, receive, op, root, counts, epilogue, wire)
         if known is None:
             return None
+        return self._started(gpu, known, stream, send, receive, self._votes.vote_for_gpus if votes else None)
+
+    def _started(
+        self, gpu: PlanCache, plan: AnyPlan, stream: Any, send: Any, receive: Any, vote: Callable[[], None] | None
+    ) -> DeferredRequest:
+        """Enqueue the plan of a nonblocking call with these buffers; return its request."""
         backend, mark = self._session.backend, gpu.engine.completions.take()
-        vote = self._votes.vote_for_gpus if votes else None
-        is_enqueued = gpu.enqueue(known, stream, send, receive, mark, vote=vote)
+        is_enqueued = gpu.enqueue(plan, stream, send, receive, mark, vote=vote)
         done = mark.passed if is_enqueued else partial(bool, True)
         return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
 

@@ -9,7 +9,6 @@ from mpi4py import MPI
 from mpicomm.collectives.exchange import Message
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, Span, parse, require_separate
-from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import require_here
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
@@ -47,10 +46,8 @@ class InStreamOrder:
         (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
         route = dest, sendtag, source, recvtag
         gpu = self._engines.gpu
-        known = gpu and gpu.find_message(operation, sendbuf, recvbuf, route)
-        if gpu and known:
-            gpu.enqueue(known, stream, sendbuf, recvbuf)
-        else:
+        plan = None if gpu is None else gpu.find_message(operation, sendbuf, recvbuf, route)
+        if gpu is None or plan is None:
             session = self._session.set_up(operation)
             outward, inward = _NAMES[operation]
             sent = _read_end(operation, send, outward, session)
@@ -60,10 +57,10 @@ class InStreamOrder:
             messages = sent and sent[1], received and received[1]
             session.require_usable(operation)
             gpu = self._engines.on_gpu(operation)
-            plan = gpu.engine.prepare_messages(operation, *messages)
-            by_output = sendbuf is None
-            gpu.add_message(plan, operation, sendbuf, recvbuf, route, *messages, by_output=by_output)
-            gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(recvbuf if by_output else sendbuf)))
+            made = plan = gpu.engine.prepare_messages(operation, *messages)
+            plan.by_output = sendbuf is None
+            gpu.add_message(made, operation, sendbuf, recvbuf, route, *messages)
+        gpu.enqueue(plan, stream, sendbuf, recvbuf)
         if status is not None:
             status.Set_source(source)
             status.Set_tag(recvtag)  # MPI.ANY_TAG stays: the host does not learn the sender's tag

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.packed import table_for
-from mpicomm.devices.base import Scratch
+from mpicomm.devices.base import GrowingScratch, Scratch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
@@ -155,9 +154,7 @@ class Steps:
         if self._backend.is_capturing(stream):
             self._captured.append(self._backend.scratch(nbytes))
             return self._captured[-1].pointer
-        part = self._scratch.setdefault(stream, GrowingScratch(self._backend)).of(max(nbytes, 1))
-        assert part is not None
-        return part.pointer
+        return self._scratch.setdefault(stream, GrowingScratch(self._backend)).of(max(nbytes, 1))
 
     def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
         """Signal ranks, after all earlier work of the stream, and then wait for ranks."""

@@ -22,9 +22,8 @@ from result_file import Sheet, command, measuring_parser
 
 import mpicomm
 from mpicomm.bench.measure import GpuMachine
-from mpicomm.collectives.gpu.device import pack_launches
 from mpicomm.collectives.gpu.plan import launching
-from mpicomm.collectives.packed import PackJob
+from mpicomm.collectives.packed import PackJob, pack_launches
 from mpicomm.devices.cuda.backend import CudaBackend
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.mpi.layout import layout_of

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.kernels.team import ABSENT, COUNTED_ROOM, COUNTS, MISMATCH, OF_RECEIVE

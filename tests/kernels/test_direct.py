@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.algorithms.base import launch_tag
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce

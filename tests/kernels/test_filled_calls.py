@@ -23,10 +23,9 @@ from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Decision
-from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.operations import ALLREDUCE
-from mpicomm.devices.base import Scratch
+from mpicomm.devices.base import GrowingScratch, Scratch
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, layer_norm, rms_norm
 from mpicomm.epilogues.norm import BoundNorm
 from mpicomm.kernels.variant import Launch

@@ -121,7 +121,7 @@ def test_only_some_ranks_are_in_place_in_a_reduce_scatter(builds: Builds, count:
     sources = [rig.machine.place(rank, part) for rank, part in enumerate(parts)]
     for rank, source in enumerate(sources):
         blocks = patterns.blocks(source.address, counts, [0, 0, count], 4)
-        scratch = Span(rig.machine.allocate(rank, 4 * count).address, 0) if rank == 1 else None
+        scratch = rig.machine.allocate(rank, 4 * count).address if rank == 1 else 0
         output = Span(source.address, counts[rank])
         exchanges = patterns.reduce_scatter(rank, 3, dtype, blocks, output, "sum", scratch=scratch)
         rig.run(rank, exchanges)

@@ -70,7 +70,7 @@ def random_round(
         mine, theirs = sent.get(rank), received.get(rank)
         rig.exchange(rank, mine, None if apart else theirs, threads=threads, nap_us=nap_us)
         if apart:
-            rig.exchange(rank, None, theirs)
+            rig.exchange(rank, None, theirs, threads=threads)
 
     def check() -> None:
         for place, content in arrived:

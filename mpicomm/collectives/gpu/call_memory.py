@@ -1,16 +1,17 @@
 """DeviceArena: the memory that each rank of a communicator opens to the kernels of its peers.
 
-CallMemory: how ranks set up more of it when a call needs more. LoggedCalls: how they wait for each other before.
+CallMemory: how ranks set up more of it when a call needs more. Before this come the facts about the ranks' devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 
+from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.gpu.algorithms.base import Domain, with_place
+from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Range, Request
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice
 from mpicomm.collectives.gpu.decision import Chosen, Decision
@@ -20,8 +21,8 @@ from mpicomm.devices.cuda.memory import BLOCK_NBYTES, round_up
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, PeerError, equal_error, name_ranks
-from mpicomm.kernels.team import ABORT_OPERATION, ABSENT, MISMATCH
-from mpicomm.log import logger
+from mpicomm.kernels.team import ABORT_OPERATION, ABSENT, MISMATCH, Team
+from mpicomm.log import log_once, logger
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.registry import Mapped
 from mpicomm.waiting import wait_until
@@ -36,6 +37,43 @@ class NoMemoryError(HandleError):
 
 class OverBoundError(NoMemoryError, InvalidUsageError):
     """Memory that a call needs would exceed MPICOMM_MEMORY; raised on all ranks."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """The facts about a rank's device that the ranks exchange."""
+
+    multiprocessors: int
+    total_nbytes: int
+    uuid: bytes
+    takes_turns: bool
+    """Whether the device runs only one process at a time, so that a kernel has all multiprocessors."""
+
+
+def device_facts(backend: GpuBackend) -> DeviceFacts:
+    """Return the facts about this rank's device. Local."""
+    takes_turns = not environment.multi_process_service()
+    return DeviceFacts(backend.multiprocessors, backend.total_nbytes, backend.info.uuid, takes_turns)
+
+
+def multiprocessors_of(devices: Sequence[DeviceFacts], on_a_device: int) -> tuple[int, int]:
+    """Return the multiprocessors that each rank has on the smallest device, and how many ranks run there side by side.
+
+    ``on_a_device`` is the highest number of ranks that share a device.
+    """
+    # All blocks of all ranks must run at once, because they wait for each other. So a launch has only the blocks that
+    # the smallest device can hold. Ranks that run side by side on a device share its multiprocessors. Otherwise one
+    # rank's waiting blocks could keep out the blocks for which they wait.
+    side_by_side = 1 if all(each.takes_turns for each in devices) else on_a_device
+    return max(1, min(each.multiprocessors for each in devices) // side_by_side), side_by_side
+
+
+def team_of(backend: GpuBackend, node: Group, arenas: Iterable[int]) -> Team:
+    """Return the team of this rank. ``arenas`` has the address of each rank's arena."""
+    team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
+    for index, (arena, name) in enumerate(zip(arenas, node.ranks, strict=True)):
+        team.arenas[index], team.names[index] = arena, name
+    return team
 
 
 class DeviceArena:
@@ -170,14 +208,18 @@ def share_filled(
     return segments
 
 
-class LoggedCalls:
-    """The calls of the ranks of a node, as its call log has them. All methods are local."""
+class CallMemory:
+    """The memory of calls beyond the arena, and the waits of ranks for each other before they set it up.
+
+    Local, except that all ranks meet in a set-up. The call log says in which calls the ranks of ``node`` are.
+    """
 
     def __init__(self, node: Group, call_log: CallLog, backend: GpuBackend, arena: DeviceArena) -> None:
         self._node = node
         self._call_log = call_log
         self._backend = backend
         self._arena = arena
+        self._refused: dict[str, tuple[int, NoMemoryError]] = {}  # by purpose: the smallest request that failed
 
     def different(self, *, wait: bool) -> list[str]:
         """Return the text of each rank's call if the ranks called different things; else an empty list.
@@ -230,17 +272,6 @@ class LoggedCalls:
         self._backend.fail(error)
         raise error
 
-
-class CallMemory:
-    """Sets up the memory of calls beyond the arena. Local, except that all ranks meet in a set-up."""
-
-    def __init__(self, domain: Domain, arena: DeviceArena, call_log: CallLog, calls: LoggedCalls) -> None:
-        self._domain = domain
-        self._arena = arena
-        self._call_log = call_log
-        self._calls = calls
-        self._refused: dict[str, tuple[int, NoMemoryError]] = {}  # by purpose: the smallest request that failed
-
     def provide_for_call(
         self, decision: Decision, longest: int, words: str, memory: Mapped | None
     ) -> tuple[Chosen, AlgorithmChoice, str]:
@@ -267,12 +298,13 @@ class CallMemory:
                     raise
                 slow = f"memory is short for {name!r}: {error}"
                 if in_inboxes:
-                    _warn_of_memory(operation, "only in the inboxes of the arena", str(error))
+                    way = "only in the inboxes of the arena"
                     chosen = decision.in_arena()
                 else:
-                    _warn_of_memory(operation, f"without algorithm {name!r}", str(error))
+                    way = f"without algorithm {name!r}"
                     without |= {name}
                     chosen = decision.at(longest, symmetric=symmetric, without=without)
+                log_once(logger.warning, f"{operation} runs slower, {way}, because memory is short: {error}")
 
     def provide(self, requests: Sequence[Request], text: str | None = None) -> None:
         """Post a call, and set up the memory for its requests that is not there. Collective if some is not there.
@@ -290,15 +322,10 @@ class CallMemory:
         if text is not None:
             self._call_log.post(text)  # before this rank waits for ranks that may be in another call
         for request in missing:
-            self._calls.require_same()
+            self.require_same()
             try:
                 self._arena.set_up(request)
             except NoMemoryError as error:
                 least, _ = self._refused.get(request.what, (request.nbytes, error))
                 self._refused[request.what] = min(least, request.nbytes), equal_error(error)
                 raise
-
-
-@lru_cache
-def _warn_of_memory(operation: str, way: str, reason: str) -> None:
-    logger.warning("%s runs slower, %s, because memory is short: %s", operation, way, reason)

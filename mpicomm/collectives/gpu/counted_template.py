@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any
 
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     OVERSEERS,

@@ -131,7 +131,7 @@ class Decision:
         filled = chosen.launcher.fill((lengths, begins, max(lengths, default=0), hash32, memory, epilogue))
         if filled is None:
             return None
-        output = 0 if buffers.scratch is None or buffers.output is None else buffers.output.pointer
+        output = buffers.output.pointer if buffers.scratch and buffers.output is not None else 0
         return chosen.launcher.steps_of(filled) + self._after(chosen, lengths, begins, output, epilogue)
 
     def followed(self, enqueue: Enqueue, *call: Any) -> Enqueue:

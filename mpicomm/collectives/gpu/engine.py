@@ -13,7 +13,8 @@ from cupy.cuda import runtime
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.call_log import CallLog, Signature
+from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
@@ -27,7 +28,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     sendrecv_request,
 )
 from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Step
-from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, LoggedCalls
+from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, device_facts, multiprocessors_of, team_of
 from mpicomm.collectives.gpu.call_templates import (
     BY_KERNELS,
     CallTemplate,
@@ -37,13 +38,12 @@ from mpicomm.collectives.gpu.call_templates import (
 )
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision, require_algorithm
-from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, multiprocessors_of, pack_launches, team_of
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.packed import Packed, PackJob
+from mpicomm.collectives.packed import Packed, PackJob, pack_launches
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.devices.base import slowest_gb_s
+from mpicomm.devices.base import GrowingScratch, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent, Mark
 from mpicomm.devices.cuda.load import kernels_of
@@ -109,7 +109,6 @@ class DeviceEngine:
         """The table of the first rank, which all ranks use."""
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, multiprocessors))
         self._arena = DeviceArena(node, backend, kind, layout, most_nbytes)
-        calls = LoggedCalls(node, call_log, backend, self._arena)
         host_slots = kind == "staged"
         self.domain = Domain(
             team_of(backend, node, self._arena.pointers),
@@ -124,8 +123,7 @@ class DeviceEngine:
             early=backend.info.compute_capability >= (9, 0) and not host_slots and side_by_side == 1,
             host_slots=host_slots,
         )
-        self._calls = calls
-        self._memory = CallMemory(self.domain, self._arena, call_log, calls)
+        self._memory = CallMemory(node, call_log, backend, self._arena)
         self._decisions: dict[Hashable, Decision] = {}
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
         self._sendrecv = sendrecv_memory(node.size, channels)
@@ -139,7 +137,7 @@ class DeviceEngine:
             self._kernels = kernels_of(backend.info)
             self._loader = StepLoader(backend, self._kernels)
         self.completions = self._order.completions
-        backend.calls = calls.different
+        backend.calls = self._memory.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
         """Return the plan of this rank's part of a read call, for any number of launches; ``asked`` is ``algorithm=``.
@@ -164,11 +162,7 @@ class DeviceEngine:
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
         decision, buffers, packed, scratch = self._decided(call, asked, symmetric=memory is not None)
-        before: list[Launch] = []
-        after: list[Launch] = []
-        if packed is not None and scratch is not None:
-            before = pack_launches(self._backend, packed.before, scratch.pointer, unpacks=False)
-            after = pack_launches(self._backend, packed.after, scratch.pointer, unpacks=True)
+        before, after = ([], []) if packed is None else packed.launches(self._backend, scratch)
         call_facts = str(signature), signature.hash32
         return self._prepare(decision, buffers, call_facts, memory, call.epilogue, before, after)
 
@@ -190,16 +184,15 @@ class DeviceEngine:
         # A template has no steps that pack.
         return None if packed is not None and packed.nbytes else template_of(call, decision, mappings, self._scratch)
 
-    def _decided(
-        self, call: Call, asked: str, *, symmetric: bool
-    ) -> tuple[Decision, Buffers, Packed | None, Span | None]:
-        """Return the decision of a read call, its memory, what of it is packed, and the scratch memory in it.
+    def _decided(self, call: Call, asked: str, *, symmetric: bool) -> tuple[Decision, Buffers, Packed | None, int]:
+        """Return the decision of a read call, its memory, what of it is packed, and the address of scratch memory.
 
         ``symmetric`` is whether the output of all ranks is symmetric memory.
         """
         packed = call.packed
         while True:
-            scratch = self._scratch.of(call.scratch_nbytes if packed is None else packed.nbytes)
+            nbytes = call.scratch_nbytes if packed is None else packed.nbytes
+            scratch = self._scratch.of(nbytes) if nbytes else 0
             buffers = call.buffers(scratch, packed)
             form = Form.of_call(call, buffers, () if packed is None else packed.gaps)
             decision, longest = self._decision(form, asked), max(form.numbers(buffers)[0], default=0)
@@ -260,9 +253,7 @@ class DeviceEngine:
         """
         self._require_open(text)
         self._memory.provide([request], text)
-        scratch = self._scratch.of(scratch_nbytes)
-        pointers = self._arena.region(request).pointers
-        steps = steps_of(self.domain, pointers, 0 if scratch is None else scratch.pointer)
+        steps = steps_of(self.domain, self._arena.region(request).pointers, self._scratch.of(scratch_nbytes))
         plan = self._plan(text, [*steps], choice)
         plan.launch = plan.enqueue  # in place of a graph, because work of another library may differ each time
         return plan
@@ -274,7 +265,7 @@ class DeviceEngine:
         """
         self._require_open(text)
         self._call_log.post(text)
-        self._calls.require_same()
+        self._memory.require_same()
 
     def give_up(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Make every later `check` of the backend raise an error, and all kernels leave. Local, any thread."""
@@ -301,16 +292,16 @@ class DeviceEngine:
             self._memory.provide([request], "the first message in stream order, for which all ranks set up memory")
         memory = self._arena.region(request).pointers
         template = SendrecvTemplate(self.domain, self._sendrecv, memory, sent, received)
-        packs, spans, at = [list[Launch](), list[Launch]()], [], 0
+        packs, spans = [list[Launch](), list[Launch]()], []
         packed = [0 if end is None or end.elements is None else whole_lines(end.span.count) for end in (sent, received)]
-        scratch = self._scratch.of(sum(packed))
+        at = self._scratch.of(sum(packed))
         for number, end in enumerate((sent, received)):
             span = Span(0, 0) if end is None else end.span
-            if end is not None and end.elements is not None and scratch is not None:  # a kernel packs or unpacks it
-                span = Span(scratch.pointer + at, span.count)
+            if end is not None and end.elements is not None and packed[number]:  # a kernel packs or unpacks it
+                span = Span(at, span.count)
                 job = PackJob(end.elements.address, end.elements.layout, 0)
-                packs[number] = pack_launches(self._backend, [job], span.pointer, unpacks=end is received)
-            at += packed[number]
+                packs[number] = pack_launches(self._backend, [job], at, unpacks=end is received)
+                at += packed[number]
             spans.append(span)
         send, receive = spans
         filled = template.fill(send.pointer, send.count, receive.pointer, receive.count)
@@ -353,7 +344,7 @@ class DeviceEngine:
             else:
                 self._call_log.post(plan.words, plan.count, plan.offset, ready=True)
             if meets:
-                self._calls.meet()
+                self._memory.meet()
         if not plan.steps:
             return False
         # A rank that meets its peers makes no graph, because making a graph may wait for other threads.

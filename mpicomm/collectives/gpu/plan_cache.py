@@ -197,9 +197,9 @@ class PlanCache:
         blocking: bool = False,
         vote: Callable[[], None] | None = None,
     ) -> bool:
-        """Enqueue the plan of a known call with these buffers again, as `DeviceEngine.enqueue` does. Local.
+        """Enqueue the plan of a call with these buffers, as `DeviceEngine.enqueue` does. Local.
 
-        A ``blocking`` collective may wait as `carry_out` does, and has no ``event``. ``vote`` says that the call is on
+        A ``blocking`` collective may wait as `_meet` does, and has no ``event``. ``vote`` says that the call is on
         GPUs, when it certainly is made. Raises the error of an earlier call, and `InvalidUsageError` if the
         communicator was freed.
         """
@@ -212,7 +212,6 @@ class PlanCache:
         resolved = backend.stream(stream, array)
         if vote is not None:
             vote()
-        # As `carry_out`, without its call, because each known call comes here.
         if blocking and backend.meets(resolved, array):
             pending = self._meet(plan, resolved, array)
         else:
@@ -234,14 +233,6 @@ class PlanCache:
         if not noted:
             session.backend.note(stream)
         return self.engine.enqueue(plan, stream, event)
-
-    def carry_out(self, plan: AnyPlan, stream: int, array: Any) -> None:
-        """Enqueue the plan of a blocking collective on ``array``."""
-        backend: Any = self._session.backend
-        if backend.meets(stream, array):
-            self._meet(plan, stream, array)
-        else:
-            self.engine.enqueue(plan, stream)
 
     def _meet(self, plan: AnyPlan, stream: int, array: Any) -> bool:
         """Enqueue the plan of a blocking collective; wait beside a stream that several threads use.
@@ -268,6 +259,8 @@ class PlanCache:
 
         ``read`` is the same call, as read. With it, `find` also finds other calls of its kind from now on.
         """
+        plan.by_output = by_output
+        plan.by_address = read is not None and any(operand.by_address for operand in read.operands)
         operation, algorithm, send, receive, op, root, counts, epilogue, wire = call
         finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
         if finish is None:
@@ -275,8 +268,6 @@ class PlanCache:
         sent, received = _plain(operation, send, receive, counts)
         if received is None:
             return
-        plan.by_output = by_output
-        plan.by_address = read is not None and any(operand.by_address for operand in read.operands)
         kind = self._kind_of((operation, sent[2], received[2], id(op), root, finish, algorithm), op)
         # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
         # kinds have another form.
@@ -296,8 +287,6 @@ class PlanCache:
         route: tuple[int, int, int, int],
         to_peer: Message | None,
         from_peer: Message | None,
-        *,
-        by_output: bool,
     ) -> None:
         """Keep the plan of a message with the arguments of `find_message`, if they can be recognised; local.
 
@@ -307,7 +296,6 @@ class PlanCache:
         sent, received = known_buffer(send), known_buffer(receive)
         if sent is None or received is None:
             return
-        plan.by_output = by_output
         kind = self._kind_of((operation, sent[2], received[2], id(None), 0, route, "stream"), None)
         ends = (sent, to_peer), (received, from_peer)
         # The lengths of blocks add up in another way, and an empty message does not tell the bytes of an element.

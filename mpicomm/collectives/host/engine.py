@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import require_own_process
-from mpicomm.collectives.call_log import CallLog, Signature
+from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.channels import Channels, Stopped
 from mpicomm.collectives.host.reduction import Reducer
@@ -100,13 +101,13 @@ class HostEngine:
 
         self.call(work, signature)
 
-    def scratch(self, nbytes: int) -> Span | None:
-        """Return memory that only this rank uses, valid until the next call; None for 0 bytes. Local."""
+    def scratch(self, nbytes: int) -> int:
+        """Return the address of memory that only this rank uses, valid until the next call; 0 for 0 bytes. Local."""
         if nbytes == 0:
-            return None
+            return 0
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
-        return Span(self._scratch.ctypes.data, 0)
+        return int(self._scratch.ctypes.data)
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's arena and scratch memory; local."""

@@ -29,7 +29,6 @@ from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.devices.memory_location import has_driver
 from mpicomm.kernels.reductions import is_own
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.spec import Shape, parts_of
 from mpicomm.mpi.types import numpy_dtype
@@ -115,7 +114,7 @@ def best_mapped(operation: Operation, nbytes: int) -> str:
     return "two_shot" if nbytes >= _TWO_SHOT_FROM.get(operation.name, NEVER) else "one_shot"
 
 
-def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> list[Exchange]:
+def schedule(call: Call, algorithm: str, size: int, scratch: int) -> list[Exchange]:
     """Return a call on mapped memory as exchanges."""
     operation, buffers = call.operation, call.buffers(scratch)
     if algorithm == "ring":

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy
-from mpicomm.collectives.gpu.device import GrowingScratch, pack_launch, pack_launches
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
-from mpicomm.collectives.packed import table_of_blocks
+from mpicomm.collectives.packed import pack_launch, table_of_blocks
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.devices.base import GrowingScratch
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent, Mark
 from mpicomm.devices.cuda.stream_order import StreamOrder
@@ -91,10 +91,9 @@ class DomainsEngine:
         signature = call.signature
         planned = self._plan(call.operation, buffers, signature, call.nbytes or 0, asked)
         before = after = None
-        if packed is not None and scratch is not None:
-            packs = pack_launches(self._backend, packed.before, scratch.pointer, unpacks=False)
-            unpacks = pack_launches(self._backend, packed.after, scratch.pointer, unpacks=True)
-            before, after = (self._engine.prepare_alone(str(signature), steps) for steps in (packs, unpacks))
+        if packed is not None and scratch:
+            launches = packed.launches(self._backend, scratch)
+            before, after = (self._engine.prepare_alone(str(signature), steps) for steps in launches)
         if call.epilogue is not None and buffers.output is not None:
             backend = self._backend
             where = buffers.output.pointer, backend.faults.failed, backend.multiprocessors
@@ -111,9 +110,8 @@ class DomainsEngine:
         It is an all-gather of a byte. A rank that has a byte of each rank knows that each rank has come.
         """
         layout, memory = self._layout, self._tokens.of(1 + self._layout.size)
-        assert memory is not None
-        blocks = [Span(memory.pointer + 1 + rank, 1) for rank in range(layout.size)]
-        buffers = Buffers(layout.rank, layout.size, _BYTE, send=Span(memory.pointer, 1), blocks=blocks)
+        blocks = [Span(memory + 1 + rank, 1) for rank in range(layout.size)]
+        buffers = Buffers(layout.rank, layout.size, _BYTE, send=Span(memory, 1), blocks=blocks)
         call = Signature("Barrier", str(_BYTE))
         return DomainsPlan(call, self._plan(ALLGATHER, buffers, call, layout.size, "auto"), self._choice("auto"))
 
@@ -131,12 +129,7 @@ class DomainsEngine:
         schedule, facts = schedule_of(operation, nbytes, self._layout, asked), (str(call), call.hash32)
         planned: list[list[Item]] = []
         for number, part in enumerate(schedule(buffers, self._layout)):
-            scratch = self._scratch[number % DEPTH]
-
-            def memory(nbytes: int, scratch: GrowingScratch = scratch) -> int:
-                found = scratch.of(nbytes)
-                return 0 if found is None else found.pointer
-
+            memory = self._scratch[number % DEPTH].of
             planned += (
                 [item for step in steps for item in self._planned(step, facts, asked)]
                 for steps in steps_of(part, memory)

@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 
 from mpicomm.collectives import operations
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.operations import Operation
@@ -108,7 +108,7 @@ def reduce(
 
 
 def reduce_scatter(
-    rank: int, size: int, dtype: Dtype, blocks: Spans, output: Span, op: str, *, scratch: Span | None = None
+    rank: int, size: int, dtype: Dtype, blocks: Spans, output: Span, op: str, *, scratch: int = 0
 ) -> Pattern:
     equal = len({block.count for block in blocks}) == 1
     operation = operations.REDUCE_SCATTER_BLOCK if equal else operations.REDUCE_SCATTER

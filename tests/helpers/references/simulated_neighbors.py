@@ -49,7 +49,7 @@ class Part:
         self.call, self.packed = call, call.packed if strided else call.without_gaps
         nbytes = call.scratch_nbytes if self.packed is None else self.packed.nbytes
         self._scratch = np.full(max(1, nbytes), 0xDB, np.uint8)
-        buffers = call.buffers(Span(self._scratch.ctypes.data, 0) if nbytes else None, self.packed)
+        buffers = call.buffers(self._scratch.ctypes.data if nbytes else 0, self.packed)
         self.exchange: Exchange = call.operation.one_shot(buffers)
         self._of_gaps: tuple[list[_Block], list[_Block]] = [], []
         if self.packed is not None and any(self.packed.gaps):

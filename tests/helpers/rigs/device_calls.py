@@ -41,7 +41,8 @@ class Engine:
     def prepare_call(self, call: Call, mappings: object, asked: str) -> Any:
         text = str(call.signature)
         self._post(text)
-        return SimpleNamespace(part=Part(call, strided=True), text=text, is_new=True)
+        part = Part(call, strided=True)
+        return SimpleNamespace(part=part, text=text, is_new=True, by_output=False, by_address=False)
 
     def template(self, call: Call, mappings: object, asked: str) -> None:
         return None

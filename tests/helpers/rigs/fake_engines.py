@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.devices.base import DeviceInfo, Link, Scratch
 from mpicomm.kernels.team import Faults

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.call_log import CallLog, Signature
+from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns

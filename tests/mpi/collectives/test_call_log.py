@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpicomm.activity.layout import COUNT_IN_TEXT, OFFSET_IN_TEXT
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import FOR_GPUS, FOR_HOST, CallLog
-from mpicomm.collectives.gpu.call_memory import LoggedCalls
+from mpicomm.collectives.gpu.call_memory import CallMemory
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.jobs.pace import stretched
@@ -189,9 +189,9 @@ def test_no_text_is_half_written(comm_world: MPI.Intracomm, call_log: CallLog) -
 # The errors of the engine of GPUs.
 
 
-def calls_on(comm_world: MPI.Intracomm, call_log: CallLog, timeout_s: float = 20.0) -> LoggedCalls:
+def calls_on(comm_world: MPI.Intracomm, call_log: CallLog, timeout_s: float = 20.0) -> CallMemory:
     backend, arena = SimpleNamespace(fail=lambda error: None), SimpleNamespace(abort=lambda: None)
-    return LoggedCalls(Group(comm_world, range(comm_world.size), timeout_s, tag=79), call_log, backend, arena)  # type: ignore[arg-type]
+    return CallMemory(Group(comm_world, range(comm_world.size), timeout_s, tag=79), call_log, backend, arena)  # type: ignore[arg-type]
 
 
 def test_ranks_that_call_the_same_go_on(comm_world: MPI.Intracomm, call_log: CallLog) -> None:

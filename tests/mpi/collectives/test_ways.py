@@ -16,8 +16,7 @@ from mpi4py import MPI
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.log import logger
-from mpicomm.mpi import host_calls
+from mpicomm.log import log_once, logger
 from mpicomm.session import Session
 from mpicomm.waiting import wait_until
 from tests.helpers.fakes.message_devices import DeviceArray
@@ -121,7 +120,7 @@ def test_an_empty_buffer_fits_every_other_one(rig: Rig, engine: Engine) -> None:
 def test_one_warning_tells_of_host_arrays(rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    host_calls._named.clear()
+    log_once.cache_clear()
     target = on_gpu(rig, np.zeros(rig.size))
     for _ in range(3):
         rig.comm.Allgather(np.zeros(1), target)
@@ -284,7 +283,7 @@ def test_one_warning_tells_of_the_rank_with_host_arrays(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    host_calls._named.clear()
+    log_once.cache_clear()
     with on_gpus(device) as (comm, make):
         here = np.array if comm.rank == 0 else make
         for _ in range(3):

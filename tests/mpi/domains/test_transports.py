@@ -12,7 +12,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.call_log import CallLog, Signature
+from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.checks import Signature
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains import mapped
 from mpicomm.domains.mapped import MappedChannels

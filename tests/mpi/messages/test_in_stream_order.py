@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,14 @@ def enqueued(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Messages:
             self.engine = self
 
         def prepare_messages(self, *message: Any) -> Any:
-            return message
+            return SimpleNamespace(message=message)
 
-        def add_message(self, *message: Any, by_output: bool) -> None:
+        def add_message(self, *message: Any) -> None:
             pass
 
-        def enqueue(self, message: Any, stream: int) -> None:
-            operation, sent, received = message
+        def enqueue(self, plan: Any, stream: Any, send: Any, receive: Any) -> None:
+            operation, sent, received = plan.message
+            assert plan.by_output == (send is None)
             messages.append((operation, stream, sent, received))
 
     monkeypatch.setattr(Engines, "on_gpu", lambda engines, operation: Gpu())
@@ -65,9 +67,9 @@ def test_what_is_enqueued(rig: Rig, enqueued: Messages) -> None:
     ]
     assert said == [
         ("Send", 3, (rig.right, 20, 7), None),
-        ("Recv", 0, None, (rig.left, 8, None)),
-        ("Sendrecv", 0, (rig.right, 20, 1), (rig.left, 18, 2)),
-        ("Sendrecv", 0, None, (rig.left, 18, None)),
+        ("Recv", None, None, (rig.left, 8, None)),
+        ("Sendrecv", None, (rig.right, 20, 1), (rig.left, 18, 2)),
+        ("Sendrecv", None, None, (rig.left, 18, None)),
     ]
     assert (status.source, status.tag, status.Get_count(MPI.INT16_T)) == (rig.left, 2, 9)
     assert enqueued[0][2].span.pointer == out.memory.ctypes.data  # type: ignore[union-attr]

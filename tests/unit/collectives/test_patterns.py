@@ -106,7 +106,7 @@ def test_every_rank_ends_with_its_result_and_nothing_else(name: str, algorithm: 
             output=output if gets else None,
             op="sum" * row.reduces,
             root=root,
-            scratch=scratch,
+            scratch=0 if scratch is None else scratch.pointer,
         )
         parts.append(Pattern(row, buffers, algorithm, piece_nbytes))
     run(memories, parts)

@@ -12,7 +12,7 @@ pytest.importorskip("ml_dtypes")
 
 from mpicomm.activity.layout import filled
 from mpicomm.collectives import wire
-from mpicomm.collectives.call_log import Signature, counted_hash
+from mpicomm.collectives.checks import Signature, counted_hash
 from mpicomm.collectives.wire import CODED, CODES
 from tests.helpers.references.coded import BLOCK, ERROR, bound, coded_sum, through_codes
 from tests.helpers.references.reductions import Array, dtype_named

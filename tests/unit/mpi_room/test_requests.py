@@ -233,7 +233,7 @@ class Mixture:
 
     def require_over(self) -> None:
         assert [self.requests[place] for place in (0, 2, 6)] == [NULL] * 3
-        assert not self.persistent.is_active()
+        assert self.persistent.active is None
 
     def close(self) -> None:
         self.switch(*self.switches)

@@ -44,10 +44,10 @@ class Products:
         self.multiplied: list[tuple[int, int]] = []
         engine = self.rig.engine
 
-        def carry_out(plan: Any, stream: int, array: Any) -> None:
+        def enqueue(plan: Any, stream: int, send: Any, receive: Any, *, blocking: bool) -> None:
             engine.enqueue(plan, stream)
 
-        self.overlapped = overlapped.Overlapped(SimpleNamespace(engine=engine, carry_out=carry_out))
+        self.overlapped = overlapped.Overlapped(SimpleNamespace(engine=engine, enqueue=enqueue))
 
     def _memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
         self.made.append(pointer)

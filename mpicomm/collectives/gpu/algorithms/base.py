@@ -79,7 +79,7 @@ class Form:
         """Return the form of a read call; ``buffers`` is its memory, with these gaps in the blocks of each buffer."""
         assert call.dtype is not None
         wire = None if call.wire is None else (call.wire, call.dtype)
-        in_place = call.in_place and call.operation.reduces and buffers.scratch is None
+        in_place = call.in_place and call.operation.reduces and not buffers.scratch
         epilogue = None if call.epilogue is None else call.epilogue.without_owners()
         # Empty arrays share address 0, but later calls of their kind have two buffers.
         form = cls._of(call.operation, buffers, call.send is None, in_place=in_place, epilogue=epilogue, wire=wire)
@@ -94,7 +94,7 @@ class Form:
         sent = buffers.send_blocks[0] if buffers.send_blocks else buffers.send
         output = buffers.output
         in_place = False
-        if operation.reduces and operation.is_even and sent and output and output.count and buffers.scratch is None:
+        if operation.reduces and operation.is_even and sent and output and output.count and not buffers.scratch:
             in_place = sent.pointer == output.pointer
         return cls._of(operation, buffers, may_stay=True, in_place=in_place)
 
@@ -185,8 +185,8 @@ class Form:
     def numbers(self, b: Buffers) -> tuple[list[int], list[int]]:
         """Return the bytes and the addresses of the blocks of a call. A block without bytes has address 0."""
         output = b.output
-        if b.scratch is not None and output is not None:
-            output = Span(b.scratch.pointer, output.count)
+        if b.scratch and output is not None:
+            output = Span(b.scratch, output.count)
         received = ([output] if b.blocks is None else b.blocks) if self.receives else []
         spans = [*([b.send] if b.send_blocks is None else b.send_blocks), *received]
         itemsize = b.dtype.itemsize

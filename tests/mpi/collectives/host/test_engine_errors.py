@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.channels import AgreedError, Channels
 from mpicomm.collectives.host.engine import HostEngine

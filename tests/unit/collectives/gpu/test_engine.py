@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.call_log import Signature
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.registry import usual_kernels
 from mpicomm.collectives.operations import ALLTOALLV, OPERATIONS

@@ -286,15 +286,14 @@ class Messages:
         """Make a call as the dispatcher does. Return the address, bytes and blocks of both messages in the launch."""
         call = "Sendrecv", send, receive, route
         known = self._cache.find_message(*call)
-        if known is not None:
-            self._cache.enqueue(known, None, send, receive)
-        else:
+        if known is None:
             self.planned += 1
             sent = None if send is None else message(send, TAG)
             received = message(receive, None)
-            plan = self._rig.engine.prepare_messages("Sendrecv", sent, received)
-            self._cache.add_message(plan, *call, sent, received, by_output=send is None)
-            self._rig.engine.enqueue(plan, STREAM)
+            known = plan = self._rig.engine.prepare_messages("Sendrecv", sent, received)
+            plan.by_output = send is None
+            self._cache.add_message(plan, *call, sent, received)
+        self._cache.enqueue(known, None, send, receive)
         arguments, shape = self._rig.launched[-1], self._rig.shapes[-1]
         sides = arguments.sent, arguments.received
         assert shape["blocks"] == sum(side.blocks for side in sides)

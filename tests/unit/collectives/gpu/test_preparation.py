@@ -15,8 +15,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 pytest.importorskip("cuda.bindings", reason="the arena is memory of a GPU")
 
-from mpicomm.collectives.call_log import Signature
-from mpicomm.collectives.gpu import call_memory
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu import call_memory as device_arena
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
@@ -29,6 +28,7 @@ from mpicomm.epilogues import Elementwise, rms_norm
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import ABSENT, Team
 from mpicomm.kernels.variant import Launch
+from mpicomm.log import log_once
 from mpicomm.mpi.arguments import Span, parse
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
@@ -68,8 +68,10 @@ class Rig:
         self.arena = Arena({what.replace("_", ": "): error for what, error in failures.items()})
         self.posted: list[str] = []
         self._domain = Domain(Team(size=3, rank=0), self.arena, 8, most_staged_nbytes=1 << 30)
-        call_log, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
-        self._memory = CallMemory(self._domain, self.arena, call_log, calls)  # type: ignore[arg-type]
+        nowhere: Any = None
+        call_log: Any = SimpleNamespace(post=self.posted.append)
+        self._memory = CallMemory(nowhere, call_log, nowhere, self.arena)  # type: ignore[arg-type]
+        self._memory.require_same = lambda: None  # type: ignore[method-assign]
 
     def steps(
         self, count: int, asked: str = "auto", result: str = "", hidden: int = 0, wire: Wire | None = None
@@ -109,7 +111,7 @@ def is_copied(steps: Iterable[Step]) -> bool:
 
 @pytest.fixture(autouse=True)
 def _unwarned() -> None:
-    call_memory._warn_of_memory.cache_clear()
+    log_once.cache_clear()
 
 
 def test_the_table_decides_and_an_algorithm_may_be_asked_for() -> None:

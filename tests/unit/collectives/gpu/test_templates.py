@@ -29,13 +29,12 @@ from mpicomm.collectives.gpu.algorithms.steps import AnyPlan, Step
 from mpicomm.collectives.gpu.call_templates import CallTemplate, has_template, template_of
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision, require_algorithm
-from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import ALLREDUCE, ALLTOALLV, OPERATIONS, Operation
 from mpicomm.collectives.wire import Wire
-from mpicomm.devices.base import Scratch
+from mpicomm.devices.base import GrowingScratch, Scratch
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, layer_norm, rms_norm
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import Team
