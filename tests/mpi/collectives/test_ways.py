@@ -288,6 +288,7 @@ def test_one_warning_tells_of_the_rank_with_host_arrays(
         here = np.array if comm.rank == 0 else make
         for _ in range(3):
             complete(getattr(comm, forms[0])(here(np.ones(3)), here(np.zeros(3))))
+    said = [each for each in said if "ranks share a GPU" not in each]
     assert len(said) == (WORLD.rank == 0) and all("goes through pinned memory" in each for each in said)
 
 

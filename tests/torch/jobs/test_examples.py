@@ -72,7 +72,8 @@ def test_ranks_compute_and_train_as_one_rank_does(device: str, tmp_path: Path) -
         assert found and code == 0, (name, code, said)
         if "samples/s" in said:
             loss, right = map(float, found.groups())
-            assert loss < 2.1 and right > 70, f"{name} learns nothing: guesses have a loss of 2.3 and 10 %"
+            most = 1.0 if name == "numpy" else 2.1
+            assert loss < most and right > 70, f"{name} learns nothing: guesses have a loss of 2.3 and 10 %"
     drawn = {name for name, words in given.items() if any("--plot" in str(word) for word in words)}
     assert {name for name in drawn if "<svg" in (tmp_path / f"{name}.svg").read_text()} == drawn
 

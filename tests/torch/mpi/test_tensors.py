@@ -36,6 +36,32 @@ def test_shapes(world: dist.ProcessGroup, shape: tuple[int, ...]) -> None:
             require_same([scattered, swapped], [reduced(parts, Op.SUM), torch.cat(parts)])
 
 
+def test_lists_of_tensors_in_any_order_of_memory(world: dist.ProcessGroup) -> None:
+    """The outputs have another order of memory than the tensor that is sent, and gaps."""
+    case = Case(world)
+    outputs = [
+        case.empty(6, 4).t(),
+        case.empty(4, 12)[:, ::2],
+        case.empty(4, 6),
+        case.empty(5, 6)[1:],
+    ][: case.size]
+    dist.all_gather(outputs, case.own(4, 6))
+    require_same(outputs, case.all(4, 6))
+    got = case.empty(4, 6)
+    given = [case.own(6, 4, salt=peer).t() for peer in range(case.size)]
+    dist.reduce_scatter(got, given)
+    require_same([got], [reduced(case.all(6, 4, salt=case.rank), Op.SUM).t()])
+
+
+def test_lists_with_views_of_the_other_sign(world: dist.ProcessGroup) -> None:
+    """They follow each other in memory, which holds the numbers with the other sign."""
+    case = Case(world)
+    memory = case.empty(case.size)
+    outputs = [torch._neg_view(memory[rank : rank + 1]) for rank in range(case.size)]
+    dist.all_gather(outputs, case.own(1))
+    require_same([output.resolve_neg() for output in outputs], case.all(1))
+
+
 @pytest.mark.parametrize("async_op", [False, True])
 def test_tensors_that_share_memory(world: dist.ProcessGroup, async_op: bool) -> None:
     """The input is the part of the output that has the same contents, or another one."""

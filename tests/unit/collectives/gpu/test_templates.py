@@ -484,7 +484,6 @@ X, COUNTS, DISPLS = Array(1 << SLOT, 20, FLOAT), *(Array(at << SLOT, 2, np.dtype
         *([X, *said, [PAIR] * 2] for said in (([1], [0, 8]), ([1, 2], None), ([1, 1.5], [0, 8]))),
         [None, [1, 2], [0, 8], [PAIR] * 2],
     ],
-    ids=repr,
 )
 def test_other_lists_have_no_template(spec: Any) -> None:
     read = known_buffer(spec, counts_on_device=True)
