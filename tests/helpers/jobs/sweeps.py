@@ -73,7 +73,6 @@ QUICK_RUNS_EVERY = {
     # One process: further orders of streams, forms and shapes; all links.
     f"{UNIT}collectives/gpu/algorithms/test_copies.py::test_calls_in_any_order_of_streams": 4,
     f"{UNIT}collectives/gpu/test_decision.py::test_all_ranks_choose_alike": 3,
-    f"{UNIT}collectives/gpu/test_forms.py::test_a_filled_call_is_launched_as_if_it_had_been_read": 3,
     f"{UNIT}collectives/test_packed.py::test_ranks_with_gaps_meet_ranks_without": 3,
     f"{UNIT}scripts/test_site.py::test_every_link_leads_to_a_page_or_a_file_and_to_its_anchor": 0,
     # Jobs of ranks: further ends of programs, planted faults and numbers of ranks.
