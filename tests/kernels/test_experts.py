@@ -51,7 +51,9 @@ def test_launches_past_the_end_of_32_bits(builds: Builds, way: str) -> None:
     play(rig, 0, 8)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_any_routing(builds: Builds, data: st.DataObject) -> None:
     experts = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3).filter(any), "experts of each rank")

@@ -3,14 +3,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from mpicomm.devices.host import HostBackend
 from mpicomm.log import logger
 from tests.helpers.fakes.fake_cuda import FakeCuda, imported_over
 
-# The load of the machine decides how long an example takes.
-settings.register_profile("unhurried", deadline=None)
+# The load of the machine decides how long an example takes, and how long drawing it takes.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 

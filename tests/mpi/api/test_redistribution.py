@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
@@ -78,7 +78,7 @@ def drawn(strategy: Any, count: int) -> list[Any]:
     """Return the same examples on all ranks, so that an error of one rank does not make it draw others."""
     found: list[Any] = []
 
-    @settings(max_examples=count, derandomize=True, database=None, deadline=None)
+    @settings(max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck])
     @given(strategy)
     def keep(example: Any) -> None:
         found.append(example)

@@ -317,7 +317,7 @@ def array_of(buffer: int, count: int, dtype: str = "f4", place: int = 0) -> Arra
 LENGTHS = st.integers(0, 12) | st.integers(0, 10_000_000)
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_messages_have_their_addresses_and_lengths(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, data: st.DataObject

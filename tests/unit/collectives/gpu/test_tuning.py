@@ -200,7 +200,9 @@ def tables(draw: st.DrawFn) -> Tuning:
 
 
 @given(tables())
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_a_file_holds_all_of_a_table(tmp_path_factory: pytest.TempPathFactory, written: Tuning) -> None:
     path = tmp_path_factory.getbasetemp() / "table.json"
     path.write_text(json.dumps(to_json(written)))
@@ -275,7 +277,9 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_a_damaged_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     whole = document()
     place = data.draw(st.sampled_from(places(whole)))
