@@ -59,7 +59,10 @@ WITH_OPEN_MPI = (
     "tests/mpi/windows/test_host_types.py",
 )
 # What depends on how data and ranks are divided: one rank has all, and four make a mesh of pairs.
-DIVIDED = tuple(f"tests/torch/mpi/test_{name}.py" for name in ("collectives", "groups", "tensors", "training"))
+DIVIDED = {
+    count: [f"tests/torch/mpi/test_{name}.py" for name in names]
+    for count, names in {1: ("collectives", "groups", "tensors", "training"), 4: ("groups", "training")}.items()
+}
 
 
 @dataclass
@@ -163,7 +166,7 @@ class Steps:
         # PyTorch's own tests need three ranks. One job has both, because a rank takes seconds to import PyTorch.
         own = ("tests/torch/mpi", "tests/torch/pytorchs_own")
         steps = [self._ranks("torch on 3", 3, *own, python=python)]
-        steps.extend(self._ranks(f"torch on {count}", count, *DIVIDED, python=python) for count in (4, 1))
+        steps.extend(self._ranks(f"torch on {count}", count, *files, python=python) for count, files in DIVIDED.items())
         # Tests that start ranks themselves, two files at a time as in unit.
         parallel = ("-n", "2", "--dist", "loadfile")
         steps.append(self._pytest("torch's jobs", "programs", *parallel, "tests/torch/jobs", python=python))
