@@ -137,7 +137,9 @@ class Messages:
                 self._finish_array(landing, status)
             return True
 
-        return self._completer.add(DeferredRequest.of(done, _nothing, status, request.Cancel), device.prepare_thread)
+        return self._completer.add(
+            DeferredRequest.of(done, lambda: None, status, request.Cancel), device.prepare_thread
+        )
 
     def _finish_array(self, landing: ArrayLanding, status: MPI.Status) -> None:
         """Finish a receive into an array if the message may be a header."""
@@ -356,10 +358,6 @@ class Messages:
         if received.device is None or received.stream is None:
             return None
         return received.device.side_streams.mark(received.stream)
-
-
-def _nothing() -> None:
-    """Finish work that leaves nothing to do."""
 
 
 def _is_refused(error: Exception) -> bool:

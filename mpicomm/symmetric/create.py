@@ -189,7 +189,7 @@ def _share_on_all_nodes(
         return describe()
 
     try:
-        require_same(what, owner.group.exchange(f"{what}: on all nodes", in_node))
+        require_same(f"{what}: the array", owner.group.exchange(f"{what}: on all nodes", in_node))
     except Exception:
         for segments in opened:
             segments.undo(f"{what}: undo on all nodes")

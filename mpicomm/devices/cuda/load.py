@@ -21,8 +21,8 @@ from mpicomm.errors import HandleError, MpicommError
 from mpicomm.kernels.variant import Variant
 
 _MOST_HELPERS = 6
-"""The threads of a process that compile kernels ahead. NVRTC runs its first 0.2 s, and some of the rest, one after the
-other: nine kernels take one thread 2.5 s, three 1.4, five 0.96 and nine 0.87 (NVRTC 13.0, 16 cores, 2026-11).
+"""The threads of a process that compile kernels ahead. NVRTC runs its start, and some of the rest, one after the other:
+nine kernels take one thread 3.0 s, three 1.4, five 0.96 and nine 0.87 (NVRTC 13.0, 16 cores, 2026-11).
 """
 
 
@@ -153,7 +153,8 @@ class KernelCache:
         self._expected: deque[Variant] = deque()
         self._helpers: list[threading.Thread] = []
         if not has_kernels(self._compute_capability):
-            _started(lambda: start_compiler(self._compute_capability))
+            # The start of NVRTC then passes beside the set-up of memory, not in the first call.
+            _started(self._start_compiler)
 
     def expect(self, variants: Iterable[Variant]) -> None:
         """Note kernels that this process may need soon, the most likely first. Cheap; compiles nothing."""
@@ -191,7 +192,11 @@ class KernelCache:
         others = max(1, len(os.sched_getaffinity(0)) - 1)
         most = min(_MOST_HELPERS, others, len(self._expected))
         for _ in range(most - len(self._helpers)):
-            self._helpers += _started(self._help)
+            self._helpers.append(_started(self._help))
+
+    def _start_compiler(self) -> None:
+        with contextlib.suppress(MpicommError):  # whoever needs a kernel gets it
+            start_compiler(self._compute_capability)
 
     def _help(self) -> None:
         while self._expected and threading.main_thread().is_alive():
@@ -201,19 +206,12 @@ class KernelCache:
                 Code(variant.source, self._compute_capability, variant.options).keep()
 
 
-def _started(work: Callable[[], None]) -> list[threading.Thread]:
-    """Return the thread that does some work; none if the system refuses threads, or the interpreter ends."""
-
-    def run() -> None:
-        with contextlib.suppress(MpicommError):  # whoever needs a kernel gets it
-            work()
-
-    helper = threading.Thread(target=run, name="mpicomm-compile")
-    try:
+def _started(work: Callable[[], None]) -> threading.Thread:
+    """Return the thread that does some work, or one that is not alive."""
+    helper = threading.Thread(target=work, name="mpicomm-compile")
+    with contextlib.suppress(RuntimeError):  # the system refuses threads, or the interpreter ends
         helper.start()
-    except RuntimeError:
-        return []
-    return [helper]
+    return helper
 
 
 @lru_cache
