@@ -228,15 +228,19 @@ class MessageMemory:
         self._timeout_s = timeout_s
         self._secret = secret
         self._most_nbytes = most_nbytes
+        # A thread that completes receives may ask for the rendezvous at the same time as the program. Of two, one would
+        # replace the other, whose outbox holds messages in flight and is then never closed.
+        self._lock = threading.Lock()
         self.made: Rendezvous | None = None
         """The rendezvous of the communicator; None until a message needs it."""
 
     def rendezvous(self, device: GpuBackend) -> Rendezvous:
         """Return the rendezvous of the communicator. ``device`` is the communicator's device."""
-        if self.made is None:
-            self.made = Rendezvous(device, self._secret, self._most_nbytes)
-            release_before_finalize(self)
-        return self.made
+        with self._lock:
+            if self.made is None:
+                self.made = Rendezvous(device, self._secret, self._most_nbytes)
+                release_before_finalize(self)
+            return self.made
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of the outbox. Blocks of peers that this rank has opened count as the peers' memory."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import outbox, rendezvous_header
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, OutboxSlot
 from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
+from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import (
     HEADER_NBYTES,
     KERNEL_NBYTES,
@@ -337,3 +339,21 @@ def test_what_no_rank_receives_does_not_keep_a_program(tmp_path: Path) -> None:
     code = "child.Isend(sent, child.rank) if child.rank == 0 else None; time.sleep(0.1)"
     result = run_job(2, "-c", settings(tmp_path, finalize=False) + PRELUDE + code)
     assert f"messages of GPU arrays were not received within {stretched(1.5):g} s" in result.stderr
+
+
+def test_two_threads_get_one_rendezvous(device: ThreadDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = MessageMemory(5.0, SECRET, None)
+    gpu, found, steps = cast(GpuBackend, device), [], device.message_steps
+    other = threading.Thread(target=lambda: found.append(memory.rendezvous(gpu)))
+
+    def steps_while_the_other_asks() -> Any:
+        if threading.current_thread() is not other:
+            other.start()
+            other.join(0.2)  # without the lock it gets one of its own in this time
+        return steps()
+
+    monkeypatch.setattr(device, "message_steps", steps_while_the_other_asks)
+    found.append(memory.rendezvous(gpu))
+    other.join()
+    assert found[0] is found[1]
+    memory.give_back()
