@@ -1,7 +1,8 @@
-"""`python -m tests.helpers.programs.torch_lost_ranks RESULTS TIMEOUT`: the errors of calls after a rank has died.
+"""`python -m tests.helpers.programs.torch_lost_ranks RESULTS`: the errors of calls after a rank has died.
 
 All ranks make groups and a model. Then they reduce, one call after the other, and the last rank kills itself between
-two calls. The other ranks go on, and make one call of each kind, each in another group.
+two calls. The other ranks go on, and make one call of each kind, each in another group. The file ``limit_s`` of RESULTS
+has the timeout of the groups.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,10 +18,11 @@ from pathlib import Path
 from tests.helpers.jobs.survivors import make_calls, run_in_child
 
 CALLS_BEFORE = 20
+LEAST_LIMIT_S = 1.0
 NAMES = ("all_reduce", "wait", "barrier", "all_gather_object", "recv", "training", "destroy")
 
 
-def main(results: Path, timeout_s: str) -> None:
+def main(results: Path) -> None:
     """Lose a rank, and make the calls."""
     import torch  # imported here, because the rank has to fork before threads and MPI start
     import torch.distributed as dist
@@ -27,9 +30,16 @@ def main(results: Path, timeout_s: str) -> None:
 
     import mpicomm.torch  # noqa: F401 - it registers the backend
 
-    limit = timedelta(seconds=float(timeout_s))
     dist.init_process_group("mpicomm")
     rank, size = dist.get_rank(), dist.get_world_size()
+    # All ranks must come to the first call of a group, which sets it up, within the timeout.
+    start = time.monotonic()
+    dist.all_reduce(torch.ones(50_000))
+    took_s = torch.tensor(time.monotonic() - start)
+    dist.all_reduce(took_s, dist.ReduceOp.MAX)
+    limit_s = max(LEAST_LIMIT_S, 5 * float(took_s))
+    (results / "limit_s").write_text(str(limit_s))
+    limit = timedelta(seconds=limit_s)
     groups = {name: dist.new_group(timeout=limit) for name in NAMES}
     model = nn.parallel.DistributedDataParallel(nn.Linear(5, 5), process_group=groups["training"])
 
