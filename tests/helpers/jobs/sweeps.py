@@ -68,7 +68,8 @@ QUICK_RUNS_EVERY = {
     f"{MPI}collectives/test_collectives.py::test_large_reductions": 3,
     f"{MPI}collectives/test_ways.py::test_calls_of_neighbours_go_to_the_engine_unless_they_ask_for_mpi": 3,
     f"{MPI}domains/test_collectives.py::test_long_calls_go_in_pieces": 3,
-    f"{MPI}session/test_late_ranks.py::test_a_rank_that_comes_after_the_others_have_given_up_raises_as_they_did": 3,
+    f"{MPI}session/test_missing_ranks.py::test_a_communicator_can_be_made_after_a_rank_came_late": 3,
+    f"{MPI}session/test_missing_ranks.py::test_a_rank_that_comes_after_the_others_have_given_up_raises_as_they_did": 3,
     f"{MPI}session/test_setup_failures.py::test_what_fails_on_one_rank_fails_on_all": 2,
     # One process: further orders of streams, forms and shapes; all links.
     f"{UNIT}collectives/gpu/algorithms/test_copies.py::test_calls_in_any_order_of_streams": 4,

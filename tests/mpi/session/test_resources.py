@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,50 +62,38 @@ def require_no_growth(cycle: Callable[[], object], rounds: int) -> None:
         logging.disable(logging.NOTSET)
 
 
-def test_arrays_leave_nothing(device: str) -> None:
-    with communicator(device) as comm:
-
-        def cycle() -> None:
-            with comm.zeros(10) as array:
-                array.put(array.local, (comm.rank + 1) % comm.size)
-
-        require_no_growth(cycle, MANY)
+def array(comm: mpicomm.Communicator) -> None:
+    with comm.zeros(10) as array:
+        array.put(array.local, (comm.rank + 1) % comm.size)
 
 
-def test_arrays_left_to_free_leave_nothing(device: str) -> None:
-    with communicator(device) as parent:
-
-        def cycle() -> None:
-            with parent.Dup() as comm:
-                comm.zeros(10)
-                comm.empty((2, 3), np.int8).peer((comm.rank + 1) % comm.size)
-                comm.shared_event()
-
-        require_no_growth(cycle, FEW)
+def child(comm: mpicomm.Communicator) -> None:
+    comm.Dup().Free()
 
 
-def test_communicators_leave_nothing(device: str) -> None:
-    def cycle() -> None:
-        with communicator(device) as comm, array_module(comm) as xp:
-            comm.zeros(10)
-            comm.Allreduce(MPI.IN_PLACE, xp.ones(10), algorithm="one_shot")
-
-    require_no_growth(cycle, FEW)
-
-
-def test_events_leave_nothing(device: str) -> None:
-    with communicator(device) as comm:
-        require_no_growth(lambda: comm.shared_event().close(), MANY)
+def used_child(comm: mpicomm.Communicator) -> None:
+    with comm.Dup() as child:
+        require_memory_works(child)
+        child.zeros(10)  # `Free` closes the rest
+        child.empty((2, 3), np.int8).peer((comm.rank + 1) % comm.size)
+        child.shared_event()
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
-def test_children_leave_nothing(own_comm: mpicomm.Communicator, used: bool) -> None:
-    def cycle() -> None:
-        with own_comm.Dup() as child:
-            if used:
-                require_memory_works(child)
+def whole(comm: mpicomm.Communicator) -> None:
+    with communicator("cpu" if comm.device == "cpu" else "cuda") as own, array_module(own) as xp:
+        own.zeros(10)
+        own.Allreduce(MPI.IN_PLACE, xp.ones(10), algorithm="one_shot")
 
-    require_no_growth(cycle, FEW)
+
+def event(comm: mpicomm.Communicator) -> None:
+    comm.shared_event().close()
+
+
+@pytest.mark.parametrize(
+    ("cycle", "rounds"), [(array, MANY), (event, MANY), (child, FEW), (used_child, FEW), (whole, FEW)]
+)
+def test_what_is_closed_leaves_nothing(own_comm: mpicomm.Communicator, cycle: Any, rounds: int) -> None:
+    require_no_growth(lambda: cycle(own_comm), rounds)
 
 
 def test_any_number_of_arrays_and_communicators_does_with_few_descriptors() -> None:

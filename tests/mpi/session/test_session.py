@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import CollectiveTimeoutError, HandleError, InvalidUsageError
+from mpicomm import CollectiveTimeoutError, HandleError
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.log import logger
@@ -19,7 +19,7 @@ from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.faults.setup_failures import raising
-from tests.helpers.rigs.communicators import communicator, patience_s, require_memory_works
+from tests.helpers.rigs.communicators import communicator, patience_s
 from tests.helpers.rigs.message_rigs import on_threads
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -91,19 +91,6 @@ def test_a_set_up_that_fails_keeps_open_memory_open(comm_world: MPI.Intracomm, m
         exchange(comm, device)
         comm.Free()
         assert device.closed
-
-
-def test_a_gpu_is_refused_on_the_cpu_and_after_free(comm_world: MPI.Intracomm) -> None:
-    with communicator("cpu") as parent:
-        with pytest.raises(InvalidUsageError, match="Send: the buffers are on a GPU, the communicator is on the cpu"):
-            parent._session.gpu("Send")
-        comm, device = on_threads(parent)
-        assert parent._session._groups
-        assert cast(object, comm._session.gpu("Send")) is device
-        comm.Free()
-        with pytest.raises(InvalidUsageError, match="Send: the communicator was freed; create another"):
-            comm._session.gpu("Send")
-        require_memory_works(parent)
 
 
 @pytest.mark.parametrize("checked", [False, True])

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-import mpicomm
 from mpicomm import HandleError, MpicommError, PeerError
 from mpicomm.cluster import placement
 from mpicomm.devices import host, host_memory
@@ -37,7 +38,7 @@ from tests.helpers.faults.setup_failures import (
     raising,
 )
 from tests.helpers.jobs.pace import stretched
-from tests.helpers.rigs.communicators import communicator, require_memory_works, to_host
+from tests.helpers.rigs.communicators import communicator, require_memory_works, ring_in_host, to_host
 
 
 def synchronize(*, once: bool) -> Break:
@@ -57,128 +58,169 @@ def synchronize(*, once: bool) -> Break:
     return break_
 
 
-OPEN = {"open": backend_method("open")}  # of the peers' memory, if there are peers
-SYSTEM = {
+def take_small_fd(segment: host_memory.HostSegment) -> Descriptor:
+    """Take the descriptor of a segment, and return one of less memory."""
+    TAKE_FD(segment).close()
+    return host_memory.memfd_create(8)
+
+
+TAKE_FD = host_memory.HostSegment.take_fd
+
+
+def lose_writes(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+    view = backend.view
+    patch.setattr(backend, "view", lambda self, *arguments: view(self, *arguments).copy())
+
+
+SYSTEM: dict[str, Break] = {
     "memfd_create": attribute(os, "memfd_create"),
     "ftruncate": attribute(os, "ftruncate"),
     "fcntl": attribute(fcntl, "fcntl"),
     "mmap": attribute(host_memory, "_map"),
 }
-LISTEN = {"listen": attribute(FdExchange, "__init__")}
-MAP = {"map": attribute(host_memory, "map_shared")}
-
-ERRORS = [HandleError, OSError, MemoryError, KeyError]
-
-
-def culprits(stage: str) -> Iterator[tuple[int, type[BaseException]]]:
-    """Yield each rank, and the error that it has: others on each rank, and at each stage."""
-    at = len(stage)
-    return zip(EVERY_RANK, itertools.islice(itertools.cycle(ERRORS), at, None), strict=False)
-
-
-def require_array_fails(device: str, stage: str) -> None:
-    with communicator(device) as comm:
-        kept = comm.zeros(1, np.int64)
-        with nothing_leaks():
-            for culprit, error in culprits(stage):
-                with fails_everywhere(culprit, device, STAGES[stage], error):
-                    comm.zeros(1000)
-        require_memory_works(comm)
-        # The counters of both arrays are in step on all ranks.
-        with comm.zeros(1) as another:
-            for array in (kept, another):
-                array.signal((comm.rank + 1) % comm.size)
-                array.wait_signal((comm.rank - 1) % comm.size)
-            comm.check()
-
-
-def require_first_array_fails(device: str, stage: str) -> None:
-    for culprit, error in culprits(stage):
-        with communicator(device) as comm:
-            with nothing_leaks(), fails_everywhere(culprit, device, STAGES[stage], error):
-                comm.zeros(1000)
-            require_memory_works(comm)
-
-
-def require_communicator_fails(device: str, stage: str) -> None:
-    for culprit, error in culprits(stage):
-        with nothing_leaks(), fails_everywhere(culprit, device, STAGES[stage], error):
-            communicator(device)
-    with communicator(device) as comm:
-        require_memory_works(comm)
-
-
-LOOK = {
+PEERS: dict[str, Break] = {"listen": attribute(FdExchange, "__init__"), "map": attribute(host_memory, "map_shared")}
+OPEN: dict[str, Break] = {"open": backend_method("open")}
+WRONG: dict[str, Break] = {
+    "small": lambda patch, *_: patch.setattr(host_memory.HostSegment, "take_fd", take_small_fd),
+    "not sealed": lambda patch, *_: patch.setattr(host_memory, "_SEALS", fcntl.F_SEAL_GROW),  # it can shrink
+}
+OPEN_EVENT: dict[str, Break] = {"open event": backend_method("open_event")}
+EXPORT_EVENT: dict[str, Break] = {"export event": attribute(host.HostEvent, "export")}
+LOOK: dict[str, Break] = {
     "node": attribute(placement, "node_key"),
     "bind": attribute(placement.Placement, "create_backend"),
     "prepare": attribute(secrets, "randbits"),
     "write and read": synchronize(once=False),
+    "lost reads": lambda patch, backend, error: patch.setattr(backend, "copy", lambda *_: None),
 }
-STAGES = ALLOCATE | ZERO | VIEW | OPEN | LOOK | SYSTEM | LISTEN | MAP
-OF_HOST = SYSTEM | LISTEN | MAP
-CASES: list[tuple[Callable[[str, str], None], dict[str, Break]]] = [
-    (require_array_fails, ALLOCATE | ZERO | VIEW | OPEN | OF_HOST),
-    (require_first_array_fails, ALLOCATE | OPEN),
-    (require_communicator_fails, ALLOCATE | VIEW | OPEN | LOOK | OF_HOST),
-]
+LOST_WRITES: dict[str, Break] = {"lost writes": lose_writes}
+SAID = {
+    "small": "memory of rank {0}: shared memory has 8 bytes",
+    "not sealed": "memory of rank {0}: .* is not sealed",
+    "lost writes": "a word of rank {0} did not arrive in this rank's",
+    "lost reads": "failed on rank {0}: rank 0's memory reads 0 instead of ",
+}
+"""Errors other than the error that is injected."""
+ONLY_CPU = SYSTEM | PEERS | WRONG | EXPORT_EVENT  # the others have no such functions
+ONLY_PEERS = PEERS | OPEN | WRONG | OPEN_EVENT | LOST_WRITES
+ERRORS = [HandleError, OSError, MemoryError, KeyError]
+
+Failing = tuple[Callable[[], object], Callable[[], object]]
+"""A call that fails on all ranks, and a check that its communicator works afterwards."""
+Rig = Callable[[str], AbstractContextManager[Failing]]
+
+
+@contextmanager
+def array(device: str) -> Iterator[Failing]:
+    with communicator(device) as comm:
+        kept = comm.zeros(1, np.int64)
+
+        def works() -> None:
+            require_memory_works(comm)
+            following, previous = ring_in_host(comm)
+            with comm.zeros(1) as another:  # the counters of both arrays are in step on all ranks
+                for each in (kept, another):
+                    each.signal(following)
+                    each.wait_signal(previous)
+                comm.check()
+
+        yield lambda: comm.zeros(1000), works
+
+
+@contextmanager
+def first_array(device: str) -> Iterator[Failing]:
+    with communicator(device) as comm:
+        yield lambda: comm.zeros(1000), lambda: require_memory_works(comm)
+
+
+@contextmanager
+def array_of_a_child(device: str) -> Iterator[Failing]:
+    with communicator(device) as comm, comm.Dup() as child:
+        require_memory_works(comm)
+        yield lambda: child.zeros(3), lambda: require_memory_works(child)
+
+
+@contextmanager
+def first_communicator(device: str) -> Iterator[Failing]:
+    def works() -> None:
+        with communicator(device) as comm:
+            require_memory_works(comm)
+
+    yield lambda: communicator(device), works
+
+
+@contextmanager
+def event(device: str) -> Iterator[Failing]:
+    with communicator(device) as comm:
+
+        def works() -> None:
+            event = comm.shared_event()
+            event.record()
+            event.wait((comm.rank + 1) % comm.size)
+            comm.check()
+
+        yield comm.shared_event, works
+
+
+@contextmanager
+def close(device: str) -> Iterator[Failing]:
+    with communicator(device) as comm:
+        arrays = [comm.zeros(3) for _ in EVERY_RANK]
+        left = iter(arrays)
+
+        def works() -> None:
+            assert [each.closed for each in arrays] == [True] * len(arrays)
+            require_memory_works(comm)
+
+        yield lambda: next(left).close(), works
+
+
+def on_two_hosts(rig: Rig) -> Rig:
+    @contextmanager
+    def rig_on_two_hosts(device: str) -> Iterator[Failing]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MPICOMM_HOSTID", f"host {WORLD.rank % 2}")
+            with rig(device) as failing:
+                yield failing
+
+    return rig_on_two_hosts
+
+
+CASES: dict[str, tuple[Rig, dict[str, Break]]] = {
+    "array": (array, ALLOCATE | ZERO | VIEW | OPEN | SYSTEM | PEERS | WRONG),
+    "first_array": (first_array, ALLOCATE | OPEN),
+    "array_of_a_child": (array_of_a_child, {"bind": LOOK["bind"]}),
+    "communicator": (first_communicator, ALLOCATE | VIEW | OPEN | LOOK | LOST_WRITES | SYSTEM | PEERS),
+    "event": (event, {"create event": backend_method("create_event")} | OPEN_EVENT | EXPORT_EVENT),
+    "close": (close, {"synchronize": synchronize(once=True)}),
+    "array_on_two_hosts": (on_two_hosts(array), ALLOCATE | ZERO | VIEW),
+    "first_array_on_two_hosts": (on_two_hosts(first_array), ALLOCATE | ZERO | VIEW),
+}
 
 
 @pytest.mark.parametrize(
-    ("require", "stage"),
+    ("name", "stage"),
     [
         pytest.param(
-            require,
+            name,
             stage,
-            marks=[pytest.mark.mpi(min_size=2)] if stage in OPEN | LISTEN | MAP else [],
-            id=f"{require.__name__.removeprefix('require_')}-{stage}",
+            marks=[pytest.mark.mpi(min_size=2)] if stage in ONLY_PEERS or "hosts" in name else [],
         )
-        for require, stages in CASES
+        for name, (_, stages) in CASES.items()
         for stage in stages
     ],
 )
-def test_what_fails_on_one_rank_fails_on_all(device: str, require: Callable[[str, str], None], stage: str) -> None:
-    require("cpu" if stage in OF_HOST else device, stage)
-
-
-def test_child_that_fails_on_one_rank_fails_on_all(own_comm: mpicomm.Communicator, device: str) -> None:
-    with own_comm.Dup() as child:
-        for culprit in EVERY_RANK:
-            break_ = attribute(placement.Placement, "create_backend")
-            with nothing_leaks(), fails_everywhere(culprit, device, break_):
-                child.zeros(3)
-        require_memory_works(child)
-
-
-@pytest.mark.parametrize(
-    ("stage", "break_"),
-    [
-        ("create", backend_method("create_event")),
-        pytest.param("open", backend_method("open_event"), marks=pytest.mark.mpi(min_size=2)),
-        ("export", attribute(host.HostEvent, "export")),
-    ],
-)
-def test_event_that_fails_on_one_rank_fails_on_all(device: str, stage: str, break_: Break) -> None:
-    if stage == "export":
-        device = "cpu"  # the others have no such method
-    with communicator(device) as comm:
-        with nothing_leaks():
-            for culprit, error in culprits(stage):
-                with fails_everywhere(culprit, device, break_, error):
-                    comm.shared_event()
-        event = comm.shared_event()
-        event.record()
-        event.wait((comm.rank + 1) % comm.size)
-        comm.check()
-
-
-def test_close_that_fails_on_one_rank_fails_on_all(device: str) -> None:
-    with nothing_leaks(), communicator(device) as comm:
-        for culprit in EVERY_RANK:
-            array = comm.zeros(3)
-            with fails_everywhere(culprit, device, synchronize(once=True)):
-                array.close()
-            assert array.closed
-            require_memory_works(comm)
+def test_what_fails_on_one_rank_fails_on_all(no_leaks: None, device: str, name: str, stage: str) -> None:
+    device = "cpu" if stage in ONLY_CPU else device
+    rig, break_ = CASES[name][0], CASES[name][1][stage]
+    with rig(device) as (call, works):
+        # A host on which no rank fails keeps the counters of a first array.
+        with contextlib.nullcontext() if "hosts" in name else nothing_leaks():
+            # Each rank has another error, and other ones at each stage.
+            for culprit, error in zip(EVERY_RANK, itertools.cycle([*ERRORS, *ERRORS][len(stage) % 4 :]), strict=False):
+                with fails_everywhere(culprit, device, break_, error, match=SAID.get(stage, "").format(culprit)):
+                    call()
+        works()
 
 
 # A rank that fails in the exchange sends no descriptors: the others wait half of their deadline for them.
@@ -198,26 +240,6 @@ def test_exchange_that_fails_on_one_rank_fails_on_all(comm_world: MPI.Intracomm)
         fails = raises_everywhere(WORLD, MpicommError, match=f"rank {culprit}: OSError: .*injected")
         with nothing_leaks(), broken(culprit, "cpu", swap), fails:
             communicator("cpu", timeout_s=stretched(1.0))
-
-
-@pytest.fixture
-def two_hosts(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[mpicomm.Communicator]:
-    monkeypatch.setenv("MPICOMM_HOSTID", f"host {WORLD.rank % 2}")
-    with communicator(device) as comm:
-        yield comm
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("break_", (ALLOCATE | ZERO | VIEW).values(), ids=ALLOCATE | ZERO | VIEW)
-def test_failure_on_one_host_is_a_failure_on_both(
-    no_leaks: None, two_hosts: mpicomm.Communicator, device: str, break_: Break
-) -> None:
-    for prepare in (lambda: None, lambda: two_hosts.zeros(1)):  # first the array needs counters, then there are some
-        prepare()
-        for culprit in EVERY_RANK:
-            with fails_everywhere(culprit, device, break_):
-                two_hosts.zeros(3)
-        require_memory_works(two_hosts)
 
 
 DIFFERENT: dict[str, tuple[str, str]] = {
@@ -261,56 +283,6 @@ def test_ranks_that_call_different_things_are_told_so(device: str, of_others: st
             require_memory_works(comm)
         first.close()
         event.close()
-
-
-def take_small_fd(segment: host_memory.HostSegment) -> Descriptor:
-    """Take the descriptor of a segment, and return one of less memory."""
-    TAKE_FD(segment).close()
-    return host_memory.memfd_create(8)
-
-
-TAKE_FD = host_memory.HostSegment.take_fd
-REFUSED: dict[str, Break] = {
-    "shared memory has 8 bytes": lambda patch, *_: patch.setattr(host_memory.HostSegment, "take_fd", take_small_fd),
-    ".* is not sealed": lambda patch, *_: patch.setattr(host_memory, "_SEALS", fcntl.F_SEAL_GROW),  # it can shrink
-}
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("said", REFUSED)
-def test_descriptor_of_wrong_memory_is_refused_by_all(comm_world: MPI.Intracomm, said: str) -> None:
-    with communicator("cpu") as comm:
-        kept = comm.zeros(1)
-        for culprit in EVERY_RANK:
-            text = f"memory of rank {culprit}: {said}"
-            with nothing_leaks(), fails_everywhere(culprit, "cpu", REFUSED[said], match=text):
-                comm.empty(1000)
-        require_memory_works(comm)
-        kept.close()
-
-
-def lose_writes(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-    view = backend.view
-    patch.setattr(backend, "view", lambda self, *arguments: view(self, *arguments).copy())
-
-
-def lose_reads(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-    patch.setattr(backend, "copy", lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("break_", "said"),
-    [
-        pytest.param(
-            lose_writes, "a word of rank {0} did not arrive in this rank's", marks=pytest.mark.mpi(min_size=2)
-        ),
-        (lose_reads, "failed on rank {0}: rank 0's memory reads 0 instead of "),
-    ],
-)
-def test_memory_that_is_not_shared_is_found_by_the_probe(device: str, break_: Break, said: str) -> None:
-    for culprit in EVERY_RANK:
-        with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said.format(culprit)):
-            communicator(device)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -7,6 +7,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,7 +30,6 @@ from tests.helpers.fakes.virtual_memory import VirtualCuda
 from tests.helpers.fakes.window_devices import WindowDevice
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -242,59 +242,40 @@ def test_a_second_suspend_and_a_resume_without_it_do_nothing_and_arrays_are_clos
         rig.comm.suspend()  # the communicator is freed so
 
 
-def test_memory_that_is_missing_at_resume_leaves_the_communicator_suspended() -> None:
+def leave_free(nbytes: int, cuda: VirtualCuda, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cuda, "free_nbytes", nbytes)
+
+
+def import_nothing(cuda: VirtualCuda, patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> tuple[Any, int]:
+        return cuda.CUresult.CUDA_ERROR_INVALID_VALUE, 0
+
+    patch.setattr(cuda, "cuMemImportFromShareableHandle", refuse)
+
+
+FAILS: dict[str, tuple[int, Callable[[VirtualCuda, pytest.MonkeyPatch], None], str]] = {
+    "no memory is free": (-1, partial(leave_free, 0), "OUT_OF_MEMORY"),
+    "a block is free, for the signals only": (-1, partial(leave_free, BLOCK), "OUT_OF_MEMORY"),
+    "new memory cannot be opened": (0, import_nothing, "memory of rank"),
+}
+"""The rank on which a resume fails, how, and the error of all ranks."""
+
+
+def test_a_rank_that_cannot_resume_leaves_all_ranks_suspended() -> None:
     with rig_of() as rig:
         array, cuda = rig.comm.zeros(3, "i8"), rig.device.cuda
         rig.require_array_works(array, 3)
         rig.comm.suspend()
-        free, last = cuda.free_nbytes, rig.rank == rig.size - 1
-        for missing in (free, free - BLOCK):  # not a block, and a block for the signals only
-            if last:
-                cuda.free_nbytes -= missing
-            with raises_everywhere(MPI.COMM_WORLD, HandleError, match="OUT_OF_MEMORY"):
+        for culprit, fail, said in FAILS.values():
+            with pytest.MonkeyPatch.context() as patch, raises_everywhere(MPI.COMM_WORLD, HandleError, match=said):
+                if rig.rank == culprit % rig.size:
+                    fail(cuda, patch)
                 rig.comm.resume()
             assert not cuda.mapped
             assert rig.comm.describe().suspended
-            cuda.free_nbytes = free
         rig.comm.resume()
         assert array.local.tolist() == [3 + rig.left] * 3
         rig.require_array_works(array, 4)
-
-
-def test_a_rank_that_cannot_open_new_memory_leaves_all_ranks_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
-    with rig_of() as rig:
-        array, cuda = rig.comm.zeros(3, "i8"), rig.device.cuda
-        rig.require_array_works(array, 3)
-        rig.comm.suspend()
-        with monkeypatch.context() as patch, raises_everywhere(MPI.COMM_WORLD, HandleError, match="memory of rank"):
-            if rig.rank == 0:
-                invalid = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
-                patch.setattr(cuda, "cuMemImportFromShareableHandle", named("cuMemImport", lambda *_: (invalid, 0)))
-            rig.comm.resume()
-        assert not cuda.mapped
-        rig.comm.resume()
-        rig.require_array_works(array, 4)
-
-
-def named(name: str, function: Any) -> Any:
-    function.__name__ = name
-    return function
-
-
-@pytest.mark.parametrize("call", ["suspend", "resume"])
-def test_a_rank_that_does_not_come_is_named(call: str) -> None:
-    with rig_of(timeout_s=stretched(1.0)) as rig:
-        rig.comm.zeros(3, "i8")
-        if call == "resume":
-            rig.comm.suspend()
-        if rig.rank == rig.size - 1:
-            rig.comm._session.group.timeout_s = 0.1
-            MPI.COMM_WORLD.Barrier()
-            return
-        with pytest.raises(CollectiveTimeoutError, match=call) as caught:
-            getattr(rig.comm, call)()
-        assert caught.value.ranks == (rig.size - 1,)
-        MPI.COMM_WORLD.Barrier()
 
 
 def test_memory_that_cannot_come_back_at_its_addresses_is_kept() -> None:
