@@ -57,3 +57,17 @@ def content(nbytes: int) -> npt.NDArray[np.uint8]:
     memory = np.zeros(nbytes, np.uint8)
     own(memory)
     return memory
+
+
+class OnGpu:
+    """An array on a GPU by its CUDA array interface. Its memory is the host's, so a test survives a call that reads it.
+
+    It is one on the host without ``owned``.
+    """
+
+    def __init__(self, memory: npt.NDArray[Any], device: int = 0, *, owned: bool = True) -> None:
+        self.memory, self.itemsize = memory, memory.itemsize
+        if owned:
+            own(memory, device)
+        data = (memory.ctypes.data if memory.size else 0, False)
+        self.__cuda_array_interface__ = {"version": 3, "data": data, "shape": memory.shape, "typestr": memory.dtype.str}

@@ -23,6 +23,8 @@ from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, is_counted, plain_
 from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import Shape
 from tests.helpers.fakes import fake_driver
+from tests.helpers.fakes.fake_driver import OnGpu
+from tests.helpers.references.reference_packing import pack
 
 # mpi4py on only this process: a graph of one rank with n edges to itself has calls with n blocks.
 SELF = MPI.COMM_SELF
@@ -42,8 +44,15 @@ def pair_of_ints() -> MPI.Datatype:
 
 
 @functools.cache
-def column() -> MPI.Datatype:
-    return MPI.INT.Create_vector(2, 1, 2).Commit()
+def with_gaps() -> dict[str, MPI.Datatype]:
+    """Datatypes by name; "flat" has no extent, and "backwards" begins before its address."""
+    made = {
+        "column": MPI.INT.Create_vector(2, 1, 2),
+        "inner column": MPI.SHORT.Create_subarray([3, 4], [3, 1], [0, 1]),
+        "backwards": MPI.SHORT.Create_hvector(2, 1, -2),
+        "flat": MPI.INT.Create_resized(0, 0),
+    }
+    return {name: datatype.Commit() for name, datatype in made.items()}
 
 
 class Place:
@@ -101,6 +110,7 @@ mostly_integers = st.one_of(integers, integers, integers, wrong)
 datatypes = st.one_of(
     st.sampled_from([MPI.DOUBLE, MPI.INT, MPI.BYTE, MPI.CHAR, MPI.FLOAT.Dup(), "d", "i4", "B", "?"]),
     st.sampled_from(["nope", 7, None, "c16"]),
+    st.sampled_from([*with_gaps().values()]),
 )
 pairs = st.tuples(st.one_of(st.none(), mostly_integers), st.one_of(st.none(), mostly_integers))
 simple_counts = st.one_of(
@@ -161,15 +171,21 @@ def of_mpi4py(spec: Any, shape: Shape, n: int) -> Outcome:
     return [row[row != NOTHING].tobytes() for row in out.reshape(n, MOST)]
 
 
-def of_operand(operand: Operand, n: int) -> list[bytes]:
+def of_operand(operand: Operand, n: int, memory: np.ndarray[Any, Any]) -> list[bytes]:
     if operand.derived is not None:
-        layouts = [(each.address + each.layout.begin, each.layout) for each in operand.derived]
-        assert all(layout.is_run for _, layout in layouts)
-        return [ctypes.string_at(address, layout.nbytes) for address, layout in layouts]
+        start = memory.ctypes.data
+        packed = [pack(each.layout, memory, each.address - start).tobytes() for each in operand.derived]
+        return packed if len(packed) == n else cut(packed[0], n)
     assert operand.dtype is not None
     blocks = [operand.block(rank) for rank in range(n)]
     assert sum(block.count for block in blocks) == operand.total
     return [ctypes.string_at(block.pointer, block.count * operand.dtype.itemsize) for block in blocks]
+
+
+def cut(packed: bytes, n: int) -> list[bytes]:
+    """Return equal blocks of bytes."""
+    nbytes = len(packed) // n
+    return [packed[rank * nbytes :][:nbytes] for rank in range(n)]
 
 
 def of_plain(plain: PlainArray | PlainBlocks, itemsize: int, shape: Shape, n: int) -> list[bytes]:
@@ -190,7 +206,8 @@ def of_plain(plain: PlainArray | PlainBlocks, itemsize: int, shape: Shape, n: in
 
 
 def typed_forms(n: int) -> st.SearchStrategy[Callable[[Any], Any]]:
-    one = st.sampled_from([MPI.INT, MPI.BYTE, MPI.DOUBLE, pair_of_ints(), MPI.DATATYPE_NULL])
+    plain = st.sampled_from([MPI.INT, MPI.BYTE, MPI.DOUBLE, pair_of_ints(), MPI.DATATYPE_NULL])
+    one = plain | st.sampled_from([*with_gaps().values()])
     several = st.lists(one, min_size=n, max_size=n)
     types = st.one_of(several, several, several.map(tuple), st.lists(one, max_size=4), one, st.sampled_from(["d", 7]))
     numbers = st.one_of(st.none(), lists_of(n), lists_of(n), lists_of(n))
@@ -209,13 +226,16 @@ def typed_forms(n: int) -> st.SearchStrategy[Callable[[Any], Any]]:
 def test_forms_equal_mpi4pys(shape: Shape, data: st.DataObject, n: int) -> None:
     n = 1 if shape == "one" else n
     if shape == "typed":  # MPI reads host memory itself, so these buffers are on a GPU
-        place, form = Place("u1", data.draw(st.integers(0, 24)), "on a GPU"), data.draw(typed_forms(n))
+        place, form = Place("u1", data.draw(st.integers(0, 60)), "on a GPU"), data.draw(typed_forms(n))
     else:
         counts = vector_counts(n) if shape == "vector" else simple_counts
         place, form = data.draw(places), data.draw(forms(counts, datatypes))
     spec = form(place.object)
     try:
-        ours: Outcome = of_operand(parse(spec, shape=shape, blocks=n, writable=False, name="sendbuf"), n)
+        operand = parse(spec, shape=shape, blocks=n, writable=False, name="sendbuf")
+        if operand.dtype is None and operand.derived is None:
+            return  # it is only for MPI
+        ours: Outcome = of_operand(operand, n, place.memory)
     except TypeError:
         ours = TypeError
     except InvalidUsageError as error:
@@ -226,18 +246,6 @@ def test_forms_equal_mpi4pys(shape: Shape, data: st.DataObject, n: int) -> None:
     if isinstance(theirs, list) and any(OUTSIDE in block for block in theirs):
         theirs = ValueError  # the deviation: beyond the ends of the buffer
     assert ours == theirs, spec
-
-
-class OnGpu:
-    """An array that `plain_array` reads as it reads arrays of CuPy."""
-
-    def __init__(self, content: np.ndarray[Any, Any]) -> None:
-        self.memory, self.itemsize = content, content.itemsize
-        fake_driver.own(content)
-        data = (content.ctypes.data, False)
-        self.__cuda_array_interface__ = {
-            "version": 3, "data": data, "shape": content.shape, "typestr": content.dtype.str,
-        }  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -328,13 +336,14 @@ def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Opera
     try:
         call = Call(row, Arguments(send, receive, op, root), rank, n)
     except (InvalidUsageError, TypeError):
-        if row.reduces:  # mpi4py also compares both buffers
-            with pytest.raises((TypeError, ValueError, KeyError, MPI.Exception)):
-                SELF.Allreduce(send, receive, op)
-            return
         given = (send, row.send), (receive, row.receive)
         of_memory = [(each, shape) for each, shape in given if each is not None and each is not MPI.IN_PLACE]
-        assert len(of_memory) < 2 or not all(isinstance(of_mpi4py(*each, n), list) for each in of_memory)
+        is_refused = not all(isinstance(of_mpi4py(*each, n), list) for each in of_memory)
+        if row.reduces and not is_refused:  # mpi4py also compares both buffers
+            with pytest.raises((TypeError, ValueError, KeyError, MPI.Exception)):
+                SELF.Allreduce(send, receive, op)
+        else:
+            assert is_refused or len(of_memory) < 2
     else:
         assert goes_to_mpi(call, n, nodes, blocking=blocking)
 
@@ -354,18 +363,7 @@ def test_receive_buffers_that_cannot_be_written_are_refused(name: str) -> None:
         parse(READ_ONLY[name], writable=True, name="recvbuf")
 
 
-def test_fields_of_a_plain_array() -> None:
-    a = np.zeros((4, 6), "f4")
-    operand = parse(a, blocks=4, writable=True, name="recvbuf")
-    assert (operand.name, operand.pointer, operand.dtype) == ("recvbuf", a.ctypes.data, np.dtype("f4"))
-    assert (operand.count, operand.total, operand.counts, operand.displs) == (6, 24, None, None)
-    assert (operand.on_device, operand.device, operand.mpi_type) == (False, None, None)
-    assert operand.owner is a and operand.spec is a
-    assert operand.block(2).pointer == a.ctypes.data + 48
-    assert operand.whole().count == 24
-
-
-X = np.zeros(4)
+X, G, GAPS, FLAT = np.zeros(4), OnGpu(np.zeros(20, "u1")), with_gaps()["column"], with_gaps()["flat"]
 FAULTS: list[tuple[Shape, int, Any, str]] = [
     ("one", 1, [X, 5], "elements 0 to 5 are asked for, but the buffer holds 4: "),
     ("one", 1, [X, (3, 2)], "elements 0 to 3 are asked for, but the buffer holds 2 from its displ"),
@@ -390,37 +388,26 @@ FAULTS: list[tuple[Shape, int, Any, str]] = [
     ("one", 1, 3, " is a int, which has neither"),
     ("one", 1, [X, 1.0], "count 1.0 is no integer"),
     ("one", 1, [X, (1, "x")], "displacement 'x' is no integer"),
+    ("one", 1, [G, 2, GAPS], "2 elements of the datatype reach from byte 0 to byte 24 of a buffer of 20 bytes"),
+    ("one", 1, [G, (1, 1), FLAT], "elements of a datatype with the extent 0 cannot be counted: pass a count"),
+    ("typed", 2, [G, [MPI.INT]], "1 datatypes for 2 ranks: pass one for each"),
+    ("typed", 2, [G, [1, 1], [0, 0], ["d", "d"]], "'d' is no datatype: pass an MPI.Datatype for each rank"),
+    ("typed", 2, [G, [1, 1], [0, 0], 3], "3 are no datatypes: pass a sequence with an MPI.Datatype for each rank"),
+    ("typed", 1, [G, [1], [0], [MPI.DATATYPE_NULL]], "datatype for rank 0 is MPI.DATATYPE_NULL, but its count is 1"),
+    ("typed", 1, [G, [-2], [0], [MPI.INT]], "count -2 is negative"),
 ]
 
 
 @pytest.mark.parametrize(("shape", "blocks", "spec", "text"), FAULTS, ids=[text for *_, text in FAULTS])
 def test_errors_name_argument_value_and_way_out(shape: Shape, blocks: int, spec: Any, text: str) -> None:
-    with pytest.raises((TypeError, InvalidUsageError), match=f"^sendbuf:? ?{text.lstrip()}"):
+    with pytest.raises((TypeError, InvalidUsageError), match=f"^sendbuf:? ?(the )?{text.lstrip()}"):
         parse(spec, shape=shape, blocks=blocks, writable=False, name="sendbuf")
 
 
-def test_derived_datatype_is_only_for_mpi() -> None:
-    a = np.zeros(12, "i4")
-    operand = parse([a, column()], writable=False, name="sendbuf")
-    assert operand.dtype is None and operand.mpi_type == column() and operand.count == 4
-    assert parse([a, (2, 1), column()], writable=False, name="sendbuf").pointer == a.ctypes.data + 12
-    # Only MPI knows the places of the elements of one column: programs use slices with a stride of rows in this way.
-    assert parse([a[:1], 1, column()], writable=False, name="sendbuf").count == 1
-    with pytest.raises(InvalidUsageError, match="40 bytes are no multiple of the 12 bytes"):
-        parse([a[:10], column()], writable=False, name="sendbuf")
-
-
-def test_datatype_without_extent_needs_a_count() -> None:
-    flat = MPI.INT.Create_resized(0, 0).Commit()
-    try:
-        assert parse([np.zeros(2, "i4"), 1, flat], writable=False, name="x").count == 1
-        for spec in ([np.zeros(2, "i4"), flat], [np.zeros(2, "i4"), (1, 1), flat]):
-            with pytest.raises(ValueError, match="datatype extent 0"):
-                SELF.Sendrecv(spec, 0, 0, bytearray(99), 0, 0)
-            with pytest.raises(InvalidUsageError, match="the extent 0 cannot be counted"):
-                parse(spec, writable=False, name="x")
-    finally:
-        flat.Free()
+def test_a_rank_that_gets_nothing_may_have_the_null_datatype() -> None:
+    spec = [G, [0, 1], [0, 0], [MPI.DATATYPE_NULL, GAPS]]
+    derived = parse(spec, shape="typed", blocks=2, writable=True, name="x").derived
+    assert derived is not None and [block.layout.nbytes for block in derived] == [0, 8]
 
 
 def test_bottom_is_only_for_mpi() -> None:

@@ -21,6 +21,7 @@ from mpicomm.mpi.buffers import is_host_view, read
 from mpicomm.mpi.host_calls import HostCopies
 from mpicomm.mpi.location import is_on_device, parse_on_device
 from tests.helpers.fakes import fake_driver
+from tests.helpers.fakes.fake_driver import OnGpu
 
 
 @pytest.fixture
@@ -37,17 +38,8 @@ def around(memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     return np.frombuffer(memoryview((ctypes.c_char * memory.nbytes).from_address(memory.ctypes.data)), np.float32)
 
 
-class Interface:
-    """An object with a CUDA array interface."""
-
-    def __init__(self, memory: npt.NDArray[Any]) -> None:
-        self.memory = memory
-        data = (memory.ctypes.data if memory.size else 0, False)
-        self.__cuda_array_interface__ = {"version": 3, "data": data, "shape": memory.shape, "typestr": memory.dtype.str}
-
-
 def test_mpi_gets_no_device_memory_for_buffered_sends(memory: npt.NDArray[np.uint8]) -> None:
-    for buffer in (MPI.memory.fromaddress(memory.ctypes.data, 256), Interface(memory)):
+    for buffer in (MPI.memory.fromaddress(memory.ctypes.data, 256), OnGpu(memory)):
         with pytest.raises(InvalidUsageError, match="Attach_buffer: buf lies in device memory"):
             MPI.Attach_buffer(buffer)
     host = bytearray(1024)
@@ -80,7 +72,7 @@ def test_host_memory_is_the_hosts_whatever_offers_it(memory: npt.NDArray[np.uint
             host, host[3:], np.frombuffer(bytearray(256), np.float32), np.frombuffer(bytes(256), np.float32),
             np.frombuffer(mapping, np.float32), array.array("f", range(64)), bytearray(256),
             memoryview(cast(Any, host)), MPI.memory.fromaddress(host.ctypes.data, 256), (ctypes.c_float * 64)(),
-            Interface(host),
+            OnGpu(host, owned=False),
         ]  # fmt: skip
         for buffer in buffers:
             assert not is_on_device(buffer)
@@ -90,9 +82,7 @@ def test_host_memory_is_the_hosts_whatever_offers_it(memory: npt.NDArray[np.uint
 
 
 def test_a_cuda_array_interface_over_device_memory_names_its_gpu() -> None:
-    memory = np.zeros(64, np.float32)
-    fake_driver.own(memory, device=3)
-    found = read(Interface(memory), True, "buf")
+    found = read(OnGpu(np.zeros(64, np.float32), device=3), True, "buf")
     assert (found.on_device, found.device, found.by_address) == (True, 3, False)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from operator import eq
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm.mpi import requests
@@ -181,172 +181,141 @@ def test_a_start_waits_for_no_rank_where_mpi_has_one_thread() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-TAG = 5
-NULL, UNDEFINED = MPI.REQUEST_NULL, MPI.UNDEFINED
+NULL = MPI.REQUEST_NULL
 Switch = Callable[[], object]
 completer = Completer()
 
 
 def own(number: int = 0, error: Exception | None = None) -> tuple[DeferredRequest, Switch]:
-    """Work that is done when the test says so, with a status that counts ``number`` bytes."""
+    """Work that is done when the test says so, with the status of a message of ``number`` bytes and this tag."""
     done: list[bool] = []
     status = MPI.Status()
     status.Set_elements(MPI.BYTE, number)
-    status.Set_source(number)
-    status.Set_tag(TAG)
+    status.Set_source(0)
+    status.Set_tag(number)
 
     def ask() -> bool:
         if done and error is not None:
             raise error
         return bool(done)
 
-    return completer.add(DeferredRequest.of(ask, lambda: None, status), lambda: None), lambda: done.append(True)
+    return completer.add(DeferredRequest.of(ask, lambda: None, status), nothing), lambda: done.append(True)
 
 
-class Mixture:
-    """Requests of all kinds, and a function that completes each of them."""
+KINDS = ("null", "object", "array", "inactive", "deferred", "persistent")
+LISTS = [
+    spell(name + find)
+    for spell in (str, str.lower)
+    for name in ("Wait", "Test", "Get_status_")
+    for find in ("all", "any", "some")
+]
+ONE = ("Wait", "wait", "Test", "test", "Get_status", "get_status")
 
-    def __init__(self) -> None:
+
+class Requests:
+    """A list of requests. The request at each place is for a message with so many bytes and this tag.
+
+    ``of_mpi`` has requests of MPI also in the places of requests of this package. They answer alike.
+    """
+
+    def __init__(self, kinds: list[str], *, of_mpi: bool) -> None:
         self.comm = MPI.Intracomm(MPI.COMM_SELF).Dup()
-        deferred, first = own(1)
-        started, second = own(2)
-        self.persistent = PersistentRequest.of(lambda: started)
-        self.persistent.Start()
-        self.idle = PersistentRequest.of(lambda: started)
-        self.inactive = self.comm.Recv_init(bytearray(3), 0, 1)
+        self.of_mpi, self.kinds = of_mpi, kinds
         self.sent: list[MPI.Request] = []
-        self.requests = [
-            deferred, NULL, self.comm.irecv(None, 0, TAG), self.idle, self.persistent, self.inactive,
-            self.comm.Irecv(bytearray(3), 0, 2),
-        ]  # fmt: skip
-        self.active = [0, 2, 4, 6]
-        self.switches: dict[int, Switch] = {
-            0: first,
-            4: second,
-            2: lambda: self.sent.append(self.comm.isend("hello", 0, TAG)),
-            6: lambda: self.sent.append(self.comm.Isend(b"123", 0, 2)),
-        }
+        self.switches: dict[int, Switch] = {}
+        """How the request at a place becomes complete; without those that are complete, or not started."""
+        self.list = [self._made(kind, place) for place, kind in enumerate(kinds)]
 
-    def switch(self, *places: int) -> None:
-        for place in places:
+    def _made(self, kind: str, place: int) -> MPI.Request:
+        if kind == "inactive":
+            return self.comm.Recv_init(bytearray(1), 0, place)
+        if kind == "null" or (kind == "persistent" and self.of_mpi):  # until `start`
+            return NULL
+        if kind == "persistent":
+            return PersistentRequest.of(lambda: self._own(place))
+        if kind == "deferred" and not self.of_mpi:
+            return self._own(place)
+        if kind == "object":
+            self.switches[place] = lambda: self.sent.append(self.comm.isend("hello", 0, place))
+            return self.comm.irecv(None, 0, place)
+        self.switches[place] = lambda: self.sent.append(self.comm.Isend(bytes(place), 0, place))
+        return self.comm.Irecv(bytearray(len(KINDS)), 0, place)
+
+    def _own(self, place: int) -> DeferredRequest:
+        work, self.switches[place] = own(place)
+        return work
+
+    def start(self) -> None:
+        places = [place for place, kind in enumerate(self.kinds) if kind == "persistent"]
+        if self.of_mpi:
+            for place in places:
+                self.list[place] = self._made("array", place)
+        else:
+            MPI.Prequest.Startall([cast(MPI.Prequest, self.list[place]) for place in places])
+
+    def complete(self, place: int) -> None:
+        if place in self.switches:
             self.switches.pop(place)()
+            settle(self.list[place].Get_status)
 
-    def require_over(self) -> None:
-        assert [self.requests[place] for place in (0, 2, 6)] == [NULL] * 3
-        assert self.persistent.active is None
+    def ends(self, name: str, place: int | None) -> bool:
+        """Return whether a wait of this name ends."""
+        if place is not None:
+            return self.list[place].Get_status()
+        request = MPI.Request
+        return request.Get_status_all(self.list) if name.endswith("all") else request.Get_status_any(self.list)[1]
+
+    def answer(self, name: str, place: int | None) -> tuple[Any, list[tuple[int, int, int]], list[bool]]:
+        """Return what a call on the list, or on the request at a place, answers: also statuses, and which are null."""
+        statuses, call = [MPI.Status()], getattr(MPI.Request if place is None else self.list[place], name)
+        if place is not None:
+            found = call(statuses[0])
+            over = found is not False and found != (False, None)
+        elif name.endswith("any"):
+            found = call(self.list, status=statuses[0])
+            over = not isinstance(found, tuple) or found[1] is not False
+        else:
+            found = call(requests=self.list, statuses=statuses)
+            over = bool(found) and found[0] not in (False, []) if isinstance(found, tuple) else bool(found)
+        said = [(each.source, each.tag, each.Get_count(MPI.BYTE)) for each in statuses] if over else []
+        actives = [each.active if isinstance(each, PersistentRequest) else each for each in self.list]
+        return found, said, [each is None or each == NULL for each in actives]
 
     def close(self) -> None:
-        self.switch(*self.switches)
-        MPI.Request.Waitall([request for request in self.requests if request != NULL])
+        for place in range(len(self.list)):
+            self.complete(place)
+        MPI.Request.Waitall(self.list)
         MPI.Request.Waitall(self.sent)
-        self.inactive.Free()
+        for request in self.list:
+            if isinstance(request, MPI.Prequest):
+                request.Free()
         self.comm.Free()
 
 
-@pytest.fixture
-def mixture() -> Iterator[Mixture]:
-    made = Mixture()
-    yield made
-    made.close()
-
-
-def until(call: Callable[[], Any], stops: Callable[[Any], bool]) -> Any:
-    end = time.monotonic() + HANG_S
-    while not stops(found := call()):
-        assert time.monotonic() < end
-    return found
-
-
-@pytest.mark.parametrize("lower", [False, True])
-def test_all(mixture: Mixture, lower: bool) -> None:
-    request, statuses = MPI.Request, [MPI.Status()]
-    test, wait = (request.testall, request.waitall) if lower else (request.Testall, request.Waitall)
-    look = request.get_status_all if lower else request.Get_status_all
-    mixture.switch(0, 2, 6)
-    for _ in range(100):
-        assert test(mixture.requests) == ((False, None) if lower else False)
-        assert look(mixture.requests) is False
-    assert [mixture.requests[place] != NULL for place in mixture.active] == [True] * 4  # none is taken
-    mixture.switch(4)
-    until(lambda: look(mixture.requests), bool)
-    assert mixture.requests[0] != NULL
-    said = until(lambda: test(mixture.requests, statuses), lambda found: found is True or (lower and found[0]))
-    contents = [None, None, "hello", None, None, None, None] if lower else None
-    assert said == ((True, contents) if lower else True)
-    assert len(statuses) == 7
-    assert (statuses[0].source, statuses[0].Get_count(MPI.BYTE)) == (1, 1)
-    assert (statuses[4].source, statuses[4].Get_count(MPI.BYTE)) == (2, 2)
-    assert statuses[6].Get_count(MPI.BYTE) == 3
-    assert statuses[1].tag == statuses[3].tag == MPI.ANY_TAG
-    mixture.require_over()
-    assert wait(mixture.requests) == ([None] * 7 if lower else True)
-
-
-@pytest.mark.parametrize("lower", [False, True])
-def test_waiting_for_all(mixture: Mixture, lower: bool) -> None:
-    mixture.switch(6, 4, 2, 0)
-    statuses: list[MPI.Status] = []
-    if lower:
-        contents = MPI.Request.waitall(mixture.requests, statuses)
-        assert contents == [None, None, "hello", None, None, None, None]
-    else:
-        assert MPI.Request.Waitall(requests=mixture.requests, statuses=statuses) is True
-    assert [statuses[place].source for place in (0, 4)] == [1, 2]
-    mixture.require_over()
-    work, done = own()
-    done()
-    assert MPI.Request.Waitall((NULL, work), (MPI.Status(),)) is True  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("lower", [False, True])
-@pytest.mark.parametrize("waits", [False, True])
-def test_any(mixture: Mixture, lower: bool, waits: bool) -> None:
-    request = MPI.Request
-    test, wait = (request.testany, request.waitany) if lower else (request.Testany, request.Waitany)
-    look = request.get_status_any if lower else request.Get_status_any
-    for place in (6, 0, 2, 4):
-        assert test(mixture.requests) == ((UNDEFINED, False, None) if lower else (UNDEFINED, False))
-        mixture.switch(place)
-        assert until(lambda: look(mixture.requests), lambda found: found[1]) == (place, True)
-        status = MPI.Status()
-        if waits:
-            found = wait(mixture.requests, status=status)
-        else:
-            found = until(partial(test, mixture.requests, status), lambda found: found[1])
-        content = ("hello" if place == 2 else None,) if lower else ()
-        if not waits:
-            assert found == (place, True, *content)
-        else:
-            assert found == ((place, *content) if lower else place)
-        assert status.Get_count(MPI.BYTE) == {6: 3, 0: 1, 4: 2}.get(place, status.Get_count(MPI.BYTE))
-    assert test(mixture.requests) == ((UNDEFINED, True, None) if lower else (UNDEFINED, True))
-    assert look(mixture.requests) == (UNDEFINED, True)
-    assert wait(mixture.requests) == ((UNDEFINED, None) if lower else UNDEFINED)
-    mixture.require_over()
-
-
-@pytest.mark.parametrize("lower", [False, True])
-@pytest.mark.parametrize("waits", [False, True])
-def test_some(mixture: Mixture, lower: bool, waits: bool) -> None:
-    request = MPI.Request
-    call = getattr(request, ("wait" if waits else "test") + "some" if lower else ("Wait" if waits else "Test") + "some")
-    test = request.testsome if lower else request.Testsome
-    look = request.get_status_some if lower else request.Get_status_some
-    assert test(mixture.requests) == (([], []) if lower else [])
-    for places in ([0, 6], [2, 4]):
-        mixture.switch(*places)
-        assert until(lambda: look(mixture.requests), partial(eq, places)) == places
-        statuses = [MPI.Status()]
-        found = call(mixture.requests, statuses)
-        contents = ["hello" if place == 2 else None for place in places]
-        assert found == ((places, contents) if lower else places)
-        assert len(statuses) == 2
-        counts = {0: 1, 4: 2, 6: 3}
-        for place, status in zip(places, statuses, strict=True):
-            assert status.Get_count(MPI.BYTE) == counts.get(place, status.Get_count(MPI.BYTE))
-    assert call(mixture.requests) == ((None, None) if lower else None)
-    assert look(mixture.requests) is None
-    mixture.require_over()
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.lists(st.sampled_from(KINDS), max_size=4))
+def test_calls_answer_as_for_requests_of_mpi(data: st.DataObject, kinds: list[str]) -> None:
+    ours, of_mpi = Requests(kinds, of_mpi=False), Requests(kinds, of_mpi=True)
+    places = st.sampled_from(range(len(kinds)))
+    if data.draw(st.booleans()):
+        for each in (ours, of_mpi):
+            each.start()
+    steps = st.sampled_from([*LISTS, *(["complete"] * 6 + ["start"] * 2 + [*ONE] if kinds else [])])
+    for step in data.draw(st.lists(steps, min_size=5, max_size=20)):
+        place = data.draw(places) if step in ONE else None
+        if step == "complete":
+            arrived = data.draw(places)
+            for each in (ours, of_mpi):
+                each.complete(arrived)
+        elif step == "start":  # after a wait for all, because an active request cannot start
+            if of_mpi.ends("all", None):
+                assert ours.answer("waitall", None) == of_mpi.answer("waitall", None)
+                for each in (ours, of_mpi):
+                    each.start()
+        elif step[0] not in "Ww" or of_mpi.ends(step, place):
+            assert ours.answer(step, place) == of_mpi.answer(step, place), (step, place)
+    for each in (ours, of_mpi):
+        each.close()
 
 
 def test_errors_are_raised_and_lose_no_other_request() -> None:
@@ -378,27 +347,6 @@ def test_a_list_that_waits_lets_mpi_go_on_with_the_others() -> None:
     comm.Free()
 
 
-def test_startall_starts_requests_of_all_kinds() -> None:
-    comm = MPI.Intracomm(MPI.COMM_SELF).Dup()
-    content, started = bytearray(3), []
-
-    def begin() -> DeferredRequest:
-        started.append(True)
-        work, done = own()
-        done()
-        return work
-
-    requests = [comm.Recv_init(content, 0, 1), PersistentRequest.of(begin), comm.Send_init(b"123", 0, 1)]
-    for number in (1, 2):
-        content[:] = b"000"
-        MPI.Prequest.Startall(requests)
-        MPI.Request.Waitall(requests)
-        assert content == b"123" and len(started) == number
-    for request in requests:
-        request.Free()
-    comm.Free()
-
-
 @pytest.mark.parametrize("method", ["Cancel", "cancel"])
 def test_cancelled_requests_in_lists(method: str) -> None:
     status = MPI.Status()
@@ -415,18 +363,6 @@ def test_cancelled_requests_in_lists(method: str) -> None:
     assert statuses[1].Is_cancelled() and request == NULL
 
 
-def test_lower_case_waits_of_one_request() -> None:
-    for wait in (True, False):
-        (request, done), status = own(4), MPI.Status()
-        assert not request.get_status()
-        done()
-        if wait:
-            assert request.wait(status) is None  # type: ignore[func-returns-value]
-        else:
-            assert until(partial(request.test, status), lambda found: found[0]) == (True, None)
-        assert status.Get_count(MPI.BYTE) == 4 and request == NULL
-
-
 def test_generalized_requests_of_the_program() -> None:
     own()[1]()  # the calls are replaced from the first request on
     for call in ("Waitall", "waitall", "Waitany", "Waitsome"):
@@ -434,16 +370,3 @@ def test_generalized_requests_of_the_program() -> None:
         threading.Timer(0.02, request.Complete).start()
         getattr(MPI.Request, call)([request, NULL])
         assert request == NULL
-
-
-def test_empty_lists_and_bad_arguments() -> None:
-    request, done = own()
-    empties: list[list[MPI.Request]] = [[], [NULL], [NULL] * 3]
-    for empty in empties:
-        assert MPI.Request.Waitall(empty) is True
-        assert MPI.Request.Waitany(empty) == UNDEFINED
-        assert MPI.Request.Testsome(empty) is None
-    with pytest.raises(TypeError):
-        MPI.Request.Waitall([request], others=1)  # type: ignore[call-arg]
-    done()
-    request.Wait()
