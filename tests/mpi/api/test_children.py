@@ -128,20 +128,6 @@ def test_a_group_of_other_ranks_is_refused(comm: mpicomm.Communicator) -> None:
     half.Free()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_halves_work_at_the_same_time(comm: mpicomm.Communicator) -> None:
-    half = comm.Split(comm.rank % 2, -comm.rank)
-    assert isinstance(half, mpicomm.Communicator)
-    assert half.allgather(comm.rank) == sorted(range(comm.rank % 2, comm.size, 2), reverse=True)
-    with half, comm.zeros(1, np.int64) as outer, half.zeros(1, np.int64) as inner:
-        inner.peer((half.rank + 1) % half.size)[0] = 10 + comm.rank
-        outer.peer((comm.rank + 1) % comm.size)[0] = 20 + comm.rank
-        comm.check()
-        comm.Barrier()
-        assert int(outer.local[0]) == 20 + (comm.rank - 1) % comm.size
-        assert int(inner.local[0]) == 10 + half.allgather(comm.rank)[(half.rank - 1) % half.size]
-
-
 def test_parent_and_child_are_freed_in_any_order(device: str) -> None:
     parent = communicator(device)
     first, second, third = parent.Dup(), parent.Dup(), parent.Dup()

@@ -169,18 +169,6 @@ def test_partitioned_messages(rig: Rig, made: Any, count: int) -> None:
         assert send == MPI.REQUEST_NULL == receive and not receive
 
 
-def test_a_wait_of_mpi_completes_partitioned_messages(rig: Rig) -> None:
-    sent, received = rig.of(rig.rank, 6), rig.empty(6)
-    send, receive = rig.comm.Psend_init(sent, 2, rig.right, 4), rig.comm.Precv_init(received, 2, rig.left, 4)
-    receive.Start()
-    send.Start()
-    send.Pready_range(0, 1)
-    MPI.Request.Waitall([send, receive])
-    same(received, content(rig.left, 6))
-    send.Free()
-    receive.Free()
-
-
 @pytest.mark.skipif(OPEN_MPI, reason="it loses elements of datatypes with gaps")
 def test_partitions_with_gaps(rig: Rig) -> None:
     every_second = MPI.INT32_T.Create_vector(2, 1, 2).Create_resized(0, 16).Commit()

@@ -106,7 +106,7 @@ def test_lists_of_neighbours_that_do_not_match_are_refused(comm: mpicomm.Communi
     made.Free()
 
 
-ADJACENT, ANYWHERE = "Create_dist_graph_adjacent", "Create_dist_graph"
+ADJACENT, ANYWHERE, GRAPH = "Create_dist_graph_adjacent", "Create_dist_graph", "Create_graph"
 NO_RANK = "is no rank of the communicator: use 0 to "
 BAD: list[tuple[str, dict[str, Any], str]] = [
     (ADJACENT, {"sources": [77]}, f"sources[0]=77 {NO_RANK}"),
@@ -127,6 +127,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     (ANYWHERE, {"degrees": [2]}, "destinations has 1 items: pass 2"),
     (ANYWHERE, {"weights": [1, 2]}, "weights has 2 items: pass 1"),
+    (GRAPH, {"edges": [77]}, f"edges[0]=77 {NO_RANK}0"),
+    (GRAPH, {"edges": [-1]}, f"edges[0]=-1 {NO_RANK}0"),
+    (GRAPH, {"index": [2]}, "edges has 1 items, but index says 2: pass all of them"),
+    (GRAPH, {"index": [-1], "edges": []}, "index=[-1] goes down to -1: pass the sums of the numbers of neighbours"),
+    (GRAPH, {"index": ["a"]}, "index=['a']: pass integers"),
+    (GRAPH, {"index": range(1, 100), "edges": [0] * 99}, "index has 99 ranks, but the communicator has"),
 ]
 """Lists of a call that are bad on one rank, and its error."""
 
@@ -137,6 +143,8 @@ def test_a_bad_list_of_one_rank_is_every_ranks_error(host_comm: mpicomm.Communic
         good: dict[str, Any] = {"sources": [left], "destinations": [right]}
         if call == ANYWHERE:
             good = {"sources": [host_comm.rank], "degrees": [1], "destinations": [0]}
+        elif call == GRAPH:
+            good = {"index": [1], "edges": [0]}
         culprit = number % host_comm.size
         said = f"^{call}: rank {culprit}: {re.escape(text)}"
         with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=said) as raised:
@@ -155,20 +163,6 @@ def test_a_neighbour_may_be_none(host_comm: mpicomm.Communicator) -> None:
     graph.Neighbor_alltoall(np.array([5.0, 6.0]), got)
     np.testing.assert_array_equal(got, [0, 6])
     graph.Free()
-
-
-def test_lists_that_are_no_graph_are_refused(host_comm: mpicomm.Communicator) -> None:
-    cases: list[tuple[Any, Any, str]] = [
-        ([1], [77], "edges[0]=77 is no rank of the communicator: use 0 to 0"),
-        ([1], [-1], "edges[0]=-1 is no rank of the communicator: use 0 to 0"),
-        ([2], [0], "edges has 1 items, but index says 2: pass all of them"),
-        ([-1], [], "index=[-1] goes down to -1: pass the sums of the numbers of neighbours"),
-        (["a"], [0], "index=['a']: pass integers"),
-        (range(1, 100), [0] * 99, "index has 99 ranks, but the communicator has"),
-    ]
-    for index, edges, text in cases:
-        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=f"^Create_graph: rank 0: {re.escape(text)}"):
-            host_comm.Create_graph(index, edges)
 
 
 def test_a_graph_whose_neighbours_do_not_match_has_no_collectives_of_them(comm: mpicomm.Communicator, xp: Any) -> None:

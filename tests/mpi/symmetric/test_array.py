@@ -78,18 +78,6 @@ def test_size_may_be_an_integer(comm: mpicomm.Communicator) -> None:
         assert (other.shape, other.dtype) == ((4,), np.dtype("i2"))
 
 
-def test_ranks_write_into_the_memory_of_their_peers(comm: mpicomm.Communicator, xp: Any) -> None:
-    rank, size = comm.rank, comm.size
-    right, left = (rank + 1) % size, (rank - 1) % size
-    with comm.zeros((4, 2), np.int32) as array:
-        array.peer(right)[1] = xp.asarray([rank, rank + 10])
-        array.put(xp.asarray([[rank + 20], [rank + 30]], np.int32), right, offset=4)
-        settle(comm)
-        assert to_host(array.local).tolist() == [[0, 0], [left, left + 10], [left + 20, left + 30], [0, 0]]
-        assert to_host(array.get(right)).tolist() == [[0, 0], [rank, rank + 10], [rank + 20, rank + 30], [0, 0]]
-        settle(comm)
-
-
 def test_pointers_are_the_parts_as_mapped_here(comm: mpicomm.Communicator, xp: Any) -> None:
     with comm.empty((2, 3), np.int64) as array:
         array.local[...] = comm.rank
@@ -138,13 +126,6 @@ def test_view_outlives_its_array_on_the_host(comm_world: MPI.Intracomm) -> None:
     assert [view.tolist() for view in views] == [[rank] * 4 for rank in range(comm_world.size)]
 
 
-def test_array_lives_without_a_reference(comm: mpicomm.Communicator) -> None:
-    local = comm.zeros(1, np.int64).local
-    local[0] = 3
-    require_memory_works(comm)
-    assert int(local[0]) == 3
-
-
 @pytest.mark.mpi(min_size=2)
 def test_zeros_are_zero_before_a_peer_can_write(
     comm: mpicomm.Communicator, xp: Any, monkeypatch: pytest.MonkeyPatch
@@ -172,77 +153,56 @@ def test_zeros_are_zero_before_a_peer_can_write(
         array.close()
 
 
-def test_arrays_of_many_sizes_live_side_by_side(comm: mpicomm.Communicator, xp: Any) -> None:
-    arrays = [comm.empty(17 * number, np.int64) for number in range(12)]
-    for number, array in enumerate(arrays):
-        array.local[...] = 100 * number + comm.rank
-    settle(comm)
-    for peer in range(comm.size):
-        for number, array in enumerate(arrays):
-            assert to_host(array.peer(peer)).tolist() == [100 * number + peer] * (17 * number)
-    settle(comm)
-    for array in arrays[::3]:
-        array.close()
-    for number, array in enumerate(arrays):
-        if not array.closed:
-            assert to_host(array.get((comm.rank + 1) % comm.size)).size == 17 * number
+def refused_sources(xp: Any) -> list[tuple[Any, Any, str]]:
+    """Arrays that `put` refuses, with an offset."""
+    good = xp.zeros(4, np.float32)
+    if xp is np:
+        cupy = type("Array", (), {"__cuda_array_interface__": {}})
+        elsewhere: Any = (cupy(), 0, "on a GPU, but this communicator is on the cpu")
+    else:
+        elsewhere = (np.zeros(4), 0, "not on a GPU, but this communicator is on GPU")
+    return [
+        elsewhere,
+        (xp.zeros(4, np.float64), 0, "src has dtype float64, the array float32"),
+        (xp.zeros((4, 2), np.float32)[:, 0], 0, r"src of shape \(4,\) with strides \(8,\) is not C-contiguous"),
+        (xp.zeros(5, np.float32), 0, "src has 5 elements and offset=0"),
+        (good, 1, "src has 4 elements and offset=1"),
+        (good[:1], 4, "offset=4"),
+        (good[:1], -1, "offset=-1"),
+        ([1.0], 0, "src is a list"),
+        (None, 0, "src is a NoneType"),
+        (good, (1, 0), r"offset=\(1, 0\) is no int: use the index of an element"),
+    ]
+
+
+def refused_outputs(xp: Any) -> list[tuple[Any, str]]:
+    """Arrays that `get` refuses."""
+    read_only = np.zeros(4, np.float32)
+    read_only.flags.writeable = False
+    return [
+        *([(read_only, "out is read-only")] if xp is np else []),
+        (xp.zeros(4, np.int32), "out has dtype int32, the array float32"),
+        (xp.zeros((2, 4), np.float32)[:, :2], "out .* is not C-contiguous"),
+        (xp.zeros(3, np.float32), "out has 3 elements, the array 4"),
+        (xp.zeros(5, np.float32), "out has 5 elements, the array 4"),
+        ([1.0], "out is a list"),
+        (2, "out is a int"),
+    ]
 
 
 def test_what_does_not_fit_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     with comm.zeros(4, np.float32) as array:
-        good = xp.zeros(4, np.float32)
-        sources: list[tuple[Any, Any, str]] = [
-            (xp.zeros(4, np.float64), 0, "src has dtype float64, the array float32"),
-            (xp.zeros((4, 2), np.float32)[:, 0], 0, r"src of shape \(4,\) with strides \(8,\) is not C-contiguous"),
-            (xp.zeros(5, np.float32), 0, "src has 5 elements and offset=0"),
-            (good, 1, "src has 4 elements and offset=1"),
-            (good[:1], 4, "offset=4"),
-            (good[:1], -1, "offset=-1"),
-            ([1.0], 0, "src is a list"),
-            (None, 0, "src is a NoneType"),
-            (good, (1, 0), r"offset=\(1, 0\) is no int: use the index of an element"),
-        ]
-        for source, offset, text in sources:
+        for source, offset, text in refused_sources(xp):
             with pytest.raises(InvalidUsageError, match=text):
                 array.put(source, comm.rank, offset=offset)
-        for out, text in [
-            (xp.zeros(4, np.int32), "out has dtype int32, the array float32"),
-            (xp.zeros((2, 4), np.float32)[:, :2], "out .* is not C-contiguous"),
-            (xp.zeros(3, np.float32), "out has 3 elements, the array 4"),
-            (xp.zeros(5, np.float32), "out has 5 elements, the array 4"),
-            ([1.0], "out is a list"),
-            (2, "out is a int"),
-        ]:
+        for out, text in refused_outputs(xp):
             with pytest.raises(InvalidUsageError, match=text):
                 array.get(comm.rank, out)
+        for use in uses(array)[1:] if xp is np else []:
+            with pytest.raises(InvalidUsageError, match="has no streams"):
+                use(comm.rank, stream=0)
         settle(comm)
         assert to_host(array.local).tolist() == [0] * 4
-
-
-def test_read_only_out_is_refused(host_comm: mpicomm.Communicator) -> None:
-    out = np.zeros(4)
-    out.flags.writeable = False
-    with host_comm.zeros(4) as array:
-        with pytest.raises(InvalidUsageError, match="out is read-only"):
-            array.get(host_comm.rank, out)
-        host_comm.Barrier()
-
-
-def test_array_of_the_other_device_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
-    if xp is np:
-        cupy = type("Array", (), {"__cuda_array_interface__": {}})
-        source, text = cupy(), "on a GPU, but this communicator is on the cpu"
-    else:
-        source, text = np.zeros(4), "not on a GPU, but this communicator is on GPU"
-    with comm.zeros(4) as array, pytest.raises(InvalidUsageError, match=text):
-        array.put(source, comm.rank)
-
-
-def test_stream_is_refused_on_the_host(host_comm: mpicomm.Communicator) -> None:
-    with host_comm.zeros(4) as array:
-        for use in uses(array)[1:]:
-            with pytest.raises(InvalidUsageError, match="has no streams"):
-                use(host_comm.rank, stream=0)
 
 
 def uses(array: mpicomm.SymmetricArray) -> list[Callable[..., object]]:

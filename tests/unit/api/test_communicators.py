@@ -16,7 +16,7 @@ import mpicomm
 from mpicomm import HandleError
 from mpicomm.api.communicator import DistGraphCommunicator
 from mpicomm.api.lifetime import AtFirstUse
-from mpicomm.api.topologies import edges_of, edges_of_grid
+from mpicomm.api.topologies import edges_of_grid
 from mpicomm.cluster import placement
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from tests.helpers.faults.setup_failures import raising
@@ -137,7 +137,3 @@ def test_edges_of_grids() -> None:
     # MPI refuses these.
     for dims, periods in (([5], [True]), ([0], [True]), ([2, 2], [True]), ([1 << 40, 1 << 40], [True, True])):
         assert edges_of_grid(dims, periods, 4) == {}
-
-
-def test_edges_of_neighbours() -> None:
-    assert edges_of([([1], [1, 1], None, None), ([0, 0], [0], [7, 8], [4])]) == {(0, 1): 2, (1, 0): 4}
