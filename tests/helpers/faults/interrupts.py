@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
-from typing import Any
+
+from tests.helpers.faults.trap import Trap
 
 
 @contextlib.contextmanager
@@ -31,30 +33,16 @@ def interrupt_everywhere(act: Callable[[], object], *modules: ModuleType) -> set
     line is left for a Ctrl-C, the result of ``act`` is dropped.
     """
     files = {module.__file__ for module in modules}
-    left = count = 0
     functions = set()
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        nonlocal left
-        if frame.f_code.co_filename not in files:
-            return None
-        if event == "line":
-            if left == 0:
-                sys.settrace(None)
-                functions.add(frame.f_code.co_name)
-                interrupt()
-            left -= 1
-        return trace
-
     with interrupts_raise(KeyboardInterrupt) as interrupt:
-        while True:
-            left = count
-            sys.settrace(trace)
+        for at in itertools.count(1):
+            trap = Trap(files.__contains__, at, interrupt, repeats=sys.maxsize)
             try:
-                kept = act()
+                with trap:
+                    kept = act()
             except KeyboardInterrupt:
-                count += 1
+                functions.add(trap.function)
             else:
-                sys.settrace(None)
-                del kept
-                return functions
+                del kept  # not before: an interrupt in a destructor is lost
+                break
+    return functions

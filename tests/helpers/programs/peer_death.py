@@ -159,7 +159,8 @@ class Trials:
         import mpicomm
 
         self._mpi, self._mpicomm = MPI, mpicomm
-        self._package = str(Path(mpicomm.__file__).parent)
+        package = str(Path(mpicomm.__file__).parent)
+        self._is_package: Callable[[str], bool] = lambda file: file.startswith(package)
         self._options = options
         self._rank = MPI.COMM_WORLD.rank
         self._alive = list(range(MPI.COMM_WORLD.size))
@@ -201,7 +202,7 @@ class Trials:
     def _count(self) -> dict[str, int]:
         lines = {}
         for name, step in self._first_play().steps.items():
-            with Trap(self._package) as trap:
+            with Trap(self._is_package) as trap:
                 step()
             lines[name] = trap.lines
         return lines
@@ -222,7 +223,7 @@ class Trials:
             else:
                 interrupt()
 
-        trap = Trap(self._package, at, act)
+        trap = Trap(self._is_package, at, act)
         # The signal of a Ctrl-C raises it, so that mpicomm can hold it back as it holds back a Ctrl-C.
         raised = KeyboardInterrupt if outcome.how == "interrupt" else Injected
         try:
