@@ -70,7 +70,7 @@ class Operation:
         """mpi4py's name of the persistent method."""
         return f"{self.name}_init"
 
-    @property
+    @cached_property
     def methods(self) -> tuple[str, str, str]:
         """mpi4py's names of the blocking, the nonblocking and the persistent method."""
         return self.name, self.nonblocking, self.persistent
