@@ -14,7 +14,7 @@ from mpicomm.bench.peers import OWN, PEERS, ROOM_NBYTES, mean_share, measure, op
 from mpicomm.bench.report import ResultRow, Results, Table, introduce
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.collectives.gpu.algorithms.registry import NAMES
+from mpicomm.collectives.gpu.decision import NAMES
 from mpicomm.collectives.wire import CODES, as_wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import check_legal

@@ -32,7 +32,7 @@ from mpicomm.bench.measure import (
     those_that_work,
 )
 from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, SENDRECV, Case, CaseBuffers, Content, buffers
-from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
+from mpicomm.collectives.gpu.decision import ALGORITHMS
 from mpicomm.collectives.operations import Operation as Collective
 from mpicomm.collectives.wire import Wire
 from mpicomm.mpi import types

@@ -129,13 +129,13 @@ class Reader:
 
 def _require_known(operation: Operation, algorithm: str) -> None:
     """Raise for an algorithm that does not exist, or that does not serve this collective."""
-    from mpicomm.collectives.gpu.algorithms import registry  # here, because few programs name an algorithm
+    from mpicomm.collectives.gpu import decision  # here, because few programs name an algorithm
 
-    known = ("auto", "mpi", *registry.NAMES)
+    known = ("auto", "mpi", *decision.NAMES)
     if algorithm not in known:
         raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(known)}")
-    if algorithm != "mpi" and algorithm not in registry.names_for(operation):
-        possible = ", ".join(row.name for row in OPERATIONS.values() if algorithm in registry.names_for(row))
+    if algorithm != "mpi" and algorithm not in decision.names_for(operation):
+        possible = ", ".join(row.name for row in OPERATIONS.values() if algorithm in decision.names_for(row))
         raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.registry import names_for
+from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.operations import ALLREDUCE
 from tests.gpu import DEVICES
 from tests.helpers.jobs.mpiexec import run_job

@@ -20,7 +20,6 @@ from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request, whole_lines
-from mpicomm.collectives.gpu.algorithms.registry import usual_kernels
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     SENDRECV_BLOCKS,
     SendrecvTemplate,
@@ -37,7 +36,7 @@ from mpicomm.collectives.gpu.call_templates import (
     template_of,
 )
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
-from mpicomm.collectives.gpu.decision import Decision, require_algorithm
+from mpicomm.collectives.gpu.decision import Decision, require_algorithm, usual_kernels
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation

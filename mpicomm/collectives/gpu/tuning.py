@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpicomm import environment
-from mpicomm.collectives.gpu.algorithms.registry import names_for
+from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.errors import InvalidUsageError
 

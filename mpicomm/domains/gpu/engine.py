@@ -13,8 +13,8 @@ import numpy as np
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy
+from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.gpu.algorithms.registry import names_for
+from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.host.selection import algorithms_for
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from tests.helpers.inputs.buffers import Placed, values

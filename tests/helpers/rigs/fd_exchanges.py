@@ -36,15 +36,22 @@ def memory(text: str) -> Iterator[Descriptor]:
         fd.close()
 
 
-def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_s: float = HANG_S) -> dict[int, str]:
-    """Swap memory that holds this rank's name; return the names in the peers' memory."""
-    with memory(f"rank {rank}") as own:
-        received = swap_one(exchange, addresses, own, timeout_s)
-    try:
-        return {peer: os.pread(fd, 100, 0).decode() for peer, fd in received.items()}
-    finally:
-        for fd in received.values():
-            fd.close()
+def swap(
+    exchange: FdExchange,
+    rank: int,
+    addresses: Sequence[Address],
+    timeout_s: float = HANG_S,
+    counts: Sequence[int] = (),
+) -> dict[int, list[str]]:
+    """Swap memory with this rank's name, ``counts[rank]`` pieces or one; return the names in the peers' memory."""
+    counts = counts or [1] * len(addresses)
+    with contextlib.ExitStack() as stack:
+        own = [stack.enter_context(memory(f"{rank}.{number}")) for number in range(counts[rank])]
+        received = exchange.swap(addresses, own, counts, timeout_s)
+        for fd in (fd for fds in received.values() for fd in fds):
+            stack.callback(fd.close)
+            assert not os.get_inheritable(fd)
+        return {peer: [os.pread(fd, 100, 0).decode() for fd in fds] for peer, fds in received.items()}
 
 
 def swap_one(
@@ -55,16 +62,18 @@ def swap_one(
     return {peer: fd for peer, (fd,) in received.items()}
 
 
-def swap_all(exchanges: Sequence[FdExchange]) -> list[dict[int, str]]:
+def swap_all(exchanges: Sequence[FdExchange], counts: Sequence[int] = ()) -> list[dict[int, list[str]]]:
     """Let every rank swap, each in a thread."""
     addresses = [exchange.address for exchange in exchanges]
     size = len(exchanges)
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(swap, exchanges, range(size), [addresses] * size))
+        return list(pool.map(swap, exchanges, range(size), [addresses] * size, [HANG_S] * size, [counts] * size))
 
 
-def names_of_others(size: int) -> list[dict[int, str]]:
-    return [{peer: f"rank {peer}" for peer in range(size) if peer != rank} for rank in range(size)]
+def names_of_others(*counts: int) -> list[dict[int, list[str]]]:
+    """What ranks get that swap so many descriptors."""
+    names = {rank: [f"{rank}.{number}" for number in range(count)] for rank, count in enumerate(counts)}
+    return [{peer: each for peer, each in names.items() if peer != rank} for rank in names]
 
 
 def hello(sender: int, receiver: int, secret: bytes, number: int = 0) -> bytes:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.gpu.algorithms.registry import names_for
+from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.inputs.spelled_buffers import JUNK, Blocks, one_of

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mpicomm.devices import handle as descriptor
 from mpicomm.devices import memory_location
 from mpicomm.devices.handle import KEY_NBYTES, KINDS, PACKET_NBYTES, Descriptor, Kind, MemoryHandle
-from tests.helpers.fakes import fake_driver
 from tests.helpers.faults.interrupts import interrupt_everywhere
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -176,12 +174,3 @@ def test_a_driver_is_not_loaded_nor_looked_for_each_time_and_found_later(
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 1)
     assert memory_location.lies_on_device(0x1000) == 0
-
-
-def test_the_double_of_other_tests_forgets_memory_that_is_gone() -> None:
-    memory = np.zeros(100, np.uint8)
-    fake_driver.own(memory, device=2)
-    pointer = memory.ctypes.data
-    assert memory_location.lies_on_device(pointer + 99) == 2 and memory_location.lies_on_device(pointer + 100) is None
-    del memory
-    assert memory_location.lies_on_device(pointer) is None

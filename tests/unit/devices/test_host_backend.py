@@ -1,4 +1,4 @@
-"""The arguments of a host backend, its work on addresses, signals, fences, and existing memory that it adopts."""
+"""The arguments of a host backend, its signals, and existing memory that it adopts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import itertools
 import mmap
 import multiprocessing.resource_tracker
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mpicomm.devices.host import HostBackend, fence
+from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.rigs.host_segments import PAGE, opened
@@ -78,31 +74,6 @@ def test_what_is_no_host_array_is_refused_with_the_way_out(backend: HostBackend,
     with pytest.raises(InvalidUsageError, match=said) as refusal:
         backend.asarray(value)
     assert "\n" not in str(refusal.value)
-
-
-@settings(deadline=None)
-@given(source=st.integers(0, 200), target=st.integers(0, 200), nbytes=st.integers(0, 56))
-def test_copies_move_these_bytes_and_no_others(source: int, target: int, nbytes: int) -> None:
-    memory = np.arange(256, dtype=np.uint8)
-    expected = memory.copy()
-    expected[target : target + nbytes] = memory[source : source + nbytes].copy()
-    HostBackend(1.0).copy(memory.ctypes.data + target, memory.ctypes.data + source, nbytes, 0)
-    assert memory.tolist() == expected.tolist()
-
-
-def test_fences_of_many_threads_do_not_stop_each_other() -> None:
-    def fence_often(thread: int) -> int:
-        for _ in range(1000):
-            fence()
-        return thread
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(fence_often, range(8))) == list(range(8))
-    finally:
-        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("start", [0, 2**31 - 2, 2**32 - 2, 2**63 - 2])

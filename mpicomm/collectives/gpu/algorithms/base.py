@@ -4,7 +4,7 @@ A form's calls differ only in the addresses and lengths of their blocks. The pat
 and counts. A form gets from them the exchange of one unit. In this exchange an address encodes the number of a block
 and of a unit in the block. So a span of the exchange says where any call of the form has its data.
 
-A new algorithm is a folder with launchers in its plan.py, and an `Algorithm` in registry.py.
+A new algorithm is a folder with launchers in its plan.py, and an `Algorithm` in gpu/decision.py.
 
 Ranks that decide differently wait for each other for ever. So everything that decides how a call is carried out is a
 pure function of facts that all its ranks share: the `Form` without this rank's buffers, the `Domain` without its team,

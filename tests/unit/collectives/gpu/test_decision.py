@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 pytest.importorskip("ml_dtypes")
 
 from mpicomm.collectives import operations
-from mpicomm.collectives.gpu.algorithms import registry
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.chain.plan import (
     BATCH_NBYTES,
@@ -41,7 +40,7 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
     sized_configs,
 )
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.decision import Chosen, Decision
+from mpicomm.collectives.gpu.decision import ALGORITHMS, Chosen, Decision, names_for, usual_kernels
 from mpicomm.collectives.gpu.tuning import BUILT_IN, Tuning
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import Buffers
@@ -217,7 +216,7 @@ def choice(call: CallOf, asked: str, node: Domain) -> tuple[Any, ...]:
     return type(chosen.launcher), chosen.choice, memory, same
 
 
-NAMED = [(operation, name) for operation in OPERATIONS.values() for name in ("auto", *registry.names_for(operation))]
+NAMED = [(operation, name) for operation in OPERATIONS.values() for name in ("auto", *names_for(operation))]
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -287,12 +286,12 @@ def test_usual_kernels_are_those_of_calls_of_many_sizes(size: int) -> None:
         for exponent in range(1, 28):
             call = CallOf(operation, 0, [1 << exponent] * size, dtype="float32")
             taken |= {launch.variant for launch in call.launches("auto", node_of(0, size))}
-    usual = registry.usual_kernels(("float32", "sum"), size, host_slots=False)
+    usual = usual_kernels(("float32", "sum"), size, host_slots=False)
     assert set(usual) <= taken
-    moves = registry.usual_kernels(None, size, host_slots=False)
+    moves = usual_kernels(None, size, host_slots=False)
     assert set(moves) <= set(usual)
     assert {each.source.stem for each in taken - set(usual)} <= {"packets", "exchange", "chain"}
-    assert registry.usual_kernels(("float32", "sum"), 1, host_slots=False) == ()
+    assert usual_kernels(("float32", "sum"), 1, host_slots=False) == ()
 
 
 def can_chain(operation: Operation, dtype: str, op: str = "sum", root: int = 0) -> bool:
@@ -332,12 +331,12 @@ def test_the_ring_does_not_average_and_a_table_never_takes_it() -> None:
         InvalidUsageError, match=r'algorithm="ring" of Allreduce: the ring cannot average .*: use "auto"'
     ):
         call.chosen("ring", node_of(0, 3))
-    assert "ring" in registry.names_for(operations.ALLREDUCE)
-    assert "ring" not in registry.names_for(operations.ALLREDUCE, in_rank_order=True)
+    assert "ring" in names_for(operations.ALLREDUCE)
+    assert "ring" not in names_for(operations.ALLREDUCE, in_rank_order=True)
 
 
 def test_every_algorithm_serves_a_call_or_has_a_reason() -> None:
-    for operation, algorithm in ((op, each) for op in OPERATIONS.values() for each in registry.ALGORITHMS):
+    for operation, algorithm in ((op, each) for op in OPERATIONS.values() for each in ALGORITHMS):
         for size in (1, 2, 4):
             if algorithm.serves(operation):
                 form = CallOf(operation, 0, [1000] * size, root=0).form

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.registry import usual_kernels
+from mpicomm.collectives.gpu.decision import usual_kernels
 from mpicomm.collectives.operations import ALLTOALLV, OPERATIONS
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError

@@ -24,11 +24,10 @@ pytest.importorskip("ml_dtypes")
 
 from mpicomm.collectives.call import Arguments, Call, in_order
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form, with_place
-from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import AnyPlan, Step
 from mpicomm.collectives.gpu.call_templates import CallTemplate, has_template, template_of
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
-from mpicomm.collectives.gpu.decision import Decision, require_algorithm
+from mpicomm.collectives.gpu.decision import Decision, names_for, require_algorithm
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.neighborhood import Neighborhood
