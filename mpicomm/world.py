@@ -19,9 +19,9 @@ from mpicomm.api.communicator import Communicator, named
 from mpicomm.api.host_staging import HostStaging, Wrapped, buffers_of, diverted, on_host_copies, refuse, wrap
 from mpicomm.api.lifetime import communicator_of
 from mpicomm.api.window import Win
+from mpicomm.mpi.arguments import is_on_device
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.host_calls import announce
-from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.request_lists import replace
 from mpicomm.session import Session
 

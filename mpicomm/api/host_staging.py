@@ -20,9 +20,9 @@ from mpicomm.collectives.operations import BCAST, OPERATIONS
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
+from mpicomm.mpi.arguments import is_on_device
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
-from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.partitioned import PartitionedRequest
 from mpicomm.mpi.request_lists import holding, replace
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest

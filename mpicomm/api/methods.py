@@ -78,26 +78,26 @@ def head(row: Operation, form: int, join: Callable[[list[str]], str] = ", ".join
 def _body(row: Operation, form: int) -> list[str]:
     """Return the lines of a method."""
     send, receive = ("None", "buf") if row.rooted == "bcast" else ("sendbuf", "recvbuf")
-    op, root = ["op"] * row.reduces, ["root=root"] * bool(row.rooted)
-    fields = ", ".join([send, receive, *op, *root, *["counts=recvcounts"] * (row.send == "counted")])
-    asked, options = ["wire_dtype is not None"] * row.coded, ["wire=as_wire(wire_dtype)"] * row.coded
+    op, root = "op" if row.reduces else "None", "root" if row.rooted else "0"
+    fields = ", ".join([send, receive, op, root, "recvcounts" if row.send == "counted" else "None"])
+    asked, epilogue = ["wire_dtype is not None"] * row.coded, "None"
     if row is ALLREDUCE:
         asked += ["epilogue is not None", "operands"]
-        options += ["epilogue=as_epilogue(epilogue, operands)"]
-    with_options = ", ".join([fields, *options])
+        epilogue = "as_epilogue(epilogue, operands)"
+    with_options = f"{fields}, {epilogue}, {'as_wire(wire_dtype)' if row.coded else 'None'}"
     lines = ["    if order != 'auto':", "        op = self._collectives.in_order(row, op, order)"] * row.tree
     if form == 2:
         return [
             *lines,
             f"    return self._collectives.prepare(row, Arguments({with_options}), info, stream, algorithm)",
         ]
-    run = f"self._collectives.{('run', 'start')[form]}(row, stream, algorithm,"
-    if options:
-        lines += [f"    if {' or '.join(asked)}:", f"        return {run} {with_options})"]
+    run = f"self._collectives.{('run', 'start')[form]}(row, stream, algorithm, "
+    if asked:
+        lines += [f"    if {' or '.join(asked)}:", f"        return {run}({with_options}))"]
     if not row.of_neighbors and row.send != "typed":
         # Plain NumPy arrays go to MPI at once. Only a rooted call has to say which rank has both buffers.
         has_both = row.rooted in ("send", "receive")
-        checked = ", ".join([send, receive, *(op or ["None"] * has_both), *["root"] * has_both])
+        checked = ", ".join([send, receive, *[op] * (row.reduces or has_both), *[root] * has_both])
         counted = " and recvcounts is not None" * (row.send == "counted")
         given = ", ".join(row.arguments)
         call = f"mpi(self, {given})"
@@ -114,7 +114,7 @@ def _body(row: Operation, form: int) -> list[str]:
             "        except REFUSALS as error:",
             f"            return self._collectives.again(error, row, Arguments({fields}), {form})",
         ]
-    return [*lines, f"    return {run} {fields})"]
+    return [*lines, f"    return {run}({fields}, None, None))"]
 
 
 def documentation(row: Operation, form: int) -> str:

@@ -10,8 +10,8 @@ from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
+from mpicomm.mpi.arguments import refuse_stream
 from mpicomm.mpi.buffers import is_host_view
-from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.requests import PersistentRequest
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
 from mpicomm.ways.in_stream_order import InStreamOrder

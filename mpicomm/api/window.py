@@ -12,8 +12,8 @@ from mpicomm.api.lifetime import communicator_of
 from mpicomm.api.topologies import of_all
 from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
+from mpicomm.mpi.arguments import is_on_device
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.location import is_on_device
 from mpicomm.session import Session
 from mpicomm.windows.dynamic import DynamicMemory, share_dynamic_window
 from mpicomm.windows.memory import (

@@ -14,9 +14,9 @@ from numpy import ndarray
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import is_own
 from mpicomm.kernels.window import MOVING
+from mpicomm.mpi.arguments import is_on_device, refuse_stream
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.location import is_on_device, refuse_stream
 from mpicomm.mpi.spec import index_of
 from mpicomm.mpi.types import is_covered, is_narrow
 from mpicomm.windows.buffers import elements_of, target_elements

@@ -56,8 +56,9 @@ class Arguments:
     wire: Wire | None = None
 
 
-in_order = attrgetter(*Arguments.__slots__)
-"""Returns the fields of `Arguments` in their order."""
+Given = tuple[Any, Any, "MPI.Op | None", int, "Sequence[int] | None", "Epilogue | None", "Wire | None"]
+"""The fields of `Arguments` in their order. A method passes them so: an `Arguments` takes a tenth of a known call."""
+in_order: Callable[[Arguments], Given] = attrgetter(*Arguments.__slots__)
 
 
 class Call:

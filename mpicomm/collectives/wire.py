@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.epilogues.scaled_codes import NOT_FINITE, powers_for
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand
 
@@ -88,9 +89,7 @@ def as_wire(given: Any) -> Wire | None:
 
 
 BLOCK = 128
-NOT_FINITE = 255
 _AT_ONCE = 512  # the blocks that NumPy computes at once, so that they stay in the cache
-_INFINITY = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _LARGEST = {"float8_e4m3fn": np.float32(448), "int8": np.float32(127)}
 _FLIPPED = np.uint8(0x7F)  # no code of int8 becomes 0xFF: see eight_bits.cuh
@@ -118,7 +117,7 @@ def encode(values: Array, codes: str, out: npt.NDArray[np.uint8]) -> None:
             part = np.zeros((rows.stop - start, BLOCK), np.float32)
             given = values[start * BLOCK : rows.stop * BLOCK]
             part.reshape(-1)[: given.size] = given
-            scale = _scales_for(part, codes)
+            scale = powers_for((part.view(np.uint32) & _MAGNITUDE).max(axis=1), _LARGEST[codes])
             scales[rows] = scale
             part *= ((np.uint32(254) - np.minimum(scale, 253)) << np.uint32(23)).view(np.float32)[:, None]
             part[scale == NOT_FINITE] = 0
@@ -147,18 +146,6 @@ def _each_decoded(coded: npt.NDArray[np.uint8], codes: str, count: int, take: An
             values = table[coded[start * BLOCK : stop * BLOCK]].reshape(-1, BLOCK) * _SCALES[scales[start:stop], None]
             part = slice(start * BLOCK, min(stop * BLOCK, count))
             take(part, values.reshape(-1)[: part.stop - part.start])
-
-
-def _scales_for(part: npt.NDArray[np.float32], codes: str) -> Array:
-    """Return the scale of each row."""
-    magnitudes = (part.view(np.uint32) & _MAGNITUDE).max(axis=1)
-    largest = int(_LARGEST[codes].view(np.uint32))
-    exponent, mantissa = (largest >> 23) - 127, largest & 0x7FFFFF
-    # A larger mantissa than the mantissa of the largest code carries into the exponent.
-    carried = (magnitudes + np.uint32(0x7FFFFF - mantissa)) >> np.uint32(23)
-    scales = np.maximum(carried, exponent + 1) - np.uint32(exponent)
-    found: Array = np.where(magnitudes >= _INFINITY, np.uint32(NOT_FINITE), scales).astype(np.uint32)
-    return found
 
 
 def _encoded_float8(part: npt.NDArray[np.float32]) -> Array:

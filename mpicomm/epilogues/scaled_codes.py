@@ -17,6 +17,8 @@ Array = npt.NDArray[Any]
 
 LARGEST = {"float8_e4m3fn": np.float32(448), "float8_e5m2": np.float32(57344), "float4_e2m1fn": np.float32(6)}
 """The largest value of each type of codes."""
+NOT_FINITE = 255
+"""The power of two, as its exponent in a float32, of a group with a NaN or an infinity: a NaN."""
 GROUPS = (16, 32, 64, 128)
 """The elements of groups within a row."""
 TILED_GROUPS = {"float8_e8m0fnu": (32,), "float8_e4m3fn": (16,)}
@@ -88,14 +90,20 @@ def encode(codes: Codes, values: npt.NDArray[np.float32], first: int, out: Array
         out[:] = four[:, 0::2] | four[:, 1::2] << np.uint8(4)
 
 
+def powers_for(peaks: npt.NDArray[np.uint32], largest: np.float32) -> npt.NDArray[np.uint32]:
+    """Return the least powers of two by which the largest magnitudes, as bits, are no larger than ``largest``."""
+    bits = int(largest.view(np.uint32))
+    # A larger mantissa than the mantissa of the largest code carries into the exponent.
+    carried = (peaks.astype(np.int64) + (0x7FFFFF - (bits & 0x7FFFFF))) >> 23
+    powers = np.maximum(carried - ((bits >> 23) - 127), 1)
+    return np.where(peaks < _INFINITY, powers, NOT_FINITE).astype(np.uint32)
+
+
 def _scales_for(peaks: npt.NDArray[np.uint32], codes: Codes) -> tuple[Array, npt.NDArray[np.float32]]:
     """Return the scales for the bits of the largest magnitudes, as they are stored and as floats."""
     finite, largest = peaks < _INFINITY, LARGEST[codes.type]
     if codes.scales == "float8_e8m0fnu":
-        bits = int(largest.view(np.uint32))
-        # A larger mantissa than the mantissa of the largest code carries into the exponent.
-        carried = (peaks.astype(np.int64) + (0x7FFFFF - (bits & 0x7FFFFF))) >> 23
-        exponents = np.where(finite, np.maximum(carried - ((bits >> 23) - 127), 1), 255).astype(np.uint32)
+        exponents = powers_for(peaks, largest)
         powers = (exponents << np.uint32(23)).view(np.float32)
         return exponents.astype(np.uint8), np.where(finite, powers, np.float32(np.nan))
     quotients = np.where(finite, peaks.view(np.float32) / largest, np.float32(np.nan))

@@ -31,8 +31,8 @@ from mpicomm.experts.on_gpu import ExpertsLaunches, open_on_gpus
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
 from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.kernels.variant import Launch
+from mpicomm.mpi.arguments import refuse_stream, require_here
 from mpicomm.mpi.buffers import new_array, read, read_in_order
-from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.mpi.types import name_of
 from mpicomm.sharing.segments import SharedMemory
 from mpicomm.windows.order import StreamUse

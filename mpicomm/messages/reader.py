@@ -14,10 +14,9 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.mpi import host_calls, types
-from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.arguments import Operand, is_on_device, parse, parse_on_device, require_here
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.faults import BufferRefusedError
-from mpicomm.mpi.location import is_on_device, parse_on_device, require_here
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.spec import require_host_addresses
 

@@ -15,9 +15,8 @@ from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import log_once, logger, tell_slow_way
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.arguments import Operand, parse, require_here
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
-from mpicomm.mpi.location import require_here
 from mpicomm.mpi.spec import require_host_addresses, with_buffer
 
 Result = TypeVar("Result")

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpicomm.collectives import operations as rows
+from mpicomm.collectives.call import Arguments, in_order
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
-from mpicomm.mpi.location import refuse_stream, require_here
+from mpicomm.mpi.arguments import refuse_stream, require_here
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 
@@ -166,7 +167,8 @@ class Products:
             return
         library = operands.library
         whole = operands.new_matrix((self._size * operands.a.shape[0], 1), scales[0])
-        self._collectives.run(rows.ALLGATHER, stream, "auto", library.contiguous(scales[0]), whole)
+        given = in_order(Arguments(library.contiguous(scales[0]), whole))
+        self._collectives.run(rows.ALLGATHER, stream, "auto", given)
         operands.scales = whole, scales[1]
 
     def _one_after_the_other(self, operands: Operands, stream: int | None, why: str, sums: Any = None) -> None:
@@ -179,15 +181,15 @@ class Products:
                 shape = (self._size * operands.a.shape[0], operands.a.shape[1])
                 gathered = operands.a if self._size == 1 else operands.new_matrix(shape, operands.a)
             if gathered is not operands.a:
-                run(rows.ALLGATHER, stream, "auto", library.contiguous(operands.a), gathered)
+                run(rows.ALLGATHER, stream, "auto", in_order(Arguments(library.contiguous(operands.a), gathered)))
             operands.multiply(gathered, operands.out)
             return
         if sums is None:
             sums = self._partial_sums(operands)
         if sums is not operands.out:
-            run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", sums, operands.out, MPI.SUM)
+            run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", in_order(Arguments(sums, operands.out, MPI.SUM)))
         elif self._size > 1:
-            run(rows.ALLREDUCE, stream, "auto", MPI.IN_PLACE, operands.out, MPI.SUM)
+            run(rows.ALLREDUCE, stream, "auto", in_order(Arguments(MPI.IN_PLACE, operands.out, MPI.SUM)))
         if operands.bias is not None:
             operands.out += operands.bias
 

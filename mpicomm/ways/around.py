@@ -25,10 +25,9 @@ from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL, EXSCA
 from mpicomm.devices.host import array_at
 from mpicomm.errors import PeerError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, Span
+from mpicomm.mpi.arguments import Operand, Span, require_here
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.host_calls import BESIDE, BY_MPI, HostCopies, announce, require_no_graph, warn_of_host_array
-from mpicomm.mpi.location import require_here
 from mpicomm.mpi.spec import Shape, items
 from mpicomm.session import Session
 from mpicomm.ways.reader import Reader

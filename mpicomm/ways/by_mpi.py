@@ -148,7 +148,7 @@ class ByMpi:
 
     def _crossed(self, operation: Operation, arguments: Arguments, form: int) -> tuple[Operation, Arguments]:
         """Return a call of neighbours on host arrays that crosses the blocks of a grid as MPI defines. Local."""
-        neighborhood = self._reader.neighbors()
+        neighborhood = self._reader.neighbors
         if not neighborhood.crossed or operation.send == "one" or mpi_crosses(form):
             return operation, arguments
         call = self._reader.call(operation, arguments)

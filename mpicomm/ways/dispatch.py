@@ -9,7 +9,7 @@ says why all ranks choose alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,16 +17,14 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.collectives.call import Arguments, Call, in_order
+from mpicomm.collectives.call import Arguments, Call, Given, in_order
 from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.selection import PlainCheck, never, plain_calls
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.wire import Wire
-from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.arguments import require_here
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.around import Around, as_codes, as_packed, copied, on_copies, on_pinned, start_exchange, with_epilogue
@@ -79,17 +77,14 @@ class OnGpus:
         return None
 
     def start_known(
-        self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...], *, votes: bool = True
+        self, operation: Operation, stream: Any, algorithm: str, given: Given, *, votes: bool = True
     ) -> DeferredRequest | None:
-        """Start a call that was made before, with the fields of `Arguments` in order; None if it was not."""
+        """Start a call that was made before; None if it was not."""
         gpu = self._engines.gpu
-        if gpu is None:
+        known = None if gpu is None else gpu.find(operation, algorithm, *given)
+        if gpu is None or known is None:
             return None
-        send, receive, op, root, counts, epilogue, wire = given
-        known = gpu.find(operation, algorithm, send, receive, op, root, counts, epilogue, wire)
-        if known is None:
-            return None
-        return self._started(gpu, known, stream, send, receive, self._votes.vote_for_gpus if votes else None)
+        return self._started(gpu, known, stream, given[0], given[1], self._votes.vote_for_gpus if votes else None)
 
     def _started(
         self, gpu: PlanCache, plan: AnyPlan, stream: Any, send: Any, receive: Any, vote: Callable[[], None] | None
@@ -126,33 +121,18 @@ class Dispatcher:
         self.at_once: dict[str, PlainCheck] = dict.fromkeys(checks, never) if votes.are_needed else checks
         """The checks of the calls that methods hand to MPI. If one fails, the method calls `run` or `start`."""
 
-    def run(
-        self,
-        operation: Operation,
-        stream: Any,
-        algorithm: str,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None = None,
-        root: int = 0,
-        counts: Sequence[int] | None = None,
-        epilogue: Epilogue | None = None,
-        wire: Wire | None = None,
-    ) -> None:
-        """Carry out a blocking collective; on device arrays, enqueue it.
-
-        It takes the fields of `Arguments` one by one, because making an `Arguments` takes a tenth of a known call.
-        """
+    def run(self, operation: Operation, stream: Any, algorithm: str, given: Given) -> None:
+        """Carry out a blocking collective; on device arrays, enqueue it."""
         votes = self._votes
         if votes.queue:
             votes.settle()
         gpu = self.engines.gpu
-        if gpu and type(receive) is not ndarray:  # no call into a host array is known
-            known = gpu.find(operation, algorithm, send, receive, op, root, counts, epilogue, wire)
+        if gpu and type(given[1]) is not ndarray:  # no call into a host array is known
+            known = gpu.find(operation, algorithm, *given)
             if known:
-                gpu.enqueue(known, stream, send, receive, blocking=True, vote=self._vote)
+                gpu.enqueue(known, stream, given[0], given[1], blocking=True, vote=self._vote)
                 return
-        arguments = Arguments(send, receive, op, root, counts, epilogue, wire)
+        arguments = Arguments(*given)
         plain = self._is_plain(operation, operation.name, arguments, stream, algorithm)
         if plain and votes.agree(operation) == "host":
             self._mpi.call(operation, arguments, 0)
@@ -161,23 +141,10 @@ class Dispatcher:
         call = self._reader.placed(call, "gpu") if plain else self._located(call, blocking=True)
         self._post(call, blocking=True)
 
-    def start(
-        self,
-        operation: Operation,
-        stream: Any,
-        algorithm: str,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None = None,
-        root: int = 0,
-        counts: Sequence[int] | None = None,
-        epilogue: Epilogue | None = None,
-        wire: Wire | None = None,
-    ) -> MPI.Request:
-        """Start a nonblocking collective, with the arguments of `run`."""
-        given = send, receive, op, root, counts, epilogue, wire
+    def start(self, operation: Operation, stream: Any, algorithm: str, given: Given) -> MPI.Request:
+        """Start a nonblocking collective."""
         votes, request = self._votes, None
-        if not votes.queue and type(receive) is not ndarray:
+        if not votes.queue and type(given[1]) is not ndarray:
             request = self._gpus.start_known(operation, stream, algorithm, given)
         if request is None:
             arguments = Arguments(*given)

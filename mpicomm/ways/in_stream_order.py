@@ -8,8 +8,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.exchange import Message
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, Span, parse, require_separate
-from mpicomm.mpi.location import require_here
+from mpicomm.mpi.arguments import Operand, Span, parse, require_here, require_separate
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 

@@ -16,10 +16,9 @@ from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import parse
+from mpicomm.mpi.arguments import parse, refuse_stream
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.host_calls import BESIDE, require_no_graph
-from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import TREE, Op, op_name
 from mpicomm.session import Session
 
@@ -32,7 +31,6 @@ class Reader:
         self.session = session
         placement = session.placement
         self._on_gpus = isinstance(placement.here.device, int) and len(placement.places) > 1
-        self._neighborhood: Neighborhood | None = None
 
     def read(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
         """Return a call of which all ranks know that it lies where this rank's arrays lie. See `look` and `placed`."""
@@ -80,12 +78,11 @@ class Reader:
             _require_possible(call)
         return call
 
+    @cached_property
     def neighbors(self) -> Neighborhood:
-        """Return the neighbours of this rank, which the first call checks. Raises as `neighborhood_of`."""
-        if self._neighborhood is None:
-            assert isinstance(self._comm, MPI.Topocomm)
-            self._neighborhood = neighborhood_of(self._comm)
-        return self._neighborhood
+        """The neighbours of this rank, which the first call checks. Raises as `neighborhood_of`."""
+        assert isinstance(self._comm, MPI.Topocomm)
+        return neighborhood_of(self._comm)
 
     def in_order(self, operation: Operation, op: MPI.Op, order: str) -> MPI.Op:
         """Return the operation of a reduction with ``order``, which is not "auto". Local.
@@ -122,7 +119,7 @@ class Reader:
         place: CallLocation | None = None,
     ) -> Call:
         """Return a call as `Call` reads it. Local."""
-        neighborhood, places = self.neighbors() if operation.of_neighbors else None, self.session.placement
+        neighborhood, places = self.neighbors if operation.of_neighbors else None, self.session.placement
         rank, size = places.rank, len(places.places)
         return Call(operation, arguments, rank, size, algorithm, neighborhood, place=place)
 

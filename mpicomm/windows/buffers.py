@@ -11,11 +11,10 @@ from mpi4py import MPI
 
 from mpicomm.devices.cuda.types import Backend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.arguments import Operand, parse, require_here
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import DatatypeLayout, elements_at
-from mpicomm.mpi.location import require_here
 from mpicomm.mpi.spec import datatype_of, index_of, no_type
 from mpicomm.windows.memory import WindowMemory
 

@@ -385,7 +385,6 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         # In the context of this device, whichever thread closes: on a thread without a device, CUDA would make a
         # context on the first GPU.
         with suppress(DriverShutDownError), self._context.current():
-            self._events.close()
             if faults is not None:
                 self.side_streams.close()
             if self._stream is not None:

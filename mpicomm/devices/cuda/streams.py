@@ -13,7 +13,8 @@ from cupy.cuda import get_current_stream, runtime
 
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.events import EventPool, Mark
+from mpicomm.devices.cuda.events import Mark
+from mpicomm.devices.cuda.side_streams import SideStreams
 from mpicomm.devices.cuda.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.errors import InvalidUsageError
 
@@ -78,6 +79,8 @@ def threads_of(ordinal: int) -> ThreadsOfStreams:
 class StreamsOfGpu:
     """The part of `CudaBackend` for the streams of GPU ``ordinal``, in the context that the backend holds."""
 
+    side_streams: SideStreams
+
     def __init__(self, ordinal: int, context: PrimaryContext) -> None:
         self._ordinal = ordinal
         self._context = context
@@ -87,7 +90,6 @@ class StreamsOfGpu:
         `mpicomm.torch` takes from PyTorch's pool."""
         self.note = self._threads.note
         """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
-        self._events = EventPool(context.current)
 
     def stream(self, stream: Any, array: Any = None) -> int:
         """Return the address of a ``stream=`` argument; ``None`` is the current stream of ``array``'s library.
@@ -126,11 +128,10 @@ class StreamsOfGpu:
         several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
         return several and not self.is_capturing(stream)
 
-    # The methods below first look whether the device is current. The look is cheaper than a change of context, and the
-    # device nearly always is, because a new Communicator makes its GPU current. In its context they call themselves.
-
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""
+        # This look is cheaper than a change of context, and the device nearly always is current, because a new
+        # Communicator makes its GPU current.
         if runtime.getDevice() != self._ordinal:
             with self._context.current():
                 return self.is_capturing(stream)
@@ -156,11 +157,4 @@ class StreamsOfGpu:
 
     def _recorded(self, stream: int) -> Mark | None:
         """Return a mark after the work that ``stream`` has at this call; None if it captures."""
-        if runtime.getDevice() != self._ordinal:
-            with self._context.current():
-                return self._recorded(stream)
-        if runtime.streamIsCapturing(stream):
-            return None
-        mark = self._events.take()
-        runtime.eventRecord(mark.ptr, stream)
-        return mark
+        return None if self.is_capturing(stream) else self.side_streams.mark(stream)

@@ -45,7 +45,9 @@ def _may_fail(function: Function) -> Function:
     @functools.wraps(function)
     def wrapper(self: FakeCuda, *arguments: Any) -> Any:
         if function.__name__ in self.refuses:
-            raise self.refuses[function.__name__](f"{function.__name__} is refused")
+            if not self.before_refusal[function.__name__]:
+                raise self.refuses[function.__name__](f"{function.__name__} is refused")
+            self.before_refusal[function.__name__] -= 1
         result = function(self, *arguments)
         if function.__name__ in self.interrupts:
             raise self.interrupts.pop(function.__name__)
@@ -79,6 +81,8 @@ class FakeCuda:
         self.calls: list[str] = []
         self.refuses: dict[str, type[BaseException]] = {}
         """The errors that functions raise in place of their work."""
+        self.before_refusal: Counter[str] = Counter()
+        """How often such functions do their work before."""
         self.interrupts: dict[str, BaseException] = {}
         """The errors that functions raise once, when they have done their work."""
         self.now_us = 0
@@ -278,7 +282,9 @@ class FakeCuda:
     def cuMemPoolExportToShareableHandle(self, pool: int, kind: Any, flags: int) -> tuple[int, int]:
         return 0, os.memfd_create("exported", 0)
 
+    @_may_fail
     def cuMemImportFromShareableHandle(self, name: Any, kind: Any) -> tuple[Any, int]:
+        self.calls.append("cuMemImportFromShareableHandle")
         return self._bindings.CUresult.CUDA_SUCCESS, ADDRESS
 
     # ---- cupy.cuda

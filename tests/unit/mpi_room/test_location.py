@@ -16,10 +16,9 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.arguments import Operand, is_on_device, parse, parse_on_device
 from mpicomm.mpi.buffers import is_host_view, read
 from mpicomm.mpi.host_calls import HostCopies
-from mpicomm.mpi.location import is_on_device, parse_on_device
 from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.fake_driver import OnGpu
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mpicomm import environment
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.errors import KernelCompileError
 
@@ -279,25 +280,21 @@ def test_a_cache_that_cannot_be_written_is_done_without(runs: list[str], monkeyp
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
-def test_nobody_else_can_write_into_the_cache(runs: list[str], tmp_path: Path, mode: int) -> None:
-    directory = tmp_path / "cache" / "mpicomm"
-    directory.mkdir(parents=True)
-    directory.chmod(mode)
-    compile_kernel(SHARED / "signal.cu", (9, 0))
-    assert directory.stat().st_mode & 0o777 == 0o700
+def test_nobody_else_can_write_into_the_cache(cache: Path, mode: int) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(mode)
+    assert environment.cache_directory() == cache
+    assert cache.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.needs_root
-def test_a_cache_of_another_user_is_done_without(runs: list[str], tmp_path: Path) -> None:
-    directory = tmp_path / "cache" / "mpicomm"
-    compile_kernel(SHARED / "signal.cu", (9, 0))
-    os.chown(directory, 65534, 65534)
-    compile_kernel(SHARED / "signal.cu", (9, 0))
-    assert len(runs) == 2
+def test_a_cache_of_another_user_is_done_without(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    os.chown(cache, 65534, 65534)
+    assert environment.cache_directory() is None
 
 
 def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path))
-    compile_kernel(SHARED / "signal.cu", (9, 0))
-    assert list((tmp_path / ".cache" / "mpicomm").iterdir())
+    assert environment.cache_directory() == tmp_path / ".cache" / "mpicomm"

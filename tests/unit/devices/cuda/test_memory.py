@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,19 +39,6 @@ def test_the_context_knows_the_open_memory(cuda: FakeCuda, memory: Any, context:
     cuda.refuses["cuIpcOpenMemHandle"] = KeyboardInterrupt  # before it has memory
     with pytest.raises(KeyboardInterrupt):
         opened(memory, context)
-    assert not context.segments
-
-
-@pytest.mark.parametrize("refused", ["cuMemHostRegister", "cuMemHostGetDevicePointer"])
-def test_host_memory_that_cannot_be_pinned_is_given_back(
-    cuda: FakeCuda, memory: Any, context: Any, refused: str
-) -> None:
-    cuda.refuses[refused] = HandleError
-    with nothing_leaks(), pytest.raises(HandleError, match="refused") as error:  # the error holds its frames
-        memory.allocate_staged(context, 1)
-    assert error.tb is not None
-    registered = ["cuMemHostRegister", "cuMemHostUnregister"]
-    assert cuda.calls == ([] if refused == "cuMemHostRegister" else registered)
     assert not context.segments
 
 
@@ -94,14 +83,6 @@ def test_the_allocation_is_over_before_a_peer_can_open_it(
     assert cuda.calls.index("cuCtxSynchronize") < cuda.calls.index("cuMemPoolExportPointer")
 
 
-def test_a_pool_whose_export_fails_half_way_keeps_no_descriptor(cuda: FakeCuda, pools: Any, context: Any) -> None:
-    cuda.refuses["cuMemPoolExportPointer"] = HandleError
-    segment = adopted_pool(pools, context)
-    with nothing_leaks(), pytest.raises(HandleError) as error:  # the error holds its frames
-        segment.export()
-    assert error.tb is not None
-
-
 def test_opened_memory_is_freed_once_and_before_its_pool(cuda: FakeCuda, pools: Any, context: Any) -> None:
     handle = MemoryHandle("pool", UUID, KEY, 4 * KIB, KIB, 2 * KIB)
     first, second = (pools.open_pool(context, handle, 7) for _ in range(2))
@@ -133,15 +114,6 @@ def test_a_pool_that_is_still_in_use_is_destroyed_later(
     in_use = False
     second.close()
     assert destroyed == 2
-
-
-@pytest.mark.parametrize("name", ["cuMemPoolSetAccess", "cuMemPoolImportPointer"])
-def test_memory_that_cannot_be_opened_leaves_no_pool(cuda: FakeCuda, pools: Any, context: Any, name: str) -> None:
-    cuda.refuses[name] = HandleError
-    with pytest.raises(HandleError):
-        pools.open_pool(context, MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB), 7)
-    assert cuda.calls[-1] == "cuMemPoolDestroy"
-    assert not context.segments
 
 
 MIB = 1 << 20
@@ -190,23 +162,6 @@ def test_each_allocation_of_an_array_is_exported_with_its_range(no_leaks: None, 
         fd.close()
 
 
-def test_virtual_memory_whose_export_fails_half_way_keeps_no_descriptor(
-    cuda: FakeCuda, virtual: Any, context: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = virtual._exported
-
-    def export(kind: Any, address: int) -> Any:
-        if address == ADDRESS + 4 * MIB:
-            raise HandleError("refused")
-        return made(kind, address)
-
-    monkeypatch.setattr(virtual, "_exported", export)
-    segment = adopted_virtual(virtual, context)
-    with nothing_leaks(), pytest.raises(HandleError, match="refused") as error:  # the error holds its frames
-        segment.export()
-    assert error.tb is not None
-
-
 def test_allocations_of_a_peer_are_mapped_one_after_the_other(
     virtual: Any, context: Any, called: list[tuple[str, Any]]
 ) -> None:
@@ -222,24 +177,6 @@ def test_allocations_of_a_peer_are_mapped_one_after_the_other(
     assert called == [("cuMemUnmap", (ADDRESS, 8 * MIB)), ("cuMemAddressFree", (ADDRESS, 8 * MIB))]
 
 
-def test_a_mapping_that_fails_half_way_leaves_nothing(
-    cuda: FakeCuda, virtual: Any, context: Any, called: list[tuple[str, Any]]
-) -> None:
-    cuda.refuses["cuMemSetAccess"] = HandleError
-    parts = handle(2 * MIB, 0, 2 * MIB), handle(2 * MIB, 0, 2 * MIB)
-    with pytest.raises(HandleError):
-        virtual.VirtualSegment.open(context, tuple((part, 7) for part in parts))
-    undone = [call for call in called if call[0] in ("cuMemUnmap", "cuMemAddressFree", "cuMemRelease")]
-    assert undone == [
-        ("cuMemUnmap", (ADDRESS + 2 * MIB, 2 * MIB)),
-        ("cuMemUnmap", (ADDRESS, 2 * MIB)),
-        ("cuMemAddressFree", (ADDRESS, 4 * MIB)),
-        ("cuMemRelease", (ADDRESS,)),
-        ("cuMemRelease", (ADDRESS,)),
-    ]
-    assert not context.segments
-
-
 @pytest.mark.parametrize(
     "parts",
     [
@@ -253,3 +190,43 @@ def test_parts_that_do_not_follow_each_other_are_refused(
 ) -> None:
     with pytest.raises(HandleError, match="do not follow each other"):
         virtual.VirtualSegment.open(context, tuple((part, 7) for part in parts))
+
+
+@pytest.mark.parametrize(
+    ("refused", "number"),
+    [
+        *(("cuMemHostRegister", 0), ("cuMemHostGetDevicePointer", 0)),
+        *(("cuMemPoolExportPointer", 0), ("cuMemPoolSetAccess", 0), ("cuMemPoolImportPointer", 0)),
+        *(("cuMemRetainAllocationHandle", 2), ("cuMemImportFromShareableHandle", 1)),
+        *(("cuMemAddressReserve", 0), ("cuMemMap", 1), ("cuMemSetAccess", 0)),
+    ],
+)
+def test_a_failure_half_way_leaves_nothing(
+    cuda: FakeCuda, memory: Any, pools: Any, virtual: Any, context: Any, refused: str, number: int
+) -> None:
+    """The call of that number is refused. Nothing is left that the calls before it have taken."""
+    if "Host" in refused:
+        act = partial(memory.allocate_staged, context, 1)
+    elif "Pool" in refused:
+        shared = MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB)
+        act = (
+            adopted_pool(pools, context).export if "Export" in refused else partial(pools.open_pool, context, shared, 7)
+        )
+    elif "Retain" in refused:
+        act = adopted_virtual(virtual, context).export
+    else:
+        act = partial(virtual.VirtualSegment.open, context, ((handle(2 * MIB, 0, 2 * MIB), 7),) * 2)
+    before = set(context.segments)
+    cuda.calls.clear()
+    cuda.refuses[refused], cuda.before_refusal[refused] = HandleError, number
+    with nothing_leaks(), pytest.raises(HandleError, match="refused") as error:  # the error holds its frames
+        act()
+    assert error.tb is not None
+    assert context.segments == before
+    left = Counter(cuda.calls)
+    for taken, undone in (
+        *(("cuMemHostRegister", "cuMemHostUnregister"), ("cuMemPoolImportFromShareableHandle", "cuMemPoolDestroy")),
+        *(("cuMemRetainAllocationHandle", "cuMemRelease"), ("cuMemImportFromShareableHandle", "cuMemRelease")),
+        *(("cuMemMap", "cuMemUnmap"), ("cuMemAddressReserve", "cuMemAddressFree")),
+    ):
+        assert left[undone] == left[taken] or (undone == "cuMemRelease" and not left[taken])
