@@ -76,7 +76,7 @@ def rms_norm(
     """
     from mpicomm.epilogues.norm import Norm
 
-    return Norm("rms_norm", residual, weight, None, eps, linear_bias, scales, scale, scale_layout)
+    return Norm("rms_norm", (residual, weight, None, linear_bias, scales, scale), eps, scale_layout)
 
 
 def layer_norm(
@@ -97,7 +97,7 @@ def layer_norm(
     """
     from mpicomm.epilogues.norm import Norm
 
-    return Norm("layer_norm", residual, weight, bias, eps, linear_bias, scales, scale, scale_layout)
+    return Norm("layer_norm", (residual, weight, bias, linear_bias, scales, scale), eps, scale_layout)
 
 
 def as_epilogue(given: Any, operands: dict[str, Any]) -> Epilogue | None:

@@ -37,22 +37,12 @@ class Norm(Epilogue):
 
     grows = ("residual", "scales")
 
-    def __init__(
-        self,
-        name: str,
-        residual: Any,
-        weight: Any,
-        bias: Any,
-        eps: float,
-        linear_bias: Any,
-        scales: Any,
-        scale: Any,
-        layout: str,
-    ) -> None:
+    def __init__(self, name: str, arrays: Sequence[Any], eps: float, layout: str) -> None:
+        """``arrays`` are those of `_ARRAYS`. The last one may be a number."""
         self.name = name
+        *_, scales, scale = arrays
         self.scale = None if scale is None else number_of(scale)
-        scale_array = scale if self.scale is None else None
-        given = zip(_ARRAYS, (residual, weight, bias, linear_bias, scales, scale_array), strict=True)
+        given = zip(_ARRAYS, (*arrays[:-1], scale if self.scale is None else None), strict=True)
         self.arrays = {name: array for name, array in given if array is not None or name in ("residual", "weight")}
         self.eps = float(eps)
         self._layout = layout

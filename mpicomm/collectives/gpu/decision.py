@@ -248,7 +248,9 @@ class Decision:
         coded = form.wire[1].itemsize if form.wire is not None else 0
         operation, size = form.operation.name, form.size
         choices = self._tuning.choices(operation, size, registered=symmetric, coded=coded, without=without)
-        return [(-(-nbytes // form.blocks_counted), name) for nbytes, name in choices]
+        # A table chooses by the bytes of all blocks.
+        blocks = size if "blocks" in (form.operation.send, form.operation.receive) else 1
+        return [(-(-nbytes // blocks), name) for nbytes, name in choices]
 
 
 def choice_at(longest: int, by_length: ByLength) -> Chosen:

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,19 +148,11 @@ class Tuning:
             *(f"{what}, {', '.join(map(str, sorted(ranks)))} ranks: {says}" for (what, says), ranks in sizes.items()),
         ]
 
-    @cached_property
-    def _rows_by_kind(self) -> dict[Kind, dict[int, Row]]:
-        found: dict[Kind, dict[int, Row]] = {}
-        for row in self.rows:
-            found.setdefault(row.kind, {})[row.size] = row
-        return found
-
     def _find(self, kind: Kind, size: int) -> Row | None:
         for candidate in (kind, kind._replace(registered=False)):
-            rows = self._rows_by_kind.get(candidate, {})
-            fitting = [ranks for ranks in rows if ranks == size or 2 < ranks < size]
+            fitting = [row for row in self.rows if row.kind == candidate and (row.size == size or 2 < row.size < size)]
             if fitting:
-                return rows[max(fitting)]
+                return max(fitting, key=lambda row: row.size)
         return None
 
 

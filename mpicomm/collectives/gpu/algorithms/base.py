@@ -135,11 +135,6 @@ class Form:
         """The number of shards of a call in two exchanges; a root has no shard."""
         return self.size - bool(self.operation.rooted)
 
-    @property
-    def blocks_counted(self) -> int:
-        """The number of blocks that a table counts. It chooses by the bytes of all of them."""
-        return self.size if "blocks" in (self.operation.send, self.operation.receive) else 1
-
     @cached_property
     def reduction(self) -> Reduction | None:
         """The reduction's name among the kernels; raises `InvalidUsageError` if there is none."""
