@@ -102,8 +102,7 @@ class FdExchange:
         """
         if self._size == 1:
             return {}
-        if self._listener is None:
-            raise HandleError("this exchange of descriptors is closed: create another")
+        assert self._listener is not None
         deadline = time.monotonic() + timeout_s
         others = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
         due = {(rank, number): many for rank in others for number, many in enumerate(_messages(counts[rank]))}

@@ -179,6 +179,7 @@ class Dispatcher:
                 f"Barrier: stream={stream!r} is for GPUs, and this communicator is on the cpu: call Barrier() without "
                 "stream"
             )
+        session.require_usable("Barrier")
         engine = self.engines.on_gpu("Barrier").engine
         engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
 

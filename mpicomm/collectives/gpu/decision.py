@@ -151,8 +151,8 @@ class Decision:
                     self._offers += [(algorithm.name, launcher) for launcher in offered]
         offering = {name for name, _ in self._offers}
         self._refusals = {name: reason for name, reason in refusals.items() if name not in offering}
-        if asked != "auto":
-            require_algorithm(form.operation, asked, self._refusals.get(asked))
+        if asked in self._refusals:
+            raise InvalidUsageError(f'algorithm="{asked}" of {form.operation}: {self._refusals[asked]}: use "auto"')
         self.by_length = cache(self._by_length)
         self._chosen = cache(self._chosen_of)
 
@@ -257,11 +257,3 @@ def choice_at(longest: int, by_length: ByLength) -> Chosen:
     """Return the choice for messages of at most so many bytes."""
     begins, found = by_length
     return found[bisect_right(begins, longest) - 1]
-
-
-def require_algorithm(operation: Operation, asked: str, refusal: str | None = None) -> None:
-    """Raise `InvalidUsageError` if a collective has no algorithm of that name, or for the reason against it."""
-    if asked not in names_for(operation):
-        refusal = "the collective has no algorithm of that name"
-    if refusal is not None:
-        raise InvalidUsageError(f'algorithm="{asked}" of {operation}: {refusal}: use "auto"')

@@ -36,7 +36,7 @@ from mpicomm.collectives.gpu.call_templates import (
     template_of,
 )
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
-from mpicomm.collectives.gpu.decision import Decision, require_algorithm, usual_kernels
+from mpicomm.collectives.gpu.decision import Decision, usual_kernels
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
@@ -50,8 +50,7 @@ from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.epilogues.base import BoundEpilogue
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
-from mpicomm.kernels.team import MAX_RANKS
+from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 from mpicomm.sharing.segments import SharedSegments
@@ -88,10 +87,6 @@ class DeviceEngine:
         on_a_device: int,
         most_nbytes: int | None = None,
     ) -> None:
-        if node.size > MAX_RANKS:
-            raise InvalidUsageError(
-                f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, but this node has {node.size}"
-            )
         self._backend = backend
         self._call_log = call_log
         devices = node.exchange("collectives: set-up", lambda: device_facts(backend))
@@ -128,7 +123,6 @@ class DeviceEngine:
         self._sendrecv = sendrecv_memory(node.size, channels)
         self._scratch = GrowingScratch(backend)
         self._plans: WeakSet[Plan] = WeakSet()  # weak, because the callers who enqueue plans keep them alive
-        self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
             self._order = StreamOrder(backend.current, backend.lasting_streams)
@@ -149,10 +143,7 @@ class DeviceEngine:
         defined, and as ``share`` does. The first use of a reduction compiles its kernel, which takes about a second
         once per machine.
         """
-        self._require_open(call.operation.name)
         if call.counted is not None:
-            if asked != "auto":
-                require_algorithm(call.operation, asked)
             made = CountedTemplate(call.signature, call.counted, self.domain, self._loader)
             self._call_log.post(made.words)
             steps = made.read(call.counted)
@@ -170,7 +161,6 @@ class DeviceEngine:
 
         ``call`` are the text and the hash of the larger call.
         """
-        self._require_open(operation.name)
         return self._prepare(self._decision(Form.of_buffers(operation, buffers), asked), buffers, call)
 
     def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
@@ -232,7 +222,6 @@ class DeviceEngine:
 
     def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
         """Return a plan in which this rank waits for no other rank; ``text`` names its call. Local."""
-        self._require_open(text)
         return self._plan(text, steps, collective=False)
 
     def prepare_own(
@@ -250,7 +239,6 @@ class DeviceEngine:
         posts the call to the call log, so the first `enqueue` of the plan does not. Raises `NoMemoryError` on all
         ranks.
         """
-        self._require_open(text)
         self._memory.provide([request], text)
         steps = steps_of(self.domain, self._arena.region(request).pointers, self._scratch.of(scratch_nbytes))
         plan = self._plan(text, [*steps], choice)
@@ -262,7 +250,6 @@ class DeviceEngine:
 
         Raises `PeerError` on all ranks if a rank is in another call, and `CollectiveTimeoutError` if a rank is missing.
         """
-        self._require_open(text)
         self._call_log.post(text)
         self._memory.require_same()
 
@@ -274,7 +261,6 @@ class DeviceEngine:
     def prepare_barrier(self) -> Plan:
         """Return a plan of a barrier, in which a stream waits until the streams of all ranks are in it. Local."""
         signature = Signature("Barrier", "uint8")
-        self._require_open(signature.operation)
         self._call_log.post(str(signature))
         barrier = DirectTemplate(self.domain).barrier(signature.hash32, after_copies=False)
         return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
@@ -285,7 +271,6 @@ class DeviceEngine:
         Collective the first time, then local. Both ranks of a message must enqueue it in the same order, relative to
         their other messages and to collectives.
         """
-        self._require_open(text)
         request = sendrecv_request(self._sendrecv)
         if not self._arena.has(request):
             self._memory.provide([request], "the first message in stream order, for which all ranks set up memory")
@@ -331,8 +316,6 @@ class DeviceEngine:
         one capture, run one after the other. The caller must order a captured graph relative to other work of the
         communicator (see `StreamOrder`). This posts the call to the call log, but a replay of a graph does not.
         """
-        if not self._open:
-            self._require_open(plan.text)
         is_new = plan.is_new
         if is_new:
             plan.is_new = False
@@ -375,7 +358,6 @@ class DeviceEngine:
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank's work must be over. The engine is unusable afterwards."""
-        self._open = False
         self._backend.calls = None
         self._arena.close_peers()
 
@@ -389,7 +371,3 @@ class DeviceEngine:
             self._loader.close()
             self._order.close()
         self._arena.close_own()
-
-    def _require_open(self, what: str) -> None:
-        if not self._open:
-            raise InvalidUsageError(f"{what}: the communicator was freed; create another")

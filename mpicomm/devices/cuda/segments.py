@@ -117,9 +117,7 @@ class SegmentsOfGpu:
                 return allocate_ipc(self._context, nbytes)
             if kind == "staged":
                 return allocate_staged(self._context, nbytes)
-            if kind in ("fd", "fabric"):
-                return VirtualSegment.allocate(self._context, kind, nbytes)
-        raise HandleError(f"handle={kind!r}: GPU memory is shared as {', '.join(self.kinds)}; use one of them")
+            return VirtualSegment.allocate(self._context, kind, nbytes)
 
     def adopt(self, array: Any) -> CudaSegment:
         """Return the memory of a C-contiguous ``cupy.ndarray``. Peers open the whole allocations that hold it."""

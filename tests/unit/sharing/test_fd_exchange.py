@@ -76,8 +76,6 @@ def test_sockets_are_of_several_ranks_and_gone_after_close() -> None:
         assert name in sockets and alone.address.name[1:] not in sockets
     assert name not in Path("/proc/net/unix").read_bytes()
     exchange.close()
-    with pytest.raises(HandleError, match="closed"):
-        swap(exchange, 0, [exchange.address, alone.address])
 
 
 def test_a_name_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from mpicomm.collectives.gpu.algorithms.base import Domain, Form, with_place
 from mpicomm.collectives.gpu.algorithms.steps import AnyPlan, Step
 from mpicomm.collectives.gpu.call_templates import CallTemplate, has_template, template_of
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
-from mpicomm.collectives.gpu.decision import Decision, names_for, require_algorithm
+from mpicomm.collectives.gpu.decision import Decision, names_for
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.neighborhood import Neighborhood
@@ -112,7 +112,6 @@ class Device:
         There are no launches without memory for them.
         """
         if call.counted is not None:
-            require_algorithm(call.operation, asked) if asked != "auto" else None
             counted = CountedTemplate(call.signature, call.counted, self.domain, cast(Any, self))
             return [*map(as_enqueued, counted.read(call.counted))], (counted.text, counted.choice)
         decision, output, memory = self.decision(call, asked), call.common_output, None

@@ -134,8 +134,6 @@ class PacketTemplate(KernelTemplate):
             0 if fan_out is None else sum(1 << r for r, span in enumerate(fan_out.sends) if span is not None)
         )
         if mine is not None:
-            if list(mine.sources) != sorted(mine.sources):
-                raise InvalidUsageError(f"sources {mine.sources} are not in the order of ranks")
             self._sources = sum(1 << source for source in mine.sources)
             self._own, self._output = number(mine.own), number(mine.output)
         elif self._reduction is not None or fan_out is None:
