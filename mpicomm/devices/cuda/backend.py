@@ -27,7 +27,6 @@ from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment
 from mpicomm.devices.cuda.segments import SegmentsOfGpu
-from mpicomm.devices.cuda.side_streams import SideStreams
 from mpicomm.devices.cuda.stream_order import relax, relaxed
 from mpicomm.devices.cuda.streams import StreamsOfGpu
 from mpicomm.devices.cuda.virtual_memory import VirtualSegment
@@ -83,7 +82,6 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
                 # Non-blocking: else this stream would wait for the user's work on the null stream.
                 self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self._faults = FaultPage(self._context, self._stream)
-            self.side_streams = SideStreams(self._context)
         except HandleError:
             self.close()
             raise
@@ -385,8 +383,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         # In the context of this device, whichever thread closes: on a thread without a device, CUDA would make a
         # context on the first GPU.
         with suppress(DriverShutDownError), self._context.current():
-            if faults is not None:
-                self.side_streams.close()
+            self.side_streams.close()
             if self._stream is not None:
                 call(driver.cuStreamDestroy, self._stream)
         if faults is not None:

@@ -79,12 +79,11 @@ def threads_of(ordinal: int) -> ThreadsOfStreams:
 class StreamsOfGpu:
     """The part of `CudaBackend` for the streams of GPU ``ordinal``, in the context that the backend holds."""
 
-    side_streams: SideStreams
-
     def __init__(self, ordinal: int, context: PrimaryContext) -> None:
         self._ordinal = ordinal
         self._context = context
         self._threads = threads_of(ordinal)
+        self.side_streams = SideStreams(context)
         self.lasting_streams = {0}
         """The addresses of streams that the process never destroys: the default stream, and streams that
         `mpicomm.torch` takes from PyTorch's pool."""
