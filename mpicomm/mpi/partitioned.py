@@ -30,9 +30,8 @@ class PartitionedRequest(PersistentRequest):
     _backend: Backend
     _copy: HostCopy
     _array: Any
-    _partitions: int
-    _start: int
-    _step: int
+    _parts: list[tuple[int, int]]
+    """The first byte of each partition in the array, and its bytes; all of the array for a datatype with gaps."""
     _taken: set[int]
     """The partitions of a receive that are in the device array since the last start."""
 
@@ -57,20 +56,18 @@ class PartitionedRequest(PersistentRequest):
 
             def finish() -> None:
                 if receives:
-                    self._take(set(range(self._partitions)) - self._taken, stream)
+                    self._take(set(range(len(self._parts))) - self._taken, stream)
 
             return DeferredRequest.of(lambda: request.Test(status), finish, status)
 
         self = cls.of(begin)
         self._request, self._backend, self._copy = request, backend, copies.made[0]
-        self._array, self._partitions = array, arguments["partitions"]
-        operand = parse(arguments["buf"], blocks=self._partitions, writable=receives, name="buf")
-        self._start = self._step = 0
+        self._array, number = array, arguments["partitions"]
+        operand = parse(arguments["buf"], blocks=number, writable=receives, name="buf")
+        self._parts = [(0, self._copy.memory.nbytes)] * number
         if operand.dtype is not None:
-            self._start, self._step = (
-                operand.pointer - self._copy.memory.pointer,
-                operand.count * operand.dtype.itemsize,
-            )
+            start, step = operand.pointer - self._copy.memory.pointer, operand.count * operand.dtype.itemsize
+            self._parts = [(start + partition * step, step) for partition in range(number)]
         self._taken = set()
         return self
 
@@ -108,8 +105,8 @@ class PartitionedRequest(PersistentRequest):
 
     def _require_known(self, partitions: Iterable[int]) -> None:
         for partition in partitions:  # Open MPI 5 ends the program at a partition that does not exist
-            if not 0 <= partition < self._partitions:
-                raise InvalidUsageError(f"partition={partition} does not exist: use 0 to {self._partitions - 1}")
+            if not 0 <= partition < len(self._parts):
+                raise InvalidUsageError(f"partition={partition} does not exist: use 0 to {len(self._parts) - 1}")
 
     def _stream(self) -> int:
         return self._backend.stream(None, self._array)
@@ -119,11 +116,9 @@ class PartitionedRequest(PersistentRequest):
         self._taken.update(partitions)
 
     def _move(self, partitions: Iterable[int], stream: int, *, to_device: bool) -> None:
-        """Copy partitions to the other memory; all of the array for a datatype with gaps. Blocking."""
+        """Copy partitions to the other memory. Blocking."""
         for partition in partitions:
-            start, nbytes = self._start + partition * self._step, self._step
-            if nbytes == 0:
-                start, nbytes = 0, self._copy.memory.nbytes
+            start, nbytes = self._parts[partition]
             there, here = self._copy.memory.pointer + start, self._copy.host.ctypes.data + start
             target, source = (there, here) if to_device else (here, there)
             self._backend.copy(target, source, nbytes, stream)
