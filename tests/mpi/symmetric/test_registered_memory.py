@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
-from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,7 @@ from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.rigs.communicators import communicator, require_memory_works, settle, to_host
 
 
-def require_registered_works(
-    comm: mpicomm.Communicator, xp: Any, arrays: list[Any], *, untouched: list[Any] | None = None
-) -> None:
+def require_registered_works(comm: mpicomm.Communicator, xp: Any, arrays: list[Any]) -> None:
     """Open ``arrays`` to the peers, write into them from there, and close."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     registered = [comm.register(array) for array in arrays]
@@ -52,34 +48,9 @@ def require_registered_works(
 
 
 @pytest.fixture
-def block() -> Iterator[shared_memory.SharedMemory]:
-    resource_tracker.ensure_running()
-    memory = shared_memory.SharedMemory(create=True, size=10000)
-    yield memory
-    gc.collect()
-    memory.close()  # raises BufferError while a view is left
-    memory.unlink()
-
-
-@pytest.fixture
 def mapped(tmp_path: Path) -> npt.NDArray[np.float64]:
     """Memory that can be registered."""
     return np.memmap(tmp_path / "content", np.float64, "w+", shape=10)
-
-
-def test_shared_memory_is_registered(
-    comm_world: MPI.Intracomm, block: shared_memory.SharedMemory, no_leaks: None
-) -> None:
-    with communicator("cpu") as comm:
-        assert block.buf is not None
-        whole = np.frombuffer(block.buf, np.int32, 2500)
-        whole[:] = -1
-        require_registered_works(comm, np, [whole[:1100], whole[1100:1103].reshape(3, 1), whole[2000:2499]])
-        assert (whole[1103:2000] == -1).all()
-        assert whole[2499] == -1
-        with comm.register(whole[5:5]) as nothing:
-            assert nothing.get((comm.rank + 1) % comm.size).tolist() == []
-    del whole, nothing
 
 
 def test_mapped_file_is_registered(host_comm: mpicomm.Communicator, tmp_path: Path) -> None:
@@ -117,8 +88,6 @@ def test_memory_no_peer_can_open_is_refused_by_all(
     cases: list[tuple[Any, str]] = [
         (np.zeros(3), "array lies in private memory of this process"),
         ([1.0, 2.0], "array is a list"),
-        (np.zeros((3, 2))[:, 0], "array .* is not C-contiguous"),
-        (np.frombuffer(bytes(24)), "array is read-only"),
         (np.array([None] * 3), "dtype=object holds no plain bytes"),
     ]
     for culprit in range(host_comm.size):
@@ -128,15 +97,12 @@ def test_memory_no_peer_can_open_is_refused_by_all(
     require_memory_works(host_comm)
 
 
-def test_memory_that_ranks_cannot_share_is_refused_by_all(
-    host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64], tmp_path: Path
+@pytest.mark.mpi(min_size=2)
+def test_registered_shapes_that_differ_are_refused_by_all(
+    host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64]
 ) -> None:
-    if host_comm.size > 1:
-        with raises_everywhere(comm_world, InvalidUsageError, match="register differs between ranks"):
-            host_comm.register(mapped[: 3 + (host_comm.rank == 1)])
-    (tmp_path / "content").unlink()
-    with raises_everywhere(comm_world, InvalidUsageError, match="cannot be opened again by name"):
-        host_comm.register(mapped)
+    with raises_everywhere(comm_world, InvalidUsageError, match="register differs between ranks"):
+        host_comm.register(mapped[: 3 + (host_comm.rank == 1)])
     require_memory_works(host_comm)
 
 
@@ -302,19 +268,4 @@ def test_each_peer_opens_as_many_parts_as_a_rank_has(
             content = backend.view(segments[rank], (number * PART // 8,), np.dtype(np.int64))
             assert content[:: PART // 8].tolist() == [rank] * number
     segments.close("parts: close")
-    backend.close()
-
-
-def test_a_rank_that_cannot_export_is_an_error_on_all_ranks(
-    no_leaks: None, comm_world: MPI.Intracomm, group: Group
-) -> None:
-    class Refuses(InParts):
-        def export(self, segment: Any) -> Exported:
-            if group.rank == group.size - 1:
-                raise HandleError("no descriptor")
-            return super().export(segment)
-
-    backend = Refuses(2)
-    with raises_everywhere(comm_world, HandleError, match="no descriptor"):
-        share(group, backend, "parts", lambda: backend.allocate("memfd", PART), lambda: "")
     backend.close()

@@ -11,7 +11,6 @@ from mpi4py import MPI
 from mpicomm import InvalidUsageError, Op
 from mpicomm.mpi.ops import AVG, check_legal, op_name
 from mpicomm.mpi.types import COVERED, covered_dtype
-from tests.helpers.references.reductions import reduced, require_same
 
 pytest.importorskip("ml_dtypes")
 
@@ -102,17 +101,6 @@ def test_legal_pairs(name: str, dtype: str) -> None:
         else:
             with pytest.raises(InvalidUsageError, match=f"op={name} is not defined for {dtype}, only for "):
                 check_legal(name, covered_dtype(dtype))
-
-
-MPIS = sorted(INTEGERS | {"float32", "float64"} | COMPLEX)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in NAMED for dtype in MPIS if dtype in LEGAL[name]])
-def test_mpi_computes_every_legal_pair_as_numpy_does(name: str, dtype: str) -> None:
-    first, second = np.array([0, 3, 5, 6], dtype), np.array([0, 0, 3, 6], dtype)
-    result = second.copy()
-    NAMED[name].Reduce_local(first, result)
-    require_same(result, reduced(name, [first, second]))
 
 
 def test_other_types() -> None:

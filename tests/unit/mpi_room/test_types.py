@@ -96,22 +96,6 @@ def test_covered_types_have_the_dtype_of_their_name(name: str) -> None:
         assert types.mpi_datatype(dtype) is None  # although bfloat16 has the char of a complex of two halves
 
 
-@pytest.mark.parametrize(
-    ("code", "dtype", "datatype"),
-    [
-        *[("d", "f8", MPI.DOUBLE), ("i4", "i4", MPI.INT32_T), ("B", "u1", MPI.UNSIGNED_CHAR), ("?", "?", MPI.C_BOOL)],
-        *[("S1", "S1", MPI.CHAR), ("c", "S1", MPI.CHAR), ("Zd", "c16", MPI.C_DOUBLE_COMPLEX), ("e", "f2", None)],
-        *[("bfloat16", "bfloat16", None), ("float32", "f4", None)],
-    ],
-)
-def test_typecodes(code: str, dtype: str, datatype: MPI.Datatype | None) -> None:
-    found, named = types.from_code(code)
-    assert found == np.dtype(dtype)
-    assert named == datatype or (code == "e" and named is not None)  # some MPI libraries know halves
-    with pytest.raises(ValueError, match="cannot map code 'nope'"):
-        types.from_code("nope")
-
-
 def test_interface_types() -> None:
     assert types.interface_dtype("<f4", None) == np.dtype("f4")
     assert types.interface_dtype("|b1", None) == np.dtype("?")
