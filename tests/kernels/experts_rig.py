@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -27,31 +26,19 @@ _THREADS = {"experts_dispatch.cu": 96, "experts_dispatch_few.cu": 96, "experts_c
 FEW_TOKENS = 3
 """Up to so many tokens of a rank are few, so that random ranks have few or more."""
 OF_TOKENS = ("rows", "topk_ids", "topk_weights", "token_rows", "row_count")
+"""The arrays of the layout by token."""
 
 
-@dataclass
-class Result:
-    """The memory of a dispatch on one rank."""
+class Result(NamedTuple):
+    """A dispatch on one rank: its arrays by their names in `Received`, and the number of its tokens."""
 
-    rows: Place
-    scales: Place
-    counts: Place
-    offsets: Place
-    sources: Place
-    weights: Place
-    places: Place
-    targets: Place
-    tokens: Place
+    places: dict[str, Place]
     num_tokens: int
-    of_tokens: dict[str, Place]
-    """The arrays of the layout by token."""
 
     @property
     def pointers(self) -> dict[str, int]:
         """The addresses of the arrays, as `Received` has them."""
-        names = ("scales", "counts", "offsets", "sources", "weights", "places", "targets", "tokens")
-        of_tokens = {name: self.of_tokens[name].address if self.of_tokens else 0 for name in OF_TOKENS}
-        return {"x": self.rows.address, **{name: getattr(self, name).address for name in names}, **of_tokens}
+        return dict.fromkeys(OF_TOKENS, 0) | {name: place.address for name, place in self.places.items()}
 
 
 class ExpertsRig:
@@ -109,23 +96,23 @@ class ExpertsRig:
         """Enqueue a rank's part, and return the memory of its result."""
         machine, shape = self.machine, self.shape
 
-        def new(nbytes: int) -> Place:
-            return machine.allocate(rank, nbytes)
-
-        experts = shape.experts_per_rank[rank]
-        result = Result(
-            rows=new(shape.capacity * shape.hidden * shape.row_dtype.itemsize),
-            scales=new(shape.capacity * 4 * shape.scales),
-            counts=new(4 * experts),
-            offsets=new(4 * (experts + 1)),
-            sources=new(12 * shape.places),
-            weights=new(4 * shape.places),
-            places=new(4 * self.size * shape.max_tokens * shape.top_k),
-            targets=new(8 * shape.max_tokens),
-            tokens=new(4 * self.size),
-            num_tokens=len(x),
-            of_tokens=self._of_tokens(new) if shape.by_token else {},
-        )
+        experts, slots = shape.experts_per_rank[rank], shape.capacity * shape.top_k
+        words = {
+            "scales": shape.capacity * shape.scales,
+            "counts": experts,
+            "offsets": experts + 1,
+            "sources": 3 * shape.places,
+            "weights": shape.places,
+            "places": self.size * shape.max_tokens * shape.top_k,
+            "targets": 2 * shape.max_tokens,
+            "tokens": self.size,
+        }
+        if shape.by_token:
+            of_tokens = shape.places, slots, slots, shape.size * shape.max_tokens, 1
+            words |= dict(zip(OF_TOKENS, of_tokens, strict=True))
+        rows = machine.allocate(rank, shape.capacity * shape.hidden * shape.row_dtype.itemsize)
+        places = {"x": rows, **{name: machine.allocate(rank, 4 * count) for name, count in words.items()}}
+        result = Result(places, len(x))
         given = machine.place(rank, x).address, 0
         if shape.scales:
             quantize, given = self._launches[rank].quantize(given[0], len(x))
@@ -141,16 +128,9 @@ class ExpertsRig:
         self._launch(rank, made, nap_us)
         return result
 
-    def _of_tokens(self, new: Callable[[int], Place]) -> dict[str, Place]:
-        shape = self.shape
-        slots = shape.capacity * shape.top_k
-        words = (shape.places, slots, slots, shape.size * shape.max_tokens, 1)
-        return {name: new(4 * count) for name, count in zip(OF_TOKENS, words, strict=True)}
-
     def combine(
         self,
         rank: int,
-        rows: Place,
         result: Result,
         dtype: Any,
         values: Array | None = None,
@@ -163,8 +143,8 @@ class ExpertsRig:
         of_slots = self.machine.allocate(rank, result.num_tokens * self.shape.top_k * 4)
         numbers = (0, 0) if values is None else (self.machine.place(rank, values).address, of_slots.address)
         name = np.dtype(dtype).name
-        arrays = result.pointers, result.num_tokens
-        made = self._launches[rank].combine(rows.address, *arrays, output.address, name, numbers, weighted=weighted)
+        arrays = result.places["x"].address, result.pointers, result.num_tokens
+        made = self._launches[rank].combine(*arrays, output.address, name, numbers, weighted=weighted)
         self._launch(rank, made, nap_us)
         return output, of_slots
 
@@ -227,7 +207,7 @@ class Round:
         for rank in ranks:
             nap_us, result = naps[rank] if naps else 0, self.results[rank]
             values = None if weighted else self.values[rank]
-            places.append(self.rig.combine(rank, result.rows, result, dtype, values, weighted=weighted, nap_us=nap_us))
+            places.append(self.rig.combine(rank, result, dtype, values, weighted=weighted, nap_us=nap_us))
         self.sums.append((places, np.dtype(dtype), weighted))
 
     def check(self) -> None:
@@ -260,20 +240,15 @@ class Round:
     def _found(self, rank: int, result: Result) -> dict[str, Array]:
         """Return the arrays of a dispatch on a rank, by their names in `Received`."""
         shape = self.rig.shape
-        words = {name: place.view(np.int32) for name, place in result.of_tokens.items()}
-        if words:
-            words["topk_ids"] = words["topk_ids"].reshape(-1, shape.top_k)
-            words["topk_weights"] = words["topk_weights"].view(np.float32).reshape(-1, shape.top_k)
-            words["token_rows"] = words["token_rows"].reshape(shape.size, -1)
-        return {
-            **words,
-            "x": result.rows.view(shape.dtype).reshape(-1, shape.hidden),
-            "counts": result.counts.view(np.int32)[: shape.experts_per_rank[rank]],
-            "offsets": result.offsets.view(np.int32),
-            "sources": result.sources.view(np.int32).reshape(-1, 3),
-            "weights": result.weights.view(np.float32),
-            "tokens": result.tokens.view(np.int32),
-        }
+        found: dict[str, Array] = {name: place.view(np.int32) for name, place in result.places.items()}
+        found["x"] = result.places["x"].view(shape.dtype).reshape(-1, shape.hidden)
+        found["sources"] = found["sources"].reshape(-1, 3)
+        found["weights"] = found["weights"].view(np.float32)
+        if shape.by_token:
+            found["topk_ids"] = found["topk_ids"].reshape(-1, shape.top_k)
+            found["topk_weights"] = found["topk_weights"].view(np.float32).reshape(-1, shape.top_k)
+            found["token_rows"] = found["token_rows"].reshape(shape.size, -1)
+        return found
 
 
 def play(
@@ -300,6 +275,19 @@ def play(
             each.combine(everyone, dtype, [int(nap) for nap in naps], weighted=bool(rng.integers(2)))
     rig.machine.run(seed=seed, jitter_us=jitter_us, limit_s=limit_s)
     for each in played:
+        each.check()
+
+
+def play_rounds(
+    rig: ExpertsRig, rounds: Sequence[Round], combines: Sequence[int], naps: Sequence[int] | None = None, seed: int = 1
+) -> None:
+    """Dispatch each round, with so many combines after it."""
+    for each, count in zip(rounds, combines, strict=True):
+        each.dispatch(range(rig.size), naps)
+        for number in range(count):
+            each.combine(range(rig.size), np.float32, naps, weighted=number != 1)
+    rig.machine.run(seed=seed, jitter_us=200)
+    for each in rounds:
         each.check()
 
 

@@ -24,6 +24,7 @@ from tests.kernels.experts_rig import (
     Result,
     Round,
     play,
+    play_rounds,
     require_fault_everywhere,
     rig_of,
 )
@@ -91,8 +92,8 @@ def test_tokens_are_quantised_on_the_way(builds: Builds, dtype: Any) -> None:
         values, scales = quantised(laid.rows)
         there = np.array([source >= 0 for source, _, _ in laid.sources], bool)
         scales[~there] = 0
-        require_same("rows", result.rows.view(wire).reshape(-1, 512)[:used], values)
-        require_same("scales", result.scales.view(np.float32).reshape(-1, 4)[:used], scales)
+        require_same("rows", result.places["x"].view(wire).reshape(-1, 512)[:used], values)
+        require_same("scales", result.places["scales"].view(np.float32).reshape(-1, 4)[:used], scales)
 
 
 def test_no_race(watched_builds: Builds) -> None:
@@ -130,7 +131,7 @@ def test_rank_without_room_is_a_fault_on_all_ranks_and_nothing_is_written(builds
     with pytest.raises(RunFailedError) as error:
         rig.machine.run(limit_s=20)
     require_fault_everywhere(str(error.value), 3, operation=12, sequence=12, peer=0)
-    assert not any(each.rows.bytes.any() for each in results)
+    assert not any(each.places["x"].bytes.any() for each in results)
 
 
 @pytest.mark.parametrize("way", ["by expert", "in packets"])
@@ -274,27 +275,14 @@ test_failure_by_token_is_seen = controls(partial(run_failure, top_k=12, by_token
 @pytest.mark.parametrize("tokens", [(70, 70, 70), (70, 0, 33), (1, 64, 65)])
 def test_rows_of_many_heads(builds: Builds, tokens: tuple[int, ...]) -> None:
     rig = ExpertsRig(builds, [3, 0, 2], 8, 70, 3, capacity=210, blocks=(2, 4), **IN_PACKETS)
-    rounds = [Round(rig, np.random.default_rng(seed), tokens=tokens) for seed in range(3)]
-    for each in rounds:
-        each.dispatch(range(3))
-        each.combine(range(3), np.float32)
-    rig.machine.run(seed=1, jitter_us=100)
-    for each in rounds:
-        each.check()
+    play_rounds(rig, [Round(rig, np.random.default_rng(seed), tokens=tokens) for seed in range(3)], (1, 1, 1))
 
 
 @pytest.mark.parametrize("late", range(3))
 def test_rank_that_is_late_by_calls_gets_all_packets(builds: Builds, late: int) -> None:
     rig = rig_of(builds, 3, blocks=(2, 3), **IN_PACKETS)
     naps = [30_000 if rank == late else 0 for rank in range(3)]
-    rounds = [Round(rig, np.random.default_rng(seed)) for seed in range(4)]
-    for each, combines in zip(rounds, (0, 2, 1, 3), strict=True):
-        each.dispatch(range(3), naps)
-        for number in range(combines):
-            each.combine(range(3), np.float32, naps, weighted=number != 1)
-    rig.machine.run()
-    for each in rounds:
-        each.check()
+    play_rounds(rig, [Round(rig, np.random.default_rng(seed)) for seed in range(4)], (0, 2, 1, 3), naps)
 
 
 UNCHANGED = Change("sentinels.cuh", "!kEscapes && upper(packet.first)", "false && upper(packet.first)")
@@ -308,13 +296,13 @@ def test_number_that_looks_like_an_empty_slot_stays_no_number(builds: Builds) ->
         x = np.ones((len(ids), 16), dtype)
         x.view(np.uint32)[:, 1::6] = ABSENT
         results = [rig.dispatch(rank, x, ids, None) for rank in range(2)]
-        sums = [rig.combine(rank, result.rows, result, dtype)[0] for rank, result in enumerate(results)]
+        sums = [rig.combine(rank, result, dtype)[0] for rank, result in enumerate(results)]
         rig.machine.run(limit_s=20)
         assert np.isnan(x).any()
         for rank, (result, places) in enumerate(zip(results, sums, strict=True)):
             expected = x[np.repeat([0, 2] if rank == 0 else [0, 1, 2], 2)]
             times = np.array([[2], [1], [2]], dtype)
-            found = result.rows.view(dtype).reshape(-1, 16)[: len(expected)]
+            found = result.places["x"].view(dtype).reshape(-1, 16)[: len(expected)]
             for rows, wanted in ((found, expected), (places.view(dtype).reshape(-1, 16), times * x)):
                 require_same("no numbers", np.isnan(rows), np.isnan(wanted))
                 require_same("numbers", rows[~np.isnan(rows)], wanted[~np.isnan(wanted)])
@@ -383,13 +371,7 @@ def play_one_way(rig: ExpertsRig, seed: int) -> None:
     """Dispatches and combines of rank 1 with the experts of rank 0. So packets order nothing but their own resets."""
     rng = np.random.default_rng(seed)
     rounds = [Round(rig, rng, none=0, tokens=(0, 5)) for _ in range(4)]
-    for each in rounds:
-        each.dispatch(range(2), [int(nap) for nap in rng.choice((0, 500), 2)])
-    for _ in range(4):
-        rounds[-1].combine(range(2), np.float32, [int(nap) for nap in rng.choice((0, 500), 2)])
-    rig.machine.run(seed=seed, jitter_us=200)
-    for each in rounds:
-        each.check()
+    play_rounds(rig, rounds, (0, 0, 0, 4), [int(nap) for nap in rng.choice((0, 500), 2)], seed=seed)
 
 
 def one_way(builds: Builds, changes: Changes = ()) -> ExpertsRig:
