@@ -46,9 +46,12 @@ PAIRS = sorted({(dtype, op) for dtype, op in PAIRS if op not in ("avg", "tree")}
 class Updates:
     """Ranks that update the memory of rank 0, and their contributions."""
 
-    def __init__(self, builds: Builds, size: int, dtype: str, changes: Changes = ()) -> None:
+    def __init__(
+        self, builds: Builds, size: int, name: str, changes: Changes = (), *, dtype: np.dtype[Any] | None = None
+    ) -> None:
         self.machine = Machine(builds, size)
-        self.size, self.dtype, self.changes = size, covered_dtype(dtype), changes
+        self.size, self.name, self.changes = size, name, changes
+        self.dtype = covered_dtype(name) if dtype is None else dtype
 
     def update(
         self, rank: int, target: Any, values: Array, op: str, form: DatatypeLayout | None = None, *, fetch: bool = False
@@ -62,7 +65,7 @@ class Updates:
         address = machine.address(0, target, rank)
         failed = machine.faults[rank].failed
         walk = table.arguments(regions.address, address, given.address, failed, unpacks=True)
-        variant = accumulate_kernel((values.dtype.name, op), values.dtype.itemsize)
+        variant = accumulate_kernel((self.name, op), values.dtype.itemsize)
         arguments = AccumulateArguments(walk, result.address if fetch else 0)
         kernel = kernel_of(machine.builds, variant, self.changes)
         machine.launch(rank, kernel, [arguments], blocks=2, threads=32)
@@ -180,20 +183,14 @@ def test_elements_are_replaced_and_read_as_wholes(builds: Builds, dtype: str, op
 @pytest.mark.parametrize(("name", "op"), [*zip(("pair_f4", "pair_f8", "pair_i2"), cycle(LOCATING), strict=False)])
 def test_pairs_are_compared(builds: Builds, name: str, op: str) -> None:
     dtype = next(dtype for dtype, named in updates.kernel_types().items() if named == name)
-    machine, rng = Machine(builds, 3), np.random.default_rng(4)
+    made, rng = Updates(builds, 3, name, dtype=dtype), np.random.default_rng(4)
     parts = np.zeros((3, 5, 12), dtype)
     parts["value"] = rng.integers(0, 3, parts.shape)
     parts["index"] = rng.permutation(parts.size).reshape(parts.shape)
-    target = machine.place(0, parts[0, 0])
-    kernel = kernel_of(builds, accumulate_kernel((name, op), dtype.itemsize))
-    table = table_of([PackJob(0, run_of(parts[0, 0].nbytes), 0)])
+    target = made.machine.place(0, parts[0, 0])
     for part, rank in ((part, rank) for part in range(5) for rank in range(3)):
-        given, regions = machine.place(rank, parts[rank, part]), machine.place(rank, np.zeros(8))
-        walk = table.arguments(
-            regions.address, machine.address(0, target, rank), given.address, machine.faults[rank].failed, unpacks=True
-        )
-        machine.launch(rank, kernel, [AccumulateArguments(walk, 0)], blocks=1, threads=32)
-    machine.run(seed=5, jitter_us=100, limit_s=30)
+        made.update(rank, target, parts[rank, part], op)
+    made.machine.run(seed=5, jitter_us=100, limit_s=30)
     expected = parts[0, 0].copy()
     for row in parts.reshape(-1, 12):
         combine_pairs(op, expected, row)
