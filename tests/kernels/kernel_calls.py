@@ -1,21 +1,24 @@
 """Collectives between the ranks of a machine: each enqueues a call on all ranks and returns the check of its results.
 
-``Calls`` draws data, its place in memory, whether a call is in place, and which rank is late.
+``Calls`` draws data, its place in memory, whether a call is in place, and which rank is late. `play` runs calls of
+several kinds and sizes, and checks them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mpicomm.collectives import operations
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, parts_of
+from mpicomm.collectives.wire import BLOCK, Wire
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
+from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import (
     dtype_named,
     reduced,
@@ -25,17 +28,18 @@ from tests.helpers.references.reductions import (
     with_sentinels,
 )
 from tests.kernels.machine import Array, Place
-from tests.kernels.rig import Rig
+from tests.kernels.rig import SMALL, Rig
 
 Check = Callable[[], None]
 BOTH = ("one_shot", "two_shot")
+SUM = ("float32", "sum")
 
 
 class Calls:
     """A rank may be ``nap_us`` late.
 
     With ``symmetric_at`` the outputs lie in symmetric memory of the rig, from that byte on. Calls that name no
-    algorithm take ``algorithm``. With ``ranks`` only these take part.
+    algorithm take ``algorithm``. With ``ranks`` only these take part. Without a ``root`` each call draws one.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Calls:
         symmetric_at: int | None = None,
         algorithm: str = "one_shot",
         ranks: Sequence[int] | None = None,
+        root: int | None = None,
     ) -> None:
         self._rig = rig
         self._rng = rng
@@ -54,6 +59,33 @@ class Calls:
         self._at = symmetric_at
         self._algorithm = algorithm
         self._ranks = range(rig.size) if ranks is None else ranks
+        self._root = root
+
+    def of(self, kinds: str, sizes: Iterable[int], reduction: tuple[str, str] = SUM) -> list[Check]:
+        """Make a call of each of the ``kinds`` with messages of each size in bytes, or of whole elements.
+
+        A kind is the name of a method, and the algorithm after a colon.
+        """
+        names = [kind.split(":") for kind in kinds.split()]
+        return [self._of(*name, nbytes=nbytes, reduction=reduction) for nbytes in sizes for name in names]
+
+    def _of(self, name: str, algorithm: str = "one_shot", *, nbytes: int, reduction: tuple[str, str]) -> Check:
+        count, size = -(-nbytes // dtype_named(reduction[0]).itemsize), self._rig.size
+        if name in ("allreduce", "reduce"):
+            check: Check = getattr(self, name)(*reduction, count, algorithm)
+            return check
+        if name == "bcast":
+            return self.bcast(nbytes, algorithm)
+        if name == "scan":
+            return self.scan(*reduction, count)
+        if name == "alltoallv":
+            return self.alltoallv(random_counts(self._rng, size, (0, 1, nbytes // 2, nbytes)))
+        if name == "reduce_scatter":
+            return self.reduce_scatter(*reduction, [count] * size, in_place=bool(self._rng.integers(2)))
+        if name == "reduce_scatter_of_parts":
+            return self.reduce_scatter(*reduction, self._rng.choice((0, 3, count // 2, count), size).tolist())
+        made: Check = getattr(self, name)(nbytes)
+        return made
 
     def allreduce(
         self, name: str, op: str, count: int, algorithm: str = "one_shot", *, in_place: bool | None = None
@@ -71,8 +103,8 @@ class Calls:
         expected = ring_reduced(op, parts) if algorithm == "ring" else self._reduced(op, parts)
         return lambda: self._require(targets, [expected if size > 1 else parts[0]] * size)
 
-    def alltoallv(self, counts: Array, operation: Operation = operations.ALLTOALLV) -> Check:
-        """Rank a sends ``counts[a][b]`` bytes to rank b."""
+    def alltoallv(self, counts: Array, cuts: Sequence[tuple[int, int]] = ()) -> Check:
+        """Rank a sends ``counts[a][b]`` bytes to rank b; ``cuts`` are those of an `Exchange`."""
         ranks, dtype = range(self._rig.size), np.dtype(np.uint8)
         data = [[self._bytes(int(counts[a][b])) for b in ranks] for a in ranks]
         targets = []
@@ -83,7 +115,7 @@ class Calls:
             ]
             targets.append([target for _, target in places])
             sends, receives = ([self._span(place) for place in side] for side in zip(*places, strict=True))
-            exchanges = patterns.alltoall(rank, self._rig.size, dtype, sends, receives, operation)
+            exchanges = patterns.alltoall(rank, self._rig.size, dtype, sends, receives, cuts=cuts)
             self._run(rank, exchanges)
 
         def check() -> None:
@@ -125,7 +157,7 @@ class Calls:
 
     def bcast(self, nbytes: int, algorithm: str = "one_shot") -> Check:
         """One rank's buffer goes to all. In two shots each rank sends a shard on, and in a chain the whole buffer."""
-        dtype, root = np.dtype(np.uint8), int(self._rng.integers(self._rig.size))
+        dtype, root = np.dtype(np.uint8), self._draw_root(range(self._rig.size))
         content = self._bytes(nbytes)
         places = [
             self._target(rank, content if rank == root else np.zeros_like(content)) for rank in range(self._rig.size)
@@ -135,13 +167,18 @@ class Calls:
             self._run(rank, exchanges)
         return lambda: self._require(places, [content] * self._rig.size)
 
-    def reduce(self, name: str, op: str, count: int, algorithm: str, *, in_place: bool | None = None) -> Check:
-        """The root gets the reduction of all ranks; in a chain the root is the first rank or the last one."""
+    def reduce(self, name: str, op: str, count: int, algorithm: str) -> Check:
+        """The root gets the reduction of all ranks; in a chain the root is the first rank or the last one.
+
+        It is never in place but in a chain, and there not for ThreadSanitizer, which does not know that a store that
+        depends on a load comes after it: see chain.cu.
+        """
         dtype, size = dtype_named(name), self._rig.size
-        root = int(self._rng.choice((0, size - 1) if algorithm == "chain" else range(size)))
+        root = self._draw_root((0, size - 1) if algorithm == "chain" else range(size))
         parts = [samples(dtype, count, self._rng) for _ in range(size)]
         sources = [self._place(rank, part) for rank, part in enumerate(parts)]
-        in_place = bool(self._rng.integers(2)) if in_place is None else in_place
+        may_be_in_place = algorithm == "chain" and not self._rig.machine.builds.sanitize
+        in_place = may_be_in_place and bool(self._rng.integers(2))
         target = sources[root] if in_place else self._place(root, np.zeros_like(parts[0]))
         for rank, source in enumerate(sources):
             output = Span(target.address, count) if rank == root else None
@@ -181,6 +218,9 @@ class Calls:
             self._run(rank, exchanges)
         expected = [parts[0], *(reduced(op, parts[: rank + 1]) for rank in range(1, self._rig.size))]
         return lambda: self._require(places, expected)
+
+    def _draw_root(self, ranks: Sequence[int]) -> int:
+        return int(self._rng.choice(ranks)) if self._root is None else self._root
 
     def _run(self, rank: int, pattern: Pattern, **more: Any) -> None:
         late = self._nap_us and self._rng.integers(20) == 0
@@ -226,12 +266,87 @@ class Calls:
         return Span(place.address, place.bytes.size)
 
 
-def sizes_around(*limits: int, itemsize: int = 1) -> list[int]:
-    """Return counts of elements whose bytes are none, few, just under, at and just over each limit."""
-    counts = {0, 1, 3} | {limit // itemsize + more for limit in limits for more in (-1, 0, 1)}
-    return sorted(counts)
+def play(
+    rig: Rig,
+    kinds: str,
+    sizes: Iterable[int],
+    *,
+    reduction: tuple[str, str] = SUM,
+    seed: int = 0,
+    of: Callable[..., Calls] = Calls,
+    one_by_one: bool = False,
+    limit_s: float = 60,
+    **options: Any,
+) -> None:
+    """Run calls as in `Calls.of`; ``one_by_one`` if they share their outputs. ``of`` makes the `Calls`."""
+    calls = of(rig, np.random.default_rng([rig.size, seed]), **{"nap_us": 1000, **options})
+    for batch in [[nbytes] for nbytes in sizes] if one_by_one else [sizes]:
+        for each in kinds.split() if one_by_one else [kinds]:
+            rig.machine.run(calls.of(each, batch, reduction), seed=seed, jitter_us=300, limit_s=limit_s)
+        if one_by_one:
+            rig.machine.clear()
+
+
+def sizes_around(*limits: int) -> list[int]:
+    """Return numbers of bytes that are none, few, just under, at and just over each limit, also of 4-byte elements."""
+    return sorted({0, 1, 9} | {limit + more for limit in limits for more in (-5, 0, 1)})
 
 
 def random_counts(rng: np.random.Generator, size: int, choices: Sequence[int]) -> Any:
     """Return the counts that each rank sends to each."""
     return rng.choice(choices, (size, size))
+
+
+def elements_of_step(size: int) -> int:
+    """Return the elements of a step between ``size`` ranks, and the bytes of its codes."""
+    return SMALL.threads * CODES_OF_PACKET * parts_of(size, one_step=False)
+
+
+def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
+    """Return numbers of all magnitudes, some of them zero; some blocks have NaNs or infinities."""
+    values = rng.standard_normal(count) * np.exp2(rng.uniform(-12, 12, -(-count // 50)).repeat(50)[:count])
+    values[rng.random(count) < 0.1] = rng.choice([0.0, -0.0])
+    with np.errstate(all="ignore"):
+        made: Array = values.astype(dtype)
+    for _ in range(rng.integers(3)):
+        made[rng.integers(count)] = rng.choice([np.nan, -np.inf, np.inf])
+    return made
+
+
+class CodedCalls(Calls):
+    """Calls with codes between the ranks of a rig."""
+
+    def __init__(
+        self,
+        rig: Rig,
+        rng: np.random.Generator,
+        wire: Wire,
+        dtype: str,
+        **options: Any,
+    ) -> None:
+        super().__init__(rig, rng, **options)
+        self._wire = wire
+        self._dtype = dtype_named(dtype)
+
+    def _run(self, rank: int, pattern: Pattern, **more: Any) -> None:
+        coded = replace(pattern, buffers=replace(pattern.buffers, whole=BLOCK))
+        super()._run(rank, coded, wire=(self._wire, self._dtype))
+
+    def _samples(self, dtype: np.dtype[Any], count: int) -> Array:
+        return numbers(dtype, count, self._rng)
+
+    def _bytes(self, nbytes: int) -> Array:
+        return numbers(self._dtype, nbytes // self._dtype.itemsize, self._rng).view(np.uint8)
+
+    def _reduced(self, op: str, parts: Sequence[Array], *, shards: bool = False) -> Array:
+        return coded_sum(parts, self._wire.codes, op, again=self._wire.again and not shards)
+
+    def _moved(self, part: Array) -> Array:
+        return through_codes(part.view(self._dtype), self._wire.codes).astype(self._dtype)
+
+    def _require(self, places: Sequence[Place], expected: Sequence[Array]) -> None:
+        for rank, (place, right) in enumerate(zip(places, expected, strict=True)):
+            got, said = place.bytes.view(right.dtype), f"{right.size} results differ, first at rank {rank}"
+            np.testing.assert_array_equal(got.astype(np.float32), right.astype(np.float32), err_msg=said)
+            are_numbers = right.astype(np.float32) == right.astype(np.float32)
+            assert (np.signbit(got) == np.signbit(right))[are_numbers].all(), f"zeros: {said}"

@@ -8,8 +8,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from mpicomm.kernels.team import Faults, Team
 from mpicomm.kernels.variant import Launch, Variant
 from tests.kernels.build import Builds, Kernel, one_build_of_many
 from tests.kernels.launchers import MOST_CPU_S, file_of
-from tests.kernels.mistakes import Change, Changes
+from tests.kernels.mistakes import Change, Changes, Mistake
 
 Array = npt.NDArray[Any]
 
@@ -71,8 +70,20 @@ def controls(
     put them together.
     """
 
-    given = {name: mistake if isinstance(mistake, tuple) else (mistake,) for name, mistake in mistakes.items()}
-    all_changes = {name: [each[-1]] if isinstance(each[-1], Change) else [*each[-1]] for name, each in given.items()}
+    given = {name: mistake[:-1] if isinstance(mistake, tuple) else () for name, mistake in mistakes.items()}
+    made = _in_builds(mistakes)
+
+    @pytest.mark.parametrize("name", mistakes)
+    def test(request: pytest.FixtureRequest, name: str) -> None:
+        builds = request.getfixturevalue("watched_builds" if watched else "builds")
+        require_seen(lambda seed: run(builds, *given[name], seed=seed, changes=made[name]), match)
+
+    return test
+
+
+def _in_builds(mistakes: Mapping[str, Any]) -> dict[str, Changes]:
+    last = {name: mistake[-1] if isinstance(mistake, tuple) else mistake for name, mistake in mistakes.items()}
+    all_changes = {name: [each] if isinstance(each, Change) else [*each] for name, each in last.items()}
     # Runs of the same kernels, but for the last change of each, can share their builds.
     alike: dict[tuple[Change, ...], list[str]] = {}
     for name, changes in all_changes.items():
@@ -81,36 +92,17 @@ def controls(
     for others, names in alike.items():
         for name, mistake in zip(names, one_build_of_many(all_changes[name][-1] for name in names), strict=True):
             made[name] = [*others, mistake]
-
-    @pytest.mark.parametrize("name", mistakes)
-    def test(request: pytest.FixtureRequest, name: str) -> None:
-        builds = request.getfixturevalue("watched_builds" if watched else "builds")
-        require_seen(lambda seed: run(builds, *given[name][:-1], seed=seed, changes=made[name]), match)
-
-    return test
+    return made
 
 
-def noticed(mistake: object) -> AbstractContextManager[object]:
-    """Return a context in which a run has to see a mistake; it has to pass if there is none."""
-    return pytest.raises(AssertionError) if mistake else nullcontext()
+def without_mistake(mistakes: Mapping[str, Any], name: str = "") -> Changes:
+    """Return the changes of the build that `controls` has for a mistake, or for the first one, with none switched on.
 
-
-def keep_first(
-    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mix: Callable[[Sequence[Any], list[Any]], object]
-) -> dict[int, Sequence[Any]]:
-    """Let ``mix`` put arguments of an object's first call of a method into those of each call of it.
-
-    Return the first arguments of each object.
+    It saves a run without a mistake a build of its own.
     """
-    call, first = getattr(owner, method), dict[int, Sequence[Any]]()
-
-    def with_old(self: Any, *given: Any, **named: Any) -> Any:
-        mixed = [*given]
-        mix(first.setdefault(id(self), given), mixed)
-        return call(self, *mixed, **named)
-
-    monkeypatch.setattr(owner, method, with_old)
-    return first
+    *others, mistake = _in_builds(mistakes)[name or next(iter(mistakes))]
+    assert isinstance(mistake, Mistake), "the mistake needs its own build"
+    return [*others, replace(mistake, number=0)]
 
 
 class RunFailedError(AssertionError):
@@ -251,7 +243,7 @@ class Machine:
         Raises `RunFailedError` for a crash, a hang, a race, a fault record and stray writes. ``limit_s`` and all
         timeouts of kernels are in the time of kernels, which waits for ranks without a processor.
         """
-        self._clock = clock = self._new_clock(limit_s)
+        clock = self._new_clock(limit_s)
         jobs = [self._job(rank, clock, seed, jitter_us) for rank in range(self.size) if self._launches[rank]]
         if self.builds.sanitize:
             header = jobs[0].splitlines()[:_HEADER_LINES] if jobs else []
@@ -280,11 +272,6 @@ class Machine:
             raise RunFailedError("a kernel wrote beside what it was to write")
         for check in checks:
             check()
-
-    @property
-    def elapsed_s(self) -> float:
-        """The time that the kernels of the last run took."""
-        return int(self._clock.view(np.uint64)[0]) * _TICK_NS / 1e9
 
     def wrote_beside(self) -> bool:
         """Return whether a kernel wrote beside what it was to write."""

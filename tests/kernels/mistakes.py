@@ -67,7 +67,7 @@ class _Switch:
 
 
 def shared(changes: Iterable[Change], text_of: Callable[[Change], str]) -> list[Change | Mistake]:
-    """Return each change as a part of a build of several, or as it is if no other change can be in its build.
+    """Return each change as a part of a build of several, or as it is if it needs its own build.
 
     ``text_of`` returns the text of a change's file.
     """
@@ -83,7 +83,7 @@ def shared(changes: Iterable[Change], text_of: Callable[[Change], str]) -> list[
     made: list[Change | Mistake] = []
     for change in changes:
         together = next((tuple(build) for build in builds if change in build), ())
-        made.append(Mistake(together.index(change) + 1, together) if len(together) > 1 else change)
+        made.append(Mistake(together.index(change) + 1, together) if together else change)
     return made
 
 

@@ -6,8 +6,9 @@ those that the package chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,11 +113,6 @@ class Channels:
             words[: 2 * memory.size * memory.channels * 4].view(np.uint32)[:] = epoch
             words[memory.credits : memory.slots].view(np.uint64)[:] = epoch << 32
 
-    def epoch(self, rank: int, peer: int, *, sent: bool) -> int:
-        """Return the number of chunks that ``rank`` has counted on its first channel to ``peer``, or from it."""
-        row = self.memory.size + peer if sent else peer
-        return int(self.words[rank][: self.memory.credits].view(np.uint32)[row * self.memory.channels])
-
 
 class Rig:
     """Ranks with arenas of a ``layout``, memory for ``requests``, and symmetric memory of ``symmetric_nbytes``.
@@ -149,8 +145,12 @@ class Rig:
         self.outputs = [machine.allocate(rank, symmetric_nbytes) for rank in ranks]
         machine.keep()
         self._launcher, self._changes, self._threads = launcher, changes, threads
+        self._made: dict[Hashable, Any] = {}
+        """The launchers. Calls of a form share one, as in the package, so a call may leave no value in it."""
         self._rng = np.random.default_rng(self.size)
         self._absent = [(self.arenas, layout.absent), *((self.regions[each.what], each.absent) for each in requests)]
+        self.words: Channels | None = None
+        """The channels of a kernel that has some."""
         self.renew(ranks)
         self.domains = []
         for rank in ranks:
@@ -170,7 +170,13 @@ class Rig:
                 places[rank].bytes[begin:end].view(np.uint32)[:] = ABSENT
 
     def start_at(self, launch: int, *, moved: int | None = None) -> None:
-        """Let all ranks have begun and ended this launch; ``moved`` is the last that moved data, if not the same."""
+        """Let all ranks have begun and ended this launch; ``moved`` is the last that moved data, if not the same.
+
+        With channels this is the number of chunks that have gone each way.
+        """
+        if self.words is not None:
+            self.words.start_at(launch)
+            return
         for arena in self.arenas:
             begin_after(launch, arena.bytes, self.size)
             arrivals = arena.bytes[self.layout.arrivals : self.layout.flagged]
@@ -185,13 +191,6 @@ class Rig:
         """Let the inboxes of the LL protocol hold the flags of launches of the last round of numbers."""
         for rank in range(self.size):
             self.flags(rank)[:] = old_flags(self.flags(rank).nbytes, rng).reshape(PARITIES, -1)
-
-    def channels(self, what: str = "", memory: ChannelMemory | None = None) -> Channels:
-        """Return the channels in the memory for requests of a purpose; those of exchange.cu if none is named."""
-        if memory is not None:
-            return Channels(memory, [place.bytes for place in self.regions[what]])
-        memory = ChannelMemory(self.size, self.layout.channels)
-        return Channels(memory, [place.bytes[self.layout.counts :] for place in self.arenas])
 
     def run(
         self,
@@ -214,11 +213,19 @@ class Rig:
 
     def steps(self, rank: int, pattern: Pattern, form: Form, hash32: int, memory: Mapped | None) -> Sequence[Step]:
         """Return a rank's part of a collective."""
-        launcher = self._launcher(pattern, form, self.domains[rank])
+        make = partial(self._launcher, pattern, form, self.domains[rank])
+        launcher: FormLauncher = self._once(rank, pattern, form, make)
         lengths, begins = form.numbers(pattern.buffers)
         filled = launcher.fill((lengths, begins, max(lengths, default=0), hash32, memory, form.epilogue))
         assert filled is not None
         return launcher.steps_of(filled)
+
+    def _once(self, rank: int, pattern: Pattern, form: Form, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` makes for the first call of a form."""
+        key = rank, pattern.algorithm, *vars(form).values()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def barrier(self, rank: int, *, tag: int = 1) -> None:
         """Enqueue a rank's part of a barrier."""
@@ -285,22 +292,25 @@ def exchange_rig(machine: Machine, channels: int, **options: Any) -> Rig:
     def launcher(pattern: Pattern, form: Form, domain: Domain) -> FormLauncher:
         return ChunkLauncher(form, domain, lambda buffers: [*replace(pattern, buffers=buffers)])
 
-    return Rig(machine, launcher, layout, [_slots_of(layout)], **options)
+    rig, memory = Rig(machine, launcher, layout, [_slots_of(layout)], **options), ChannelMemory(machine.size, channels)
+    rig.words = Channels(memory, [place.bytes[layout.counts :] for place in rig.arenas])
+    return rig
 
 
 def _slots_of(layout: ArenaLayout) -> Request:
     return Request("collectives: slots", layout.slots_nbytes)
 
 
-def chain_rig(machine: Machine, blocks: int = 1, *, nbytes: int = 1 << 30, **options: Any) -> tuple[Rig, Channels]:
-    """Return a rig of chain.cu, and its channels. A hop has at most ``blocks``; slots are for ``nbytes``."""
+def chain_rig(machine: Machine, blocks: int = 1, *, nbytes: int = 1 << 30, **options: Any) -> Rig:
+    """Return a rig of chain.cu. A hop has at most ``blocks``; slots are for ``nbytes``."""
     memory, request = _chain_memory(blocks, nbytes)
 
     def launcher(pattern: Pattern, form: Form, domain: Domain) -> FormLauncher:
         return ChainLauncher(form, domain)
 
     rig = Rig(machine, launcher, Layout(machine.size, 1, 0, 0), [request], blocks=blocks, **options)
-    return rig, rig.channels(request.what, memory)
+    rig.words = Channels(memory, [place.bytes for place in rig.regions[request.what]])
+    return rig
 
 
 def _chain_memory(blocks: int, nbytes: int) -> tuple[ChannelMemory, Request]:
@@ -325,11 +335,13 @@ class ProgramRig(Rig):
         """The memory that algorithms have asked for."""
 
     def steps(self, rank: int, pattern: Pattern, form: Form, hash32: int, memory: Mapped | None) -> Sequence[Step]:
-        decision = Decision(form, pattern.algorithm, BUILT_IN, self.domains[rank], _NOWHERE)
+        make = partial(Decision, form, pattern.algorithm, BUILT_IN, self.domains[rank], _NOWHERE)
+        decision = self._once(rank, pattern, form, make)
         longest, symmetric = max(form.numbers(pattern.buffers)[0], default=0), memory is not None
         chosen = decision.in_arena() if self._bare else decision.at(longest, symmetric=symmetric)
         self.requests += chosen.launcher.memory(longest, symmetric=symmetric)
-        return decision.steps(chosen, pattern.buffers, hash32, memory, form.epilogue) or ()
+        steps: Sequence[Step] | None = decision.steps(chosen, pattern.buffers, hash32, memory, form.epilogue)
+        return steps or ()
 
 
 class SendrecvRig(Rig):
@@ -340,7 +352,7 @@ class SendrecvRig(Rig):
         request = sendrecv_request(self._memory)
         super().__init__(machine, _NOWHERE, Layout(machine.size, 1, 0, 0), [request], **options)
         (self._places,) = self.regions.values()
-        self.words = self.channels(request.what, self._memory)
+        self.words: Channels = Channels(self._memory, [place.bytes for place in self._places])
 
     def begin_after(self, epoch: int, rng: np.random.Generator) -> None:
         """Let all counts be as if ``epoch`` chunks had gone each way, and let slots hold packets of old rounds."""

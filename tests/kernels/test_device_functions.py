@@ -21,7 +21,7 @@ from tests.kernels.device_functions_rig import (
     hand_over,
     reduce_all,
 )
-from tests.kernels.machine import controls
+from tests.kernels.machine import controls, without_mistake
 from tests.kernels.mistakes import Change, Changes
 
 # Lengths around a unit, a packet and a line, and longer than the bytes that all threads move at once.
@@ -48,14 +48,8 @@ def require_all_in_time(failed: Sequence[npt.NDArray[np.uint32]]) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_messages_arrive(builds: Builds, function: str, group: str) -> None:
-    for messages in SHAPES:
-        require_all_in_time(exchange(Rig(builds, group, messages), function))
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_messages_arrive_between_any_number_of_ranks(builds: Builds, function: str, size: int) -> None:
-    require_all_in_time(exchange(Rig(builds, "Warp", Messages(100), size=size), function))
+    for number, messages in enumerate(SHAPES):
+        require_all_in_time(exchange(Rig(builds, group, messages, size=1 + number % 4), function))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -98,12 +92,6 @@ def run(
         require_all_in_time(exchange(rig, name, timeout_s=timeout_s))
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "between_blocks", "reduce_all"])
-def test_no_race(watched_builds: Builds, name: str) -> None:
-    for group in ("Warp", "Block"):
-        run(watched_builds, name, group)
-
-
 def header(name: str, old: str, new: str) -> Change:
     return Change(f"include/mpicomm/{name}.cuh", old, new)
 
@@ -135,10 +123,11 @@ CONTROLS: list[tuple[str, str, Change]] = [
     ("reduce_all", "Warp", header("reduce_load", f"{SYNC}without it", "  // ")),
     ("reduce_all", "Block", Change("reduce_bytes.cuh", "source(place);", "source(sources - 1 - place);")),
 ]
+MISTAKES = {f"{name}-{group}-{change.old}": (name, group, change) for name, group, change in CONTROLS}
+test_mistake_is_seen = controls(partial(run, timeout_s=1), MISTAKES, watched=True)
 
 
-test_mistake_is_seen = controls(
-    partial(run, timeout_s=1),
-    {f"{name}-{group}-{change.old}": (name, group, change) for name, group, change in CONTROLS},
-    watched=True,
-)
+@pytest.mark.parametrize("name", [*FUNCTIONS, "between_blocks", "reduce_all"])
+def test_no_race(watched_builds: Builds, name: str) -> None:
+    for group in ("Warp", "Block"):
+        run(watched_builds, name, group, changes=without_mistake(MISTAKES))

@@ -17,23 +17,11 @@ from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import Calls
-from tests.kernels.machine import Machine, RunFailedError, controls
+from tests.kernels.machine import Machine, RunFailedError, controls, without_mistake
 from tests.kernels.mistakes import Change, Changes
 from tests.kernels.rig import direct_rig
 
 NBYTES = 64 << 10
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_size_at_which_something_changes(builds: Builds, size: int) -> None:
-    rig = direct_rig(Machine(builds, size), NBYTES * size)
-    calls = Calls(rig, np.random.default_rng(size), nap_us=2000, symmetric_at=0)
-    for nbytes in (1, 15, 16, 1000, 3 * 64 * 16, 3 * 64 * 16 + 1, 3 * 256 * 16 - 1, 4 * 3 * 256 * 16, NBYTES):
-        for call in (calls.allgather, calls.alltoall, calls.bcast):
-            check = call(nbytes)
-            rig.machine.run(seed=nbytes, jitter_us=300)
-            check()
-            rig.machine.clear()
 
 
 def run_long(builds: Builds, rounds: int = 40, *, seed: int = 0, changes: Changes = ()) -> None:
@@ -108,10 +96,6 @@ def test_the_first_launches_of_a_round_wipe_old_flags_of_packets(builds: Builds,
             assert all((rig.flags(rank)[parity] == 7).all() for parity in range(2) if parity not in wiped)
 
 
-def test_no_race(watched_builds: Builds) -> None:
-    run_long(watched_builds, 15)
-
-
 @pytest.mark.parametrize(
     "reduction",
     [
@@ -177,12 +161,9 @@ def test_ranks_in_different_calls_are_told(builds: Builds) -> None:
 
 
 SOURCE = "direct.cu"
-MISTAKES = {
+RACES = {
     "no wait for the peers": Change(SOURCE, "    ok = await_ranks(team, launch, absent);\n", ""),
     "no wait for what comes": Change(SOURCE, "if (x.coming[thread].has_part()) await_arrival(x, count, thread);", ""),
-}
-RACES = {
-    **MISTAKES,
     "arrival turned relaxed": Change(SOURCE, "store_release(arrival_of(x,", "store_relaxed(arrival_of(x,"),
     "announcement turned relaxed": Change(SOURCE, "announce_all_before(team,", "announce(team,"),
     "announcement read relaxed": Change(SOURCE, "= acquire_announcements(team,", "= load_announcements(team,"),
@@ -196,7 +177,12 @@ RACES = {
 }
 
 
-test_mistake_is_seen = controls(run_long, MISTAKES)
 test_race_is_seen = controls(partial(run_long, rounds=15), RACES, watched=True)
-BARRIER = {"no wait": MISTAKES["no wait for the peers"]}
+
+
+def test_no_race(watched_builds: Builds) -> None:
+    run_long(watched_builds, 15, changes=without_mistake(RACES))
+
+
+BARRIER = {"no wait": RACES["no wait for the peers"]}
 test_barrier_without_a_wait_is_seen = controls(run_with_barriers, BARRIER)

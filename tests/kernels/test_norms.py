@@ -17,7 +17,7 @@ from tests.kernels.build import Builds
 from tests.kernels.epilogue_rig import FusedCalls, bound, finished, run_after
 from tests.kernels.kernel_calls import BOTH
 from tests.kernels.late_resets import LATE, LOST
-from tests.kernels.machine import Machine, RunFailedError, controls
+from tests.kernels.machine import Machine, RunFailedError, controls, without_mistake
 from tests.kernels.mistakes import Change, Changes
 from tests.kernels.rig import SMALL, packet_rig
 
@@ -141,8 +141,7 @@ def run_norms(
 ) -> None:
     """Sums whose rows are normalised by two blocks, or by one; the inboxes hold ``laps`` steps.
 
-    ``shapes`` are the numbers of rows and their bytes, for which 0 stands for the case's. Arrays ``anywhere`` take
-    twice as many kernels.
+    ``shapes`` are the numbers of rows and their bytes, for which 0 stands for the case's.
     """
     blocks = 1 if builds.sanitize else SMALL.blocks  # each thread more takes ThreadSanitizer a while
     threads = blocks * 256 * most_groups(size, fan_out=algorithm == "two_shot")
@@ -161,21 +160,24 @@ def run_norms(
     calls.run(seed=seed, limit_s=limit_s)
 
 
-def run_case(builds: Builds, case: Case, algorithm: str, rows: Sequence[int] = (1, 5, 13), **more: Any) -> None:
-    run_norms(builds, algorithm, [(number, 0) for number in rows], 8, case=case, **more)
+# The way decides which rank makes a row, and the types decide how the row is made. The kernel after the reduction has
+# all types. These are each kind of codes and scales, and each norm.
+# Arrays that may lie anywhere take twice as many kernels.
+FUSED = [
+    (Case("bfloat16", "bfloat16", 0, weight="bfloat16"), 3, "one_shot", True),
+    (Case("bfloat16", "float8_e5m2", 0, weight="float16"), 4, "two_shot", True),
+    (Case("float64", "float32", 0, weight="float64"), 3, "two_shot", False),
+    *((CASES[number], 2, way, True) for number, way in ((0, "two_shot"), (4, "two_shot"), (9, "one_shot"))),
+    *((CASES[number], 3, "two_shot", False) for number in (5, 8)),
+    *((CASES[number], 3, "one_shot", False) for number in (3, 6, 10)),
+]
+FEW = ((1, 0), (5, 0), (13, 0))
 
 
-# The way decides which rank makes a row, and the types decide how the row is made.
-@pytest.mark.parametrize(
-    ("case", "size", "algorithm", "anywhere"),
-    [
-        (Case("bfloat16", "bfloat16", 0, weight="bfloat16"), 3, "one_shot", True),
-        (Case("bfloat16", "float8_e5m2", 0, weight="float16"), 4, "two_shot", True),
-        (Case("float64", "float32", 0, weight="float64"), 3, "two_shot", False),
-    ],
-)
-def test_rows_are_normalised(builds: Builds, case: Case, size: int, algorithm: str, anywhere: bool) -> None:
-    run_norms(builds, algorithm, case=case, size=size, anywhere=anywhere)
+@pytest.mark.parametrize(("case", "size", "algorithm", "anywhere"), FUSED, ids=str)
+def test_the_kernel_that_reduces(builds: Builds, case: Case, size: int, algorithm: str, anywhere: bool) -> None:
+    shapes, laps = (FEW, 8) if case.hidden else (SHAPES, 40)
+    run_norms(builds, algorithm, shapes, laps, case=case, size=size, anywhere=anywhere)
 
 
 LONG = ((13, 3 * STEP_NBYTES - 16), (40, STEP_NBYTES), (9, 5 * STEP_NBYTES))
@@ -200,16 +202,18 @@ SLOW = "(overseer == 0 || (reinterpret_cast<u64>(this) >> 32) % 2 == 1 ? 0 : 100
 LATER = [*LATE, Change("fences.cuh", "turn < 20;", f"turn < {SLOW};")]
 
 
-@both
-def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds, algorithm: str) -> None:
-    run_norms(builds, algorithm, GAPS, LAPS, changes=LATER)
-    run_norms(builds, algorithm, LONG[2:], 7, changes=LATER)
-
-
 TOO_LATE = [*LATER, Change("packets.cu", "x.laps - (kRows ? 4 : 3)", "x.laps - 2")]
 # Two shots have as many rows in each shard.
 OF_FENCES = {way: (way, [(rows, GAPS[0][1])], LAPS, TOO_LATE) for way, rows in (("one_shot", 18), ("two_shot", 54))}
 test_fences_that_come_too_late_for_rows_are_found = controls(run_norms, OF_FENCES, match=LOST)
+
+
+@both
+def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds, algorithm: str) -> None:
+    right = without_mistake(OF_FENCES)
+    run_norms(builds, algorithm, GAPS, LAPS, changes=right)
+    run_norms(builds, algorithm, LONG[2:], 7, changes=right)
+
 
 READ_EARLY = Change("norm.cuh", "{ return meet(barrier, kNormThreads, ok); }", "{ return ok; }")
 SHORT = ((40, 272), (7, STEP_NBYTES + 16))
@@ -300,29 +304,24 @@ def test_which_rows_one_kernel_normalises() -> None:
         assert geometry.nbytes == steps * blocks * workers * 16
 
 
-# Each kind of codes and scales, and each norm. The test above has all types.
-WAYS = [(CASES[number], "two_shot") for number in (0, 4, 5, 8)]
-WAYS += [(CASES[number], "one_shot") for number in (3, 6, 9, 10)]
-
-
-@pytest.mark.parametrize(("case", "algorithm"), WAYS, ids=str)
-def test_the_kernel_that_reduces(builds: Builds, case: Case, algorithm: str) -> None:
-    layer = case.norm == "layer"
-    run_case(builds, case, algorithm, size=2 if layer else 3, anywhere=layer)
-
-
-# What the threads of a row share is the same in one shot and in two.
-@pytest.mark.parametrize(("number", "algorithm"), [(0, "one_shot"), (-1, "two_shot")], ids=["squares", "magnitudes"])
-def test_no_race_of_scales(watched_builds: Builds, number: int, algorithm: str) -> None:
-    run_case(watched_builds, CASES[number], algorithm)
-
-
 def no_barrier(comment: str) -> Change:
     return Change("norm.cuh", f"{comment}\n    meet(barrier, kNormThreads, true);", "\n")
 
 
 BARRIERS = {
-    "before the squares are there": (CASES[0], "two_shot", (40,), no_barrier("as in `meet_at_end`.")),
-    "before the magnitudes are there": (CASES[-1], "two_shot", (40,), no_barrier("a smaller scale.")),
+    "before the squares are there": (CASES[0], no_barrier("as in `meet_at_end`.")),
+    "before the magnitudes are there": (CASES[-1], no_barrier("a smaller scale.")),
 }
-test_a_row_that_ends = controls(run_case, BARRIERS, watched=True)
+
+
+def run_rows(builds: Builds, case: Case, *, seed: int = 0, changes: Changes) -> None:
+    run_norms(builds, "two_shot", [(40, 0)], 8, case=case, seed=seed, changes=changes)
+
+
+test_a_row_that_ends = controls(run_rows, BARRIERS, watched=True)
+
+
+# What the threads of a row share is the same in one shot and in two.
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=["squares", "magnitudes"])
+def test_no_race_of_scales(watched_builds: Builds, case: Case) -> None:
+    run_rows(watched_builds, case, changes=without_mistake(BARRIERS))

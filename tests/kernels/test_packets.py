@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, carried_nbytes
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import SENTINELS
 from tests.kernels.build import Builds
-from tests.kernels.kernel_calls import BOTH, Calls, random_counts, sizes_around
+from tests.kernels.kernel_calls import BOTH, Calls, random_counts
 from tests.kernels.late_resets import LATE, LOST
-from tests.kernels.machine import Array, Machine, RunFailedError, controls
+from tests.kernels.machine import Array, Machine, RunFailedError, controls, without_mistake
 from tests.kernels.mistakes import Change, Changes
-from tests.kernels.rig import INBOX_NBYTES, SMALL, STARTS, packet_rig
+from tests.kernels.rig import SMALL, STARTS, packet_rig
 
 _STEP_NBYTES = SMALL.threads * 16
-
-
-# Each number of ranks is another kernel; the next test has the others of them.
-@pytest.mark.parametrize(("protocol", "size"), [("flagged", 4), ("sentinel", 3)])
-def test_every_size_at_which_something_changes(builds: Builds, protocol: Protocol, size: int) -> None:
-    rig = packet_rig(Machine(builds, size), protocol)
-    calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
-    room = carried_nbytes(INBOX_NBYTES, protocol)
-    most = room - 4 if protocol == "flagged" else INBOX_NBYTES * 4
-    limits = [nbytes for nbytes in (8, 16, _STEP_NBYTES // 2, _STEP_NBYTES, INBOX_NBYTES, most) if nbytes <= most]
-    checks = []
-    for count in sizes_around(*limits, itemsize=4):
-        if 0 < count * 4 <= most:
-            checks += [calls.allreduce("float32", "sum", count, way) for way in BOTH]
-            checks += [calls.reduce("float32", "sum", count, "two_shot", in_place=False)]
-            checks += [calls.scan("float32", "sum", count), calls.allgather(4 * count)]
-            checks.append(calls.bcast(4 * count - 1, "two_shot"))
-    rig.machine.run(checks, seed=size, jitter_us=300)
 
 
 def run_uneven(
@@ -152,26 +133,6 @@ def run_reductions(
     rig.machine.run(checks, jitter_us=100)
 
 
-TYPES = (
-    *(("float8_e4m3fn", "max"), ("bfloat16", "avg"), ("float32", "min"), ("complex64", "sum"), ("complex128", "sum")),
-    *(("int16", "sum"), ("float16", "a * 2 - b"), ("int64", "a * 2 - b")),
-)
-
-
-@pytest.mark.parametrize(("reduction", "way"), [*zip(TYPES, itertools.cycle(BOTH), strict=False)], ids=str)
-def test_types_of_every_width(builds: Builds, reduction: tuple[str, str], way: str) -> None:
-    run_reductions(builds, reduction, [way])
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_bytes_are_moved(builds: Builds, protocol: Protocol) -> None:
-    rig = packet_rig(Machine(builds, 4), protocol)
-    calls = Calls(rig, np.random.default_rng(4))
-    for nbytes in (1, 8, 100, 2000):
-        checks = [calls.bcast(nbytes), calls.bcast(nbytes, "two_shot"), calls.allgather(nbytes)]
-        rig.machine.run(checks, jitter_us=100)
-
-
 class SentinelCalls(Calls):
     """Calls whose words all need escapes."""
 
@@ -191,65 +152,6 @@ def run_escapes(builds: Builds, sizes: Sequence[int] = (64, 20_000), *, seed: in
 
 def test_all_words_of_the_data_need_escapes(builds: Builds) -> None:
     run_escapes(builds)
-
-
-def test_five_ranks_with_no_more_than_six_steps_of_room(builds: Builds) -> None:
-    rig = packet_rig(Machine(builds, 5))
-    calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
-    checks = [calls.allreduce("int32", "sum", 3001, way) for way in BOTH]
-    checks.append(calls.reduce_scatter("int32", "sum", [3001] * rig.size, in_place=True))
-    checks += [calls.allgather(9001), calls.bcast(30001, "two_shot"), calls.allgather(9001)]
-    rig.machine.run(checks, seed=5, jitter_us=300)
-
-
-def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
-    rig = packet_rig(Machine(builds, 3), timeout_s=0.3)
-    Calls(rig, np.random.default_rng(0), ranks=(0, 1)).allreduce("float32", "sum", 700)
-    with pytest.raises(RunFailedError, match=r"operation=2, sequence=1, block=\d, peer=12"):
-        rig.machine.run(limit_s=20)
-
-
-def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_in_another_call(builds: Builds) -> None:
-    machine, size = Machine(builds, 3), 3
-    rig = packet_rig(machine, "flagged")
-    for rank in range(size):
-        root = min(rank, 1)  # rank 2 takes from rank 1, which agrees with it; no rank takes from rank 0
-        buffer = Span(machine.allocate(rank, 8).address, 8)
-        exchanges = patterns.bcast(rank, size, np.dtype(np.uint8), buffer, root)
-        rig.run(rank, exchanges)
-    machine.run()
-    Calls(rig, np.random.default_rng(0)).allreduce("float32", "sum", 100)
-    with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
-        machine.run()
-
-
-@pytest.mark.parametrize("expected", [0, 99, 101])
-def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expected: int) -> None:
-    machine = Machine(builds, 3)
-    rig = packet_rig(machine, timeout_s=5)
-    nothing = [Span(0, 0)] * 3
-    sent, taken = (Span(machine.allocate(rank, nbytes).address, nbytes) for rank, nbytes in ((0, 100), (1, expected)))
-    sends = [[nothing[0], sent, Span(sent.pointer, 5)], nothing, nothing]
-    receives = [nothing, [taken, *nothing[1:]], [Span(machine.allocate(2, 5).address, 5), *nothing[1:]]]
-    for rank in range(3):
-        exchanges = patterns.alltoall(rank, 3, np.dtype(np.uint8), sends[rank], receives[rank])
-        rig.run(rank, exchanges)
-    if expected == 0:  # no rank waits
-        machine.run()
-        Calls(rig, np.random.default_rng(0)).allreduce("float32", "sum", 100)
-    with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
-        machine.run()
-
-
-def test_two_ranks_that_cut_the_same_bytes_differently_notice(builds: Builds) -> None:
-    machine = Machine(builds, 2)
-    rig = packet_rig(machine, timeout_s=5)
-    for rank, cut in ((0, (0, 7)), (1, (8, 0))):
-        own, other = ([Span(machine.allocate(rank, 100).address, 100), Span(0, 0)][:: 1 - 2 * rank] for _ in range(2))
-        exchanges = patterns.alltoall(rank, 2, np.dtype(np.uint8), own[::-1], other[::-1], cuts=[cut, cut])
-        rig.run(rank, exchanges)
-    with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
-        machine.run()
 
 
 def test_a_rank_that_gives_up_keeps_the_earlier_report_of_another(builds: Builds) -> None:
@@ -274,12 +176,6 @@ def test_no_race(watched_builds: Builds, protocol: Protocol) -> None:
 
 def test_no_race_between_ranks_that_send_unevenly(watched_builds: Builds) -> None:
     run_uneven(watched_builds)
-
-
-def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
-    run_long(builds, "sentinel", changes=LATE, timeout_s=20)
-    for laps in (6, 7):
-        run_uneven(builds, 3, laps, changes=LATE, timeout_s=20)
 
 
 SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
@@ -355,3 +251,10 @@ test_mistake_with_both_stages_is_seen = controls(
     {"one set for one stage": Change(WORKER, "(launch % 2) * x.stages", "(launch % 2) * 2 * (x.stages - 1)")},
 )
 test_race_is_seen = controls(partial(run_long), NO_BARRIER, watched=True)
+
+
+def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
+    two_hops, uneven = without_mistake(OF_TWO_HOPS), without_mistake(FENCES)
+    run_long(builds, "sentinel", kinds=("long", "relayed", "moves"), changes=two_hops, timeout_s=20)
+    for laps in (6, 7):
+        run_uneven(builds, 3, laps, moves_only=True, changes=uneven, timeout_s=20)

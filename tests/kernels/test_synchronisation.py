@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from ctypes import c_uint32, c_uint64
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +28,18 @@ from mpicomm.kernels.window import (
     lock_of,
 )
 from tests.kernels.build import Builds
-from tests.kernels.machine import Machine, RunFailedError, controls, kernel_of
+from tests.kernels.machine import Machine, RunFailedError, controls, kernel_of, without_mistake
 from tests.kernels.mistakes import Change, Changes
 
 _SOURCE = Path(__file__).parent / "write_words.cu"
 WORDS = 500
+ROUNDS = 25
 
 
 class WordsRig:
     """Words of every rank, and the sum of words that a neighbour has written; subclasses order the two."""
+
+    ranks = 3  # of which mistakes are tried
 
     def __init__(self, builds: Builds, size: int, changes: Changes = (), timeout_s: float = 20) -> None:
         self.machine, self.size, self._timeout_s = Machine(builds, size), size, timeout_s
@@ -50,17 +52,23 @@ class WordsRig:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Check the words of the kernels after all rounds."""
+        """Check the sums, and words of the kernels, after all rounds."""
+        for rank in range(self.size):
+            self.require_sum(rank, [self.neighbours(rank)[1]])
 
-    def run(self, rounds: int, seed: int = 0) -> None:
+    def require_sum(self, rank: int, writers: Sequence[int]) -> None:
+        """Require that the sum of a rank is that of all words that some ranks have written."""
+        firsts = [writer + number * 10**6 for writer in writers for number in range(ROUNDS)]
+        expected, found = sum(WORDS * first + sum(range(WORDS)) for first in firsts), self.sums[rank].view(np.uint64)[0]
+        assert found == expected, f"sums differ, first at rank {rank}: {found} instead of {expected}"
+
+    def run(self, seed: int = 0) -> None:
         """Enqueue and run rounds in which ranks nap at random, and check the sums."""
         rng = np.random.default_rng([self.size, seed])
-        for number in range(rounds):
+        for number in range(ROUNDS):
             for rank in range(self.size):
                 self.enqueue(rank, number, nap_us=int(rng.choice((0, 0, 0, 500))))
         self.machine.run(seed=seed, jitter_us=200, limit_s=30)
-        for rank in range(self.size):
-            assert int(self.sums[rank].view(np.uint64)[0]) == sum_of_words([self.neighbours(rank)[1]], rounds)
         self.check()
 
     def neighbours(self, rank: int) -> tuple[int, int]:
@@ -81,12 +89,6 @@ class WordsRig:
         total = self.sums[rank].address if total is None else total
         parameters = (c_uint64(total), c_uint64(address), c_uint32(WORDS))
         self.machine.launch(rank, self._add, parameters, blocks=1, threads=64)
-
-
-def sum_of_words(ranks: Sequence[int], rounds: int) -> int:
-    """Return the sum of the words that ranks write in so many rounds."""
-    firsts = [rank + number * 10**6 for rank in ranks for number in range(rounds)]
-    return sum(WORDS * first + sum(range(WORDS)) for first in firsts)
 
 
 class Boards(WordsRig):
@@ -122,7 +124,6 @@ class Boards(WordsRig):
         return lock_of(self.boards[rank].bytes.ctypes.data)
 
 
-ROUNDS = 25
 BLOCKS = 3  # of a message
 
 
@@ -159,6 +160,7 @@ class Signals(WordsRig):
         self.machine.launch(rank, self._wait, parameters, blocks=1, threads=1)
 
     def check(self) -> None:
+        super().check()
         for rank in range(self.size):
             assert [list(pad[rank].view(np.uint64)) for pad in self.pads] == [[ROUNDS] * 3] * 2
 
@@ -215,6 +217,7 @@ class Outboxes(WordsRig):
         self.machine.launch(rank, self._step, [step], blocks=blocks, threads=64, nap_us=nap_us)
 
     def check(self) -> None:
+        super().check()
         for place in (*self.ready, *self.done):
             assert list(place.view(np.uint64)) == [ROUNDS] * MESSAGE_WORDS
 
@@ -245,22 +248,60 @@ class Groups(Boards):
         self.add(rank, self.words[rank].address)
 
 
-RIGS = (Signals, Outboxes, Fences, Groups)
+def alone(rank: int) -> int:
+    """Return the holders of a lock that a rank holds alone."""
+    return rank + 1 << EXCLUSIVE_SHIFT
 
 
-def run(builds: Builds, rig: type[WordsRig], *, size: int = 3, seed: int = 0, changes: Changes = ()) -> None:
-    rig(builds, size, changes, timeout_s=2 if changes else 20).run(ROUNDS, seed)
+def set_of(*ranks: int) -> int:
+    return sum(1 << rank for rank in ranks)
+
+
+class Locks(Boards):
+    """Every rank adds its words to one sum of rank 0, in plain loads and stores under the lock of rank 0."""
+
+    def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:
+        self.write(rank, self.words[rank].address, number)
+        self.step(LOCK_KERNEL, rank, LOCK, waits=[0], exclusive=True, nap_us=nap_us)
+        self.add(rank, self.words[rank].address, self.machine.address(0, self.sums[0], rank))
+        self.step(LOCK_KERNEL, rank, LOCK, signals=[0], exclusive=True)
+
+    def check(self) -> None:
+        self.require_sum(0, range(self.size))
+        left = self.lock(0).holders, self.lock(0).waiting
+        assert left == (0, 0), f"ranks that hold the lock and wait for it differ, first at 0: {left} instead of none"
+
+
+class SharedLocks(Locks):
+    """Odd ranks write words of rank 0 under its lock. Even ranks share the lock, and read the words."""
+
+    ranks = 4
+
+    def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:
+        exclusive = rank % 2 == 1
+        words = self.machine.address(0, self.words[0], rank)
+        self.step(LOCK_KERNEL, rank, LOCK, waits=[0], exclusive=exclusive, yields=not exclusive, nap_us=nap_us)
+        if exclusive:
+            self.write(rank, words, number)
+        else:
+            self.add(rank, words)
+        self.step(LOCK_KERNEL, rank, LOCK, signals=[0], exclusive=exclusive)
+
+    def check(self) -> None:
+        """What ranks read depends on their order."""
+
+
+RIGS = (Signals, Outboxes, Fences, Groups, Locks, SharedLocks)
+
+
+def run(builds: Builds, rig: type[WordsRig], *, size: int = 0, seed: int = 0, changes: Changes = ()) -> None:
+    rig(builds, size or rig.ranks, changes, timeout_s=2 if changes else 20).run(seed)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("rig", RIGS)
 def test_data_is_there_after_the_synchronisation(builds: Builds, rig: type[WordsRig], size: int) -> None:
     run(builds, rig, size=size)
-
-
-@pytest.mark.parametrize("rig", RIGS)
-def test_no_race(watched_builds: Builds, rig: type[WordsRig]) -> None:
-    run(watched_builds, rig)
 
 
 OF_SIGNALS = {
@@ -286,7 +327,25 @@ OF_WINDOWS = {
     "acquire turned relaxed": ("load_acquire(inbox)", "load_relaxed(inbox)"),
     "no wait": ("if (spin_until(reached, watch)) *expected", "*expected"),
 }
-MISTAKES = {
+TAKE = "compare_and_swap_acquire(&lock->holders"
+OF_LOCKS: dict[str, Change | list[Change]] = {
+    "release turned relaxed": Change("window_lock.cuh", "fetch_and_release(&lock", "fetch_and(&lock"),
+    "acquire turned relaxed": Change("window_lock.cuh", TAKE, TAKE.replace("_acquire", "")),
+    "no wait": Change("window_lock.cuh", "if (spin_until(taken, watch)) {", "if (taken()) {"),
+    "lock taken that another rank holds": [
+        Change("window_lock.cuh", "if (holders != 0 || first != rank) {", "if (first != rank) {"),
+        Change("window_lock.cuh", "<< kExclusiveShift) == 0;\n  };\n  if", "<< kExclusiveShift) != 1;\n  };\n  if"),
+    ],
+}
+OF_SHARED: dict[str, Change | list[Change]] = {
+    "acquires turned relaxed": [
+        Change("window_lock.cuh", "fetch_or_acquire(&lock", "fetch_or(&lock"),
+        Change("window_lock.cuh", "holders = load_acquire(&lock", "holders = load_relaxed(&lock"),
+    ],
+    "no wait": Change("window_lock.cuh", "if (!spin_until(taken, watch)) fetch_and(", "if (false) fetch_and("),
+    "no bit": Change("window_lock.cuh", "u64 holders = fetch_or_acquire(&lock->holders, me);", "u64 holders = 0;"),
+}
+MISTAKES: dict[str, tuple[type[WordsRig], Change | list[Change]]] = {
     f"{rig.__name__}-{name}": (rig, Change(source, *texts))
     for rig, source, mistakes in (
         (Signals, "signal.cu", OF_SIGNALS),
@@ -296,7 +355,14 @@ MISTAKES = {
     )
     for name, texts in mistakes.items()
 }
+MISTAKES |= {f"locks-{name}": (Locks, changes) for name, changes in OF_LOCKS.items()}
+MISTAKES |= {f"shared locks-{name}": (SharedLocks, changes) for name, changes in OF_SHARED.items()}
 test_race_is_seen = controls(run, MISTAKES, watched=True)
+
+
+@pytest.mark.parametrize("rig", RIGS)
+def test_no_race(watched_builds: Builds, rig: type[WordsRig]) -> None:
+    run(watched_builds, rig, changes=without_mistake(MISTAKES))
 
 
 def test_rank_that_does_not_signal_is_named_and_the_waiting_rank_does_not_signal(builds: Builds) -> None:
@@ -328,99 +394,6 @@ def test_rank_that_does_not_come_is_named_and_is_sent_nothing_more(builds: Build
     with pytest.raises(RunFailedError, match=r"fault on rank 0: state=2, operation=7, sequence=1, block=0, peer=1"):
         boards.machine.run(limit_s=10)
     assert not boards.boards[1].bytes.any()
-
-
-def alone(rank: int) -> int:
-    """Return the holders of a lock that a rank holds alone."""
-    return rank + 1 << EXCLUSIVE_SHIFT
-
-
-def set_of(*ranks: int) -> int:
-    return sum(1 << rank for rank in ranks)
-
-
-class Locks(Boards):
-    """Every rank adds its words to one sum of rank 0, in plain loads and stores under the lock of rank 0."""
-
-    def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:
-        self.write(rank, self.words[rank].address, number)
-        self.step(LOCK_KERNEL, rank, LOCK, waits=[0], exclusive=True, nap_us=nap_us)
-        self.add(rank, self.words[rank].address, self.machine.address(0, self.sums[0], rank))
-        self.step(LOCK_KERNEL, rank, LOCK, signals=[0], exclusive=True)
-
-    def play(self, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        for number in range(ROUNDS):
-            for rank in range(self.size):
-                self.enqueue(rank, number, nap_us=int(rng.choice((0, 0, 200))))
-        self.machine.run(seed=seed, jitter_us=200, limit_s=30)
-        self.check()
-
-    def check(self) -> None:
-        expected, found = sum_of_words(range(self.size), ROUNDS), int(self.sums[0].view(np.uint64)[0])
-        assert found == expected, f"sums differ, first at 0: {found} instead of {expected}"
-        left = self.lock(0).holders, self.lock(0).waiting
-        assert left == (0, 0), f"ranks that hold the lock and wait for it differ, first at 0: {left} instead of none"
-
-
-class SharedLocks(Locks):
-    """Odd ranks write words of rank 0 under its lock. Even ranks share the lock, and read the words."""
-
-    def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:
-        exclusive = rank % 2 == 1
-        words = self.machine.address(0, self.words[0], rank)
-        self.step(LOCK_KERNEL, rank, LOCK, waits=[0], exclusive=exclusive, yields=not exclusive, nap_us=nap_us)
-        if exclusive:
-            self.write(rank, words, number)
-        else:
-            self.add(rank, words)
-        self.step(LOCK_KERNEL, rank, LOCK, signals=[0], exclusive=exclusive)
-
-    def check(self) -> None:
-        """What ranks read depends on their order."""
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_one_rank_at_a_time_holds_an_exclusive_lock(builds: Builds, size: int) -> None:
-    Locks(builds, size).play()
-
-
-def test_lock_orders_the_accesses_of_its_holders(watched_builds: Builds) -> None:
-    Locks(watched_builds, 3).play()
-
-
-def test_shared_lock_orders_accesses(watched_builds: Builds) -> None:
-    SharedLocks(watched_builds, 4).play()
-
-
-TAKE = "compare_and_swap_acquire(&lock->holders"
-
-
-OF_LOCKS = {
-    "release turned relaxed": Change("window_lock.cuh", "fetch_and_release(&lock", "fetch_and(&lock"),
-    "acquire turned relaxed": Change("window_lock.cuh", TAKE, TAKE.replace("_acquire", "")),
-    "no wait": Change("window_lock.cuh", "if (spin_until(taken, watch)) {", "if (taken()) {"),
-    "lock taken that another rank holds": [
-        Change("window_lock.cuh", "if (holders != 0 || first != rank) {", "if (first != rank) {"),
-        Change("window_lock.cuh", "<< kExclusiveShift) == 0;\n  };\n  if", "<< kExclusiveShift) != 1;\n  };\n  if"),
-    ],
-}
-OF_SHARED = {
-    "acquires turned relaxed": [
-        Change("window_lock.cuh", "fetch_or_acquire(&lock", "fetch_or(&lock"),
-        Change("window_lock.cuh", "holders = load_acquire(&lock", "holders = load_relaxed(&lock"),
-    ],
-    "no wait": Change("window_lock.cuh", "if (!spin_until(taken, watch)) fetch_and(", "if (false) fetch_and("),
-    "no bit": Change("window_lock.cuh", "u64 holders = fetch_or_acquire(&lock->holders, me);", "u64 holders = 0;"),
-}
-
-
-def broken(builds: Builds, locks: type[Locks], size: int, *, seed: int, changes: list[Change]) -> None:
-    locks(builds, size, changes, timeout_s=2).play(seed)
-
-
-test_broken_lock_is_seen = controls(partial(broken, locks=Locks, size=3), OF_LOCKS, watched=True)
-test_broken_shared_lock_is_seen = controls(partial(broken, locks=SharedLocks, size=4), OF_SHARED, watched=True)
 
 
 def test_ranks_share_a_lock_and_keep_an_exclusive_holder_out(builds: Builds) -> None:
