@@ -54,7 +54,7 @@ WITH_OPEN_MPI = (
     ),
     *(f"{COLLECTIVES}/test_{name}.py" for name in ("datatypes", "nonblocking_collectives")),
     *(f"tests/mpi/messages/test_{name}.py" for name in ("mixed_messages", "threads")),
-    *(f"tests/mpi/session/test_{name}.py" for name in ("late_ranks", "session")),
+    *(f"tests/mpi/session/test_{name}.py" for name in ("missing_ranks", "session")),
     "tests/mpi/domains/test_transports.py",
     "tests/mpi/windows/test_host_types.py",
 )
