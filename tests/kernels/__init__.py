@@ -16,9 +16,10 @@ To add a kernel:
 2. A rig makes the arguments for a rank: see rig.py, which lets launchers of the package make them. Memory comes from
    `Machine.allocate` and `Machine.place`, whose addresses hold for one rank.
 3. `Machine.launch(rank, kernel, parameters, blocks, threads)` for each rank, in stream order, then `Machine.run`, and a
-   comparison with a reference: see `kernel_calls`.
+   comparison with a reference: see `kernel_calls`. A kernel of collectives needs only rows of test_collectives.
 4. Runs between processes, and the same runs under ThreadSanitizer. Each flag, fence and barrier of the kernel's
    protocol needs a control: a change of the source that one of these runs catches. `machine.controls` makes a test of
    a table of changes: see test_negative_controls. One build has many of them (mistakes.py), because g++ takes longer
-   than most runs. For the same reason calls that differ in nothing that matters have the same type and number of ranks.
+   than most runs, and runs without a mistake take it, too (`machine.without_mistake`). For the same reason calls that
+   differ in nothing that matters have the same type and number of ranks.
 """

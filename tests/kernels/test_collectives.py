@@ -107,7 +107,7 @@ def every_size() -> Iterator[tuple[str, Row]]:
         sizes = [1, 15, 16, 1000, 3071, 3072, 3073, 12287, 49152, 65536]
         make = partial(direct_rig, nbytes=size << 16)
         yield f"direct-{size}", Row(make, size, "allgather alltoall bcast", sizes, options=INTO_OUTPUTS)
-    yield "programs", Row(ProgramRig, 4, WHOLE, LENGTHS)
+    yield "programs", Row(ProgramRig, 3, WHOLE, LENGTHS)
     yield "programs with blocks", Row(ProgramRig, 3, IN_BLOCKS, (*LENGTHS, 5 * LARGE))
     tree = {"reduction": ("float32", "tree")}
     yield "programs of trees", Row(ProgramRig, 4, "allreduce allreduce:two_shot reduce_scatter", LENGTHS, options=tree)

@@ -82,7 +82,7 @@ def packets(
 BANDWIDTH = [
     exchange_kernel((BF16, "avg")),
     *(packets(WIDEST, size, "laps") for size in (2, 4)),
-    *(packets(WIDEST, 4, steps, fan_out=True) for steps in ("laps", "few")),
+    packets(WIDEST, 4, "few", fan_out=True),
     packets(WIDEST, 2, "paced"),
     packets((BF16, "avg"), 4, "laps"),
     *(packets(None, 4, "paced", **kind) for kind in ({}, {"counted": True}, {"strided": True})),
@@ -164,18 +164,14 @@ LAYER_NORM = norm_options(FP8, BF16, centred=True, bias=True, linear_bias=True, 
 NVFP4 = norm_options("uint8", BF16, codes="float4_e2m1fn", scales=("float8_e4m3fn", 16))
 FINISHES = [
     packets(("float32", "sum"), 4, "few", fan_out=True, epilogue=epilogue_options(FINISH, None)),
-    packets(("float64", "sum"), 2, "laps", epilogue=norm_options("float32", "float64")),
     # Between more than 4 ranks a thread that ends rows of all shards lacks registers. Its turns are long then.
     packets((BF16, "sum"), 4, "laps", fan_out=True, epilogue=LAYER_NORM),
     norm_kernel(BF16, (*NVFP4, *norm_options(BF16, BF16, aligned=True)[2:])),
-    norm_kernel("float64", norm_options("float32", "float64", centred=True, bias=True, linear_bias=True)),
 ]
 
 
-NEAR_THE_LIMIT = [
-    *(*BANDWIDTH, *FINISHES, counted_step_kernel(8), chain_kernel(WIDEST), DISPATCH_KERNEL, DISPATCH_FEW_KERNEL),
-    combine_experts_kernel("bfloat16", "float32", by_token=True, in_packets=True),
-]
+NEAR_THE_LIMIT = [*BANDWIDTH, *FINISHES, counted_step_kernel(8), chain_kernel(WIDEST)]
+NEAR_THE_LIMIT += [DISPATCH_KERNEL, DISPATCH_FEW_KERNEL]
 
 
 def name_of(variant: Variant) -> str:
