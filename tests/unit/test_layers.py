@@ -1,4 +1,8 @@
-"""Each room of the package imports only from rooms below it, no two modules import each other, and names are public."""
+"""Each room of the package imports only from rooms below it, no two modules import each other, and names are public.
+
+A public method has a docstring, or it fulfils a method that has one: of a base, or of a Protocol. The docstring of a
+class names the Protocol that the class fulfils, as `Name`. So a fact stands in one place.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -82,11 +88,11 @@ DOORS = {"torch/": "_door"}
 """The only private attribute of Communicators that a room uses."""
 PRIVATE = {name for name in (*dir(mpicomm.Communicator), "_session") if re.match("_[a-z]", name)}
 
-MODULES = sorted(
-    path.relative_to(ROOT / "mpicomm").as_posix()
-    for path in (ROOT / "mpicomm").rglob("*.py")
-    if path != ROOT / "mpicomm/__init__.py"
-)
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    paths = {path: path.relative_to(ROOT / "mpicomm").as_posix() for path in sorted((ROOT / "mpicomm").rglob("*.py"))}
+    return {name: ast.parse(path.read_text()) for path, name in paths.items() if name != "__init__.py"}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -106,10 +112,9 @@ def room_of(names: list[str]) -> str | None:
     return next((name for name in parts if name in ROOM), None)
 
 
-def check(module: str, source: str) -> None:
+def check(module: str, tree: ast.Module) -> None:
     own = room_of(module.removesuffix(".py").split("/"))
     assert own is not None, f"{module} is in no room"
-    tree = ast.parse(source)
     for name in imports(tree):
         assert not any(module.startswith(room) and name.startswith(never) for room, never in NEVER)
         top, *rest = name.split(".")
@@ -128,9 +133,9 @@ def check(module: str, source: str) -> None:
             assert node.attr in doors, f"{module} uses {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_module_imports_from_rooms_below_its_own(module: str) -> None:
-    check(module, (ROOT / "mpicomm" / module).read_text())
+def test_modules_import_from_rooms_below_their_own() -> None:
+    for module, tree in modules().items():
+        check(module, tree)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +165,7 @@ def test_module_imports_from_rooms_below_its_own(module: str) -> None:
 )
 def test_import_from_elsewhere_is_found(module: str, source: str) -> None:
     with pytest.raises(AssertionError):
-        check(module, source)
+        check(module, ast.parse(source))
 
 
 def is_for_type_checkers(test: ast.expr) -> bool:
@@ -169,13 +174,12 @@ def is_for_type_checkers(test: ast.expr) -> bool:
 
 def test_no_modules_import_each_other() -> None:
     """Only for type checkers may a class name the subclasses that it makes."""
-    names = {module.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for module in MODULES}
+    names = {module.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for module in modules()}
     graph: dict[str, set[str]] = {}
-    for module in MODULES:
+    for module, tree in modules().items():
         own = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        tree = ast.parse((ROOT / "mpicomm" / module).read_text())
-        tree.body = [each for each in tree.body if not (isinstance(each, ast.If) and is_for_type_checkers(each.test))]
-        imported = imports(tree)
+        body = [each for each in tree.body if not (isinstance(each, ast.If) and is_for_type_checkers(each.test))]
+        imported = imports(ast.Module(body, []))
         found = [name.removeprefix("mpicomm.") for name in imported if name.startswith("mpicomm.")]
         graph[own] = {known for name in found for known in (name, name.rpartition(".")[0]) if known in names} - {own}
     # It raises CycleError with the modules of a circle.
@@ -220,8 +224,8 @@ def test_all_has_every_public_name() -> None:
 
 def test_no_module_has_the_name_of_a_public_function() -> None:
     # The import of a module binds its name in the package, over the function.
-    modules = {module.partition("/")[0].removesuffix(".py") for module in MODULES}
-    assert modules & {*mpicomm.__all__} == {"epilogues"}
+    names = {module.partition("/")[0].removesuffix(".py") for module in modules()}
+    assert names & {*mpicomm.__all__} == {"epilogues"}
 
 
 def test_documents_and_examples_use_public_names() -> None:
@@ -229,3 +233,71 @@ def test_documents_and_examples_use_public_names() -> None:
     used = {name for file in files for name in re.findall(r"\bmpicomm\.([A-Z]\w+)", file.read_text())}
     assert "Communicator" in used
     assert used <= {*mpicomm.__all__}
+
+
+NAME = re.compile(r"`(\w+)`")
+
+
+def classes_of(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    yield from (node for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+def methods_of(cls: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    # The first of several functions of one name is the getter of a property.
+    return {node.name: node for node in reversed(cls.body) if isinstance(node, ast.FunctionDef)}
+
+
+def above(cls: ast.ClassDef, known: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
+    """Yield the bases of a class and the classes that its docstring names, and those above them."""
+    seen, waiting = {cls.name}, [cls]
+    while waiting:
+        each = waiting.pop()
+        bases = [node.id for base in each.bases for node in ast.walk(base) if isinstance(node, ast.Name)]
+        for name in [*bases, *NAME.findall(ast.get_docstring(each) or "")]:
+            if name in known and name not in seen:
+                seen.add(name)
+                waiting.append(known[name])
+                yield known[name]
+
+
+def without_docstring(trees: dict[str, ast.Module]) -> list[str]:
+    """Return the public methods of public classes without a docstring, as `file: Class.method`."""
+    known = {cls.name: cls for tree in trees.values() for cls in classes_of(tree)}
+    return [
+        f"{path}: {cls.name}.{name}"
+        for path, tree in trees.items()
+        for cls in classes_of(tree)
+        for name, method in methods_of(cls).items()
+        if not name.startswith("_") and not cls.name.startswith("_") and ast.get_docstring(method) is None
+        if not any(ast.get_docstring(methods_of(one)[name]) for one in above(cls, known) if name in methods_of(one))
+    ]
+
+
+def test_each_public_method_has_a_docstring_or_fulfils_one() -> None:
+    assert without_docstring(modules()) == []
+
+
+@pytest.mark.parametrize(
+    ("doc", "base", "found"),
+    [
+        ("Swims as a `Fish`.", "", []),
+        ("Swims.", "(Fish)", []),
+        ("Swims.", "", ["a.py: Pike.swim"]),
+        ("Swims as a `Bird`.", "", ["a.py: Pike.swim"]),
+    ],
+)
+def test_a_method_that_fulfils_nothing_needs_a_docstring(doc: str, base: str, found: list[str]) -> None:
+    fish = 'class Fish:\n    """Swims."""\n    def swim(self) -> None:\n        """Swim on."""\n'
+    bird = 'class Bird:\n    """Flies."""\n    def fly(self) -> None:\n        """Fly."""\n'
+    pike = f'class Pike{base}:\n    """{doc}"""\n    def swim(self) -> None:\n        return None\n'
+    assert without_docstring({"a.py": ast.parse(fish + bird + pike)}) == found
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    assert len(places) > 300
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
