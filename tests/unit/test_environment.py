@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from mpicomm import environment
+from mpicomm import environment, log
 from mpicomm.environment import DEFAULT_TIMEOUT_S, HANDLES, INTERNODE, LONGEST_TIMEOUT_S, Recording
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import open_file
@@ -130,7 +131,7 @@ def test_every_variable_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_values(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_values_of_the_variable_and_of_the_argument_which_wins(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     variable = VARIABLES[name]
     unset = (variable.unset,) if variable.argument else ()
     for text, value in variable.values.items():
@@ -141,13 +142,6 @@ def test_values(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setenv(name, text)
         with pytest.raises(InvalidUsageError, match=f"^{re.escape(name + variable.said.format(text))}"):
             variable.read(*unset)
-        for argument in variable.right_arguments:  # arguments win
-            assert variable.read(argument) == argument
-
-
-@pytest.mark.parametrize("name", [name for name in VARIABLES if VARIABLES[name].argument])
-def test_arguments(name: str) -> None:
-    variable = VARIABLES[name]
     for argument in variable.right_arguments:
         assert variable.read(argument) == argument
     for argument in variable.wrong_arguments:
@@ -184,46 +178,46 @@ def test_a_processs_number_on_its_machine_is_the_launchers(monkeypatch: pytest.M
     assert environment.local_id() == 12
 
 
-ROOT = Path(__file__).parents[2]
-
-LOG = """
-import logging
-from mpicomm import log
-log.configure(3)
-log.configure(4)
-log.logger.warning("a %s", "warning")
-log.logger.info("an info")
-log.logger.debug("a debug line")
-log.logger.log(log.TRACE, "a trace")
-"""
+WHO = f"{socket.gethostname()}:{os.getpid()}:3 mpicomm "
+Configure = Callable[..., str]
 
 
-def run(code: str, **variables: str) -> tuple[int, str]:
-    """Run Python code; return its pid and its output on stderr."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MPICOMM_")}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment | variables, stderr=subprocess.PIPE, text=True
-    ) as process:
-        _, said = process.communicate()
-    assert process.returncode == 0, said
-    return process.pid, said
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Configure:
+    """Sets up the log with variables, as a new process does twice; gives what four records become on stderr."""
+    monkeypatch.setattr(log, "_warn_of_unknown_variables", cache(log._warn_of_unknown_variables.__wrapped__))
+
+    def configure(rank: int = 3, /, *handlers: logging.Handler, **variables: str) -> str:
+        monkeypatch.setattr(log, "logger", logging.Logger("mpicomm", logging.INFO))
+        log.logger.handlers[:] = handlers
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        for _ in range(2):
+            log.configure(rank)
+        log.logger.warning("a %s", "warning")
+        log.logger.info("an info")
+        log.logger.debug("a debug line")
+        log.logger.log(log.TRACE, "a trace")
+        return capsys.readouterr().err
+
+    return configure
 
 
-def lines(pid: int, *records: str) -> str:
-    return "".join(f"{socket.gethostname()}:{pid}:3 mpicomm {record}\n" for record in records)
+def lines(*records: str) -> str:
+    return "".join(f"{WHO}{record}\n" for record in records)
 
 
-def test_the_level_decides_what_goes_to_stderr_or_to_a_file(tmp_path: Path) -> None:
-    pid, said = run("import logging; logging.basicConfig()" + LOG)  # a handler of the root logger writes nothing twice
-    assert said == lines(pid, "WARNING a warning")
-    pid, said = run(LOG, MPICOMM_DEBUG="info")
-    assert said == lines(pid, "WARNING a warning", "INFO an info")
-    pid, said = run(LOG, MPICOMM_DEBUG="TRACE")
-    assert said == lines(pid, "WARNING a warning", "INFO an info", "DEBUG a debug line", "TRACE a trace")
-    pid, said = run(LOG, MPICOMM_DEBUG_FILE=f"{tmp_path}/%r-%h-%p-%p.log")
+def test_the_level_decides_what_goes_to_stderr_or_to_a_file(configured: Configure, tmp_path: Path) -> None:
+    assert configured() == lines("WARNING a warning")
+    assert not log.logger.propagate  # or a handler of the root logger would write all twice
+    assert configured(MPICOMM_DEBUG="info") == lines("WARNING a warning", "INFO an info")
+    every = lines("WARNING a warning", "INFO an info", "DEBUG a debug line", "TRACE a trace")
+    assert configured(MPICOMM_DEBUG="TRACE") == every
+    assert configured(MPICOMM_DEBUG_FILE=f"{tmp_path}/%r-%h-%p-%p.log") == ""
     (path,) = tmp_path.iterdir()
-    assert (said, path.name) == ("", f"3-{socket.gethostname()}-{pid}-{pid}.log")
-    assert path.read_text() == lines(pid, "WARNING a warning")
+    assert path.name == f"3-{socket.gethostname()}-{os.getpid()}-{os.getpid()}.log"
+    assert path.read_text() == every
+    log.logger.handlers[0].close()
 
 
 @pytest.mark.needs_root
@@ -246,27 +240,26 @@ def test_a_file_that_cannot_be_opened_is_an_error_that_names_it(tmp_path: Path) 
         open_file("MPICOMM_DEBUG_FILE", f"{tmp_path}/none/3.log", "a")
 
 
-def test_a_handler_of_the_program_gets_the_records_and_nothing_is_written_twice(tmp_path: Path) -> None:
-    code = """
-import logging
-logger = logging.getLogger("mpicomm")
-logger.addHandler(logging.StreamHandler())
-logger.setLevel(logging.INFO)
-"""
-    _, said = run(code + LOG, MPICOMM_DEBUG="TRACE", MPICOMM_DEBUG_FILE=f"{tmp_path}/file")
-    assert said == "a warning\nan info\n"
+def test_a_handler_of_the_program_gets_the_records_and_nothing_is_written_twice(
+    configured: Configure, tmp_path: Path
+) -> None:
+    said = io.StringIO()
+    assert configured(3, logging.StreamHandler(said), MPICOMM_DEBUG="TRACE", MPICOMM_DEBUG_FILE=f"{tmp_path}/a") == ""
+    assert said.getvalue() == "a warning\nan info\n"
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "own_handler", ["", "import logging; logging.getLogger('mpicomm').addHandler(logging.StreamHandler())\n"]
-)
-def test_rank_0_names_variables_that_are_not_read_once(own_handler: str) -> None:
-    code = f"{own_handler}from mpicomm import log\nfor _ in range(2): log.configure(RANK)"
+@pytest.mark.parametrize("own_handler", [False, True])
+def test_rank_0_names_variables_that_are_not_read_once(configured: Configure, own_handler: bool) -> None:
+    handlers = [logging.StreamHandler()] if own_handler else []
     misspelt = {"MPICOMM_TIMOUT": "3", "MPICOMM_STAT": "1", "MPICOMM_STATS": "0"}
-    _, said = run(code.replace("RANK", "0"), **misspelt)
-    assert said.count("\n") == 1 and said.endswith(
-        "mpicomm does not read MPICOMM_STAT (the nearest name that it reads is MPICOMM_STATS), MPICOMM_TIMOUT (the "
-        "nearest name that it reads is MPICOMM_TIMEOUT): correct the name, or unset it\n"
+    assert "does not read" not in configured(1, *handlers, **misspelt)
+    said = configured(0, *handlers)
+    assert (
+        said.count("does not read") == 1
+        and (
+            "mpicomm does not read MPICOMM_STAT (the nearest name that it reads is MPICOMM_STATS), MPICOMM_TIMOUT (the "
+            "nearest name that it reads is MPICOMM_TIMEOUT): correct the name, or unset it\n"
+        )
+        in said
     )
-    assert run(code.replace("RANK", "1"), **misspelt)[1] == ""
