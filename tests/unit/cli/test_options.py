@@ -16,7 +16,7 @@ from mpicomm.cli import arguments
 from mpicomm.cli import options as report
 from mpicomm.devices.base import Link
 from mpicomm.errors import InvalidUsageError
-from mpicomm.sizes import Columns, format_size
+from mpicomm.sizes import format_size
 
 
 def test_sizes_have_units() -> None:
@@ -40,14 +40,6 @@ def test_bad_sizes_are_refused_with_the_text(text: str) -> None:
 @given(st.one_of(st.integers(1, 1 << 50), st.integers(1, 2048).map(lambda n: n << 20)))
 def test_sizes_survive_the_round_trip(nbytes: int) -> None:
     assert arguments.parse_size(format_size(nbytes)) == nbytes
-
-
-def test_counts_have_a_smallest_value() -> None:
-    parse = arguments.count_from(2)
-    assert parse("2") == 2
-    for text in ("1", "-3", "two", "2.0", ""):
-        with pytest.raises(argparse.ArgumentTypeError):
-            parse(text)
 
 
 def test_output_file_needs_a_directory_to_write_to(tmp_path: Path) -> None:
@@ -77,13 +69,6 @@ def test_write_json_replaces_the_file_or_leaves_it_and_leaves_nothing_else(tmp_p
 def test_format_uuid() -> None:
     assert arguments.format_uuid(bytes(16)) is None
     assert arguments.format_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
-
-
-def test_sizes_of_a_sweep() -> None:
-    assert arguments.sizes(1024, 65536, 4) == [1024, 4096, 16384, 65536]
-    assert arguments.sizes(1000, 5000, 2) == [1000, 2000, 4000]
-    assert arguments.sizes(8, 8, 2) == [8]
-    assert arguments.sizes(9, 8, 2) == []
 
 
 def test_ranks_with_equal_settings_share_a_line() -> None:
@@ -126,13 +111,3 @@ def test_header_names_devices_and_why_the_handle(monkeypatch: pytest.MonkeyPatch
     assert report.header("ring", [CPU], "auto")[-1] == "handle: memfd (the best for this device)"
     monkeypatch.setenv("MPICOMM_HANDLE", "fd")
     assert report.header("ring", [GPU], "auto")[-1] == "handle: fd (as asked for)"
-
-
-def test_columns_line_up() -> None:
-    columns = Columns([("size", "(B)", 13), ("put", "(us)", 12), ("#wrong", "", 9)])
-    titles, units = columns.head()
-    row = columns.line([1 << 30, 4500.0, None])
-    assert (titles.split(), units.split()) == (["#", "size", "put", "#wrong"], ["#", "(B)", "(us)"])
-    assert row.split() == ["1073741824", "4500.00", "-"]
-    ends = [row.index(cell) + len(cell) for cell in row.split()]
-    assert ends == [titles.index(name) + len(name) for name in ("size", "put", "#wrong")]

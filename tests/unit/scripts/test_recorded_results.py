@@ -50,7 +50,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recorded = (*soak, f"--json={results}/soak-here.json")
     collectives = (measuring / "measure_host_collectives.py", "--kib=16", "--only=Allreduce,Scan", "--rounds=1")
     programs: dict[str, tuple[str | Path, ...]] = {
-        "soak": (*soak, "--seconds=2"),
+        "soak": (*soak, "--seconds=1"),
         "soak of communicators": (*recorded, "--communicators=20"),
         "soak of registrations": (*recorded, "--registrations=20"),
         "memory": (measuring / "measure.py", "--json", results / "memory-here.json"),
@@ -63,7 +63,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert {code for _, code in ended.values()} == {0}, said
     assert all("all results are right" in ended[name][0] for name in programs if "soak" in name)
     long_runs = f"--json={results}/soak-here.json"
-    run(project, "scripts/testing/fuzz.py", "--packets=30000", long_runs)
+    run(project, "scripts/testing/fuzz.py", "--packets=3000", long_runs)
     run(project, "scripts/testing/soak_deaths.py", "--device=cpu", "--trials=3", long_runs)
     for name in BENCHES:
         run(project, "scripts/measuring/add_result.py", f"{name}.json", f"{name}-here")
@@ -89,7 +89,7 @@ def shown(project: Path, name: str) -> tuple[int, str]:
 def test_rows_of_long_runs_share_a_table(project: Path) -> None:
     tables, text = shown(project, "soak-here")
     rows = [line.split(" | ") for line in text.split("###")[0].splitlines() if line.startswith("| ")][2:]
-    assert [row[2] for row in rows] == ["20 communicators", "20 registrations", "30,000", "3"]
+    assert [row[2] for row in rows] == ["20 communicators", "20 registrations", "3,000", "3"]
     assert tables == 1 and all("no wrong bit" in row[3] for row in rows[:2])
     assert re.search(r"survivors raised after at most \d+\.", rows[3][3])
 

@@ -75,7 +75,6 @@ def test_the_files_are_up_to_date(script: str) -> None:
     ("changed", "marker"),
     [
         ("README.md", "<!-- headline table: end -->"),
-        ("README.md", "<!-- figure: end -->"),
         ("scripts/results/README.md", "## Overview"),
     ],
 )
