@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -62,16 +62,9 @@ def test_handlers_that_are_not_pythons_stay(handler: signal.Handlers) -> None:
 
 
 def test_other_threads_are_never_interrupted() -> None:
-    errors = []
+    def handler_in_a_block() -> object:
+        with uninterrupted():
+            return signal.getsignal(signal.SIGINT)
 
-    def work() -> None:
-        try:
-            with uninterrupted():
-                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handler_in_a_block).result() is signal.default_int_handler

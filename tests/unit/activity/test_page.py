@@ -24,7 +24,6 @@ from mpicomm.activity.reading import (
 )
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.kernels.window import WINDOW_RANKS
-from tests.helpers.jobs.mpiexec import run_command
 
 ALONE = [Member("host", 1, 0)]
 
@@ -120,19 +119,6 @@ def test_communicators_of_the_same_ranks_have_different_names_keys_and_messages(
     assert of("rank 44").key != of("rank 44 #2").key
     assert (of("rank 44").messages, of("rank 44 #2").messages) == ((), (BlockedMessage("receive", -2, -1, 3),))
     del first
-
-
-def test_a_communicator_has_the_same_key_in_all_processes() -> None:
-    program = (
-        "from mpicomm.activity.page import CommunicatorRow, Heading, Member;"
-        "from mpicomm.activity.reading import read_activity; import os;"
-        "row = CommunicatorRow(); row.open(Heading(1, [Member('a', 1, 45), Member('b', 1, 46)], 'cpu'), 1);"
-        "print(read_activity(os.getpid()).communicators[0].key)"
-    )
-    other = run_command(sys.executable, "-c", program)
-    row = opened([Member("a", 1, 45), Member("b", 1, 46)])
-    assert of("ranks 45-46").key == int(other.stdout)
-    row.close()
 
 
 def test_a_row_is_given_back_when_nothing_refers_to_it() -> None:

@@ -6,6 +6,7 @@ import inspect
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -66,19 +67,14 @@ class Owner:
 
 
 def test_threads_that_come_at_once_get_the_same_part() -> None:
-    owner, found = Owner(), set[object]()
-    begin = threading.Barrier(8)
+    owner, begin = Owner(), threading.Barrier(8)
 
-    def look() -> None:
+    def look(_: int) -> object:
         begin.wait()
-        found.add(owner.part)
+        return owner.part
 
-    threads = [threading.Thread(target=look) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {owner.part} != {Owner().part}
+    with ThreadPoolExecutor(8) as pool:
+        assert {*pool.map(look, range(8))} == {owner.part} != {Owner().part}
 
 
 METHODS = [pytest.param(row, name, id=name) for row in OPERATIONS.values() for name in row.methods]

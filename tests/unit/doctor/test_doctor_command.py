@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from mpicomm.doctor.checks import CHECKS
-from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import ROOT, mpiexec_command, run_command, run_job
 from tests.helpers.jobs.pace import HANG_S
 
@@ -43,19 +41,6 @@ def faults(file: Path) -> dict[str, list[str]]:
     """The faults of a JSON report. It is in a file, because UCX writes errors to standard output, too."""
     checks = json.loads(file.read_text())["checks"]
     return {check["name"]: check["faults"] for check in checks if check["faults"]}
-
-
-def test_nothing_is_wrong_and_json_has_the_facts_of_all_ranks(tmp_path: Path) -> None:
-    file = tmp_path / "doctor.json"
-    job, ((said, status), as_json) = run_in_turn(2, DOCTOR, (*DOCTOR, "--json", file))
-    assert (job.returncode, job.stderr, status, as_json) == (0, "", 0, ("", 0))
-    assert said.splitlines() == [f"ok    {check.name}: {check.title}" for check in CHECKS]
-    assert "ok    shm: /dev/shm is large enough for the ranks\n" in said
-    found = json.loads(file.read_text())
-    assert [one["rank"] for one in found["ranks"]] == [0, 1]
-    assert [one["world_size"] for one in found["ranks"]] == [2, 2]
-    assert {one["memory"]["handle"] for one in found["ranks"]} == {"memfd"}
-    assert len({one["pid"] for one in found["ranks"]}) == 2
 
 
 @pytest.fixture
@@ -89,23 +74,6 @@ def test_containers(namespaces: str, name: str, said: str, report: Path) -> None
     assert job.returncode != 0
     assert list(faults(report)) == [name]
     assert any(said in fault for fault in faults(report)[name])
-
-
-@pytest.mark.needs_root
-@pytest.mark.skipif(not IS_MPICH, reason="the fix of Open MPI is another")
-def test_the_fix_of_containers_works() -> None:
-    require_namespaces("--pid")
-    code = """
-import numpy as np
-from mpi4py import MPI
-comm, array = MPI.COMM_WORLD, np.full(1 << 20, MPI.COMM_WORLD.rank)
-(comm.Send if comm.rank else comm.Recv)(array, 1 - comm.rank)
-assert (array == 1).all()
-"""
-    mpiexec, count, ranks, *rest = mpiexec_command(2, "-c", code)
-    command = [mpiexec, count, ranks, "sh", "-c", IN_NAMESPACES, "-", *rest]
-    assert run_command(*command, NAMESPACES="--pid").returncode != 0
-    assert run_command(*command, NAMESPACES="--pid", MPIR_CVAR_CH4_CMA_ENABLE="0").returncode == 0
 
 
 def on_small_disk(folder: Path | str, size: str, before: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -200,7 +200,7 @@ def test_a_damaged_trace_is_merged_or_refused(tmp_path: Path) -> None:
     other = write(tmp_path, clock(1), call(1, 0, 1, "1", "Bcast"))
     bad = tmp_path / "bad.json"
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(content=damaged(good.read_text().splitlines()))
     def merge(content: str) -> None:
         bad.write_text(content, encoding="utf-8", errors="surrogatepass")

@@ -1,12 +1,10 @@
-"""``mpirun -np N python -m mpicomm.p2p``: on the host as a user runs it, and one rank of two on simulated GPUs."""
+"""``python -m mpicomm.p2p`` on one rank of two on simulated GPUs."""
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,74 +12,6 @@ import numpy as np
 import pytest
 
 from mpicomm.bench.measure import Call, CallTimes, Machine
-from tests.helpers.jobs.in_turn import changed, run_in_turn
-from tests.helpers.jobs.mpiexec import run_job
-
-P2P = ("-m", "mpicomm.p2p")
-SHORT = ("--device", "cpu", "-b", "100003", "-n", "3", "-r", "2")
-
-
-def test_three_ranks_on_the_host(tmp_path: Path) -> None:
-    file = tmp_path / "p2p.json"
-    job = run_job(3, *P2P, *SHORT, "--json", str(file))
-    assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.startswith("# mpicomm ") and job.stdout.splitlines()[-1] == "# OK"
-    found = json.loads(file.read_text())
-    assert (found["ok"], found["wrong"], found["handle"], len(found["ranks"])) == (True, 0, "memfd", 3)
-    assert found["options"]["bytes"] == 100003
-    paths, access, *measured = found["matrices"]
-    assert paths["cells"] == [["self" if a == b else "host memory" for a in range(3)] for b in range(3)]
-    assert access["cells"] == [[None if a == b else True for a in range(3)] for b in range(3)]
-    assert [matrix["title"] for matrix in measured] == [
-        *(f"Bandwidth, {how}, copies {which}" for how in ("one way", "both ways") for which in WAYS),
-        *(f"Latency, copies {which} of 16 bytes" for which in WAYS),
-    ]
-    for matrix in measured:
-        assert f"{matrix['title']} ({matrix['unit']})\n" in job.stdout
-        for source, row in enumerate(matrix["cells"]):
-            for target, cell in enumerate(row):
-                if source == target and "both ways" in matrix["title"]:
-                    assert cell is None
-                else:
-                    assert cell > 0
-
-
-WAYS = ("to the target", "from the source")
-
-
-CORRUPT = """
-from mpicomm.p2p.__main__ import Pairs
-def corrupt(self, way, peer, nbytes):
-    call = copy(self, way, peer, nbytes)
-    def wrong():
-        call()
-        self._window.peer(peer)[nbytes - 1] ^= 1
-    return wrong if RANK == 1 and not self.ways[way] else call
-copy = patch(Pairs, "copy", corrupt)
-"""
-LOSE = """
-from mpicomm.p2p.__main__ import Pairs
-def lose(self, way, *options):
-    return int if self.ways[way] else copy(self, way, *options)
-copy = patch(Pairs, "copy", lose)
-"""
-TWO_NODES = "import os; os.environ['MPICOMM_HOSTID'] = str(RANK)"
-
-
-def test_wrong_bytes_are_found_and_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
-    codes = (CORRUPT, LOSE, TWO_NODES)
-    job, ended = run_in_turn(2, *((changed(tmp_path, "mpicomm.p2p.__main__", code), *SHORT) for code in codes))
-    (corrupted, first), (lost, second), nodes = ended
-    assert (job.returncode, first, second, nodes) == (0, 1, 1, ("", 2))
-    # One way and with few bytes rank 1 puts in the cells of one row, both ways in the two cells that are measured.
-    assert corrupted.splitlines()[-1] == "# FAILED: 6 wrong bytes"
-    # One way all four cells, both ways two cells with two copies; some bytes are right by chance.
-    assert int(lost.split()[-3]) > 0.99 * (4 + 2 * 2) * 100003
-    assert job.stderr == (
-        "error: the matrices are of mapped memory and need all ranks on one node; these 2 ranks are on 2 nodes: start "
-        "them on one\n"
-    )
-
 
 GB_S = {"engine": 200.0, "kernel": 100.0}
 
