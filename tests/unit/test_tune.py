@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -12,16 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mpicomm
 from mpicomm import tune
-from mpicomm.bench.measure import Machine, Measuring, Outcome
+from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning, to_json
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.tune import Measure, Subject, Timing, choose, subjects_of, sweep
+from mpicomm.tune import Measure, Subject, choose, subjects_of, sweep
 from tests.helpers.inputs.tuning import row as tuning_row
 from tests.helpers.inputs.tuning import table
 from tests.helpers.references.reductions import dtype_named
@@ -179,25 +178,6 @@ def test_ranks_that_can_have_no_table_are_refused(
         tune.require_possible(comm, ranks)
 
 
-@pytest.fixture
-def comm() -> Iterator[mpicomm.Communicator]:
-    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm:
-        yield comm
-
-
-def test_no_algorithm_may_round_in_another_order(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rounded(self: object, send: Any, receive: Any, op: MPI.Op, **options: str) -> None:
-        np.nextafter(send, np.float32(2), out=receive)
-
-    monkeypatch.setattr(mpicomm.Communicator, "Allreduce", rounded)
-    subject = subjects_of(["allreduce"], FLOAT)[0]
-    measure = Timing(Measuring(comm, Machine(), iterations=1, warmups=1, rounds=1, graphs=True), KIB).of(subject)
-    outcomes, silent = measure(subject.cases([KIB], 0, 1)[0])
-    wrong = {name: outcome.wrong for name, outcome in outcomes.items()}
-    assert wrong == dict.fromkeys(("one_shot", "two_shot", "copy_engine"), 256)
-    assert silent == {}
-
-
 def test_a_new_table_is_empty_and_its_directory_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings", reason="the directory is that of the kernels, which need cuda-bindings")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -224,9 +204,3 @@ def test_a_table_that_is_there_is_kept_or_refused(tmp_path: Path, monkeypatch: p
     for file, said in refused.items():
         with pytest.raises(InvalidUsageError, match=said):
             tune.open_table(file, "NVIDIA L4")
-
-
-def test_defaults() -> None:
-    options = tune.parser().parse_args(["-d", "int32"])
-    assert (options.minbytes, options.maxbytes, options.stepfactor) == (KIB, 256 * MIB, 2)
-    assert (options.operations, options.datatype, options.output) == (EVERY_NAME, "int32", None)

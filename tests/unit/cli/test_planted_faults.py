@@ -180,12 +180,13 @@ def slow(method: str) -> str:
 
 def tuned(line: str) -> str:
     # The engine for GPUs looks for the table.
-    return CLOCK + EDITED + then(ALLREDUCE, f"find('this', lambda: None); {line}")
+    return CLOCK + EDITED + then(ALLREDUCE, f"find('this', lambda: None)\n    {line}")
 
 
 # From 16 KiB on one_shot is slow on rank 1, below that two_shot: the slowest rank counts.
 UNEVEN = 'RANK == 1 and (options["algorithm"] == "one_shot") == (given[1].nbytes >= 16384) and pass_s(0.02)'
-WRONG_SUMS = 'given[1][7] += RANK == 1 and options["algorithm"] == "two_shot"'
+# The last bit, as another order of the sum would change it.
+WRONG_SUMS = 'if RANK == 1 and options["algorithm"] == "two_shot": given[1][7:8].view("i4")[0] ^= 1'
 KEPT = Row(Kind("Bcast", False), 8, ((0, "two_shot"),))
 REPLACED = Row(Kind("Allreduce", False), 2, ((0, "copy_engine"),))
 
