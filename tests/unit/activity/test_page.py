@@ -214,6 +214,10 @@ def test_ranks_as_text(ranks: list[int], text: str) -> None:
     assert ranks_of_text(text) == tuple(max(rank, -1) for rank in ranks)
 
 
+def test_ranks_of_another_process_are_bounded() -> None:
+    assert len(ranks_of_text("0-99999999999999999999")) == 1 << 20
+
+
 def test_a_page_of_another_version() -> None:
     program = (
         f"import os; fd = os.memfd_create({layout.MEMORY_NAME!r}); os.ftruncate(fd, 8192); print(flush=True); input()"

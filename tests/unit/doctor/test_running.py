@@ -199,8 +199,6 @@ def hostile_page(pid: int, seed: int) -> bytes:
         text = rng.choice((*TEXTS, rng.randbytes(100)))[:100]
         hostile[at : at + len(text)] = text
     put_text(hostile, rng.choice(TEXTS))
-    if seed % 2:
-        struct.pack_into("q", hostile, 8 * layout.STEP, 1)
     return bytes(hostile)
 
 
