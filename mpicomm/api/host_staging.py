@@ -111,16 +111,12 @@ def diverted(method: Method, divert: Divert) -> Method:
         for place, name in places:
             buffer = arguments[place] if place < len(arguments) else keywords.get(name)
             require_host_addresses(buffer, name)
-            if _is_array_on_device(buffer):
+            if is_on_device(buffer):
                 given = inspect.signature(method).bind(*arguments, **keywords).arguments
-                return divert(method, given, [name for _, name in places if _is_array_on_device(given.get(name))])
+                return divert(method, given, [name for _, name in places if is_on_device(given.get(name))])
         return method(*arguments, **keywords)
 
     return call
-
-
-def _is_array_on_device(buffer: Any) -> bool:
-    return not isinstance(buffer, int) and is_on_device(buffer)  # an int is MPI.BUFFER_AUTOMATIC
 
 
 def refuse(method: Method, given: dict[str, Any], on_device: list[str]) -> Any:

@@ -55,9 +55,7 @@ class Driven:
             active.advance()
         return _get_status(_in_mpi(self), status)
 
-    def get_status(self, status: MPI.Status | None = None) -> bool:
-        """As `Get_status`."""
-        return self.Get_status(status)
+    get_status = Get_status
 
     def cancel(self) -> None:
         """As ``Cancel``."""
