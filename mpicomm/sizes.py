@@ -40,11 +40,6 @@ def format_cell(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def format_line(values: Iterable[object], widths: Iterable[int]) -> str:
-    """Return a line with the cells at the right of columns of these widths, and a space before each cell."""
-    return "".join(f" {format_cell(value):>{width - 1}}" for value, width in zip(values, widths, strict=True))
-
-
 @dataclass(frozen=True)
 class Columns:
     """The columns of a table that is printed line by line: title, unit and width of each, as in nccl-tests."""
@@ -53,13 +48,14 @@ class Columns:
 
     def head(self) -> list[str]:
         """Return the lines above the rows, which begin with "#": the titles, and the units if there are any."""
-        titles, units, widths = zip(*self.columns, strict=True)
+        titles, units, _ = zip(*self.columns, strict=True)
         rows = (titles, units) if any(units) else (titles,)
-        return [f"#{format_line(row, widths)[1:]}".rstrip() for row in rows]
+        return [f"#{self.line(row)[1:]}".rstrip() for row in rows]
 
     def line(self, cells: Iterable[object]) -> str:
-        """Return a row."""
-        return format_line(cells, [width for *_, width in self.columns])
+        """Return a row: the cells at the right of their columns, and a space before each."""
+        pairs = zip(cells, self.columns, strict=True)
+        return "".join(f" {format_cell(cell):>{width - 1}}" for cell, (*_, width) in pairs)
 
 
 def rich_table(

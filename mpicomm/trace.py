@@ -11,9 +11,10 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mpicomm.activity.reading import printable
 from mpicomm.errors import InvalidUsageError, name_ranks
@@ -116,13 +117,8 @@ class Clock:
 
     def common_ns(self, time_ns: float) -> float:
         """Return the time of the common clock."""
-        before, offset = self.points[0]
-        if time_ns <= before:
-            return time_ns + offset
-        for (before, low), (after, high) in pairwise(self.points):
-            if time_ns <= after:
-                return time_ns + low + (high - low) * (time_ns - before) / (after - before)
-        return time_ns + self.points[-1][1]
+        times, offsets = zip(*self.points, strict=True)
+        return time_ns + float(np.interp(float(time_ns), times, offsets))
 
 
 def clocks_of(traces: Sequence[Trace]) -> dict[int, Clock]:

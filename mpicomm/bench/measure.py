@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -207,20 +206,6 @@ class Trial:
     graph: Any = None
     eager: str = ""
     rounds: list[CallTimes] = field(default_factory=list)
-
-
-def those_that_work(
-    comm: Communicator, names: Iterable[str], make: Callable[[str], T]
-) -> tuple[dict[str, T], dict[str, str]]:
-    """Return what ``make`` makes of each name on all ranks, and the reasons of the names that fail. Collective."""
-    made: dict[str, T] = {}
-    failed: dict[str, str] = {}
-    for name in names:
-        try:
-            made[name] = together(comm, partial(make, name))
-        except PeerFailureError as failure:
-            failed[name] = str(failure)
-    return made, failed
 
 
 class Measuring:

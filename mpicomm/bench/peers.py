@@ -29,7 +29,7 @@ from mpicomm.bench.measure import (
     PeerFailureError,
     Trial,
     UnsupportedError,
-    those_that_work,
+    together,
 )
 from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, SENDRECV, Case, CaseBuffers, Content, buffers
 from mpicomm.collectives.gpu.decision import ALGORITHMS
@@ -316,7 +316,14 @@ def open_peers(
         peer: Peer = open_peer(made, comm, machine).named(name, nbytes)
         return peer
 
-    return those_that_work(comm, names, open_one)
+    opened: dict[str, Any] = {}
+    absent: dict[str, str] = {}
+    for name in names:
+        try:
+            opened[name] = together(comm, partial(open_one, name))
+        except PeerFailureError as failure:
+            absent[name] = str(failure)
+    return opened, absent
 
 
 def open_peer(made: type[P], comm: Communicator, machine: Machine) -> P:
