@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from mpicomm.activity.page import CommunicatorRow, text_of
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend
-from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import SharedMemory, share
 from mpicomm.waiting import wait_until
 
@@ -198,8 +197,7 @@ class CallLog(SharedMemory):
         return "; ".join([*calls, f"rank {here} has not made that call: make every collective call on all ranks"])
 
     def close_peers(self) -> None:
-        """Unmap the peers' calls; local. `post` raises `InvalidUsageError` afterwards."""
-        self.post = _refuse
+        """Unmap the peers' calls; local."""
         self._words.clear()
         self._texts.clear()
         super().close_peers()
@@ -232,7 +230,3 @@ class CallLog(SharedMemory):
         """Return the text of a rank's call of that number; None if the call is not there yet or was overwritten."""
         words, texts = self._words[index], self._texts[index]
         return layout.kept_call(words, call, partial(text_of, texts)) if words[layout.POSTS] >= call else None
-
-
-def _refuse(text: str, count: int = 0, offset: int | None = None, **ready: Any) -> None:
-    raise InvalidUsageError(f"{layout.filled(text, count, offset or 0)}: the communicator was freed; create another")

@@ -11,11 +11,19 @@ from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, EXCHANGE, MISMATCH, OF_RE
 from mpicomm.kernels.window import COMES_FIRST, LOCK
 
 
+def page_of(**record: int) -> FaultPage:
+    """A page without a device."""
+    page = object.__new__(FaultPage)
+    page.error = page._calls = None
+    page.record = FaultRecord(**{"state": 2, "peer": 1, "elapsed_ns": 10**9, **record})
+    return page
+
+
 @pytest.mark.parametrize("kind", [CollectiveTimeoutError, PeerError])
 def test_an_error_is_raised_by_every_check_and_keeps_no_frames(
     kind: type[CollectiveTimeoutError] | type[PeerError],
 ) -> None:
-    page = object.__new__(FaultPage)  # without a device
+    page = page_of()
     try:
         raise kind("what was said", ranks=[2])
     except kind as error:
@@ -32,9 +40,7 @@ def test_an_error_is_raised_by_every_check_and_keeps_no_frames(
 
 @pytest.mark.parametrize(("operation", "waits"), [(EXCHANGE, False), (MISMATCH, True)])
 def test_only_data_of_another_call_lets_a_check_wait_for_the_calls_of_ranks(operation: int, waits: bool) -> None:
-    page = object.__new__(FaultPage)
-    page.error = page._calls = None
-    page.record = FaultRecord(state=2, operation=operation, peer=1, elapsed_ns=10**9)
+    page = page_of(operation=operation)
     asked: list[bool] = []
 
     def calls(*, wait: bool) -> list[str]:
@@ -47,9 +53,7 @@ def test_only_data_of_another_call_lets_a_check_wait_for_the_calls_of_ranks(oper
 
 
 def test_an_error_is_untold_until_a_check_raises_it() -> None:
-    page = object.__new__(FaultPage)
-    page.error = page._calls = None
-    page.record = FaultRecord(state=1, operation=EXCHANGE, peer=1, elapsed_ns=10**9)
+    page = page_of(state=1, operation=EXCHANGE)
     assert page.untold() is None  # its kernel still runs
     page.check()
     page.record.state = 2
@@ -81,9 +85,7 @@ LATE, WRONG = CollectiveTimeoutError, InvalidUsageError
     ],
 )
 def test_faults_name_the_rank(operation: int, sequence: int, kind: type[MpicommError], text: str) -> None:
-    page = object.__new__(FaultPage)
-    page.error = page._calls = None
-    page.record = FaultRecord(state=2, peer=1, elapsed_ns=10**9, operation=operation, sequence=sequence)
+    page = page_of(operation=operation, sequence=sequence)
     for _ in range(2):
         with pytest.raises(kind, match=text) as info:
             page.check()
