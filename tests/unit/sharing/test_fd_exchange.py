@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -156,17 +156,6 @@ def test_a_descriptor_that_is_none_is_an_error() -> None:
         swap_one(exchange, [exchange.address, peer.address], 1 << 20)
 
 
-# A stranger of another user: `python -c STRANGER <name of a socket in hex> <message in hex>`.
-STRANGER = """
-import os, socket, sys
-try:
-    os.setuid(65534)
-except OSError:
-    sys.exit(77)
-peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-name = bytes.fromhex(sys.argv[1])
-"""
-
 # Sends to rank 0 of 2 while rank 1 sends its message; gets the addresses of both.
 Stranger = Callable[[Address, Address], None]
 
@@ -233,58 +222,41 @@ def test_a_rank_that_sends_another_number_of_descriptors_is_an_error(rank: int, 
             swap(exchanges[0], 0, addresses)
 
 
-@pytest.fixture
-def as_another_user() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Runs Python code in a process that begins as root and becomes another user before it runs the code."""
-
-    def start(code: str, name: bytes, message: bytes) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-I", "-S", "-c", STRANGER + code, name.hex(), message.hex()]
-        # No pipe, which would stay open: only the resources of the test itself may be left when it ends.
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        if process.stdout.readline() != b"ready\n":
-            process.stdout.close()
-            if process.wait() == 77:
-                pytest.skip("root cannot become another user here")
-            raise AssertionError("the stranger failed")
-        return process
-
-    yield start
+# A stranger of another user: `python -c OTHER_USER <his socket> <socket of a rank> <message of another rank>`, in hex.
+OTHER_USER = """
+import os, socket, sys
+try:
+    os.setuid(65534)
+except OSError:
+    sys.exit(77)
+own, victim, message = map(bytes.fromhex, sys.argv[1:])
+listener, peer = (socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
+listener.bind(own)
+listener.listen()
+peer.connect(victim)
+socket.send_fds(peer, [message], [0])
+print("ready", flush=True)
+print("got", *socket.recv_fds(listener.accept()[0], 100, 1)[:2])
+"""
 
 
 @pytest.mark.needs_root
-def test_another_user_is_refused_although_he_knows_the_secret(
-    as_another_user: Callable[..., subprocess.Popen[bytes]], dropped: list[int]
-) -> None:
-    send_all = """
-peer.connect(name)
-socket.send_fds(peer, [bytes.fromhex(sys.argv[2])], [0])
-print("ready", flush=True)
-"""
+def test_another_user_is_refused_although_he_knows_the_secret_and_gets_nothing(dropped: list[int]) -> None:
+    taken = Address(b"\0mpicomm-" + secrets.token_hex(16).encode(), bytes(32))
     with listening(2) as exchanges:
         message = hello(1, 0, exchanges[1].address.secret)
-        with as_another_user(send_all, exchanges[0].address.name, message) as stranger:
-            assert stranger.wait() == 0
-        assert swap_all(exchanges) == names_of_others(1, 1)
-    assert dropped == [1]
-
-
-@pytest.mark.needs_root
-def test_nothing_is_sent_to_another_users_socket(as_another_user: Callable[..., subprocess.Popen[bytes]]) -> None:
-    listen = """
-peer.bind(name)
-peer.listen()
-print("ready", flush=True)
-message, fds, _, _ = socket.recv_fds(peer.accept()[0], 100, 1)
-print("got", message, fds)
-"""
-    with FdExchange(0, 2) as exchange:
-        taken = Address(b"\0mpicomm-" + secrets.token_hex(16).encode(), bytes(32))
-        with as_another_user(listen, taken.name, b"") as stranger:
-            with pytest.raises(HandleError, match="rank 1 belongs to another user; nothing was sent"):
+        arguments = [each.hex() for each in (taken.name, exchanges[0].address.name, message)]
+        command = [sys.executable, "-I", "-S", "-c", OTHER_USER, *arguments]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as stranger:
+            assert stranger.stdout is not None
+            if stranger.stdout.readline() != b"ready\n" and stranger.wait() == 77:
+                pytest.skip("root cannot become another user here")
+            assert swap_all(exchanges) == names_of_others(1, 1)
+            assert dropped == [1]
+            refused = pytest.raises(HandleError, match="rank 1 belongs to another user; nothing was sent")
+            with FdExchange(0, 2) as exchange, refused:
                 swap(exchange, 0, [exchange.address, taken])
-            said, _ = stranger.communicate()
-    assert said == b"got b'' []\n"
+            assert stranger.stdout.read() == b"got b'' []\n"
 
 
 @pytest.mark.needs_root
