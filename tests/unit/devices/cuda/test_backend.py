@@ -1,18 +1,33 @@
-"""The backend of a GPU over a driver without one: the rights of threads while another captures, and its tables."""
+"""The backend of a GPU over a driver without one: rights of threads while another captures, tables, scratch memory."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
 from mpicomm.devices.base import Scratch
+from mpicomm.devices.host import array_at
 from mpicomm.kernels.packing import PackTable
 from mpicomm.mpi.requests import Completer, DeferredRequest
-from tests.helpers.fakes.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_cuda import ADDRESS, FakeCuda, imported_over
+from tests.helpers.fakes.virtual_memory import VirtualCuda
+from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.jobs.pace import HANG_S
+
+LARGE = 2 << 20
+
+
+@pytest.fixture
+def cuda() -> Iterator[VirtualCuda]:
+    with imported_over(cuda := VirtualCuda()), nothing_leaks():
+        yield cuda
+        assert not cuda.mapped
+        assert not cuda.reserved
 
 
 def test_requests_are_completed_whatever_other_threads_capture(cuda: FakeCuda, backend: Any) -> None:
@@ -58,3 +73,29 @@ def test_equal_tables_are_copied_once_and_again_into_new_memory(
     assert copied == [(1000, 80), (2000, 2 << 20)]
     backend.resume()
     assert copied[2:] == [(2000, 2 << 20)]
+
+
+def test_large_memory_comes_back_at_its_addresses(cuda: VirtualCuda, backend: Any) -> None:
+    backend.kind = "fd"
+    places = [backend.scratch(nbytes).pointer for nbytes in (LARGE, 3 * LARGE + 1)]
+    free = cuda.free_nbytes
+    backend.suspend()
+    assert not cuda.mapped
+    assert cuda.free_nbytes == free + 5 * LARGE
+    backend.resume()
+    for place in places:
+        array_at(place, LARGE, np.dtype(np.uint8))[:] = 1
+    assert sorted(cuda.mapped) == sorted(places)
+    backend.suspend()
+
+
+@pytest.mark.parametrize(("nbytes", "kind"), [(LARGE - 1, "fd"), (LARGE, "ipc"), (LARGE, None), (0, "fabric")])
+def test_other_memory_stays(cuda: VirtualCuda, backend: Any, nbytes: int, kind: Any) -> None:
+    backend.kind = kind
+    assert backend.scratch(nbytes).pointer == ADDRESS
+    cuda.calls.clear()
+    backend.suspend()
+    backend.resume()
+    assert not cuda.calls
+    backend.close()
+    assert cuda.calls.count("cuMemFree") == 1
