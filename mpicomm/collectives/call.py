@@ -12,18 +12,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.collectives import patterns
+from mpicomm.collectives import checks, patterns
 from mpicomm.collectives.call_log import CallLocation
-from mpicomm.collectives.checks import (
-    Signature,
-    bound_epilogue,
-    is_in_place,
-    location_of,
-    read_counts,
-    require_recvcounts,
-    require_room,
-    require_root,
-)
 from mpicomm.collectives.neighborhood import Neighborhood, blocks_for_ranks
 from mpicomm.collectives.operations import ALLTOALLV, Operation
 from mpicomm.collectives.packed import Packed
@@ -95,12 +85,12 @@ class Call:
         self._size = size
         self.neighborhood = neighborhood
         if operation.rooted:
-            require_root(operation, arguments.root, size)
+            checks.require_root(operation, arguments.root, size)
         self._cuts: list[tuple[int, int]] = []
         self.counted: CountedBuffers | None = None
         """The buffers if counts lie on the device; else None. `send` and `receive` are the whole buffers then."""
         self.send, self.receive = self._read_buffers()
-        own = location_of(operation, self.send, self.receive)
+        own = checks.location_of(operation, self.send, self.receive)
         self.place = place or own
         self.on_device = self.place == "gpu"
         self.joins = self.on_device and own != "gpu"
@@ -125,7 +115,7 @@ class Call:
         self.dtype = self._common_dtype()
         self._require_agreeing_counts()
         finish = None if self.beside else arguments.epilogue  # kernels apply it to other memory
-        self.epilogue = bound_epilogue(operation, finish, self.dtype, self.send, self.receive)
+        self.epilogue = checks.bound_epilogue(operation, finish, self.dtype, self.send, self.receive)
         self.wire = arguments.wire
         """The codes as which elements travel; None if they travel as they are."""
         if self.wire is not None:
@@ -134,7 +124,7 @@ class Call:
             self.wire.require_plain(operation.name, self.operands, plain=plain)
             if size == 1:
                 self.wire = None  # one rank sends nothing
-        self.of_call: Signature | None = None
+        self.of_call: checks.Signature | None = None
         """The facts of the whole call if this call is a part of it. All ranks must agree in them."""
 
     @property
@@ -172,7 +162,7 @@ class Call:
         return self.receive if operation.into_all and not input_too and not elsewhere else None
 
     @property
-    def signature(self) -> Signature:
+    def signature(self) -> checks.Signature:
         """The facts in which all ranks must agree."""
         if self.of_call is not None:
             return self.of_call
@@ -188,7 +178,7 @@ class Call:
         wire = None if self.wire is None else str(self.wire)
         if wire is not None and not operation.reduces:
             dtype = str(self.dtype)  # codes stand for elements, not for bytes
-        return Signature(operation.name, dtype, count, self.op, root, asked, epilogue, wire)
+        return checks.Signature(operation.name, dtype, count, self.op, root, asked, epilogue, wire)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -272,7 +262,7 @@ class Call:
         if self.operation.send != "counted":
             return [send.block(peer) for peer in range(self._size)]
         assert self.dtype is not None and self.arguments.counts is not None
-        counts = read_counts(self.operation, self.arguments.counts)
+        counts = checks.read_counts(self.operation, self.arguments.counts)
         return patterns.blocks(send.pointer, counts, [*accumulate(counts, initial=0)][:-1], self.dtype.itemsize)
 
     def _read_buffers(self) -> tuple[Operand | None, Operand | None]:
@@ -295,8 +285,8 @@ class Call:
                     f"{operation}: {name}=MPI.IN_PLACE: neighbours exchange no data in place: pass a buffer"
                 )
         may_be_in_place = has_send and rooted != "send" and not operation.of_neighbors
-        send_in_place = may_be_in_place and is_in_place(arguments.send)
-        receive_in_place = rooted == "send" and at_root and is_in_place(arguments.receive)
+        send_in_place = may_be_in_place and checks.is_in_place(arguments.send)
+        receive_in_place = rooted == "send" and at_root and checks.is_in_place(arguments.receive)
         if send_in_place and rooted == "receive" and not at_root:
             raise InvalidUsageError(f"{operation}: sendbuf=MPI.IN_PLACE is only for the root: pass a buffer")
         send = receive = None
@@ -418,11 +408,11 @@ class Call:
         if self.dtype is None or send is None or receive is None or operation.of_neighbors or self.counted is not None:
             return
         if said is not None and operation.send == "counted":
-            require_recvcounts(operation, said, send, receive, self._rank, self._size)
+            checks.require_recvcounts(operation, said, send, receive, self._rank, self._size)
         elif not self.in_place:
             if self.arguments.epilogue is not None:
                 receive = replace(receive, total=self.arguments.epilogue.elements_in(receive))
-            require_room(operation, send, receive, self._rank, (self._unit(send), self._unit(receive)))
+            checks.require_room(operation, send, receive, self._rank, (self._unit(send), self._unit(receive)))
 
 
 def _as_on_device(operand: Operand, *, writable: bool) -> ArrayMemory:

@@ -20,15 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.kernels.packing import (
-    ENTRY,
-    ENTRY_NBYTES,
-    LOOPS,
-    PACK_KERNEL,
-    PACK_THREADS,
-    PackTable,
-    blocks_for,
-)
+from mpicomm.kernels import packing
 from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi import types
@@ -75,7 +67,7 @@ class Gaps(NamedTuple):
             return None
         regions, packed, first = list[Strides](), 0, layout.regions[0].offset
         for part in parts:
-            loops, rest = part.loops[::-1], LOOPS - len(part.loops)
+            loops, rest = part.loops[::-1], packing.LOOPS - len(part.loops)
             steps = accumulate((loop.rounds for loop in loops), mul, initial=part.run_nbytes)
             if rest < 0 or part.packed != packed or any(loop.packed != next(steps) for loop in loops):
                 return None  # runs of other regions lie between these runs in packed memory
@@ -256,25 +248,25 @@ def pack_launches(backend: GpuBackend, jobs: Sequence[PackJob], packed: int, *, 
     return [pack_launch(backend, table, 0, packed, unpacks=unpacks)] if table.units else []
 
 
-def pack_launch(backend: GpuBackend, table: PackTable, memory: int, packed: int, *, unpacks: bool) -> Launch:
+def pack_launch(backend: GpuBackend, table: packing.PackTable, memory: int, packed: int, *, unpacks: bool) -> Launch:
     """Return the launch for a table. Its regions begin at ``memory``, its packed memory begins at ``packed``. Local."""
     arguments = table.arguments(backend.pack_table(table), memory, packed, backend.faults.failed, unpacks=unpacks)
-    blocks = blocks_for(table.units, backend.multiprocessors)
-    return Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)
+    blocks = packing.blocks_for(table.units, backend.multiprocessors)
+    return Launch(packing.PACK_KERNEL, arguments, blocks=blocks, threads=packing.PACK_THREADS)
 
 
 @lru_cache(maxsize=256)
-def table_for(layout: DatatypeLayout) -> PackTable:
+def table_for(layout: DatatypeLayout) -> packing.PackTable:
     """Return the table of one element. The launch gets the addresses of memory and packed memory as arguments."""
     return table_of([PackJob(0, layout, 0)])
 
 
-def table_of_blocks(displs: Sequence[int], nbytes: Sequence[int]) -> PackTable:
+def table_of_blocks(displs: Sequence[int], nbytes: Sequence[int]) -> packing.PackTable:
     """Return the table of blocks with these displacements and bytes, which are packed one after the other. Local."""
     return table_of([PackJob(0, DatatypeLayout(at_blocks(run_of(1).regions, 1, displs, nbytes, 1), 0, None), 0)])
 
 
-def table_of(jobs: Iterable[PackJob]) -> PackTable:
+def table_of(jobs: Iterable[PackJob]) -> packing.PackTable:
     """Return the table that packs or unpacks all of ``jobs`` in one launch. Local."""
     structures = [
         (job, fields)
@@ -284,7 +276,7 @@ def table_of(jobs: Iterable[PackJob]) -> PackTable:
     num_regions = sum(len(fields) for _, fields in structures)
     lists: dict[bytes, int] = {}
     """The lists behind the entries, by their offset in the table. Equal lists are stored once."""
-    end_of_lists, entries, units = ENTRY_NBYTES * num_regions, list[bytes](), 0
+    end_of_lists, entries, units = packing.ENTRY_NBYTES * num_regions, list[bytes](), 0
     for job, fields in structures:
         element_units = sum(map(_run_units, fields))
         end = units + fields[0].runs * element_units
@@ -298,7 +290,7 @@ def table_of(jobs: Iterable[PackJob]) -> PackTable:
                     end_of_lists += len(loop.places)
             entries.append(_entry(region, first_unit, job, element_units, lists))
         units = end
-    return PackTable(b"".join([*entries, *lists]), num_regions, units, len(structures))
+    return packing.PackTable(b"".join([*entries, *lists]), num_regions, units, len(structures))
 
 
 def _structures(parts: Iterable[Region]) -> Iterator[list[Region]]:
@@ -328,26 +320,26 @@ def _run_units(region: Region) -> int:
 def _parts(region: Region) -> Iterator[Region]:
     """Cut a region into regions that the kernel can address, in the same order."""
     fits = region.run_nbytes <= _MOST_RUN_NBYTES
-    if len(region.loops) <= LOOPS and region.runs * _run_units(region) < _MOST_UNITS and fits:
+    if len(region.loops) <= packing.LOOPS and region.runs * _run_units(region) < _MOST_UNITS and fits:
         yield region
     elif not region.loops:
         for start in range(0, region.run_nbytes, _MOST_RUN_NBYTES):
             yield replace(region.moved(start, start), run_nbytes=min(_MOST_RUN_NBYTES, region.run_nbytes - start))
     else:
         rounds = region.loops[0].rounds
-        step = 1 if len(region.loops) > LOOPS or not fits else -(-rounds // 2)
+        step = 1 if len(region.loops) > packing.LOOPS or not fits else -(-rounds // 2)
         for start in range(0, rounds, step):
             yield from _parts(rounds_of(region, start, min(start + step, rounds)))
 
 
 def _entry(region: Region, first_unit: int, job: PackJob, element_units: int, lists: dict[bytes, int]) -> bytes:
-    listed, found = LOOPS, 0
-    counts, strides, packed_strides = [1] * LOOPS, [0] * LOOPS, [0] * LOOPS
+    listed, found = packing.LOOPS, 0
+    counts, strides, packed_strides = [1] * packing.LOOPS, [0] * packing.LOOPS, [0] * packing.LOOPS
     for place, loop in enumerate(reversed(region.loops)):
         counts[place], strides[place], packed_strides[place] = loop.rounds, loop.stride, loop.packed
         if loop.places:
             listed, found = place, lists[loop.places]
-    return ENTRY.pack(
+    return packing.ENTRY.pack(
         *((job.memory + region.offset) % (1 << 64), job.packed + region.packed, first_unit, found),
         *(region.run_nbytes, _run_units(region), listed, element_units),
         *(*counts, *strides, *packed_strides),

@@ -16,15 +16,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.expression import Expression, parse, shown
 from mpicomm.expressions.functions import FUNCTIONS
 from mpicomm.expressions.tree import Array, Variable, bounds, elements_of
-from mpicomm.kernels.epilogue import (
-    EPILOGUE_THREADS,
-    MOST_OPERANDS,
-    EpilogueArguments,
-    EpilogueOperands,
-    PacketEpilogue,
-    epilogue_kernel,
-    epilogue_options,
-)
+from mpicomm.kernels import epilogue
 from mpicomm.kernels.reductions import blocks_for, cpp_name
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Operand
@@ -56,9 +48,9 @@ class Elementwise(Epilogue):
     """
 
     def __init__(self, expression: str, /, **operands: Any) -> None:
-        if len(operands) > MOST_OPERANDS:
+        if len(operands) > epilogue.MOST_OPERANDS:
             raise InvalidUsageError(
-                f"epilogue={shown(expression)} has {len(operands)} operands: pass up to {MOST_OPERANDS}"
+                f"epilogue={shown(expression)} has {len(operands)} operands: pass up to {epilogue.MOST_OPERANDS}"
             )
         self.expression = expression
         self._numbers: dict[str, int | float] = {}
@@ -149,7 +141,7 @@ class BoundElementwise(BoundEpilogue):
         self._expression = expression
         self._numbers = numbers
         packed = (struct.pack("<d" if isinstance(each, float) else "<q", each) for each in numbers.values())
-        self._operands = EpilogueOperands(tuple(struct.unpack("<Q", word)[0] for word in packed))
+        self._operands = epilogue.EpilogueOperands(tuple(struct.unpack("<Q", word)[0] for word in packed))
         self.place(result.pointer, result.total, [(array.pointer, array.total) for array in arrays.values()])
 
     def place(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
@@ -183,14 +175,14 @@ class BoundElementwise(BoundEpilogue):
                 )
 
     def fused(self, reduced: int, shards: int = 1) -> Fused:
-        options = epilogue_options(self._code, self.result.name if self.converts else None)
-        return Fused(options, PacketEpilogue(self._operands, reduced, self.output))
+        options = epilogue.epilogue_options(self._code, self.result.name if self.converts else None)
+        return Fused(options, epilogue.PacketEpilogue(self._operands, reduced, self.output))
 
     def following_kernel(self, source: int, failed: int, multiprocessors: int) -> Launch:
-        arguments = EpilogueArguments(source, self.output, failed, self._operands)
+        arguments = epilogue.EpilogueArguments(source, self.output, failed, self._operands)
         nbytes = self._operands.count * max(self.dtype.itemsize, self.result.itemsize)
-        variant = epilogue_kernel(self.dtype.name, self.result.name, self._code)
-        return Launch(variant, arguments, blocks_for(nbytes, multiprocessors), EPILOGUE_THREADS)
+        variant = epilogue.epilogue_kernel(self.dtype.name, self.result.name, self._code)
+        return Launch(variant, arguments, blocks_for(nbytes, multiprocessors), epilogue.EPILOGUE_THREADS)
 
     @cached_property
     def _code(self) -> str:  # not at once, because calls on the host bind each time

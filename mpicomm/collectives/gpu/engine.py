@@ -16,25 +16,13 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu import call_templates, tuning
 from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request, whole_lines
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
-    SENDRECV_BLOCKS,
-    SendrecvTemplate,
-    sendrecv_memory,
-    sendrecv_request,
-)
+from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
 from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Step
 from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, device_facts, multiprocessors_of, team_of
-from mpicomm.collectives.gpu.call_templates import (
-    BY_KERNELS,
-    CallTemplate,
-    MessageTemplate,
-    has_template,
-    template_of,
-)
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision, usual_kernels
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
@@ -119,8 +107,8 @@ class DeviceEngine:
         )
         self._memory = CallMemory(node, call_log, backend, self._arena)
         self._decisions: dict[Hashable, Decision] = {}
-        channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
-        self._sendrecv = sendrecv_memory(node.size, channels)
+        channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * sendrecv.SENDRECV_BLOCKS // 2))
+        self._sendrecv = sendrecv.sendrecv_memory(node.size, channels)
         self._scratch = GrowingScratch(backend)
         self._plans: WeakSet[Plan] = WeakSet()  # weak, because the callers who enqueue plans keep them alive
         self._ordinal = backend.info.ordinal
@@ -163,15 +151,16 @@ class DeviceEngine:
         """
         return self._prepare(self._decision(Form.of_buffers(operation, buffers), asked), buffers, call)
 
-    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
+    def template(self, call: Call, mappings: Mappings, asked: str) -> call_templates.CallTemplate | None:
         """Return one plan for all calls of the kind of ``call``; None if such calls have to be read one by one."""
         if call.counted is not None:
             return CountedTemplate(call.signature, call.counted, self.domain, self._loader)
-        if not has_template(call):
+        if not call_templates.has_template(call):
             return None
         decision, _, packed, _ = self._decided(call, asked, symmetric=False)
-        # A template has no steps that pack.
-        return None if packed is not None and packed.nbytes else template_of(call, decision, mappings, self._scratch)
+        if packed is not None and packed.nbytes:
+            return None  # a template has no steps that pack
+        return call_templates.template_of(call, decision, mappings, self._scratch)
 
     def _decided(self, call: Call, asked: str, *, symmetric: bool) -> tuple[Decision, Buffers, Packed | None, int]:
         """Return the decision of a read call, its memory, what of it is packed, and the address of scratch memory.
@@ -271,11 +260,11 @@ class DeviceEngine:
         Collective the first time, then local. Both ranks of a message must enqueue it in the same order, relative to
         their other messages and to collectives.
         """
-        request = sendrecv_request(self._sendrecv)
+        request = sendrecv.sendrecv_request(self._sendrecv)
         if not self._arena.has(request):
             self._memory.provide([request], "the first message in stream order, for which all ranks set up memory")
         memory = self._arena.region(request).pointers
-        template = SendrecvTemplate(self.domain, self._sendrecv, memory, sent, received)
+        template = sendrecv.SendrecvTemplate(self.domain, self._sendrecv, memory, sent, received)
         packs, spans = [list[Launch](), list[Launch]()], []
         packed = [0 if end is None or end.elements is None else whole_lines(end.span.count) for end in (sent, received)]
         at = self._scratch.of(sum(packed))
@@ -289,8 +278,9 @@ class DeviceEngine:
             spans.append(span)
         send, receive = spans
         filled = template.fill(send.pointer, send.count, receive.pointer, receive.count)
-        plan = self._plan(text, [*packs[0], *template.steps_of(filled), *packs[1]], BY_KERNELS, collective=False)
-        plan.template_of = partial(MessageTemplate, text, template, self._loader)
+        steps = [*packs[0], *template.steps_of(filled), *packs[1]]
+        plan = self._plan(text, steps, call_templates.BY_KERNELS, collective=False)
+        plan.template_of = partial(call_templates.MessageTemplate, text, template, self._loader)
         return plan
 
     def _plan(

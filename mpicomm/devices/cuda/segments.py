@@ -10,18 +10,10 @@ from typing import Any
 
 from cuda.bindings import driver
 
+from mpicomm.devices.cuda import memory
 from mpicomm.devices.cuda.arrays import allocations_of
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.memory import (
-    CudaSegment,
-    adopt_ipc,
-    allocate_ipc,
-    allocate_staged,
-    bytes_of,
-    open_ipc,
-    open_staged,
-)
 from mpicomm.devices.cuda.virtual_memory import (
     NO_ACCESS,
     VirtualSegment,
@@ -34,7 +26,7 @@ from mpicomm.errors import HandleError
 from mpicomm.waiting import uninterrupted
 
 
-def adopt_pool(context: PrimaryContext, base: int, size: int, array: Any) -> CudaSegment:
+def adopt_pool(context: PrimaryContext, base: int, size: int, array: Any) -> memory.CudaSegment:
     """Return the memory of ``array`` in a pool. ``base`` and ``size`` are its allocation in the pool.
 
     While the array lives, the pool gives this memory to no other array.
@@ -43,7 +35,7 @@ def adopt_pool(context: PrimaryContext, base: int, size: int, array: Any) -> Cud
         # Streams order an allocation. A peer knows none of them, so the allocation has to be over before it.
         call(driver.cuCtxSynchronize)
 
-    def export(segment: CudaSegment) -> Exported:
+    def export(segment: memory.CudaSegment) -> Exported:
         """Return the handle of the allocation, and a descriptor of the pool, which the caller closes."""
         attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
         with context.current():
@@ -52,14 +44,14 @@ def adopt_pool(context: PrimaryContext, base: int, size: int, array: Any) -> Cud
                 fd = Descriptor(call(driver.cuMemPoolExportToShareableHandle, pool, handle_type("fd"), 0))
             os.set_inheritable(fd, False)  # a child process must not keep the memory alive
             try:
-                key = bytes_of(call(driver.cuMemPoolExportPointer, base))
+                key = memory.bytes_of(call(driver.cuMemPoolExportPointer, base))
             except HandleError:
                 fd.close()
                 raise
         offset = array.data.ptr - base
         return ((MemoryHandle("pool", context.device.uuid, key, size, offset, segment.nbytes), fd),)
 
-    return CudaSegment(context, array.data.ptr, array.nbytes, lambda: None, export)
+    return memory.CudaSegment(context, array.data.ptr, array.nbytes, lambda: None, export)
 
 
 # A process that imports an allocation again gets the same address. The driver does not count these imports, so the
@@ -70,7 +62,7 @@ _unused_pools: list[Any] = []
 _lock = threading.Lock()
 
 
-def open_pool(context: PrimaryContext, handle: MemoryHandle, fd: int) -> CudaSegment:
+def open_pool(context: PrimaryContext, handle: MemoryHandle, fd: int) -> memory.CudaSegment:
     """Map memory of a peer's pool into this process. The owner may free it only after the `close` of all peers."""
 
     def destroy_pool() -> None:
@@ -100,7 +92,7 @@ def open_pool(context: PrimaryContext, handle: MemoryHandle, fd: int) -> CudaSeg
             destroy_pool()
             raise
         _users[base] += 1
-    return CudaSegment(context, base + handle.offset, handle.nbytes, release)
+    return memory.CudaSegment(context, base + handle.offset, handle.nbytes, release)
 
 
 class SegmentsOfGpu:
@@ -110,20 +102,20 @@ class SegmentsOfGpu:
     """The handle kinds that the backend can allocate, best first."""
     _context: PrimaryContext
 
-    def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
+    def allocate(self, kind: Kind, nbytes: int) -> memory.CudaSegment:
         """Allocate memory in whole blocks of 2 MiB that hold nothing else."""
         with uninterrupted():
             if kind == "ipc":
-                return allocate_ipc(self._context, nbytes)
+                return memory.allocate_ipc(self._context, nbytes)
             if kind == "staged":
-                return allocate_staged(self._context, nbytes)
+                return memory.allocate_staged(self._context, nbytes)
             return VirtualSegment.allocate(self._context, kind, nbytes)
 
-    def adopt(self, array: Any) -> CudaSegment:
+    def adopt(self, array: Any) -> memory.CudaSegment:
         """Return the memory of a C-contiguous ``cupy.ndarray``. Peers open the whole allocations that hold it."""
         if array.nbytes == 0:
             # An empty array lies in no allocation, but peers expect a handle that opens.
-            segment = allocate_ipc(self._context, 1)
+            segment = memory.allocate_ipc(self._context, 1)
             segment.nbytes = 0
             return segment
         with self._context.current():
@@ -133,14 +125,14 @@ class SegmentsOfGpu:
         ((base, size),) = allocations
         if kind == "pool":
             return adopt_pool(self._context, base, size, array)
-        return adopt_ipc(self._context, base, size, array)
+        return memory.adopt_ipc(self._context, base, size, array)
 
     def export(self, segment: Any) -> Exported:
         """Return the parts of a segment of this process. The caller closes the descriptors."""
         exported: Exported = segment.export()
         return exported
 
-    def open(self, parts: Exported) -> CudaSegment:
+    def open(self, parts: Exported) -> memory.CudaSegment:
         """Map a peer's memory. The caller still owns the descriptors, and may close them afterwards."""
         for handle, fd in parts:
             if handle.kind not in (*self.kinds, "pool"):
@@ -153,10 +145,10 @@ class SegmentsOfGpu:
         handle, fd = parts[0]
         with uninterrupted():
             if handle.kind == "ipc":
-                return open_ipc(self._context, handle)
+                return memory.open_ipc(self._context, handle)
             if handle.kind == "staged":
                 assert fd is not None
-                return open_staged(self._context, handle, fd)
+                return memory.open_staged(self._context, handle, fd)
             if handle.kind == "pool":
                 assert fd is not None
                 return open_pool(self._context, handle, fd)

@@ -63,7 +63,7 @@ KEY = bytes(range(KEY_NBYTES))
 @pytest.fixture
 def pools(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module("mpicomm.devices.cuda.segments")
-    monkeypatch.setattr(module, "bytes_of", lambda data: KEY)
+    monkeypatch.setattr(module.memory, "bytes_of", lambda data: KEY)
     return module
 
 

@@ -25,20 +25,7 @@ from typing import Any, Literal
 
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers, launch_tag
-from mpicomm.collectives.gpu.algorithms.copies.schedule import (
-    ALIGNED_NBYTES,
-    REGIONS,
-    Action,
-    Barrier,
-    InOutput,
-    InStaging,
-    Landing,
-    Parts,
-    Reduce,
-    aligned,
-    allreduce,
-    movement,
-)
+from mpicomm.collectives.gpu.algorithms.copies import schedule
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.patterns import Buffers
@@ -97,20 +84,20 @@ class CopyLauncher(FormLauncher):
         actions = self._actions(self._form.buffers(lengths, begins), memory)
         return [*with_launches(actions, self._domain, hash32, self._form.reduction, memory)], 0, 0
 
-    def _actions(self, buffers: Buffers, memory: Mapped | None) -> list[Action]:
+    def _actions(self, buffers: Buffers, memory: Mapped | None) -> list[schedule.Action]:
         rank, reduces = self._domain.rank, self._form.operation.reduces
         exchange, following, parts, contributions_nbytes, nbytes = self._plan(buffers, staged=memory is None)
         pointers = self._domain.arena.region(_request(nbytes)).pointers if nbytes else ()
-        landing: Landing
+        landing: schedule.Landing
         if memory is not None:
-            landing = InOutput(rank, memory)
+            landing = schedule.InOutput(rank, memory)
         else:
-            landing = InStaging(rank, [pointer + contributions_nbytes for pointer in pointers], parts)
+            landing = schedule.InStaging(rank, [pointer + contributions_nbytes for pointer in pointers], parts)
         if following is None or not reduces:
-            return movement(rank, exchange, parts, landing, following)
-        return allreduce(rank, exchange, following, parts, InStaging(rank, pointers, parts), landing)
+            return schedule.movement(rank, exchange, parts, landing, following)
+        return schedule.allreduce(rank, exchange, following, parts, schedule.InStaging(rank, pointers, parts), landing)
 
-    def _plan(self, buffers: Buffers, *, staged: bool) -> tuple[Exchange, Exchange | None, Parts, int, int]:
+    def _plan(self, buffers: Buffers, *, staged: bool) -> tuple[Exchange, Exchange | None, schedule.Parts, int, int]:
         """Return the exchange of a call, the exchange in which ranks send on its data, and the parts of both.
 
         Then come the bytes of staging memory for the contributions to a reduction, and these bytes with the memory for
@@ -137,7 +124,7 @@ class CopyLauncher(FormLauncher):
 
 def parts_of(
     longest_nbytes: int, size: int, most_staged_nbytes: int, *, reduces: bool, then: Then, staged: bool
-) -> Parts:
+) -> schedule.Parts:
     """Return the parts in which ranks send each other up to ``longest_nbytes``; the same on all ranks.
 
     ``staged`` is whether the final data lands in staging memory. A rank has ``most_staged_nbytes`` of it.
@@ -145,8 +132,8 @@ def parts_of(
     rooms = ((then == "gather") + staged) * (size - 1)
     # Staging memory holds the whole message, or regions that parts reuse.
     largest = longest_nbytes
-    if rooms * aligned(longest_nbytes) > most_staged_nbytes:
-        largest = most_staged_nbytes // (REGIONS * rooms * ALIGNED_NBYTES) * ALIGNED_NBYTES
+    if rooms * schedule.aligned(longest_nbytes) > most_staged_nbytes:
+        largest = most_staged_nbytes // (schedule.REGIONS * rooms * schedule.ALIGNED_NBYTES) * schedule.ALIGNED_NBYTES
     number = 1
     if then == "relay":
         # More parts leave less work at the end, but each part costs time. The square root minimises the sum.
@@ -157,8 +144,8 @@ def parts_of(
         # The last part is moved after all copies are over, so it is small. Moving a part takes as long as copying a
         # third of it, hence as long as copying the next of the tapered parts.
         smallest = _SMALLEST_NBYTES * (size - 1 if then == "gather" else 1)
-        return Parts.tapered(longest_nbytes, min(largest, -(-longest_nbytes // number)), smallest)
-    return Parts.equal(longest_nbytes, max(number, -(-longest_nbytes // largest)))
+        return schedule.Parts.tapered(longest_nbytes, min(largest, -(-longest_nbytes // number)), smallest)
+    return schedule.Parts.equal(longest_nbytes, max(number, -(-longest_nbytes // largest)))
 
 
 def with_launches(
@@ -168,17 +155,17 @@ def with_launches(
     template = DirectTemplate(domain)
     barriers = 0  # counted, because ranks without a part have fewer steps
     for action in actions:
-        if isinstance(action, Barrier):
+        if isinstance(action, schedule.Barrier):
             yield template.barrier(launch_tag(hash32, barriers, memory), after_copies=True)
             barriers += 1
-        elif isinstance(action, Reduce):
+        elif isinstance(action, schedule.Reduce):
             assert reduction is not None
             yield local_reduction(action, reduction)
         else:
             yield action
 
 
-def local_reduction(action: Reduce, reduction: Reduction) -> Launch:
+def local_reduction(action: schedule.Reduce, reduction: Reduction) -> Launch:
     """Return the launch for a reduction within this rank's memory; raises as `local_reduction_kernel`."""
     arguments = LocalReductionArguments(
         output=action.output, nbytes=action.nbytes, num_sources=len(action.sources), sources=action.sources
