@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, KernelTemplate
-from mpicomm.collectives.gpu.algorithms.packets.arguments import (
-    OVERSEERS,
-    CountedArguments,
-    CountedPacketArguments,
-    counted_step_kernel,
-    packet_kernel,
-)
+from mpicomm.collectives.gpu.algorithms.packets import arguments as kernels
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig, any_length_config
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Step
 from mpicomm.collectives.gpu.call_templates import CallTemplate
@@ -26,7 +20,8 @@ if TYPE_CHECKING:
     from mpicomm.collectives.gpu.plan import StepLoader
 
 _AT = [
-    CountedPacketArguments.counted.offset + side.offset for side in (CountedArguments.send, CountedArguments.receive)
+    kernels.CountedPacketArguments.counted.offset + side.offset
+    for side in (kernels.CountedArguments.send, kernels.CountedArguments.receive)
 ]
 _write_side = struct.Struct("=4Q").pack_into
 
@@ -52,7 +47,7 @@ class CountedTemplate(CallTemplate, KernelTemplate):
         self.words = str(signature)
         layout, own = domain.arena.layout, domain.team.arenas[domain.rank]
         flagged, fences = layout.flagged_inboxes(own), own + layout.fences
-        self.arguments = arguments = CountedPacketArguments(team=domain.team, flagged=flagged, fences=fences)
+        self.arguments = arguments = kernels.CountedPacketArguments(team=domain.team, flagged=flagged, fences=fences)
         self.early = domain.early
         arguments.team.tags[:] = [signature.hash32] * MAX_RANKS
         counted = arguments.counted
@@ -67,7 +62,7 @@ class CountedTemplate(CallTemplate, KernelTemplate):
         arguments.laps, arguments.stages = config.laps, config.inboxes.stages
         arguments.inbox_nbytes = config.inboxes.nbytes
         arguments.inboxes[: self._size] = config.inboxes.pointers
-        self._shape = config.blocks, config.workers + OVERSEERS
+        self._shape = config.blocks, config.workers + kernels.OVERSEERS
         self._most_of_step = config.step_nbytes // self._itemsize if self._follow else -1
         """The most elements of a buffer for the kernel of one step; -1 if no call takes it."""
         self._most = NO_END if buffers.receive.counts.is_wide else (1 << 31) - 1
@@ -118,7 +113,7 @@ class CountedTemplate(CallTemplate, KernelTemplate):
     def variant(self, kernel: bool) -> Variant:
         """Return the source and options of a kernel: the kernel of one step, or the kernel of any steps."""
         if kernel:
-            return counted_step_kernel(self._size)
-        return packet_kernel(
+            return kernels.counted_step_kernel(self._size)
+        return kernels.packet_kernel(
             None, self._size, "sentinel", "paced", fan_out=False, host_slots=self._host_slots, counted=True
         )

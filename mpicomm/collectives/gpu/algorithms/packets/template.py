@@ -11,16 +11,7 @@ from zlib import crc32
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes
-from mpicomm.collectives.gpu.algorithms.packets.arguments import (
-    FEWEST_LAPS,
-    OVERSEERS,
-    PacketArguments,
-    Steps,
-    StridedPacketArguments,
-    finished_packet_arguments,
-    packet_kernel,
-    wire_options,
-)
+from mpicomm.collectives.gpu.algorithms.packets import arguments as kernels
 from mpicomm.collectives.gpu.algorithms.packets.configs import Coding, PacketConfig, Stepped
 from mpicomm.collectives.packed import Gaps, Strides
 from mpicomm.epilogues.base import Fused
@@ -31,8 +22,8 @@ from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.arguments import Span
 
 # A call fills in two ranges of `PacketArguments`: the tags with the messages and the steps after them; the inboxes.
-_AT_TAGS: int = PacketArguments.team.offset + Team.tags.offset
-_AT_INBOXES: int = PacketArguments.stages.offset
+_AT_TAGS: int = kernels.PacketArguments.team.offset + Team.tags.offset
+_AT_INBOXES: int = kernels.PacketArguments.stages.offset
 _pack_pair = struct.Struct("<IQQQQ").pack
 
 Number = Callable[[Span | None], int]
@@ -79,7 +70,7 @@ class PacketTemplate(KernelTemplate):
         given = {"team": team, "flagged": layout.flagged_inboxes(own), "fences": own + layout.fences}
         self._is_strided = gaps is not None
         if gaps is not None:
-            self.arguments = strided = StridedPacketArguments(**given)
+            self.arguments = strided = kernels.StridedPacketArguments(**given)
             firsts, regions = dict[Gaps, int](), list[Strides]()
             for fields, of_ranks in zip((strided.send_gaps, strided.receive_gaps), gaps, strict=True):
                 for peer, each in enumerate(of_ranks):
@@ -90,9 +81,9 @@ class PacketTemplate(KernelTemplate):
                         fields[peer] = firsts[each], each.grain
             strided.strides[: len(regions)] = regions
         elif finish is None:
-            self.arguments = PacketArguments(**given)
+            self.arguments = kernels.PacketArguments(**given)
         else:
-            self.arguments = finished_packet_arguments(type(finish.arguments))(**given)
+            self.arguments = kernels.finished_packet_arguments(type(finish.arguments))(**given)
             self.apply(finish)
         self.early = domain.early
         words, absent = f"{size}Q", f"{8 * (MAX_RANKS - size)}x"
@@ -203,11 +194,11 @@ class PacketTemplate(KernelTemplate):
         (protocol, steps, *epilogue), coding, reduction = kernel, self._coding, self._reduction
         wire: tuple[str, ...] = ()
         if coding is not None:
-            wire = wire_options(
+            wire = kernels.wire_options(
                 coding.codes, moves=reduction is None, codes_result=coding.codes_result, alike=self._alike
             )
             reduction = reduction or (coding.element, "sum")
-        return packet_kernel(
+        return kernels.packet_kernel(
             reduction,
             self._size,
             protocol,
@@ -232,10 +223,10 @@ class PacketTemplate(KernelTemplate):
             if steps > laps:
                 paced = self._paced(values, config.unit_nbytes * threads * laps)
         # A kernel for more steps has more work in each step.
-        of_steps: Steps = "paced" if paced else "laps"
+        of_steps: kernels.Steps = "paced" if paced else "laps"
         if steps <= laps:
             of_steps = "one" if steps == config.parts == 1 else "few"
-        return ((config.protocol, of_steps), config.blocks, config.workers + OVERSEERS), steps, laps, paced
+        return ((config.protocol, of_steps), config.blocks, config.workers + kernels.OVERSEERS), steps, laps, paced
 
     def _steps(self, nbytes: int, config: PacketConfig) -> tuple[int, int]:
         """Return the steps of messages of so many bytes, and after how many steps a launch uses slots again."""
@@ -244,7 +235,7 @@ class PacketTemplate(KernelTemplate):
             units = -(-units // LANES) * LANES
         steps = -(-units // (config.blocks * config.workers)) or 1
         laps = steps if units <= config.slots else config.laps
-        if steps > laps and (laps < FEWEST_LAPS + (config.row_nbytes > 0) or config.protocol == "flagged"):
+        if steps > laps and (laps < kernels.FEWEST_LAPS + (config.row_nbytes > 0) or config.protocol == "flagged"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {config.inboxes.nbytes} bytes")
         return steps, laps
 
