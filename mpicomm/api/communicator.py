@@ -216,6 +216,10 @@ class Communicator(
         return self._collectives.at_once if needs_votes(placement) else checks_of(placement)
 
     @AtFirstUse
+    def _starts_on(self) -> MPI.Intracomm:
+        return self._collectives.starts_on()
+
+    @AtFirstUse
     def _messages(self) -> Messages:
         from mpicomm.messages.calls import Messages  # few programs send messages of GPU arrays
 

@@ -100,7 +100,7 @@ def _body(row: Operation, form: int) -> list[str]:
         checked = ", ".join([send, receive, *[op] * (row.reduces or has_both), *[root] * has_both])
         counted = " and recvcounts is not None" * (row.send == "counted")
         given = ", ".join(row.arguments)
-        call = f"mpi(self, {given})"
+        call = f"mpi({('self', 'self._starts_on')[form]}, {given})"
         if form == 1 and row.name not in _KEPT_BY_MPI4PY:  # MPI uses the buffers until the request is complete
             call = f"holding({call}, ({given}))"
         name = row.methods[form]

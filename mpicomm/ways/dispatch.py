@@ -20,8 +20,8 @@ from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.call import Arguments, Call, Given, in_order
 from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.host import selection
-from mpicomm.collectives.host.selection import PlainCheck, never, plain_calls
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.host.selection import PlainCheck, after_votes, plain_calls
+from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import require_here
 from mpicomm.mpi.buffers import array_of
@@ -118,27 +118,31 @@ class Dispatcher:
         self._gpus = OnGpus(session, engines, votes)
         self._ordered = placement.here.reductions == "ordered"
         self._plain = checks = checks_of(placement)
-        self.at_once: dict[str, PlainCheck] = dict.fromkeys(checks, never) if votes.are_needed else checks
+        self.at_once = after_votes(checks, self._is_on_host, self._starts_on_host) if votes.are_needed else checks
         """The checks of the calls that methods hand to MPI. If one fails, the method calls `run` or `start`."""
+        # What the checks have found out meanwhile, for the call of `run` or `start` that follows.
+        self._joins = False
+        self._voted = 0
 
     def run(self, operation: Operation, stream: Any, algorithm: str, given: Given) -> None:
         """Carry out a blocking collective; on device arrays, enqueue it."""
-        votes = self._votes
+        votes, joins = self._votes, self._joins
         if votes.queue:
             votes.settle()
         gpu = self.engines.gpu
-        if gpu and type(given[1]) is not ndarray:  # no call into a host array is known
+        if gpu and not joins and type(given[1]) is not ndarray:  # no call into a host array is known
             known = gpu.find(operation, algorithm, *given)
             if known:
                 gpu.enqueue(known, stream, given[0], given[1], blocking=True, vote=self._vote)
                 return
         arguments = Arguments(*given)
-        plain = self._is_plain(operation, operation.name, arguments, stream, algorithm)
+        plain = not joins and self._is_plain(operation, operation.name, arguments, stream, algorithm)
         if plain and votes.agree(operation) == "host":
             self._mpi.call(operation, arguments, 0)
             return
+        self._joins = False
         call = self._reader.look(operation, arguments, algorithm, stream)
-        call = self._reader.placed(call, "gpu") if plain else self._located(call, blocking=True)
+        call = self._reader.placed(call, "gpu") if joins or plain else self._located(call, blocking=True)
         self._post(call, blocking=True)
 
     def start(self, operation: Operation, stream: Any, algorithm: str, given: Given) -> MPI.Request:
@@ -147,11 +151,11 @@ class Dispatcher:
         if not votes.queue and type(given[1]) is not ndarray:
             request = self._gpus.start_known(operation, stream, algorithm, given)
         if request is None:
-            arguments = Arguments(*given)
-            if not self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
+            arguments, number, self._voted = Arguments(*given), self._voted, 0
+            if not number and not self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
                 begun = self._start(self._reader.look(operation, arguments, algorithm, stream))
             elif votes.are_needed:
-                number = votes.vote(operation, on_host=True)
+                number = number or votes.vote(operation, on_host=True)
                 begun = votes.start(number, lambda place: self._begin_plain(operation, arguments, place))
             else:
                 begun = self._mpi.call(operation, arguments, 1)
@@ -195,6 +199,20 @@ class Dispatcher:
             return False
         told = operation.send != "counted" or given.counts is not None
         return told and self._plain[method](given.send, given.receive, given.op, given.root)
+
+    def _is_on_host(self, operation: Operation) -> bool:
+        """Vote in a call on host arrays; return whether it is on the host. Blocking."""
+        self._joins = self._votes.agree(operation) == "gpu"
+        return not self._joins
+
+    def _starts_on_host(self, operation: Operation) -> bool:
+        """As `_is_on_host`, for a start: vote, and return whether the call is known to be on the host. Local."""
+        self._voted = self._votes.vote_and_look(operation)
+        return not self._voted
+
+    def starts_on(self) -> MPI.Intracomm:
+        """Return the communicator on which MPI starts the calls of `at_once`; see `LocationVotes.comm`."""
+        return self._votes.comm(ALLREDUCE)
 
     def _located(self, call: Call, *, blocking: bool) -> Call:
         """Vote in a call that waits for the votes of all ranks; return it at its location. Collective, blocking."""

@@ -133,16 +133,27 @@ class LocationVotes:
             self._log = self._engines.node_log(operation.name, patient=patient)
         return self._log
 
+    def vote_and_look(self, operation: Operation) -> int:
+        """Vote for the host in a start; return 0 if the call may begin on the host, else the number of the vote. Local.
+
+        The other ranks mostly start the call within these looks, and a request of MPI is the cheapest.
+        """
+        log = self._log or self._opened(operation, patient=True)
+        number = log.vote(FOR_HOST)
+        if not self.queue:
+            for _ in range(_LOOKS):
+                place = log.location(number)
+                if place is not None:
+                    return 0 if place == "host" else number
+        return number
+
     def start(self, number: int, begin: Begin) -> MPI.Request:
         """Call ``begin`` when all started calls before have begun and the votes of this number are there. Local.
 
         The number is 0 for a call on GPUs. Return the request of the call.
         """
-        if not self.queue:
-            # The other ranks mostly start the call within these looks, and a request of MPI is the cheapest.
-            for _ in range(_LOOKS):
-                if place := self._place(number):
-                    return begin(place)
+        if not self.queue and (place := self._place(number)):
+            return begin(place)
         begun: list[MPI.Request] = []
         errors: list[BaseException] = []  # the wait for the request raises the first one
 

@@ -149,9 +149,26 @@ def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> d
                 _own_types[datatype.handle] = _own_objects[id(datatype)] = dtype
     checks: dict[str, PlainCheck] = {}
     for name, row in OPERATIONS.items():
-        for method, least in ((name, mapped_from(row, size, nodes)), (row.nonblocking, NEVER)):
-            checks[method] = never if ordered and row.reduces else _check(row, size, rank, least)
+        never = ordered and row.reduces
+        checks[name] = _never if never else _check(row, size, rank, mapped_from(row, size, nodes))
+        checks[row.nonblocking] = _never if never else _check(row, size, rank, NEVER)
     return checks
+
+
+def after_votes(
+    checks: dict[str, PlainCheck], is_on_host: Callable[[Operation], bool], starts_on_host: Callable[[Operation], bool]
+) -> dict[str, PlainCheck]:
+    """Return the checks of `plain_calls` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
+
+    ``is_on_host`` finds that out for a blocking call, and ``starts_on_host`` for a nonblocking one.
+    """
+
+    def of(check: PlainCheck, row: Operation, agreed: Callable[[Operation], bool]) -> PlainCheck:
+        return lambda send, receive, op=None, root=0: check(send, receive, op, root) and agreed(row)
+
+    blocking = {name: of(checks[name], row, is_on_host) for name, row in OPERATIONS.items()}
+    starts = {row.nonblocking: of(checks[row.nonblocking], row, starts_on_host) for row in OPERATIONS.values()}
+    return blocking | starts
 
 
 def are_apart(a: Any, b: Any) -> bool:
@@ -173,15 +190,14 @@ def are_apart(a: Any, b: Any) -> bool:
     return not may_share_memory(a, b)
 
 
-def never(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
-    """Return False: a `PlainCheck` that lets no call pass."""
+def _never(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
     return False
 
 
 def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
     """Return the check of a collective that goes through mapped memory from ``least`` bytes on."""
     if row.send == "typed":
-        return never
+        return _never
     reduces, rooted, gathers = row.reduces, bool(row.rooted), row.rooted == "receive"
     # If recvcounts cut an input in place, MPI must get a copy of it. MPI may accept MPI.IN_PLACE of neighbours, which
     # `Call` refuses.
@@ -218,20 +234,22 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
             return receive.dtype in MPI_TYPES and (not reduces or (type(op) is _Op and receive.nbytes < least))
         if only_arrays or (reduces and type(op) is not _Op):
             return False
-        in_place = send is None or send is _in_place
-        if in_place and no_list_in_place:
+        if no_list_in_place and (send is None or send is _in_place):
             return False
         if type(send) in _LISTS or type(receive) in _LISTS:
             send = _bare(send, sent_blocks) if type(send) in _LISTS else send
             receive = _bare(receive, received_blocks) if type(receive) in _LISTS else receive
             if type(send) not in _LISTS and type(receive) not in _LISTS:
                 return check(send, receive, op, root)
+        in_place = send is None or send is _in_place
         if in_place or receive is None:
             if not in_place and not (gathers and rank != root):
                 return False
             found = read_received(receive) if in_place else read_sent(send)
-            array, nbytes, _ = found or (None, 0, 0)
-            return array is not None and (array.base is None or is_host_view(array)) and (not reduces or nbytes < least)
+            if found is None:
+                return False
+            array, nbytes, _ = found
+            return (array.base is None or is_host_view(array)) and (not reduces or nbytes < least)
         sent, received = read_sent(send), read_received(receive)
         if sent is None or received is None:
             return False

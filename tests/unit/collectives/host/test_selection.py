@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES
-from mpicomm.collectives.host.selection import NEVER, algorithms_for, mapped_from, plain_calls, schedule
+from mpicomm.collectives.host.selection import NEVER, after_votes, algorithms_for, mapped_from, plain_calls, schedule
 from mpicomm.collectives.operations import ALLREDUCE, BCAST, OPERATIONS, REDUCE, Operation
 from tests.helpers.jobs.mpiexec import run_job
 from tests.helpers.jobs.pace import stretched
@@ -144,6 +145,29 @@ def test_blocks_that_are_reduced_in_place_need_a_closer_look_in_a_list() -> None
 def test_lists_of_neighbours_have_blocks_for_neighbours() -> None:
     assert plain("Neighbor_allgather", np.zeros(4), np.zeros(8))
     assert not plain("Neighbor_allgather", [np.zeros(4), 4, MPI.DOUBLE], [np.zeros(8), 4, MPI.DOUBLE])
+
+
+@EVERY
+@pytest.mark.parametrize("agreed", [True, False])
+def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation: Operation, agreed: bool) -> None:
+    votes: list[str] = []
+
+    def voting(method: str) -> Callable[[Operation], bool]:
+        def vote(row: Operation) -> bool:
+            votes.append(getattr(row, method))
+            return agreed
+
+        return vote
+
+    on_host, given = plain_calls(2, RANK, 1), buffers(operation, 16)
+    checks = after_votes(on_host, voting("name"), voting("nonblocking"))
+    for method in operation.methods[:2]:
+        plain = on_host[method](*given, MPI.SUM)
+        assert plain or operation.of_neighbors or operation.send == "typed"
+        votes.clear()
+        assert checks[method](*given, MPI.SUM) == (plain and agreed)
+        assert not checks[method](object(), object(), MPI.SUM)  # it is read before this rank votes
+        assert votes == [method] * plain
 
 
 # Ranks that take different ways, because they pass counts on both sides of a switch point.
