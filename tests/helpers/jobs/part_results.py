@@ -1,12 +1,14 @@
-"""A pytest plugin that writes down the result of a part of `scripts/test`: ``pytest -p ... --results FILE``.
+"""A pytest plugin that writes down how far a part of `scripts/test` is: ``pytest -p ... --results FILE``.
 
-FILE gets the numbers of tests that passed, failed and were skipped, and the reasons for failures and skips.
+At the end FILE gets the numbers of tests that passed, failed and were skipped, and the reasons for failures and skips.
+FILE.progress gets the numbers of tests and of those that are over, and which test has run since when.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,42 @@ FAILURES_NAMED, LAST_LINES, LINE_LENGTH = 10, 15, 200
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", metavar="FILE", help="write how many tests passed, failed and were skipped")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--results") and not hasattr(config, "workerinput"):  # the process that starts workers reports
+        config.pluginmanager.register(_Progress(config))
+
+
+class _Progress:
+    """Counts the tests, also those of pytest-xdist's workers."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._total = self._over = 0
+        self._running: dict[str, float] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self._total = len(items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._total = len(ids)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._total = len(session.items) or self._total
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running[nodeid] = time.time()
+        if file := self._config.getoption("--results"):  # ranks other than the first one write nothing
+            slow, since = min(self._running.items(), key=lambda one: one[1])
+            made = Path(f"{file}.new")
+            made.write_text(json.dumps({"total": self._total, "over": self._over, "runs": slow, "since": since}))
+            made.replace(f"{file}.progress")
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._over += 1
+        self._running.pop(nodeid, None)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -88,7 +126,9 @@ def part(name: str, code: int, took: tuple[int, int], results: Path | None, outp
     if results is None:
         return Part(name, took, code != 0, None, {}, _end_of(code, output))
     if not results.exists():
-        return Part(name, took, True, 0, {}, _end_of(code, output))
+        at = Path(f"{results}.progress")
+        running = [f"it ended in {json.loads(at.read_text())['runs']}"] if at.exists() else []
+        return Part(name, took, True, 0, {}, [*running, *_end_of(code, output)])
     counts = json.loads(results.read_text())
     passed, skipped, failures = counts["passed"], counts["skipped"], counts["failed"]
     as_told = code == 0 or (code == NO_TESTS and passed == 0)

@@ -7,8 +7,8 @@ another mostly wait. Every step runs, whatever became of the others. A line show
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +25,7 @@ from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.jobs.part_results import Part, causes, conclusion, part
 
 QUICK = ("kernels", "unit", "mpi", "hosts", "gpu")
+SLOW_S = 20.0  # a test that runs so long is named
 
 COLLECTIVES = "tests/mpi/collectives"
 # Three ranks are one in a fault or a message, its peer, and one that is neither. That is all that most tests need,
@@ -75,6 +76,7 @@ class Step:
     after: Step | None = None
     result: Part | None = None
     output: Path = Path()
+    start: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -82,10 +84,13 @@ class Step:
         """The file of part_results.py."""
         return self.output.with_suffix(".json")
 
-    def progress(self) -> str:
-        """Return how far it is, as pytest has written last."""
-        percents = re.findall(r"\[ *(\d+%)\]", self.output.read_text(errors="replace"))
-        return f"{self.name} {percents[-1]}" if percents else self.name
+    def progress(self) -> tuple[str, str, float]:
+        """Return how many tests are over, and which one has run for how long."""
+        try:
+            said = json.loads(Path(f"{self.results}.progress").read_text())
+        except OSError:
+            return self.name, "", 0.0
+        return f"{self.name} {said['over']} of {said['total']}", said["runs"], time.time() - said["since"]
 
 
 class Steps:
@@ -208,7 +213,7 @@ class Run:
         for step in lane:
             if step.after:
                 step.after.over.wait()
-            start = time.time()
+            step.start = time.time()
             own = ["-p", "tests.helpers.jobs.part_results", "--results", str(step.results)] if step.counts else []
             with step.output.open("wb") as output:
                 process = subprocess.Popen(
@@ -219,7 +224,7 @@ class Run:
                 process.returncode = os.waitstatus_to_exitcode(status)
             results = step.results if step.counts else None
             said = step.output.read_text(errors="replace")
-            took = (round(time.time() - start), round(usage.ru_utime + usage.ru_stime))
+            took = (round(time.time() - step.start), round(usage.ru_utime + usage.ru_stime))
             result = part(step.name, process.returncode, took, results, said)
             if result.failed:
                 self._said.append(said)
@@ -240,14 +245,17 @@ class Run:
             time.sleep(0.5)
         sys.stdout.write("\r\x1b[K" if live else "")
 
-    def line(self) -> str:
-        """Return the time so far, how far each part is, and how many are to come."""
+    def line(self, slow_s: float = SLOW_S) -> str:
+        """Return the time so far, how many tests of each part are over, and a test that is slow."""
         seconds = int(time.time() - self._start)
-        running = [step.progress() for step in self._steps if step.output.exists() and not step.result]
-        to_come = sum(not step.output.exists() for step in self._steps)
-        said = [f"{seconds // 60}:{seconds % 60:02d}", *running]
+        running = [step.progress() for step in self._steps if step.start and not step.result]
+        to_come = sum(not step.start for step in self._steps)
+        said = [f"{seconds // 60}:{seconds % 60:02d}", *(counted for counted, _, _ in running)]
         if to_come:
             said.append(f"{to_come} part{'s' * (to_come > 1)} to come")
+        slow = max(running, key=lambda one: one[2] if one[1] else 0.0, default=("", "", 0.0))
+        if slow[1] and slow[2] >= slow_s:
+            said.append(f"slow: {slow[1]}, {slow[2]:.0f} s")
         return " | ".join(said)
 
 

@@ -102,7 +102,10 @@ def test_what_failed(tmp_path: Path) -> None:
     assert why[1] == "    test_0.py::test_one: assert False"
     assert "ModuleNotFoundError: No module named 'no_such_module'" in why[3]
     assert why[why.index("empty FAILED:") + 1] == "    exit code 5"
-    assert why[why.index("ends in the middle FAILED:") + 1] == "    exit code 0"
+    assert why[why.index("ends in the middle FAILED:") + 1 :][:2] == [
+        "    it ended in test_4.py::test_one",
+        "    exit code 0",
+    ]
     assert why[-3:] == ["a program FAILED:", "    exit code 1", "    its last words"]
     assert lines[-1] == (
         f"FAILED: {', '.join(names)}, a program; passed: good; ran without some tests: skipped and bad"
@@ -110,23 +113,35 @@ def test_what_failed(tmp_path: Path) -> None:
 
 
 def test_a_run_shows_how_far_it_is_and_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "test_one.py").write_text("def test_one(): pass")
-    wait = f"import time; print('.. [ 66%]', flush=True); time.sleep({HANG_S})"
-    first = Step("first", [sys.executable, "-c", wait], counts=False)
-    second = Step("second", [sys.executable, "-m", "pytest", "-q", str(tmp_path)], "other", after=first)
+    fast, slow = tmp_path / "test_fast.py", tmp_path / "test_slow.py"
+    go_on = tmp_path / "go on"
+    fast.write_text("def test_one(): pass")
+    slow.write_text(f"""
+import time
+from pathlib import Path
+def test_one(): pass
+def test_two(): pass
+def test_three():
+    while not Path({str(go_on)!r}).exists():
+        time.sleep(0.01)
+""")
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path)]
+    first = Step("first", [*pytest_, str(slow)])
+    second = Step("second", [*pytest_, str(fast)], after=first)
     bad = Step("bad", [sys.executable, "-c", "print('the cause'); 1 / 0"], counts=False)
-    run = Run([[first, bad], [second]], tmp_path)
+    run = Run([[first], [second], [bad]], tmp_path)
     results: list[Part] = []
     thread = threading.Thread(target=lambda: results.extend(run.run()), daemon=True)
     thread.start()
-    assert wait_until(lambda: run.line().endswith(" | first 66% | 2 parts to come"), HANG_S), run.line()
-    run._processes[0].terminate()
+    assert wait_until(lambda: "first 2 of 3" in run.line(slow_s=0), HANG_S)
+    assert "| 1 part to come | slow: test_slow.py::test_three, 0 s" in run.line(slow_s=0)
+    go_on.touch()
     thread.join()
     assert [(result.name, result.passed, result.failed) for result in results] == [
-        ("first", None, True),
-        ("bad", None, True),
+        ("first", 3, False),
         ("second", 1, False),
+        ("bad", None, True),
     ]
     said = capsys.readouterr().out
-    assert "==== first: FAILED in " in said and "==== second: passed in " in said
+    assert "==== first: passed in " in said and "==== second: passed in " in said
     assert "the cause" in said and "ZeroDivisionError" in said and "==== bad: FAILED" in said
