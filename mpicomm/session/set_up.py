@@ -69,6 +69,8 @@ class SetUp:
     """Returns the timeout of an earlier collective on host arrays."""
     leaves_messages: Callable[[], bool] = staticmethod(lambda: False)
     """Says whether messages between peer domains may be in flight that no receive takes."""
+    begin_started: Callable[[], None] = staticmethod(lambda: None)
+    """Begins the nonblocking calls that the program has started before."""
     before_suspension: Callable[[], None] = staticmethod(lambda: None)
     """Gives back memory to which no graph, no known call and no peer refers."""
     _private: MPI.Intracomm | None = None  # this session frees it
@@ -167,6 +169,9 @@ class SetUp:
         ``what`` names the call in errors. A failure raises the same error on all ranks. A ``patient`` rank waits for
         the others as long as MPI does, because its call is a call on host arrays.
         """
+        # Else another thread may begin them during this call. It would set up memory in exchanges that other ranks make
+        # before this call, and enqueue kernels after those of this call.
+        self.begin_started()
         if not self._groups:
             self._require_open(what)
             limit_s = _PATIENCE_S if patient else self.placement.here.timeout_s

@@ -47,7 +47,8 @@ class InStreamOrder:
         gpu = self._engines.gpu
         plan = None if gpu is None else gpu.find_message(operation, sendbuf, recvbuf, route)
         if gpu is None or plan is None:
-            session = self._session.set_up(operation)
+            # After the first message a call waits for no rank: other ranks may enqueue theirs in another order.
+            session = self._session.set_up(operation) if gpu is None else self._session
             outward, inward = _NAMES[operation]
             sent = _read_end(operation, send, outward, session)
             received = _read_end(operation, receive, inward, session, receives=True)

@@ -77,6 +77,8 @@ class LocationVotes:
         self.queue: deque[tuple[int, Callable[[CallLocation], None]]] = deque()
         """The started calls that have not begun yet: the numbers of their votes, and what begins them."""
         self._turn = threading.Lock()  # `Wait`, the next call and the completer's thread all advance the queue
+        self._taker: int | None = None  # the thread that has the turn
+        session.begin_started = self._begin_started
         self.completer = Completer()
         """It completes requests that MPI serves, and advances the queue."""
 
@@ -177,6 +179,11 @@ class LocationVotes:
         """Begin all started calls. Blocking: the other ranks start them too, before they come to this rank's call."""
         wait_until(self.advance, math.inf, self._session.node.progress)
 
+    def _begin_started(self) -> None:
+        """Begin all started calls, unless this thread is beginning one of them, which may set up memory."""
+        if self.queue and self._taker != threading.get_ident():
+            self.settle()
+
     def advance(self) -> bool:
         """Begin the started calls whose location is known, in order. Return whether none is left."""
         with self._turn:
@@ -185,7 +192,11 @@ class LocationVotes:
                 place = self._place(number)
                 if place is None:
                     return False
-                turn(place)
+                self._taker = threading.get_ident()
+                try:
+                    turn(place)
+                finally:
+                    self._taker = None
                 self.queue.popleft()  # last: another thread that finds the queue empty launches its call at once
         return True
 

@@ -277,6 +277,24 @@ def test_a_start_waits_for_no_rank(device: str, where: str) -> None:
         assert (values_of(total) == comm.size).all()
 
 
+def test_a_blocking_call_follows_the_calls_that_are_started(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 learns late that its call needs the engine, whose set-up the others begin before their products."""
+    with on_gpus(device) as (comm, make):
+        comm.Allreduce(np.ones(3), np.zeros(3))
+        here = np.array if comm.rank == 0 else make
+        total = here(np.zeros(3))
+        # Without the thread that begins started calls, which would come first by chance.
+        monkeypatch.setattr(comm._collectives._votes.completer, "_threaded", False)
+        if comm.rank:
+            WORLD.Barrier()
+        request = comm.Iallreduce(here(np.ones(3)), total)
+        if comm.rank == 0:
+            WORLD.Barrier()
+        assert (comm.allgather_matmul(np.ones((1, 2)), np.ones((2, 2))) == 2).all()
+        request.Wait()
+        assert (values_of(total) == comm.size).all()
+
+
 @pytest.mark.parametrize("forms", [("Allreduce",), ("Iallreduce",)])
 def test_one_warning_tells_of_the_rank_with_host_arrays(
     device: str, forms: tuple[str], monkeypatch: pytest.MonkeyPatch
