@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -57,9 +58,8 @@ class Job:
         shared, landed = [address(each) for each in memory], [address(each) for each in landing]
         self.ranks = []
         for rank in range(size):
-            actions: list[Action] = []
-            place, matrices = Place(rank, size, rows), dict[str, Array]()
-            calls = []
+            actions: list[tuple[Action, dict[str, Array]]] = []
+            place = Place(rank, size, rows)
             for call in range(2):
                 a, out = address(self.a[call][rank]), address(self.out[call][rank])
                 if kind == "gather":
@@ -73,13 +73,12 @@ class Job:
                 shard = rows * COLUMNS
                 matrices["pulled"] = memory[rank][(size - 1) * shard : (size + 1) * shard].reshape(2 * rows, COLUMNS)
                 matrices["gathered"] = memory[rank][: size * rows * INNER].reshape(size * rows, INNER)
-                calls.append((steps, matrices))
-                actions += steps
-            order = [at for at, each in enumerate(actions) if isinstance(each, (Barrier, Fork, Join, JoinLane))]
+                actions += [(step, matrices) for step in steps]
+            order = [at for at, (each, _) in enumerate(actions) if isinstance(each, (Barrier, Fork, Join, JoinLane))]
             self.orders = len(order)
             if without is not None:
                 actions.pop(order[without])
-            self.ranks.append(_rank(calls, actions, self.b[rank], self.bias))
+            self.ranks.append(Rank(actions, self.b[rank], self.bias))
         self.kind, self.size, self.rows = kind, size, rows
 
     def check(self) -> None:
@@ -94,19 +93,6 @@ class Job:
             for rank in range(self.size):
                 rows = slice(rank * self.rows, (rank + 1) * self.rows) if self.kind == "scatter" else slice(None)
                 assert (self.out[call][rank] == total[rows]).all()
-
-
-def _rank(calls: list[Any], actions: list[Action], b: Array, bias: Array) -> Rank:
-    second = {id(step) for step in calls[1][0]}
-    rank = Rank(actions, calls[0][1], b, bias)
-    carry_out = rank.carry_out
-
-    def carry(kind: str, action: Any) -> None:
-        rank.matrices = calls[id(action) in second][1]
-        carry_out(kind, action)
-
-    rank.carry_out = carry  # type: ignore[method-assign]
-    return rank
 
 
 def cut_of(kind: str, size: int, rows: int, draw: Any) -> Any:
@@ -171,15 +157,19 @@ STREAMS = ("main", "beside", "lane")
 
 
 class Rank:
-    """A rank with its matrices, a main stream, and beside it a stream for copies and a lane for products."""
+    """A rank with a main stream, and beside it a stream for copies and a lane for products.
 
-    def __init__(self, actions: list[Action], matrices: dict[str, Array], b: Array, bias: Array | None) -> None:
-        self.matrices, self._b, self._bias = matrices, b, bias
+    Each action has the matrices of its call.
+    """
+
+    def __init__(self, actions: list[tuple[Action, dict[str, Array]]], b: Array, bias: Array) -> None:
+        self._b, self._bias = b, bias
         self.queues: dict[str, list[tuple[str, Any]]] = {name: [] for name in STREAMS}
         self.over = dict.fromkeys(STREAMS, 0)
         self.barriers = 0
         main, beside, lane = self.queues.values()
-        for action in actions:
+        for action, matrices in actions:
+            work = "work", partial(self._carry_out, action, matrices)
             if isinstance(action, Fork):
                 beside.append(("wait", ("main", len(main))))
             elif isinstance(action, Join):
@@ -187,25 +177,25 @@ class Rank:
             elif isinstance(action, JoinLane):
                 main.append(("wait", ("lane", len(lane))))
             elif isinstance(action, Copy) and not action.local:
-                beside.append(("copy", action))
+                beside.append(work)
             elif isinstance(action, Multiply):
-                lane += [("wait", ("main", len(main))), ("work", action)]
+                lane += [("wait", ("main", len(main))), work]
             else:
-                main.append(("barrier" if isinstance(action, Barrier) else "work", action))
+                main.append(("barrier", None) if isinstance(action, Barrier) else work)
         for name in STREAMS[1:]:
             queue = self.queues[name]
             assert not queue or ("wait", (name, len(queue))) in main, "a fork without its join"
 
-    def carry_out(self, kind: str, action: Any) -> None:
-        if kind == "copy" or isinstance(action, Copy):
+    def _carry_out(self, action: Any, matrices: dict[str, Array]) -> None:
+        if isinstance(action, Copy):
             ctypes.memmove(action.target, action.source, action.nbytes)
         elif isinstance(action, Multiply):
-            left, into = self.matrices[action.left], self.matrices[action.into]
+            left, into = matrices[action.left], matrices[action.into]
             into[action.at : action.at + action.rows] = left[action.begin : action.begin + action.rows] @ self._b
         elif isinstance(action, AddBias):
-            self.matrices["out"][action.begin : action.begin + action.rows] += self._bias
+            matrices["out"][action.begin : action.begin + action.rows] += self._bias
         elif isinstance(action, Reduce):
-            dtype = self.matrices["out"].dtype
+            dtype = matrices["out"].dtype
             total = sum(_at(source, action.nbytes, dtype).copy() for source in action.sources)
             _at(action.output, action.nbytes, dtype)[...] = total
 
@@ -246,8 +236,8 @@ def _ready(ranks: list[Rank]) -> Iterator[tuple[int, Callable[[], None]]]:
             def act(rank: Rank = rank, name: str = name, kind: str = kind, action: Any = action) -> None:
                 if kind == "barrier":
                     rank.barriers += 1
-                elif kind != "wait":
-                    rank.carry_out(kind, action)
+                elif kind == "work":
+                    action()
                 rank.over[name] += 1
 
             yield len(STREAMS) * number + index, act
