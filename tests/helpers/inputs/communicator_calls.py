@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,7 @@ class Case:
     dtype: np.dtype[Any]
     count: int
     op: str = "sum"
+    """With "tree" it is a sum with ``order="tree"``."""
     root: int = 0
     form: str = "plain"
     """"plain": arrays without counts, so that blocks are equal. "any": each rank draws how it names its buffers, and
@@ -82,8 +83,8 @@ class Case:
     """Ranks that are reduced first, before their results are reduced. Scan and Exscan ignore them and take the ranks in
     order.
     """
-    wire: str | None = None
-    """The codes as which elements travel."""
+    wire: str | tuple[str, None] | None = None
+    """The codes as which elements travel, as the callers of an all-reduce pass them: results do so, too, or not."""
     derived: bool = True
     """Whether datatypes of movements may be derived ones."""
     copies: bool = False
@@ -91,6 +92,9 @@ class Case:
     mixed: str = ""
     """With "gpu" or "host" each rank draws where its buffers lie, in a call on GPUs or on the host. To a call on GPUs
     some ranks may pass only host arrays. In a call on the host the root's second buffer may lie on its GPU."""
+
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further arguments by name, of which `Prepared.check` knows nothing."""
 
     @property
     def row(self) -> Operation:
@@ -169,7 +173,12 @@ class Prepared:
     def _call(self, comm: mpicomm.Communicator, method: str) -> Any:
         case = self.case
         send, receive = self._arguments
-        given: dict[str, Any] = {"buf": receive, "sendbuf": send, "recvbuf": receive, "op": OPS[case.op]}
+        given: dict[str, Any] = {
+            "buf": receive,
+            "sendbuf": send,
+            "recvbuf": receive,
+            "op": OPS["sum" if case.op == "tree" else case.op],
+        }
         given |= {"root": case.root, "recvcounts": self.counts}
         if case.form == "plain" and not case.in_place:
             del given["recvcounts"]  # then the ranks tell each other the counts
@@ -179,7 +188,9 @@ class Prepared:
             keywords["algorithm"] = case.algorithm
         if case.wire is not None:
             keywords["wire_dtype"] = case.wire
-        return getattr(comm, method)(*positional, **keywords)
+        if case.op == "tree":
+            keywords["order"] = "tree"
+        return getattr(comm, method)(*positional, **keywords, **case.more)
 
     def _check(self) -> None:
         case, (send, receive) = self.case, (self._send, self._receive)
@@ -233,7 +244,7 @@ class Prepared:
         """Return the blocks that come to this rank."""
         case, row = self.case, self.case.row
         blocks = [each[0 if row.send == "one" else self._rank] for each in sent]
-        if case.wire is not None and self._size > 1:
+        if isinstance(case.wire, str) and self._size > 1:
             blocks = [through_codes(block, case.wire).astype(case.dtype) for block in blocks]
         return [blocks[case.root]] if row.receive == "one" else blocks
 
@@ -247,7 +258,8 @@ class Prepared:
         if len(parts) == 1:  # a single contribution is the result, even if x / 1 is not x
             return [parts[0].copy()]
         if case.wire is not None:
-            return [coded_sum(parts, case.wire, case.op, again=row.send == "one")]
+            codes, again = (case.wire, row.send == "one") if isinstance(case.wire, str) else (case.wire[0], False)
+            return [coded_sum(parts, codes, case.op, again=again)]
         return [reduced(case.op, parts, case.groups if prefix is None else None)]
 
     def _lengths(self, shape: str, peer: int, *, receives: bool) -> list[int]:
@@ -288,7 +300,7 @@ class Prepared:
 
     def _place(self, memory: Any) -> list[Any]:
         """Bring both buffers to their places, and return the arguments that name them."""
-        case, row, rng = self.case, self.case.row, self._rng
+        case, row, rng, xp = self.case, self.case.row, self._rng, self._xp
         made: list[Any] = []
         for blocks, where, given in zip((self._send, self._receive), self._where(), (None, memory), strict=True):
             if blocks is None:
@@ -312,6 +324,8 @@ class Prepared:
         in_place = None if case.seed % 2 else MPI.IN_PLACE  # mpi4py takes both
         if case.seed % 3 == 0 and row.reduces and row.send == "one":
             in_place = receive  # the same memory given twice
+        if self._here and row.send == "counted" and not (self.counts[self._rank] or case.mixed or case.seed % 5):
+            return [receive, Placed(xp, np.zeros(0, case.dtype)).array]  # it receives nothing in either way
         if self._here:
             return [send, in_place] if row.rooted == "send" else [in_place, receive]
         if case.form == "any":  # what a rank that is not the root passes for the root's buffer is ignored

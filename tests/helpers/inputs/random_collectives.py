@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.host.selection import MPI_TYPES
-from mpicomm.collectives.operations import ALLTOALLV, OPERATIONS
+from mpicomm.collectives.operations import ALLREDUCE, ALLTOALLV, OPERATIONS
 from mpicomm.collectives.wire import CODED, CODED_OPS, CODES
 from mpicomm.mpi.types import COVERED
 from tests.helpers.inputs.communicator_calls import MPI_OPS, Case, Prepared, algorithms, legal_ops, may_be_in_place
@@ -22,6 +22,7 @@ from tests.helpers.rigs.device_calls import on_host_engine
 from tests.helpers.rigs.message_rigs import take_for_gpu
 
 REDUCED = ("bool", "int32", "uint8", "float16", "bfloat16", "float32", "float64", "complex64")
+SUMMED = ("int32", "uint8", "float32", "float64", "complex64")  # also along a tree
 FORMS = ("plain", "any", "any", "any")
 SMALL = (0, 1, 3, 12, 12, 17, 1800, 4097)
 SWITCH_POINTS = (256 * 1024, 1024 * 1024)
@@ -165,19 +166,22 @@ class Player:
         fused = self._family.device != "cuda" and dtype.kind == "c" and op == "prod"
         travels = row.coded and name in CODED and (moves or op in CODED_OPS) and self._rng.random() < 0.4
         travels = travels and self._family.device != "threads" and algorithm != "mpi" and not mixed
+        wire = self._choose((*CODES, (CODES[0], None)) if row is ALLREDUCE else CODES) if travels else None
+        of_tree = row.tree and op == "sum" and name in SUMMED and not 64 % size and self._family.device != "threads"
+        tree = of_tree and algorithm != "mpi" and not travels and not mixed and self._rng.random() < 0.4
         return Case(
             row.name,
             dtype,
             count // size if count >= 5000 and row.reduces and row.send == "blocks" else count,
-            op if not moves else "sum",
+            "tree" if tree else op if not moves else "sum",
             root,
             form,
             bool(in_place),
             algorithm,
             offset,
             seed=1000 * self._seed + number,
-            wild=ordered and not fused,
-            wire=self._choose(CODES) if travels else None,
+            wild=bool(tree) or (ordered and not fused),
+            wire=wire,
             copies=mode != "persistent",
             mixed=mixed,
         )
@@ -185,8 +189,9 @@ class Player:
     def _call(self, member: Member, case: Case, mode: str, what: str) -> None:
         groups = groups_of(member.comm)
         if groups is not None and len(groups) > 1 and member.comm.device != "cpu":
-            # GPUs of several peer domains refuse both.
-            case = replace(case, wire=None, form="any" if case.form == "arrays" else case.form)
+            # GPUs of several peer domains refuse codes and counts on the GPU, and perhaps a tree.
+            form, op = "any" if case.form == "arrays" else case.form, "sum" if case.op == "tree" else case.op
+            case = replace(case, wire=None, form=form, op=op)
         prepared = Prepared(replace(case, groups=groups), member.rank, member.size, self._xp)
         self._unchecked.append((what, member, prepared))
         if mode == "blocking":

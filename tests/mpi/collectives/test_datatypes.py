@@ -55,23 +55,6 @@ def test_structures_meet_lists(comm: mpicomm.Communicator, xp: Any, made: list[M
                 np.testing.assert_array_equal(to_host(array), expected)
 
 
-def test_elements_that_leave_the_array_are_refused(
-    comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]
-) -> None:
-    if xp is np:
-        pytest.skip("MPI looks at the arguments of host arrays")
-    far, array = committed(made, MPI.DOUBLE.Create_vector(3, 1, 100)), xp.zeros(100)
-    ones, nowhere = [1] * comm.size, [0] * comm.size
-    with pytest.raises(InvalidUsageError, match=r"buf: 1 elements .* to byte 1608 of a buffer of 800 bytes"):
-        comm.Bcast([array, 1, far])
-    with pytest.raises(InvalidUsageError, match="sendbuf: 1 elements"):
-        comm.Alltoallw([array, ones, nowhere, [far] * comm.size], [xp.zeros(300), ones, nowhere, [far] * comm.size])
-    with pytest.raises(InvalidUsageError, match=f"{comm.size + 1} datatypes for {comm.size} ranks"):
-        comm.Alltoallw(*[[array, ones, nowhere, [far] * (comm.size + 1)]] * 2)
-    with pytest.raises(TypeError, match="None is no datatype"):
-        comm.Alltoallw(*[[array, ones, nowhere, [None] * comm.size]] * 2)
-
-
 def test_in_a_graph(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
     if xp is np:
         pytest.skip("graphs are a GPU's")
@@ -201,24 +184,8 @@ def test_reductions_of_objects_call_it(host_comm: mpicomm.Communicator) -> None:
 
 def test_the_ring_takes_operations_that_commute(comm: mpicomm.Communicator, xp: Any) -> None:
     send, result = xp.asarray(part_of(comm.rank)), xp.zeros(COUNT, xp.int32)
-    with pytest.raises(InvalidUsageError, match=r'algorithm="ring" of Allreduce: .* does not commute: use "two_shot"'):
-        comm.Allreduce(send, result, Op("a - b"), algorithm="ring")
     comm.Allreduce(send, result, Op("max(abs(a), abs(b))", commute=True), algorithm="ring")
     comm.check()
     expected = np.abs(np.stack([part_of(rank) for rank in range(comm.size)])).max(axis=0)
     # On one rank the only contribution is the result, as in MPI.
     assert (result == xp.asarray(expected if comm.size > 1 else part_of(0))).all()
-
-
-def test_calls_that_are_refused(comm: mpicomm.Communicator, xp: Any) -> None:
-    send, result = xp.ones(4, xp.float32), xp.zeros(4, xp.float32)
-    with pytest.raises(InvalidUsageError, match="op='a & b' is not defined for float32: & is for bool, integer"):
-        comm.Allreduce(send, result, Op("a & b"))
-    pairs = MPI.FLOAT.Create_contiguous(2).Commit()
-    with pytest.raises(InvalidUsageError, match=r"'a - b'.* is for plain element types, not for derived datatypes"):
-        comm.Allreduce([send, 2, pairs], [result, 2, pairs], Op("a - b"))
-    pairs.Free()
-    op = Op("a - b - 1")
-    op.Free()
-    with pytest.raises(InvalidUsageError, match=r"'a - b - 1'.* was freed: make another"):
-        comm.Allreduce(send, result, op)

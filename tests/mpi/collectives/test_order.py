@@ -1,8 +1,10 @@
-"""Reductions in a promised order: order="tree" of any number of ranks, and communicators with reductions="ordered"."""
+"""Reductions in a promised order: order="tree" of any number of ranks, and communicators with reductions="ordered".
+
+test_random_collectives.py has more calls of a tree.
+"""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -12,14 +14,13 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import InvalidUsageError, PeerError
-from mpicomm.collectives.operations import OPERATIONS
+from mpicomm import InvalidUsageError
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs.communicator_calls import REDUCTIONS, Case, Prepared
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.references.reductions import dtype_or_skip, reduced, require_same
 from tests.helpers.rigs.call_forms import complete
-from tests.helpers.rigs.communicators import array_module, communicator, to_host
+from tests.helpers.rigs.communicators import array_module, to_host
 from tests.helpers.rigs.hosts_by_name import groups_of, on_hosts
 
 WORLD = MPI.COMM_WORLD
@@ -72,22 +73,6 @@ def test_any_number_of_ranks_gets_the_same_bits(device: str, size: int, name: st
                 made[:] = 0
                 comm.Allreduce(mine, made, order="tree", algorithm=algorithm)
                 require_same(to_host(made), expected)
-            for form in ("Iallreduce", "Allreduce_init"):
-                made[:] = 0
-                request = getattr(comm, form)(mine, made, order="tree")
-                complete(request) if form.endswith("_init") else request.Wait()
-                require_same(to_host(made), expected)
-            root = size - 1
-            comm.Reduce(mine, made if comm.rank == root else None, root=root, order="tree")
-            if comm.rank == root:
-                require_same(to_host(made), expected)
-            in_place = mine.copy()
-            comm.Allreduce(MPI.IN_PLACE, in_place, order="tree")
-            require_same(to_host(in_place), expected)
-            block = count // size
-            part = xp.zeros(block, dtype)
-            comm.Reduce_scatter_block(mine[: block * size].copy(), part, order="tree")
-            require_same(to_host(part), expected[comm.rank * block : (comm.rank + 1) * block])
         comm.check()
 
 
@@ -126,53 +111,6 @@ def test_peer_domains(device: str, placement: str) -> None:
             require_same(to_host(made), reduced("tree", leaves[:size]))
 
 
-def test_refusals(device: str) -> None:
-    with communicator(device) as comm, array_module(comm) as xp:
-        x, y = xp.zeros(4, "float32"), xp.zeros(4, "float32")
-        refused: list[tuple[dict[str, Any], str]] = [
-            ({"order": "rank"}, 'order=\'rank\' of Allreduce: use "auto" or "tree"')
-        ]
-        if 64 % comm.size:
-            refused = [
-                ({"order": "tree"}, f"{comm.size} ranks cannot hold 64 leaves in equal blocks: use 1, 2, 4, ...")
-            ]
-        else:
-            refused += [
-                ({"order": "tree", "op": MPI.MAX}, "is for op=MPI.SUM, and op is max"),
-                ({"order": "tree", "op": mpicomm.AVG}, "and op is avg"),
-                ({"order": "tree", "algorithm": "mpi"}, 'MPI has no order="tree"'),
-                ({"order": "tree", "algorithm": "ring"}, "the ring is no tree"),
-                ({"order": "tree", "wire_dtype": "int8"}, "and op is tree"),
-            ]
-        for how, words in refused:
-            with raises_everywhere(comm, InvalidUsageError) as caught:
-                comm.Allreduce(x, y, **how)
-            assert words in str(caught.value)
-        long_double = np.zeros(4, np.longdouble)
-        with raises_everywhere(
-            comm, InvalidUsageError, match="equal blocks" if 64 % comm.size else 'has no order="tree"'
-        ):
-            comm.Allreduce(long_double, long_double.copy(), order="tree")
-        assert all(
-            "order" in inspect.signature(getattr(comm, form)).parameters for form in OPERATIONS["Reduce"].methods
-        )
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_with_different_orders_are_told(device: str) -> None:
-    size = SIZES[-1]
-    comm = few(device, size)
-    if comm is None:
-        return
-    with array_module(comm) as xp:
-        x, y = xp.zeros(1 << 20, "float32"), xp.zeros(1 << 20, "float32")
-        with pytest.raises(PeerError) as caught:
-            comm.Allreduce(x, y, order="tree" if comm.rank == 0 else "auto")
-            comm.check()
-    assert "op=tree" in str(caught.value) and "op=sum" in str(caught.value)
-    comm.Free()
-
-
 def test_children_have_the_leaves() -> None:
     with mpicomm.Communicator(WORLD, device="cpu", leaves=16) as comm, comm.Dup() as child:
         assert child.leaves == 16
@@ -199,11 +137,3 @@ def test_all_ranks_have_the_bits_of_rank_order(ordered: mpicomm.Communicator, op
         prepared = Prepared(case, ordered.rank, ordered.size, np)
         complete(getattr(prepared, way)(ordered))
         prepared.check()
-
-
-def test_what_only_mpi_has_goes_to_mpi(ordered: mpicomm.Communicator) -> None:
-    pair = np.zeros(1, np.dtype([("value", "f8"), ("rank", "i4")], align=True))
-    pair["value"], pair["rank"] = ordered.rank, ordered.rank
-    found = np.zeros_like(pair)
-    ordered.Allreduce([pair, 1, MPI.DOUBLE_INT], [found, 1, MPI.DOUBLE_INT], MPI.MAXLOC)
-    assert found["rank"] == ordered.size - 1

@@ -1,9 +1,8 @@
-"""Who carries out calls on host arrays, by size; plain calls; and ranks that pass counts on both sides of a limit."""
+"""Who carries out calls on host arrays, by size, and plain calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES
 from mpicomm.collectives.host.selection import NEVER, after_votes, algorithms_for, mapped_from, plain_calls, schedule
 from mpicomm.collectives.operations import ALLREDUCE, BCAST, OPERATIONS, REDUCE, Operation
-from tests.helpers.jobs.mpiexec import run_job
-from tests.helpers.jobs.pace import stretched
 
 MIB = 1 << 20
 
@@ -168,30 +165,3 @@ def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation:
         assert checks[method](*given, MPI.SUM) == (plain and agreed)
         assert not checks[method](object(), object(), MPI.SUM)  # it is read before this rank votes
         assert votes == [method] * plain
-
-
-# Ranks that take different ways, because they pass counts on both sides of a switch point.
-
-PROGRAM = """
-import sys
-from pathlib import Path
-import numpy as np
-from mpi4py import MPI
-import mpicomm
-comm = mpicomm.Communicator(device="cpu", timeout_s=float(sys.argv[2]))
-count = 400_000 if comm.rank == 0 else 10
-try:
-    comm.Allreduce(np.ones(count), np.zeros(count))
-except mpicomm.CollectiveTimeoutError as error:
-    Path(sys.argv[1]).write_text(f"{error.ranks} {error}")
-MPI.COMM_WORLD.Abort(3)  # mpiexec may end before it has printed the output of an aborted job
-"""
-
-
-def test_the_call_is_named_and_the_other_way_that_a_peer_may_have_taken(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    job = run_job(2, str(tmp_path / "program.py"), str(tmp_path / "error"), str(stretched(1.0)))
-    assert (tmp_path / "error").exists(), job.stderr
-    output = (tmp_path / "error").read_text()
-    assert output.startswith("(1,) Allreduce: ") and f"rank 1 did not arrive within {stretched(1.0):g} s" in output
-    assert "may be in MPI's Allreduce" in output
