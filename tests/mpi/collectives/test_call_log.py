@@ -40,32 +40,21 @@ def test_tells_the_last_call_of_each_rank(comm_world: MPI.Intracomm, call_log: C
 
 
 COUNTED = f"call(count={COUNT_IN_TEXT})"
-
-
-def test_calls_that_differ_in_a_count_share_a_text(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    for count in (3, 4, 1 << 42):
-        call_log.post(COUNTED, count) if rank else call_log.post(f"call(count={count})")
-        comm_world.Barrier()
-        assert call_log.read() == [f"call(count={count})"] * size and not call_log.differ()
-        comm_world.Barrier()
-    call_log.post(COUNTED, 7 + rank)
-    comm_world.Barrier()
-    assert call_log.differ() == (size > 1)
-    assert call_log.read() == [f"call(count={7 + each})" for each in range(size)]
-
-
 PLACED = f"call(count={COUNT_IN_TEXT}), into byte {OFFSET_IN_TEXT}"
 
 
-def test_calls_that_differ_in_an_offset_share_a_text(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+def test_calls_that_differ_in_a_count_and_an_offset_share_a_text(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
     rank, size = comm_world.rank, comm_world.size
     for number, offset in enumerate((0, 5, 1 << 42, 0, 7)):
-        call_log.post("other")
-        call_log.post(PLACED, number, offset)
-        comm_world.Barrier()
-        assert call_log.read() == [f"call(count={number}), into byte {offset}"] * size and not call_log.differ()
-        comm_world.Barrier()
+        for count in (number, 1 << 42):
+            call_log.post(PLACED, count, offset)
+            comm_world.Barrier()
+            assert call_log.read() == [f"call(count={count}), into byte {offset}"] * size and not call_log.differ()
+            comm_world.Barrier()
+            call_log.post(COUNTED, count) if rank else call_log.post(f"call(count={count})")
+            comm_world.Barrier()
+            assert call_log.read() == [f"call(count={count})"] * size and not call_log.differ()
+            comm_world.Barrier()
     call_log.post(PLACED, 3, rank)
     call_log.post("other")
     comm_world.Barrier()

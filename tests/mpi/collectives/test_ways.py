@@ -5,6 +5,7 @@ The engine of the host stands for the engine of GPUs, so a rank that goes anothe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -21,7 +22,6 @@ from mpicomm.session import Session
 from mpicomm.waiting import wait_until
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.jobs.pace import HANG_S
-from tests.helpers.references.reductions import dtype_or_skip
 from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 from tests.helpers.rigs.device_calls import (
     MAKERS,
@@ -61,28 +61,16 @@ def test_neighbours_without_memory(rig: Rig, where: str) -> None:
     made: Any = rig.comm.Create_dist_graph_adjacent([0] * (rank == 1), [1] * (rank == 0))
     made.gpu = take_for_gpu(made)
     with on_host_engine(made) as engine:
-        names = ["Neighbor_alltoallv", "Neighbor_alltoallw", "Neighbor_alltoall", "Neighbor_allgatherv"]
-        # MPI carries out host arrays. Open MPI 5 ends this call of plain mpi4py with MPI_ERR_TRUNCATE, too, if ranks
-        # have other numbers of sources than of destinations.
-        if where == "host" and MPI.get_vendor()[0] == "Open MPI":
-            names.remove("Neighbor_alltoall")
-        for name in names:
-            for form in FORMS:
-                sent = MAKERS[where](rig, np.arange(3.0)[: 3 * (rank == 0)])
-                got = MAKERS[where](rig, np.zeros(3 * (rank == 1)))
-                named = [[by_address(each), [3] * int(bool(values_of(each).size))] for each in (sent, got)]
-                if name == "Neighbor_alltoallw":
-                    given = [
-                        [memory, (counts, [0] * len(counts)), [MPI.DOUBLE] * len(counts)] for memory, counts in named
-                    ]
-                elif name == "Neighbor_alltoall":
-                    given = [[memory, MPI.DOUBLE] for memory, _ in named]
-                else:
-                    given = [[memory, counts, MPI.DOUBLE] for memory, counts in named]
-                    if name == "Neighbor_allgatherv":
-                        given[0] = [named[0][0], MPI.DOUBLE]
-                call(made, method_name(form, name), *given)
-                assert values_of(got).tolist() == [0.0, 1.0, 2.0][: 3 * (rank == 1)], (name, form)
+        for name, form in itertools.product(("Neighbor_alltoallv", "Neighbor_alltoallw"), FORMS):
+            sent = MAKERS[where](rig, np.arange(3.0)[: 3 * (rank == 0)])
+            got = MAKERS[where](rig, np.zeros(3 * (rank == 1)))
+            given: list[Any] = []
+            for each in (sent, got):
+                blocks = int(bool(values_of(each).size))
+                types: Any = [MPI.DOUBLE] * blocks if name.endswith("w") else MPI.DOUBLE
+                given.append([by_address(each), ([3] * blocks, [0] * blocks), types])
+            call(made, method_name(form, name), *given)
+            assert values_of(got).tolist() == [0.0, 1.0, 2.0][: 3 * (rank == 1)], (name, form)
         require_one_way(engine)
         assert (engine.calls > 0) == (where == "gpu")
     made.Free()
@@ -97,24 +85,6 @@ def test_ranks_of_several_nodes_without_memory(rig: Rig) -> None:
     for nothing in (NULL, np.zeros(0)):
         comm.Alltoallv(*[[nothing, [0] * rig.size, MPI.DOUBLE]] * 2)
     comm.Free()
-
-
-def test_an_empty_buffer_fits_every_other_one(rig: Rig, engine: Engine) -> None:
-    """With equal counts every rank knows that no rank has data; with one array the other may be nowhere."""
-    nothing, some = [NULL, 0, MPI.DOUBLE], on_gpu(rig, np.arange(3.0))
-    for each in FORMS:
-        for method in ("Allreduce", "Allgather", "Alltoall", "Scan"):
-            call(rig.comm, method_name(each, method), nothing, list(nothing))
-    rig.comm.Bcast([NULL, MPI.DOUBLE])
-    rig.comm.Bcast(some)
-    assert some.get().tolist() == [0.0, 1.0, 2.0]
-    counts = [3 * (r == 0) for r in range(rig.size)]
-    got = on_gpu(rig, np.zeros(3))
-    rig.comm.Allgatherv(some if rig.rank == 0 else NULL, [got, counts])
-    assert got.get().tolist() == [0.0, 1.0, 2.0]
-    require_one_way(engine)
-    with pytest.raises(InvalidUsageError, match="the buffer holds 0: pass a larger buffer"):
-        rig.comm.Allreduce([NULL, 3, MPI.DOUBLE], np.zeros(3))
 
 
 def test_one_warning_tells_of_host_arrays(rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,35 +119,23 @@ def test_addresses_of_the_host_beside_a_device_array_are_refused(rig: Rig, engin
     datatype.Free()
 
 
-@pytest.fixture(params=TOPOLOGIES)
-def made(request: pytest.FixtureRequest, rig: Rig) -> Iterator[Any]:
-    """A communicator with a topology; its ranks have a device of threads."""
-    made: Any = TOPOLOGIES[request.param](rig.comm)
+@pytest.mark.parametrize("topology", ["torus", "adjacent", "star"])  # mpi/api/test_neighbors.py has all of them
+def test_calls_of_neighbours_go_to_the_engine_unless_they_ask_for_mpi(rig: Rig, topology: str) -> None:
+    made: Any = TOPOLOGIES[topology](rig.comm)
     made.gpu = take_for_gpu(made)
-    yield made
-    made.Free()
-
-
-def check_all(made: Any, **how: str) -> None:
-    for turn, name in enumerate(CALLS):
-        if fails_in_open_mpi(made, name):
-            continue
-        call = NeighborCall(name, made)
-        for form in FORMS:
-            sent, received = (DeviceArray(made.gpu, content) for content in (call.sent(turn), call.nothing()))
-            method = method_name(form, f"Neighbor_{call.name}")
-            complete(getattr(made, method)(*call.arguments(sent, received), **how))
-            expected = result_of_mpi(made, call, turn)
-            assert received.get().tolist() == expected.tolist(), f"{form} {name}"
-        call.free()
-
-
-def test_calls_of_neighbours_go_to_the_engine_unless_they_ask_for_mpi(made: Any) -> None:
+    names = [name for name in CALLS if not fails_in_open_mpi(made, name)]
     with on_host_engine(made) as engine:
-        check_all(made, algorithm="mpi")
-        assert engine.calls == 0
-        check_all(made)
-        assert engine.calls == len(FORMS) * sum(not fails_in_open_mpi(made, name) for name in CALLS)
+        for how in ({"algorithm": "mpi"}, {}):
+            for (turn, name), form in itertools.product(enumerate(names), FORMS):
+                call = NeighborCall(name, made)
+                sent, received = (DeviceArray(made.gpu, content) for content in (call.sent(turn), call.nothing()))
+                method = method_name(form, f"Neighbor_{call.name}")
+                complete(getattr(made, method)(*call.arguments(sent, received), **how))
+                expected = result_of_mpi(made, call, turn)
+                assert received.get().tolist() == expected.tolist(), f"{form} {name}"
+                call.free()
+            assert engine.calls == (0 if how else len(FORMS) * len(names))
+    made.Free()
 
 
 WORLD = MPI.COMM_WORLD
@@ -213,34 +171,6 @@ def test_a_rank_joins_while_it_waits_in_mpi(device: str) -> None:
         if comm.rank == LAST:
             MPI.Intracomm(comm).Send(note, 0, 5)
         assert (values_of(total) == comm.size).all()
-
-
-def test_the_root_of_a_broadcast_may_pass_read_only_memory(device: str, host_comm: Any) -> None:
-    sent, three = np.arange(3.0), MPI.DOUBLE.Create_contiguous(3).Commit()
-    with on_gpus(device) as (comm, make):
-        for each, where, how in ((comm, make, {}), (host_comm, np.array, {"algorithm": "one_shot"})):
-            got = where(np.zeros(3))
-            each.Bcast([sent.tobytes(), 1, three] if WORLD.rank == 0 else got, **how)
-            assert WORLD.rank == 0 or values_of(got).tolist() == sent.tolist()
-    three.Free()
-
-
-def test_host_arrays_are_reduced_into_a_device_array_of_a_type_that_mpi_lacks(device: str) -> None:
-    half = dtype_or_skip("bfloat16")
-    if device != "cpu":
-        pytest.skip("CuPy lacks the type")
-    with on_gpus(device) as (comm, make):
-        got = make(np.zeros(3, half))
-        for form in FORMS:
-            complete(getattr(comm, method_name(form, "Reduce"))(np.ones(3, half), got if comm.rank == 0 else None))
-            assert values_of(got).astype(float).tolist() == [comm.size * float(comm.rank == 0)] * 3, form
-
-
-def test_mpi_ignores_what_other_ranks_pass_for_the_buffer_of_the_root(device: str) -> None:
-    with on_gpus(device) as (comm, make):
-        got = make(np.zeros(comm.size))
-        comm.Gather(make(np.ones(1)), got if comm.rank == 0 else object(), algorithm="mpi")
-        assert values_of(got).tolist() == [float(comm.rank == 0)] * comm.size
 
 
 def test_a_thread_that_began_with_work_of_the_host_has_the_device(device: str) -> None:
@@ -295,9 +225,9 @@ def test_a_blocking_call_follows_the_calls_that_are_started(device: str, monkeyp
         assert (values_of(total) == comm.size).all()
 
 
-@pytest.mark.parametrize("forms", [("Allreduce",), ("Iallreduce",)])
+@pytest.mark.parametrize("form", ["Allreduce", "Iallreduce"])
 def test_one_warning_tells_of_the_rank_with_host_arrays(
-    device: str, forms: tuple[str], monkeypatch: pytest.MonkeyPatch
+    device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
@@ -305,7 +235,7 @@ def test_one_warning_tells_of_the_rank_with_host_arrays(
     with on_gpus(device) as (comm, make):
         here = np.array if comm.rank == 0 else make
         for _ in range(3):
-            complete(getattr(comm, forms[0])(here(np.ones(3)), here(np.zeros(3))))
+            complete(getattr(comm, form)(here(np.ones(3)), here(np.zeros(3))))
     said = [each for each in said if "ranks share a GPU" not in each]
     assert len(said) == (WORLD.rank == 0) and all("goes through pinned memory" in each for each in said)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,6 @@ from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, Case, Prepared, may_be_in_place
 from tests.helpers.rigs.host_engines import CALL, FLOAT32, SMALL, engine_of, meet, span
-
-
-@pytest.fixture
-def engine(comm_world: MPI.Intracomm) -> Iterator[HostEngine]:
-    with engine_of(comm_world) as (engine, _, _):
-        yield engine
-
 
 EDGES = (0, 1, 511, 512, 513, 1023, 1024, 1025, 2049)  # around the elements of a slot
 
@@ -68,72 +61,51 @@ def random_call(
     return lambda engine: selection.carry_out(engine, comm.size, call, algorithm), prepared.check
 
 
-def test_thousands_of_random_calls_in_sequence(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
-    rng = np.random.default_rng(20)
-    for number in range(1000):
-        carry_out, check = random_call(comm_world, rng, 40 if number % 10 else 3000)
-        carry_out(engine)
-        check()
-        if number % 7 == 0:
-            meet(comm_world, engine)
+MOMENTS: dict[str, tuple[Any, str]] = {
+    "before the flag": (Channels, "_announce"),
+    "while reading": (ctypes, "memmove"),
+    "after reading": (Channels, "release"),
+}
 
 
-def test_stragglers(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
-    rng = np.random.default_rng(21)
-    mine = np.random.default_rng([22, comm_world.rank])
-    for _ in range(150):
-        carry_out, check = random_call(comm_world, rng, 4000)
-        if rng.integers(comm_world.size) == comm_world.rank:
-            time.sleep(mine.choice([0, 1e-4, 2e-3, 1e-2]))
-        carry_out(engine)
-        check()
+@pytest.mark.parametrize("what", ["many", "stragglers", *MOMENTS, "1", "2", "5"])
+def test_random_calls(comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A rank that runs ahead must not see data that is not there yet, nor write over data that others still read.
 
-
-@pytest.mark.parametrize("moment", ["before the flag", "while reading", "after reading"])
-def test_a_rank_that_stops_at_a_bad_moment(
-    comm_world: MPI.Intracomm, engine: HostEngine, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    """A rank that runs ahead must not see data that is not there yet, nor write over data that others still read."""
-    rng = np.random.default_rng([23, comm_world.rank])
+    Ranks stop between calls, or at a bad moment. With few slots the numbers of epochs begin again.
+    """
+    shared, mine = np.random.default_rng(len(what)), np.random.default_rng([22, comm_world.rank])
 
     def napping(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any) -> Any:
-            if rng.random() < 0.1:
+            if mine.random() < 0.1:
                 time.sleep(1e-3)
             return function(*arguments)
 
         return wrapped
 
-    if moment == "before the flag":
-        monkeypatch.setattr(Channels, "_announce", napping(Channels._announce))
-    elif moment == "after reading":
-        monkeypatch.setattr(Channels, "release", napping(Channels.release))
-    else:
-        monkeypatch.setattr(ctypes, "memmove", napping(ctypes.memmove))
-    shared = np.random.default_rng(24)
-    for _ in range(60):
-        carry_out, check = random_call(comm_world, shared, 5000)
-        carry_out(engine)
-        check()
-
-
-@pytest.mark.parametrize("slots", [1, 2, 5])
-def test_epochs_wrap(comm_world: MPI.Intracomm, slots: int) -> None:
-    rng = np.random.default_rng(25)
-    with engine_of(comm_world, first=2**32 - 5, slots=slots) as (engine, _, _):
-        for _ in range(100):
-            carry_out, check = random_call(comm_world, rng, 2000)
+    if what in MOMENTS:
+        owner, name = MOMENTS[what]
+        monkeypatch.setattr(owner, name, napping(getattr(owner, name)))
+    first, slots = (2**32 - 5, int(what)) if what.isdigit() else (0, 2)
+    with engine_of(comm_world, first=first, slots=slots) as (engine, _, _):
+        for number in range(1000 if what == "many" else 100):
+            carry_out, check = random_call(comm_world, shared, 40 if what == "many" and number % 10 else 4000)
+            if what == "stragglers" and shared.integers(comm_world.size) == comm_world.rank:
+                time.sleep(mine.choice([0, 1e-4, 2e-3, 1e-2]))
             carry_out(engine)
-            meet(comm_world, engine)
+            if first:
+                meet(comm_world, engine)
             check()
 
 
-def test_one_rank_far_ahead_waits_for_slots(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
+def test_one_rank_far_ahead_waits_for_slots(comm_world: MPI.Intracomm) -> None:
     """The root of a broadcast waits only for slots: it must not write over data that a slow rank has yet to read."""
     rank, size = comm_world.rank, comm_world.size
-    for number in range(20):
-        buffer = np.full(20_000, number if rank == 0 else -1, np.int64)
-        if rank == size - 1:
-            time.sleep(0.002)
-        engine.run(patterns.bcast(rank, size, buffer.dtype, span(buffer), 0), CALL)
-        assert (buffer == number).all()
+    with engine_of(comm_world) as (engine, _, _):
+        for number in range(20):
+            buffer = np.full(20_000, number if rank == 0 else -1, np.int64)
+            if rank == size - 1:
+                time.sleep(0.002)
+            engine.run(patterns.bcast(rank, size, buffer.dtype, span(buffer), 0), CALL)
+            assert (buffer == number).all()
