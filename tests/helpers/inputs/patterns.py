@@ -11,7 +11,7 @@ import numpy as np
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.checks import Signature
-from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
+from mpicomm.collectives.exchange import Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers, blocks, split
@@ -45,12 +45,6 @@ class Pattern(Sequence[Exchange]):
             pieces = [buffers] if self.piece_nbytes is None else buffers.pieces(self.piece_nbytes)
             return [operation.two_shot(piece) for piece in pieces]
         return [operation.one_shot(buffers)]
-
-    @property
-    def chain(self) -> Chain:
-        """The chain of ranks."""
-        assert self.operation.chain is not None
-        return self.operation.chain(self.buffers)
 
     @property
     def form(self) -> Form:
@@ -88,16 +82,8 @@ class Pattern(Sequence[Exchange]):
         return len(self._exchanges)
 
 
-def allreduce(
-    rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str, *, piece_nbytes: int | None = None
-) -> Pattern:
-    """In two shots with ``piece_nbytes``."""
-    buffers = Buffers(rank, size, dtype, send=send, output=output, op=op)
-    return Pattern(operations.ALLREDUCE, buffers, "one_shot" if piece_nbytes is None else "two_shot", piece_nbytes)
-
-
-def ring_allreduce(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> Pattern:
-    return Pattern(operations.ALLREDUCE, Buffers(rank, size, dtype, send=send, output=output, op=op), "ring")
+def allreduce(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> Pattern:
+    return Pattern(operations.ALLREDUCE, Buffers(rank, size, dtype, send=send, output=output, op=op))
 
 
 def reduce(
@@ -137,24 +123,39 @@ def alltoall(
     return Pattern(operation, Buffers(rank, size, dtype, send_blocks=send_blocks, blocks=blocks, cuts=cuts))
 
 
-def bcast(
-    rank: int,
-    size: int,
-    dtype: Dtype,
-    buffer: Span,
-    root: int,
-    algorithm: str = "one_shot",
-    *,
-    piece_nbytes: int | None = None,
-) -> Pattern:
-    """In two shots with ``piece_nbytes``."""
-    buffers = Buffers(rank, size, dtype, output=buffer, root=root)
-    return Pattern(operations.BCAST, buffers, algorithm if piece_nbytes is None else "two_shot", piece_nbytes)
+def bcast(rank: int, size: int, dtype: Dtype, buffer: Span, root: int, algorithm: str = "one_shot") -> Pattern:
+    return Pattern(operations.BCAST, Buffers(rank, size, dtype, output=buffer, root=root), algorithm)
 
 
 def scan(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> Pattern:
     return Pattern(operations.SCAN, Buffers(rank, size, dtype, send=send, output=output, op=op))
 
 
-def exscan(rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str) -> Pattern:
-    return Pattern(operations.EXSCAN, Buffers(rank, size, dtype, send=send, output=output, op=op))
+def buffers_of(
+    operation: Operation,
+    rank: int,
+    counts: Sequence[int],
+    dtype: Dtype,
+    send: int,
+    receive: int,
+    *,
+    op: str = "sum",
+    root: int = 0,
+    in_place: bool = False,
+) -> Buffers:
+    """Return a rank's buffers of a call, at two addresses. The block of rank r has ``counts[r]`` elements."""
+    starts = [sum(counts[:peer]) for peer in range(len(counts))]
+    at_root, rooted = rank == root, operation.rooted
+    in_place = in_place and (at_root or rooted == "")
+
+    def parts(pointer: int, shape: str) -> tuple[Span | None, list[Span] | None]:
+        if shape == "one" and not operation.of_neighbors:
+            return Span(pointer, counts[rank]), None
+        return None, blocks(pointer, counts, starts, dtype.itemsize)
+
+    sent, received = parts(receive if in_place else send, operation.send), parts(receive, operation.receive)
+    if rooted == "bcast" or (rooted == "send" and not at_root) or (in_place and not operation.reduces):
+        sent = None, None
+    if rooted == "receive" and not at_root:
+        received = None, None
+    return Buffers(rank, len(counts), dtype, *sent, *received, op * operation.reduces, root)

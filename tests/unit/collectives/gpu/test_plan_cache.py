@@ -1,8 +1,9 @@
-"""Which calls are the same as one before, so that its plan is used again, and how a known call is carried out."""
+"""Which arguments a cache knows again, and how a known call is enqueued. test_templates.py has the launches."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,29 +11,60 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.gpu import plan_cache as known_calls
-from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.collectives.call import Arguments, in_order
+from mpicomm.collectives.gpu.plan_cache import PlanCache
+from mpicomm.collectives.operations import ALLREDUCE, OPERATIONS
 from mpicomm.epilogues import Elementwise
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.plain_arrays import known_buffer, plain_array
-from tests.helpers.rigs.plan_caches import Array, Known, Tensor, arguments, install_libraries
+from mpicomm.symmetric.registry import Mappings
+from mpicomm.ways.dispatch import OnGpus
 
 
-@pytest.fixture(autouse=True)
-def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_libraries(monkeypatch)
+class Array:
+    """The attributes of CuPy's arrays that distinguish them."""
+
+    def __init__(self, pointer: int, shape: tuple[int, ...] = (4,), dtype: str = "f4", order: str = "C") -> None:
+        like = np.zeros(shape, dtype, order="F" if order == "F" else "C")
+        if order == "pieces":
+            like = np.zeros((*shape, 2), dtype)[..., 0]
+        self.data = SimpleNamespace(ptr=pointer, device_id=0)
+        self.shape, self.strides, self.size, self.dtype = like.shape, like.strides, like.size, like.dtype
+        self.itemsize = like.itemsize
+        self._c_contiguous, self._f_contiguous = like.flags.c_contiguous, like.flags.f_contiguous
 
 
-VECTORS = [MPI.FLOAT.Create_vector(2, 1, length) for length in (3, 3, 4)]
+class Dtype(str):
+    """The type of elements of a `Tensor`."""
+
+    __slots__ = ()
+    is_complex = True  # so that a tensor may be a view with conjugate numbers
 
 
-def allreduce(send: Any, receive: Any, op: MPI.Op = MPI.SUM, **others: Any) -> tuple[str, Arguments]:
-    return "Allreduce", arguments(send, receive, op, **others)
+class Tensor:
+    """The attributes of PyTorch's tensors that distinguish them."""
 
+    itemsize = 4
 
-def blocks(send: Any, receive: Any, operation: str = "Alltoallv") -> tuple[str, Arguments]:
-    return operation, arguments(send, receive, None)
+    def __init__(
+        self, pointer: int | None, count: int = 4, dtype: str = "float32", step: int = 1, **says: bool
+    ) -> None:
+        self._pointer, self._step = pointer, step
+        self.is_cuda, self.requires_grad = not says.get("on_host", False), says.get("requires_grad", False)
+        self.shape, self.dtype = (count,), Dtype(dtype)
+        self.get_device, self.numel, self.dim, self.stride = (
+            (lambda: 0),
+            (lambda: count),
+            (lambda: 1),
+            (lambda: (step,)),
+        )
+        self.is_contiguous = lambda: step == 1
+        self.is_conj, self.is_neg = (lambda: says.get("conj", False)), (lambda: says.get("neg", False))
+
+    def data_ptr(self) -> int:
+        if self._pointer is None:
+            raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
+        return self._pointer
 
 
 class Parameter(Tensor):
@@ -43,8 +75,52 @@ class Other(Tensor):
     """A subclass with memory of another kind, perhaps."""
 
 
-def test_arrays_are_known_by_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `Array` be CuPy's array, and `Tensor` and `Parameter` PyTorch's."""
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Array))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
     monkeypatch.setitem(sys.modules, "torch.nn", SimpleNamespace(Parameter=Parameter))
+
+
+class Known:
+    """The known calls of a device that carries nothing out."""
+
+    def __init__(self) -> None:
+        self.enqueued: list[tuple[Any, Any, bool]] = []
+        """The plan, the stream, and whether the ranks met on the host before."""
+        self.runs, self.done = True, False
+        self.backend: Any = SimpleNamespace(
+            stream=lambda stream, array: stream or array,
+            completes=False,
+            check=lambda: None,
+            prepare_thread=lambda: None,
+            meets=lambda stream, array: False,
+        )
+        self.session: Any = SimpleNamespace(mappings=Mappings(), backend=self.backend, require_usable=lambda what: None)
+        event = SimpleNamespace(passed=lambda: self.done)
+        completions = SimpleNamespace(take=lambda: event)
+        self.engine: Any = SimpleNamespace(enqueue=self._enqueue, completions=completions, template=lambda *call: None)
+        session: Any = self.session
+        self.cache = PlanCache(session, self.engine)
+
+    def _enqueue(self, plan: Any, stream: Any, event: Any = None, meets: bool = False) -> bool:
+        self.enqueued.append((plan, stream, meets))
+        return self.runs
+
+    def add(self, operation: str, given: Arguments, **more: Any) -> Any:
+        plan: Any = SimpleNamespace(text=operation)
+        self.cache.add(plan, (OPERATIONS[operation], "auto", *in_order(given)), **{"by_output": False, **more})
+        return plan
+
+    def find(self, operation: str, given: Arguments) -> Any:
+        return self.cache.find(OPERATIONS[operation], "auto", *in_order(given))
+
+
+SUM = Arguments(Array(16), Array(64), MPI.SUM)
+
+
+def test_arrays_are_known_by_their_memory() -> None:
     kinds: list[tuple[Any, Any]] = [(Array, (5,)), (Tensor, 5), (Parameter, 5)]
     for kind, five in kinds:
         found = [plain_array(each) for each in (kind(16), kind(32), kind(16, five), kind(16, dtype="int32"))]
@@ -59,6 +135,7 @@ def test_arrays_are_known_by_their_memory(monkeypatch: pytest.MonkeyPatch) -> No
         assert plain_array(unknown) is None
 
 
+VECTORS = [MPI.FLOAT.Create_vector(2, 1, length) for length in (3, 3, 4)]
 ON_GPU = [Array(at, (2,), "i4") for at in (32, 48)]
 SAID: list[tuple[Any, ...]] = [
     *((said,) for said in (4, 5, "bfloat16", (4, 0), [4, 0], [4, 1], np.array([[4, 2]]), *VECTORS, *ON_GPU)),
@@ -79,59 +156,35 @@ def test_what_comes_with_an_array_is_told_apart(kind: Any) -> None:
         assert known_buffer([kind(32), *said], counts_on_device=True) not in keys
 
 
-def test_a_call_is_known_by_all_that_it_says() -> None:
-    known, arrays = Known(), (Array(16), Array(64))
-    epilogues = [
-        Elementwise("v * w + bias[i]", w=weight, bias=Array(at)) for weight, at in ((2.0, 128), (2.0, 256), (3.0, 128))
-    ]
-    calls: list[Any] = [
-        allreduce(*arrays), ("Reduce", arguments(*arrays)), (*allreduce(*arrays), "two_shot"),
-        *(allreduce(*arrays, **other) for other in ({"op": MPI.MAX}, {"root": 1})),
-        *(allreduce(*arrays, epilogue=epilogue) for epilogue in epilogues),
-        *(allreduce([arrays[0], VECTORS[0]], [arrays[1], VECTORS[0]], epilogue=epilogue) for epilogue in epilogues),
-        *(("Reduce_scatter", arguments(*arrays, counts=counts)) for counts in ([1, 3], [2, 2])),
-        ("Reduce_scatter", arguments(MPI.IN_PLACE, arrays[1], counts=[1, 3])),
-        *(allreduce(send, arrays[1]) for send in (MPI.IN_PLACE, None)),
-    ]  # fmt: skip
-    plans = []
-    for call in calls:
-        assert known.find(*call) is None
-        plans.append(known.add(*call))
-    assert [known.find(*call) for call in calls] == plans
-
-
-@pytest.mark.parametrize("counts", [[4, 0], np.array([4, 0])])
-def test_what_was_changed_in_place_is_another(counts: Any) -> None:
-    known, send = Known(), Array(16)
-    call = blocks([send, counts], [Array(64), counts])
-    known.add(*call)
-    assert known.find(*call) is not None
-    send.data.ptr = 32
-    assert known.find(*call) is None
-    known.add(*call)
-    counts[1] = 1
-    assert known.find(*call) is None
+def test_what_a_call_says_is_told_apart_as_it_is_now() -> None:
+    """Also in a call that has to be read: epilogues by their operands, and arrays and counts that changed in place."""
+    known, arrays, counts = Known(), (Array(16), Array(64)), [4, 0]
+    operands = (2.0, 128), (2.0, 256), (3.0, 128)
+    epilogues = [Elementwise("v * w + bias[i]", w=weight, bias=Array(at)) for weight, at in operands]
+    calls = [("Allreduce", Arguments(*arrays, MPI.SUM, epilogue=epilogue)) for epilogue in (None, *epilogues)]
+    calls += [("Reduce_scatter", Arguments(*arrays, MPI.SUM, counts=each)) for each in ([1, 3], [2, 2])]
+    calls += [("Alltoallv", Arguments([arrays[0], counts], [arrays[1], counts]))]
+    for _ in range(3):
+        assert [known.find(*call) for call in calls] == [None] * len(calls)
+        plans = [known.add(*call) for call in calls]
+        assert [known.find(*call) for call in calls] == plans
+        calls = calls[-1:]
+        arrays[0].data.ptr, counts[1] = (32, 0) if arrays[0].data.ptr == 16 else (32, 1)
 
 
 def test_what_cannot_be_told_apart_is_never_known() -> None:
     known = Known()
-    for argument in (
-        [],
-        [Array(16), [0.5]],
-        [Array(16), np.zeros(2)],
-        [np.zeros(4), 4],
-        np.zeros(4),
-    ):
-        known.add("Allreduce", arguments(argument, Array(64)))
-        assert known.find("Allreduce", arguments(argument, Array(64))) is None
-    known.add("Bcast", arguments(None, Array(16), None, root=0))
-    assert known.find("Bcast", arguments(None, Array(16), None, root=[0])) is None
+    unknown: list[Any] = [[], [Array(16), [0.5]], [Array(16), np.zeros(2)], [np.zeros(4), 4], np.zeros(4)]
+    calls = [("Allreduce", Arguments(argument, Array(64), MPI.SUM)) for argument in unknown]
     # If other ranks take more and less than before, the call would look the same to one rank.
-    known.add("Reduce_scatter", arguments(Array(16), Array(64)))
-    assert known.find("Reduce_scatter", arguments(Array(16), Array(64))) is None
+    calls += [("Reduce_scatter", Arguments(Array(16), Array(64), MPI.SUM))]
     # The host reads counts on the device in all calls but an Alltoallv, and they may have changed.
-    known.add(*blocks(Array(160), [Array(320), Array(48)], "Allgatherv"))
-    assert known.find(*blocks(Array(160), [Array(320), Array(48)], "Allgatherv")) is None
+    calls += [("Allgatherv", Arguments(Array(160), [Array(320), Array(48)]))]
+    for call in calls:
+        known.add(*call)
+        assert known.find(*call) is None
+    known.add("Bcast", Arguments(None, Array(16), root=0))
+    assert known.find("Bcast", Arguments(None, Array(16), root=[0])) is None  # type: ignore[arg-type]
 
 
 def test_a_datatype_with_the_handle_of_a_freed_one_is_not_taken_for_that() -> None:
@@ -150,77 +203,71 @@ def test_a_datatype_with_the_handle_of_a_freed_one_is_not_taken_for_that() -> No
 
 
 def test_calls_are_forgotten_with_every_change_of_symmetric_memory() -> None:
-    known, given = Known(), arguments(Array(16), Array(64))
-    for change in (lambda: known.mappings.add([0, 64], 1, 16), lambda: known.mappings.remove(1)):
-        plan = known.add("Allreduce", given)
-        assert known.find("Allreduce", given) is plan
-        change()
-        assert known.find("Allreduce", given) is None
-
-
-def test_calls_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_calls, "_MOST", 3)
     known = Known()
-    calls = [arguments(None, Array(16 * number), None) for number in range(1, 6)]
-    for call in calls:
-        known.add("Bcast", call)
-    assert known.find("Bcast", calls[-1]) is not None
-    assert sum(known.find("Bcast", call) is not None for call in calls) <= 3
+    mappings = known.session.mappings
+    for change in (partial(mappings.add, [0, 64], 1, 16), partial(mappings.remove, 1)):
+        plan = known.add("Allreduce", SUM)
+        assert known.find("Allreduce", SUM) is plan
+        change()
+        assert known.find("Allreduce", SUM) is None
 
 
 def test_a_known_call_is_on_the_current_stream_of_the_library_it_was_on() -> None:
-    known, send, receive, ignored = Known(), Array(16), Tensor(64), Array(128)
+    send, receive, ignored = Array(16), Tensor(64), Array(128)
     for given, expected in (
-        (arguments(send, receive), send),
-        (arguments(MPI.IN_PLACE, receive), receive),
-        (arguments(None, receive), receive),
-        (arguments(send, None), send),
-        (arguments([send, 4], receive), send),
-        (arguments(MPI.IN_PLACE, (receive, 4)), receive),
+        (Arguments(send, receive), send),
+        (Arguments(MPI.IN_PLACE, receive), receive),
+        (Arguments(send, None), send),
+        (Arguments([send, 4], receive), send),
+        (Arguments(MPI.IN_PLACE, (receive, 4)), receive),
         # A Scatter on a rank that is not the root.
-        (arguments(ignored, receive), receive),
-        (arguments([None, [1, 2], [0, 1], "f"], receive), receive),
+        (Arguments(ignored, receive), receive),
+        (Arguments([None, [1, 2], [0, 1], "f"], receive), receive),
     ):
+        known = Known()
         known.add("Reduce", given, by_output=expected is receive)
-        for stream, where in ((None, expected), (5, 5)):
-            known.find("Reduce", given, stream=stream)
-            assert known.streams.pop() is where
+        for stream in (None, 5):
+            known.cache.enqueue(known.find("Reduce", given), stream, given.send, given.receive)
+        assert [where for _, where, _ in known.enqueued] == [expected, 5]
 
 
 def test_the_request_of_a_known_call_says_when_the_call_is_done() -> None:
-    known, given = Known(), arguments(Array(16), Array(64))
-    plan = known.add("Allreduce", given)
-    request = known.start("Allreduce", given)
-    assert known.enqueued == [(plan, 7)]
+    known = Known()
+    known.add("Allreduce", SUM)
+    engines: Any = SimpleNamespace(gpu=known.cache)
+    votes: Any = SimpleNamespace(vote_for_gpus=lambda: None)
+
+    def start() -> MPI.Request:
+        fields = tuple(getattr(SUM, name) for name in Arguments.__slots__)
+        request = OnGpus(known.session, engines, votes).start_known(ALLREDUCE, 7, "auto", fields)
+        assert request is not None
+        return request
+
+    request = start()
     assert not request.Test()
     known.done = True
     assert request.Test()
     known.runs = known.done = False  # in a capture
-    assert known.start("Allreduce", given).Test()
+    assert start().Test()
 
 
-def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, given = Known(), arguments(Array(16), Array(64))
-    plan = known.add("Allreduce", given)
-    call = known._calls.find(OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None)
-    assert call is not None
-    said: list[Any] = []
-    marks = SimpleNamespace(
+def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use() -> None:
+    known, said = Known(), list[Any]()
+    plan, backend = known.add("Allreduce", SUM), known.backend
+    backend.side_streams = SimpleNamespace(
         mark=lambda stream: ("behind", stream), take=lambda mark: ("beside", mark), give_back=said.append
     )
-    backend: Any = known._calls._session.backend
-    backend.side_streams, backend.check = marks, lambda: said.append("check")
+    backend.check = lambda: said.append("check")
     backend.synchronize = lambda stream: said.append(["waits for", stream, len(known.enqueued)])
     for of_device, of_stream in ((False, False), (True, False), (True, True)):
         backend.meets = lambda stream, array, several=of_device: several
         backend.waits_beside = lambda stream, array, several=of_stream: several
-        known._calls.enqueue(call, 7, given.send, given.receive, blocking=True)
+        known.cache.enqueue(known.find("Allreduce", SUM), 7, SUM.send, SUM.receive, blocking=True)
     side = "beside", ("behind", 7)
-    assert known.enqueued == [(plan, 7), (plan, 7), (plan, side)]
-    assert known.met == [False, True, True]
+    assert known.enqueued == [(plan, 7, False), (plan, 7, True), (plan, side, True)]
     assert said == [["waits for", side, 3], side, "check"]
-    known._calls.enqueue(call, 7, given.send, given.receive)
-    assert known.enqueued[3:] == [(plan, 7)]  # a nonblocking call must not wait
+    known.cache.enqueue(plan, 7, SUM.send, SUM.receive)
+    assert known.enqueued[3:] == [(plan, 7, False)]  # a nonblocking call must not wait
 
 
 @pytest.mark.parametrize("completes", [False, True])
@@ -229,29 +276,25 @@ def test_a_blocking_call_waits_where_calls_complete_on_return_and_on_an_address(
     by_address: bool, completes: bool
 ) -> None:
     """No library knows the stream of the caller's next work on memory that an address names."""
-    known, given = Known(), arguments(Array(16), Array(64))
-    waited: list[Any] = []
-    backend: Any = known._calls._session.backend
-    backend.completes, backend.complete = completes, waited.append
-    backend.meets = lambda stream, array: False
-    known._calls.engine.template = lambda call, mappings, asked: None  # type: ignore[method-assign]
+    known, waited = Known(), list[Any]()
+    known.backend.completes, known.backend.complete = completes, waited.append
+    known.backend.stream = lambda stream, array: stream or "current"
     read: Any = SimpleNamespace(operands=[SimpleNamespace(by_address=by_address)], in_place=False)
-    plan: Any = SimpleNamespace(text="Allreduce")
-    call = (OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None, None, None)
-    known._calls.add(plan, call, by_output=False, read=read)
-    found = known._calls.find(*call)
-    assert found is not None
-    backend.stream = lambda stream, array: stream or "current"
+    plan = known.add("Allreduce", SUM, read=read)
     for blocking in (True, False):
         for stream in (None, 7):
-            known._calls.enqueue(found, stream, given.send, given.receive, blocking=blocking)
+            known.cache.enqueue(plan, stream, SUM.send, SUM.receive, blocking=blocking)
     assert waited == (["current", 7] if completes else ["current"] * by_address)
 
 
 def test_a_known_call_is_refused_if_the_communicator_is_unusable() -> None:
-    known, given = Known(), arguments(Array(16), Array(64))
-    known.add("Allreduce", given)
-    known.usable = InvalidUsageError("Allreduce: the communicator was freed; create another")
+    known = Known()
+    plan = known.add("Allreduce", SUM)
+
+    def refuse(what: str) -> None:
+        raise InvalidUsageError("Allreduce: the communicator was freed; create another")
+
+    known.session.require_usable = refuse
     with pytest.raises(InvalidUsageError, match="freed"):
-        known.find("Allreduce", given)
+        known.cache.enqueue(plan, 7, SUM.send, SUM.receive)
     assert known.enqueued == []

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,190 +24,52 @@ from mpi4py import MPI
 
 pytest.importorskip("ml_dtypes")
 
-from mpicomm.collectives.call import Arguments, Call, in_order
-from mpicomm.collectives.gpu.algorithms.base import Domain, Form, with_place
-from mpicomm.collectives.gpu.algorithms.steps import AnyPlan, Step
-from mpicomm.collectives.gpu.call_templates import CallTemplate, has_template, template_of
-from mpicomm.collectives.gpu.counted_template import CountedTemplate
-from mpicomm.collectives.gpu.decision import Decision, names_for
-from mpicomm.collectives.gpu.plan_cache import PlanCache
-from mpicomm.collectives.gpu.tuning import BUILT_IN
+import mpicomm
+from mpicomm.collectives.call import Arguments, in_order
+from mpicomm.collectives.gpu import plan_cache
+from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import ALLREDUCE, ALLTOALLV, OPERATIONS, Operation
 from mpicomm.collectives.wire import Wire
-from mpicomm.devices.base import GrowingScratch, Scratch
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, layer_norm, rms_norm
-from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.team import Team
-from mpicomm.kernels.variant import Launch
-from mpicomm.mpi import buffers, plain_arrays
+from mpicomm.mpi import plain_arrays
 from mpicomm.mpi.plain_arrays import has_template_kind, known_buffer, plain_array
-from mpicomm.symmetric.registry import Mappings
 from tests.helpers.references.reductions import dtype_named
-from tests.helpers.rigs.filled_calls import Arena
+from tests.helpers.rigs.template_calls import BF16, FLOAT, SLOT, Array, Calls, Device, let_it_be_cupys
 
-FLOAT, BF16 = np.dtype("f4"), dtype_named("bfloat16")
 ON_GPU = "counts on the GPU"
-SLOT = 45
-"""Array k of a call lies in the slot of memory from k << 45 on."""
-
-
-class Array:
-    """An array of CuPy; nothing reads its memory."""
-
-    _c_contiguous = True
-
-    def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
-        self.data = SimpleNamespace(ptr=pointer if count else 0, device_id=0)
-        self.size, self.dtype, self.itemsize = count, dtype, dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.itemsize
+PACKAGE = str(Path(mpicomm.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
 def arrays_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(array: Any, writable: bool, name: str) -> buffers.ArrayMemory:
-        return buffers.ArrayMemory(array.data.ptr, array.nbytes, array.dtype, True, 0, array)
-
-    monkeypatch.setitem(buffers._readers, Array, read)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Array))
-
-
-class Device:
-    """The engine of a device that notes the steps of the latest call."""
-
-    def __init__(self, rank: int, size: int, *, regions: bool = True, blocks: int = 132, speed: float = 1.0) -> None:
-        team = Team(size=size, rank=rank, timeout_ns=7)
-        for index in range(size):
-            team.arenas[index], team.names[index] = (index + 1) << 40, index + 3
-        self.domain = Domain(team, Arena(size, regions=regions), blocks, speed, most_staged_nbytes=1 << 30)
-        self.launched: list[Any] = []
-        backend: Any = SimpleNamespace(scratch=lambda nbytes: Scratch((1 << 60) + nbytes, nbytes, None))
-        self.scratch = GrowingScratch(backend)
-
-    def enqueuers(self, steps: Sequence[Step]) -> list[Any]:
-        return [lambda stream, step=step: self.launched.append(as_enqueued(step)) for step in steps]
-
-    def launch(self, template: AnyPlan) -> list[Any]:
-        """Return the launches of the call that was filled into a template."""
-        self.launched = []
-        cast(Any, template).launch(7)
-        return self.launched
-
-    def decision(self, call: Call, asked: str) -> Decision:
-        made = call.buffers(self.scratch.of(call.scratch_nbytes))
-        form = Form.of_call(call, made, () if call.packed is None else call.packed.gaps)
-        return Decision(form, asked, BUILT_IN, self.domain, cast(Any, self))
-
-    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
-        if call.counted is not None:
-            return CountedTemplate(call.signature, call.counted, self.domain, cast(Any, self))
-        if not has_template(call):
-            return None
-        return template_of(call, self.decision(call, asked), mappings, self.scratch)
-
-    def read(self, call: Call, mappings: Mappings, asked: str) -> tuple[list[Any] | None, Any]:
-        """Return the launches of a read call, by new launchers, and its text and algorithm.
-
-        There are no launches without memory for them.
-        """
-        if call.counted is not None:
-            counted = CountedTemplate(call.signature, call.counted, self.domain, cast(Any, self))
-            return [*map(as_enqueued, counted.read(call.counted))], (counted.text, counted.choice)
-        decision, output, memory = self.decision(call, asked), call.common_output, None
-        if output is not None and output.total:
-            memory = mappings.find(output.pointer, output.nbytes)
-        made, text = call.buffers(self.scratch.of(call.scratch_nbytes)), str(call.signature)
-        chosen = decision.at(max(decision.form.numbers(made)[0], default=0), symmetric=memory is not None)
-        steps = decision.steps(chosen, made, call.signature.hash32, memory, call.epilogue)
-        if chosen.launcher.into_memory and memory is not None:
-            text = with_place(text, memory)
-        return None if steps is None else [*map(as_enqueued, steps)], (text, chosen.choice)
-
-
-def as_enqueued(step: Step) -> Any:
-    """Return a step as the device gets it."""
-    if isinstance(step, Launch):
-        return step.variant, bytes(step.arguments), step.blocks, step.threads, step.early
-    return step
-
-
-class ReadCall(AnyPlan):
-    """The plan of a call that was read."""
-
-    def __init__(self, launched: list[Any] | None, facts: Any, scratch_nbytes: int) -> None:
-        self.launched, self.facts, self.scratch_nbytes = launched, facts, scratch_nbytes
-
-
-class Calls:
-    """The calls of a communicator, through its cache."""
-
-    def __init__(self, device: Device, neighborhood: Neighborhood | None = None) -> None:
-        self.device, self.mappings, self._neighborhood = device, Mappings(), neighborhood
-        self.cache = PlanCache(cast(Any, SimpleNamespace(mappings=self.mappings, backend=None)), cast(Any, device))
-
-    def make(self, operation: Operation, asked: str, given: Arguments) -> str:
-        """Make a call. Return whether it was found, or what became of it."""
-        key, team = (operation, asked, *in_order(given)), self.device.domain.team
-        found, scratch_nbytes = self.cache.find(*key), self.device.scratch.nbytes
-        launched, facts = None, None
-        if isinstance(found, ReadCall):
-            launched, facts = found.launched, found.facts
-            if found.scratch_nbytes != scratch_nbytes:
-                return "found, with other scratch memory"
-        elif found is not None:
-            launched, facts = self.device.launch(found), (found.text, found.choice)
-        try:
-            call = Call(operation, given, team.rank, team.size, asked, self._neighborhood)
-            expected, said = self.device.read(call, self.mappings, asked)
-        except (InvalidUsageError, TypeError):
-            assert found is None
-            return "refused"
-        if found is not None:
-            assert launched == expected
-            assert facts == said
-            return "found"
-        self.cache.add(ReadCall(expected, said, self.device.scratch.nbytes), key, by_output=False, read=call)
-        return "read" if expected and self.device.scratch.nbytes == scratch_nbytes else "without a launch"
+    let_it_be_cupys(monkeypatch)
 
 
 # Epilogues: each makes its arrays by a name, a count and a type, for so many rows.
 
 Make = Callable[[int, Any], Array]
+
+
+def norm_of(
+    more: Callable[[Make, int, int], dict[str, Any]], kind: Callable[..., Epilogue] = rms_norm, weight: Any = BF16
+) -> Callable[[Make, int, int], Epilogue]:
+    """Return what makes a norm of so many rows, with further operands."""
+    return lambda make, rows, hidden: kind(make(rows * hidden, BF16), make(hidden, weight), **more(make, rows, hidden))
+
+
+def tiles(make: Make, rows: int, hidden: int) -> dict[str, Any]:
+    scales = make(-(-rows // 128) * 128 * -(-hidden // 64) * 4, dtype_named("float8_e4m3fn"))
+    return {"scales": scales, "scale": make(1, FLOAT), "scale_layout": "128x4"}
+
+
 EPILOGUES: dict[str, tuple[str, Callable[[Make, int, int], Epilogue]]] = {
-    "rms": ("bfloat16", lambda make, rows, hidden: rms_norm(make(rows * hidden, BF16), make(hidden, BF16))),
-    "linear bias": (
-        "bfloat16",
-        lambda make, rows, hidden: rms_norm(
-            make(rows * hidden, BF16), make(hidden, FLOAT), linear_bias=make(hidden, BF16)
-        ),
-    ),
-    "layer": (
-        "bfloat16",
-        lambda make, rows, hidden: layer_norm(make(rows * hidden, BF16), make(hidden, BF16), make(hidden, BF16)),
-    ),
-    "scaled rows": (
-        "float8_e4m3fn",
-        lambda make, rows, hidden: rms_norm(
-            make(rows * hidden, BF16), make(hidden, BF16), scales=make(rows * (hidden // 64), FLOAT)
-        ),
-    ),
-    "tiles of 4 bits": (
-        "uint8",
-        lambda make, rows, hidden: rms_norm(
-            make(rows * hidden, BF16),
-            make(hidden, BF16),
-            scales=make(-(-rows // 128) * 128 * -(-hidden // 64) * 4, dtype_named("float8_e4m3fn")),
-            scale=cast(Any, make(1, FLOAT)),
-            scale_layout="128x4",
-        ),
-    ),
-    "codes": (
-        "float8_e5m2",
-        lambda make, rows, hidden: rms_norm(make(rows * hidden, BF16), make(hidden, BF16), scale=0.5),
-    ),
+    "rms": ("bfloat16", norm_of(lambda *_: {})),
+    "linear bias": ("bfloat16", norm_of(lambda make, rows, hidden: {"linear_bias": make(hidden, BF16)}, weight=FLOAT)),
+    "layer": ("bfloat16", norm_of(lambda make, rows, hidden: {"bias": make(hidden, BF16)}, layer_norm)),
+    "scaled rows": ("float8_e4m3fn", norm_of(lambda make, rows, n: {"scales": make(rows * (n // 64), FLOAT)})),
+    "tiles of 4 bits": ("uint8", norm_of(tiles)),
+    "codes": ("float8_e5m2", norm_of(lambda *_: {"scale": 0.5})),
     "elements": (
         "bfloat16",
         lambda make, rows, hidden: Elementwise("v * f + b[i % n]", f=0.5, n=hidden, b=make(hidden, BF16)),
@@ -316,8 +180,7 @@ class Kind:
         )
 
     def _count(self) -> int:
-        few = int(self.operation.is_even)
-        count: int = self._draw(st.integers(few, 40) | st.integers(few, 40_000) | st.integers(few, 40_000_000), "count")
+        count: int = self._draw(st.integers(0, 40) | st.integers(0, 40_000) | st.integers(0, 40_000_000), "count")
         return count
 
     def _array(self, count: int, dtype: np.dtype[Any]) -> Array:
@@ -414,7 +277,10 @@ def test_a_call_that_is_found_is_launched_as_if_it_had_been_read(
         if number == 1 and data.draw(st.booleans(), "symmetric"):
             calls.mappings.add([(2 << SLOT) + (abs(each - rank) << 55) for each in range(size)], rank, 1 << 44)
         if number > 2 and data.draw(st.integers(0, 4), "again") == 0:
-            calls.make(operation, *data.draw(st.sampled_from(made)))
+            again = data.draw(st.sampled_from(made))
+            outcomes = [calls.make(operation, *again) for _ in range(data.draw(st.sampled_from([1, 12]), "times"))]
+            assert outcomes.count("read") <= 1
+            assert outcomes[-1] == "kept" or outcomes[0] != "found" or len(outcomes) == 1
             continue
         kind = data.draw(st.sampled_from(kinds), "kind") if number else kinds[0]
         fault, asked, given = kind.call(faulty=number > 0)
@@ -424,6 +290,123 @@ def test_a_call_that_is_found_is_launched_as_if_it_had_been_read(
             first[kind] = became if not fault else "faulty"
         elif not fault and first[kind] == "read" and kind.has_template:
             assert became != "read"
+
+
+ROUTES = [
+    (1, 7, 1, MPI.ANY_TAG),
+    (1, 8, 1, MPI.ANY_TAG),
+    (1, 7, 1, 8),
+    (0, 7, 1, 8),
+    (MPI.PROC_NULL, 0, 1, MPI.ANY_TAG),
+]
+LENGTHS = st.integers(0, 12) | st.integers(0, 10_000_000)
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_a_message_that_is_found_is_launched_as_if_it_had_been_read(data: st.DataObject) -> None:
+    """One that overlaps is not found, nor one after an empty message, which does not tell the bytes of an element."""
+    calls, draw, known = Calls(Device(0, 2)), data.draw, set[Any]()
+    kinds = [(draw(st.sampled_from(ROUTES)), draw(st.sampled_from(["f4", "f8", "i2"]))) for _ in range(2)]
+    for number in range(6):
+        route, dtype = kind = draw(st.sampled_from(kinds))
+        place = 256 * (number + 6 * draw(st.integers(0, 1 << 16)))  # each message is another one
+        send, receive = (Array((slot << SLOT) + place, draw(LENGTHS), np.dtype(dtype)) for slot in (1, 2))
+        sent = None if route[0] == MPI.PROC_NULL else send
+        if sent is not None and sent.size and receive.size and draw(st.booleans()):
+            sent.data.ptr = receive.data.ptr + draw(st.sampled_from([1 - sent.nbytes, 0, receive.nbytes - 1]))
+            assert calls.cache.find_message("Sendrecv", sent, receive, route) is None
+            sent.data.ptr = receive.data.ptr - sent.nbytes
+        became = [calls.exchange(sent, receive, route) for _ in range(draw(st.sampled_from([1, 1, 12]), "times"))]
+        sizes = [each.size for each in (sent, receive) if each is not None]
+        if any(sizes):
+            assert became.count("read") <= (1 if kind not in known or len(became) > 1 else 0)
+            assert became[-1] == "kept" or len(became) == 1
+        if all(sizes):
+            known.add(kind)
+
+
+def given_of(name: str, count: int) -> Arguments:
+    """Return a call of two ranks, of another size and at other addresses for each count."""
+
+    def array(slot: int, count: int, dtype: Any = FLOAT) -> Array:
+        return Array((slot << SLOT) + 256 * count, count, dtype)
+
+    blocks, made = [[array(slot, 2 * count), [count, count - 3]] for slot in (1, 2)], Arguments(op=MPI.SUM)
+    made.send, made.receive = array(1, count), array(2, count * (2 if name == "Allgather" else 1))
+    if name == "epilogue":
+        made.send, made.receive, residual = (array(slot, 1024 * count, BF16) for slot in (1, 2, 3))
+        made.epilogue = rms_norm(residual, array(4, 1024, BF16))
+    elif name == ON_GPU:
+        counts = [array(slot, 2, np.dtype("i8")) for slot in (3, 4, 5)]
+        made.send, made.receive = [blocks[0][0], (counts[0], counts[1])], [blocks[1][0], counts[2]]
+    elif name == "Alltoallv":
+        made.send, made.receive = blocks
+    elif name == "Alltoallw":
+        made.send, made.receive = ([*each, [0, 4 * count], [MPI.FLOAT, MPI.BYTE]] for each in blocks)
+    elif name == "Reduce_scatter":
+        made.counts, made.receive = [3, count - 3], array(2, 3)
+    return made
+
+
+def maker_of(name: str) -> Callable[[int], None]:
+    """Return what makes a call of a known kind with another count."""
+    calls, row = Calls(Device(0, 2)), OPERATIONS[{"epilogue": "Allreduce", ON_GPU: "Alltoallv"}.get(name, name)]
+    made = [calls.make(row, "auto", given_of(name, count)) for count in (1000, 1001, 1002)]
+    assert made == ["read", "found", "found"]
+
+    def make(count: int) -> None:
+        found: Any = calls.cache.find(row, "auto", *in_order(given_of(name, count)))
+        calls.device.launch(found)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *(("Allreduce", 10), ("Allgather", 10), ("Alltoallv", 25), ("Alltoallw", 40), ("Reduce_scatter", 20)),
+        *(("epilogue", 45), (ON_GPU, 35)),
+    ],
+)
+def test_a_new_call_of_a_known_kind_enters_few_functions(name: str, most: int) -> None:
+    make = maker_of(name)
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            entered.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        make(1003)
+    finally:
+        sys.setprofile(before)
+    assert len(entered) <= most, entered
+
+
+def test_calls_of_many_sizes_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "_MOST", 50)
+    makes = [maker_of(name) for name in ("Allreduce", "Alltoallv", "epilogue", ON_GPU)]
+
+    def blocks_after(counts: range) -> int:
+        """Return the number of blocks of memory that Python uses after a call of each count."""
+        for count, make in itertools.product(counts, makes):
+            make(count)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = blocks_after(range(1003, 1200))
+    assert blocks_after(range(1200, 2200)) - before < 1000  # less than one for each call
+
+
+def test_a_call_without_elements_makes_no_form_in_place() -> None:
+    """Two empty arrays have one address, and the same memory passed twice means in place."""
+    calls = Calls(Device(0, 2))
+    for count in (0, 4):
+        send, receive = Array(1 << SLOT, 2 * count, FLOAT), Array(2 << SLOT, count, FLOAT)
+        assert calls.make(OPERATIONS["Reduce_scatter_block"], "auto", Arguments(send, receive, MPI.SUM)) != "found"
 
 
 def test_elements_that_lie_in_two_blocks_are_refused_as_if_the_call_had_no_template() -> None:

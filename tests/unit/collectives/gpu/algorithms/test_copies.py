@@ -101,30 +101,6 @@ def require_balanced(programs: Sequence[Sequence[Action]]) -> None:
         assert all(action.local for action in program[last:] if isinstance(action, Copy))
 
 
-def buffers_of(row: Operation, rank: int, size: int, count: int, root: int, in_place: bool) -> Buffers:
-    """A rank's buffers, of blocks of ``count`` elements."""
-    at_root = rank == root
-    in_place = in_place and (at_root or row.rooted == "")
-    source = base(rank, OUTPUT if in_place else INPUT)
-
-    def blocks(begin: int) -> list[Span]:
-        return patterns.blocks(begin, [count] * size, range(0, size * count, count), 4)
-
-    send = send_blocks = output = output_blocks = None
-    if row.rooted != "bcast" and (row.rooted != "send" or at_root) and not (in_place and not row.reduces):
-        if row.send == "one":
-            send = Span(source, count)
-        else:
-            send_blocks = blocks(source)
-    if row.rooted != "receive" or at_root:
-        if row.receive == "one":
-            output = Span(base(rank, OUTPUT), count)
-        else:
-            output_blocks = blocks(base(rank, OUTPUT))
-    op = SUM if row.reduces else ""
-    return Buffers(rank, size, FLOAT32, send, send_blocks, output, output_blocks, op, root)
-
-
 def results(row: Operation, given: list[Array], before: list[Array], root: int, in_place: bool) -> list[Array]:
     """Return the outputs of all ranks after a call; ``given`` and ``before`` have a row for each block."""
     size, after = len(given), [each.copy() for each in before]
@@ -179,9 +155,9 @@ def test_calls_in_any_order_of_streams(
         programs: list[list[Action]] = []
         for rank in range(size):
             mapped = Mapped(1, 0, tuple(base(peer, OUTPUT) for peer in range(size))) if symmetric else None
-            buffers, last = (
-                buffers_of(each, rank, size, count, root, place) for each, place in ((row, in_place), (after, False))
-            )
+            where = rank, [count] * size, FLOAT32, base(rank, INPUT), base(rank, OUTPUT)
+            buffers = patterns.buffers_of(row, *where, root=root, in_place=in_place)
+            last = patterns.buffers_of(after, *where, root=root)
             actions = launcher_of(row, buffers)._actions(buffers, mapped)
             programs.append([*actions, *actions, *launcher_of(after, last)._actions(last, None)])
         require_balanced(programs)
