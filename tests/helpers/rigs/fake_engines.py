@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mpicomm.collectives.call import Call
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.devices.base import DeviceInfo, Link, Scratch
+from mpicomm.errors import MpicommError
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.arguments import Span
+from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns
 
@@ -40,20 +44,26 @@ class Rig:
             importlib.import_module, ("mpicomm.collectives.gpu.engine", "mpicomm.collectives.gpu.call_memory")
         )
         self.launched: list[Any] = []
-        self.told: list[str] = []
+        """The arguments of each launch."""
         self.shapes: list[dict[str, Any]] = []
         self.expected: list[Variant] = []
         """The kernels that the engine expects to need."""
+        self.posted: list[str] = []
+        self.failures: dict[str, MpicommError] = {}
+        """The errors of memory that the ranks share, by its purpose."""
+        self.tried: list[str] = []
+        """The purposes of the memory that the ranks have set up, or tried to."""
 
-        def launcher(x: Any, blocks: int, threads: int, *, early: bool) -> Any:
+        def launcher(variant: Variant, x: Any, blocks: int, threads: int, *, early: bool) -> Any:
             def launch(stream: int) -> None:
                 self.launched.append(x)
-                self.shapes.append({"blocks": blocks, "threads": threads, "early": early})
+                self.shapes.append({"blocks": blocks, "threads": threads, "early": early, "variant": variant})
 
             return SimpleNamespace(launch=launch)
 
-        kernel = SimpleNamespace(launcher=launcher)
-        kernels = SimpleNamespace(find=lambda variant: kernel, expect=self.expected.extend)
+        kernels = SimpleNamespace(
+            find=lambda variant: SimpleNamespace(launcher=partial(launcher, variant)), expect=self.expected.extend
+        )
         monkeypatch.setattr(cuda, "getDevice", lambda: 0, raising=False)
         monkeypatch.setattr(engine, "kernels_of", lambda info: kernels)
         monkeypatch.setattr(arena, "share", self._share)
@@ -75,7 +85,7 @@ class Rig:
             pack_table=lambda table: 5 << 50,
         )
         call_log: Any = SimpleNamespace(
-            post=lambda text, count=0, offset=None, *, ready=False: None,
+            post=lambda text, count=0, offset=None, *, ready=False: self.posted.append(text),
             differ=lambda: False,
             behind=list,
             ready=lambda: None,
@@ -90,15 +100,23 @@ class Rig:
         signature = Signature("Alltoallv", "uint8")
         return self.engine.prepare_step(pattern.operation, pattern.buffers, (str(signature), signature.hash32), "auto")
 
+    def run(self, call: Call, asked: str = "auto") -> tuple[Any, list[Any], list[dict[str, Any]]]:
+        """Read and enqueue a call; return its plan, and the arguments and shapes of its launches."""
+        plan, begin = self.engine.prepare_call(call, Mappings(), asked), len(self.launched)
+        self.enqueue(plan)
+        return plan, self.launched[begin:], self.shapes[begin:]
+
     def enqueue(self, plan: Any) -> None:
         self.engine.enqueue(plan, STREAM)
 
     def _exchange(self, what: str, work: Any) -> list[Any]:
-        self.told.append(what)
         own = work()
         return [BUILT_IN if own is None else own] * self._size  # the first rank has the table
 
     def _share(self, node: Any, backend: Any, what: str, produce: Any, signature: Any) -> Any:
+        self.tried.append(what)
+        if what in self.failures:
+            raise self.failures[what]
         segments = [SimpleNamespace(pointer=(rank + 1) << 40, nbytes=signature()) for rank in range(self._size)]
         return _Segments(segments)
 

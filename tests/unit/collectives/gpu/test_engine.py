@@ -1,10 +1,12 @@
-"""The engine posts its calls, says its memory and shares a GPU, over a CUDA that launches nothing."""
+"""The engine posts and enqueues calls, and goes on with little memory, over a CUDA that launches nothing."""
 
 from __future__ import annotations
 
 import importlib
+import logging
 import socket
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +18,22 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
+from mpicomm.collectives.gpu.algorithms.memory import Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, FEWEST_LAPS, OVERSEERS
 from mpicomm.collectives.gpu.decision import usual_kernels
-from mpicomm.collectives.operations import ALLTOALLV, OPERATIONS
+from mpicomm.collectives.operations import ALLREDUCE, ALLTOALLV, OPERATIONS
+from mpicomm.collectives.wire import Wire
 from mpicomm.devices.handle import MemoryUse
-from mpicomm.errors import InvalidUsageError
+from mpicomm.epilogues import Elementwise, rms_norm
+from mpicomm.errors import HandleError, InvalidUsageError, PeerError
+from mpicomm.kernels.team import ABSENT
+from mpicomm.log import log_once
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mappings
 from mpicomm.ways.dispatch import OnGpus
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns
+from tests.helpers.inputs.tuning import row, table
 from tests.helpers.rigs.fake_engines import BYTE, STREAM, Rig
 
 MIB = 1 << 20
@@ -34,6 +42,139 @@ MIB = 1 << 20
 @pytest.fixture
 def rig(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(cuda, monkeypatch)
+
+
+def allreduce(rig: Rig, count: int, asked: str = "auto", result: str = "f4", **how: Any) -> Any:
+    """Run an all-reduce of floats of three ranks; return its plan, and the arguments and shapes of its launches."""
+    x, y = (DeviceArray(at << 44, count, np.dtype(dtype)) for at, dtype in ((1, "f4"), (2, result)))
+    return rig.run(Call(ALLREDUCE, Arguments(x, y, MPI.SUM, **how), 0, 3, asked), asked)
+
+
+@pytest.fixture
+def three(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """One of three ranks, whose table takes two shots from 100 bytes on, and copies from 1000 bytes on."""
+    read_device_arrays(monkeypatch)
+    log_once.cache_clear()
+    rig = Rig(cuda, monkeypatch, size=3)
+    rig.engine.tuning = table(row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine")))
+    rig.tried.clear()
+    return rig
+
+
+def test_an_epilogue_is_applied_by_the_kernel_that_reduces_or_by_the_next_one(three: Rig) -> None:
+    epilogue, output = Elementwise("v * i"), 2 << 44
+    for asked in ("one_shot", "two_shot"):
+        _, (fused,), (shape,) = allreduce(three, 100, asked, epilogue=epilogue)
+        assert (shape["variant"].entry, fused.finish.operands.count) == ("mpicomm_packets", 100)
+        _, (converts,), (shape,) = allreduce(three, 100, asked, "f8", epilogue=epilogue)
+        assert "-DMPICOMM_RESULT=float64" in shape["variant"].options
+        assert converts.finish.finished == output != converts.finish.reduced
+    for asked, result, entry in (
+        ("ring", "f8", "mpicomm_epilogue"),
+        ("auto", "f4", "mpicomm_packets"),  # the table has copy_engine, which needs one more kernel
+        ("copy_engine", "f4", "mpicomm_epilogue"),
+    ):
+        _, launched, shapes = allreduce(three, 1000, asked, result, epilogue=epilogue)
+        assert shapes[-1]["variant"].entry == entry
+        if entry == "mpicomm_epilogue":
+            assert launched[-1].output == output
+            assert (launched[-1].source == output) == (result == "f4")
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "asked", "steps", "memory"),
+    [
+        (32, 1024, "one_shot", 4, []),
+        (900, 1028, "one_shot", 226, ["collectives: large messages"]),  # 257 packets of a row take 2 steps
+        (32, 1024, "two_shot", 2, []),  # each of the ranks has 11 rows
+        (24, 1024, "two_shot", 1, []),  # a row of each rank for each of 8 blocks
+        *((*rest, 0, []) for rest in ((21, 1024, "two_shot"), (3, 33, "two_shot"), (3, 33, "one_shot"))),
+        (1, 16384, "one_shot", 0, []),
+    ],
+)
+def test_rows_are_normalised_by_the_kernel_that_reduces_or_by_the_next_one(
+    three: Rig, rows: int, hidden: int, asked: str, steps: int, memory: list[str]
+) -> None:
+    three.engine.domain = replace(three.engine.domain, multiprocessors=8)
+    x, weight = (DeviceArray(at << 44, count, np.dtype("f4")) for at, count in ((3, rows * hidden), (4, hidden)))
+    _, launched, shapes = allreduce(three, rows * hidden, asked, epilogue=rms_norm(x, weight))
+    assert three.tried == memory
+    last, variant = launched[-1], shapes[-1]["variant"]
+    if not steps:
+        assert variant.entry == "mpicomm_norm"
+        return
+    assert variant.entry == "mpicomm_packets" and "-DMPICOMM_WEIGHT=float32" in variant.options
+    assert len(launched) == 1 and last.steps == steps
+    assert last.finish.rows_of_shard == -(-rows // 3) if asked == "two_shot" else last.finish.rows == rows
+
+
+def choices(rig: Rig, *asked: str, count: int = 1000) -> list[str]:
+    """Return the algorithms of calls."""
+    return [allreduce(rig, count, each)[0].choice.algorithm for each in asked]
+
+
+COPIES, LARGE = "collectives: copies", "collectives: large messages"
+
+
+def test_without_memory_another_algorithm_is_taken_and_said_once(three: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "mpicomm")
+    assert choices(three, "auto", "one_shot", count=300) == ["copy_engine", "one_shot"]
+    three.failures[COPIES] = HandleError("rank 1: out of memory", ranks=[1])
+    for _ in range(2):
+        assert choices(three, "auto", count=1 << 20) == ["two_shot"]
+    three.failures.clear()
+    # The second choice stays, also if there is memory later: a rank that repeats the call does not prepare it again.
+    assert choices(three, "auto", count=1 << 20) == choices(three, "auto", count=1 << 21) == ["two_shot"]
+    assert three.tried.count(COPIES) == 2  # for the first call, and for the one that fails
+    with pytest.raises(HandleError, match="rank 1: out of memory") as caught:
+        choices(three, "copy_engine", count=1 << 20)
+    assert list(caught.value.ranks) == [1]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Allreduce runs slower, without algorithm 'copy_engine', because memory is short: rank 1: out of memory"
+    ]
+
+
+def test_an_error_that_does_not_concern_memory_is_raised(three: Rig) -> None:
+    three.failures[COPIES] = PeerError("x")
+    with pytest.raises(PeerError, match="x"):
+        choices(three, "auto")
+
+
+@pytest.mark.parametrize("asked", ["auto", "one_shot"])
+def test_what_one_shot_lacks_memory_for_goes_in_the_arena_and_is_never_tried_again(
+    three: Rig, caplog: pytest.LogCaptureFixture, asked: str
+) -> None:
+    caplog.set_level(logging.WARNING, "mpicomm")
+    three.failures |= dict.fromkeys((COPIES, LARGE), HandleError("x"))
+    for _ in range(2):
+        _, (launch,), _ = allreduce(three, 10 << 20, asked)
+        assert launch.inbox_nbytes == 2 * three.engine.domain.arena.sentinels.nbytes and launch.laps >= FEWEST_LAPS
+    # Two hops need twice the memory of one.
+    assert three.tried.count(LARGE) == (2 if asked == "auto" else 1)
+    assert len(caplog.records) == (3 if asked == "auto" else 1)
+    assert "runs slower, only in the inboxes of the arena" in caplog.text
+    count = 18 * three.engine.domain.arena.sentinels.nbytes
+    _, (launch,), (shape,) = allreduce(three, count, wire=Wire("int8"))
+    assert {"-DMPICOMM_WIRE=int8", "-DMPICOMM_LAPS"} <= {*shape["variant"].options}
+    assert launch.inbox_nbytes == 2 * three.engine.domain.arena.sentinels.nbytes and launch.laps >= FEWEST_LAPS
+    assert launch.steps * shape["blocks"] * (shape["threads"] - OVERSEERS) * CODES_OF_PACKET >= count
+
+
+def test_without_room_below_the_bound_another_algorithm_is_taken_before_the_ranks_are_told(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, three: Rig
+) -> None:
+    rig = Rig(cuda, monkeypatch, MIB, size=3)
+    rig.engine.tuning = three.engine.tuning
+    rig.tried.clear()
+    assert choices(rig, "auto") == ["two_shot"]
+    assert len({*rig.posted}) == 1  # as on a rank that keeps the plan of the other way
+    with pytest.raises(InvalidUsageError) as caught:
+        choices(rig, "copy_engine")
+    assert str(caught.value) == (
+        f'MPICOMM_MEMORY leaves {MIB} bytes for shared memory of this communicator, and "{COPIES}" takes {2 * MIB}: '
+        f"raise MPICOMM_MEMORY by {MIB} bytes or more, or unset it"
+    )
+    assert len({*rig.posted}) == 1 and not rig.tried
 
 
 def test_the_first_call_of_a_kind_expects_the_usual_kernels(rig: Rig) -> None:
@@ -60,9 +201,7 @@ def test_counts_on_the_device_go_to_the_kernel(rig: Rig, monkeypatch: pytest.Mon
         for address, count, dtype in ((1, 16 * MIB, "f4"), (2, 8 * MIB, "f4"), (3, 2, "i4"), (4, 2, "i8"))
     )
     call = Call(ALLTOALLV, Arguments([x, one], [y, (other, [0, 5])]), 0, 2)
-    plan = rig.engine.prepare_call(call, Mappings(), "auto")
-    rig.enqueue(plan)
-    counted = rig.launched[0].counted
+    counted = rig.run(call)[1][0].counted
     assert (counted.itemsize, counted.send.buffer, counted.send.room) == (4, 1 << 44, 16 * MIB)
     assert (counted.send.counts, counted.send.wide_counts, counted.send.follows) == (3 << 44, 0, 1)
     assert (counted.receive.counts, counted.receive.wide_counts, counted.receive.follows) == (4 << 44, 1, 0)
@@ -87,8 +226,7 @@ def test_only_kernels_that_need_blocks_without_gaps_get_packed_blocks(
     first = column.Create_resized(0, 8)
     x, y = ([DeviceArray(address << 44, 2 * rows, np.dtype("f8")), 1, first] for address in (1, 2))
     arguments = Arguments(None, y) if row.rooted == "bcast" else Arguments(x, y)
-    rig.enqueue(rig.engine.prepare_call(Call(row, arguments, 0, 2), Mappings(), "auto"))
-    assert [type(each).__name__ for each in rig.launched] == launched
+    assert [type(each).__name__ for each in rig.run(Call(row, arguments, 0, 2))[1]] == launched
     for datatype in (first, column):
         datatype.Free()
 
@@ -118,9 +256,7 @@ def test_ranks_with_and_without_gaps_launch_alike(cuda: FakeCuda, monkeypatch: p
                 None if row.rooted == "receive" and rank != root else receive,
                 root=root,
             )
-            begin = len(rig.launched)
-            rig.enqueue(rig.engine.prepare_call(Call(row, arguments, rank, size), Mappings(), "auto"))
-            launched = [*zip(rig.launched, rig.shapes, strict=True)][begin:]
+            launched = zip(*rig.run(Call(row, arguments, rank, size))[1:], strict=True)
             launches.append([each for each in launched if hasattr(each[0], "team")])
     for number in range(calls):
         of_call = launches[number::calls]
@@ -164,6 +300,31 @@ def test_the_engine_says_its_memory(rig: Rig) -> None:
     pattern = patterns.allreduce(0, 2, BYTE, span, span, "sum")
     rig.engine.prepare_step(pattern.operation, pattern.buffers, (str(signature), signature.hash32), "two_shot")
     assert held() == [arena, MemoryUse("collectives: large messages", device_nbytes=136 * MIB)]
+
+
+def test_a_request_takes_the_smallest_region_of_its_purpose_that_it_fits_into(rig: Rig) -> None:
+    arena, large, small = rig.engine.domain.arena, Request("copies", 8 * MIB), Request("copies", 2 * MIB)
+    for request in (large, small):
+        arena.set_up(request)
+    for nbytes, request in ((1, small), (3 * MIB, large)):
+        assert arena.region(Request("copies", nbytes)).slots_nbytes == request.slots_nbytes
+    for other in (Request("copies", 9 * MIB), Request("chain", MIB), Request("copies", MIB, words_nbytes=128)):
+        assert not arena.has(other)
+
+
+def test_a_suspension_keeps_messages_and_makes_other_memory_as_at_first(rig: Rig) -> None:
+    for what, protocol in (("messages", {"holds_messages": True}), ("chain", {"sentinel": True})):
+        rig.engine.domain.arena.set_up(Request(what, 2 * MIB, words_nbytes=128, **protocol))
+    # Slots of the sentinel protocol have escapes.
+    assert [use.device_nbytes for use in rig.engine.memory_use()][1:3] == [2 * MIB + 128, 2 * MIB + 128 + MIB // 8]
+    arena, messages, chain = (memory.content for memory in rig.engine.memories())
+    assert (messages.kept_nbytes, messages.fill) == (2 * MIB + 128, None)
+    assert arena.kept_nbytes == chain.kept_nbytes == 0
+    filled: list[tuple[int, int, int]] = []
+    rig.engine._backend.fill = rig.engine._backend.fill_words = lambda *given: filled.append(given)
+    chain.fill(1 << 40)
+    slots = (1 << 40) + 128
+    assert filled == [(1 << 40, 128, 0), (slots, 2 * MIB, ABSENT), (slots + 2 * MIB, 2 * MIB // 16, 0)]
 
 
 def test_messages_in_stream_order_that_exceed_the_bound_are_refused(
