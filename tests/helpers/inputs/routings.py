@@ -1,11 +1,11 @@
 """Random tokens and the experts to which they go, alike on all ranks that draw by the same seed; and the right results.
 
-The reference is plain loops over tokens and slots.
+The results come from plain loops over tokens and slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,103 +37,6 @@ class LaidByToken:
     topk_weights: list[list[float]]
 
 
-def by_token(
-    xs: Sequence[Array],
-    ids: Sequence[Array],
-    weights: Sequence[Array],
-    experts_per_rank: Sequence[int],
-    rank: int,
-) -> LaidByToken:
-    """Return the rows of ``rank``: each token once that has an expert there."""
-    first = sum(experts_per_rank[:rank])
-    laid = LaidByToken(np.empty(0), [], [], [])
-    rows: list[Array] = []
-    for token in range(max(map(len, ids))):
-        for source, routes in enumerate(ids):
-            if token >= len(routes):
-                continue
-            slots = [int(chosen) - first for chosen in routes[token]]
-            here = [0 <= chosen < experts_per_rank[rank] for chosen in slots]
-            if not any(here):
-                continue
-            rows.append(xs[source][token])
-            laid.sources.append((source, token))
-            laid.topk_ids.append([chosen if mine else -1 for chosen, mine in zip(slots, here, strict=True)])
-            laid.topk_weights.append(
-                [float(weight) if mine else 0.0 for weight, mine in zip(weights[source][token], here, strict=True)]
-            )
-    laid.rows = np.array(rows, xs[0].dtype).reshape(len(rows), xs[0].shape[1])
-    return laid
-
-
-def dispatched(
-    xs: Sequence[Array],
-    ids: Sequence[Array],
-    weights: Sequence[Array],
-    experts_per_rank: Sequence[int],
-    rank: int,
-    alignment: int = 1,
-) -> Laid:
-    """Return the rows of ``rank``; gaps have zeros, and sources of -1."""
-    first = sum(experts_per_rank[:rank])
-    laid = Laid(np.empty(0), [], [0], [], [])
-    rows: list[Array] = []
-    for expert in range(first, first + experts_per_rank[rank]):
-        count = 0
-        for token in range(max(map(len, ids))):
-            for source, routes in enumerate(ids):
-                if token >= len(routes):
-                    continue
-                for slot, chosen in enumerate(routes[token]):
-                    if chosen == expert:
-                        rows.append(xs[source][token])
-                        laid.sources.append((source, token, slot))
-                        laid.weights.append(float(weights[source][token, slot]))
-                        count += 1
-        while len(rows) % alignment:
-            rows.append(np.zeros_like(xs[0], shape=xs[0].shape[1:]))
-            laid.sources.append((-1, -1, -1))
-            laid.weights.append(0.0)
-        laid.counts.append(count)
-        laid.offsets.append(len(rows))
-    laid.rows = np.array(rows, xs[0].dtype).reshape(len(rows), xs[0].shape[1])
-    return laid
-
-
-def combined_by_token(
-    laid: Sequence[LaidByToken], outputs: Sequence[Array], rank: int, tokens: int, result: np.dtype[Any]
-) -> Array:
-    """Return the sums for the tokens of ``rank``; ``outputs`` are the rows of all ranks after their experts."""
-    total = np.zeros((tokens, outputs[0].shape[1]), np.float32)
-    for mine, rows in zip(laid, outputs, strict=True):
-        for row, (source, token) in enumerate(mine.sources):
-            if source == rank:
-                total[token] += rows[row].astype(np.float32)
-    return total.astype(result)
-
-
-def combined(
-    laid: Sequence[Laid],
-    outputs: Sequence[Array],
-    rank: int,
-    tokens: int,
-    result: np.dtype[Any],
-    *,
-    weighted: bool = True,
-) -> Array:
-    """Return the sums for the tokens of ``rank``; ``outputs`` are the rows of all ranks after their experts."""
-    hidden = outputs[0].shape[1]
-    total = np.zeros((tokens, hidden), np.float32)
-    for mine, rows in zip(laid, outputs, strict=True):
-        partial = np.zeros((tokens, hidden), np.float32)
-        slots = sorted((slot, token, row) for row, (source, token, slot) in enumerate(mine.sources) if source == rank)
-        for _, token, row in slots:
-            factor = np.float32(mine.weights[row] if weighted else 1)
-            partial[token] += factor * rows[row].astype(np.float32)
-        total += partial.astype(rows.dtype).astype(np.float32)
-    return total.astype(result)
-
-
 class Routing:
     """Tokens with ids and weights for each rank. A part ``none`` of the slots has no expert.
 
@@ -163,18 +66,75 @@ class Routing:
         self.weights = [rng.random((count, top_k), dtype=np.float32) for count in counts]
 
     def laid(self, alignment: int) -> list[Laid]:
-        """Return the rows of every rank."""
-        ranks = range(len(self.xs))
-        return [dispatched(self.xs, self.ids, self.weights, self.experts_per_rank, rank, alignment) for rank in ranks]
+        """Return the rows of every rank; gaps have zeros, and sources of -1."""
+        return [self._laid(rank, alignment) for rank in range(len(self.xs))]
 
     def laid_by_token(self) -> list[LaidByToken]:
-        """Return the rows of every rank in the layout by token."""
-        ranks = range(len(self.xs))
-        return [by_token(self.xs, self.ids, self.weights, self.experts_per_rank, rank) for rank in ranks]
+        """Return the rows of every rank in the layout by token: each token once that has an expert there."""
+        return [self._laid_by_token(rank) for rank in range(len(self.xs))]
+
+    def _tokens(self) -> Iterator[tuple[int, int]]:
+        """Yield the tokens of all ranks in the order of rows, with their ranks."""
+        for token in range(max(map(len, self.ids))):
+            yield from ((source, token) for source, routes in enumerate(self.ids) if token < len(routes))
+
+    def _rows(self, rows: list[Array]) -> Array:
+        return np.array(rows, self.xs[0].dtype).reshape(len(rows), self.xs[0].shape[1])
+
+    def _laid(self, rank: int, alignment: int) -> Laid:
+        first, laid, rows = sum(self.experts_per_rank[:rank]), Laid(np.empty(0), [], [0], [], []), list[Array]()
+        for expert in range(first, first + self.experts_per_rank[rank]):
+            count = 0
+            for source, token in self._tokens():
+                for slot in np.flatnonzero(self.ids[source][token] == expert).tolist():
+                    rows.append(self.xs[source][token])
+                    laid.sources.append((source, token, slot))
+                    laid.weights.append(float(self.weights[source][token, slot]))
+                    count += 1
+            while len(rows) % alignment:
+                rows.append(np.zeros_like(self.xs[0], shape=self.xs[0].shape[1:]))
+                laid.sources.append((-1, -1, -1))
+                laid.weights.append(0.0)
+            laid.counts.append(count)
+            laid.offsets.append(len(rows))
+        laid.rows = self._rows(rows)
+        return laid
+
+    def _laid_by_token(self, rank: int) -> LaidByToken:
+        first, laid, rows = sum(self.experts_per_rank[:rank]), LaidByToken(np.empty(0), [], [], []), list[Array]()
+        for source, token in self._tokens():
+            slots = [int(chosen) - first for chosen in self.ids[source][token]]
+            here = [0 <= chosen < self.experts_per_rank[rank] for chosen in slots]
+            if not any(here):
+                continue
+            rows.append(self.xs[source][token])
+            laid.sources.append((source, token))
+            laid.topk_ids.append([chosen if mine else -1 for chosen, mine in zip(slots, here, strict=True)])
+            weights = zip(self.weights[source][token], here, strict=True)
+            laid.topk_weights.append([float(weight) if mine else 0.0 for weight, mine in weights])
+        laid.rows = self._rows(rows)
+        return laid
 
     def sums_by_token(self, laid: Sequence[LaidByToken], outputs: Sequence[Array], rank: int, dtype: Any) -> Array:
         """Return the sums of a rank; ``outputs`` are the rows of all ranks after their experts."""
-        return combined_by_token(laid, outputs, rank, len(self.xs[rank]), np.dtype(dtype))
+        total = np.zeros((len(self.xs[rank]), outputs[0].shape[1]), np.float32)
+        for mine, rows in zip(laid, outputs, strict=True):
+            for row, (source, token) in enumerate(mine.sources):
+                if source == rank:
+                    total[token] += rows[row].astype(np.float32)
+        return total.astype(dtype)
+
+    def sums(self, laid: Sequence[Laid], outputs: Sequence[Array], rank: int, dtype: Any, *, weighted: bool) -> Array:
+        """Return the sums of a rank; ``outputs`` are the rows of all ranks after their experts."""
+        total = np.zeros((len(self.xs[rank]), outputs[0].shape[1]), np.float32)
+        for mine, rows in zip(laid, outputs, strict=True):
+            partial, sources = np.zeros_like(total), enumerate(mine.sources)
+            slots = sorted((slot, token, row) for row, (source, token, slot) in sources if source == rank)
+            for _, token, row in slots:
+                factor = np.float32(mine.weights[row] if weighted else 1)
+                partial[token] += factor * rows[row].astype(np.float32)
+            total += partial.astype(rows.dtype).astype(np.float32)
+        return total.astype(dtype)
 
     def slots_by_token(self, laid: Sequence[LaidByToken], values: Sequence[Array], rank: int) -> Array:
         """Return the values of the slots of a rank; ``values`` are numbers of the slots of the rows of all ranks."""
@@ -185,10 +145,6 @@ class Routing:
                 if source == rank:
                     found[token, here] = numbers[row, here]
         return found
-
-    def sums(self, laid: Sequence[Laid], outputs: Sequence[Array], rank: int, dtype: Any, *, weighted: bool) -> Array:
-        """Return the sums of a rank; ``outputs`` are the rows of all ranks after their experts."""
-        return combined(laid, outputs, rank, len(self.xs[rank]), np.dtype(dtype), weighted=weighted)
 
     def of_slots(self, laid: Sequence[Laid], values: Sequence[Array], rank: int) -> Array:
         """Return the values of the rows of each slot of a rank; ``values`` are numbers of the rows of all ranks."""

@@ -54,29 +54,16 @@ def contributions(draw: st.DrawFn) -> list[Array]:
 
 
 @given(bits=bits_of_floats, codes=st.sampled_from(CODES))
+@example(bits=np.array([0x7F77FFFF, 0x7F780000], np.uint32), codes="float8_e4m3fn")
+@example(bits=np.array([0x7F7DFFFF, 0x7F7FFFFF], np.uint32), codes="int8")
 def test_codes_stand_for_the_values_of_the_reference(bits: Array, codes: str) -> None:
     values = bits.view(np.float32)
-    expected = through_codes(values, codes)
+    with np.errstate(over="ignore"):  # the nearest code of the largest numbers stands for 2**128
+        expected = through_codes(values, codes)
     got = decoded(values, codes)
     assert np.array_equal(np.isnan(got), np.isnan(expected))
     finite = ~np.isnan(expected)
     assert np.array_equal(got[finite].view(np.uint32), expected[finite].view(np.uint32))
-
-
-@given(bits=bits_of_floats, codes=st.sampled_from(CODES))
-@example(bits=np.array([0x7F77FFFF, 0x7F780000], np.uint32), codes="float8_e4m3fn")
-@example(bits=np.array([0x7F7DFFFF, 0x7F7FFFFF], np.uint32), codes="int8")
-def test_only_blocks_with_a_nan_or_an_infinity_become_nan(bits: Array, codes: str) -> None:
-    values = bits.view(np.float32)
-    got = decoded(values, codes)
-    for start in range(0, values.size, BLOCK):
-        block = slice(start, start + BLOCK)
-        if not np.isfinite(values[block]).all():
-            assert np.isnan(got[block]).all()
-        else:
-            # The nearest code of the largest numbers stands for 2**128.
-            largest = np.abs(values[block]) >= np.finfo(np.float32).max * (1 - 1 / 32)
-            assert np.isfinite(got[block][~largest]).all() and not np.isnan(got[block]).any()
 
 
 @given(values=arrays.arrays(np.float32, st.integers(1, 300), elements=st.floats(-(2.0**127), 2.0**127, width=32)))
