@@ -153,7 +153,7 @@ class Player:
         root, form, in_place = int(self._rng.integers(1 << 16)) % size, self._choose(FORMS), self._rng.random() < 0.3
         algorithm = self._choose(("auto", "auto", "mpi", *algorithms(row.name)))
         in_place = in_place and may_be_in_place(row)
-        mixed = self._choose(("", "gpu", "gpu", "host")) if on_gpus and size > 1 else ""
+        mixed = self._choose(("", "gpu", "gpu", "host")) if on_gpus else ""
         if algorithm == "mpi" and not moves and (op not in MPI_OPS or dtype not in MPI_TYPES):
             algorithm = "auto"
         if self._family.device == "threads" and algorithm != "mpi":
@@ -161,14 +161,16 @@ class Player:
         elif self._family.device == "cuda" and row is ALLTOALLV and self._rng.random() < 0.6:
             form, in_place, algorithm, mixed = "arrays", False, "auto", ""
         offset = dtype.itemsize * int(self._rng.integers(4))
+        travels = row.coded and name in CODED and (moves or op in CODED_OPS) and self._rng.random() < 0.4
+        wire = self._choose((*CODES, (CODES[0], None)) if row is ALLREDUCE else CODES) if travels else None
+        tree = row.tree and op == "sum" and name in SUMMED and self._rng.random() < 0.4
+        # Nothing is drawn from here on, because only members know the size.
+        mixed = mixed if size > 1 else ""
+        plain = algorithm != "mpi" and not mixed and self._family.device != "threads"
+        wire, tree = wire if plain else None, tree and plain and wire is None and not 64 % size
         ordered = algorithm != "mpi" and mixed != "host" if on_gpus else algorithm not in ("auto", "mpi")
         # If the processor can, NumPy fuses products and sums of complex numbers, so their bits may differ.
         fused = self._family.device != "cuda" and dtype.kind == "c" and op == "prod"
-        travels = row.coded and name in CODED and (moves or op in CODED_OPS) and self._rng.random() < 0.4
-        travels = travels and self._family.device != "threads" and algorithm != "mpi" and not mixed
-        wire = self._choose((*CODES, (CODES[0], None)) if row is ALLREDUCE else CODES) if travels else None
-        of_tree = row.tree and op == "sum" and name in SUMMED and not 64 % size and self._family.device != "threads"
-        tree = of_tree and algorithm != "mpi" and not travels and not mixed and self._rng.random() < 0.4
         return Case(
             row.name,
             dtype,

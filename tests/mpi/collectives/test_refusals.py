@@ -65,6 +65,7 @@ def arguments(xp: Any, size: int, n: int) -> list[Row]:
         scatter("recvcounts is needed", MPI.IN_PLACE, x),
         *(scatter("recvcounts", MPI.IN_PLACE, x, counts) for counts in ([1] * (size - 1), [n] * (size + 1))),
         row("recvbuf=.*IN_PLACE.* has no meaning", x, MPI.IN_PLACE),
+        *(row("stream=", MPI.IN_PLACE, x, stream=bad) for bad in ("default", -1, True, 1.5)),
         *(row("stream=5 is for device arrays", each, each.copy(), stream=5) for each in (host, host.astype("f2"))),
         *(row(f"{lacks}{name}", half, half, to=name, algorithm="mpi") for name in ("Allreduce", "Scan")),
         row("MPI has no AVG for Allreduce", double, ones(xp, n, "float64"), mpicomm.AVG, algorithm="mpi"),

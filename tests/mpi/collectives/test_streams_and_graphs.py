@@ -12,7 +12,6 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import InvalidUsageError
 from tests.helpers.inputs.checked_on_device import DTYPES, IN_PLACE, OPERATIONS, Call, CheckedSequence, checked
 from tests.helpers.rigs.communicators import communicator
 
@@ -97,13 +96,6 @@ def test_explicit_streams(comm: mpicomm.Communicator, xp: Any, stream: Any, form
     stream.synchronize()
     assert seen.reshape(comm.size, 1000).get().tolist() == [[rank + 5] * 1000 for rank in range(comm.size)]
     comm.check(passed)
-
-
-@pytest.mark.parametrize("bad", ["default", -1, True, 1.5])
-def test_what_is_no_stream(comm: mpicomm.Communicator, xp: Any, bad: Any) -> None:
-    array = settled(xp, 3)
-    with pytest.raises(InvalidUsageError, match="stream="):
-        comm.Allreduce(MPI.IN_PLACE, array, stream=bad)
 
 
 def test_two_streams_on_one_communicator(comm: mpicomm.Communicator, xp: Any, stream: Any) -> None:
