@@ -206,7 +206,7 @@ def allgather_matmul(
     in the backward pass, which computes the gradient of ``a`` by `matmul_reduce_scatter`. If ``b`` needs a gradient,
     the gathered rows are kept for it. Raises the errors of ``Communicator.allgather_matmul``.
     """
-    return cast(Tensor, _AllgatherMatmul.apply(a, b, bias, group_of(group)))
+    return cast(Tensor, _Product.apply("allgather_matmul", a, b, bias, group_of(group)))
 
 
 def matmul_reduce_scatter(
@@ -219,7 +219,7 @@ def matmul_reduce_scatter(
     `allgather_matmul`. The gradients of ``b`` and ``bias`` are sums over the rows of all ranks. Raises the errors of
     ``Communicator.matmul_reduce_scatter``.
     """
-    return cast(Tensor, _MatmulReduceScatter.apply(a, b, bias, group_of(group)))
+    return cast(Tensor, _Product.apply("matmul_reduce_scatter", a, b, bias, group_of(group)))
 
 
 def matmul_allreduce(
@@ -230,7 +230,7 @@ def matmul_allreduce(
     Collective over ``group``. The backward pass is local. It expects the same gradient on all ranks, because all ranks
     go on with the same result. Raises the errors of ``Communicator.matmul_allreduce``.
     """
-    return cast(Tensor, _MatmulAllreduce.apply(a, b, bias, group_of(group)))
+    return cast(Tensor, _Product.apply("matmul_allreduce", a, b, bias, group_of(group)))
 
 
 def _call(group: ProcessGroup, name: str, a: Tensor, b: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
@@ -239,58 +239,37 @@ def _call(group: ProcessGroup, name: str, a: Tensor, b: Tensor, bias: Tensor | N
     return cast(Tensor, group.in_turn(name, lambda: call(a.detach(), b.detach(), bias=added, **more)))
 
 
-class _AllgatherMatmul(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """The product ``name`` of the group's Communicator."""
+
     @staticmethod
-    def forward(context: Any, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
-        gathered = None
-        if context.needs_input_grad[1]:
-            gathered = a.new_empty((a.shape[0] * group.size(), *a.shape[1:]))
+    def forward(context: Any, name: str, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
+        context.name, context.group = name, group
+        if name != "allgather_matmul":
+            context.save_for_backward(a, b)
+            return _call(group, name, a, b, bias)
+        gathered = a.new_empty((a.shape[0] * group.size(), *a.shape[1:])) if context.needs_input_grad[2] else None
         context.save_for_backward(gathered, b)
-        context.group = group
-        return _call(group, "allgather_matmul", a, b, bias, gathered=gathered)
+        return _call(group, name, a, b, bias, gathered=gathered)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        gathered, b = context.saved_tensors
-        of_a, of_b, of_bias, _ = context.needs_input_grad
+        (left, b), group = context.saved_tensors, context.group
+        _, of_a, of_b, of_bias, _ = context.needs_input_grad
+        found = None
+        if context.name == "matmul_reduce_scatter":
+            # All ranks make this call, also a rank that needs no gradient of `a`, because the other ranks need its
+            # rows.
+            rows = gradient.new_empty((gradient.shape[0] * group.size(), gradient.shape[1]))
+            found = _call(group, "allgather_matmul", gradient, b.t(), gathered=rows)
+            gradient = rows
+        elif of_a:
+            spread = context.name == "allgather_matmul"
+            found = _call(group, "matmul_reduce_scatter", gradient, b.t()) if spread else gradient @ b.t()
         return (
-            _call(context.group, "matmul_reduce_scatter", gradient, b.t()) if of_a else None,
-            gathered.t() @ gradient if of_b else None,
-            gradient.sum(0) if of_bias else None,
             None,
-        )
-
-
-class _MatmulReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
-        context.save_for_backward(a, b)
-        context.group = group
-        return _call(group, "matmul_reduce_scatter", a, b, bias)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:
-        (a, b), group = context.saved_tensors, context.group
-        of_a, of_b, of_bias, _ = context.needs_input_grad
-        # All ranks make this call, also a rank that needs no gradient of `a`, because the other ranks need its rows.
-        whole = gradient.new_empty((gradient.shape[0] * group.size(), gradient.shape[1]))
-        found = _call(group, "allgather_matmul", gradient, b.t(), gathered=whole)
-        return found if of_a else None, a.t() @ whole if of_b else None, whole.sum(0) if of_bias else None, None
-
-
-class _MatmulAllreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
-        context.save_for_backward(a, b)
-        return _call(group, "matmul_allreduce", a, b, bias)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:
-        a, b = context.saved_tensors
-        of_a, of_b, of_bias, _ = context.needs_input_grad
-        return (
-            gradient @ b.t() if of_a else None,
-            a.t() @ gradient if of_b else None,
+            found if of_a else None,
+            left.t() @ gradient if of_b else None,
             gradient.sum(0) if of_bias else None,
             None,
         )
