@@ -88,9 +88,7 @@ def spoilt(folder: Path, name: str, program: Path, line: str, wrong: str) -> Pat
 
 PARTIAL = '"2": RowwiseParallel(output_layouts=__import__("torch").distributed.tensor.Partial())'
 SPOILT: dict[str, tuple[Path, str, str]] = {
-    "comm": (TRAIN, "comm.Allreduce(MPI.IN_PLACE, gradients, op=mpicomm.AVG, wire_dtype=codes)", "pass"),
     "ddp": (TRAIN, "model = DistributedDataParallel(model)", "pass"),
-    "fsdp": (TRAIN, "fully_shard(part, mesh=mesh)", "pass"),
     "numpy": (
         EXAMPLES / "train_cupy.py",
         "comm.Iallreduce(MPI.IN_PLACE, gradient)\n",
