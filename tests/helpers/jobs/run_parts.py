@@ -61,7 +61,7 @@ WITH_OPEN_MPI = (
 # What depends on how data and ranks are divided: one rank has all, and four make a mesh of pairs.
 DIVIDED = {
     count: [f"tests/torch/mpi/test_{name}.py" for name in names]
-    for count, names in {1: ("collectives", "groups", "tensors", "training"), 4: ("groups", "training")}.items()
+    for count, names in {1: ("collectives", "groups", "training"), 4: ("groups", "training")}.items()
 }
 
 

@@ -1,228 +1,165 @@
-"""Collectives give the results of their definition, for every element type.
+"""Each function of torch.distributed gives the result of its definition, for any elements, operation, sizes and memory.
 
-PyTorch's own tests, and test_tensors.py, have the other collectives.
+A seed draws the calls, so all ranks make the same ones. Each is repeated with other contents, in turns with a call of
+other sizes. The tensors of the ranks lie in memory in different ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.helpers.inputs.torch_cases import FLOATS8, MOVABLE, REDUCIBLE, Case, Op, reduced, require_same
+from mpicomm.torch import communicator
+from tests.helpers.inputs.torch_calls import FUNCTIONS, Call, Function, is_half
+from tests.helpers.inputs.torch_cases import FLOATS, FLOATS8, MOVABLE, REDUCIBLE, Case, Op, reduced, require_same
 
-Tensors = list[torch.Tensor]
-Results = tuple[Tensors, Tensors]
-"""The tensors that a call has given, and the right tensors."""
-
-
-def all_gather(case: Case) -> Results:
-    got = [case.empty(2, 3) for _ in range(case.size)]
-    case.wait(dist.all_gather(got, case.own(2, 3), group=case.group, async_op=case.async_op))
-    return got, case.all(2, 3)
+NUMBERS = (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.AVG)
+BITS = (Op.BAND, Op.BOR, Op.BXOR)
 
 
-def all_gather_into_columns_of_one_tensor(case: Case) -> Results:
-    got = case.empty(7, case.size)
-    case.wait(dist.all_gather(list(got.unbind(1)), case.own(7), group=case.group, async_op=case.async_op))
-    return [got], [torch.stack(case.all(7), 1)]
-
-
-def all_gather_of_different_sizes(case: Case) -> Results:
-    got = [case.empty(rank + 1) for rank in range(case.size)]
-    case.wait(dist.all_gather(got, case.own(case.rank + 1), group=case.group, async_op=case.async_op))
-    return got, [case.of(rank, rank + 1) for rank in range(case.size)]
-
-
-def gather(case: Case) -> Results:
-    got, expected = [], []
-    for root in range(case.size):
-        outputs = [case.empty(4, 2) for _ in range(case.size)] if case.rank == root else None
-        given = case.own(4, 2, salt=root)
-        case.wait(dist.gather(given, outputs, group_dst=root, group=case.group, async_op=case.async_op))
-        if outputs:
-            got, expected = outputs, case.all(4, 2, salt=root)
-    return got, expected
-
-
-def gather_single(case: Case) -> Results:
-    """The call of `torch.distributed.gather_single`, which versions up to 2.14 lack."""
-    got, expected = [], []
-    for root in range(case.size):
-        options = dist.GatherOptions()
-        options.rootRank, options.asyncOp = root, case.async_op
-        output = case.empty(2 * case.size, 3) if case.rank == root else case.empty(0)
-        work = case.group.gather_single(output, case.own(2, 3, salt=root), options)
-        case.wait(work if case.async_op else None)
-        if case.rank == root:
-            got, expected = [output], [torch.cat(case.all(2, 3, salt=root))]
-    return got, expected
-
-
-def scatter(case: Case) -> Results:
-    got = [case.empty(4, 2) for _ in range(case.size)]
-    for root, output in enumerate(got):
-        given = [case.own(4, 2, salt=rank) for rank in range(case.size)] if case.rank == root else None
-        case.wait(dist.scatter(output, given, group_src=root, group=case.group, async_op=case.async_op))
-    return got, [case.of(root, 4, 2, salt=case.rank) for root in range(case.size)]
-
-
-def all_to_all_single_of_different_splits(case: Case) -> Results:
-    def splits(rank: int) -> list[int]:
-        return [(rank + 2 * peer) % 3 for peer in range(case.size)]
-
-    received = [splits(rank)[case.rank] for rank in range(case.size)]
-    given = case.own(sum(splits(case.rank)), 3)
-    got = case.empty(sum(received), 3)
-    work = dist.all_to_all_single(got, given, received, splits(case.rank), group=case.group, async_op=case.async_op)
-    case.wait(work)
-    sent = [case.of(rank, sum(splits(rank)), 3).split(splits(rank)) for rank in range(case.size)]
-    return [got], [torch.cat([each[case.rank] for each in sent])]
-
-
-def all_to_all(case: Case) -> Results:
-    got = [case.empty(peer + 1) for peer in range(case.size)]
-    given = [case.own(case.rank + 1, salt=peer) for peer in range(case.size)]
-    case.wait(dist.all_to_all(got, given, group=case.group, async_op=case.async_op))
-    return got, [case.of(peer, peer + 1, salt=case.rank) for peer in range(case.size)]
-
-
-def coalesced_all_gather_into_tensor(case: Case) -> Results:
-    got = [case.empty(case.size * count, 3) for count in (1, 5)]
-    with _coalescing_manager(group=case.group, device=case.device, async_ops=case.async_op) as manager:
-        for output, count in zip(got, (1, 5), strict=True):
-            dist.all_gather_into_tensor(output, case.own(count, 3), group=case.group)
-    if case.async_op:
-        manager.wait()
-    return got, [torch.cat(case.all(count, 3)) for count in (1, 5)]
-
-
-MOVES: list[Callable[[Case], Results]] = [
-    all_gather,
-    all_gather_into_columns_of_one_tensor,
-    all_gather_of_different_sizes,
-    gather,
-    gather_single,
-    scatter,
-    all_to_all_single_of_different_splits,
-    all_to_all,
-    coalesced_all_gather_into_tensor,
-]
-
-
-# One test has all element types, because the ranks meet for every test.
-@pytest.mark.parametrize("move", MOVES)
-def test_moves(world: dist.ProcessGroup, move: Callable[[Case], Results]) -> None:
-    for dtype in MOVABLE:
-        for async_op in (False, True):
-            require_same(*move(Case(world, dtype, async_op)))
-
-
-Reduction = Callable[[Case, Op], Results]
-
-
-def all_reduce(case: Case, op: Op) -> Results:
-    got = case.own(3, 5)
-    case.wait(dist.all_reduce(got, op, group=case.group, async_op=case.async_op))
-    return [got], [reduced(case.all(3, 5), op)]
-
-
-def reduce_scatter(case: Case, op: Op) -> Results:
-    got = case.empty(4, 2)
-    given = [case.own(4, 2, salt=peer) for peer in range(case.size)]
-    case.wait(dist.reduce_scatter(got, given, op, group=case.group, async_op=case.async_op))
-    return [got], [reduced(case.all(4, 2, salt=case.rank), op)]
-
-
-def reduce_scatter_of_different_sizes(case: Case, op: Op) -> Results:
-    got = case.empty(case.rank + 1)
-    given = [case.own(peer + 1, salt=peer) for peer in range(case.size)]
-    case.wait(dist.reduce_scatter(got, given, op, group=case.group, async_op=case.async_op))
-    return [got], [reduced(case.all(case.rank + 1, salt=case.rank), op)]
-
-
-def coalesced_reduce_scatter_tensor(case: Case, op: Op) -> Results:
-    got = [case.empty(count, 3) for count in (1, 5)]
-    with _coalescing_manager(group=case.group, async_ops=case.async_op) as manager:
-        for output, count in zip(got, (1, 5), strict=True):
-            dist.reduce_scatter_tensor(output, case.own(count * case.size, 3), op, group=case.group)
-    if case.async_op:
-        manager.wait()
-    return got, [reduced(case.all(count * case.size, 3), op).chunk(case.size)[case.rank] for count in (1, 5)]
-
-
-REDUCTIONS: list[Reduction] = [
-    all_reduce,
-    reduce_scatter,
-    reduce_scatter_of_different_sizes,
-    coalesced_reduce_scatter_tensor,
-]
-FOR_NUMBERS = (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.AVG)
-FOR_BITS = (Op.BAND, Op.BOR, Op.BXOR)
-
-
-def ops_of(dtype: torch.dtype) -> tuple[Op, ...]:
+def ops_of(dtype: torch.dtype) -> tuple[Any, ...]:
     if dtype in FLOATS8:  # values that are exact in two or three bits
         return (Op.MIN, Op.MAX, Op.SUM) if dtype is torch.float8_e4m3fn else (Op.MIN, Op.MAX)
     if dtype.is_complex:
         return (Op.SUM, Op.AVG)
     if dtype is torch.bool:
-        return (*(op for op in FOR_NUMBERS if op != Op.AVG), *FOR_BITS)
-    return FOR_NUMBERS if dtype.is_floating_point else (*FOR_NUMBERS, *FOR_BITS)
+        return (*(op for op in NUMBERS if op != Op.AVG), *BITS)
+    halves = [dist._make_nccl_premul_sum(factor) for factor in (0.5, torch.tensor([0.5]))] if dtype in FLOATS else []
+    return (*NUMBERS, *halves) if dtype.is_floating_point else (*NUMBERS, *BITS)
 
 
-def calls_on(device: torch.device) -> list[tuple[torch.dtype, Op]]:
+def kinds_on(device: torch.device, function: Function) -> list[tuple[torch.dtype, Any]]:
     """Return element types and operations: on a GPU each type and each operation, but not all pairs.
 
     A GPU compiles a kernel for each pair, and the tests of Communicator have all of them.
     """
+    if not function.reduces:
+        return [(dtype, Op.SUM) for dtype in MOVABLE]
     pairs = [(dtype, op) for dtype in REDUCIBLE for op in ops_of(dtype)]
     if device.type == "cpu":
         return pairs
-    return [(dtype, op) for dtype, op in pairs if dtype in (torch.float32, torch.uint8, torch.bool) or op == Op.SUM]
+    every = (torch.float32, torch.uint8, torch.bool)
+    return [(dtype, op) for dtype, op in pairs if dtype in every or is_half(op) or op == Op.SUM]
 
 
-def require_close(got: Tensors, expected: Tensors) -> None:
-    torch.testing.assert_close(got, expected, check_device=False)
+MOST_RANKS = 8
+MORE = 40  # draws of each function with floats
+TURNS = 2
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_reductions(world: dist.ProcessGroup, reduction: Reduction) -> None:
-    for dtype, op in calls_on(torch.get_default_device()):
-        # The quotient of a complex and a real number has other last bits if both are divided as complex numbers.
-        require = require_close if dtype.is_complex and op == Op.AVG else require_same
-        for async_op in (False, True):
-            require(*reduction(Case(world, dtype, async_op), op))
+def drawn(function: Function, group: dist.ProcessGroup) -> Iterator[tuple[list[Call], bool]]:
+    """Yield calls of two sizes, and whether autograd wants gradients of their outputs while they are under way."""
+    draw, rank = random.Random(function.name), dist.get_rank(group)
+    kinds = kinds_on(torch.get_default_device(), function)
+    for dtype, op in [*kinds, *[(torch.float32, Op.SUM)] * MORE]:
+        layouts = [(draw.randrange(30), draw.randrange(30)) for _ in range(MOST_RANKS)]
+        memory = draw.choice(["", "", "own block", "first block", *("0", "3", "5") * (not function.joined)])
+        uneven = draw.random() < 0.6 and function.divides and not memory.endswith("block")
+        given = {
+            "dtype": dtype,
+            "op": op,
+            "async_op": draw.random() < 0.5,
+            "coalesced": draw.random() < 0.3 and function.coalesces,
+            "function": function,
+            "root": draw.randrange(MOST_RANKS),
+            "columns": draw.choice([3, 3, 3, 3, 1, 0, 20_000]),
+            "uneven": uneven,
+            "in_one_memory": "" if function.in_place else memory,
+            # A tensor that is sent and receives lies alike on all ranks, because its memory is sent or reduced.
+            "layouts": layouts[0 if function.in_place else rank],
+        }
+        calls = [Call(group, base=base, **given) for base in draw.sample([0, 1, 2, 5], 2)]
+        yield calls, draw.random() < 0.3 and dtype is torch.float32
 
 
-@dataclass
-class Turned(Case):
-    """Tensors whose columns follow each other in memory: those that are sent or reduced, or that receive, or both."""
+# One test has all element types, because the ranks meet for every test.
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+def test_a_call_gives_the_result_of_its_definition(world: dist.ProcessGroup, function: Function) -> None:
+    for calls, autograd_wants in drawn(function, world):
+        for turn in range(TURNS):
+            for call in calls:
+                call.fill(turn)
+            if calls[0].coalesced:
+                is_async, device = calls[0].async_op, calls[0].device if turn else None
+                with _coalescing_manager(group=world, device=device, async_ops=is_async) as manager:
+                    for call in calls:
+                        call.begin()
+                if is_async:
+                    manager.wait()
+            else:
+                for call in calls:
+                    work = call.begin()
+                    if autograd_wants:
+                        call.want_gradients()
+                    call.wait(work)
+            for call in calls:
+                call.check(turn)
 
-    turned: str = "all"
 
-    def own(self, *shape: int, salt: int = 0) -> torch.Tensor:
-        return _turned(super().own(*shape, salt=salt)) if self.turned != "received" else super().own(*shape, salt=salt)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_outputs_that_share_memory_have_what_comes_to_the_last(world: dist.ProcessGroup, async_op: bool) -> None:
+    case = Case(world, async_op=async_op)
+    memory, expected = torch.zeros(2 * case.size + 2, device=case.device), torch.zeros(2 * case.size + 2, device="cpu")
+    outputs = [memory[2 * peer :][:4] for peer in range(case.size)]
+    for peer, values in enumerate(case.all(4)):
+        expected[2 * peer :][:4] = values
+    case.wait(dist.all_to_all(outputs, [case.own(4)] * case.size, async_op=async_op))
+    require_same([memory], [expected])
+    memory.zero_()
+    case.wait(dist.all_gather(outputs, case.own(4), async_op=async_op))
+    require_same([memory], [expected])
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        return _turned(super().empty(*shape)) if self.turned != "sent" else super().empty(*shape)
+
+def test_tensors_without_dimensions(world: dist.ProcessGroup) -> None:
+    for async_op in (False, True):
+        case = Case(world, async_op=async_op)
+        summed, shown, gathered = case.own(), case.own(), [case.empty() for _ in range(case.size)]
+        case.wait(dist.all_reduce(summed, async_op=async_op))
+        case.wait(dist.broadcast(shown, 0, async_op=async_op))
+        case.wait(dist.all_gather(gathered, case.own(), async_op=async_op))
+        everyone = case.all()
+        require_same([summed, shown, *gathered], [reduced(everyone, Op.SUM), everyone[0], *everyone])
 
 
-def _turned(tensor: torch.Tensor) -> torch.Tensor:
-    order = list(reversed(range(tensor.dim())))
-    return tensor.permute(order).contiguous().permute(order)
+def test_slices_without_elements(world: dist.ProcessGroup, device: torch.device) -> None:
+    comm = communicator()
+    empty = torch.zeros(4, 5, device=device)[:, :0]
+    sent, received = torch.zeros(2, 4, 5, device=device)[:, :, :0]
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    none, types = [0] * comm.size, [MPI.FLOAT] * comm.size
+    comm.Bcast(empty)
+    comm.Allreduce(sent, received)
+    comm.Allgather([sent, MPI.FLOAT], received)
+    comm.Alltoallv([sent, none], [received, none])
+    comm.Alltoallw([sent, none, none, types], [received, none, none, types])
+    prepared = comm.Allgather_init(sent, received)
+    prepared.Start()
+    prepared.Wait()
+    comm.Iallgather(sent, received).Wait()
+    comm.Sendrecv(sent, following, 0, received, previous, 0)
+    request = comm.Isend(sent, following)
+    comm.Recv(received, previous)
+    request.Wait()
 
 
-@pytest.mark.parametrize("turned", ["all", "sent", "received"])
-def test_tensors_in_another_order_of_memory(world: dist.ProcessGroup, turned: str) -> None:
-    for move in MOVES:
-        require_same(*move(Turned(world, turned=turned)))
-    for reduction in REDUCTIONS:
-        require_same(*reduction(Turned(world, turned=turned), Op.SUM))
-    sent = Turned(world).own(3, 4, 5)
-    dist.broadcast(sent, dist.get_world_size() - 1)
-    require_same([sent], Case(world).all(3, 4, 5)[-1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [10, 200_000])
+def test_sums_that_round_are_near_gloos_and_the_same_on_all_ranks(
+    world: dist.ProcessGroup, gloo: dist.ProcessGroup, dtype: torch.dtype, count: int
+) -> None:
+    numbers = torch.Generator("cpu").manual_seed(dist.get_rank())
+    other = torch.randn(count, generator=numbers, dtype=dtype, device="cpu")
+    mine = other.to(torch.get_default_device(), copy=True)
+    dist.all_reduce(mine)
+    dist.all_reduce(other, group=gloo)
+    torch.testing.assert_close(mine.cpu(), other)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    require_same(everyone, [mine] * len(everyone))

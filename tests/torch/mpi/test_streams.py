@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -19,6 +18,7 @@ import mpicomm.torch
 from mpicomm import CollectiveTimeoutError
 from mpicomm.torch import communicator
 from mpicomm.waiting import wait_until
+from tests.helpers.inputs.torch_calls import FOR_LISTS, FUNCTIONS, Call, parts
 from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
 from tests.helpers.jobs.pace import HANG_S
 
@@ -213,88 +213,28 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@dataclass
-class Captured:
-    """A call between fixed tensors, and the right results of the ranks' data."""
-
-    name: str
-    rows: int
-    """The rows of the output for each row of the input; a negative number divides."""
-    call: Callable[[torch.Tensor, torch.Tensor, bool], object]
-    expected: Callable[[list[torch.Tensor], Case], torch.Tensor]
-
-
-def _summed(output: torch.Tensor, given: torch.Tensor, async_op: bool) -> object:
-    output.copy_(given)
-    return dist.all_reduce(output, async_op=async_op)
-
-
-def _sent(output: torch.Tensor, given: torch.Tensor, async_op: bool) -> object:
-    output.copy_(given)
-    return dist.broadcast(output, 0, async_op=async_op)
-
-
-def _multiplied(output: torch.Tensor, given: torch.Tensor, async_op: bool) -> object:
-    output.copy_(given)
-    op = torch.distributed._make_nccl_premul_sum(0.5)
-    return dist.all_reduce(output, op, async_op=async_op)
-
-
-CALLS = [
-    Captured("all_reduce", 1, _summed, lambda given, case: reduced(given, Op.SUM)),
-    Captured("multiples", 1, _multiplied, lambda given, case: reduced(given, Op.SUM) / 2),
-    Captured("broadcast", 1, _sent, lambda given, case: given[0]),
-    Captured(
-        "all_gather_into_tensor",
-        0,
-        lambda output, given, async_op: dist.all_gather_into_tensor(output, given, async_op=async_op),
-        lambda given, case: torch.cat(given),
-    ),
-    Captured(
-        "all_gather",
-        0,
-        lambda output, given, async_op: dist.all_gather(
-            list(output.chunk(dist.get_world_size())), given, async_op=async_op
-        ),
-        lambda given, case: torch.cat(given),
-    ),
-    Captured(
-        "reduce_scatter_tensor",
-        -1,
-        lambda output, given, async_op: dist.reduce_scatter_tensor(output, given, async_op=async_op),
-        lambda given, case: reduced(given, Op.SUM).chunk(case.size)[case.rank],
-    ),
-    Captured(
-        "all_to_all_single",
-        1,
-        lambda output, given, async_op: dist.all_to_all_single(output, given, async_op=async_op),
-        lambda given, case: torch.cat([each.chunk(case.size)[case.rank] for each in given]),
-    ),
-]
+IN_GRAPHS = (
+    *("all_reduce", "broadcast", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single"),
+    "multiples",
+)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_a_graph_of_a_call(world: dist.ProcessGroup, call: Captured, async_op: bool) -> None:
-    case = Case(world)
-    count = ELEMENTS * case.size
-    given = case.own(count)
-    output = torch.zeros({1: count, 0: count * case.size, -1: ELEMENTS}[call.rows])
-
-    def run() -> None:
-        work = call.call(output, given, async_op)
-        if isinstance(work, dist.Work):
-            work.wait()
-
-    graph = captured(run)
+@pytest.mark.parametrize("name", IN_GRAPHS)
+def test_a_graph_of_a_call(world: dist.ProcessGroup, name: str, async_op: bool) -> None:
+    function = next(each for each in FUNCTIONS if each.name == (name if name != "multiples" else "all_reduce"))
+    op = dist._make_nccl_premul_sum(0.5) if name == "multiples" else Op.SUM
+    layouts = (FOR_LISTS.index(parts), 0)
+    call = Call(world, async_op=async_op, function=function, op=op, base=ELEMENTS, columns=1, layouts=layouts)
+    graph = captured(lambda: call.wait(call.begin()))
     for salt in range(1, REPLAYS):
-        given.copy_(case.own(count, salt=salt))
-        output.zero_()
+        call.fill(salt)
         graph.replay()
-        require_same([output], [call.expected(case.all(count, salt=salt), case)])
+        call.check(salt)
     del graph
-    dist.all_reduce(given)  # calls outside of graphs go on
-    require_same([given], [reduced(case.all(count, salt=REPLAYS - 1), Op.SUM)])
+    call.fill(REPLAYS)  # calls outside of graphs go on
+    call.wait(call.begin())
+    call.check(REPLAYS)
 
 
 def test_a_graph_of_functional_collectives(world: dist.ProcessGroup) -> None:
