@@ -160,6 +160,8 @@ def test_a_rank_that_never_calls_is_named_in_time(group: dist.ProcessGroup, name
         if name != "future":
             assert isinstance(raised.value, CollectiveTimeoutError)
             assert raised.value.ranks == (culprit,)
+        with pytest.raises(CollectiveTimeoutError, match=f"unusable since an earlier .*rank {culprit} did not arrive"):
+            dist.all_reduce(torch.ones(4), group=group)
 
 
 def test_a_rank_that_does_not_make_a_group_is_named(world: dist.ProcessGroup) -> None:
@@ -169,18 +171,6 @@ def test_a_rank_that_does_not_make_a_group_is_named(world: dist.ProcessGroup) ->
     with pytest.raises(RuntimeError, match=f"Rank {culprit} failed to pass new_group in {stretched(TIMEOUT_S):g} s"):
         impatient()
     dist.destroy_process_group(dist.new_group())
-
-
-def test_a_work_has_the_error(group: dist.ProcessGroup) -> None:
-    culprit = dist.get_world_size() - 1
-    if dist.get_rank() != culprit:
-        work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
-        assert work is not None
-        with pytest.raises(CollectiveTimeoutError):
-            work.wait()
-        assert isinstance(work.exception(), CollectiveTimeoutError)
-        with pytest.raises(CollectiveTimeoutError, match=f"unusable since an earlier .*rank {culprit} did not arrive"):
-            dist.all_reduce(torch.ones(4), group=group)
 
 
 @pytest.mark.parametrize("hook", [None, mpicomm.torch.allreduce_hook])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 from torch.distributed.device_mesh import init_device_mesh
 
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.torch import communicator
-from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same
 from tests.helpers.jobs.pace import HANG_S
 
@@ -111,19 +108,3 @@ def test_a_group_that_is_destroyed_refuses_calls_and_the_others_go_on(world: dis
         with pytest.raises(InvalidUsageError, match="the process group was destroyed or aborted; make another"):
             call()
     require_works(world)
-
-
-@pytest.mark.host_alone
-def test_many_groups_leave_nothing(world: dist.ProcessGroup) -> None:
-    def cycle() -> None:
-        group = dist.new_group()
-        require_works(group)
-        dist.all_reduce(torch.ones(100_000), group=group, async_op=True).wait()
-        dist.destroy_process_group(group)
-
-    cycle()
-    with nothing_leaks():
-        for _ in range(5):
-            cycle()
-            gc.collect()
-    MPI.COMM_WORLD.Barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -63,11 +64,6 @@ def served() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", WORLD.bcast(None), WORLD.size, False, LIMIT)
 
 
-def test_only_mpi() -> None:
-    dist.init_process_group("mpicomm")
-    require_works()
-
-
 # mpicomm takes the tensors of the host in both.
 @pytest.mark.parametrize("backend", ["cpu:mpicomm,cuda:mpicomm", "cpu:gloo,cuda:mpicomm"])
 def test_device_types_before_the_names(backend: str) -> None:
@@ -109,19 +105,16 @@ def test_other_sources(shared_path: Path, monkeypatch: pytest.MonkeyPatch, sourc
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_size_other_than_mpis_is_named() -> None:
-    text = f"torch.distributed has 1 ranks, but MPI has {WORLD.size}: start the program with mpirun -np 1"
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (1, f"torch.distributed has 1 ranks, but MPI has {WORLD.size}: start the program with mpirun -np 1"),
+        (WORLD.size, f"the ranks of MPI have the ranks .*{re.escape(str([0] * WORLD.size))}"),
+    ],
+)
+def test_another_size_than_mpis_and_a_rank_that_all_ranks_have_are_named(size: int, text: str) -> None:
     with raises_everywhere(WORLD, InvalidUsageError, match=text):
-        dist.init_process_group("mpicomm", store=dist.HashStore(), rank=0, world_size=1, timeout=LIMIT)
-    dist.init_process_group("mpicomm")
-    require_works()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_rank_that_two_ranks_have_is_named() -> None:
-    text = f"the ranks of MPI have the ranks .*{[0] * WORLD.size}".replace("[", r"\[").replace("]", r"\]")
-    with raises_everywhere(WORLD, InvalidUsageError, match=text):
-        dist.init_process_group("mpicomm", store=dist.HashStore(), rank=0, world_size=WORLD.size, timeout=LIMIT)
+        dist.init_process_group("mpicomm", store=dist.HashStore(), rank=0, world_size=size, timeout=LIMIT)
     dist.init_process_group("mpicomm")
     require_works()
 
@@ -182,11 +175,12 @@ def test_a_group_beside_gloo() -> None:
 def test_many_starts_and_ends_leave_nothing() -> None:
     def cycle() -> None:
         dist.init_process_group("mpicomm")
-        part = dist.new_group()
-        works = [dist.all_reduce(torch.ones(50_000), group=group, async_op=True) for group in (part, None)]
+        parts = [dist.new_group() for _ in range(2)]
+        works = [dist.all_reduce(torch.ones(50_000), group=group, async_op=True) for group in (*parts, None)]
         for work in works:
             assert work is not None
             work.wait()
+        dist.destroy_process_group(parts[0])
         dist.destroy_process_group()
 
     cycle()

@@ -21,49 +21,18 @@ LARGE = 300_000  # elements: MPI receives so many only after it has met the rece
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("count", [0, 5, LARGE])
-def test_blocking_messages_around_a_ring(world: dist.ProcessGroup, count: int) -> None:
-    case = Case(world)
-    after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
-    got = case.empty(count)
-    if case.rank == 0:
-        dist.send(case.own(count), group_dst=after)
-        assert dist.recv(got, group_src=before) == before
-    else:
-        assert dist.recv(got, group_src=before) == before
-        dist.send(case.own(count), group_dst=after)
-    require_same([got], [case.of(before, count)])
-
-
-@pytest.mark.mpi(min_size=2)
-def test_messages_of_every_type_in_a_batch(world: dist.ProcessGroup) -> None:
-    for dtype in MOVABLE:
-        require_batch_works(Case(world, dtype))
-
-
-def require_batch_works(case: Case) -> None:
-    peers = [peer for peer in range(case.size) if peer != case.rank]
-    got = {peer: case.empty(3, 4) for peer in peers}
-    sends = [dist.P2POp(dist.isend, case.own(3, 4, salt=peer), group_peer=peer) for peer in peers]
-    receives = [dist.P2POp(dist.irecv, got[peer], group_peer=peer) for peer in peers]
-    works = dist.batch_isend_irecv([*sends, *receives])
-    for work in works:
-        work.wait()
-    assert all(work.is_completed() for work in works)
-    require_same(list(got.values()), [case.of(peer, 3, 4, salt=case.rank) for peer in peers])
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_work_of_a_receive_says_its_source(world: dist.ProcessGroup) -> None:
-    case = Case(world)
-    if case.rank:
-        dist.send(case.own(1), group_dst=0)
-        return
-    works = [dist.irecv(case.empty(1)) for _ in range(case.size - 1)]
-    for work in works:
-        assert work is not None
-        work.wait()
-    assert sorted(work._source_rank() for work in works if work) == list(range(1, case.size))
+def test_messages_of_every_type_and_size_in_a_batch(world: dist.ProcessGroup) -> None:
+    for dtype, shape in [*((dtype, (3, 4)) for dtype in MOVABLE), (torch.float32, (0,)), (torch.float32, (LARGE,))]:
+        case = Case(world, dtype)
+        peers = [peer for peer in range(case.size) if peer != case.rank]
+        got = {peer: case.empty(*shape) for peer in peers}
+        sends = [dist.P2POp(dist.isend, case.own(*shape, salt=peer), group_peer=peer) for peer in peers]
+        receives = [dist.P2POp(dist.irecv, got[peer], group_peer=peer) for peer in peers]
+        works = dist.batch_isend_irecv([*sends, *receives])
+        for work in works:
+            work.wait()
+        assert all(work.is_completed() for work in works)
+        require_same(list(got.values()), [case.of(peer, *shape, salt=case.rank) for peer in peers])
 
 
 def test_functional_collectives(world: dist.ProcessGroup) -> None:

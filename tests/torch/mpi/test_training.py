@@ -112,6 +112,30 @@ def test_data_parallel_repeats_its_buckets_beside_other_calls(world: dist.Proces
     require_trained(list(model.parameters()), steps)
 
 
+@pytest.mark.parametrize("divide_by_all", [False, True])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.0005}, None], ids=str)
+def test_ranks_that_run_out_of_data(
+    world: dist.ProcessGroup, options: dict[str, Any] | None, divide_by_all: bool
+) -> None:
+    model, rank, size = DistributedDataParallel(network(), **(options or {})), dist.get_rank(), dist.get_world_size()
+    if options is None:
+        model.register_comm_hook(None, allreduce_hook)
+    optimizer = sgd(model.parameters())
+    with model.join(divide_by_initial_world_size=divide_by_all):
+        train(model, optimizer, share, 1 + 2 * rank)
+    alone = network()
+    optimizer = sgd(alone.parameters())
+    for step in range(1 + 2 * (size - 1)):
+        given, wanted = (tensor.chunk(size) for tensor in batch(step))
+        left = [each for each in range(size) if step < 1 + 2 * each]
+        optimizer.zero_grad()
+        total = torch.stack([nn.functional.mse_loss(alone(given[each]), wanted[each]) for each in left]).sum()
+        total.div(size if divide_by_all or options is None else len(left)).backward()  # the hook divides by all
+        optimizer.step()
+    for mine, right in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, right, **TOLERANCE)
+
+
 def test_data_parallel_gives_the_first_ranks_buffers_to_all(world: dist.ProcessGroup) -> None:
     model = DistributedDataParallel(nn.BatchNorm1d(WIDTH))
     for step in range(3):
@@ -228,20 +252,13 @@ def test_a_checkpoint_of_sharded_parameters(mesh: DeviceMesh, tmp_path: Path) ->
 
 def trained(state: object, *, hook: bool = True, builtin: dist.BuiltinCommHookType | None = None) -> torch.Tensor:
     """Return the parameters after some steps; the ranks see different data."""
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 10))
-    model = DistributedDataParallel(network, bucket_cap_mb=0.05)  # several buckets, and others after the first step
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.0005)  # several buckets, others after the first step
     if builtin is not None:
         model._register_builtin_comm_hook(builtin)
     elif hook:
         model.register_comm_hook(state, allreduce_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        torch.manual_seed(100 * step + dist.get_rank())
-        optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), share)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def test_the_hook_gives_the_parameters_of_ddp(world: dist.ProcessGroup) -> None:
