@@ -114,28 +114,31 @@ def experts(
         raise InvalidUsageError(
             f"experts: mixture has wire_dtype={mixture.wire_dtype}, which has no gradients: leave wire_dtype out"
         )
-    if mixture.layout == BY_TOKEN:
-        rows, weights, received = _DispatchByToken.apply(mixture, x, topk_ids, topk_weights)
-        z = layer(rows, replace(received, topk_weights=weights))
-        return cast(Tensor, _CombineByToken.apply(mixture, z, rows, topk_ids, received))
     of_rows: list[Tensor] = []
-    rows, received = _Dispatch.apply(mixture, x, topk_ids, topk_weights, of_rows)
-    return cast(Tensor, _Combine.apply(mixture, layer(rows, received), rows, topk_ids, received, of_rows))
+    rows, weights, received = _Dispatch.apply(mixture, x, topk_ids, topk_weights, of_rows)
+    z = layer(rows, received if weights is None else replace(received, topk_weights=weights))
+    return cast(Tensor, _Combine.apply(mixture, z, rows, topk_ids, received, of_rows))
 
 
 class _Dispatch(torch.autograd.Function):
+    """The rows and the result of ``dispatch``; between them the weights of the rows in the layout by token, else None.
+
+    ``of_rows`` holds the gradients of the weights of the rows, which `_Combine` finds in the layout by expert.
+    """
+
     @staticmethod
     def forward(ctx: Any, mixture: Experts, x: Tensor, ids: Tensor, weights: Tensor, of_rows: list[Tensor]) -> Any:
         received = mixture.dispatch(x.detach(), ids, weights.detach())
         ctx.mixture, ctx.received, ctx.of_rows = mixture, received, of_rows
-        return _cleared(received), received
+        # An output must not be an array of the result, because `_Combine` keeps the result.
+        return _cleared(received), received.topk_weights.clone() if mixture.layout == BY_TOKEN else None, received
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: object) -> Any:
+    def backward(ctx: Any, gradient: Tensor, of_slots: Any, _: object) -> Any:
         # The gradients of the weights go back to their tokens beside the gradients of the rows.
-        of_x, of_weights = ctx.mixture.combine(
-            gradient.contiguous(), ctx.received, weighted=False, values=ctx.of_rows.pop()
-        )
+        by_token = ctx.mixture.layout == BY_TOKEN
+        more = {"values": of_slots.contiguous()} if by_token else {"values": ctx.of_rows.pop(), "weighted": False}
+        of_x, of_weights = ctx.mixture.combine(gradient.contiguous(), ctx.received, **more)
         return None, of_x, None, of_weights, None
 
 
@@ -147,47 +150,20 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mixture: Experts, z: Tensor, rows: Tensor, ids: Tensor, *more: Any) -> Any:
-        ctx.save_for_backward(z, ids)
+        # In the layout by token the layer has multiplied with the weights.
+        ctx.save_for_backward(ids, None if mixture.layout == BY_TOKEN else z)
         ctx.mixture, (ctx.received, ctx.of_rows) = mixture, more
         return mixture.combine(z.detach().contiguous(), ctx.received)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        z, ids = ctx.saved_tensors
-        arrived = _cleared(ctx.mixture.dispatch(gradient.contiguous(), ids))
-        pairs = zip(z.split(_ROWS_AT_ONCE), arrived.split(_ROWS_AT_ONCE), strict=True)
-        ctx.of_rows[:] = [torch.cat([(one.float() * other.float()).sum(dim=1) for one, other in pairs])]
-        of_z = torch.mul(arrived, ctx.received.weights[:, None], out=torch.empty_like(arrived))
+        ids, z = ctx.saved_tensors
+        of_z = arrived = _cleared(ctx.mixture.dispatch(gradient.contiguous(), ids))
+        if z is not None:
+            pairs = zip(z.split(_ROWS_AT_ONCE), arrived.split(_ROWS_AT_ONCE), strict=True)
+            ctx.of_rows[:] = [torch.cat([(one.float() * other.float()).sum(dim=1) for one, other in pairs])]
+            of_z = torch.mul(arrived, ctx.received.weights[:, None], out=torch.empty_like(arrived))
         return None, of_z, None, None, None, None
-
-
-class _DispatchByToken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mixture: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
-        received = mixture.dispatch(x.detach(), ids, weights.detach())
-        ctx.mixture, ctx.received = mixture, received
-        # An output must not be an array of the result, because `_CombineByToken` keeps the result.
-        return _cleared(received), received.topk_weights.clone(), received
-
-    @staticmethod
-    def backward(ctx: Any, of_rows: Tensor, of_slots: Tensor, _: object) -> Any:
-        of_x, of_weights = ctx.mixture.combine(of_rows.contiguous(), ctx.received, values=of_slots.contiguous())
-        return None, of_x, None, of_weights
-
-
-class _CombineByToken(torch.autograd.Function):
-    """It takes the rows of `_DispatchByToken`, and gives them no gradient, as `_Combine`."""
-
-    @staticmethod
-    def forward(ctx: Any, mixture: Experts, z: Tensor, rows: Tensor, ids: Tensor, received: Received) -> Any:
-        ctx.save_for_backward(ids)
-        ctx.mixture = mixture
-        return mixture.combine(z.detach().contiguous(), received)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        return None, _cleared(ctx.mixture.dispatch(gradient.contiguous(), ids)), None, None, None
 
 
 def _cleared(received: Received) -> Tensor:
