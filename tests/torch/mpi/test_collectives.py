@@ -50,7 +50,7 @@ def kinds_on(device: torch.device, function: Function) -> list[tuple[torch.dtype
 
 
 MOST_RANKS = 8
-MORE = 40  # draws of each function with floats
+MORE = 40  # draws of each function with floats, of which some are long
 TURNS = 2
 
 
@@ -58,7 +58,7 @@ def drawn(function: Function, group: dist.ProcessGroup) -> Iterator[tuple[list[C
     """Yield calls of two sizes, and whether autograd wants gradients of their outputs while they are under way."""
     draw, rank = random.Random(function.name), dist.get_rank(group)
     kinds = kinds_on(torch.get_default_device(), function)
-    for dtype, op in [*kinds, *[(torch.float32, Op.SUM)] * MORE]:
+    for number, (dtype, op) in enumerate([*kinds, *[(torch.float32, Op.SUM)] * MORE]):
         layouts = [(draw.randrange(30), draw.randrange(30)) for _ in range(MOST_RANKS)]
         memory = draw.choice(["", "", "own block", "first block", *("0", "3", "5") * (not function.joined)])
         uneven = draw.random() < 0.6 and function.divides and not memory.endswith("block")
@@ -69,7 +69,7 @@ def drawn(function: Function, group: dist.ProcessGroup) -> Iterator[tuple[list[C
             "coalesced": draw.random() < 0.3 and function.coalesces,
             "function": function,
             "root": draw.randrange(MOST_RANKS),
-            "columns": draw.choice([3, 3, 3, 3, 1, 0, 20_000]),
+            "columns": draw.choice([3, 3, 3, 1, 0, *[20_000] * (number >= len(kinds))]),
             "uneven": uneven,
             "in_one_memory": "" if function.in_place else memory,
             # A tensor that is sent and receives lies alike on all ranks, because its memory is sent or reduced.
