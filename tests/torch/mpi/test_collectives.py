@@ -50,7 +50,7 @@ def kinds_on(device: torch.device, function: Function) -> list[tuple[torch.dtype
 
 
 MOST_RANKS = 8
-MORE = 30  # draws of each function with floats, of which some are long; only these are repeated
+MORE = 20  # draws of each function with floats, of which some are long; only these are repeated
 TURNS = 2
 
 
