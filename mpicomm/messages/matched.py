@@ -142,14 +142,20 @@ class UnexpectedQueue:
         self._receiver = receiver
         self._comm = comm
         self._secret = secret
+        # Two threads that receive must not take one message. A thread that receives must not replace the list while a
+        # probe adds to it: the message would be lost. Of two probes none may add between the messages of the other.
+        self._lock = threading.Lock()
         self.kept: list[Matched] = []
         """The messages in order."""
 
     def take(self, source: int, tag: int) -> Matched | None:
         """Remove and return the first message that matches, or return None."""
-        found = self._find(source, tag)
-        if found is not None:
-            self.kept = [matched for matched in self.kept if matched is not found]
+        if not self.kept:
+            return None
+        with self._lock:
+            found = self._find(source, tag)
+            if found is not None:
+                self.kept = [matched for matched in self.kept if matched is not found]
         return found
 
     def probe(self, source: int, tag: int, status: MPI.Status | None, *, wait: bool) -> bool:
@@ -164,11 +170,12 @@ class UnexpectedQueue:
             if seen.Get_count(MPI.BYTE) != HEADER_NBYTES:
                 return True
             first = MPI.Status()
-            while message := MPI.Intracomm.Improbe(self._comm, seen.source, MPI.ANY_TAG, first):
-                self.kept.append(Matched.of(self._receiver, message, first, self._secret))
-                if first.tag == seen.tag:
-                    break
-            found = self._find(source, tag)  # None if another thread has received the message in the meantime
+            with self._lock:
+                while message := MPI.Intracomm.Improbe(self._comm, seen.source, MPI.ANY_TAG, first):
+                    self.kept.append(Matched.of(self._receiver, message, first, self._secret))
+                    if first.tag == seen.tag:
+                        break
+                found = self._find(source, tag)  # None if another thread has received the message in the meantime
         found.fill_status(status)
         return True
 
@@ -205,7 +212,7 @@ class Posted:
 
     def recv_into(self, spec: Any, status: MPI.Status) -> None:
         """Receive as MPI's Recv does."""
-        matched = self._queue.take(self._source, self._tag) if self._queue.kept else None
+        matched = self._queue.take(self._source, self._tag)
         if matched is None:
             recv(self._comm, spec, self._source, self._tag, status)
         else:

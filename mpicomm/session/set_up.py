@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from mpi4py import MPI
@@ -40,6 +40,14 @@ _MOST_CARRIERS = 64  # that are kept, one for each set of ranks
 _PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
 
 
+# Two threads may send the first messages of a communicator at once. Of two devices, one would replace the other, which
+# nobody closes, and on which messages are in flight. The lock serves all communicators, most of which open no device.
+_opening = threading.Lock()
+# The thread that begins started collectives may keep an engine while the program keeps an array. Without the lock one
+# of two additions may be lost, whose memory stays.
+_keeping = threading.Lock()
+
+
 class SetUp:
     """The device and the groups of the communicator ``comm``, and what it keeps until its end.
 
@@ -59,6 +67,8 @@ class SetUp:
     domain: Group
     """The ranks that one engine serves: the same object as `node` if kernels serve all ranks of the node."""
     pads: SignalPads
+    mappings: Mappings
+    """The symmetric arrays that are open."""
 
     # Most communicators of a program carry only host messages, so the class has what they do not change.
     work: DeviceWork | None = None
@@ -97,11 +107,6 @@ class SetUp:
         self._number_of_row = placement.heading.count()
         if backend is not None:
             self._use(backend)
-
-    @cached_property
-    def mappings(self) -> Mappings:
-        """The symmetric arrays that are open."""
-        return Mappings()
 
     @property
     def row(self) -> CommunicatorRow:
@@ -268,18 +273,20 @@ class SetUp:
         self._require_open(operation)
         self.require_gpu(operation)
         if not self._has_device:
-            self._use(self.placement.create_backend())
+            self._open_device()
         assert not isinstance(self.backend, HostBackend)
         return self.backend
 
     def keep(self, shared: AnyShared) -> AnyShared:
         """Release ``shared`` with the communicator; all ranks keep the same things in the same order. Local."""
-        self._shared += (shared,)
+        with _keeping:
+            self._shared += (shared,)
         return shared
 
     def keep_beside(self, member: Shared) -> None:
         """Release ``member`` with the communicator. Unlike with `keep`, each rank has a separate member. Local."""
-        self._beside += (member,)
+        with _keeping:
+            self._beside += (member,)
 
     def links(self) -> tuple[Link, ...]:
         """Return this rank's link to the memory of each rank, after `set_up`; local."""
@@ -361,6 +368,12 @@ class SetUp:
         if self.is_suspended:
             raise InvalidUsageError(f"{what}: the communicator is suspended: call resume() on all ranks first")
 
+    def _open_device(self) -> None:
+        """Open this rank's device, unless it is open."""
+        with _opening:
+            if not self._has_device:
+                self._use(self.placement.create_backend())
+
     def _use(self, backend: HostBackend | GpuBackend) -> None:
         self.backend = backend
         self._has_device = True
@@ -377,9 +390,7 @@ class SetUp:
         """
         was_open = self._has_device
         try:
-            group.agree(
-                "Communicator: bind device", lambda: None if was_open else self._use(self.placement.create_backend())
-            )
+            group.agree("Communicator: bind device", self._open_device)
             yield
         except Exception:
             if self._has_device and not was_open:
@@ -395,7 +406,8 @@ class SetUp:
         if not isinstance(self.backend, HostBackend):
             self.backend.kind = self.kind
         self.pads = SignalPads(self.node, self.backend, self.kind)
-        self._beside += (self.pads,)
+        self.mappings = Mappings()
+        self.keep_beside(self.pads)
         self._private = private
         self._carriers: dict[tuple[int, ...], ByMessages] = {}
         members = self.placement.domain_ranks

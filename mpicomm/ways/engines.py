@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -40,6 +41,9 @@ class Engines:
         self._host_domains: HostDomains | None = None
         self.gpu: PlanCache | None = None
         """The engine for device arrays, after a call has needed it. Every known call reads this public field."""
+        # A completer's thread that begins a started call may need the first engine at the same time as the program. Two
+        # threads that made one each would take each other's answers from the other ranks.
+        self._making = threading.Lock()
         self._internode: tuple[str, dict[str, str]] = "", {}
         self._transfers: list[Transfers] = []
         session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
@@ -109,26 +113,31 @@ class Engines:
     def on_gpu(self, operation: str) -> PlanCache:
         """Return the engine for device arrays, with the calls that it knows. Collective the first time, else local."""
         if self.gpu is None:
-            from mpicomm.collectives.gpu.engine import DeviceEngine
-            from mpicomm.collectives.gpu.plan_cache import PlanCache
-
-            session = self._session.set_up(operation)
-            backend = session.gpu(operation)
-            call_log = self._shared_call_log(session, session.domain)
-            on_a_device = session.placement.most_on_a_device
-            most_nbytes = session.placement.here.most_shared_nbytes
-
-            def make() -> DeviceEngine:
-                # The engine allocates and waits. A thread that captures a graph may do so only in this block.
-                with backend.loading():
-                    engine = DeviceEngine(session.domain, backend, session.kind, call_log, on_a_device, most_nbytes)
-                return session.keep(engine)
-
-            engine = make() if len(session.placement.domains) == 1 else self._of_domains(session, make)
-            if session.work is not None:
-                session.work.watch(engine)
-            self.gpu = PlanCache(session, engine)
+            with self._making:
+                if self.gpu is None:
+                    self.gpu = self._make_on_gpu(operation)
         return self.gpu
+
+    def _make_on_gpu(self, operation: str) -> PlanCache:
+        from mpicomm.collectives.gpu.engine import DeviceEngine
+        from mpicomm.collectives.gpu.plan_cache import PlanCache
+
+        session = self._session.set_up(operation)
+        backend = session.gpu(operation)
+        call_log = self._shared_call_log(session, session.domain)
+        on_a_device = session.placement.most_on_a_device
+        most_nbytes = session.placement.here.most_shared_nbytes
+
+        def make() -> DeviceEngine:
+            # The engine allocates and waits. A thread that captures a graph may do so only in this block.
+            with backend.loading():
+                engine = DeviceEngine(session.domain, backend, session.kind, call_log, on_a_device, most_nbytes)
+            return session.keep(engine)
+
+        engine = make() if len(session.placement.domains) == 1 else self._of_domains(session, make)
+        if session.work is not None:
+            session.work.watch(engine)
+        return PlanCache(session, engine)
 
     def _of_domains(self, session: Session, make: Callable[[], DeviceEngine]) -> DomainsEngine:
         """Return an engine for all peer domains, on top of the engine of one domain that ``make`` makes. Collective."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import outbox, rendezvous_header
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, OutboxSlot
 from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
-from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import (
     HEADER_NBYTES,
     KERNEL_NBYTES,
@@ -83,43 +81,6 @@ def finish(box: Outbox, place: OutboxSlot) -> None:
     done += np.uint64(counts_of(header.nbytes))
 
 
-def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: ThreadDevice) -> None:
-    rng = random.Random(5)
-    in_flight: list[OutboxSlot] = []
-    for number in range(400):
-        nbytes = rng.choice((1, 40_000, 70_000, 1 << 20, 3 << 20, (5 << 20) + 1))
-        try:
-            header = box.reserve(nbytes)
-        except OutboxFullError:
-            assert sum(each.nbytes for each in in_flight) + nbytes > MOST // 3, "there should have been room"
-            header = None
-        if header is not None:
-            start, stop = place_of(box, header)
-            assert stop - start == nbytes
-            taken = sorted(place_of(box, each) for each in (*in_flight, header))
-            ends = [0, *(stop for _, stop in taken)]
-            assert all(end <= start for end, (start, _) in zip(ends, taken, strict=False)), number
-            in_flight.append(header)
-        while in_flight and (header is None or rng.random() < 0.5):
-            finish(box, in_flight.pop(rng.randrange(len(in_flight))))
-            header = in_flight[-1] if in_flight else None
-    for each in in_flight:
-        finish(box, each)
-    assert box.is_drained()
-    box.reserve(MOST // 4)  # each block is one range again
-    assert device.allocated <= MOST + (1 << 20)
-
-
-def test_a_line_that_is_used_again_waits_for_its_next_message(box: Outbox) -> None:
-    for header in [box.reserve(100_000) for _ in range(3)]:
-        finish(box, header)
-    for _ in range(2000):
-        assert box.is_drained()
-        header = box.reserve(100_000)
-        assert not box.is_drained()
-        finish(box, header)
-
-
 class LateDevice(ThreadDevice):
     """A device whose copies read memory after the host has asked ``late`` times whether they are over."""
 
@@ -141,16 +102,43 @@ class LateDevice(ThreadDevice):
         return is_over
 
 
+@pytest.mark.parametrize("lengths", [(1, 40_000, 70_000, 1 << 20, 3 << 20, (5 << 20) + 1), (100_000,), (2 << 20, 9)])
 @pytest.mark.parametrize("late", range(6))
-def test_a_look_that_began_before_the_last_message_was_read_may_find_all_read(no_leaks: None, late: int) -> None:
-    device = LateDevice(0, 5.0, total_nbytes=PART * MOST, slowest_s=0)
+def test_messages_do_not_overlap_and_nothing_is_lost(
+    no_leaks: None, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], late: int
+) -> None:
+    """Messages in flight, those that were put back, and looks that were begun before a message was read."""
+    monkeypatch.setattr(outbox, "FIRST_BLOCK_NBYTES", 2 << 20)
+    device, rng = LateDevice(0, 5.0, total_nbytes=PART * MOST, slowest_s=0), random.Random(late)
     device.late = late
-    box = Outbox(cast(GpuBackend, device), SECRET, 8 << 20)
-    for count in (3, 2, 3, 1, 3, 3):
-        for header in [box.reserve(2 << 20) for _ in range(count)]:
-            finish(box, header)
-    for _ in range(300):
-        finish(box, box.reserve(40_000))
+    box = Outbox(cast(GpuBackend, device), SECRET)
+    in_flight: list[OutboxSlot] = []
+    for number in range(400):
+        nbytes = rng.choice(lengths)
+        try:
+            slot = box.reserve(nbytes)
+        except OutboxFullError:
+            assert sum(each.nbytes for each in in_flight) + nbytes > MOST // 3, "there should have been room"
+            finish(box, in_flight.pop(rng.randrange(len(in_flight))))
+            continue
+        start, stop = place_of(box, slot)
+        assert stop - start == nbytes
+        taken = sorted(place_of(box, each) for each in (*in_flight, slot))
+        ends = [0, *(stop for _, stop in taken)]
+        assert all(end <= start for end, (start, _) in zip(ends, taken, strict=False)), number
+        if rng.random() < 0.1:
+            box.put_back(slot)
+        else:
+            in_flight.append(slot)
+        while in_flight and rng.random() < 0.5:
+            finish(box, in_flight.pop(rng.randrange(len(in_flight))))
+        if rng.random() < 0.1:
+            assert box.is_drained() == (not in_flight)
+    for each in in_flight:
+        finish(box, each)
+    assert box.is_drained()
+    box.reserve(MOST // 4)  # each block is one range again
+    assert device.allocated <= MOST + (1 << 20)
     box.close()
     device.close()
 
@@ -170,18 +158,6 @@ def test_messages_seldom_wait_for_looks_after_many_shorter_messages(no_leaks: No
     assert box.memory_use().device_nbytes - 2 * DONE == outbox.FIRST_BLOCK_NBYTES
     box.close()
     device.close()
-
-
-def test_a_place_that_is_put_back_serves_the_next_message(box: Outbox) -> None:
-    finish(box, box.reserve(100_000))
-    assert box.is_drained()
-    for _ in range(3):
-        place = box.reserve(100_000)
-        box.put_back(place)
-        assert box.is_drained()
-    assert box.reserve(100_000) is place and not box.is_drained()
-    array_at(place.ready + DONE, MESSAGE_WORDS, np.dtype(np.uint64))[:] += np.uint64(1)
-    assert box.is_drained()
 
 
 @pytest.mark.parametrize("late", [0, 1, 5])
@@ -339,21 +315,3 @@ def test_what_no_rank_receives_does_not_keep_a_program(tmp_path: Path) -> None:
     code = "child.Isend(sent, child.rank) if child.rank == 0 else None; time.sleep(0.1)"
     result = run_job(2, "-c", settings(tmp_path, finalize=False) + PRELUDE + code)
     assert f"messages of GPU arrays were not received within {stretched(1.5):g} s" in result.stderr
-
-
-def test_two_threads_get_one_rendezvous(device: ThreadDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = MessageMemory(5.0, SECRET, None)
-    gpu, found, steps = cast(GpuBackend, device), [], device.message_steps
-    other = threading.Thread(target=lambda: found.append(memory.rendezvous(gpu)))
-
-    def steps_while_the_other_asks() -> Any:
-        if threading.current_thread() is not other:
-            other.start()
-            other.join(0.2)  # without the lock it gets one of its own in this time
-        return steps()
-
-    monkeypatch.setattr(device, "message_steps", steps_while_the_other_asks)
-    found.append(memory.rendezvous(gpu))
-    other.join()
-    assert found[0] is found[1]
-    memory.give_back()
