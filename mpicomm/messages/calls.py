@@ -20,7 +20,7 @@ from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.matched import Incoming, Posted, UnexpectedQueue
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
-from mpicomm.messages.reader import EndpointReader, element_nbytes
+from mpicomm.messages.reader import SPECIFICATIONS, EndpointReader, element_nbytes, host_end
 from mpicomm.messages.receive_buffer import PendingReceive, ReceiveBuffer, StagingMemory, receive_buffer
 from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
@@ -244,6 +244,8 @@ class Messages:
         made = self.memory.made
         if made is None or type(send) is not type(receive) or dest not in self._near or self.unexpected.kept:
             return False
+        if type(send) in SPECIFICATIONS:  # the kind of their elements has another form
+            return False
         given, taken = plain_array(send), plain_array(receive)
         if not (given and taken and given[1] and taken[1] and len(given) == len(taken) == 3 and self.by_rendezvous):
             return False
@@ -306,7 +308,7 @@ class Messages:
 
     def _read_matched(self, operation: str, buf: Any) -> Endpoint:
         _, received = self.read(operation, buf, None, MPI.ANY_SOURCE, receives=True)
-        return received or Endpoint(operation, buf)
+        return received or host_end(operation, buf, True, "buf")
 
     def _receive_buffer(self, received: Endpoint, *, replace: bool = False, spare: bool = False) -> ReceiveBuffer:
         """Return the buffer of a receive. A blocking receive takes ``spare`` memory, and `_finish` gives it back."""

@@ -22,7 +22,7 @@ from mpicomm.mpi.spec import require_host_addresses
 
 _NOBODY = MPI.PROC_NULL
 _NOTHING = np.empty(0, np.uint8)
-_SPECIFICATIONS = frozenset((list, tuple))
+SPECIFICATIONS = frozenset((list, tuple))
 
 
 class EndpointReader:
@@ -54,7 +54,7 @@ class EndpointReader:
         is the other buffer of the call. Raises the errors of `parse`, and the error of an earlier call.
         """
         made = self._memory.made
-        plain = None if made is None or type(buf) in _SPECIFICATIONS else plain_array(buf)
+        plain = None if made is None or type(buf) in SPECIFICATIONS else plain_array(buf)
         if made is not None and plain is not None and plain[1]:  # neither another buffer nor an empty array
             pointer, count, (dtype, ordinal) = plain  # type: ignore[misc]
             device, nbytes = made.device, count * element_nbytes(dtype)

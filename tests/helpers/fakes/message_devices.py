@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import MessageCopy, Scratch
+from mpicomm.devices.base import MessageCopy
 from mpicomm.devices.cuda.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.devices.handle import KEY_NBYTES, Exported, Kind, MemoryHandle
 from mpicomm.devices.host import array_at, fence
@@ -213,7 +213,6 @@ class ThreadDevice:
         self.opened: collections.Counter[bytes] = collections.Counter()
         self.allocated = 0
         self.host_copies = 0
-        self.packed = 0
         self.waits = 0
         self.capturing = False
         self.completes = False
@@ -306,12 +305,7 @@ class ThreadDevice:
     def message_steps(self) -> _Steps:
         return _Steps(self)
 
-    def pack_table(self, table: PackTable) -> int:
-        raise NotImplementedError
-
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
-        self.packed += 1
-
         def move() -> None:
             if unpacks and self.missed is not None:
                 return
@@ -365,9 +359,6 @@ class ThreadDevice:
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return np.empty(nbytes, np.uint8)
-
-    def scratch(self, nbytes: int) -> Scratch:
-        raise NotImplementedError
 
     def close(self) -> None:
         if not self.closed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -15,27 +14,11 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, KERNEL_NBYTES
-from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.jobs.pace import HANG_S, stretched
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import LARGE, Array, Rig, content, same, take_for_gpu
-
-
-def test_blocking_calls_leave_the_order_to_the_stream(rig: Rig) -> None:
-    array, received = rig.of(rig.rank, LARGE), rig.empty(LARGE)
-    for number in range(4):
-        array.fill(100 * number + rig.rank)
-        rig.comm.Send(array, rig.right, number)
-        array.fill(-1)  # later work: the message must not have it
-        status = MPI.Status()
-        rig.comm.Recv(received, rig.left, number, status)
-        assert status.Get_count(MPI.INT32_T) == LARGE
-        copy = rig.empty(LARGE)
-        rig.device.copy(copy.memory.ctypes.data, received.memory.ctypes.data, received.memory.nbytes, 0)
-        same(copy, np.full(LARGE, 100 * number + rig.left, np.int32))
-    assert rig.device.allocated > 0
 
 
 def test_streams_of_the_caller(rig: Rig) -> None:
@@ -62,28 +45,6 @@ def test_tags_out_of_order_and_many_in_flight(rig: Rig) -> None:
         assert (statuses[tag].source, statuses[tag].tag) == (rig.left, tag)
         assert statuses[tag].Get_count(MPI.INT32_T) == LARGE + tag
         same(received[tag], content(rig.left, LARGE + tag, tag))
-
-
-def test_any_source(rig: Rig) -> None:
-    sends = [rig.comm.Isend(rig.of(rig.rank, LARGE + rig.rank), peer, 5) for peer in range(rig.size)]
-    seen = set()
-    for _ in range(rig.size):
-        received, status = rig.empty(LARGE + rig.size), MPI.Status()
-        rig.comm.Recv(received, MPI.ANY_SOURCE, MPI.ANY_TAG, status)
-        assert status.Get_count(MPI.INT32_T) == LARGE + status.source
-        same(received, content(status.source, LARGE + status.source))
-        seen.add(status.source)
-    MPI.Request.Waitall(sends)
-    assert seen == set(range(rig.size))
-
-
-def test_a_message_to_oneself(rig: Rig) -> None:
-    received = rig.empty(LARGE)
-    send = rig.comm.Isend(rig.of(rig.rank, LARGE), rig.rank)
-    rig.comm.Recv(received, rig.rank)
-    send.Wait()
-    same(received, content(rig.rank, LARGE))
-    assert not rig.device.opened
 
 
 def test_a_receive_is_cancelled(rig: Rig) -> None:
@@ -231,121 +192,12 @@ def test_the_memory_of_messages_is_used_again(comm: mpicomm.Communicator, xp: An
         assert int(received.min()) == int(received.max()) == number * 100 + left
 
 
-def by_address(array: DeviceArray) -> list[object]:
-    """The memory of a device array that only its address names."""
-    memory = array.memory
-    fake_driver.own(memory)
-    return [MPI.memory.fromaddress(memory.ctypes.data, 0), memory.size, MPI.INT32_T]
-
-
-def test_memory_by_address_is_there_when_a_call_returns(rig: Rig) -> None:
-    """No library says on which stream later work is, so blocking calls wait for their copies."""
-    for turn, count in enumerate((5, LARGE)):
-        array, received = rig.of(rig.rank, count), rig.empty(count)
-        rig.device.synchronize()
-        request = rig.comm.Isend(by_address(rig.of(rig.rank, count)), rig.right, turn)
-        rig.comm.Recv(by_address(received), rig.left, turn)
-        assert received.memory.tobytes() == content(rig.left, count).tobytes()
-        request.Wait()
-        request = rig.comm.Irecv(by_address(received), rig.left, turn)
-        rig.comm.Send(by_address(array), rig.right, turn)
-        array.memory[:] = -1  # at once, on no stream
-        request.Wait()
-        assert received.memory.tobytes() == content(rig.left, count).tobytes()
-        array.memory[:] = content(rig.rank, count)
-        around = np.frombuffer(
-            memoryview((ctypes.c_char * (4 * count)).from_address(received.memory.ctypes.data)), np.int32
-        )
-        rig.comm.Sendrecv(by_address(array), rig.right, 0, around, rig.left, 0)
-        assert received.memory.tobytes() == content(rig.left, count).tobytes()
-
-
-# Every stream and the host may use the buffers on return, whatever is still in flight. The arrays are read and
-# overwritten without waiting for the device, whose streams are late.
-LATE_S = 0.1
-COUNTS = [100, LARGE, 5 * LARGE + 3] * 2  # the first call of a kind may wait for other reasons
-
-
-@pytest.fixture
-def completing(rig: Rig) -> Rig:
-    rig.device.completes = True
-    return rig
-
-
-def late(rig: Rig) -> None:
-    rig.device.enqueue(0, lambda: time.sleep(LATE_S))
-
-
-def now(array: DeviceArray, count: int) -> bytes:
-    return array.memory[:count].tobytes()
-
-
-def receives(rig: Rig, count: int, tag: int) -> dict[str, Callable[[DeviceArray], object]]:
-    def matched(array: DeviceArray) -> None:
-        rig.comm.Mprobe(rig.left, tag).Recv(array)
-
-    def derived(array: DeviceArray) -> None:
-        pairs = MPI.INT32_T.Create_contiguous(1).Commit()
-        rig.comm.Recv([array, count, pairs], rig.left, tag)
-        pairs.Free()
-
-    return {
-        "Recv": lambda array: rig.comm.Recv(array, rig.left, tag),
-        "Mprobe": matched,
-        "derived": derived,
-        "Irecv": lambda array: rig.comm.Irecv(array, rig.left, tag).Wait(),
-    }
-
-
-@pytest.mark.parametrize("name", ["Recv", "Mprobe", "derived", "Irecv"])
-def test_a_message_has_come_when_its_receive_returns(completing: Rig, name: str) -> None:
-    rig = completing
-    for tag, count in enumerate(COUNTS):
-        sent, received = rig.of(rig.rank, count, tag), rig.empty(count)
-        request = rig.comm.Isend(sent, rig.right, tag)
-        late(rig)
-        receives(rig, count, tag)[name](received)
-        assert now(received, count) == content(rig.left, count, tag).tobytes()
-        request.Wait()
-
-
-@pytest.mark.parametrize("method", ["Send", "Ssend", "Rsend"])
-def test_an_array_may_be_overwritten_by_any_stream_when_its_send_returns(completing: Rig, method: str) -> None:
-    rig = completing
-    for tag, count in enumerate(COUNTS):
-        array, received = rig.of(rig.rank, count, tag), rig.empty(count)
-        request = rig.comm.Irecv(received, rig.left, tag)
-        MPI.Intracomm.Barrier(rig.comm)  # Rsend needs posted receives
-        late(rig)
-        getattr(rig.comm, method)(array, rig.right, tag)
-        array.memory[:] = -1
-        request.Wait()
-        assert now(received, count) == content(rig.left, count, tag).tobytes()
-
-
-@pytest.mark.parametrize("replace", [False, True])
-def test_both_buffers_of_an_exchange_are_free_on_return(completing: Rig, replace: bool) -> None:
-    rig = completing
-    for tag, count in enumerate(COUNTS):
-        sent, received = rig.of(rig.rank, count, tag), rig.empty(count)
-        late(rig)
-        if replace:
-            received = sent
-            rig.comm.Sendrecv_replace(sent, rig.right, tag, rig.left, tag)
-        else:
-            rig.comm.Sendrecv(sent, rig.right, tag, received, rig.left, tag)
-            sent.memory[:] = -1
-        assert now(received, count) == content(rig.left, count, tag).tobytes()
-
-
 def test_a_receive_in_stream_order_returns_before_the_message_is_there(rig: Rig) -> None:
-    """So the tests above can fail."""
-    seen: list[Any] = []
-    for tag in range(2):
+    seen: list[bool] = []
+    for tag in range(2):  # the first call may wait for other reasons
         sent, received = rig.of(rig.rank, LARGE, tag), rig.empty(LARGE)
-        request = rig.comm.Isend(sent, rig.right, tag)
-        request.Wait()
-        rig.device.enqueue(0, lambda: time.sleep(5 * LATE_S))
+        rig.comm.Isend(sent, rig.right, tag).Wait()
+        rig.device.enqueue(0, lambda: time.sleep(0.5))
         rig.comm.Recv(received, rig.left, tag)
-        seen.append(now(received, LARGE) == content(rig.left, LARGE, tag).tobytes())
-    assert not all(seen), np.array(seen)
+        seen.append(received.memory.tobytes() == content(rig.left, LARGE, tag).tobytes())
+    assert not all(seen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +14,7 @@ import mpicomm
 from mpicomm.log import logger
 from mpicomm.messages.in_flight import DONE
 from mpicomm.messages.outbox import PART
-from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from tests.helpers.faults.leaks import nothing_leaks
-from tests.helpers.rigs.message_rigs import LARGE, Rig, content, on_threads, same, small_messages
+from tests.helpers.rigs.message_rigs import LARGE, Rig, content, on_threads, rig_on, same
 
 SINGLE = 12 * LARGE
 
@@ -25,10 +22,8 @@ SINGLE = 12 * LARGE
 @pytest.fixture
 def single(parent: mpicomm.Communicator) -> Iterator[Rig]:
     """A rig whose outbox has room for a single message of `SINGLE` elements."""
-    with nothing_leaks(), small_messages():
-        comm, device = on_threads(parent, total_nbytes=PART << 21)
-        yield Rig(comm, device)
-        comm.Free()
+    with rig_on(parent, total_nbytes=PART << 21) as rig:
+        yield rig
 
 
 def require_place(rig: Rig) -> None:
@@ -45,39 +40,29 @@ def require_place(rig: Rig) -> None:
     rig.comm.Barrier()
 
 
-def test_memory_is_used_again_only_when_its_receiver_is_done(parent: mpicomm.Communicator) -> None:
-    with nothing_leaks(), small_messages():
-        comm, device = on_threads(parent, total_nbytes=PART << 21)  # room for 2 MiB: 7 messages
-        rig = Rig(comm, device)
-        received = rig.empty(2 * LARGE)
-        for number in range(30):
-            rig.comm.Send(rig.of(rig.rank, 2 * LARGE, number), rig.right)
-            rig.comm.Recv(received, rig.left)
-            copy = rig.empty(2 * LARGE)
-            device.copy(copy.memory.ctypes.data, received.memory.ctypes.data, received.memory.nbytes, 0)
-            same(copy, content(rig.left, 2 * LARGE, number)) if number % 7 == 0 else None
-        assert device.allocated == (2 << 20) + 2 * DONE  # the blocks and the words
-        assert max(device.opened.values(), default=1) == 1
-        comm.Free()
+def test_memory_is_used_again_only_when_its_receiver_is_done(single: Rig) -> None:
+    rig, device = single, single.device  # room for 2 MiB: 7 messages
+    received = rig.empty(2 * LARGE)
+    for number in range(30):
+        rig.comm.Send(rig.of(rig.rank, 2 * LARGE, number), rig.right)
+        rig.comm.Recv(received, rig.left)
+        copy = rig.empty(2 * LARGE)
+        device.copy(copy.memory.ctypes.data, received.memory.ctypes.data, received.memory.nbytes, 0)
+        same(copy, content(rig.left, 2 * LARGE, number)) if number % 7 == 0 else None
+    assert device.allocated == (2 << 20) + 2 * DONE  # the blocks and the words
 
 
-def test_without_room_messages_go_through_the_host(
-    parent: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_messages_go_through_the_host(single: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 2 * LARGE + 1  # no other test has it: the warning names the length, and comes once per process
-    with small_messages():
-        comm, device = on_threads(parent, total_nbytes=PART << 21)
-        rig = Rig(comm, device)
-        lines = warnings_of(monkeypatch)
-        sends = [rig.comm.Isend(rig.of(rig.rank, count, number), rig.right) for number in range(12)]
-        comm.Barrier()
-        for number in range(12):
-            received = rig.empty(count)
-            rig.comm.Recv(received, rig.left)
-            same(received, content(rig.left, count, number))
-        MPI.Request.Waitall(sends)
-        assert len(lines) == 1 and "not received yet" in lines[0], lines
-        comm.Free()
+    rig, lines = single, warnings_of(monkeypatch)
+    sends = [rig.comm.Isend(rig.of(rig.rank, count, number), rig.right) for number in range(12)]
+    rig.comm.Barrier()
+    for number in range(12):
+        received = rig.empty(count)
+        rig.comm.Recv(received, rig.left)
+        same(received, content(rig.left, count, number))
+    MPI.Request.Waitall(sends)
+    assert len(lines) == 1 and "not received yet" in lines[0], lines
 
 
 def warnings_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -101,43 +86,6 @@ def test_without_memory_messages_go_through_the_host(
         assert status.Get_count(MPI.INT32_T) == LARGE
     assert len(lines) == 1 and ("no memory is left" if why == "device" else "'fd'") in lines[0]
     comm.Free()
-
-
-@pytest.mark.parametrize("method", ["Sendrecv", "Isendrecv"])
-def test_without_headers_one_end_is_in_host_memory(parent: mpicomm.Communicator, method: str) -> None:
-    comm, device = on_threads(parent, "fd")
-    rig = Rig(comm, device)
-    for to_host, count in itertools.product((False, True), (HEADER_NBYTES // 4, LARGE)):
-        host, array = np.zeros(count + 1, np.int32), rig.empty(count + 1)
-        sent, received = (rig.of(rig.rank, count), host) if to_host else (content(rig.rank, count), array)
-        for room in (count, count + 1):
-            request = getattr(comm, method)(sent, rig.right, 0, [received, room, MPI.INT32_T], rig.left, 0)
-            if request is not None:
-                request.Wait()
-            found = host if to_host else array.get()
-            assert (found == [*content(rig.left, count), 0]).all()
-        with pytest.raises(MPI.Exception, match=r"(?i)truncate"):
-            request = getattr(comm, method)(sent, rig.right, 0, [received, count - 1, MPI.INT32_T], rig.left, 0)
-            request.Wait()
-    comm.Free()
-
-
-def test_a_slot_carries_messages_of_all_lengths(rig: Rig) -> None:
-    """All lengths share the slots of one size, and each message has another length than the last one of its slot."""
-    draw = np.random.default_rng(7)
-    lengths = [int(count) for count in draw.integers(1, 4 * LARGE, 60)]
-    room = max(lengths)
-    for number, count in enumerate(lengths):
-        received, status = rig.empty(room), MPI.Status()
-        if number % 2:
-            rig.comm.Sendrecv(rig.of(rig.rank, count, number), rig.right, 0, received, rig.left, 0, status)
-        else:
-            rig.comm.Send(rig.of(rig.rank, count, number), rig.right)
-            rig.comm.Recv(received, rig.left, status=status)
-        assert status.Get_count(MPI.INT32_T) == count
-        same(received, content(rig.left, count, number))
-        assert not received.memory[count:].any()
-    assert rig.device.host_copies == 0
 
 
 @pytest.mark.parametrize("to_host", [False, True])
