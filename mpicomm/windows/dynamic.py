@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import struct
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
@@ -22,9 +20,7 @@ from mpicomm.symmetric.array import require_contiguous, require_writable
 from mpicomm.windows.memory import Part, WindowMemory, share_boards
 
 _ENTRIES = 256
-_ENTRY_NBYTES = 256
-_CONTENT = struct.Struct(f"<QQ{PACKET_NBYTES}s")
-_NUMBER_NBYTES = 8
+_ENTRY = np.dtype([("number", "u8"), ("address", "u8"), ("nbytes", "u8"), ("packet", f"V{PACKET_NBYTES}")], align=True)
 
 
 class Attached(NamedTuple):
@@ -58,14 +54,10 @@ class Directory:
     def __init__(self, node: Group, timeout_s: float, what: str) -> None:
         self._own = node.rank
         backend = HostBackend(timeout_s)
-        nbytes = _ENTRIES * _ENTRY_NBYTES
+        nbytes = _ENTRIES * _ENTRY.itemsize
         # New memory of the host is all zero, and so all entries are free.
         self._segments = share(node, backend, what, lambda: backend.allocate("memfd", nbytes), lambda: nbytes)
-        bytes_ = np.dtype(np.uint8)
-        self._entries = [
-            array_at(self._segments[rank].pointer, nbytes, bytes_).reshape(_ENTRIES, _ENTRY_NBYTES)
-            for rank in range(node.size)
-        ]
+        self._entries = [array_at(self._segments[rank].pointer, _ENTRIES, _ENTRY) for rank in range(node.size)]
         self._made = 0
 
     def add(self, address: int, nbytes: int, packet: bytes) -> None:
@@ -76,20 +68,19 @@ class Directory:
                     f"Win.Attach: memory overlaps {other.nbytes} bytes that are attached at address {other.address:#x}"
                 )
         entries = self._entries[self._own]
-        slot = next((slot for slot in range(_ENTRIES) if not self._number(entries[slot])[0]), None)
-        if slot is None:
+        free = np.flatnonzero(entries["number"] == 0)
+        if not free.size:
             raise InvalidUsageError(f"Win.Attach: {_ENTRIES} arrays are attached: call Detach before it")
-        content = _CONTENT.pack(address, nbytes, packet)
-        entries[slot, _NUMBER_NBYTES : _NUMBER_NBYTES + len(content)] = np.frombuffer(content, np.uint8)
+        entries[free[0]] = 0, address, nbytes, packet
         fence()
         self._made += 1
-        self._number(entries[slot])[0] = self._made
+        entries["number"][free[0]] = self._made
 
     def remove(self, address: int) -> None:
         """Remove memory of this rank. Raises `InvalidUsageError` if it is not attached."""
         for each in self.of(self._own):
             if each.address == address:
-                self._number(self._entries[self._own][each.slot])[0] = 0
+                self._entries[self._own]["number"][each.slot] = 0
                 fence()
                 return
         raise InvalidUsageError(f"Win.Detach: no memory is attached at address {address:#x}")
@@ -102,15 +93,15 @@ class Directory:
 
     def of(self, rank: int) -> list[Attached]:
         """Return all memory that a rank has attached."""
-        found = []
-        for slot, entry in enumerate(self._entries[rank]):
-            number = int(self._number(entry)[0])
-            if number:
-                fence()
-                content = _CONTENT.unpack(entry[_NUMBER_NBYTES : _NUMBER_NBYTES + _CONTENT.size].tobytes())
-                fence()
-                if int(self._number(entry)[0]) == number:
-                    found.append(Attached(slot, number, *content))
+        found, entries = [], self._entries[rank]
+        numbers = entries["number"]
+        for slot in np.flatnonzero(numbers).tolist():
+            number = int(numbers[slot])
+            fence()
+            _, *content = entries[slot].item()
+            fence()
+            if number and numbers[slot] == number:
+                found.append(Attached(slot, number, *content))
         return found
 
     def close_peers(self) -> None:
@@ -120,10 +111,6 @@ class Directory:
     def close_own(self) -> None:
         """Free the entries of this rank."""
         self._segments.close_own()
-
-    @staticmethod
-    def _number(entry: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-        return entry[:_NUMBER_NBYTES].view(np.uint64)
 
 
 class DynamicMemory(WindowMemory):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.cluster.placement import Placement
+from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import (
@@ -48,9 +49,9 @@ def content(rank: int, count: int, key: int = 0) -> Array:
 
 
 @contextlib.contextmanager
-def rig_on(parent: mpicomm.Communicator) -> Iterator[Rig]:
+def rig_on(parent: mpicomm.Communicator, handle: str = "ipc", **options: Any) -> Iterator[Rig]:
     with nothing_leaks(), small_messages():
-        comm, device = on_threads(parent)
+        comm, device = on_threads(parent, handle, **options)
         yield Rig(comm, device)
         comm.Free()
         assert device.closed
@@ -69,12 +70,21 @@ def on_threads(
 
 
 def take_for_gpu(
-    comm: mpicomm.Communicator, handle: str = "ipc", *, timeout_s: float | None = None, **options: Any
+    comm: mpicomm.Communicator,
+    handle: str = "ipc",
+    *,
+    timeout_s: float | None = None,
+    made_by: Callable[..., ThreadDevice] = ThreadDevice,
+    **options: Any,
 ) -> ThreadDevice:
     """Let a communicator that is not set up use a `ThreadDevice` as its GPU. Local."""
     was = comm._session.placement
-    device = ThreadDevice(comm.rank, timeout_s or was.here.timeout_s, **options)
-    placement = Placement([replace(place, device=0, handle=handle) for place in was.places], was.rank)
+    device = made_by(comm.rank, timeout_s or was.here.timeout_s, **options)
+    places = [
+        replace(place, device=0, devices=(DeviceInfo(0, "GPU", bytes([rank]), "", -1, (9, 0)),), handle=handle)
+        for rank, place in enumerate(was.places)
+    ]
+    placement = Placement(places, was.rank)
     comm._begin(Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device), channel=comm._session.channel))
     return device
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,13 +11,11 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import Link
-from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.fakes.window_devices import WindowDevice
 from tests.helpers.rigs.communicators import communicator
+from tests.helpers.rigs.message_rigs import take_for_gpu
 
 COUNT = 40
 
@@ -59,14 +56,9 @@ def on_window_device(
     """Give a communicator whose device is a `WindowDevice`. The block frees its windows."""
     with communicator("cpu", timeout_s=timeout_s) as parent:
         comm = parent.Dup()
-        was = comm._session.placement
-        device = WindowDevice(comm.rank, timeout_s)
-        placement = Placement([replace(place, device=0, handle="ipc") for place in was.places], was.rank)
-        session = Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device))
-        session.links = lambda: tuple(  # type: ignore[method-assign]
-            Link("PCIe" if not atomics(rank) else "NVLink", native_atomics=atomics(rank)) for rank in range(comm.size)
-        )
-        comm._begin(session)
+        device = cast(WindowDevice, take_for_gpu(comm, made_by=WindowDevice))
+        links = [Link("NVLink" if atomics(rank) else "PCIe", native_atomics=atomics(rank)) for rank in range(comm.size)]
+        comm._session.links = lambda: tuple(links)  # type: ignore[method-assign]
         yield comm, device
         comm.Free()
         assert device.closed

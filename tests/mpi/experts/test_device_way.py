@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mpicomm
 from mpicomm import Experts, InvalidUsageError
-from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import DeviceInfo
-from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.kernels.team import ABSENT
 from mpicomm.kernels.variant import Variant
-from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.fakes.window_devices import WindowDevice
 from tests.helpers.rigs.communicators import communicator
+from tests.helpers.rigs.message_rigs import take_for_gpu
 
 HIDDEN, TOP_K, TOKENS = 512, 2, 300
 
@@ -47,8 +42,8 @@ class ExpertsDevice(WindowDevice):
     multiprocessors = 40
     info = SimpleNamespace(compute_capability=(9, 0), uuid=b"")
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank, 20)
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        super().__init__(rank, timeout_s)
         self.noted: list[Noted] = []
 
     def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
@@ -78,15 +73,9 @@ class Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    with contextlib.ExitStack() as stack:
-        parent = stack.enter_context(communicator("cpu"))
+    with communicator("cpu") as parent:
         comm = parent.Dup()
-        was = comm._session.placement
-        device = ExpertsDevice(comm.rank)
-        infos = [DeviceInfo(0, "GPU", bytes([rank]), "", -1, (9, 0)) for rank in range(comm.size)]
-        given = zip(was.places, infos, strict=True)
-        places = [replace(place, device=0, devices=(info,), handle="ipc") for place, info in given]
-        comm._begin(Session(MPI.Intracomm(comm), Placement(places, was.rank), cast(GpuBackend, device)))
+        device = cast(ExpertsDevice, take_for_gpu(comm, made_by=ExpertsDevice))
         monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(empty=device.of))
         yield Rig(comm, device)
         comm.Free()

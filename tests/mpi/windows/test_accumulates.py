@@ -1,9 +1,7 @@
-"""Put, Get, accumulates, fetches and swaps through windows of device memory, from all ranks at once."""
+"""Accumulates of pairs, by operations of users and from all ranks at once; test_synchronisation.py has the others."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,16 +12,6 @@ import mpicomm
 from tests.helpers.fakes.window_devices import FakeCupy
 from tests.helpers.rigs.communicators import to_host
 from tests.mpi.windows.conftest import MakeWindow
-
-
-def test_any_number_of_elements_moves(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
-    right, left = neighbours(comm)
-    for dtype, count in itertools.product((np.uint8, np.float32, np.complex128), (0, 1, 3, 100_000)):
-        win = window(count + 2, dtype)
-        win.Fence()
-        win.Put(xp.full(count, 1 + comm.rank, dtype), right, 1)
-        win.Fence()
-        assert (to_host(win.tomemory().view(dtype)) == [0, *[1 + left] * count, 0]).all()
 
 
 def test_nothing_goes_to_proc_null(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
@@ -40,39 +28,6 @@ def test_nothing_goes_to_proc_null(comm: mpicomm.Communicator, xp: Any, window: 
         pass
     win.Unlock_all()
     assert to_host(win.tomemory().view(np.int64)).tolist() == [3, 3]
-
-
-OPERATIONS: dict[str, tuple[MPI.Op, Callable[[Any, Any], Any], tuple[str, ...]]] = {
-    "SUM": (MPI.SUM, np.add, ("int8", "int32", "uint64", "float32", "float64", "complex64")),
-    "PROD": (MPI.PROD, np.multiply, ("int16", "uint32", "float64")),
-    "MAX": (MPI.MAX, np.maximum, ("int8", "uint16", "int64", "float32")),
-    "MIN": (MPI.MIN, np.minimum, ("uint8", "int32", "float64")),
-    "LAND": (MPI.LAND, np.logical_and, ("int32", "bool")),
-    "LOR": (MPI.LOR, np.logical_or, ("uint8", "int64")),
-    "LXOR": (MPI.LXOR, np.logical_xor, ("int32",)),
-    "BAND": (MPI.BAND, np.bitwise_and, ("uint8", "uint32", "int64")),
-    "BOR": (MPI.BOR, np.bitwise_or, ("int16", "int32")),
-    "BXOR": (MPI.BXOR, np.bitwise_xor, ("int32", "uint64")),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_all_ranks_accumulate_into_the_same_elements(
-    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, name: str
-) -> None:
-    op, function, dtypes = OPERATIONS[name]
-    for dtype in dtypes:
-        expected = (np.arange(20) % 3).astype(dtype)
-        parts = [((np.arange(20) + rank) % 3).astype(dtype) for rank in range(comm.size)]
-        win, before = window(20, dtype, fill=xp.asarray(expected)), xp.zeros(20, dtype)
-        win.Fence()
-        win.Accumulate(xp.asarray(parts[comm.rank]), 0, op=op)
-        win.Fence()
-        win.Get_accumulate(None, before, 0, op=MPI.NO_OP)
-        win.Fence()
-        for part in parts:
-            expected = function(expected, part).astype(dtype)
-        assert np.array_equal(to_host(before), expected), dtype
 
 
 PAIRS = {"FLOAT_INT": "f4", "DOUBLE_INT": "f8", "LONG_INT": "i8", "TWOINT": "i4", "SHORT_INT": "i2"}
@@ -113,7 +68,7 @@ def test_pairs_of_a_value_and_an_index_are_compared(
 def test_derived_datatypes_of_pairs_are_updated(
     comm: mpicomm.Communicator, xp: Any, window: MakeWindow, op: str
 ) -> None:
-    right, left = neighbours(comm)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for datatype, dtype in map(pair, PAIRS):
         extent = dtype.itemsize
         row, column = datatype.Create_contiguous(2).Commit(), datatype.Create_vector(2, 1, 2).Commit()
@@ -128,10 +83,6 @@ def test_derived_datatypes_of_pairs_are_updated(
             found = to_host(win.tomemory()).view(dtype)[places]
             assert [(each["value"], each["index"]) for each in found] == [(each, left) for each in sent], dtype
             made.Free()
-
-
-def neighbours(comm: mpicomm.Communicator) -> tuple[int, int]:
-    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
 def test_an_operation_of_the_user_accumulates(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:

@@ -45,32 +45,6 @@ def test_synchronisations_follow_accesses_on_other_streams_and_precede_them() ->
             assert seen.memory.tolist() == [number]
 
 
-@pytest.mark.parametrize("passive", [False, True])
-def test_accesses_are_complete_when_a_synchronisation_returns_that_completes_on_return(passive: bool) -> None:
-    with window_rig() as rig:
-        rig.device.completes = True
-        win, group = rig.win, rig.win.Get_group()
-        for turn in range(3):
-            sent, seen = rig.of([turn]), rig.of([-1])
-            rig.device.enqueue(0, lambda: time.sleep(0.1))
-            if passive:
-                win.Lock(rig.right)
-                win.Put(sent, rig.right, 3)
-                win.Get(seen, rig.right, 3)
-                win.Unlock(rig.right)
-            else:
-                win.Post(group)
-                win.Start(group)
-                win.Put(sent, rig.right, 3)
-                win.Complete()
-                sent.memory[:] = -1  # the origin is free now, for every stream
-                win.Wait()
-                seen.memory[:] = win.tomemory().view(np.int64)[3]
-            assert seen.memory.tolist() == [turn]
-            MPI.Intracomm.Barrier(rig.comm)
-        group.Free()
-
-
 def test_test_sees_a_complete_whose_device_is_busy() -> None:
     with window_rig() as rig:
         win, everyone = rig.win, rig.win.Get_group()
@@ -93,26 +67,6 @@ def test_test_sees_a_complete_whose_device_is_busy() -> None:
             group.Free()
 
 
-def test_locks_keep_other_ranks_out() -> None:
-    with window_rig() as rig:
-        win, number = rig.win, rig.of([0])
-        for turn in range(8):
-            win.Lock(0, stream=turn % 2)
-            win.Get(number, 0, stream=turn % 2)
-            win.Flush(0, stream=turn % 2)
-            rig.device.enqueue(turn % 2, lambda: np.add(number.memory, 1, out=number.memory))
-            win.Put(number, 0, stream=turn % 2)
-            win.Unlock(0, stream=turn % 2)
-        rig.barrier()
-        if rig.rank == 0:
-            assert rig.mine()[0] == 8 * rig.size - 1
-        win.Lock_all()
-        win.Put(rig.of([5]), rig.right, 1)
-        win.Unlock_all()
-        rig.barrier()
-        assert rig.mine()[1] == 5
-
-
 def test_misaligned_origins_are_accumulated() -> None:
     with window_rig() as rig:
         win, seen = rig.win, rig.of(np.zeros(4))
@@ -133,13 +87,16 @@ def test_misaligned_origins_are_accumulated() -> None:
 def test_graphs_take_device_arrays_and_refuse_copies_to_the_host() -> None:
     with window_rig() as rig:
         rig.win.Fence()
-        rig.device.capturing = True
-        rig.win.Put(rig.of([4]), rig.rank, 1, stream=5)
+        x = rig.of([4])
+        for _ in range(2):  # the second calls are known
+            rig.win.Put(x, rig.rank, 1, stream=5)
+            rig.win.Accumulate(x, rig.rank, 2, stream=5)
+            rig.device.capturing = True
         rig.win.Fence(stream=5)
         with pytest.raises(InvalidUsageError, match="origin is in host memory"):
             rig.win.Get([np.zeros(4, np.int64), 1, spread(2)], rig.rank)
         rig.device.capturing = False
-        assert rig.mine()[1] == 4
+        assert rig.mine()[1:3] == [4, 7]
 
 
 def test_elements_that_kernels_cannot_update_are_refused() -> None:
@@ -303,17 +260,3 @@ def test_updates_that_repeat_are_made_ready_and_other_updates_come_between() -> 
         win.Unlock(rig.rank)
         assert rig.mine()[3:5] == [33 + 1, 3]
         assert len(rig.device.fixed) == 1
-
-
-def test_known_calls_are_captured() -> None:
-    with window_rig() as rig:
-        rig.win.Fence()
-        x = rig.of([4])
-        rig.win.Put(x, rig.rank, 1)
-        rig.win.Accumulate(x, rig.rank, 2)
-        rig.device.capturing = True
-        rig.win.Put(x, rig.rank, 3, stream=5)
-        rig.win.Accumulate(x, rig.rank, 4, stream=5)
-        rig.device.capturing = False
-        rig.win.Fence(stream=5)
-        assert rig.mine()[1:5] == [4, 3, 4, 3]

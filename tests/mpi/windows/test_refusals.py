@@ -14,129 +14,62 @@ from mpicomm import InvalidUsageError
 from tests.helpers.rigs.communicators import to_host
 from tests.mpi.windows.conftest import MakeWindow
 
-Act = Callable[[mpicomm.Win, Any], object]
 USERS = MPI.Op.Create(lambda a, b, datatype: None)
-REFUSED: dict[str, tuple[int, str, Act]] = {
-    "displacement outside": (
-        MPI.ERR_RMA_RANGE,
-        r"Win.Put: target: displacement 3 reaches from byte 24 to byte 40 of the window on rank 0",
-        lambda win, xp: win.Put(xp.ones(2, np.int64), 0, 3),
-    ),
-    "displacement negative": (
-        MPI.ERR_DISP,
-        "Win.Get: target: displacement -1 is negative",
-        lambda win, xp: win.Get(xp.ones(2, np.int64), 0, -1),
-    ),
-    "target longer than the origin": (
-        MPI.ERR_TRUNCATE,
-        "Win.Put: target has 24 bytes, and origin has 16",
-        lambda win, xp: win.Put(xp.ones(2, np.int64), 0, (0, 3)),
-    ),
-    "target shorter than the origin": (
-        MPI.ERR_COUNT,
-        "Win.Accumulate: target has 8 bytes, and origin has 16",
-        lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, (0, 1)),
-    ),
-    "count negative": (
-        MPI.ERR_COUNT,
-        "Win.Put: target: count -2 is negative",
-        lambda win, xp: win.Put(xp.ones(2, np.int64), 0, (0, -2)),
-    ),
-    "no such rank": (
-        MPI.ERR_RANK,
-        "Win.Rput: target_rank=9: use 0 to",
-        lambda win, xp: win.Rput(xp.ones(2, np.int64), 9),
-    ),
-    "types that differ": (
-        MPI.ERR_TYPE,
-        "Win.Accumulate: origin has elements of int64, and target of float64",
-        lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, (0, 2, MPI.DOUBLE)),
-    ),
-    "results that differ": (
-        MPI.ERR_TYPE,
-        "Win.Get_accumulate: result has elements of float64, and target of int64",
-        lambda win, xp: win.Get_accumulate(xp.ones(2, np.int64), xp.ones(2), 0),
-    ),
-    "result too short": (
-        MPI.ERR_COUNT,
-        "Win.Get_accumulate: result has 8 bytes, and origin has 16",
-        lambda win, xp: win.Get_accumulate(xp.ones(2, np.int64), xp.ones(1, np.int64), 0),
-    ),
-    "operation of pairs": (
-        MPI.ERR_OP,
-        "Win.Accumulate: op=maxloc is not defined for int64",
-        lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, op=MPI.MAXLOC),
-    ),
-    "sum of pairs": (
-        MPI.ERR_OP,
-        "Win.Accumulate: op=sum is not defined for",
-        lambda win, xp: win.Accumulate([xp.ones(2, np.int64), 2, MPI.TWOINT], 0),
-    ),
-    "operation of the program": (
-        MPI.ERR_OP,
-        "Win.Accumulate: op=<mpi4py.MPI.Op object",
-        lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, op=USERS),
-    ),
-    "fetch outside": (
-        MPI.ERR_RMA_RANGE,
-        "Win.Get_accumulate: target: displacement 3 reaches from byte 24 to byte 40",
-        lambda win, xp: win.Get_accumulate(xp.ones(2, np.int64), xp.ones(2, np.int64), 0, 3),
-    ),
-    "number outside": (
-        MPI.ERR_RMA_RANGE,
-        "Win.Fetch_and_op: target: displacement 4 reaches from byte 32 to byte 40",
-        lambda win, xp: win.Fetch_and_op(xp.ones(1, np.int64), xp.ones(1, np.int64), 0, 4),
-    ),
-    "update at a negative displacement": (
-        MPI.ERR_DISP,
-        "Win.Accumulate: target: displacement -1 is negative",
-        lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, -1),
-    ),
-    "other elements": (
-        MPI.ERR_COUNT,
-        "pass as many elements",
-        lambda win, xp: win.Put(xp.ones(2, np.int64), 0, (0, 2, MPI.INT32_T)),
-    ),
-    "average": (
-        MPI.ERR_OP,
-        "Win.Accumulate: op=mpicomm.AVG cannot update",
-        lambda win, xp: win.Accumulate(xp.ones(2), 0, op=mpicomm.AVG),
-    ),
-    "operation that the type lacks": (
-        MPI.ERR_OP,
-        "op=band is not defined for float64",
-        lambda win, xp: win.Accumulate(xp.ones(2), 0, op=MPI.BAND),
-    ),
-    "several elements fetched": (
-        MPI.ERR_COUNT,
-        "Win.Fetch_and_op: result has 2 elements",
-        lambda win, xp: win.Fetch_and_op(xp.ones(1, np.int64), xp.ones(2, np.int64), 0),
-    ),
-    "several origins of one element": (
-        MPI.ERR_COUNT,
-        "Win.Fetch_and_op: origin has 2 elements",
-        lambda win, xp: win.Fetch_and_op(xp.ones(2, np.int64), xp.ones(1, np.int64), 0, op=MPI.NO_OP),
-    ),
-    "swap of types that differ": (
-        MPI.ERR_TYPE,
-        "Win.Compare_and_swap: compare has elements of int32",
-        lambda win, xp: win.Compare_and_swap(xp.ones(1, np.int64), xp.ones(1, np.int32), xp.ones(1, np.int64), 0),
-    ),
-    "swap of wide elements": (
-        MPI.ERR_TYPE,
-        "Win.Compare_and_swap: elements of complex128 have 16 bytes",
-        lambda win, xp: win.Compare_and_swap(xp.ones(1, complex), xp.ones(1, complex), xp.ones(1, complex), 0),
-    ),
-    "second lock": (MPI.ERR_RMA_SYNC, "Win.Lock_all: the epoch of Lock", lambda win, xp: win.Lock_all()),
-    "lock of no type": (MPI.ERR_LOCKTYPE, "Win.Lock: lock_type=7", lambda win, xp: win.Lock(0, 7)),
-    "fence under a lock": (MPI.ERR_RMA_SYNC, "Win.Fence: the epoch of Lock", lambda win, xp: win.Fence()),
-    "unlock of another rank": (MPI.ERR_RANK, "Win.Unlock: rank=9: use 0 to", lambda win, xp: win.Unlock(9)),
-    "complete without start": (MPI.ERR_RMA_SYNC, "Win.Complete: no Start", lambda win, xp: win.Complete()),
-    "wait without post": (MPI.ERR_RMA_SYNC, "Win.Wait: no Post", lambda win, xp: win.Wait()),
-    "test without post": (MPI.ERR_RMA_SYNC, "Win.Test: no Post", lambda win, xp: win.Test()),
-    "start under a lock": (MPI.ERR_RMA_SYNC, "Win.Start: the epoch", lambda win, xp: win.Start(MPI.GROUP_EMPTY)),
-    "no group": (MPI.ERR_GROUP, "Win.Post: group=", lambda win, xp: win.Post(MPI.GROUP_NULL)),
-}
+
+
+class Arrays:
+    """The buffers of the calls: integers of 8 bytes, if their names say nothing else."""
+
+    def __init__(self, xp: Any) -> None:
+        self.one, self.two, self.other = xp.ones(1, np.int64), xp.ones(2, np.int64), xp.ones(2, np.int64)
+        self.reals, self.wide, self.short = xp.ones(2), xp.ones(1, complex), xp.ones(1, np.int32)
+
+
+Act = Callable[[mpicomm.Win, Arrays], object]
+REFUSED: list[tuple[int, str, Act]] = [
+    (MPI.ERR_RMA_RANGE, "Put: target: displacement 3 reaches from byte 24 to byte 40 of the window on rank 0",
+     lambda win, a: win.Put(a.two, 0, 3)),
+    (MPI.ERR_DISP, "Get: target: displacement -1 is negative", lambda win, a: win.Get(a.two, 0, -1)),
+    (MPI.ERR_TRUNCATE, "Put: target has 24 bytes, and origin has 16", lambda win, a: win.Put(a.two, 0, (0, 3))),
+    (MPI.ERR_COUNT, "Accumulate: target has 8 bytes, and origin has 16",
+     lambda win, a: win.Accumulate(a.two, 0, (0, 1))),
+    (MPI.ERR_COUNT, "Put: target: count -2 is negative", lambda win, a: win.Put(a.two, 0, (0, -2))),
+    (MPI.ERR_RANK, "Rput: target_rank=9: use 0 to", lambda win, a: win.Rput(a.two, 9)),
+    (MPI.ERR_TYPE, "Accumulate: origin has elements of int64, and target of float64",
+     lambda win, a: win.Accumulate(a.two, 0, (0, 2, MPI.DOUBLE))),
+    (MPI.ERR_TYPE, "Get_accumulate: result has elements of float64, and target of int64",
+     lambda win, a: win.Get_accumulate(a.two, a.reals, 0)),
+    (MPI.ERR_COUNT, "Get_accumulate: result has 8 bytes, and origin has 16",
+     lambda win, a: win.Get_accumulate(a.two, a.one, 0)),
+    (MPI.ERR_OP, "Accumulate: op=maxloc is not defined for int64",
+     lambda win, a: win.Accumulate(a.two, 0, op=MPI.MAXLOC)),
+    (MPI.ERR_OP, "Accumulate: op=sum is not defined for", lambda win, a: win.Accumulate([a.two, 2, MPI.TWOINT], 0)),
+    (MPI.ERR_OP, "Accumulate: op=<mpi4py.MPI.Op object", lambda win, a: win.Accumulate(a.two, 0, op=USERS)),
+    (MPI.ERR_OP, "Accumulate: op=mpicomm.AVG cannot update", lambda win, a: win.Accumulate(a.reals, 0, op=mpicomm.AVG)),
+    (MPI.ERR_OP, "op=band is not defined for float64", lambda win, a: win.Accumulate(a.reals, 0, op=MPI.BAND)),
+    (MPI.ERR_RMA_RANGE, "Get_accumulate: target: displacement 3 reaches from byte 24 to byte 40",
+     lambda win, a: win.Get_accumulate(a.two, a.other, 0, 3)),
+    (MPI.ERR_RMA_RANGE, "Fetch_and_op: target: displacement 4 reaches from byte 32 to byte 40",
+     lambda win, a: win.Fetch_and_op(a.one, a.one, 0, 4)),
+    (MPI.ERR_DISP, "Accumulate: target: displacement -1 is negative", lambda win, a: win.Accumulate(a.two, 0, -1)),
+    (MPI.ERR_COUNT, "pass as many elements", lambda win, a: win.Put(a.two, 0, (0, 2, MPI.INT32_T))),
+    (MPI.ERR_COUNT, "Fetch_and_op: result has 2 elements", lambda win, a: win.Fetch_and_op(a.one, a.two, 0)),
+    (MPI.ERR_COUNT, "Fetch_and_op: origin has 2 elements",
+     lambda win, a: win.Fetch_and_op(a.two, a.one, 0, op=MPI.NO_OP)),
+    (MPI.ERR_TYPE, "Compare_and_swap: compare has elements of int32",
+     lambda win, a: win.Compare_and_swap(a.one, a.short, a.one, 0)),
+    (MPI.ERR_TYPE, "Compare_and_swap: elements of complex128 have 16 bytes",
+     lambda win, a: win.Compare_and_swap(a.wide, a.wide, a.wide, 0)),
+    (MPI.ERR_RMA_SYNC, "Lock_all: the epoch of Lock", lambda win, a: win.Lock_all()),
+    (MPI.ERR_LOCKTYPE, "Lock: lock_type=7", lambda win, a: win.Lock(0, 7)),
+    (MPI.ERR_RMA_SYNC, "Fence: the epoch of Lock", lambda win, a: win.Fence()),
+    (MPI.ERR_RANK, "Unlock: rank=9: use 0 to", lambda win, a: win.Unlock(9)),
+    (MPI.ERR_RMA_SYNC, "Complete: no Start", lambda win, a: win.Complete()),
+    (MPI.ERR_RMA_SYNC, "Wait: no Post", lambda win, a: win.Wait()),
+    (MPI.ERR_RMA_SYNC, "Test: no Post", lambda win, a: win.Test()),
+    (MPI.ERR_RMA_SYNC, "Start: the epoch", lambda win, a: win.Start(MPI.GROUP_EMPTY)),
+    (MPI.ERR_GROUP, "Post: group=", lambda win, a: win.Post(MPI.GROUP_NULL)),
+]  # fmt: skip
 
 
 def make_known(win: mpicomm.Win, xp: Any) -> None:
@@ -151,46 +84,45 @@ def make_known(win: mpicomm.Win, xp: Any) -> None:
 
 
 def test_wrong_calls_are_refused_and_write_nothing(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
-    win = window(4, fill=6)
+    win, arrays = window(4, fill=6), Arrays(xp)
     win.Fence(MPI.MODE_NOSUCCEED)
     win.Lock(0, MPI.LOCK_SHARED)
     for known in (False, True):
         if known:
             make_known(win, xp)
-        for name, (error_class, words, act) in REFUSED.items():
-            with pytest.raises(InvalidUsageError, match=words) as caught:
-                act(win, xp)
-            assert isinstance(caught.value, MPI.Exception), name
-            assert caught.value.Get_error_class() == error_class, name
+        for error_class, words, act in REFUSED:
+            called = "Win." if words[0].isupper() else ""
+            with pytest.raises(InvalidUsageError, match=f"{called}{words}") as caught:
+                act(win, arrays)
+            assert isinstance(caught.value, MPI.Exception), words
+            assert caught.value.Get_error_class() == error_class, words
         for bad in (1.5, (0, 1)):
             with pytest.raises(TypeError, match="is no integer"):
-                win.Fetch_and_op(xp.ones(1, np.int64), xp.ones(1, np.int64), 0, bad)  # type: ignore[arg-type]
+                win.Fetch_and_op(arrays.one, arrays.one, 0, bad)  # type: ignore[arg-type]
     win.Unlock(0)
     win.Fence()
     assert to_host(win.tomemory().view(np.int64)).tolist() == [6] * 4
 
 
 CALLS: dict[str, Act] = {
-    "Put": lambda win, xp: win.Put(xp.ones(1, np.int64), 0),
-    "Get": lambda win, xp: win.Get(xp.ones(1, np.int64), 0),
-    "Accumulate": lambda win, xp: win.Accumulate(xp.ones(1, np.int64), 0),
-    "Fetch_and_op": lambda win, xp: win.Fetch_and_op(xp.ones(1, np.int64), xp.ones(1, np.int64), 0),
-    "Compare_and_swap": lambda win, xp: win.Compare_and_swap(
-        xp.ones(1, np.int64), xp.ones(1, np.int64), xp.ones(1, np.int64), 0
-    ),
-    "Flush": lambda win, xp: win.Flush(0),
-    "Flush_all": lambda win, xp: win.Flush_all(),
-    "Unlock": lambda win, xp: win.Unlock(0),
-    "Unlock_all": lambda win, xp: win.Unlock_all(),
+    "Put": lambda win, a: win.Put(a.one, 0),
+    "Get": lambda win, a: win.Get(a.one, 0),
+    "Accumulate": lambda win, a: win.Accumulate(a.one, 0),
+    "Fetch_and_op": lambda win, a: win.Fetch_and_op(a.one, a.one, 0),
+    "Compare_and_swap": lambda win, a: win.Compare_and_swap(a.one, a.one, a.one, 0),
+    "Flush": lambda win, a: win.Flush(0),
+    "Flush_all": lambda win, a: win.Flush_all(),
+    "Unlock": lambda win, a: win.Unlock(0),
+    "Unlock_all": lambda win, a: win.Unlock_all(),
 }
 
 
 def test_calls_outside_of_an_epoch_are_refused(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
-    win = window(4, fill=6)
+    win, arrays = window(4, fill=6), Arrays(xp)
     for _ in range(2):
         for name, call in CALLS.items():
             with pytest.raises(MPI.Exception, match=rf"Win\.{name}: ") as caught:
-                call(win, xp)
+                call(win, arrays)
             assert caught.value.Get_error_class() == MPI.ERR_RMA_SYNC, name
         win.Fence()
         make_known(win, xp)
@@ -199,7 +131,7 @@ def test_calls_outside_of_an_epoch_are_refused(comm: mpicomm.Communicator, xp: A
 
 
 def test_calls_on_a_freed_window_are_refused(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
-    win = window(2, fill=6)
+    win, arrays = window(2, fill=6), Arrays(xp)
     win.Fence()
     make_known(win, xp)
     win.Fence(MPI.MODE_NOSUCCEED)
@@ -207,7 +139,7 @@ def test_calls_on_a_freed_window_are_refused(comm: mpicomm.Communicator, xp: Any
     others: list[Act] = [lambda win, _: win.Fence(), lambda win, _: win.Lock(0), lambda win, _: win.Shared_query(0)]
     for call in (*CALLS.values(), *others):
         with pytest.raises(MPI.Exception, match="the window was freed") as caught:
-            call(win, xp)
+            call(win, arrays)
         assert caught.value.Get_error_class() == MPI.ERR_WIN
 
 

@@ -16,6 +16,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.fakes.window_devices import WindowDevice
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s, to_host
 from tests.helpers.rigs.window_rigs import on_window_device
 from tests.mpi.windows.conftest import MakeWindow
@@ -28,58 +30,20 @@ def group_of(win: mpicomm.Win, *ranks: int) -> MPI.Group:
     return some
 
 
-def test_test_says_when_a_group_has_handed_its_data_on(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
-    win, right, left = window(3), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    mine = win.tomemory().view(np.int64)
-    sources, targets = group_of(win, left), group_of(win, right)
-    for turn in range(10):
-        win.Post(sources)
-        win.Start(targets)
-        win.Put(xp.array([turn, comm.rank]), right, 1)
-        win.Complete()
-        while not win.Test():
-            pass
-        assert to_host(mine).tolist() == [0, turn, left]
-    sources.Free()
-    targets.Free()
-
-
-def test_one_rank_accesses_many_and_none(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
-    win = window(comm.size)
-    everyone, first = group_of(win, *range(comm.size)), group_of(win, 0)
-    win.Post(first)
-    if comm.rank == 0:
-        win.Start(everyone)
-        for rank in range(comm.size):
-            win.Put(xp.array([7 + rank]), rank, rank)
-        win.Complete()
-    win.Wait()
-    assert int(to_host(win.tomemory().view(np.int64))[comm.rank]) == 7 + comm.rank
-    win.Start(MPI.GROUP_EMPTY)
-    win.Complete()
-
-
-@pytest.mark.parametrize("everyone", [False, True])
-def test_target_of_a_lock_takes_no_part(
-    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, everyone: bool
-) -> None:
-    win = window(comm.size)
-    comm.check()
+def test_target_of_a_lock_takes_no_part(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    win, last = window(comm.size), comm.size - 1
     comm.Barrier()
-    if comm.rank == comm.size - 1:
-        time.sleep(0.05)  # neither in MPI nor in mpicomm
+    if comm.rank == last:
+        time.sleep(0.1)  # neither in MPI nor in mpicomm
     else:
-        for _ in range(10):
-            if everyone:
-                win.Lock_all()
-            else:
-                win.Lock(comm.size - 1, MPI.LOCK_SHARED)
-            win.Put(xp.array([1 + comm.rank]), comm.size - 1, comm.rank)
-            win.Flush(comm.size - 1)
+        for turn in range(20):
+            win.Lock_all() if turn % 2 else win.Lock(last, MPI.LOCK_SHARED)
+            win.Put(xp.array([1 + comm.rank]), last, comm.rank)
+            win.Flush(last)
             seen = xp.zeros(1, np.int64)
-            win.Get(seen, comm.size - 1, comm.rank)
+            win.Get(seen, last, comm.rank)
             win.Flush_local_all()
-            win.Unlock_all() if everyone else win.Unlock(comm.size - 1)
+            win.Unlock_all() if turn % 2 else win.Unlock(last)
             assert int(to_host(seen)[0]) == 1 + comm.rank
     comm.check()
     comm.Barrier()
@@ -87,7 +51,7 @@ def test_target_of_a_lock_takes_no_part(
     win.Sync()
     mine = to_host(win.tomemory().view(np.int64)).tolist()
     win.Unlock(comm.rank)
-    if comm.rank == comm.size - 1:
+    if comm.rank == last:
         assert mine[:-1] == list(range(1, comm.size))
 
 
@@ -274,21 +238,31 @@ def test_rank_that_does_not_come_is_named(device: str, call: str) -> None:
         comm.Barrier()
 
 
-EXAMPLES = int(os.environ.get("TEST_EPOCHS", "10"))
+DTYPES = ("i8", "i1", "i2", "i4", "u1", "u2", "u4", "u8", "f4", "f8", "c8", "?")
+EXAMPLES = int(os.environ.get("TEST_EPOCHS", str(len(DTYPES))))
 COUNT = 24
 KINDS = ("Fence", "Lock", "Lock_all", "Post")
 BUFFERS = ("device", "host", "derived on device", "derived on host")
+LATE_S = 0.02
 FORMS = ("place", "counted", "typed", "vector")
 Combine = Callable[[Any, Any], Any]
-UPDATES: dict[str, tuple[MPI.Op, Combine]] = {
-    "SUM": (MPI.SUM, np.add),
-    "MAX": (MPI.MAX, np.maximum),
-    "BXOR": (MPI.BXOR, np.bitwise_xor),
+UPDATES: dict[str, tuple[MPI.Op, Combine, str]] = {
+    "SUM": (MPI.SUM, np.add, "iufc"),
+    "PROD": (MPI.PROD, np.multiply, "iu"),  # products of floats would not be exact
+    "MAX": (MPI.MAX, np.maximum, "iuf"),
+    "MIN": (MPI.MIN, np.minimum, "iuf"),
+    "LAND": (MPI.LAND, np.logical_and, "iub"),
+    "LOR": (MPI.LOR, np.logical_or, "iub"),
+    "LXOR": (MPI.LXOR, np.logical_xor, "iub"),
+    "BAND": (MPI.BAND, np.bitwise_and, "iu"),
+    "BOR": (MPI.BOR, np.bitwise_or, "iu"),
+    "BXOR": (MPI.BXOR, np.bitwise_xor, "iu"),
 }
-FETCHES: dict[str, tuple[MPI.Op, Combine]] = {
+"""Operations, and the kinds of types whose elements they may update in any order."""
+FETCHES: dict[str, tuple[MPI.Op, Combine, str]] = {
     **UPDATES,
-    "REPLACE": (MPI.REPLACE, lambda old, new: new),
-    "NO_OP": (MPI.NO_OP, lambda old, new: old),
+    "REPLACE": (MPI.REPLACE, lambda old, new: new, "iufcb"),
+    "NO_OP": (MPI.NO_OP, lambda old, new: old, "iufcb"),
 }
 Act = Callable[[str], None]
 """A call of a rank in an epoch of a kind."""
@@ -301,40 +275,56 @@ class Player:
     order, or read. MPI allows no more.
     """
 
-    def __init__(self, comm: mpicomm.Communicator, xp: Any, random: Random) -> None:
-        self.comm, self.xp, self.random = comm, xp, random
-        self.win = mpicomm.Win.Allocate(COUNT * 8, 8, comm=comm, place="device")
-        self.mine = self.win.tomemory().view(np.int64)
+    def __init__(self, comm: mpicomm.Communicator, xp: Any, random: Random, dtype: np.dtype[Any]) -> None:
+        self.comm, self.xp, self.random, self.dtype = comm, xp, random, dtype
+        self.type = MPI.Datatype.fromcode(dtype.char)
+        self.win = mpicomm.Win.Allocate(COUNT * dtype.itemsize, dtype.itemsize, comm=comm, place="device")
+        self.mine = self.win.tomemory().view(dtype)
         self.mine[...] = 0
-        self.model = np.zeros((comm.size, COUNT), np.int64)
-        self.reads: list[tuple[Any, int, list[int]]] = []
-        self.every_second = [MPI.INT64_T.Create_vector(count, 1, 2).Commit() for count in range(9)]
+        self.model = np.zeros((comm.size, COUNT), dtype)
+        self.reads: list[tuple[Any, int, list[Any]]] = []
+        self.origins_of_calls: list[Any] = []
+        device: Any = comm._session.backend
+        self.double = device if isinstance(device, WindowDevice) else None
+        self.every_second = [self.type.Create_vector(count, 1, 2).Commit() for count in range(9)]
         self.win.Fence(MPI.MODE_NOSUCCEED)  # no rank accesses a part that its rank has yet to fill
 
     def play(self, epochs: int) -> None:
+        ranks = range(self.comm.size)
         for _ in range(epochs):
             kind = self.random.choice(KINDS)
-            calls = [call for target in range(self.comm.size) for call in self.calls(target)]
+            # The ranks that access each rank: in an epoch of groups some, else all.
+            self.origins = [[rank for rank in ranks if kind != "Post" or self.random.random() < 0.7] for _ in ranks]
+            calls = [call for target in ranks for call in self.calls(target)]
             self.random.shuffle(calls)
             self.begin(kind)
+            if self.double is not None:
+                self.double.enqueue(0, lambda: time.sleep(LATE_S))
             for origin, call in calls:
                 if origin == self.comm.rank:
                     call(kind)
             self.end(kind)
+            for each in self.origins_of_calls:
+                self.now(each)[...] = 99  # they are free, for every stream
             for seen, step, expected in self.reads:
-                assert to_host(seen)[::step].tolist() == expected
-                assert step == 1 or not to_host(seen)[1::2].any()
-            assert to_host(self.mine).tolist() == self.model[self.comm.rank].tolist()
+                assert self.now(seen)[::step].tolist() == expected
+                assert step == 1 or not self.now(seen)[1::2].any()
+            assert self.now(self.mine).tolist() == self.model[self.comm.rank].tolist()
             self.reads.clear()
+            self.origins_of_calls.clear()
             self.comm.Barrier()  # after the comparison, before the next rank takes a lock
         self.win.Free()
         for each in self.every_second:
             each.Free()
 
+    def now(self, array: Any) -> Any:
+        """Return the content of an array. A double does not wait for it, as its calls are complete on return."""
+        return array.memory if isinstance(array, DeviceArray) else to_host(array)
+
     def calls(self, target: int) -> list[tuple[int, Act]]:
         """Return calls on disjoint pieces of a part, and carry them out on the model."""
         calls, start = [], 0
-        while start < COUNT:
+        while start < COUNT and self.origins[target]:
             count = min(self.random.randint(1, 8), COUNT - start)
             step = self.random.choice((1, 1, 2))
             calls += self.piece(target, range(start, start + count, step))
@@ -342,10 +332,11 @@ class Player:
         return calls
 
     def piece(self, target: int, places: range) -> list[tuple[int, Act]]:
-        what = self.random.choice(("Put", "Get", "Fetch", *UPDATES))
-        origins = [self.random.randrange(self.comm.size)]
-        if what in UPDATES:
-            origins = [rank for rank in range(self.comm.size) if self.random.random() < 0.7]
+        what = self.random.choice(("Put", "Get", "Fetch", "Update", "Update"))
+        op = self.random.choice([op for op, row in (FETCHES if what == "Fetch" else UPDATES).items() if self.has(row)])
+        origins = [self.random.choice(self.origins[target])]
+        if what == "Update":
+            origins = [rank for rank in self.origins[target] if self.random.random() < 0.7]
         part = self.model[target][places.start : places.stop : places.step]
         made = []
         for origin in origins:
@@ -353,8 +344,7 @@ class Player:
             form, asks = self.random.choice(FORMS), self.random.random() < 0.3
             if form in ("place", "counted") and any(kind.startswith("derived") for kind in buffers):
                 form = "typed"  # else the target would have the datatype of the buffer
-            values = np.array([self.random.randint(-1000, 1000) for _ in places])
-            op = self.random.choice([*FETCHES]) if what == "Fetch" else what
+            values = np.array([self.random.randint(-1000, 1000) for _ in places]).astype(self.dtype)
             before = part.tolist() if what in ("Get", "Fetch") else None
             if what == "Put":
                 part[:] = values
@@ -362,6 +352,9 @@ class Player:
                 part[:] = FETCHES[op][1](part.copy(), values)
             made.append((origin, self.act(what, op, target, places, buffers, form, values, before, asks=asks)))
         return made
+
+    def has(self, row: tuple[MPI.Op, Combine, str]) -> bool:
+        return self.dtype.kind in row[2]
 
     def act(
         self,
@@ -372,14 +365,17 @@ class Player:
         buffers: tuple[str, str],
         form: str,
         values: Any,
-        before: list[int] | None,
+        before: list[Any] | None,
         *,
         asks: bool,
     ) -> Act:
         """Return the call: what it does with which buffers, and whether it asks for a request if MPI allows that."""
 
         def call(kind: str) -> None:
-            (_, origin, _), (seen, result, step) = self.local(buffers[0], values), self.local(buffers[1], 0 * values)
+            (given, origin, _), (seen, result, step) = (
+                self.local(buffers[0], values),
+                self.local(buffers[1], 0 * values),
+            )
             there, datatype = self.spec(places, form)
             name = {"Put": "Put", "Get": "Get", "Fetch": "Get_accumulate"}.get(what, "Accumulate")
             arguments = [origin, target, there]
@@ -397,6 +393,7 @@ class Player:
                 getattr(self.win, name)(*arguments)
             if kind == "Lock":
                 self.win.Unlock(target)
+            self.origins_of_calls.append(given)
             if before is not None:
                 self.reads.append((seen, step, before))
             if datatype is not None:
@@ -409,16 +406,16 @@ class Player:
         if places.step == 1 and form != "vector":
             found: Any = places.start
             if form != "place":
-                counted = [places.start, len(places), MPI.INT64_T][: FORMS.index(form) + 1]
+                counted = [places.start, len(places), self.type][: FORMS.index(form) + 1]
                 found = tuple(counted) if len(places) % 2 else counted
             return found, None
-        datatype = MPI.INT64_T.Create_vector(len(places), 1, places.step).Commit()
+        datatype = self.type.Create_vector(len(places), 1, places.step).Commit()
         return (places.start, 1, datatype), datatype
 
     def local(self, kind: str, values: Any) -> tuple[Any, Any, int]:
         """Return an array with ``values``, the buffer argument, and the distance of its elements."""
         module, step = np if kind.endswith("host") else self.xp, 2 if kind.startswith("derived") else 1
-        content = np.zeros(step * len(values), np.int64)
+        content = np.zeros(step * len(values), self.dtype)
         content[::step] = values
         array = module.asarray(content)
         return array, array if step == 1 else [array, 1, self.every_second[len(values)]], step
@@ -429,20 +426,26 @@ class Player:
         elif kind == "Lock_all":
             self.win.Lock_all()
         elif kind == "Post":
-            self.group = self.win.Get_group()
-            self.win.Post(self.group)
-            self.win.Start(self.group)
+            targets = [rank for rank, origins in enumerate(self.origins) if self.comm.rank in origins]
+            for begin, ranks in ((self.win.Post, self.origins[self.comm.rank]), (self.win.Start, targets)):
+                group = group_of(self.win, *ranks)
+                begin(group)
+                group.Free()
 
     def end(self, kind: str) -> None:
         if kind == "Fence":
             self.win.Fence(MPI.MODE_NOSUCCEED)
             return
         if kind == "Lock_all":
+            self.win.Flush(self.random.randrange(self.comm.size))
             self.win.Unlock_all()
         elif kind == "Post":
             self.win.Complete()
-            self.win.Wait()
-            self.group.Free()
+            if self.random.random() < 0.5:
+                self.win.Wait()
+            else:
+                while not self.win.Test():
+                    pass
             return
         self.comm.check()
         self.comm.Barrier()
@@ -450,4 +453,4 @@ class Player:
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))
 def test_random_epochs(comm: mpicomm.Communicator, xp: Any, seed: int) -> None:
-    Player(comm, xp, Random(seed)).play(1 + seed % 6)
+    Player(comm, xp, Random(seed), np.dtype(DTYPES[seed % len(DTYPES)])).play(1 + seed % 6)
