@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy.typing as npt
 import pytest
 
 import mpicomm
-from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator
 
 Array = npt.NDArray[Any]
@@ -208,31 +206,6 @@ def test_products_in_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
             comm.check(stream)
             assert (host(out) == factor * gathered).all()
             assert (host(rest) == factor * total[comm.rank * rows : (comm.rank + 1) * rows]).all()
-
-
-def test_a_rank_that_does_not_come_is_named(device: str) -> None:
-    limit_s = stretched(1.0)
-    comm = communicator(device, timeout_s=limit_s)
-    if comm.size == 1:
-        comm.Free()
-        pytest.skip("one rank waits for no other")
-    xp: Any = np if comm.device == "cpu" else pytest.importorskip("cupy")
-    a, b = xp.zeros((4, 4), "f4"), xp.zeros((4, 2), "f4")
-    comm.matmul_allreduce(a, b)
-    missing = comm.size - 1
-    if comm.rank == missing:
-        time.sleep(3 * limit_s)
-    else:
-        with pytest.raises(
-            mpicomm.CollectiveTimeoutError, match=rf"rank {missing} did not .* within {limit_s:g} s"
-        ) as caught:
-            comm.allgather_matmul(a, b)
-            comm.check()
-        assert tuple(caught.value.ranks) == (missing,)
-        with pytest.raises(mpicomm.MpicommError):
-            comm.allgather_matmul(a, b)
-    with contextlib.suppress(mpicomm.CollectiveTimeoutError):  # on the missing rank, which comes to Free alone
-        comm.Free()
 
 
 def test_a_late_rank_holds_up_only_the_result(comm: mpicomm.Communicator, xp: Any) -> None:

@@ -206,52 +206,55 @@ def test_movements_bring_each_block_to_its_place(
             assert memory.view(span.pointer, span.count, dtype).tolist() == array.tolist()
 
 
-def test_a_large_allreduce_sends_little_over_each_network_card() -> None:
-    count = 1200
-    domains = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    cluster = Cluster(domains)
+LINE_NBYTES = 128  # shards and parts end at whole cache lines
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "sizes", "count", "network", "local", "most_nbytes"),
+    [
+        ("Allreduce", "auto", [2, 2], 4, (1, 1), None, None),
+        ("Bcast", "auto", [2, 2], 4, (1, 1), None, None),
+        # A large call sends little over each network card: two thirds of a shard in two steps.
+        ("Allreduce", "two_shot", [4] * 3, 1200, (2, 2), None, 2 * 1200 * 2 // 3 + 4 * LINE_NBYTES),
+        # Each card carries the data of a broadcast about once, in four pieces. The first domain begins.
+        ("Bcast", "two_shot", [2] * 4, 16 << 10, (4, 5), 4, (32 << 10) + 4 * 3 * LINE_NBYTES),
+        # Steps in a domain do not grow with the number of domains.
+        ("Allgather", "auto", [2] * 3, 3, (1, 1), 2, None),
+        ("Allgather", "auto", [2] * 20, 3, (1, 1), 2, None),
+        ("Reduce_scatter_block", "auto", [2] * 3, 3, (1, 1), 2, None),
+        ("Reduce_scatter_block", "auto", [2] * 20, 3, (1, 1), 2, None),
+    ],
+)
+def test_steps_and_bytes_of_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    algorithm: str,
+    sizes: list[int],
+    count: int,
+    network: tuple[int, int],
+    local: int | None,
+    most_nbytes: int | None,
+) -> None:
+    """``network`` are the network steps of the ranks of the first domain and of others, at most."""
+    monkeypatch.setattr(schedules, "SHORTEST_NBYTES", 4 << 10)
+    ends = [0, *itertools.accumulate(sizes)]
+    cluster, size = Cluster([[*range(*each)] for each in itertools.pairwise(ends)]), ends[-1]
+    of_blocks = name in ("Allgather", "Reduce_scatter_block")
 
     def buffers(rank: int) -> Buffers:
-        memory = cluster.memories[rank]
-        send, output = (memory.place(np.ones(count, np.float32)) for _ in range(2))
-        return Buffers(rank, 12, F32, send=send, output=output, op="sum")
-
-    schedule = schedule_of(table.ALLREDUCE, count * 4, cluster.layouts[0], "two_shot")
-    cluster.run(schedule, buffers)
-    shard = count * 4 / 4
-    for rank in range(12):
-        assert cluster.network_steps[rank] == 2
-        assert cluster.sent_nbytes[rank] <= 2 * shard * 2 / 3 + 4 * 128  # shards end at whole cache lines
-
-
-def test_a_small_allreduce_and_a_small_bcast_take_one_network_step() -> None:
-    layout = DomainLayout([[0, 1], [2, 3]], 0)
-    for operation in (table.ALLREDUCE, table.BCAST):
-        cluster = Cluster([[0, 1], [2, 3]])
-
-        def buffers(rank: int, cluster: Cluster = cluster) -> Buffers:
-            memory = cluster.memories[rank]
-            send, output = (memory.place(np.ones(4, np.float32)) for _ in range(2))
-            return Buffers(rank, 4, F32, send=send, output=output, op="sum")
-
-        cluster.run(schedule_of(operation, 16, layout, "auto"), buffers)
-        assert max(cluster.network_steps.values()) == 1
-
-
-@pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block"])
-def test_steps_in_a_domain_do_not_grow_with_the_number_of_domains(name: str) -> None:
-    for domains in ([[0, 1], [2, 3], [4, 5]], [[2 * number, 2 * number + 1] for number in range(20)]):
-        cluster, size = Cluster(domains), 2 * len(domains)
-
-        def buffers(rank: int, cluster: Cluster = cluster, size: int = size) -> Buffers:
-            spans = [cluster.memories[rank].place(np.ones(3, np.float32)) for _ in range(size + 1)]
-            if name == "Allgather":
-                return Buffers(rank, size, F32, send=spans[0], blocks=spans[1:])
+        spans = [cluster.memories[rank].place(np.ones(count, F32)) for _ in range(size + 1 if of_blocks else 2)]
+        if name == "Allgather":
+            return Buffers(rank, size, F32, send=spans[0], blocks=spans[1:])
+        if name == "Reduce_scatter_block":
             return Buffers(rank, size, F32, send_blocks=spans[1:], output=spans[0], op="sum")
+        return Buffers(rank, size, F32, send=spans[0], output=spans[1], op="sum")
 
-        cluster.run(schedule_of(table.OPERATIONS[name], 12 * size, cluster.layouts[0], "auto"), buffers)
-        for rank in range(size):
-            assert (cluster.locals[rank], cluster.network_steps[rank]) == (2, 1)
+    nbytes = 4 * count * (size if of_blocks else 1)
+    cluster.run(schedule_of(table.OPERATIONS[name], nbytes, cluster.layouts[0], algorithm), buffers)
+    for rank in range(size):
+        assert cluster.network_steps[rank] <= network[rank >= sizes[0]]
+        assert local is None or cluster.locals[rank] == local
+        assert most_nbytes is None or cluster.sent_nbytes[rank] <= most_nbytes
 
 
 @pytest.mark.parametrize("sizes", [[8] * 2, [8] * 40, [1] * 40, [5, 1, 8]], ids=str)
@@ -279,21 +282,6 @@ def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[A
             steps_of(part, memory)
     # Two arrays of partial results and converted blocks, all in twice as many bytes, and packed blocks.
     assert max(taken) <= 7 * schedules.PIECE_NBYTES
-
-
-def test_every_card_carries_the_data_of_a_broadcast_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "SHORTEST_NBYTES", 4 << 10)
-    domains = [[0, 1], [2, 3], [4, 5], [6, 7]]
-    cluster, nbytes, pieces = Cluster(domains), 64 << 10, 4
-
-    def buffers(rank: int) -> Buffers:
-        return Buffers(rank, 8, np.dtype(np.uint8), output=cluster.memories[rank].place(np.ones(nbytes, np.uint8)))
-
-    cluster.run(schedule_of(table.BCAST, nbytes, cluster.layouts[0], "two_shot"), buffers)
-    for rank in range(8):
-        assert cluster.sent_nbytes[rank] <= nbytes / 2 + pieces * 3 * 128  # parts end at whole cache lines
-        assert cluster.locals[rank] == pieces
-        assert cluster.network_steps[rank] == (pieces if rank < 2 else pieces + 1)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "chain"])
