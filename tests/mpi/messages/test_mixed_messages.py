@@ -379,7 +379,7 @@ def test_any_buffer_is_received_into_any_buffer(ends: list[Ends], way: str) -> N
             sent = Buffer(each, source, content(rank, count, turn))
             received = Buffer(each, target, np.empty(0, np.int32), spare=count + spare)
             if way.endswith("replace"):
-                sent = received = Buffer(each, target, content(rank, count, turn), spare=max(spare, 0))
+                sent = received = Buffer(each, target, content(rank, count, turn))
             copies = 0 if double is None else double.host_copies
             if double is not None and double.completes:
                 double.enqueue(0, lambda: time.sleep(LATE_S))

@@ -82,13 +82,15 @@ def finish(box: Outbox, place: OutboxSlot) -> None:
 
 
 class LateDevice(ThreadDevice):
-    """A device whose copies read memory after the host has asked ``late`` times whether they are over."""
+    """A device whose copies are over after the host has asked ``late`` times. They read at their begin or end."""
 
     late = 0
+    reads_first = False
     asked_in_vain = 0
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._copy = partial(ctypes.memmove, target, source, nbytes)
+        content = ctypes.string_at(source, nbytes) if self.reads_first else source
+        self._copy = partial(ctypes.memmove, target, content, nbytes)
 
     def completion(self, stream: int) -> Callable[[], bool]:
         polls = iter((False,) * self.late)
@@ -103,14 +105,15 @@ class LateDevice(ThreadDevice):
 
 
 @pytest.mark.parametrize("lengths", [(1, 40_000, 70_000, 1 << 20, 3 << 20, (5 << 20) + 1), (100_000,), (2 << 20, 9)])
-@pytest.mark.parametrize("late", range(6))
+@pytest.mark.parametrize("reads_first", [False, True])
+@pytest.mark.parametrize("late", [0, 1, 5])
 def test_messages_do_not_overlap_and_nothing_is_lost(
-    no_leaks: None, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], late: int
+    no_leaks: None, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], late: int, reads_first: bool
 ) -> None:
     """Messages in flight, those that were put back, and looks that were begun before a message was read."""
     monkeypatch.setattr(outbox, "FIRST_BLOCK_NBYTES", 2 << 20)
     device, rng = LateDevice(0, 5.0, total_nbytes=PART * MOST, slowest_s=0), random.Random(late)
-    device.late = late
+    device.late, device.reads_first = late, reads_first
     box = Outbox(cast(GpuBackend, device), SECRET)
     in_flight: list[OutboxSlot] = []
     for number in range(400):
