@@ -103,6 +103,7 @@ class SetUp:
     ) -> None:
         self.placement = placement
         self.channel = channel
+        self.mappings = Mappings()
         self._comm = comm
         self._number_of_row = placement.heading.count()
         if backend is not None:
@@ -406,7 +407,6 @@ class SetUp:
         if not isinstance(self.backend, HostBackend):
             self.backend.kind = self.kind
         self.pads = SignalPads(self.node, self.backend, self.kind)
-        self.mappings = Mappings()
         self.keep_beside(self.pads)
         self._private = private
         self._carriers: dict[tuple[int, ...], ByMessages] = {}
