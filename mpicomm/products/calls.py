@@ -109,7 +109,6 @@ class Products:
         session.require_usable(kind)
         library, backend = operands.library, session.gpu(kind)
         resolved = backend.stream(stream, a)
-        self._collectives.settle()  # kernels of products wait for peers, too, so they keep the order of the calls
         if library.name == "cupy" and operands.product is None and backend.is_capturing(resolved):
             raise InvalidUsageError(
                 f"{kind}: CuPy calls cuBLAS in no capture: pass tensors of PyTorch, such as torch.from_dlpack(a), or "

@@ -184,14 +184,8 @@ class Dispatcher:
                 "stream"
             )
         session.require_usable("Barrier")
-        self.settle()
         engine = self.engines.on_gpu("Barrier").engine
         engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
-
-    def settle(self) -> None:
-        """Begin all started calls, because a call that follows them must be launched after them. Blocking."""
-        if self._votes.queue:
-            self._votes.settle()
 
     def expect_alike(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call. Local, before the first call."""
