@@ -170,6 +170,9 @@ class Dispatcher:
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
     ) -> MPI.Prequest:
         """Return a persistent collective."""
+        if self._votes.queue:
+            # Started calls of neighbours go over the same communicator of MPI, which matches its calls by their order.
+            self._votes.settle()
         call = self._reader.look(operation, arguments, algorithm, stream)
         if self._votes.are_needed and call.on_device and not call.is_mpis:
             self._votes.vote(operation, on_host=False)

@@ -225,6 +225,30 @@ def test_a_blocking_call_follows_the_calls_that_are_started(device: str, monkeyp
         assert (values_of(total) == comm.size).all()
 
 
+def test_a_persistent_call_of_mpi_follows_the_calls_that_are_started(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The started call waits for votes on all ranks but the last, and goes over the same communicator of MPI."""
+    ring: Any = rig.comm.Create_cart([rig.size], [True])
+    ring.gpu = take_for_gpu(ring)
+    with on_host_engine(ring):
+        ring.Allreduce(np.ones(3), np.zeros(3))
+        monkeypatch.setattr(ring._collectives._votes.completer, "_threaded", False)
+        if rig.rank == rig.size - 1:
+            WORLD.Barrier()
+        blocks, total = np.zeros(2), DeviceArray(ring.gpu, np.zeros(rig.size))
+        request = ring.Ineighbor_allgather(np.full(1, float(rig.rank)), blocks)
+        if rig.rank < rig.size - 1:
+            WORLD.Barrier()
+        given = DeviceArray(ring.gpu, np.arange(float(rig.size)))
+        prepared = ring.Alltoall_init(given, total, algorithm="mpi")
+        prepared.Start()
+        prepared.Wait()
+        request.Wait()
+        assert (total.get() == rig.rank).all()
+        assert blocks.tolist() == [rig.left, rig.right]
+        prepared.Free()
+    ring.Free()
+
+
 @pytest.mark.parametrize("form", ["Allreduce", "Iallreduce"])
 def test_one_warning_tells_of_the_rank_with_host_arrays(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch

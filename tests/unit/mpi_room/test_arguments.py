@@ -339,7 +339,7 @@ def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Opera
         given = (send, row.send), (receive, row.receive)
         of_memory = [(each, shape) for each, shape in given if each is not None and each is not MPI.IN_PLACE]
         is_refused = not all(isinstance(of_mpi4py(*each, n), list) for each in of_memory)
-        if row.reduces and not is_refused:  # mpi4py also compares both buffers
+        if row.reduces and len(of_memory) == 2 and not is_refused:  # mpi4py also compares both buffers
             with pytest.raises((TypeError, ValueError, KeyError, MPI.Exception)):
                 SELF.Allreduce(send, receive, op)
         else:
