@@ -113,16 +113,17 @@ class Engines:
     def on_gpu(self, operation: str) -> PlanCache:
         """Return the engine for device arrays, with the calls that it knows. Collective the first time, else local."""
         if self.gpu is None:
+            # Before the lock, because it waits for started calls, for which another thread may need the engine.
+            session = self._session.set_up(operation)
             with self._making:
                 if self.gpu is None:
-                    self.gpu = self._make_on_gpu(operation)
+                    self.gpu = self._make_on_gpu(session, operation)
         return self.gpu
 
-    def _make_on_gpu(self, operation: str) -> PlanCache:
+    def _make_on_gpu(self, session: Session, operation: str) -> PlanCache:
         from mpicomm.collectives.gpu.engine import DeviceEngine
         from mpicomm.collectives.gpu.plan_cache import PlanCache
 
-        session = self._session.set_up(operation)
         backend = session.gpu(operation)
         call_log = self._shared_call_log(session, session.domain)
         on_a_device = session.placement.most_on_a_device

@@ -76,11 +76,11 @@ def test_a_communicator_has_one_rendezvous(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_communicator_has_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = SimpleNamespace(channel=None)
+    session = SimpleNamespace(channel=None, set_up=lambda what: None)
     engines = Engines(cast(Session, session))
     second = Second(lambda: engines.on_gpu("Allreduce"))
 
-    def make(operation: str) -> Any:
+    def make(session: object, operation: str) -> Any:
         second.meanwhile()
         return SimpleNamespace()
 
