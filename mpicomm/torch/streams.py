@@ -247,8 +247,9 @@ class Streams:
 
     def barrier(self) -> StreamWork:
         """Enqueue a barrier on the current stream. Collective."""
-        stream, work = torch.cuda.current_stream(self.gpu), StreamWork()
+        stream = torch.cuda.current_stream(self.gpu)
         self._comm.Barrier(stream=stream)
+        work = StreamWork()  # not before a call that may raise, because __del__ reads the attributes below
         work.side, work.name, work.ptr, work.kept, work._outputs = self, "barrier", 0, None, []
         self._mark(work, stream.cuda_stream)
         work.stream = stream
