@@ -109,7 +109,10 @@ class Outgoing:
             return None  # the user's buffer of a buffered send has room for the data, but perhaps not for a header
         else:
             try:
-                return (self._memory.made or self._memory.rendezvous(device)).reserve(nbytes)
+                rendezvous = self._memory.made or self._memory.rendezvous(device)
+                if not sent.is_flat:
+                    rendezvous.load(sent.elements)
+                return rendezvous.reserve(nbytes)
             except (OutboxFullError, HandleError) as error:
                 reason = str(error)
         tell_slow_way(f"through pinned host memory and MPI: {reason}")

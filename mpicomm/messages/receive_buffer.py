@@ -196,6 +196,7 @@ def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool 
     elif operand.derived is not None and operand.packed_nbytes and rendezvous.expects_headers:
         elements = operand.derived[0]
         capacity = elements.layout.nbytes
+        rendezvous.load(elements)
         return ReceiveBuffer("kernels", endpoint, capacity, rendezvous, StagingMemory(capacity), 0, elements)
     elif operand.mpi_type is not None and operand.mpi_type != MPI.BYTE:
         capacity = operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF)

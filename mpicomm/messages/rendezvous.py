@@ -93,6 +93,14 @@ class Rendezvous:
             require_room(nbytes, slot.nbytes)
         return slot, nbytes
 
+    def load(self, elements: Elements) -> None:
+        """Load what packs and unpacks ``elements``, before MPI gets their send or receive; blocking for new ones.
+
+        Loading may wait for the device, whose kernels may wait for a peer to fill its slot. If a peer, too, loaded only
+        after MPI had matched the messages, both would wait for each other.
+        """
+        self.device.load_packing(table_for(elements.layout))
+
     def fill(self, place: OutboxSlot, sent: Endpoint, stream: int) -> None:
         """Enqueue the copy of a message into its slot."""
         if not sent.is_flat:

@@ -188,6 +188,9 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
     def pack_table(self, table: PackTable) -> int:
         """Return the address of a table on the device. The table stays until `close`; blocking for a new table."""
+        pointer = self._tables.get(table.content)  # without the lock, which a thread holds while it blocks
+        if pointer is not None:
+            return pointer
         with self._tables_lock:
             pointer = self._tables.get(table.content)
             if pointer is None:
@@ -195,6 +198,11 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
                 self._copy_table(table.content, pointer)
                 self._tables[table.content] = pointer
             return pointer
+
+    def load_packing(self, table: PackTable) -> None:
+        """Load all that `pack` needs for a table. Local; blocking for what is new."""
+        self.pack_table(table)
+        self.load(PACK_KERNEL)
 
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
         """Pack the regions of a table, which lie from ``memory`` on, to ``packed``, or unpack them; stream-ordered.
