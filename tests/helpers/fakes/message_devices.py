@@ -212,7 +212,7 @@ class ThreadDevice:
         self.side_streams = _SideStreams(self)
         self.opened: collections.Counter[bytes] = collections.Counter()
         self.allocated = 0
-        self.loaded: set[bytes] = set()
+        self.tables: set[bytes] = set()
         self.host_copies = 0
         self.waits = 0
         self.capturing = False
@@ -307,10 +307,10 @@ class ThreadDevice:
         return _Steps(self)
 
     def load_packing(self, table: PackTable) -> None:
-        self.loaded.add(table.content)
+        self.tables.add(table.content)
 
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
-        assert table.content in self.loaded, "a GPU would load now, perhaps while it waits for a peer that also loads"
+        assert table.content in self.tables, "a GPU would load now, perhaps while it waits for a peer that also loads"
 
         def move() -> None:
             if unpacks and self.missed is not None:

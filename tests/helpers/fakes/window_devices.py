@@ -130,6 +130,10 @@ class WindowDevice(ThreadDevice):
         self._tables: dict[int, PackTable] = {}
         self._scratch: list[npt.NDArray[np.uint8]] = []
 
+    def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
+        self.load_packing(table)  # windows may load late: their kernels wait for no call that has yet to load
+        super().pack(table, memory, packed, stream, unpacks=unpacks)
+
     def load(self, variant: Variant) -> object:
         self.loaded.add(variant)
         return variant

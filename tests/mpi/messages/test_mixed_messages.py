@@ -371,7 +371,7 @@ def test_any_buffer_is_received_into_any_buffer(ends: list[Ends], way: str) -> N
             source, send = target if way.endswith("replace") else source, draw.choice(sends)
             count = each.count(turn, source, target)
             # A buffer of just this length may have no room for a header. A message for a shorter one is an error.
-            # Not with Open MPI 5.0.11, which raises, too, but first writes all of the message, past the end of the buffer.
+            # Not with Open MPI 5.0.11, which raises after it has written past the end of the buffer: messages.md.
             less = -1 if count > 0 and way not in BOTH[1:] and MPI.get_vendor()[0] != "Open MPI" else 0
             spare = draw.choice((0, 1, HEADER_NBYTES, HEADER_NBYTES, less))
             to, left, asked = each.right, each.left, draw.choice((each.left, MPI.ANY_SOURCE))
