@@ -334,12 +334,13 @@ class Dispatcher:
     def _prepare(self, call: Call, info: MPI.Info) -> MPI.Prequest:
         """Return a persistent collective that was read, at its location."""
         operation, arguments, stream, algorithm = call.operation, call.given, call.stream, call.algorithm
-        carrier, backend = self._carrier(call, blocking=False), self._session.backend
         if stream is not None and call.device_array is not None:
-            backend.stream(stream, call.device_array)  # raises for what is no stream: each start would
+            self._session.gpu(operation.name).stream(stream, call.device_array)  # raises for what is no stream
+        carrier = self._carrier(call, blocking=False)
         if carrier == on_copies:  # the other ranks have MPI's request
             copies, made = copied(self._reader, call)
             prepared = self._prepare(self._reader.read(operation, made, algorithm), info)
+            backend = self._session.backend
 
             def begin_on_copies() -> DeferredRequest:
                 copies.again(backend.stream(stream, call.device_array))

@@ -203,7 +203,8 @@ CASES: dict[str, tuple[Rig, dict[str, Break]]] = {
 def use_once(name: str) -> None:
     """Make what CUDA and NCCL keep until the process ends, so that it is no leak of the first test."""
     with CASES[name][0]("cuda") as (_, works):
-        works()
+        if name != "close":  # whose arrays are still open
+            works()
 
 
 @pytest.mark.parametrize(
