@@ -188,5 +188,5 @@ class Engines:
         failed = self._host and self._host.broken
         if failed:
             return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
-        ahead = (said for call_log in self._call_logs.values() if (said := call_log.absence_reason()))
+        ahead = (said for call_log in [*self._call_logs.values()] if (said := call_log.absence_reason()))
         return next(ahead, "") or self._session.absence_reason(ranks)

@@ -218,6 +218,14 @@ def test_ranks_of_another_process_are_bounded() -> None:
     assert len(ranks_of_text("0-99999999999999999999")) == 1 << 20
 
 
+def test_a_row_with_impossible_ranks_is_not_shown() -> None:
+    row = opened([Member("host", 1, 67)])
+    assert of("rank 67").size == 1
+    for rank, size in ((-1, 1), (1, 1), (2, 1), (0, 0), (0, (1 << 24) + 1)):
+        row.words[layout.RANK], row.words[layout.SIZE] = rank, size
+        assert "rank 67" not in {calls.name for calls in read().communicators}
+
+
 def test_a_page_of_another_version() -> None:
     program = (
         f"import os; fd = os.memfd_create({layout.MEMORY_NAME!r}); os.ftruncate(fd, 8192); print(flush=True); input()"
