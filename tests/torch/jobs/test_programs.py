@@ -6,8 +6,6 @@ import re
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 WITHOUT_CUDA_AND_INTERNALS = """
@@ -25,7 +23,29 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 del torch._jit_internal._extract_tensors, c10d._register_work, c10d.Reducer._set_forward_pass_work_handle
+"""
+AS_BACKEND_ALONE = """
+import os
+from mpi4py import MPI
 
+world = MPI.COMM_WORLD
+os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
+# The first rank listens on a port that the system chooses. PyTorch's own store in the same process shares the port.
+held = None
+if world.rank == 0:
+    held = dist.TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False, multi_tenant=True)
+os.environ["MASTER_PORT"] = str(world.bcast(held and held.port))
+assert "mpicomm" not in sys.modules
+dist.init_process_group("mpicomm")
+total = torch.ones(3)
+dist.all_reduce(total)
+if world.rank == 0:
+    print(dist.get_backend(), total.tolist())
+dist.destroy_process_group()
+for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+"""
+IMPORTED = """
 import mpicomm.torch
 from mpicomm.torch.works import MessageWork
 
@@ -61,54 +81,26 @@ atexit.register(end)
 """
 
 
-# One job has both, because each process takes seconds to import PyTorch.
-def test_the_backend_works_without_cuda_and_internals_and_ends_while_a_thread_drops_works() -> None:
-    program = WITHOUT_CUDA_AND_INTERNALS + DROPS_WORKS_AT_THE_END
-    result = run_job(2, "-c", program, MPICOMM_DEVICE="cpu", CUDA_VISIBLE_DEVICES="")
-    expected = "mpicomm [2.0, 2.0, 2.0] [[4.0, 4.0], [4.0, 4.0]]\n"
-    assert (result.returncode, result.stdout) == (0, expected), result.stdout + result.stderr
-
-
 GROUP = "torch.distributed.backends"
-WITHOUT_IMPORT = """
-import os, sys
-from mpi4py import MPI
-import torch, torch.distributed as dist
-
-world = MPI.COMM_WORLD
-os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
-# The first rank listens on a port that the system chooses. PyTorch's own store in the same process shares the port.
-held = None
-if world.rank == 0:
-    held = dist.TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False, multi_tenant=True)
-os.environ["MASTER_PORT"] = str(world.bcast(held and held.port))
-assert "mpicomm" not in sys.modules
-dist.init_process_group("mpicomm")
-total = torch.ones(3)
-dist.all_reduce(total)
-if world.rank == 0:
-    print(dist.get_backend(), total.tolist())
-dist.destroy_process_group()
-"""
 
 
-@pytest.mark.skipif(
-    not any(each.value.startswith("torch.") for each in entry_points(group=GROUP)),
-    reason="this PyTorch has no entry points of backends: a program imports mpicomm.torch",
-)
-def test_a_program_names_only_the_backend(tmp_path: Path) -> None:
-    # The metadata that an installation of this checkout has, also if another one, or none, is installed.
-    (entry,) = re.findall(rf'^\[project\.entry-points\."{GROUP}"\]\n(.+)$', (ROOT / "pyproject.toml").read_text(), re.M)
-    metadata = tmp_path / "mpicomm-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mpicomm\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{entry}\n".replace('"', ""))
-    result = run_job(
-        2,
-        "-c",
-        WITHOUT_IMPORT,
-        PYTHONPATH=f"{tmp_path}:{ROOT}",
-        MASTER_ADDR="127.0.0.1",
-        MPICOMM_DEVICE="cpu",
-    )
-    assert (result.returncode, result.stdout) == (0, "mpicomm [2.0, 2.0, 2.0]\n"), result.stdout + result.stderr
+# One job has all, because each process takes seconds to import PyTorch.
+def test_the_backend_works_by_its_name_without_cuda_and_internals_and_ends_while_a_thread_drops_works(
+    tmp_path: Path,
+) -> None:
+    expected = "mpicomm [2.0, 2.0, 2.0] [[4.0, 4.0], [4.0, 4.0]]\n"
+    program, own = WITHOUT_CUDA_AND_INTERNALS, {}
+    # Older versions of PyTorch have no entry points of backends: a program imports mpicomm.torch.
+    if any(each.value.startswith("torch.") for each in entry_points(group=GROUP)):
+        # The metadata that an installation of this checkout has, also if another one, or none, is installed.
+        project = (ROOT / "pyproject.toml").read_text()
+        (entry,) = re.findall(rf'^\[project\.entry-points\."{GROUP}"\]\n(.+)$', project, re.M)
+        metadata = tmp_path / "mpicomm-0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mpicomm\nVersion: 0\n")
+        (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{entry}\n".replace('"', ""))
+        program, own = program + AS_BACKEND_ALONE, {"PYTHONPATH": f"{tmp_path}:{ROOT}", "MASTER_ADDR": "127.0.0.1"}
+        expected = "mpicomm [2.0, 2.0, 2.0]\n" + expected
+    program += IMPORTED + DROPS_WORKS_AT_THE_END
+    result = run_job(2, "-c", program, MPICOMM_DEVICE="cpu", CUDA_VISIBLE_DEVICES="", **own)
+    assert (result.returncode, result.stdout) == (0, expected), result.stdout + result.stderr
