@@ -58,8 +58,11 @@ WITH_OPEN_MPI = (
     "tests/mpi/domains/test_transports.py",
     "tests/mpi/windows/test_host_types.py",
 )
-# What depends on how data and ranks are divided: one rank has all.
-DIVIDED = tuple(f"tests/torch/mpi/test_{name}.py" for name in ("collectives", "groups", "training"))
+# What depends on how data and ranks are divided: one rank has all, and four make a mesh of pairs.
+DIVIDED = {
+    count: [f"tests/torch/mpi/test_{name}.py" for name in names]
+    for count, names in {1: ("collectives", "groups", "training"), 4: ("groups", "training")}.items()
+}
 
 
 @dataclass
@@ -166,11 +169,10 @@ class Steps:
         # PyTorch's own tests need three ranks. One job has both, because a rank takes seconds to import PyTorch. So the
         # tests that start ranks themselves are in one process.
         own = ("tests/torch/mpi", "tests/torch/pytorchs_own")
-        for step in (
-            self._ranks("torch on 3", 3, *own, python=python),
-            self._ranks("torch on 1", 1, *DIVIDED, python=python),
-            self._pytest("torch's jobs", "programs", "tests/torch/jobs", python=python),
-        ):
+        steps = [self._ranks("torch on 3", 3, *own, python=python)]
+        steps.extend(self._ranks(f"torch on {count}", count, *files, python=python) for count, files in DIVIDED.items())
+        steps.append(self._pytest("torch's jobs", "programs", "tests/torch/jobs", python=python))
+        for step in steps:
             step.after = self._preparation
             yield step
 
