@@ -198,7 +198,7 @@ def test_no_race(watched_builds: Builds, algorithm: str) -> None:
 # In every third step only the first thread has a unit. With 8 laps some fences fall on such a step. On every second
 # rank, which its addresses tell, the first thread's fence is over long before the other threads' fences.
 GAPS, LAPS = ((18, 2 * STEP_NBYTES + 16),), 8
-SLOW = "(overseer == 0 || (reinterpret_cast<u64>(this) >> 32) % 2 == 1 ? 0 : 1000)"
+SLOW = "(overseer == 0 || (reinterpret_cast<u64>(this) >> 32) % 2 == 1 ? 0 : 300)"
 LATER = [*LATE, Change("fences.cuh", "turn < 20;", f"turn < {SLOW};")]
 
 
