@@ -135,8 +135,15 @@ def _create_intercomm(self: MPI.Intracomm, *arguments: Any, **keywords: Any) -> 
 def _create_window(cls: type[MPI.Win], *arguments: Any, **keywords: Any) -> MPI.Win:
     """Make a window; see mpi4py. Device memory makes a window of mapped memory: see `Win`."""
     make: Any = Win.Create.__func__  # type: ignore[attr-defined]
-    made: MPI.Win = make(Win if cls is MPI.Win else cls, *arguments, **keywords)
+    made: MPI.Win = make(_ProgramsWin if cls is MPI.Win else cls, *arguments, **keywords)
     return made
+
+
+class _ProgramsWin(Win):
+    """A window of host memory, whose memory has mpi4py's class as in windows of ``MPI.Win.Allocate``."""
+
+    Shared_query = MPI.Win.Shared_query
+    tomemory = MPI.Win.tomemory
 
 
 def _on_copies(method: Callable[..., Any], given: dict[str, Any], on_device: list[str]) -> Any:

@@ -145,7 +145,12 @@ def _require_legal(what: str, op: Any, origin: Any, rank: Any) -> None:
     elements = as_pairs(elements_of(origin, "origin", only_type=True))
     if elements.dtype is None and elements.datatype in _LOGICALS and name in ("land", "lor", "lxor"):
         return
-    dtype = update_of(name, elements, what).dtype
+    try:
+        dtype = update_of(name, elements, what).dtype
+    except RefusedByMpiError:
+        if elements_of(origin, "origin").count:
+            raise
+        return  # mpi4py's default is SUM, also for no bytes, of which MPI combines none
     if is_narrow(dtype):
         raise RefusedByMpiError(
             f"{what}: op={name} of {dtype}: MPI gets it wrong or lacks it in windows of host memory: make the window "

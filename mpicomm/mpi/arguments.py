@@ -199,7 +199,9 @@ def typed_blocks(
 
     Raises the errors of `parse`.
     """
-    _, counts, displs, datatypes = items(spec, name, "typed")
+    buffer, counts, displs, datatypes = items(spec, name, "typed")
+    if buffer is MPI.BOTTOM and (counts is None or displs is None):
+        raise InvalidUsageError(f"{name}: MPI.BOTTOM needs counts and displacements: pass one of each for each {peer}")
     if counts is None and displs is None:
         each, places = (1,) * size, (0,) * size
     else:

@@ -23,7 +23,7 @@ from numpy import ndarray
 from mpicomm.devices import memory_location
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.faults import BufferRefusedError
+from mpicomm.mpi.faults import BufferRefusedError, UnknownElementsError
 
 
 # The class is not frozen, because every call makes some, and a frozen object takes a microsecond more to make.
@@ -257,8 +257,10 @@ def _exported(array: Any, writable: bool, protocol: str, name: str) -> MPI.buffe
 
 
 def _unreadable(array: Any, protocol: str, name: str, error: Exception) -> Exception:
-    # The error has mpi4py's class: TypeError for an object that does not follow the protocol, BufferError for others.
-    cls = TypeError if isinstance(error, TypeError) else BufferRefusedError
+    # The error has mpi4py's class: TypeError for an object that does not follow the protocol, KeyError for an interface
+    # that lacks a field, BufferError for others.
+    named: type[Exception] = UnknownElementsError if isinstance(error, KeyError) else BufferRefusedError
+    cls = TypeError if isinstance(error, TypeError) else named
     way_out = "pass a contiguous array without a mask, which is writable if it receives"
     return cls(f"{name} is a {_class(array)} that cannot be read through {protocol} ({error}): {way_out}")
 

@@ -110,6 +110,7 @@ window.Fence()
 refused(window.Put, device, 0)
 window.Put(np.ones(8), rank)
 window.Fence()
+assert type(window.tomemory()) is MPI.buffer  # as of windows that MPI makes
 window.Free()
 file = MPI.File.Open(C, __file__ + ".written", MPI.MODE_CREATE | MPI.MODE_WRONLY)
 refused(file.Write_at, 0, [device, MPI.BYTE])

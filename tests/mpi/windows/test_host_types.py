@@ -108,6 +108,7 @@ def test_defined_operations_are_mpis(win: mpicomm.Win) -> None:
         (MPI.MAXLOC, [pair, 1, MPI.DOUBLE_INT], pair),
         (MPI.SUM, [np.arange(1.0, 5), 1, vector], np.array([1.0, 0, 3])),
         (MPI.REPLACE, np.ones(2, np.float16), np.ones(2, np.float16)),
+        (MPI.SUM, [np.ones(1, "u1"), 0, MPI.BYTE], np.zeros(1, "u1")),
     ]
     for op, origin, expected in cases:
         win.tomemory()[:] = 0

@@ -18,7 +18,7 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.host.selection import goes_to_mpi, plain_calls
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import plain_arrays
-from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate
+from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate, typed_blocks
 from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, is_counted, plain_array
 from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import Shape
@@ -421,6 +421,11 @@ def test_bottom_is_only_for_mpi() -> None:
             parse(spec, writable=True, name="recvbuf")
         with pytest.raises(InvalidUsageError, match=r"recvbuf.*BOTTOM"):
             parse(spec, shape="vector", blocks=2, writable=True, name="recvbuf")
+    for counts, displs in ((None, [0]), ([0], None), (None, None)):
+        with pytest.raises(ValueError, match="BOTTOM"):
+            SELF.Alltoallw(spec := [MPI.BOTTOM, counts, displs, [MPI.BYTE]], [np.zeros(8), [0], [0], [MPI.BYTE]])
+        with pytest.raises(InvalidUsageError, match=r"sendbuf: .*BOTTOM"):
+            typed_blocks(spec, size=1, name="sendbuf", peer="rank")
 
 
 @settings(max_examples=300)

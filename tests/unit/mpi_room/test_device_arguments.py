@@ -90,6 +90,15 @@ def test_what_is_no_cuda_array_interface(changes: dict[str, Any]) -> None:
         read(array)
 
 
+@pytest.mark.parametrize("field", ["data", "shape", "typestr"])
+def test_a_cuda_array_interface_without_a_field(field: str) -> None:
+    array = CudaArray((4,))
+    del array.__cuda_array_interface__[field]
+    with pytest.raises(InvalidUsageError, match=rf"x is a .*CudaArray that cannot be read .*{field}") as caught:
+        read(array)
+    assert isinstance(caught.value, KeyError)  # mpi4py's class
+
+
 def test_cuda_array_of_a_type_that_its_interface_cannot_name() -> None:
     a = CudaArray((4,), "<V2")
     a.dtype = np.dtype(ml_dtypes.bfloat16)  # type: ignore[attr-defined]
