@@ -8,6 +8,10 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
+
+# A rank loads it when it has waited for long. Hypothesis also draws constants of the modules that are loaded, so a rank
+# that had loaded it alone would draw other calls than the other ranks.
+import mpicomm.activity.reading
 from mpicomm.devices.cuda.driver import visible_devices
 from tests.helpers.inputs.communicator_calls import require_works
 from tests.helpers.jobs.agreement import AGREEMENT, agree, pace  # noqa: F401 - a fixture
