@@ -181,13 +181,15 @@ class Communicator(
         self._is_installed = True
         return self
 
-    def __del__(self, is_finalized: Callable[[], bool] = MPI.Is_finalized) -> None:
+    def __del__(
+        self, is_finalizing: Callable[[], bool] = sys.is_finalizing, is_finalized: Callable[[], bool] = MPI.Is_finalized
+    ) -> None:
         """Warn (ResourceWarning) of a lost communicator, because garbage collection cannot make the collective `Free`.
 
         It does not warn of a communicator that was made from another communicator. It does not warn at the end of the
         program, because MPI_Finalize frees communicators.
         """
-        if self._unfreed and not sys.is_finalizing() and not is_finalized() and self != MPI.COMM_NULL:
+        if self._unfreed and not is_finalizing() and not is_finalized() and self != MPI.COMM_NULL:
             warnings.warn(
                 f"{self!r} was not freed: call Free, or use a with block", ResourceWarning, stacklevel=2, source=self
             )
