@@ -300,12 +300,14 @@ class Trials:
     def _judge(self, outcome: Outcome, error: mpicomm.MpicommError) -> None:
         """Check the error's class and its ranks."""
         late = isinstance(error, self._mpicomm.CollectiveTimeoutError)
+        names = list(Play(None, self._options.device, 0.0).steps)
+        begun, failed = names.index(outcome.step), names.index(outcome.error_step)
+        if failed < begun:
+            return  # the victim was still well: a busy machine has made a rank late, which says nothing of the victim
         if outcome.how not in ("raise", "interrupt") and not late:
             outcome.wrong.append("the victim is silent, which is no CollectiveTimeoutError")
         # A wait for a signal or for the signal of a fence names its peer, which may itself wait for the victim, or be
         # gone because of it. A duplicate of MPI's communicator cannot name the missing rank.
-        names = list(Play(None, self._options.device, 0.0).steps)
-        begun, failed = names.index(outcome.step), names.index(outcome.error_step)
         indirect = any(begun <= names.index(waits) <= failed for waits in ("signals", "window") if waits in names)
         place = self._alive.index(outcome.victim)
         if self._options.hosts > 1 and outcome.how in ("raise", "interrupt"):
