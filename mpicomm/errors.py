@@ -29,7 +29,9 @@ class MpicommError(Exception):
     """Base of every error that mpicomm raises; ``ranks`` are the ranks at fault, if they are known."""
 
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
+        # Not by super(): from Python 3.14 on that is the method of another base, such as MPI.Exception, which takes an
+        # error code, because ValueError has no such method of its own any more.
+        Exception.__init__(self, message)
         self.ranks = tuple(ranks)
 
     def like(self, message: str, ranks: Iterable[int]) -> Self:

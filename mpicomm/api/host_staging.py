@@ -77,7 +77,12 @@ def _wrapped_class(cls: type) -> Callable[[Any], Any]:
 
 def buffers_of(method: Method) -> tuple[str, ...]:
     """Return the names of a method's buffer arguments."""
-    return tuple(name for name, kind in method.__annotations__.items() if "Buf" in kind and name != "return")
+    return tuple(name for name, kind in _annotations(method).items() if "Buf" in kind and name != "return")
+
+
+def _annotations(method: Method) -> dict[str, str]:
+    """Return the annotations by mpi4py, which `functools.wraps` does not copy from Python 3.14 on."""
+    return dict(inspect.unwrap(method).__annotations__)
 
 
 def _wrapped_methods(cls: Any) -> dict[str, Method]:
@@ -93,7 +98,7 @@ def _wrapped_methods(cls: Any) -> dict[str, Method]:
             elif name in _COLLECTIVES and name not in OPERATIONS:
                 method = _holding_buffers(method)
             made[name] = diverted(method, functools.partial(_through_host, cls))
-        elif _MADE.search(method.__annotations__["return"]):
+        elif _MADE.search(_annotations(method)["return"]):
             made[name] = _wrapped_maker(method)
     return made
 
@@ -104,7 +109,7 @@ def diverted(method: Method, divert: Divert) -> Method:
     Its calls with MPI.BOTTOM and addresses of a GPU raise `InvalidUsageError`.
     """
     buffers, has_self = buffers_of(method), "." in method.__qualname__
-    places = [(n + has_self, name) for n, name in enumerate(method.__annotations__) if name in buffers]
+    places = [(n + has_self, name) for n, name in enumerate(_annotations(method)) if name in buffers]
 
     @functools.wraps(method)
     def call(*arguments: Any, **keywords: Any) -> Any:
