@@ -226,6 +226,7 @@ class ThreadDevice:
         self.is_told = False
         self._own: list[npt.NDArray[Any]] = []
         self._segments: list[HostSegment] = []
+        self._exported: list[Any] = []
         self.closed = False
         self._current = threading.local()
         self._threads = ThreadsOfStreams(lambda stream: False)
@@ -265,6 +266,7 @@ class ThreadDevice:
         return segment
 
     def export(self, segment: Any) -> Exported:
+        self._exported.append(segment)  # so that no later segment has its identity
         key = _KEY.pack(os.getpid(), segment._fd, id(segment)).ljust(KEY_NBYTES, b"\0")
         return ((MemoryHandle("ipc", bytes(16), key, segment.nbytes, 0, segment.nbytes), None),)
 
