@@ -19,7 +19,7 @@ DISTANT = 3  # a rank of the other host than the first rank's
 
 
 def timeout_s() -> float:
-    return stretched(0.3)
+    return stretched(0.6)  # the set-up of all ranks has to come in time, too
 
 
 class Job:
