@@ -302,8 +302,10 @@ class Trials:
         late = isinstance(error, self._mpicomm.CollectiveTimeoutError)
         names = list(Play(None, self._options.device, 0.0).steps)
         begun, failed = names.index(outcome.step), names.index(outcome.error_step)
-        if failed < begun:
-            return  # the victim was still well: a busy machine has made a rank late, which says nothing of the victim
+        if failed < begun:  # the victim was still well: only a busy machine can have made a rank late
+            if not late and "in time" not in str(error):
+                outcome.wrong.append(f"an error before a rank has failed: {error}")
+            return
         if outcome.how not in ("raise", "interrupt") and not late:
             outcome.wrong.append("the victim is silent, which is no CollectiveTimeoutError")
         # A wait for a signal or for the signal of a fence names its peer, which may itself wait for the victim, or be
