@@ -117,7 +117,7 @@ class Prepared:
         if case.in_place and case.row.send == "counted" and case.algorithm == "mpi":
             # MPICH 5 ends the program when it moves a block that overlaps its result at the start; sorted, none does.
             self.counts.sort(reverse=True)
-        self._derived = case.derived and not case.row.reduces and case.wire is None
+        self._derived = case.derived and not case.row.reduces and case.wire is None and case.form != "arrays"
         self._came: Any = None
         """The array into which a call with counts on the GPU writes the counts."""
         row, at_root = case.row, rank == case.root

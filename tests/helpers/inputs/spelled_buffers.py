@@ -168,10 +168,9 @@ class Blocks:
         if where is None:
             return one_of(rng, [None, MPI.memory.fromaddress(0, 0)]), False, False
         if where is not np:  # libraries name the address, or the address and the length
-            if rng.integers(3):
+            if rng.integers(3) or not region.size:  # an address of nothing does not say where it lies
                 return array, self.kinds[0] < 0, self.kinds[0] < 0
-            address = array.__cuda_array_interface__["data"][0]
-            return MPI.memory.fromaddress(address if region.size else 0, region.size), False, False
+            return MPI.memory.fromaddress(array.__cuda_array_interface__["data"][0], region.size), False, False
         if self.kinds[0] < 0 and array.flags.aligned and rng.integers(2):
             return array, True, True
         address = region.ctypes.data if region.size else 0
