@@ -2,7 +2,7 @@
 
 What a rank sends to another one is where its box of the one split and the other rank's box of the other split meet.
 Subarray datatypes describe these parts, and an Alltoallw moves them. So it has the order, the kernels and the errors of
-that collective.
+that collective. If the parts are long and alike on all ranks, it is an Alltoall, which copy engines may carry out.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_LONG_NBYTES = 32 << 20
+"""The bytes of a part from which an Alltoall on GPUs may take less time than an Alltoallw. Its calls with new arrays
+hold the host for longer."""
+
+
 class Redistribution:
     """A plan of `Communicator.redistribution`: call it with this rank's part, and it returns the other part.
 
-    A call is *collective*. It is an Alltoallw of the communicator: it blocks on host arrays, and is stream-ordered on
-    device arrays, also in CUDA graphs after a first call outside. `Free` is local. ``shape`` and ``dtype`` are those of
-    the whole array. ``source_box`` and ``target_box`` are this rank's parts before and after, as the start and the stop
-    of each axis, or None without a part. ``nbytes_sent`` and ``nbytes_received`` are the bytes that a call moves
-    between this rank and other ranks.
+    A call is *collective*. It is an Alltoallw or an Alltoall of the communicator: it blocks on host arrays, and is
+    stream-ordered on device arrays, also in CUDA graphs after a first call outside. `Free` is local. ``shape`` and
+    ``dtype`` are those of the whole array. ``source_box`` and ``target_box`` are this rank's parts before and after, as
+    the start and the stop of each axis, or None without a part. ``nbytes_sent`` and ``nbytes_received`` are the bytes
+    that a call moves between this rank and other ranks.
     """
 
     def __init__(
@@ -52,17 +57,28 @@ class Redistribution:
         self.source_box, self.target_box = from_[own], to[own]
         received, sent = meetings(shape, from_, to, own)
         self.nbytes_sent, self.nbytes_received = (
-            dtype.itemsize * sum(volume(piece) for rank, pieces in enumerate(blocks) if rank != own for piece in pieces)
+            sum(self._nbytes_of(pieces) for rank, pieces in enumerate(blocks) if rank != own)
             for blocks in (sent, received)
         )
         self._types: list[MPI.Datatype] = []
         element = types.mpi_datatype(dtype)
         if element is None:  # bytes move as well
             element = self._keep(MPI.BYTE.Create_contiguous(dtype.itemsize))
-        self._sent, self._received = (
-            [list(part) for part in zip(*(self._block(pieces, box, element) for pieces in blocks), strict=True)]
-            for blocks, box in ((sent, self.source_box), (received, self.target_box))
-        )
+        source, target = _cut_evenly(shape, from_), _cut_evenly(shape, to)
+        is_even = None not in (source, target) and source != target
+        self._is_even = is_even and self._nbytes_of(sent[0]) >= _LONG_NBYTES
+        self._sent: list[Any]
+        self._received: list[Any]
+        if self._is_even:
+            self._sent, self._received = (
+                self._blocks(pieces, box, axis, element)
+                for pieces, box, axis in ((sent[0], self.source_box, target), (received[0], self.target_box, source))
+            )
+        else:
+            self._sent, self._received = (
+                [list(part) for part in zip(*(self._block(pieces, box, element) for pieces in blocks), strict=True)]
+                for blocks, box in ((sent, self.source_box), (received, self.target_box))
+            )
         self._is_freed = False
 
     @property
@@ -82,7 +98,7 @@ class Redistribution:
         such an array of `target_shape`, which does not overlap with ``x``. Without ``out`` the library of ``x`` makes
         it. A rank without a part passes None, and gets None. ``stream`` and ``algorithm`` are those of ``Alltoallw``.
 
-        Raises `InvalidUsageError` for other arrays on the ranks that pass them, and the errors of ``Alltoallw``.
+        Raises `InvalidUsageError` for other arrays on the ranks that pass them, and the errors of the collective.
         """
         if self._is_freed:
             raise InvalidUsageError(f"{self!r} is freed: make another one")
@@ -106,7 +122,8 @@ class Redistribution:
 
     def _move(self, x: Any, out: Any, stream: Any, algorithm: str) -> Any:
         """Move the parts of arrays that are checked, and return ``out``."""
-        self._comm.Alltoallw([x, *self._sent], [out, *self._received], stream=stream, algorithm=algorithm)
+        move = self._comm.Alltoall if self._is_even else self._comm.Alltoallw
+        move([x, *self._sent], [out, *self._received], stream=stream, algorithm=algorithm)
         return out
 
     def _checked(self, x: Any, out: Any) -> Any:
@@ -145,6 +162,19 @@ class Redistribution:
     def _keep(self, datatype: MPI.Datatype) -> MPI.Datatype:
         self._types.append(datatype.Commit())
         return datatype
+
+    def _nbytes_of(self, pieces: list[Box]) -> int:
+        return self.dtype.itemsize * sum(map(volume, pieces))
+
+    def _blocks(self, first: list[Box], box: Box | None, axis: Any, element: MPI.Datatype) -> list[Any]:
+        """Return the count and the datatype of each block of an ``axis`` that is cut evenly; the ``first`` is at 0."""
+        count, _, datatype = self._block(first, box, element)
+        if datatype is not element:
+            (piece,) = first
+            begin, end = piece[axis]
+            nbytes = (end - begin) * math.prod(_extents(box, self.shape)[axis + 1 :]) * self.dtype.itemsize
+            datatype = self._keep(datatype.Create_resized(0, nbytes))
+        return [count, datatype]
 
     def _block(self, pieces: list[Box], box: Box | None, element: MPI.Datatype) -> tuple[int, int, MPI.Datatype]:
         """Return the count, the displacement in bytes and the datatype of some pieces of the array of ``box``."""
@@ -264,6 +294,17 @@ class RedistributionCalls(MPI.Intracomm):
 
 def _extents(box: Box | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *shape[1:]) if box is None else tuple(stop - start for start, stop in box)
+
+
+def _cut_evenly(shape: tuple[int, ...], boxes: Sequence[Box | None]) -> int | None:
+    """Return the axis along which ranks have equal blocks in their order, if all of each block is theirs."""
+    size, whole = len(boxes), [(0, length) for length in shape]
+    for axis, length in enumerate(shape):
+        part = length // size
+        blocks = [(*whole[:axis], (rank * part, rank * part + part), *whole[axis + 1 :]) for rank in range(size)]
+        if length % size == 0 and blocks == list(boxes):
+            return axis
+    return None
 
 
 def _is_one_run(extents: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -68,6 +68,9 @@ class Messages:
         # sent the data. The sender may wait for a collective which this rank begins only after an earlier one is
         # complete.
         self._completer = Completer()
+        # The thread that completes sends must not take them for receives, which it would begin to look for more often.
+        # Each look keeps the interpreter's lock from a thread that waits for a receive.
+        self._sends = Completer(by_itself=True)
 
     def posted(self, source: int, tag: int) -> Posted:
         """Return the receive of this source and tag."""
@@ -105,7 +108,8 @@ class Messages:
 
         work = DeferredRequest.of(done, device.check)
         work.kept = buffer  # MPI and the device still read its memory
-        return self._completer.add(work, device.prepare_thread)
+        completer = self._sends if left else self._completer
+        return completer.add(work, device.prepare_thread)
 
     def receive_array(
         self, operation: str, buf: Any, incoming: Incoming | Exchanged, status: MPI.Status | None, name: str = "buf"

@@ -173,16 +173,22 @@ def exchange(runs: Runs, shape: tuple[int, ...], dtype: str) -> list[Any]:
     with comm.redistribution(shape, dtype, from_=0, to=1) as plan:
         if (plan.source_shape, plan.target_shape) != (by_rows.shape, by_columns.shape):
             sys.exit(f"{name}: the plan has other parts")
-        planned = time_us(
-            f"{name}: plan",
-            lambda: plan(by_rows, result, stream=runs.machine.stream),
-            result=result,
-            expected=by_columns,
-        )
+
+        def planned(result: Any) -> float:
+            return time_us(
+                f"{name}: plan",
+                lambda: plan(by_rows, result, stream=runs.machine.stream),
+                result=result,
+                expected=by_columns,
+            )
+
+        plans = [planned(result)]
+        with comm.empty(by_columns.shape, dtype) as array:
+            plans.append(planned(array.local))
     for datatype in (*of_rows, *of_columns):
         datatype.Free()
-    ratios = [None if flat is None or each is None else each / flat for each in (there, here, symmetric)]
-    return [name, nbytes / (1 << 20), flat, there, here, symmetric, planned, packing, *ratios, issue]
+    ratios = [None if flat is None or each is None else each / flat for each in (there, here, symmetric, *plans)]
+    return [name, nbytes / (1 << 20), flat, there, here, symmetric, *plans, packing, *ratios, issue]
 
 
 EXCHANGE_COLUMNS = [
@@ -193,10 +199,13 @@ EXCHANGE_COLUMNS = [
     "1 to 0, us",
     "0 to 1, symmetric, us",
     "plan 0 to 1, us",
+    "plan, symmetric, us",
     "packing and Alltoall, us",
     "0 to 1, of Alltoall",
     "1 to 0, of Alltoall",
     "symmetric, of Alltoall",
+    "plan, of Alltoall",
+    "plan, symmetric, of Alltoall",
     "host's time, us",
 ]
 

@@ -117,7 +117,11 @@ class StepLoader:
 
     def _copy(self, copy: Copy, stream: int) -> None:
         where = stream if copy.local else self._forked
-        runtime.memcpyAsync(copy.target, copy.source, copy.nbytes, runtime.memcpyDeviceToDevice, where)
+        target, source, nbytes, kind = copy.target, copy.source, copy.nbytes, runtime.memcpyDeviceToDevice
+        if copy.rows == 1:
+            runtime.memcpyAsync(target, source, nbytes, kind, where)
+        else:
+            runtime.memcpy2DAsync(target, copy.target_pitch, source, copy.source_pitch, nbytes, copy.rows, kind, where)
 
 
 def launching(kernel: Kernel, launch: Launch) -> Enqueue:

@@ -217,6 +217,20 @@ class FakeCuda:
         copy = source, self.captures.get(stream)
         self.enqueue(stream, lambda: self.copied.append(copy))
 
+    def memcpy2DAsync(
+        self,
+        target: int,
+        target_pitch: int,
+        source: int,
+        source_pitch: int,
+        nbytes: int,
+        rows: int,
+        kind: int,
+        stream: int,
+    ) -> None:
+        assert rows > 1 and nbytes <= min(target_pitch, source_pitch)
+        self.memcpyAsync(target, source, nbytes, kind, stream)
+
     def streamIsCapturing(self, stream: int) -> bool:
         if self.captures.get(stream) in self.invalid:
             raise CUDARuntimeError("cudaErrorStreamCaptureInvalidated")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import Split
+from mpicomm.api import redistribution
 
 SIZE = MPI.COMM_WORLD.size
 SHAPE = (5, 7, 3)
@@ -64,12 +65,12 @@ def part(array: Any, box: Any) -> Any:
     return array[:0] if box is None else array[tuple(slice(*bounds) for bounds in box)]
 
 
-def moved(comm: Any, xp: Any, plan: mpicomm.Redistribution, array: Any) -> None:
+def moved(comm: Any, xp: Any, plan: mpicomm.Redistribution, array: Any, algorithm: str = "auto") -> None:
     """Carry a plan out, and compare what this rank gets."""
     x = xp.asarray(np.ascontiguousarray(part(array, plan.source_box)))
     out = xp.full(plan.target_shape, 7, plan.dtype)
     assert x.shape == plan.source_shape
-    assert plan(x, out) is out
+    assert plan(x, out, algorithm=algorithm) is out
     comm.check()
     assert (out == xp.asarray(part(array, plan.target_box))).all()
 
@@ -95,6 +96,21 @@ def test_random_splits(comm: mpicomm.Communicator, xp: Any) -> None:
             assert sent == received
             for start in (0, 1):  # new arrays of the same plan
                 moved(comm, xp, plan, whole(shape, dtype, start))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "copy_engine"])
+def test_long_parts_that_are_alike(
+    comm: mpicomm.Communicator, xp: Any, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """They go in other datatypes. On GPUs copy engines carry their rows."""
+    if xp is np and algorithm != "auto":
+        pytest.skip("a host has no copy engines")
+    monkeypatch.setattr(redistribution, "_LONG_NBYTES", 1)
+    shape = (SIZE, 2 * SIZE, 64 * SIZE)
+    for dtype, source, target in product(("float32", "complex128"), range(3), range(3)):
+        with comm.redistribution(shape, dtype, source, target) as plan:
+            for start in (0, 1):
+                moved(comm, xp, plan, whole(shape, dtype, start), "auto" if source == target else algorithm)
 
 
 def test_blocks_are_as_even_as_those_of_numpy(comm: mpicomm.Communicator) -> None:

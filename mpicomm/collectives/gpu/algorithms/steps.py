@@ -13,13 +13,17 @@ from mpicomm.kernels.variant import Launch
 class Copy:
     """A copy by a copy engine into a peer's memory. It runs beside the kernels.
 
-    A ``local`` copy stays within this rank's memory and runs in order with the kernels.
+    A ``local`` copy stays within this rank's memory and runs in order with the kernels. With several ``rows``,
+    ``nbytes`` are those of a row, and the pitches are the bytes from one row to the next.
     """
 
     target: int
     source: int
     nbytes: int
     local: bool = False
+    rows: int = 1
+    target_pitch: int = 0
+    source_pitch: int = 0
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def enqueue(cuda: FakeCuda, copies: Any, stream: int, source: int) -> None:
     cuda.copied.clear()
     cuda.enqueue(stream, partial(cuda.copied.append, "ahead"))
     steps = importlib.import_module("mpicomm.collectives.gpu.algorithms.steps")  # the one that the loader has
-    fork, copy, join = copies.enqueuers([steps.Fork(), steps.Copy(0, source, 1), steps.Join()])
+    rows = (3, 2, 1) if source % 2 else ()
+    fork, copy, join = copies.enqueuers([steps.Fork(), steps.Copy(0, source, 1, False, *rows), steps.Join()])
     for step in (fork, copy, join):
         step(stream)
     cuda.enqueue(stream, partial(cuda.copied.append, "behind"))

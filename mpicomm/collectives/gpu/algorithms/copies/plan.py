@@ -26,6 +26,7 @@ from typing import Any, Literal
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers, launch_tag
 from mpicomm.collectives.gpu.algorithms.copies import schedule
+from mpicomm.collectives.gpu.algorithms.copies.rows import has_rows, match
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.patterns import Buffers
@@ -70,6 +71,11 @@ class CopyLauncher(FormLauncher):
 
     def __init__(self, form: Form, domain: Domain) -> None:
         self._form, self._domain = form, domain
+        self._gaps: tuple[schedule.GapsByPeer, schedule.GapsByPeer] | None = None
+        if any(form.gaps) and form.operation.copies == "one_shot":
+            once = form.one_shot
+            sends, receives = self._gaps = [*map(form.gaps_of, once.sends)], [*map(form.gaps_of, once.receives)]
+            self.moves_gaps = all(map(has_rows, form.gaps)) and match(sends[form.rank], receives[form.rank])
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
         blocks = self._form.sends + self._form.receives
@@ -94,7 +100,7 @@ class CopyLauncher(FormLauncher):
         else:
             landing = schedule.InStaging(rank, [pointer + contributions_nbytes for pointer in pointers], parts)
         if following is None or not reduces:
-            return schedule.movement(rank, exchange, parts, landing, following)
+            return schedule.movement(rank, exchange, parts, landing, following, self._gaps)
         return schedule.allreduce(rank, exchange, following, parts, schedule.InStaging(rank, pointers, parts), landing)
 
     def _plan(self, buffers: Buffers, *, staged: bool) -> tuple[Exchange, Exchange | None, schedule.Parts, int, int]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.copies.rows import copies_of, cut, rows_of
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
+from mpicomm.collectives.packed import Gaps
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
 
@@ -144,31 +146,42 @@ class Reduce:
     most_blocks: int = _REDUCING_BLOCKS
 
 
+GapsByPeer = Sequence[Gaps | None]
+
 Action = Barrier | Fork | Join | Copy | Reduce
 """A `Step`, or a barrier or reduction that becomes a launch."""
 
 
 def movement(
-    rank: int, exchange: Exchange, parts: Parts, landing: Landing, relay: Exchange | None = None
+    rank: int,
+    exchange: Exchange,
+    parts: Parts,
+    landing: Landing,
+    relay: Exchange | None = None,
+    gaps: tuple[GapsByPeer, GapsByPeer] | None = None,
 ) -> list[Action]:
     """Return the actions of a rank in an exchange that moves data, or reduces data that has landed in staging memory.
 
     ``relay`` is an exchange in which ranks send on the data that they have received. They send on one part while they
-    receive the next part.
+    receive the next part. ``gaps`` are those in the sends and in the receives, for data that lands in staging memory
+    or whose receives have none. A call with a relay has none.
     """
+    of_sends, of_receives = gaps or ([None] * len(exchange.sends),) * 2
     send, receive = exchange.sends[rank], exchange.receives[rank]
     turns = parts.number + (relay is not None)
     # The barrier: before it, an earlier kernel or call of a peer may still read the memory that these copies overwrite.
     # This is the peer's output or its staging memory. The fork: no copy overtakes the barrier, which is on another
     # stream.
-    actions: list[Action] = [Barrier(), Fork(), *_copies(rank, exchange, 0, parts, landing)]
+    actions: list[Action] = [Barrier(), Fork(), *_copies(rank, exchange, 0, parts, landing, of_sends)]
     if send is not None and receive is not None and send.count and send.pointer != receive.pointer:
-        actions.append(Copy(receive.pointer, send.pointer, send.count * exchange.dtype.itemsize, local=True))
+        nbytes = send.count * exchange.dtype.itemsize
+        places = rows_of(receive.pointer, nbytes, of_receives[rank]), rows_of(send.pointer, nbytes, of_sends[rank])
+        actions += copies_of(*places, local=True)
     for turn in range(turns):
         # The join pairs with the barrier. Without the join, a rank could come to the barrier before its copies are
         # over, and its peers would read data that has not come. After the barrier this part has come, and also the
         # previous part that ranks sent on. The copies of the next part follow the join, so they run meanwhile.
-        actions += [Join(), *_copies(rank, exchange, turn + 1, parts, landing), Barrier()]
+        actions += [Join(), *_copies(rank, exchange, turn + 1, parts, landing, of_sends), Barrier()]
         if turn + 1 < turns:
             # The fork makes two kinds of copies wait for this barrier. A copy that sends data on must not read the data
             # earlier. The copy of part turn + 2 overwrites the region of part turn - 1. All ranks have left that region
@@ -177,7 +190,7 @@ def movement(
             actions.append(Fork())
             if relay is not None:
                 actions += _copies(rank, relay, turn, parts, landing, received=exchange)
-        actions += _unloading(rank, exchange, turn, parts, landing)
+        actions += _unloading(rank, exchange, turn, parts, landing, of_receives)
         actions += _reducing(rank, exchange, turn, parts, landing, _MOST_REDUCING_BLOCKS)
         if relay is not None:
             actions += _unloading(rank, relay, turn - 1, parts, landing)
@@ -213,7 +226,14 @@ def allreduce(
 
 
 def _copies(
-    rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing, *, received: Exchange | None = None
+    rank: int,
+    exchange: Exchange,
+    part: int,
+    parts: Parts,
+    landing: Landing,
+    gaps: GapsByPeer = (),
+    *,
+    received: Exchange | None = None,
 ) -> Iterator[Copy]:
     """Yield the copies of a part to all peers; with ``received``, from where that exchange has landed the part."""
     size, itemsize = len(exchange.sends), exchange.dtype.itemsize
@@ -222,20 +242,24 @@ def _copies(
         send = exchange.sends[peer]
         begin, nbytes = parts.cut(send, part, itemsize)
         if send is not None and nbytes:
-            source = send.pointer + begin
+            sources = cut(rows_of(send.pointer, send.count * itemsize, gaps[peer] if gaps else None), begin, nbytes)
             if received is not None:
-                source = landing.landed(received, received.receives.index(send), part, begin)
-            yield Copy(landing.target(exchange, peer, part, begin), source, nbytes)
+                sources = rows_of(landing.landed(received, received.receives.index(send), part, begin), nbytes)
+            yield from copies_of(rows_of(landing.target(exchange, peer, part, begin), nbytes), sources)
 
 
-def _unloading(rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing) -> Iterator[Copy]:
+def _unloading(
+    rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing, gaps: GapsByPeer = ()
+) -> Iterator[Copy]:
     """Yield the copies of a part from where it has landed to where it belongs, if the two places differ."""
+    itemsize = exchange.dtype.itemsize
     for peer, receive in enumerate(exchange.receives):
         if receive is not None and peer != rank:
-            begin, nbytes = parts.cut(receive, part, exchange.dtype.itemsize)
+            begin, nbytes = parts.cut(receive, part, itemsize)
             landed = landing.landed(exchange, peer, part, begin)
             if nbytes and landed != receive.pointer + begin:
-                yield Copy(receive.pointer + begin, landed, nbytes, local=True)
+                places = rows_of(receive.pointer, receive.count * itemsize, gaps[peer] if gaps else None)
+                yield from copies_of(cut(places, begin, nbytes), rows_of(landed, nbytes), local=True)
 
 
 def _reducing(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, 
 from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.collectives.packed import Gaps, Strides
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.arguments import Span
@@ -73,7 +76,9 @@ def enqueue(cuda: FakeCuda, rank: int, program: Sequence[Action], memory: Array,
 
 def carry_out(action: Copy | Reduce, memory: Array) -> None:
     if isinstance(action, Copy):
-        memory[action.target :][: action.nbytes] = memory[action.source :][: action.nbytes].copy()
+        for row in range(action.rows):
+            target, source = action.target + row * action.target_pitch, action.source + row * action.source_pitch
+            memory[target:][: action.nbytes] = memory[source:][: action.nbytes].copy()
     else:
         parts = [memory[source:][: action.nbytes].view(np.float32) for source in action.sources]
         memory[action.output :][: action.nbytes] = reduced(parts).view(np.uint8)
@@ -167,6 +172,103 @@ def test_calls_in_any_order_of_streams(
         outputs = results(after, given, outputs, root, False)
         for rank, expected in enumerate(outputs):
             assert memory[base(rank, OUTPUT) :][: expected.nbytes].tobytes() == expected.tobytes(), (rank, count)
+
+
+def gaps_of(*regions: tuple[int, int, Sequence[tuple[int, int]]]) -> Gaps:
+    """Return gaps: for each region its offset, the bytes of a run, and its loops, the innermost first."""
+    made = []
+    for offset, run_nbytes, loops in regions:
+        counts, strides = zip(*loops, *[(1, 0)] * (4 - len(loops)), strict=True)
+        made.append(Strides(run_nbytes * prod(counts), run_nbytes, counts, offset, strides))
+    return Gaps(16, tuple(made))
+
+
+def places_of(gaps: Gaps | None, nbytes: int) -> Array:
+    """Return the offset of each byte of a block."""
+    if gaps is None:
+        return np.arange(nbytes)
+    found = []
+    for region in gaps.regions:
+        places = np.arange(region.run_nbytes)
+        for count, stride in zip(region.counts, region.strides, strict=True):
+            places = (np.arange(count)[:, None] * stride + places).ravel()
+        found.append(region.offset + places)
+    return np.concatenate(found)
+
+
+LAYOUTS = [
+    None,
+    gaps_of((0, 512, [(9, 1024)])),
+    gaps_of((0, 768, [(2, 800), (3, 2400)])),
+    gaps_of((0, 1536, [(2, 2048)]), (5120, 256, [(5, 304)]), (8192, 256, [(1, 0)])),
+]
+"""Blocks of 4,608 bytes."""
+
+
+MOVING = [row for row in OPERATIONS.values() if row.copies == "one_shot" and not row.reduces]
+
+
+@pytest.mark.parametrize("number", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("name", "symmetric"), [(row.name, place) for row in MOVING for place in (False, True) if row.into_all or not place]
+)
+def test_blocks_with_gaps_stay_in_place(
+    monkeypatch: pytest.MonkeyPatch, name: str, number: int, symmetric: bool
+) -> None:
+    """Each rank has other gaps. Parts of the messages end inside of rows."""
+    monkeypatch.setattr(copy_plan, "parts_of", lambda nbytes, *_, **__: Parts.equal(nbytes, number))
+    row, size, nbytes, room = OPERATIONS[name], 3, 4608, 1 << 14
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        memory, root = rng.integers(0, 256, size * RANK_NBYTES, np.uint8), seed % size
+        programs, sent, received = list[list[Action]](), list[Any](), list[Any]()
+        for rank in range(size):
+            where = rank, [nbytes // 4] * size, FLOAT32, base(rank, INPUT), base(rank, OUTPUT)
+            launcher = launcher_of(row, patterns.buffers_of(row, *where, root=root, in_place=False))
+            form = launcher._form
+            of_send, of_receive = (LAYOUTS[int(n)] for n in rng.integers(len(LAYOUTS), size=2))
+            if symmetric:
+                of_receive = None
+            elif of_send and of_receive:
+                of_send = of_receive = LAYOUTS[int(rng.integers(3))]
+            gaps = (of_send,) * form.sends + (of_receive,) * form.receives
+            launcher = CopyLauncher(replace(form, gaps=gaps if any(gaps) else ()), launcher._domain)
+            assert launcher.moves_gaps == any(gaps)
+            steps = [nbytes if symmetric else room] * form.receives
+            begins = [base(rank, INPUT) + room * block for block in range(form.sends)]
+            begins += [base(rank, OUTPUT) + step * block for block, step in enumerate(steps)]
+            sent.append([begin + places_of(of_send, nbytes) for begin in begins[: form.sends]])
+            received.append([begin + places_of(of_receive, nbytes) for begin in begins[form.sends :]])
+            mapped = Mapped(1, 0, tuple(base(peer, OUTPUT) for peer in range(size))) if symmetric else None
+            programs.append(launcher._actions(form.buffers([nbytes] * len(begins), begins), mapped))
+        require_balanced(programs)
+        expected = memory.copy()
+        for rank, blocks in enumerate(received):
+            for peer, places in enumerate(blocks):
+                source = sent[root] if row.rooted == "send" else sent[peer]
+                expected[places] = memory[source[rank if row.send == "blocks" else 0]]
+        run(programs, memory, seed)
+        for rank in range(size):
+            mine = slice(base(rank, 0), base(rank, STAGING))
+            assert memory[mine].tobytes() == expected[mine].tobytes(), (seed, rank)
+
+
+@pytest.mark.parametrize(
+    "gaps",
+    [
+        gaps_of((0, 128, [(36, 512)])),  # short rows
+        gaps_of((0, 512, [(1, 1024), (9, 4096)])),  # too many copies
+        gaps_of((0, 512, [(9, -1024)])),
+        gaps_of((0, 512, [(9, 1 << 31)])),
+        gaps_of((0, 512, [(9, 1024)]))._replace(grain=8),
+        LAYOUTS[2],  # to rows of other bytes
+    ],
+)
+def test_other_gaps_are_packed(gaps: Gaps) -> None:
+    row, where = OPERATIONS["Allgather"], (0, [1152] * 2, FLOAT32, base(0, INPUT), base(0, OUTPUT))
+    launcher = launcher_of(row, patterns.buffers_of(row, *where, root=0, in_place=False))
+    form = replace(launcher._form, gaps=(gaps, LAYOUTS[1], None))
+    assert not CopyLauncher(form, launcher._domain).moves_gaps
 
 
 @pytest.mark.parametrize(
