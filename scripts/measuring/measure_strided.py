@@ -182,9 +182,10 @@ def exchange(runs: Runs, shape: tuple[int, ...], dtype: str) -> list[Any]:
                 expected=by_columns,
             )
 
-        plans = [planned(result)]
-        with comm.empty(by_columns.shape, dtype) as array:
-            plans.append(planned(array.local))
+        plans: list[float | None] = [planned(result), None]
+        if flat is not None:
+            with comm.empty(by_columns.shape, dtype) as array:
+                plans[1] = planned(array.local)
     for datatype in (*of_rows, *of_columns):
         datatype.Free()
     ratios = [None if flat is None or each is None else each / flat for each in (there, here, symmetric, *plans)]
