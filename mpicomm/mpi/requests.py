@@ -199,11 +199,11 @@ class Completer:
 
     The thread polls for finished work, with pauses. No call wakes it. A wake-up would make the thread that starts a
     collective wait for the interpreter's lock, longer than the start takes. Each poll also keeps that lock from other
-    threads. So the pauses are short only after the thread has completed work. If `Wait` drives all work of a program,
-    the pauses are long.
+    threads. So the thread looks at work only after a whole pause, because `Wait` has often completed it by then, and
+    the pauses are short only after the thread has completed work. If `Wait` drives all work of a program, the pauses
+    are long.
 
-    ``by_itself`` says that the work goes on without frequent polls, as work of a stream does. Then all pauses are long,
-    and the thread looks at work only after a whole pause, because `Wait` has often completed it by then.
+    ``by_itself`` says that the work goes on without frequent polls, as work of a stream does. Then all pauses are long.
     """
 
     def __init__(self, *, by_itself: bool = False) -> None:
@@ -240,7 +240,7 @@ class Completer:
         while not ENDING.is_set():
             time.sleep(_PAUSE_S if now - needed < _NEEDED_S and not self._by_itself else _LONG_PAUSE_S)
             now = time.perf_counter()
-            for _ in range(found if self._by_itself else len(self._pending)):
+            for _ in range(found):
                 work = self._pending.popleft()
                 if work.over:  # `Wait` or `Test` has completed it
                     continue
