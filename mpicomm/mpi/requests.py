@@ -18,9 +18,8 @@ from mpicomm.waiting import ENDING, start_thread
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_PAUSE_S = PAUSE_S
-_NEEDED_S = 5e-3  # for this time after it has completed work, a completer looks with the short pauses
-_LONG_PAUSE_S = 1e-3  # its pauses later
+_NEEDED_S = 5e-3  # for this time after it has completed work, a completer's pauses stay short
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 16e-3  # its other pauses, each twice as long as the one before
 _YIELDING_S = SPIN_S - 50e-6  # the end of a spin, in which it yields: most collectives of a GPU end before
 _LINGER_S = 0.05  # a completer lives so long without work, because the start of a thread takes longer
 # Looked up once, because `super()` and attributes add their time to each request.
@@ -199,15 +198,16 @@ class Completer:
 
     The thread polls for finished work, with pauses. No call wakes it. A wake-up would make the thread that starts a
     collective wait for the interpreter's lock, longer than the start takes. Each poll also keeps that lock from other
-    threads. So the thread looks at work only after a whole pause, because `Wait` has often completed it by then, and
-    the pauses are short only after the thread has completed work. If `Wait` drives all work of a program, the pauses
-    are long.
+    threads, which makes a program that launches many kernels slower by a tenth if there are a thousand polls a second.
+    So the thread looks at work only after a whole pause, because `Wait` has often completed it by then. The pauses get
+    longer until the thread completes work itself, so work waits at most twice as long as it takes, or for the longest
+    pause.
 
-    ``by_itself`` says that the work goes on without frequent polls, as work of a stream does. Then all pauses are long.
+    ``by_itself`` says that the work goes on without frequent polls, as work of a stream does. Then no pause is short.
     """
 
     def __init__(self, *, by_itself: bool = False) -> None:
-        self._by_itself = by_itself
+        self._shortest_s = _FIRST_PAUSE_S if by_itself else PAUSE_S
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._pending: deque[Completable] = deque()
         self._prepare: Callable[[], None] | None = None
@@ -235,11 +235,13 @@ class Completer:
 
     def _run(self) -> None:
         is_prepared = False
-        now = busy = needed = time.perf_counter()
-        found = 0  # the work that the last poll has left, first in the queue
+        busy = needed = time.perf_counter()
+        pause_s, found = _FIRST_PAUSE_S, 0  # the work that the last poll has left, first in the queue
         while not ENDING.is_set():
-            time.sleep(_PAUSE_S if now - needed < _NEEDED_S and not self._by_itself else _LONG_PAUSE_S)
+            time.sleep(pause_s)
             now = time.perf_counter()
+            if now - needed > _NEEDED_S:
+                pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
             for _ in range(found):
                 work = self._pending.popleft()
                 if work.over:  # `Wait` or `Test` has completed it
@@ -249,7 +251,7 @@ class Completer:
                     self._prepare()
                     is_prepared = True
                 if not work.driven and work.advance():
-                    needed = now
+                    needed, pause_s = now, self._shortest_s
                 else:
                     self._pending.append(work)
             found = len(self._pending)

@@ -68,7 +68,8 @@ def test_the_thread_has_a_device_before_it_looks_at_any_work() -> None:
 
 def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work comes while the thread, which finds nothing to do, ends."""
-    monkeypatch.setattr(requests, "_PAUSE_S", 0)
+    for name in ("PAUSE_S", "_FIRST_PAUSE_S"):
+        monkeypatch.setattr(requests, name, 0)
     monkeypatch.setattr(requests, "_LINGER_S", 0)
     completer = Completer()
     for number in range(2000):
