@@ -1,8 +1,9 @@
 """Measure the gain of programs of others.
 
-Run `python scripts/measuring/measure_programs.py --heat DIR --ptypy DIR --pylops-mpi DIR`. Each DIR is a checkout of
-the program's repository. A benchmark or an example in it runs on ``--ranks`` GPUs: Heat's `benchmarks/cb`, ptypy's
-`benchmark/ptypy_moonflower_script_cupy.py` or PyLops-MPI's `tutorials_cupy/poststack_cupy.py`.
+Run `python scripts/measuring/measure_programs.py --heat DIR --ptypy DIR --pylops-mpi DIR --fbpic DIR`. Each DIR is a
+checkout of the program's repository. A benchmark or an example in it runs on ``--ranks`` GPUs: Heat's `benchmarks/cb`,
+ptypy's `benchmark/ptypy_moonflower_script_cupy.py` or PyLops-MPI's `tutorials_cupy/poststack_cupy.py`. FBPIC runs
+`scripts/testing/fbpic_wake.py`.
 
 The program runs in two ways, in turns. With `python -m mpi4py` it copies its GPU arrays through the host, as it does
 for an MPI that knows no GPU. With `python -m mpicomm` a variable tells it that MPI is CUDA-aware. Times are seconds:
@@ -35,11 +36,13 @@ VARIABLES: dict[str, dict[str, dict[str, str]]] = {
         "staged": {"PTYPY_USE_MPI": "1"},
     },
     "pylops_mpi": {"mpicomm": {"PYLOPS_MPI_CUDA_AWARE": "1"}, "staged": {"PYLOPS_MPI_CUDA_AWARE": "0"}},
+    "fbpic": {"mpicomm": {"FBPIC_ENABLE_GPUDIRECT": "1"}, "staged": {}},
 }
 SOURCES = {
     "heat": ("Heat", "benchmarks/cb"),
     "ptypy": ("ptypy", "benchmark/ptypy_moonflower_script_cupy.py"),
     "pylops_mpi": ("PyLops-MPI", "tutorials_cupy/poststack_cupy.py"),
+    "fbpic": ("FBPIC", "400 steps of a laser wake"),
 }
 times: dict[str, float] = {}
 
@@ -102,6 +105,23 @@ def run_pylops_mpi(folder: Path) -> None:
     runpy.run_path("poststack_cupy.py", run_name="__main__")
 
 
+def run_fbpic(folder: Path) -> None:
+    """Run FBPIC's laser wake. Its first steps compile, and only the last ones count."""
+    sys.path.insert(0, str(folder))
+    simulation: Any = import_module("fbpic.main").Simulation
+    step = timed("all", simulation.step)
+
+    def stepped(*arguments: Any, **options: Any) -> Any:
+        times.clear()
+        return step(*arguments, **options)
+
+    simulation.step = stepped
+    runpy.run_path(str(Path(__file__).parents[1] / "testing/fbpic_wake.py"), run_name="__main__")
+
+
+RUNS = {"heat": run_heat, "ptypy": run_ptypy, "pylops_mpi": run_pylops_mpi, "fbpic": run_fbpic}
+
+
 def job(program: str, way: str, folder: Path, ranks: int) -> dict[str, Any]:
     """Run a program in a new job; return the times and the GPUs that its first rank prints."""
     words = ["mpirun", "-np", str(ranks), sys.executable, "-m", "mpi4py" if way == "staged" else "mpicomm", __file__]
@@ -127,7 +147,7 @@ def inside(program: str, folder: Path) -> None:
     from mpi4py import MPI
 
     cupy.cuda.Device(MPI.COMM_WORLD.rank).use()
-    {"heat": run_heat, "ptypy": run_ptypy, "pylops_mpi": run_pylops_mpi}[program](folder)
+    RUNS[program](folder)
     comm: Any = MPI.COMM_WORLD
     ranks = None
     if "mpicomm" in sys.modules:
