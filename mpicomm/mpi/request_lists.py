@@ -21,8 +21,9 @@ from typing import Any, Literal, TypeVar
 from mpi4py import MPI
 
 PAUSE_S = 50e-6
-SPIN_S = 200e-6
-"""A wait polls for this time without a pause, because most device collectives take less."""
+SPIN_S = 1e-3
+"""A wait polls for this time without a pause: a pause takes twice its time, and ranks of a program that launches
+kernels from Python often come some hundred microseconds apart."""
 
 Requests = Sequence[MPI.Request]
 

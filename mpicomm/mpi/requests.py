@@ -126,7 +126,7 @@ class DeferredRequest(Driven, MPI.Grequest):
     def drive(self) -> None:
         """Wait for the work in this thread. A wait in MPI would keep the completer's thread out for milliseconds.
 
-        Most device collectives take less than `SPIN_S`. The later pauses are shorter than the pauses of `wait_until`,
+        Most work takes less than `SPIN_S`. The later pauses are shorter than the pauses of `wait_until`,
         which could delay a collective of a millisecond.
         """
         self.driven = True
