@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import strategies as st
 
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.mpi.arguments import Span
 
 DTYPE = np.dtype(np.float32)
 ITEMSIZE = DTYPE.itemsize
-SIZES = st.integers(1, 8)
-COUNTS = st.integers(0, 9)
-LONG_COUNTS = st.integers(0, 400)
-PIECES = st.sampled_from([1, 4, 40, 128, 500, 10**6])
 
 
 @dataclass

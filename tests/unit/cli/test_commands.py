@@ -41,7 +41,7 @@ BENCHES = {
     "experts": (*EXPERTS, "--tokens", "5,9", "--hidden", "16", "--experts", "7", "--top-k", "3"),
     "experts by default": EXPERTS,
     "products": (*MATMUL, "--rows", "8,64", "--compare", "nccl,torch"),
-    "products by default": (*MATMUL[:3], "-n", "1", "-G", "1"),
+    "products by default": (*MATMUL[:3], "-n", "1", "-G", "1", "--shape", "48,32"),
 }
 ON_TWO = {
     "tables": ("info", *DEVICE),

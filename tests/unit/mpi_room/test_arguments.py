@@ -118,6 +118,8 @@ simple_counts = st.one_of(
 )
 
 
+# These functions keep what they make, because Hypothesis takes long for the first draw from a strategy.
+@functools.cache
 def lists_of(n: int) -> st.SearchStrategy[Any]:
     exact = st.lists(st.integers(0, 4), min_size=n, max_size=n)
     return st.one_of(
@@ -130,11 +132,13 @@ def lists_of(n: int) -> st.SearchStrategy[Any]:
     )
 
 
+@functools.cache
 def vector_counts(n: int) -> st.SearchStrategy[Any]:
     one = st.one_of(st.none(), mostly_integers, lists_of(n), lists_of(n), lists_of(n))
     return st.one_of(one, st.tuples(one, one), st.tuples(one, one), st.just((1, 2, 3)))
 
 
+@functools.cache
 def forms(counts: st.SearchStrategy[Any], datatype: st.SearchStrategy[Any]) -> st.SearchStrategy[Callable[[Any], Any]]:
     return st.one_of(
         st.just(lambda buffer: buffer),
@@ -205,6 +209,7 @@ def of_plain(plain: PlainArray | PlainBlocks, itemsize: int, shape: Shape, n: in
     ]
 
 
+@functools.cache
 def typed_forms(n: int) -> st.SearchStrategy[Callable[[Any], Any]]:
     plain = st.sampled_from([MPI.INT, MPI.BYTE, MPI.DOUBLE, pair_of_ints(), MPI.DATATYPE_NULL])
     one = plain | st.sampled_from([*with_gaps().values()])
@@ -221,7 +226,7 @@ def typed_forms(n: int) -> st.SearchStrategy[Callable[[Any], Any]]:
 
 
 @pytest.mark.parametrize("shape", ["one", "blocks", "vector", "typed"])
-@settings(max_examples=350, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(1, 4))
 def test_forms_equal_mpi4pys(shape: Shape, data: st.DataObject, n: int) -> None:
     n = 1 if shape == "one" else n
@@ -255,12 +260,8 @@ def plain() -> Iterator[None]:
     del plain_arrays._readers[OnGpu]
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.data(), st.sampled_from(["one", "blocks", "vector", "typed"]), st.integers(1, 3))
-def test_known_calls_read_what_mpi4py_reads(data: st.DataObject, shape: Shape, n: int) -> None:
-    content = np.arange(24, dtype=data.draw(st.sampled_from(["i4", "u1"])))
-    array = data.draw(st.sampled_from([OnGpu(content), MPI.memory.fromaddress(content.ctypes.data, content.nbytes)]))
-    n = 1 if shape == "one" else n
+@functools.cache
+def known_forms(shape: Shape, n: int) -> st.SearchStrategy[Callable[[Any], Any]]:
     blocks = st.lists(st.integers(0, 4), min_size=n, max_size=n)
     numbers = st.one_of(blocks, blocks.map(tuple), blocks.map(np.array))
     datatype: st.SearchStrategy[Any] = st.sampled_from([MPI.INT, MPI.UINT8_T, MPI.BYTE, MPI.INT32_T])
@@ -269,16 +270,22 @@ def test_known_calls_read_what_mpi4py_reads(data: st.DataObject, shape: Shape, n
         datatype = st.lists(st.one_of(datatype, st.just(pair_of_ints())), min_size=n, max_size=n)
     if shape in ("vector", "typed"):
         counts, displs = numbers, numbers if shape == "typed" else st.none() | numbers
-    form = data.draw(
-        st.one_of(
-            st.tuples(counts, displs, datatype).map(lambda x: lambda buffer: [buffer, *x]),
-            st.tuples(st.tuples(counts, displs), datatype).map(lambda x: lambda buffer: (buffer, *x)),
-            st.tuples(counts, datatype).map(lambda x: lambda buffer: (buffer, *x)),
-            datatype.map(lambda x: lambda buffer: [buffer, x]),
-            counts.map(lambda x: lambda buffer: [buffer, x]),
-        )
+    return st.one_of(
+        st.tuples(counts, displs, datatype).map(lambda x: lambda buffer: [buffer, *x]),
+        st.tuples(st.tuples(counts, displs), datatype).map(lambda x: lambda buffer: (buffer, *x)),
+        st.tuples(counts, datatype).map(lambda x: lambda buffer: (buffer, *x)),
+        datatype.map(lambda x: lambda buffer: [buffer, x]),
+        counts.map(lambda x: lambda buffer: [buffer, x]),
     )
-    spec = form(array)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from(["one", "blocks", "vector", "typed"]), st.integers(1, 3))
+def test_known_calls_read_what_mpi4py_reads(data: st.DataObject, shape: Shape, n: int) -> None:
+    content = np.arange(24, dtype=data.draw(st.sampled_from(["i4", "u1"])))
+    array = data.draw(st.sampled_from([OnGpu(content), MPI.memory.fromaddress(content.ctypes.data, content.nbytes)]))
+    n = 1 if shape == "one" else n
+    spec = data.draw(known_forms(shape, n))(array)
     read = plain_array(spec)
     # A known call has the kinds of an earlier call of its operation, and these tell the shapes apart.
     named = {"vector": "blocks", "typed": "types"}.get(shape)
@@ -310,7 +317,20 @@ ARRAYS: dict[str, Callable[[str, int, int], Any]] = {
 }
 
 
-@settings(max_examples=700, deadline=None)
+@functools.cache
+def straight_forms(shape: Shape, n: int) -> st.SearchStrategy[Callable[[Any], Any]]:
+    counts = lists_of(n) if shape in ("vector", "typed") else st.integers(0, 4)
+    return st.just(bare) | forms(st.one_of(st.none(), counts, st.tuples(counts, counts)), datatypes)
+
+
+straight_arrays = st.tuples(
+    st.sampled_from([*["new"] * 4, *["part"] * 2, *ARRAYS]),
+    st.sampled_from(["f8", "f8", "i4", "f2", "f2", ">f8", "f4,f4"]),
+    st.integers(0, 8),
+)
+
+
+@settings(max_examples=350, deadline=None)
 @given(st.data(), st.sampled_from(STRAIGHT), st.integers(1, 3))
 def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Operation, n: int) -> None:
     """The checks of small host calls let pass only what `Call` gives to MPI, too, or mpi4py refuses itself."""
@@ -318,13 +338,9 @@ def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Opera
     alike = data.draw(st.booleans(), "alike")
     for shape in (row.send, row.receive):
         if not (alike and buffers):
-            counts = lists_of(n) if shape in ("vector", "typed") else st.integers(0, 4)
-            lists = forms(st.one_of(st.none(), counts, st.tuples(counts, counts)), datatypes)
-            form = data.draw(st.just(bare) | lists)
-            dtype = data.draw(st.sampled_from(["f8", "f8", "i4", "f2", "f2", ">f8", "f4,f4"]), "type")
-            length = data.draw(st.integers(0, 8), "length")
-            array = ARRAYS[data.draw(st.sampled_from([*["new"] * 4, *["part"] * 2, *ARRAYS]), "array")]
-        buffers.append(form(array(dtype, length, data.draw(st.integers(0, 8)))))
+            form = data.draw(straight_forms(shape, n))
+            array, dtype, length = data.draw(straight_arrays, "array")
+        buffers.append(form(ARRAYS[array](dtype, length, data.draw(st.integers(0, 8)))))
         if data.draw(st.integers(0, 7)) == 0:
             buffers[-1] = data.draw(st.sampled_from([None, MPI.IN_PLACE]))
     send, receive = None if row.rooted == "bcast" else buffers[0], buffers[1]
@@ -428,7 +444,7 @@ def test_bottom_is_only_for_mpi() -> None:
             typed_blocks(spec, size=1, name="sendbuf", peer="rank")
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9), st.integers(0, 1)), min_size=2, max_size=5))
 def test_ranges_of_different_owners_overlap(drawn: list[tuple[int, int, int]]) -> None:
     owners: dict[int, set[int]] = {}
@@ -443,7 +459,7 @@ def operand_of(spec: Any) -> Operand:
     return parse(spec, writable=True, name="recvbuf")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_only_elements_overlap(data: st.DataObject) -> None:
     a = np.zeros(12, "i4")

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -82,44 +83,45 @@ EPILOGUES: dict[str, tuple[str, Callable[[Make, int, int], Epilogue]]] = {
 PAIR = MPI.FLOAT.Create_contiguous(2)  # kernels need no committed datatype
 COLUMN, LATER = MPI.FLOAT.Create_vector(3, 1, 5), MPI.FLOAT.Create_indexed([2], [1])
 WITHOUT_GAPS, WITH_GAPS = [MPI.FLOAT, MPI.INT16_T, MPI.BYTE, PAIR], [COLUMN, LATER, MPI.SHORT_INT]
+EITHER = (False, True)
 FAULTS = ("", "", "overlap", "overlap", "size", "size", "number", "argument")
 
 
 class Kind:
     """Draws calls of one kind of an operation."""
 
-    def __init__(self, draw: Any, operation: Operation, special: str, rank: int, size: int, peers: Any) -> None:
+    def __init__(self, draw: Random, operation: Operation, special: str, rank: int, size: int, peers: Any) -> None:
         self._draw, self.operation, self._special, self._rank, self._size = draw, operation, special, rank, size
         self._peers, shapes = peers, (operation.send, operation.receive)
-        self._root = draw(st.integers(0, size - 1), "root")
+        self._root = draw.randint(0, size - 1)
         self._own = self._root if operation.rooted else rank
         """The rank whose block has one length in both buffers."""
-        self._op = draw(st.sampled_from([MPI.SUM, MPI.SUM, MPI.MAX])) if operation.reduces else None
+        self._op = draw.choice([MPI.SUM, MPI.SUM, MPI.MAX]) if operation.reduces else None
         types = ["f4", "f8", "i2", "u1", "c16", *["g"] * (not operation.reduces)]
-        self._dtype = FLOAT if "typed" in shapes else np.dtype(draw(st.sampled_from(types), "type"))
+        self._dtype = FLOAT if "typed" in shapes else np.dtype(draw.choice(types))
         may_be_in_place = not (operation.of_neighbors or "vector" in shapes)
-        self._in_place = may_be_in_place and draw(st.booleans(), "in place")
+        self._in_place = may_be_in_place and draw.choice(EITHER)
         twice = any(len({*side} - {MPI.PROC_NULL}) + side.count(MPI.PROC_NULL) != len(side) for side in peers)
         self.has_template = not (operation.of_neighbors and (operation.send == "typed" or twice))
         coded = operation.coded and self._dtype == FLOAT and self._op in (None, MPI.SUM)
         wires = [None, Wire("int8"), Wire("float8_e4m3fn", again=False)]
-        self._wire = draw(st.sampled_from(wires), "wire") if coded and not special else None
-        self.asked = draw(st.sampled_from(["auto", "auto", *names_for(operation)]), "asked")
-        self._forms = [draw(st.integers(0, 3), "form") for _ in range(2)]
+        self._wire = draw.choice(wires) if coded and not special else None
+        self.asked = draw.choice(["auto", "auto", *names_for(operation)])
+        self._forms = [draw.randint(0, 3) for _ in range(2)]
         is_typed = "typed" in shapes
         self._datatypes = [[self._datatype(peer) for peer in side] for side in peers] if is_typed else [[], []]
         has_gaps = any(each in WITH_GAPS for side in self._datatypes for each in side)
-        self._counts = [[draw(st.integers(0, 3)) for _ in side] for side in peers] if has_gaps else None
+        self._counts = [[draw.randint(0, 3) for _ in side] for side in peers] if has_gaps else None
         """The counts of all calls of the kind."""
         if special == ON_GPU:
-            self._of_counts = [draw(st.sampled_from(["i4", "i8"])) for _ in range(2)]
-            self._of_displs = [draw(st.sampled_from(["", "i4", "i8", "list", "distance"])) for _ in range(2)]
+            self._of_counts = [draw.choice(["i4", "i8"]) for _ in range(2)]
+            self._of_displs = [draw.choice(["", "i4", "i8", "list", "distance"]) for _ in range(2)]
         if special == "epilogue":
-            self._result, self._epilogue = EPILOGUES[draw(st.sampled_from([*EPILOGUES, "converting"]), "epilogue")]
+            self._result, self._epilogue = EPILOGUES[draw.choice([*EPILOGUES, "converting"])]
             self._dtype, self._op = BF16, MPI.SUM
             self._in_place = self._in_place and self._result == "bfloat16"
             # Rows of whole packets or not, and rows that one group of threads takes only if there are many.
-            self._hidden = 64 * draw(st.sampled_from([1, 3, 64, 257, 300]), "hidden")
+            self._hidden = 64 * draw.choice([1, 3, 64, 257, 300])
 
     def call(self, *, faulty: bool) -> tuple[str, str, Arguments]:
         """Return the fault of a call, ``algorithm=``, and the arguments."""
@@ -128,7 +130,8 @@ class Kind:
         count, operation, given = self._count(), self.operation, Arguments(op=self._op, root=self._root)
         given.wire = self._wire
         if self._special == "epilogue":
-            rows = self._draw(st.integers(1, 40) | st.integers(1, 3000) | st.sampled_from([15, 16, 17, 131, 132, 133]))
+            most = self._draw.choice([40, 3000, 0])
+            rows = self._draw.randint(1, most) if most else self._draw.choice([15, 16, 17, 131, 132, 133])
             count = rows * self._hidden
             given.send = self._array(count, BF16)
             given.receive = self._array(count // (2 if self._result == "uint8" else 1), dtype_named(self._result))
@@ -147,44 +150,41 @@ class Kind:
             given.receive = MPI.IN_PLACE
         # The reader, but no template, refuses an overlap with a block for nobody.
         faults = ("", "size", "number") if any(MPI.PROC_NULL in side for side in self._peers) else FAULTS
-        fault = self._draw(st.sampled_from(faults), "fault") if faulty else ""
+        fault = self._draw.choice(faults) if faulty else ""
         self._break(fault, given)
         return fault, self.asked, given
 
     def _break(self, fault: str, given: Arguments) -> None:
-        draw, one, other = self._draw, *(self._draw(st.sampled_from(self._arrays)) for _ in range(2))
-        if self._special == ON_GPU and draw(st.booleans()):  # the arrays that the call writes
+        draw, one, other = self._draw, *(self._draw.choice(self._arrays) for _ in range(2))
+        if self._special == ON_GPU and draw.choice(EITHER):  # the arrays that the call writes
             one, other = self._written
         if fault == "overlap" and one.size:  # just, or just not
             end, begin = other.nbytes, -one.nbytes
             steps = [*[0] * 4, one.itemsize, end - 1, end, end - one.itemsize, begin, begin + 1, begin + one.itemsize]
-            one.data.ptr = max(0, other.data.ptr + draw(st.sampled_from(steps)))
+            one.data.ptr = max(0, other.data.ptr + draw.choice(steps))
         elif fault == "size":
-            one.size += draw(st.sampled_from([1, -1])) if one.size else 1
+            one.size += draw.choice([1, -1]) if one.size else 1
         elif fault == "number" and self._numbers:
-            numbers = draw(st.sampled_from(self._numbers))
-            place = draw(st.integers(0, len(numbers) - 1))
-            numbers[place] = draw(st.sampled_from([-1, 0, numbers[place] + 1, numbers[place] + 12, 1 << 31]))
-            if draw(st.integers(0, 3)) == 0:
+            numbers = draw.choice(self._numbers)
+            place = draw.randrange(len(numbers))
+            numbers[place] = draw.choice([-1, 0, numbers[place] + 1, numbers[place] + 12, 1 << 31])
+            if draw.randint(0, 3) == 0:
                 del numbers[place]
         elif fault == "argument":
             changes = [
                 ("send", given.receive), ("receive", given.send), ("send", None), ("receive", MPI.IN_PLACE),
                 ("root", 1 - given.root), ("op", MPI.PROD), ("send", MPI.IN_PLACE), ("counts", None),
             ]  # fmt: skip
-            setattr(given, *draw(st.sampled_from(changes)))
+            setattr(given, *draw.choice(changes))
 
     def _datatype(self, peer: int) -> MPI.Datatype:
-        return (
-            MPI.FLOAT if peer == self._own else self._draw(st.sampled_from([*WITHOUT_GAPS, *WITHOUT_GAPS, *WITH_GAPS]))
-        )
+        return MPI.FLOAT if peer == self._own else self._draw.choice([*WITHOUT_GAPS, *WITHOUT_GAPS, *WITH_GAPS])
 
     def _count(self) -> int:
-        count: int = self._draw(st.integers(0, 40) | st.integers(0, 40_000) | st.integers(0, 40_000_000), "count")
-        return count
+        return self._draw.randint(0, self._draw.choice([40, 40_000, 40_000_000]))
 
     def _array(self, count: int, dtype: np.dtype[Any]) -> Array:
-        offset = self._draw(st.sampled_from([0, 4, 128, 4096, 1 << 16]), "offset")
+        offset = self._draw.choice([0, 4, 128, 4096, 1 << 16])
         self._arrays.append(Array(((len(self._arrays) + 1) << SLOT) + offset, count, np.dtype(dtype)))
         return self._arrays[-1]
 
@@ -208,7 +208,7 @@ class Kind:
         units = [each.extent for each in self._datatypes[side]] if shape == "typed" else [1] * len(peers)
         displs, end = [], 0
         for each, unit in zip(counts, units, strict=True):
-            displs.append(end + draw(st.integers(0, 3)))
+            displs.append(end + draw.randint(0, 3))
             end = displs[-1] + each * unit
         if shape == "typed":
             self._numbers.append(displs)
@@ -219,17 +219,20 @@ class Kind:
         self._numbers.append(displs)
         return [[array, (counts, displs)], [array, counts, displs, None], (array, (np.array(counts), displs))][form - 1]
 
+    def _distance(self) -> int:
+        return self._draw.choice([-3, -1, 0, self._draw.randint(0, 1 << 40)])
+
     def _with_counts_on_the_gpu(self, side: int) -> list[Any]:
-        size, displs, how = self._size, None, self._of_displs[side]
-        buffer = self._array(
-            self._draw(st.integers(0, 90_000) | st.sampled_from([(1 << 31) - 1, 1 << 31]), "room"), self._dtype
-        )
+        size, how = self._size, self._of_displs[side]
+        displs: Any = None
+        room = self._draw.choice([self._draw.randint(0, 90_000), (1 << 31) - 1, 1 << 31])
+        buffer = self._array(room, self._dtype)
         counts = self._array(size, np.dtype(self._of_counts[side]))
         self._written = buffer, counts  # at last of the receive buffer
         if how == "list":
-            displs = self._draw(st.lists(st.integers(-3, 1 << 40), min_size=size, max_size=size))
+            displs = [self._distance() for _ in range(size)]
         elif how == "distance":
-            displs = self._draw(st.integers(-3, 1 << 40))
+            displs = self._distance()
         elif how:
             displs = self._array(size, np.dtype(how))
         return [buffer, (counts, displs)] if self._forms[side] % 2 else [buffer, counts, displs, None]
@@ -246,43 +249,45 @@ KINDS = [(row, "") for row in OPERATIONS.values()] + [(ALLREDUCE, "epilogue"), (
 
 @pytest.mark.parametrize(("operation", "special"), KINDS, ids=lambda each: str(each))
 @settings(max_examples=14)
-@given(data=st.data())
+@given(draw=st.randoms(use_true_random=False, note_method_calls=True))
 def test_a_call_that_is_found_is_launched_as_if_it_had_been_read(
-    operation: Operation, special: str, data: st.DataObject
+    operation: Operation, special: str, draw: Random
 ) -> None:
-    size = data.draw(st.integers(2, 8), "size")
-    rank = data.draw(st.integers(0, size - 1), "rank")
+    size = draw.randint(2, 8)
+    rank = draw.randint(0, size - 1)
     peers, neighborhood = [tuple(range(size))] * 2, None
     if operation.of_neighbors:
-        ranks = st.lists(st.integers(-1, size - 1), min_size=1, max_size=size, unique=data.draw(st.booleans()))
-        peers = [tuple(MPI.PROC_NULL if each < 0 else each for each in data.draw(ranks)) for _ in range(2)]
+        once = draw.choice(EITHER)
+        for side in range(2):
+            choices, number = [MPI.PROC_NULL, *range(size)], draw.randint(1, size)
+            peers[side] = tuple(draw.sample(choices, number) if once else draw.choices(choices, k=number))
         assume(peers[0].count(rank) == peers[1].count(rank))
         neighborhood = Neighborhood(peers[1], peers[0])
     device = Device(
         rank,
         size,
-        regions=data.draw(st.booleans(), "regions"),
-        blocks=data.draw(st.sampled_from([16, 132]), "blocks"),
-        speed=data.draw(st.sampled_from([0.5, 1.0]), "speed"),
+        regions=draw.choice(EITHER),
+        blocks=draw.choice([16, 132]),
+        speed=draw.choice([0.5, 1.0]),
     )
     calls = Calls(device, neighborhood)
-    one, other = (Kind(data.draw, operation, special, rank, size, peers) for _ in range(2))
-    if data.draw(st.booleans(), "nearly alike"):
-        fact, other = data.draw(st.sampled_from(FACTS[special])), copy.copy(one)
-        setattr(other, fact, getattr(Kind(data.draw, operation, special, rank, size, peers), fact))
+    one, other = (Kind(draw, operation, special, rank, size, peers) for _ in range(2))
+    if draw.choice(EITHER):
+        fact, other = draw.choice(FACTS[special]), copy.copy(one)
+        setattr(other, fact, getattr(Kind(draw, operation, special, rank, size, peers), fact))
     kinds = [one, other]
     made: list[tuple[str, Arguments]] = []
     first: dict[Kind, str] = {}
     for number in range(6):
-        if number == 1 and data.draw(st.booleans(), "symmetric"):
+        if number == 1 and draw.choice(EITHER):
             calls.mappings.add([(2 << SLOT) + (abs(each - rank) << 55) for each in range(size)], rank, 1 << 44)
-        if number > 2 and data.draw(st.integers(0, 4), "again") == 0:
-            again = data.draw(st.sampled_from(made))
-            outcomes = [calls.make(operation, *again) for _ in range(data.draw(st.sampled_from([1, 12]), "times"))]
+        if number > 2 and draw.randint(0, 4) == 0:
+            again = draw.choice(made)
+            outcomes = [calls.make(operation, *again) for _ in range(draw.choice([1, 12]))]
             assert outcomes.count("read") <= 1
             assert outcomes[-1] == "kept" or outcomes[0] != "found" or len(outcomes) == 1
             continue
-        kind = data.draw(st.sampled_from(kinds), "kind") if number else kinds[0]
+        kind = draw.choice(kinds) if number else kinds[0]
         fault, asked, given = kind.call(faulty=number > 0)
         made.append((asked, given))
         became = calls.make(operation, asked, given)

@@ -32,6 +32,8 @@ from tests.helpers.references.reductions import SENTINELS
 WITHOUT_ASSEMBLER = (99, 0)
 # The oldest that NVRTC compiles for. tests/kernels/test_compiled.py compiles kernels for newer ones.
 OLDEST = (7, 5)
+# Enough to see that a kernel compiles, and in half the time. tests/kernels/test_compiled.py looks at registers.
+HARDLY_OPTIMIZED = "--Ofast-compile=max"
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +165,8 @@ def require_agreement(
         "-DMPICOMM_BY_TOKEN=true",
         "-DMPICOMM_IN_PACKETS=true",
     )
-    return compile_kernel(source, OLDEST if name in SOURCES else WITHOUT_ASSEMBLER, (*reduction, *options, *INCLUDES))
+    capability = OLDEST if name in SOURCES else WITHOUT_ASSEMBLER
+    return compile_kernel(source, capability, (*reduction, *options, *INCLUDES, HARDLY_OPTIMIZED))
 
 
 @pytest.mark.parametrize("steps", ["one", "laps"])
