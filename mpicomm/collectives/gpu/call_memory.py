@@ -281,7 +281,7 @@ class CallMemory:
         Return the choice, its record, and the text with the place in memory. If the ranks cannot set up memory for an
         algorithm of "auto", they take another one and log a warning. Raises `NoMemoryError` on all ranks.
         """
-        operation, size = decision.form.operation.name, decision.form.size
+        operation, size, asked = decision.form.operation, decision.form.size, decision.asked
         symmetric, slow = memory is not None, ""
         without: frozenset[str] = frozenset()
         chosen = first = decision.at(longest, symmetric=symmetric)
@@ -293,8 +293,11 @@ class CallMemory:
                 return chosen, AlgorithmChoice(chosen.choice.algorithm, first.choice.why, slow), text
             except NoMemoryError as error:
                 name = chosen.choice.algorithm
-                in_inboxes = name == "one_shot" and size > 1
-                if not in_inboxes and (decision.asked != "auto" or name == "one_shot"):
+                # A call of one hop goes there at once, because a buffer with gaps has to stay in place. Chunks need it
+                # packed, and other ranks do not know whether this rank has gaps.
+                only_hop = asked == "auto" and operation.two_shot is None
+                in_inboxes = size > 1 and (name == "one_shot" or only_hop)
+                if not in_inboxes and (asked != "auto" or name == "one_shot"):
                     raise
                 slow = f"memory is short for {name!r}: {error}"
                 if in_inboxes:

@@ -205,6 +205,7 @@ class DeviceEngine:
         words, hash32 = call
         longest = max(decision.form.numbers(buffers)[0], default=0)
         chosen, choice, text = self._memory.provide_for_call(decision, longest, words, memory)
+        assert not decision.form.gaps or chosen.launcher.moves_gaps, text
         steps = decision.steps(chosen, buffers, hash32, memory, epilogue)
         assert steps is not None, text
         return self._plan(text, [*before, *steps, *after], choice)

@@ -231,6 +231,22 @@ def test_only_kernels_that_need_blocks_without_gaps_get_packed_blocks(
         datatype.Free()
 
 
+@pytest.mark.parametrize("name", ["Allgather", "Alltoall", "Gather", "Scatter"])
+def test_rows_stay_in_place_on_copy_engines_and_where_these_lack_memory(three: Rig, name: str) -> None:
+    table_of_rows = table(row(name, 3, (0, "one_shot"), (1 << 27, "copy_engine")))
+    three.engine.tuning, count = table_of_rows, 1 << 16
+    rows = MPI.DOUBLE.Create_vector(count, 128, 256).Create_resized(0, 1024)
+    x, y = ([DeviceArray(address << 44, 3 * 256 * count, np.dtype("f8")), 1, rows] for address in (1, 2))
+    launches = []
+    for _ in range(2):
+        plan, launched, _ = three.run(Call(OPERATIONS[name], Arguments(x, y), 0, 3))
+        launches.append((plan.choice.algorithm, {type(each).__name__ for each in launched}))
+        three.failures[COPIES] = HandleError("x")
+        x[1] = y[1] = 2  # needs more memory
+    assert launches == [("copy_engine", {"DirectArguments"}), ("one_shot", {"StridedPacketArguments"})]
+    rows.Free()
+
+
 @pytest.mark.parametrize("name", ["Allgather", "Allgatherv", "Alltoall", "Bcast", "Gather", "Scatter"])
 def test_ranks_with_and_without_gaps_launch_alike(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Each rank draws its datatypes: without gaps, with gaps, and with gaps that a kernel has to pack."""
