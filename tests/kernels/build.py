@@ -32,12 +32,12 @@ from tests.kernels.mistakes import Change, Changes, Mistake, shared, with_mistak
 SIMULATION = Path(__file__).parent / "simulation"
 
 # A sum and a product may not become one rounding, as in the package's options for NVRTC. Kernels read packets through
-# pointers to other types, so g++ may not assume that such pointers differ. A thread's stack has 128 KiB, and the next
+# pointers to other types, so g++ may not assume that such pointers differ. A thread's stack has 16 KiB, and the next
 # stack lies below it. Kernels throw nothing, and tables for it take the compiler a while.
 _KERNEL = (
     *("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-fno-exceptions", "-fno-asynchronous-unwind-tables"),
-    "-Werror=frame-larger-than=65536",
+    "-Werror=frame-larger-than=4096",
 )
 # Most kernels compile for longer than they run: g++ is done sooner with -Og than with -O1. A kernel with changes runs
 # for one test, and -O0 is done the soonest.

@@ -103,8 +103,11 @@ class Block {
   const Launch* launch_ = nullptr;
   std::vector<Fiber> fibers_;  // they stay from kernel to kernel; a kernel uses the first `threads`
   std::vector<Warp> warps_;
+  void* mapped_;
+  size_t mapped_nbytes_, stack_nbytes_;
   char* stacks_;  // of all fibers, one after the other
   std::vector<Fiber*> ready_;
+  size_t next_ = 0;  // of those that are ready, or their number: see `leave`
   Fiber* running_ = nullptr;
   Fiber* main_ = nullptr;  // the caller of `run`
   unsigned live_ = 0;
