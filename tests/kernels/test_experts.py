@@ -416,7 +416,7 @@ def run_failure_of_packets(builds: Builds, *, seed: int, changes: Changes) -> No
     # Without a mistake all takes less than 0.01 s.
     rig = rig_of(builds, 3, changes, blocks=(2, 5), timeout_s=0.2, **IN_PACKETS)
     rig.start_at(2**32 - 3)
-    play(rig, seed, 5, types=ONE_TYPE)
+    play(rig, seed, 5, types=ONE_TYPE, limit_s=1)
 
 
 test_race_of_packets_is_seen = controls(run_race_of_packets, RACES_IN_PACKETS, watched=True)

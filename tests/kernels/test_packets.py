@@ -96,7 +96,7 @@ def run_long(
 
 def run_both_stages(builds: Builds, *, seed: int = 0, changes: Changes = ()) -> None:
     """Calls with one inbox for each source share memory with calls that have two."""
-    rig = packet_rig(Machine(builds, 3), in_one_stage=True, changes=changes, timeout_s=10 if changes else None)
+    rig = packet_rig(Machine(builds, 3), in_one_stage=True, changes=changes, timeout_s=2 if changes else None)
     calls = Calls(rig, np.random.default_rng(3), nap_us=1000)
     checks = []
     for count in (1, 600, 5000, 12000) * 6:
