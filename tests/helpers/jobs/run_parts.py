@@ -58,11 +58,8 @@ WITH_OPEN_MPI = (
     "tests/mpi/domains/test_transports.py",
     "tests/mpi/windows/test_host_types.py",
 )
-# What depends on how data and ranks are divided: one rank has all, and four make a mesh of pairs.
-DIVIDED = {
-    count: [f"tests/torch/mpi/test_{name}.py" for name in names]
-    for count, names in {1: ("collectives", "groups", "training"), 4: ("groups", "training")}.items()
-}
+# What depends on how data and ranks are divided: one rank has all.
+WITH_TORCH_ALONE = ("tests/torch/mpi/test_collectives.py", "tests/torch/mpi/test_groups.py")
 
 
 @dataclass
@@ -170,7 +167,7 @@ class Steps:
         # tests that start ranks themselves are in one process.
         own = ("tests/torch/mpi", "tests/torch/pytorchs_own")
         steps = [self._ranks("torch on 3", 3, *own, python=python)]
-        steps.extend(self._ranks(f"torch on {count}", count, *files, python=python) for count, files in DIVIDED.items())
+        steps.append(self._ranks("torch on 1", 1, *WITH_TORCH_ALONE, python=python))
         steps.append(self._pytest("torch's jobs", "programs", "tests/torch/jobs", python=python))
         for step in steps:
             step.after = self._preparation

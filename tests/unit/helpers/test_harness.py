@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -187,7 +186,7 @@ def test_leaks_are_named(tmp_path: Path) -> None:
 
 
 def test_all_files_that_runs_name_exist() -> None:
-    for file in {*run_parts.OF_TWO, *run_parts.OF_FOUR, *run_parts.WITH_OPEN_MPI, *chain(*run_parts.DIVIDED.values())}:
+    for file in {*run_parts.OF_TWO, *run_parts.OF_FOUR, *run_parts.WITH_OPEN_MPI, *run_parts.WITH_TORCH_ALONE}:
         assert (ROOT / file).exists(), file
 
 
