@@ -79,7 +79,8 @@ def of_packets(most: int) -> list[int]:
     return [nbytes for nbytes in sizes_around(*(each for each in limits if each <= most)) if 0 < nbytes <= most]
 
 
-LENGTHS = (4, 4 * 4096, LARGE - 4, LARGE + 4, 2 * LARGE)
+LENGTHS = (4, 4 * 4096, LARGE - 4, LARGE + 4)
+OF_TREES = (4, 4 * 4096, LARGE + 4)  # which take all of their kernels
 STRAIGHT = (4, 2800, 4 * 4096, LARGE - 4, LARGE + 4, 3 * LARGE)
 INTO_OUTPUTS = {"symmetric_at": 0, "one_by_one": True}
 BY_CHUNKS = "alltoallv bcast allreduce allreduce:two_shot"
@@ -110,7 +111,7 @@ def every_size() -> Iterator[tuple[str, Row]]:
     yield "programs", Row(ProgramRig, 3, WHOLE, LENGTHS)
     yield "programs with blocks", Row(ProgramRig, 3, IN_BLOCKS, (*LENGTHS, 5 * LARGE))
     tree = {"reduction": ("float32", "tree")}
-    yield "programs of trees", Row(ProgramRig, 4, "allreduce allreduce:two_shot reduce_scatter", LENGTHS, options=tree)
+    yield "programs of trees", Row(ProgramRig, 4, "allreduce allreduce:two_shot reduce_scatter", OF_TREES, options=tree)
     # Also messages that inboxes do not hold; more of them go one way.
     yield "programs without other memory", Row(partial(ProgramRig, bare=True), 3, BARE, (4, LARGE + 4, 3 * LARGE))
     for size, algorithm, kinds, into in (
