@@ -22,7 +22,7 @@ QUICK_RUNS_EVERY = {
     # Kernels on CPU threads: further numbers of ranks, types, sizes and seeds.
     f"{KERNELS}test_collectives.py::test_every_class_of_types": 3,
     f"{KERNELS}test_collectives.py::test_every_size_at_which_something_changes": 3,
-    f"{KERNELS}test_negative_controls.py::test_thousands_of_chunks_across_the_end_of_32_bits": 0,
+    f"{KERNELS}test_negative_controls.py::test_hundreds_of_calls_across_the_end_of_32_bits": 0,
     f"{KERNELS}test_accumulate.py::test_updates_of_several_ranks_are_atomic": 4,
     f"{KERNELS}test_coded_packets.py::test_results_have_the_bits_of_the_host": 4,
     f"{KERNELS}test_counted.py::test_every_rank_gets_its_blocks_and_their_counts": 3,
