@@ -83,7 +83,7 @@ class SharedArray(DeviceArray):
 plain_arrays._readers[SharedArray] = plain_arrays._readers[DeviceArray]
 
 
-def combine_pairs(op: str, now: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+def combine_pairs(op: str, now: Any, values: Any) -> None:
     """Replace each pair of ``now`` by the pair with the smaller or larger value; of equal values the smaller index."""
     wins = values["value"] < now["value"] if op == "minloc" else values["value"] > now["value"]
     wins |= (values["value"] == now["value"]) & (values["index"] < now["index"])

@@ -176,7 +176,8 @@ class Blocks:
         address = region.ctypes.data if region.size else 0
         raw: Any = region
         forms = [region, memoryview(raw), MPI.memory.fromaddress(address, region.size)]
-        forms += [region.view(name) for name in ("S1", "V4", "f8", "i8") if region.size % np.dtype(name).itemsize == 0]
+        views = (("S1", 1), ("V4", 4), ("f8", 8), ("i8", 8))
+        forms += [raw.view(name) for name, nbytes in views if region.size % nbytes == 0]
         forms += [region.reshape(4, -1)] if region.size % 4 == 0 else []
         forms += [region.tobytes(), bytearray(region)] if copies else []
         return one_of(rng, forms), False, True

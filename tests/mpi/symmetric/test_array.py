@@ -61,9 +61,10 @@ def test_bfloat16(comm: mpicomm.Communicator, xp: Any) -> None:
 
 
 def test_any_dtype_of_plain_bytes_works_on_the_host(host_comm: mpicomm.Communicator) -> None:
-    for dtype in ([("x", "<f4"), ("n", "<i8")], ">i4", "S3", "m8[s]"):
+    dtypes: list[Any] = [[("x", "<f4"), ("n", "<i8")], ">i4", "S3", "m8[s]"]
+    for dtype in dtypes:
         with host_comm.zeros(2, dtype) as array:
-            contents = [np.full(2, rank + 1).astype(np.dtype(dtype)) for rank in range(host_comm.size)]
+            contents = [np.full(2, rank + 1).astype(dtype) for rank in range(host_comm.size)]
             assert array.local.tobytes() == bytes(array.nbytes)
             array.local[:] = contents[host_comm.rank]
             host_comm.Barrier()
