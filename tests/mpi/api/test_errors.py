@@ -183,7 +183,7 @@ def test_a_named_algorithm_takes_what_only_mpi_can_carry_out(host_comm: mpicomm.
         how: dict[str, Any] = {"algorithm": algorithm}
         pairs = np.zeros(count, np.dtype([("value", "f8"), ("rank", "i4")], align=True))
         pairs["value"], pairs["rank"] = 7, rank
-        found = np.zeros_like(pairs)
+        found: Any = np.zeros_like(pairs)
         host_comm.Allreduce([pairs, count, MPI.DOUBLE_INT], [found, count, MPI.DOUBLE_INT], MPI.MAXLOC, **how)
         assert (found["rank"] == 0).all()
         host_comm.Iallreduce([pairs, count, MPI.DOUBLE_INT], [found, count, MPI.DOUBLE_INT], MPI.MINLOC, **how).Wait()

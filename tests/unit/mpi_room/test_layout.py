@@ -211,7 +211,7 @@ def test_distributed_arrays_are_packed_as_mpi_does(order: int, element: MPI.Data
     for rank in range(4):
         array = element.Create_darray(4, rank, [7, 6, 3], spread, [2, 3, MPI.DISTRIBUTE_DFLT_DARG], [2, 2, 1], order)
         layout = layout_of(array)
-        assert layout is not None and layout.dtype == (np.dtype(np.int16) if element == MPI.INT16_T else None)
+        assert layout is not None and layout.dtype == (np.int16 if element == MPI.INT16_T else None)
         for count in (1, 2):
             check(array.Dup(), count)
         array.Free()

@@ -108,7 +108,8 @@ def test_other_types() -> None:
     check_legal("sum", np.dtype("g"))
     with pytest.raises(InvalidUsageError, match=r"op=sum is not defined for MPI\.BYTE, .* MPI\.BYTE: band, bor, bxor"):
         check_legal("sum", np.dtype("V1"))
-    for char in ("S1", "U1"):
+    without_sums: tuple[str, ...] = ("S1", "U1")
+    for char in without_sums:
         check_legal("sum", np.dtype(char))  # MPI decides
         with pytest.raises(InvalidUsageError, match=r"not defined for .*none, it can only be moved"):
             check_legal("avg", np.dtype(char))
