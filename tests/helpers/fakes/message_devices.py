@@ -224,7 +224,8 @@ class ThreadDevice:
         self._streams: dict[int, _Stream] = {}
         self.missed: tuple[str, int] | None = None
         self.is_told = False
-        self._own: list[npt.NDArray[Any]] = []
+        self._own: list[tuple[int, int, npt.NDArray[Any]]] = []
+        """Begin and end of memory, and the memory."""
         self._segments: list[HostSegment] = []
         self._exported: list[Any] = []
         self.closed = False
@@ -236,11 +237,11 @@ class ThreadDevice:
 
     def own(self, memory: npt.NDArray[Any]) -> None:
         """Count memory as the device's. Copies from other memory read it at once, as from pageable memory."""
-        self._own.append(memory)
+        begin = memory.ctypes.data
+        self._own.append((begin, begin + max(memory.nbytes, 1), memory))
 
     def owns(self, pointer: int) -> bool:
-        places = ((memory.ctypes.data, max(memory.nbytes, 1)) for memory in self._own)
-        return any(begin <= pointer < begin + nbytes for begin, nbytes in places)
+        return any(begin <= pointer < end for begin, end, _ in self._own)
 
     def enqueue(self, stream: int, act: Callable[[], object]) -> None:
         assert not self.closed, "work on a device that is closed"

@@ -323,9 +323,10 @@ def test_the_bench_of_products_and_its_defaults_on_the_host(job: Callable[[int],
 
 def test_every_collective_runs() -> None:
     options = (*SHORT, "-b", "24", "-e", "48K", "-f", "2048", "--compare", "mpi")
-    types = ("int32", "bfloat16")
     calls = {
-        f"{name} of {of}": ("-m", "mpicomm.bench", name, *options, "-d", of) for name in OPERATIONS for of in types
+        f"{name} of {of}": ("-m", "mpicomm.bench", name, *options, "-d", of)
+        for name, operation in OPERATIONS.items()
+        for of in ("int32", *["bfloat16"] * operation.reduces)
     }
     found = Job(*run_named(3, calls), Path())
     assert found.stderr == ""

@@ -330,7 +330,7 @@ straight_arrays = st.tuples(
 )
 
 
-@settings(max_examples=350, deadline=None)
+@settings(max_examples=700, deadline=None)
 @given(st.data(), st.sampled_from(STRAIGHT), st.integers(1, 3))
 def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Operation, n: int) -> None:
     """The checks of small host calls let pass only what `Call` gives to MPI, too, or mpi4py refuses itself."""
