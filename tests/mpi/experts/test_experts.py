@@ -60,6 +60,8 @@ def experts(comm: mpicomm.Communicator) -> Iterator[Experts]:
 @pytest.mark.parametrize(("layout", "most"), [("experts", MAX_TOKENS), ("tokens", MAX_TOKENS), ("tokens", 300)])
 @pytest.mark.parametrize("name", TYPES)
 def test_random_routings(comm: mpicomm.Communicator, xp: Any, name: str, layout: str, most: int) -> None:
+    if comm.device == "cpu" and most > MAX_TOKENS:
+        pytest.skip("on the host the number of tokens decides nothing")
     dtype, rng, by_token = dtype_of(name, xp), np.random.default_rng(len(name)), layout == "tokens"
     counts, alignment, rank = experts_of(comm.size), 8, comm.rank
     with Experts(comm, counts, HIDDEN, most, TOP_K, name, alignment=alignment, layout=layout) as experts:
