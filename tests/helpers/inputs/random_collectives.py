@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ SMALL = (0, 1, 3, 12, 12, 17, 1800, 4097)
 SWITCH_POINTS = (256 * 1024, 1024 * 1024)
 
 
+@cache
 def known(names: tuple[str, ...]) -> list[str]:
     """Return the names of element types that this machine's NumPy has."""
 
