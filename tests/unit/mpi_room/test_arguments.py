@@ -226,7 +226,7 @@ def typed_forms(n: int) -> st.SearchStrategy[Callable[[Any], Any]]:
 
 
 @pytest.mark.parametrize("shape", ["one", "blocks", "vector", "typed"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=350, deadline=None)
 @given(st.data(), st.integers(1, 4))
 def test_forms_equal_mpi4pys(shape: Shape, data: st.DataObject, n: int) -> None:
     n = 1 if shape == "one" else n
@@ -279,7 +279,7 @@ def known_forms(shape: Shape, n: int) -> st.SearchStrategy[Callable[[Any], Any]]
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data(), st.sampled_from(["one", "blocks", "vector", "typed"]), st.integers(1, 3))
 def test_known_calls_read_what_mpi4py_reads(data: st.DataObject, shape: Shape, n: int) -> None:
     content = np.arange(24, dtype=data.draw(st.sampled_from(["i4", "u1"])))
@@ -444,7 +444,7 @@ def test_bottom_is_only_for_mpi() -> None:
             typed_blocks(spec, size=1, name="sendbuf", peer="rank")
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9), st.integers(0, 1)), min_size=2, max_size=5))
 def test_ranges_of_different_owners_overlap(drawn: list[tuple[int, int, int]]) -> None:
     owners: dict[int, set[int]] = {}
@@ -459,7 +459,7 @@ def operand_of(spec: Any) -> Operand:
     return parse(spec, writable=True, name="recvbuf")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_only_elements_overlap(data: st.DataObject) -> None:
     a = np.zeros(12, "i4")
