@@ -28,8 +28,7 @@ COVERED = (
 _NOT_NUMPYS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # the package ml_dtypes adds them to NumPy
 
 _covered = {np.dtype(name) for name in COVERED if name not in _NOT_NUMPYS}
-_OTHERS: tuple[str, ...] = ("g", "G", "S1", "U1")  # mypy takes a second for np.dtype of these literals
-_plain = _covered | {np.dtype(code) for code in _OTHERS}
+_plain = _covered | {np.dtype(code) for code in ("g", "G", "S1", "U1")}
 
 
 def is_covered(dtype: np.dtype[Any]) -> bool:
