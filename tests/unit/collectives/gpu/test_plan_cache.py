@@ -109,7 +109,7 @@ class Known:
         return self.runs
 
     def add(self, operation: str, given: Arguments, **more: Any) -> Any:
-        plan: Any = SimpleNamespace(text=operation)
+        plan: Any = SimpleNamespace(text=operation, lasts=True)
         self.cache.add(plan, (OPERATIONS[operation], "auto", *in_order(given)), **{"by_output": False, **more})
         return plan
 
@@ -170,6 +170,42 @@ def test_what_a_call_says_is_told_apart_as_it_is_now() -> None:
         assert [known.find(*call) for call in calls] == plans
         calls = calls[-1:]
         arrays[0].data.ptr, counts[1] = (32, 0) if arrays[0].data.ptr == 16 else (32, 1)
+
+
+@pytest.mark.parametrize("name", ["Alltoallw", "Neighbor_alltoallw"])
+def test_calls_with_datatypes_are_told_apart_as_they_are_now(name: str) -> None:
+    """A change in any of the lists makes another call, and the call before it is known again after it."""
+    column = MPI.FLOAT.Create_vector(2, 1, 3)
+
+    def call(**changes: Any) -> tuple[str, Arguments]:
+        x, y, numbers = Array(1 << 20, (64,)), Array(1 << 30, (64,)), [[1, 1], [0, 128], [1, 1], [0, 128]]
+        types = [[column, MPI.FLOAT], [MPI.FLOAT, column]]
+        x, y = changes.get("x", x), changes.get("y", y)
+        for side, place, value in changes.get("numbers", ()):
+            numbers[side][place] = value
+        for side, datatype in changes.get("types", ()):
+            types[side][1] = datatype
+        return name, Arguments([x, *numbers[:2], types[0]], [y, *numbers[2:], types[1]])
+
+    known, shown = Known(), call()
+    plan = known.add(*call())
+    assert known.find(*shown) is known.find(*call()) is plan
+    others: list[dict[str, Any]] = [
+        {"x": Array(1 << 21, (64,))}, {"y": Array(1 << 31, (64,))}, {"x": Array(1 << 20, (65,))},
+        {"y": Array(1 << 30, (32,), "f8")}, {"x": Array(1 << 20, (8, 8), order="pieces")},
+        *({"numbers": [(side, place, 2)]} for side in range(4) for place in range(2)),
+        *({"types": [(side, MPI.FLOAT.Create_vector(2, 1, 4))]} for side in range(2)),
+    ]  # fmt: skip
+    for each in others:
+        assert known.find(*call(**each)) is None
+        assert known.find(*call()) is plan
+    for numbers in ([(0, 0, "1")], [(1, 1, np.array([0, 128]))]):
+        assert known.find(*call(numbers=[numbers[0]])) is None
+    shown[1].send[1][0] = 3
+    assert known.find(*shown) is None
+    assert known.find(*call()) is plan
+    column.Free()
+    assert known.find(*call()) is None
 
 
 def test_what_cannot_be_told_apart_is_never_known() -> None:
