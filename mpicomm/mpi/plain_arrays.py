@@ -72,7 +72,7 @@ def has_template_kind(plain: PlainArray | PlainBlocks) -> bool:
 def key_of_numbers(said: Any, *, counts_on_device: bool = False) -> Hashable:
     """Return a key of counts, displacements and types as they are now; None if they cannot be recognised.
 
-    Predefined types of MPI are recognised by name, and others by `_type_key`, because MPI may reuse the handle of a
+    Predefined types of MPI are recognised by name, and others by `type_key`, because MPI may reuse the handle of a
     derived datatype for another one.
     """
     kind = type(said)
@@ -84,7 +84,7 @@ def key_of_numbers(said: Any, *, counts_on_device: bool = False) -> Hashable:
     if kind is ndarray:
         return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
     if kind is _Datatype:
-        return (kind, said.handle) if said.is_predefined else _type_key(said)
+        return (kind, said.handle) if said.is_predefined else type_key(said)
     if kind in _PLAIN or isinstance(said, integer):
         return kind, said
     return plain_array(said) if counts_on_device else None
@@ -258,7 +258,7 @@ def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: An
     """
     if type(datatypes) is not list and type(datatypes) is not tuple:
         return None
-    counts, displs, sizes = plain_integers(counts), plain_integers(displs), [*map(_type_key, datatypes)]
+    counts, displs, sizes = plain_integers(counts), plain_integers(displs), [*map(type_key, datatypes)]
     if counts is None or displs is None or not len(counts) == len(displs) == len(sizes):
         return None
     nbytes = array[1] * itemsize
@@ -267,7 +267,7 @@ def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: An
     return None if None in sizes else (array[0], nbytes, (array[2], tuple(sizes), counts, "gaps"), counts, displs)
 
 
-def _type_key(datatype: Any) -> DatatypeLayout | int | None:
+def type_key(datatype: Any) -> DatatypeLayout | int | None:
     """Return the bytes of a datatype if any number of its elements is one run of bytes; else its layout.
 
     The result is None for what is no datatype that MPI takes.

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpi4py import MPI
 
@@ -22,6 +19,7 @@ from mpicomm.mpi.plain_arrays import (
     known_buffer,
     of_library,
     plain_integers,
+    type_key,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from mpicomm.session import Session
     from mpicomm.symmetric.registry import Mappings
 
-_handle = attrgetter("handle")
 _MOST = 1024  # kinds that are kept, and calls of a kind
 _TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
 
@@ -72,15 +69,6 @@ class _Kind:
     """The plans of repeated calls by their buffers. Other calls have the number of times that they were filled in."""
 
 
-class _TypedCall(NamedTuple):
-    """A call with a datatype for each block. To compare its lists takes a quarter of the time of reading them."""
-
-    arrays: tuple[Any, ...]
-    lists: tuple[Any, ...]  # copies, because the program may change its own
-    handles: list[int]  # of the datatypes, which have others when they are freed
-    plan: AnyPlan
-
-
 class PlanCache:
     """Plans by the arguments of their calls. A plan depends on nothing else.
 
@@ -99,7 +87,6 @@ class PlanCache:
         self.engine = engine
         self._kinds: dict[Hashable, _Kind] = {}
         self._by_client: dict[Hashable, AnyPlan] = {}
-        self._typed: dict[Hashable, _TypedCall] = {}
         self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
 
@@ -141,23 +128,24 @@ class PlanCache:
     def _find_typed(
         self, operation: Operation, algorithm: str, send: list[Any], receive: list[Any], op: MPI.Op | None, root: int
     ) -> AnyPlan | None:
-        """As `find`, for lists of an array, counts, displacements and a datatype for each block."""
-        x, y, lists, key = send[0], receive[0], (*send[1:], *receive[1:]), None
+        """As `find`, for lists of an array, counts, displacements and a datatype for each block.
+
+        A repeated call is found by its numbers and layouts, because to read them as blocks takes several times as long.
+        """
+        x, y, key = send[0], receive[0], None
         if type(x) is type(y) is self._cupy and x._c_contiguous and y._c_contiguous:
-            data, output = x.data, y.data
-            key = operation, algorithm, data.ptr, output.ptr, id(op), root
-            arrays = x.size, x.dtype, data.device_id, y.size, y.dtype, output.device_id
-            known = self._typed.get(key)
-            if known is not None and known.arrays == arrays and self._mappings.version == self._version:
-                with suppress(ValueError):  # of an array in place of a list
-                    if known.lists == lists and known.handles == [*map(_handle, (*send[3], *receive[3]))]:
-                        return known.plan
+            facts: list[Any] = [operation, algorithm, id(op), root]
+            for array, counts, displs, datatypes in (send, receive):
+                facts += array.data.ptr, array.size, array.dtype, array.data.device_id
+                facts += (*counts,), (*displs,), (*map(type_key, datatypes),)
+            key = (*facts,)
+            known = self.find_again(key)
+            if known is not None:
+                return known
         sent, received = known_buffer(send), known_buffer(receive)
         plan = sent and received and self.find_plain(operation, algorithm, sent, received, op, root)
-        if key and plan is not None and plan.lasts and all(type(each) is list for each in lists):
-            if len(self._typed) >= _MOST:
-                self._typed.clear()
-            self._typed[key] = _TypedCall(arrays, (*map(copy, lists),), [*map(_handle, (*send[3], *receive[3]))], plan)
+        if plan is not None and key:
+            self.remember(key, plan)
         return plan
 
     def find_plain(
@@ -355,7 +343,6 @@ class PlanCache:
         """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
         self._version = self._mappings.version
         self._by_client.clear()
-        self._typed.clear()
         for kind in self._kinds.values():
             kind.calls.clear()
 
