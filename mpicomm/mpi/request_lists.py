@@ -49,21 +49,13 @@ class Driven:
         """As ``Test``. There is no Python object to return."""
         return self.Test(status), None  # type: ignore[attr-defined]
 
-    def Get_status(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the request is complete, and leave it as it is; see mpi4py."""
-        active = self.active
-        if active is not None:
-            active.advance()
-        return _get_status(_in_mpi(self), status)
-
-    get_status = Get_status
+    def fill(self, status: MPI.Status) -> None:
+        """Write the result of a message into a status, which MPI has filled for this request."""
+        raise NotImplementedError
 
     def cancel(self) -> None:
         """As ``Cancel``."""
         self.Cancel()  # type: ignore[attr-defined]
-
-
-_GENERALIZED = (Driven, MPI.Grequest)
 
 
 @functools.cache  # only the first call does anything
@@ -78,15 +70,17 @@ def replace_list_calls() -> None:
 
 
 def _replace_for_own(owner: type, name: str, call: Callable[..., Any]) -> None:
-    """Let a call of mpi4py take ``call`` for lists with requests of this package or generalized requests."""
+    """Let a call of mpi4py take ``call`` for lists with requests of this package."""
     original = getattr(owner, name)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def known(requests: Requests, *rest: Any, **named: Any) -> Any:
         for request in requests:
-            if isinstance(request, _GENERALIZED):
-                return call(*signature.bind(requests, *rest, **named).args)
+            if isinstance(request, Driven):
+                if named:
+                    rest = signature.bind(requests, *rest, **named).args[1:]
+                return call(requests, *rest)
         return original(requests, *rest, **named)
 
     replace(owner, name, staticmethod(known))
@@ -136,59 +130,73 @@ def _answer(
 
 
 # MPI gets the list without the requests that are open here. It gets those that have failed only with all others or
-# when it finds no others, because a call that raises returns no request.
+# when it finds no others, because a call that raises returns no request. MPI does not know the status of a message of
+# this package.
 
 
 def _all(test: Callable[..., Any], takes: bool, requests: Requests, statuses: Any) -> Found:
-    places, failed, is_open = _sort(requests, takes)
+    in_mpi, places, failed, is_open = _sort(requests, takes)
     if is_open:
         for place in places:  # MPI goes on with them: work may wait for that
-            _get_status(_in_mpi(requests[place]))
+            _get_status(in_mpi[place])
         return False, [None] * (test.__name__ == "testall")
-    over, *objects = _items(test([*map(_in_mpi, requests)], statuses))
+    over, *objects = _items(test(in_mpi, statuses))
     if over:
+        if statuses is not None:
+            for request, status in zip(in_mpi, statuses, strict=False):
+                _fill(request, status)
         _raise(failed)
     return over, objects
 
 
 def _any(test: Callable[..., Any], takes: bool, requests: Requests, status: Any) -> Found:
-    places, failed, is_open = _sort(requests, takes)
-    place, over, *objects = test([_in_mpi(requests[place]) for place in places], status)
+    in_mpi, places, failed, is_open = _sort(requests, takes)
+    place, over, *objects = test([in_mpi[place] for place in places], status)
     if place != MPI.UNDEFINED:
+        if status is not None:
+            _fill(in_mpi[places[place]], status)
         return True, [places[place], *objects]
     _raise(failed)
     return over and not is_open, [place, *objects]
 
 
 def _some(test: Callable[..., Any], takes: bool, requests: Requests, statuses: Any) -> Found:
-    places, failed, is_open = _sort(requests, takes)
-    found, *objects = _items(test([_in_mpi(requests[place]) for place in places], statuses))
+    in_mpi, places, failed, is_open = _sort(requests, takes)
+    found, *objects = _items(test([in_mpi[place] for place in places], statuses))
     if found:
-        return True, [[places[place] for place in found], *objects]
+        found = [places[place] for place in found]
+        if statuses is not None:
+            for place, status in zip(found, statuses, strict=False):
+                _fill(in_mpi[place], status)
+        return True, [found, *objects]
     _raise(failed)
     if is_open and found is None:  # MPI has seen no active request
         found, objects = [], [[] for _ in objects]
     return found is None, [found, *objects]
 
 
-def _sort(requests: Requests, takes: bool) -> tuple[list[int], list[Driven], bool]:
-    """Return the places of requests for MPI, the requests that have failed, and whether a request is open here."""
-    places, failed, is_open = list[int](), list[Driven](), False
+def _sort(requests: Requests, takes: bool) -> tuple[list[MPI.Request], list[int], list[Driven], bool]:
+    """Return the requests that MPI knows, the places of those for MPI, the failed ones, and whether one is open."""
+    in_mpi, places, failed, is_open = list[MPI.Request](), list[int](), list[Driven](), False
     for place, request in enumerate(requests):  # all of them, because each advances only when it is asked
-        complete = True
         if isinstance(request, Driven):
             active = request.active
-            if active is not None:
-                complete = active.look() if takes else active.advance()
-                if complete and takes and active.error is not None:
-                    failed.append(request)
-                    continue
-        elif isinstance(request, MPI.Grequest):
-            complete = request.Get_status()
-        if complete:
+            request = MPI.REQUEST_NULL if active is None else active
+            if active is not None and not active.advance():
+                is_open = True
+            elif active is not None and takes and active.error is not None:
+                failed.append(active)
+            else:
+                places.append(place)
+        else:
             places.append(place)
-        is_open |= not complete
-    return places, failed, is_open
+        in_mpi.append(request)
+    return in_mpi, places, failed, is_open
+
+
+def _fill(request: Any, status: MPI.Status) -> None:
+    if isinstance(request, Driven):
+        request.fill(status)
 
 
 def _raise(failed: list[Driven]) -> None:
@@ -198,13 +206,6 @@ def _raise(failed: list[Driven]) -> None:
             request.wait()
     if failed:
         failed[0].wait()
-
-
-def _in_mpi(request: Any) -> MPI.Request:
-    if not isinstance(request, Driven):
-        return request  # type: ignore[no-any-return]
-    active: MPI.Request | None = request.active
-    return MPI.REQUEST_NULL if active is None else active
 
 
 def _items(answer: Any) -> Any:

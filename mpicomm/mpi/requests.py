@@ -23,8 +23,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 16e-3  # its other pauses, each twice a
 _YIELDING_S = SPIN_S - 50e-6  # the end of a spin, in which it yields: most collectives of a GPU end before
 _LINGER_S = 0.05  # a completer lives so long without work, because the start of a thread takes longer
 # Looked up once, because `super()` and attributes add their time to each request.
+_byte = MPI.BYTE
 _wait = MPI.Request.Wait
 _test = MPI.Request.Test
+_get_status = MPI.Request.Get_status
 _start_request = MPI.Grequest.Start
 _new_request = MPI.Grequest.__new__
 
@@ -38,29 +40,30 @@ class DeferredRequest(Driven, MPI.Grequest):
 
     A message has a ``status``, which then holds the result for the request's status. `Cancel` calls ``cancel``, never
     while ``done`` runs. If the message is cancelled, ``done`` returns true.
+
+    MPI itself only learns that the work is done. It gets no callbacks, which would take as long as all the rest.
     """
 
     # A subclass of mpi4py's class would keep these in a dictionary, which takes longer. The dictionary is for recorded
-    # requests, and for what few requests have.
-    __slots__ = ("__dict__", "_done", "_finish", "_raised_by_caller", "_turn", "driven", "kept", "over")
+    # requests.
+    __slots__ = ("__dict__", "_cancel", "_done", "_finish", "_status", "_turn", "driven", "error", "kept", "over")
+    _cancel: Callable[[], None] | None
     _done: Callable[[], bool]
     _finish: Callable[[], None]
+    _status: MPI.Status | None
     _turn: threading.Lock
-    _status: MPI.Status | None = None
-    _cancel: Callable[[], None] | None = None
-    _raised_by_caller: bool
-    error: BaseException | None = None
+    driven: bool
+    """Whether a thread drives the work, so that the completer skips it.
+
+    A completer that misses a change may also complete the work.
+    """
+    error: BaseException | None
     kept: Any
     """The buffers, which live until the work is done.
 
     A caller may drop its own references, as in ``Ibcast(x + 1)``.
     """
     over: bool
-    driven: bool
-    """Whether a thread drives the work, so that the completer skips it.
-
-    A completer that misses a change may also complete the work.
-    """
 
     @classmethod
     def of(
@@ -72,20 +75,11 @@ class DeferredRequest(Driven, MPI.Grequest):
     ) -> Self:
         """Return a request for work. Only a message, which has a ``status``, has a ``cancel``."""
         replace_list_calls()
-        self: Self
-        if status is None:  # a request without callbacks takes two thirds of the time
-            self = _new_request(cls, _start_request(None, None, None))
-        else:
-            # mpi4py never reports a request without a callback for cancelling as cancelled. This callback does nothing,
-            # because MPI holds its lock while it calls back, and the thread that has the turn may wait for that lock.
-            # `Cancel` calls ``cancel``.
-            self = _new_request(cls, _start_request(lambda said: self._say(said), None, lambda completed: None))
-            self._status, self._cancel = status, cancel
-        self.kept = None
-        self._raised_by_caller = self.over = self.driven = False
-        self._done = done
-        self._finish = finish
+        self: Self = _new_request(cls, _start_request(None, None, None))
+        self._done, self._finish, self._status, self._cancel = done, finish, status, cancel
         self._turn = threading.Lock()  # the waiting thread and the completer's thread both advance the work
+        self.error = self.kept = None
+        self.over = self.driven = False
         return self
 
     @property
@@ -107,9 +101,9 @@ class DeferredRequest(Driven, MPI.Grequest):
                 except BaseException as error:
                     self.error, over = error, True
                 if over:
-                    self.over = True
                     self.kept = None
                     self.Complete()
+                    self.over = True  # after MPI knows, because `Wait` looks without the lock
                 else:
                     now_s = time.perf_counter()
                     if now_s >= until_s:
@@ -117,11 +111,6 @@ class DeferredRequest(Driven, MPI.Grequest):
                     if now_s >= alone_until_s:  # not before, because a yield takes as long as several looks
                         os.sched_yield()  # to the rank that this rank waits for, if ranks share cores
         return True
-
-    def look(self) -> bool:
-        """As `advance`, for a caller that raises the error of the work when it is done."""
-        self._raised_by_caller = self.advance()
-        return self._raised_by_caller
 
     def drive(self) -> None:
         """Wait for the work in this thread. A wait in MPI would keep the completer's thread out for milliseconds.
@@ -134,9 +123,17 @@ class DeferredRequest(Driven, MPI.Grequest):
             until_s = time.perf_counter() + SPIN_S
             while not self.advance(until_s):
                 time.sleep(PAUSE_S)
-            self._raised_by_caller = True
         finally:
             self.driven = False  # after a Ctrl-C the program may wait in MPI
+
+    def fill(self, status: MPI.Status) -> None:
+        """Write the result of a message into a status, which MPI has filled for this request."""
+        known = self._status
+        if known is not None:
+            status.Set_elements(_byte, known.Get_count(_byte))
+            status.Set_cancelled(known.Is_cancelled())
+            status.Set_source(known.source)
+            status.Set_tag(known.tag)
 
     def withdraw(self) -> None:
         """Cancel a message that has not come yet, if that is possible."""
@@ -144,31 +141,40 @@ class DeferredRequest(Driven, MPI.Grequest):
             if self._cancel is not None and not self.over:
                 self._cancel()
 
-    def _say(self, status: MPI.Status) -> None:
-        known = self._status
-        assert known is not None
-        status.Set_elements(MPI.BYTE, known.Get_count(MPI.BYTE))
-        status.Set_cancelled(known.Is_cancelled())
-        status.Set_source(known.source)
-        status.Set_tag(known.tag)
-        if isinstance(self.error, MPI.Exception) and not self._raised_by_caller:
-            raise self.error  # mpi4py hands it to MPI, which raises it in the waiting thread
-
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises the error of the work."""
-        self.drive()
-        _wait(self, status)
-        if self.error is not None:
-            raise self.error
+        if not self.over:
+            self.drive()
+        self._take(_wait, status)
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the work is done. Raises the error of the work."""
-        self.look()
-        done = _test(self, status)
-        if done and self.error is not None:
+        return self.advance() and self._take(_test, status)
+
+    def _take(self, end: Callable[..., bool], status: MPI.Status | None) -> bool:
+        """End the request in MPI, whose work is done. Raises the error of the work."""
+        if status is None:
+            end(self)
+        else:
+            is_active = bool(self)  # a wait for a null request leaves an empty status
+            end(self, status)
+            if is_active:
+                self.fill(status)
+        if self.error is not None:
             raise self.error
-        return done
+        return True
+
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the request is complete, and leave it as it is; see mpi4py."""
+        if self and not self.advance():
+            return False
+        _get_status(self, status)
+        if self and status is not None:
+            self.fill(status)
+        return True
+
+    get_status = Get_status
 
     def Cancel(self) -> None:
         """Cancel a receive if its message has not come yet, as in mpi4py. Other work is left unchanged."""
@@ -322,6 +328,12 @@ class PersistentRequest(Driven, MPI.Prequest):
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the started call is done, or true if none is started. Raises the error of the call."""
         return (self.active or MPI.REQUEST_NULL).Test(status)
+
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the started call is done, and leave it as it is; see mpi4py."""
+        return (self.active or MPI.REQUEST_NULL).Get_status(status)
+
+    get_status = Get_status
 
     def Cancel(self) -> None:
         """Cancel a started receive if its message has not come yet, as in mpi4py."""

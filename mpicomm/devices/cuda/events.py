@@ -13,7 +13,7 @@ from cupy.cuda import driver as cupy_driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.context import CurrentContext, PrimaryContext
-from mpicomm.devices.cuda.driver import DriverShutDownError, call, is_over
+from mpicomm.devices.cuda.driver import DriverShutDownError, call, event_is_over
 from mpicomm.errors import HandleError
 from mpicomm.waiting import soon
 
@@ -90,7 +90,7 @@ class Mark:
     def passed(self) -> bool:
         """Return whether the work before the mark is done; for any thread."""
         # It raises if the device has failed, because work of a failed device is never done.
-        return is_over(driver.cuEventQuery, self.ptr)
+        return event_is_over(self.ptr)
 
     def wait(self) -> None:
         """Block until the work before the mark is done."""

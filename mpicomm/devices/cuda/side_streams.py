@@ -11,7 +11,7 @@ from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.context import PrimaryContext
-from mpicomm.devices.cuda.driver import DriverShutDownError, call, is_over
+from mpicomm.devices.cuda.driver import DriverShutDownError, call, event_is_over, stream_is_over
 from mpicomm.devices.cuda.events import EventPool, LocalEvent, Mark
 from mpicomm.devices.cuda.stream_order import capture_of, relaxed, takes_part
 
@@ -115,7 +115,7 @@ class SideStreams:
     def passed(self, mark: Mark) -> bool:
         """Return whether the work before a mark is done."""
         with self._context.current():
-            return is_over(driver.cuEventQuery, mark.ptr)
+            return event_is_over(mark.ptr)
 
     def wait(self, mark: Mark) -> None:
         """Block until the work before a mark is done."""
@@ -135,7 +135,7 @@ class SideStreams:
         with self._lock, self._context.current():
             # Not a stream that is still at work, because its work may wait for a peer. Later work on the stream would
             # wait, too, and two ranks could wait for each other in a circle.
-            idle = next((stream for stream in self._free if is_over(driver.cuStreamQuery, stream)), None)
+            idle = next((stream for stream in self._free if stream_is_over(stream)), None)
             if idle is not None:
                 self._free.remove(idle)
                 stream = idle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import random
@@ -322,6 +323,20 @@ class FakeCuda:
         )
 
 
+class _Library:
+    """The library of the driver, as ctypes opens it."""
+
+    def __init__(self, fake: FakeCuda) -> None:
+        self._fake = fake
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(pointer: ctypes.c_void_p) -> int:
+            status: int = getattr(self._fake, name)(pointer.value)[0]
+            return status
+
+        return call
+
+
 @contextlib.contextmanager
 def imported_over(fake: FakeCuda) -> Iterator[None]:
     """Import the modules that use CUDA anew inside a ``with`` block, over a fake; the ones from before come back."""
@@ -334,6 +349,7 @@ def imported_over(fake: FakeCuda) -> Iterator[None]:
             patch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
             patch.setitem(sys.modules, "cupy.cuda", cuda)
             patch.setattr("cuda.bindings.driver", fake)
+            patch.setattr("ctypes.CDLL", lambda name: _Library(fake))
             yield
     finally:
         _take_modules_out()
