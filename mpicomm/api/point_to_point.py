@@ -230,6 +230,10 @@ class PointToPoint(MPI.Intracomm):
 
         Arguments and ``stream`` are as in `Send`.
         """
+        if type(buf) is not ndarray:
+            request = self._messages.start_send_array(buf, dest, tag, stream)
+            if request is not None:
+                return request
         return self._send("Isend", _isend, buf, dest, tag, stream)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
@@ -259,10 +263,14 @@ class PointToPoint(MPI.Intracomm):
         ):
             try:
                 if messages.by_rendezvous:
-                    return messages.start_receive_array(buf, source, tag)
+                    return messages.start_receive_on_host(buf, source, tag)
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 pass  # as bytes below
+        elif type(buf) is not ndarray:
+            started = self._messages.start_receive_array(buf, source, tag, stream)
+            if started is not None:
+                return started
         request: MPI.Request = self._carry("Irecv", _irecv, None, (buf, source, tag), stream)
         return request
 

@@ -95,21 +95,45 @@ class Messages:
         streams, aside = device.side_streams, sent.is_flat and sent.nbytes > rendezvous_header.LEAST_PIECE_NBYTES
         with SideStream(streams, streams.mark(stream)) if aside else contextlib.nullcontext(stream) as copies:
             buffer = self._outgoing.buffer(send, sent, dest, copies)
-            request = buffer.hand_over(send, self._comm, dest, tag)
-            # Most headers leave at once. A later call of MPI may take long, because a thread that waits in MPI keeps
-            # other threads out.
-            left = request.Test()
-            copied = device.completion(copies)
+            return self._sending(buffer.hand_over(send, self._comm, dest, tag), device, copies, buffer)
+
+    def start_send_array(self, buf: Any, dest: int, tag: int, stream: Any) -> DeferredRequest | None:
+        """As `read` and `start_send` of a plain device array that kernels copy. Return None for other calls.
+
+        This is straight-line code, as `exchange_arrays` is.
+        """
+        sent, made = self._reader.plain("Isend", buf, stream), self.memory.made
+        if sent is None or made is None or not self.by_rendezvous or dest not in self._near:
+            return None
+        resolved, nbytes = sent.stream, sent.nbytes
+        if resolved is None or nbytes > rendezvous_header.KERNEL_NBYTES:
+            return None
+        try:
+            place = made.reserve(nbytes)
+        except (OutboxFullError, HandleError):
+            return None
+        (place.copy_in or made.copy_into(place))(resolved, sent.pointer, nbytes)
+        try:
+            request = _isend(self._comm, place.message, dest, tag)
+        except BaseException:
+            made.withdraw(place, resolved)
+            raise
+        return self._sending(request, made.device, resolved, (sent, place))
+
+    def _sending(self, request: MPI.Request, device: GpuBackend, copies: int, kept: Any) -> DeferredRequest:
+        """Return the request of a send that MPI has, and whose copy is enqueued on the stream ``copies``."""
+        # Most headers leave at once. A later call of MPI may take long, because a thread that waits in MPI keeps other
+        # threads out.
+        left, copied = request.Test(), device.completion(copies)
 
         def done() -> bool:
             nonlocal left
             left = left or request.Test()
             return left and copied()
 
-        work = DeferredRequest.of(done, device.check)
-        work.kept = buffer  # MPI and the device still read its memory
-        completer = self._sends if left else self._completer
-        return completer.add(work, device.prepare_thread)
+        work = DeferredRequest.of(copied if left else done, device.check)
+        work.kept = kept  # MPI and the device still read its memory
+        return (self._sends if left else self._completer).add(work, device.prepare_thread)
 
     def receive_array(
         self, operation: str, buf: Any, incoming: Incoming | Exchanged, status: MPI.Status | None, name: str = "buf"
@@ -129,7 +153,7 @@ class Messages:
         """Send a NumPy array and receive into another, if no probe has taken a message."""
         self.receive_array("Sendrecv", buf, Exchanged(self._comm, sent, posted), status, "recvbuf")
 
-    def start_receive_array(self, buf: Any, source: int, tag: int) -> DeferredRequest:
+    def start_receive_on_host(self, buf: Any, source: int, tag: int) -> DeferredRequest:
         """Start to receive into a NumPy array, if no probe has taken a message. MPI refuses some arrays: `REFUSALS`."""
         landing, device, status = ArrayLanding("Irecv", buf, "buf"), self._reader.device("Irecv"), MPI.Status()
         request = _irecv(self._comm, landing.spec, source, tag)
@@ -171,7 +195,7 @@ class Messages:
         incoming: Incoming,
         *,
         replace: bool = False,
-        before: Callable[[], bool] = lambda: True,
+        before: Callable[[], bool] | None = None,
     ) -> DeferredRequest:
         """Start to receive. The request is complete when the message is in the buffer.
 
@@ -181,9 +205,25 @@ class Messages:
         if received.captured:
             raise refused_capture(received)
         buffer = self._receive_buffer(received, replace=replace)
-        device, mark = buffer.rendezvous.device, self._mark(received)
+        mark = self._mark(received)
         request, correct = incoming.irecv_into(buffer.spec)
-        pending = PendingReceive(buffer, request, correct, mark, before)
+        return self._receiving(PendingReceive(buffer, request, correct, mark, before))
+
+    def start_receive_array(self, buf: Any, source: int, tag: int, stream: Any) -> DeferredRequest | None:
+        """As `read` and `start_receive` of a plain device array that kernels fill. Return None for other calls."""
+        received, made = self._reader.plain("Irecv", buf, stream), self.memory.made
+        if received is None or made is None or not self.by_rendezvous or self.unexpected.kept:
+            return None
+        nbytes = received.nbytes
+        if received.stream is None or nbytes > rendezvous_header.KERNEL_NBYTES:
+            return None
+        staging, mark = self._staging(nbytes), made.device.side_streams.mark(received.stream)
+        request = _irecv(self._comm, staging.spec, source, tag)
+        buffer = ReceiveBuffer("flat", received, nbytes, made, staging, received.pointer)
+        return self._receiving(PendingReceive(buffer, request, None, mark, None, self._spare))
+
+    def _receiving(self, pending: PendingReceive) -> DeferredRequest:
+        device = pending.device
         work = DeferredRequest.of(pending.done, device.check, pending.status, pending.cancel)
         return self._completer.add(work, device.prepare_thread)
 

@@ -53,26 +53,36 @@ class EndpointReader:
         If all peers are MPI.PROC_NULL, an object that is no buffer becomes None, which stands for no memory. ``beside``
         is the other buffer of the call. Raises the errors of `parse`, and the error of an earlier call.
         """
-        made = self._memory.made
-        plain = None if made is None or type(buf) in SPECIFICATIONS else plain_array(buf)
-        if made is not None and plain is not None and plain[1]:  # neither another buffer nor an empty array
-            pointer, count, (dtype, ordinal) = plain  # type: ignore[misc]
-            device, nbytes = made.device, count * element_nbytes(dtype)
-            if nbytes and ordinal == device.device:
-                if beside is not None and beside.operand is None and type(beside.spec) is type(buf):
-                    resolved = beside.stream  # the arrays of one class have one current stream
-                else:
-                    resolved = device.eager_stream(stream, buf)
-                if resolved is not None:  # the stream captures no graph
-                    return buf, Endpoint(
-                        operation, buf, pointer, nbytes, resolved, device, True, blocks=device.completes
-                    )
+        end = self.plain(operation, buf, stream, beside)
+        if end is not None:
+            return buf, end
         try:
             return buf, self._parse_end(operation, buf, stream, name, receives=receives)
         except (TypeError, InvalidUsageError):
             if peer != _NOBODY or other != _NOBODY or _is_device_array(buf):
                 raise
         return None, self._parse_end(operation, None, stream, name, receives=receives)
+
+    def plain(self, operation: str, buf: Any, stream: Any, beside: Endpoint | None = None) -> Endpoint | None:
+        """Read a plain device array on a stream that captures no graph. Return None for all other buffers.
+
+        ``beside`` is as in `read`. Raises the error of an earlier call.
+        """
+        made = self._memory.made
+        plain = None if made is None or type(buf) in SPECIFICATIONS else plain_array(buf)
+        if made is None or plain is None or not plain[1]:  # another buffer, or an empty array
+            return None
+        pointer, count, (dtype, ordinal) = plain  # type: ignore[misc]
+        device, nbytes = made.device, count * element_nbytes(dtype)
+        if not nbytes or ordinal != device.device:
+            return None
+        if beside is not None and beside.operand is None and type(beside.spec) is type(buf):
+            resolved = beside.stream  # the arrays of one class have one current stream
+        else:
+            resolved = device.eager_stream(stream, buf)
+        if resolved is None:
+            return None
+        return Endpoint(operation, buf, pointer, nbytes, resolved, device, True, blocks=device.completes)
 
     def parse_receive(self, operation: str, buf: Any, stream: Any, name: str) -> Endpoint:
         """Parse the buffer of a receive that may meet a rendezvous header."""

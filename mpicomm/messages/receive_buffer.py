@@ -213,8 +213,11 @@ class PendingReceive:
     """A receive that MPI has begun. One thread at a time calls its methods.
 
     ``mark`` lies in the user's stream, and the copies into a device array follow it. `done` asks ``before`` first, and
-    asks MPI only after ``before`` has returned true. ``correct`` corrects the status that MPI fills.
+    asks MPI only after ``before`` has returned true. ``correct`` corrects the status that MPI fills. The staging memory
+    goes to ``spare`` when a header has been read out of it.
     """
+
+    __slots__ = ("_before", "_buffer", "_correct", "_delivered", "_mark", "_request", "_spare", "device", "status")
 
     def __init__(
         self,
@@ -222,21 +225,26 @@ class PendingReceive:
         request: MPI.Request,
         correct: Correct | None,
         mark: Any,
-        before: Callable[[], bool],
+        before: Callable[[], bool] | None,
+        spare: list[StagingMemory] | None = None,
     ) -> None:
+        self.device = buffer.rendezvous.device
         self.status = MPI.Status()
         self._buffer = buffer
         self._request: MPI.Request | None = request
         self._correct = correct
         self._mark = mark
         self._before = before
+        self._spare = spare
         self._delivered: Callable[[], bool] | None = None
 
     def done(self) -> bool:
         """Return whether the message is in the user's memory, or the receive was cancelled."""
-        buffer, device = self._buffer, self._buffer.rendezvous.device
+        buffer, device = self._buffer, self.device
         if self._request is not None:
-            if not (self._before() and self._request.Test(self.status)):
+            if self._before is not None and not self._before():
+                return False
+            if not self._request.Test(self.status):
                 return False
             self._request = None  # MPI has freed it
             cancelled = self.status.Is_cancelled()
@@ -254,6 +262,8 @@ class PendingReceive:
             with SideStream(device.side_streams, self._mark) as side:
                 buffer.deliver(side)
                 self._delivered = device.completion(side)
+            if self._spare is not None and buffer.slot is not None and buffer.staging is not None:
+                self._spare.append(buffer.staging)
         return self._delivered()
 
     def cancel(self) -> None:
