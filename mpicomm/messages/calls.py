@@ -61,7 +61,7 @@ class Messages:
         self._near = frozenset(placement.node_ranks)
         self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.by_rendezvous else here.handle)
         self.send = self._outgoing.send
-        # The spare staging memory: as many arrays as threads receive at once. The system provides no pages for the
+        # The spare staging memory: as many arrays as there were receives at once. The system provides no pages for the
         # parts that no message has filled.
         self._spare: list[StagingMemory] = []
         # Collectives have another completer. A receive into host memory blocks its thread until the sender's device has

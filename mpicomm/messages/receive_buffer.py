@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.devices.cuda.stream_threads import SideStream
 from mpicomm.devices.host import array_at
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
@@ -217,8 +216,6 @@ class PendingReceive:
     goes to ``spare`` when a header has been read out of it.
     """
 
-    __slots__ = ("_before", "_buffer", "_correct", "_delivered", "_mark", "_request", "_spare", "device", "status")
-
     def __init__(
         self,
         buffer: ReceiveBuffer,
@@ -236,6 +233,7 @@ class PendingReceive:
         self._mark = mark
         self._before = before
         self._spare = spare
+        self._side: int | None = None  # the stream of the copies, until they are over
         self._delivered: Callable[[], bool] | None = None
 
     def done(self) -> bool:
@@ -257,14 +255,30 @@ class PendingReceive:
             # no other request.
             if buffer.blocks and self._mark is not None and not device.side_streams.passed(self._mark):
                 return False
-            # The copies may wait for the sender. On the user's stream they would hold up its later work, and other
-            # receives.
-            with SideStream(device.side_streams, self._mark) as side:
-                buffer.deliver(side)
-                self._delivered = device.completion(side)
-            if self._spare is not None and buffer.slot is not None and buffer.staging is not None:
-                self._spare.append(buffer.staging)
-        return self._delivered()
+            self._delivered = self._deliver()
+        if not self._delivered():
+            return False
+        if self._side is not None:
+            device.side_streams.give_back(self._side, is_idle=True)
+            self._side = None
+        return True
+
+    def _deliver(self) -> Callable[[], bool]:
+        """Enqueue the copies; return what says whether they are over."""
+        # The copies may wait for the sender. On the user's stream they would hold up its later work, and other
+        # receives.
+        buffer, streams = self._buffer, self.device.side_streams
+        side = streams.take(self._mark)
+        try:
+            buffer.deliver(side)
+            delivered = self.device.completion(side)
+        except BaseException:
+            streams.give_back(side)
+            raise
+        self._side = side
+        if self._spare is not None and buffer.slot is not None and buffer.staging is not None:
+            self._spare.append(buffer.staging)
+        return delivered
 
     def cancel(self) -> None:
         """Cancel the receive unless MPI has received the message."""

@@ -118,6 +118,8 @@ def _answer(
     statuses: Any = None,
 ) -> Any:
     """Answer as mpi4py's wait for requests, or as ``test``, its test of them. A call that ``takes`` ends requests."""
+    if waits and find is _all:
+        _drive(requests)
     for _ in pauses():
         over, found = find(test, takes, requests, statuses)
         if over or not waits:
@@ -127,6 +129,25 @@ def _answer(
     if len(found) > 1:
         return tuple(found)
     return found[0] if found else True
+
+
+def _drive(requests: Requests) -> None:
+    """Wait in this thread until no request of this package is open, so that the completer skips them."""
+    works = [active for each in requests if isinstance(each, Driven) and (active := each.active) is not None]
+    others = [each for each in requests if not isinstance(each, Driven)]
+    left = works
+    for work in works:
+        work.driven = True
+    try:
+        for _ in pauses():
+            left = [work for work in left if not work.advance()]
+            if not left:
+                break
+            for other in others:  # MPI goes on with them: work may wait for that
+                _get_status(other)
+    finally:
+        for work in works:
+            work.driven = False
 
 
 # MPI gets the list without the requests that are open here. It gets those that have failed only with all others or

@@ -78,6 +78,9 @@ class SideStreams:
         self._ordinal = context.device.ordinal
         self._lock = threading.Lock()
         self._free: list[int] = []
+        """The streams that nobody has. They may be at work."""
+        self._idle: list[int] = []
+        """The streams that nobody has, and that have no work."""
         self._streams: list[Any] = []
         self._events = EventPool(context.current)
 
@@ -132,29 +135,38 @@ class SideStreams:
 
     def take(self, after: Mark | None = None) -> int:
         """Return an idle stream that only the caller uses, until `give_back`. Its work follows the mark ``after``."""
+        try:
+            stream = self._idle.pop()
+        except IndexError:  # a test beforehand is not enough: another thread may take the last stream
+            stream = self._find_idle()
+        if after is not None:
+            self.follow(stream, after)
+        return stream
+
+    def _find_idle(self) -> int:
         with self._lock, self._context.current():
             # Not a stream that is still at work, because its work may wait for a peer. Later work on the stream would
             # wait, too, and two ranks could wait for each other in a circle.
             idle = next((stream for stream in self._free if stream_is_over(stream)), None)
             if idle is not None:
                 self._free.remove(idle)
-                stream = idle
-            else:
-                # Non-blocking: else it and the null stream would wait for each other's work.
-                self._streams.append(call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-                stream = int(self._streams[-1])
-        if after is not None:
-            self.follow(stream, after)
-        return stream
+                return idle
+            # Non-blocking: else it and the null stream would wait for each other's work.
+            self._streams.append(call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            return int(self._streams[-1])
 
-    def give_back(self, stream: int) -> None:
-        """Let `take` return the stream again after the work on it is done."""
-        with self._lock:
-            self._free.append(stream)
+    def give_back(self, stream: int, *, is_idle: bool = False) -> None:
+        """Let `take` return the stream again after the work on it is done, or at once if it ``is_idle``."""
+        if is_idle:
+            self._idle.append(stream)
+        else:
+            with self._lock:
+                self._free.append(stream)
 
     def close(self) -> None:
         """Destroy the streams; the context must be current, and their work over. A second call does nothing."""
         self._free.clear()
+        self._idle.clear()
         self._events.close()
         # The events of marks end with the last mark, which then has the only reference to their pool.
         self._events = EventPool(self._context.current)

@@ -130,7 +130,8 @@ class _SideStreams:
             self.follow(stream, after)
         return stream
 
-    def give_back(self, stream: int) -> None:
+    def give_back(self, stream: int, *, is_idle: bool = False) -> None:
+        assert not is_idle or self.mark(stream).wait(1), "work is left"
         self._free.append(stream)
 
 
