@@ -63,9 +63,12 @@ def replace_list_calls() -> None:
     """Let mpi4py's calls on lists of requests take requests of this package. Local."""
     spellings: tuple[Callable[[str], str], ...] = (str, str.lower)
     for spell, name, find in itertools.product(spellings, ("Wait", "Test", "Get_status_"), (_all, _any, _some)):
-        kind, takes = find.__name__[1:], name != "Get_status_"
+        kind, takes, waits = find.__name__[1:], name != "Get_status_", name == "Wait"
         test = getattr(MPI.Request, spell(("Test" if takes else name) + kind))
-        _replace_for_own(MPI.Request, spell(name + kind), functools.partial(_answer, find, name == "Wait", takes, test))
+        answer = functools.partial(_answer, find, waits, takes, test)
+        if waits and find is _all:
+            answer = functools.partial(_wait_all, getattr(MPI.Request, spell("Waitall")))
+        _replace_for_own(MPI.Request, spell(name + kind), answer)
     _replace_for_own(MPI.Prequest, "Startall", _start_all)
 
 
@@ -118,8 +121,6 @@ def _answer(
     statuses: Any = None,
 ) -> Any:
     """Answer as mpi4py's wait for requests, or as ``test``, its test of them. A call that ``takes`` ends requests."""
-    if waits and find is _all:
-        _drive(requests)
     for _ in pauses():
         over, found = find(test, takes, requests, statuses)
         if over or not waits:
@@ -131,23 +132,26 @@ def _answer(
     return found[0] if found else True
 
 
-def _drive(requests: Requests) -> None:
-    """Wait in this thread until no request of this package is open, so that the completer skips them."""
-    works = [active for each in requests if isinstance(each, Driven) and (active := each.active) is not None]
-    others = [each for each in requests if not isinstance(each, Driven)]
-    left = works
+def _wait_all(wait: Callable[..., Any], requests: Requests, statuses: Any = None) -> Any:
+    """Answer as ``wait``, mpi4py's wait for all requests. Until MPI has all of them, this thread drives the work."""
+    in_mpi = [*map(_in_mpi, requests)]
+    works: list[Any] = [each for each in in_mpi if isinstance(each, Driven)]
     for work in works:
         work.driven = True
     try:
+        left, others = works, [each for each in in_mpi if not isinstance(each, Driven)]
         for _ in pauses():
             left = [work for work in left if not work.advance()]
-            if not left:
+            others = [each for each in others if not _get_status(each)]  # MPI goes on with them: work may wait for that
+            if not (left or others):
                 break
-            for other in others:  # MPI goes on with them: work may wait for that
-                _get_status(other)
     finally:
         for work in works:
             work.driven = False
+    objects = wait(in_mpi, statuses)
+    _fill_all(in_mpi, statuses)
+    _raise([work for work in works if work.error is not None])
+    return objects
 
 
 # MPI gets the list without the requests that are open here. It gets those that have failed only with all others or
@@ -163,9 +167,7 @@ def _all(test: Callable[..., Any], takes: bool, requests: Requests, statuses: An
         return False, [None] * (test.__name__ == "testall")
     over, *objects = _items(test(in_mpi, statuses))
     if over:
-        if statuses is not None:
-            for request, status in zip(in_mpi, statuses, strict=False):
-                _fill(request, status)
+        _fill_all(in_mpi, statuses)
         _raise(failed)
     return over, objects
 
@@ -174,8 +176,7 @@ def _any(test: Callable[..., Any], takes: bool, requests: Requests, status: Any)
     in_mpi, places, failed, is_open = _sort(requests, takes)
     place, over, *objects = test([in_mpi[place] for place in places], status)
     if place != MPI.UNDEFINED:
-        if status is not None:
-            _fill(in_mpi[places[place]], status)
+        _fill_all([in_mpi[places[place]]], status and [status])
         return True, [places[place], *objects]
     _raise(failed)
     return over and not is_open, [place, *objects]
@@ -186,9 +187,7 @@ def _some(test: Callable[..., Any], takes: bool, requests: Requests, statuses: A
     found, *objects = _items(test([in_mpi[place] for place in places], statuses))
     if found:
         found = [places[place] for place in found]
-        if statuses is not None:
-            for place, status in zip(found, statuses, strict=False):
-                _fill(in_mpi[place], status)
+        _fill_all([in_mpi[place] for place in found], statuses)
         return True, [found, *objects]
     _raise(failed)
     if is_open and found is None:  # MPI has seen no active request
@@ -196,31 +195,38 @@ def _some(test: Callable[..., Any], takes: bool, requests: Requests, statuses: A
     return found is None, [found, *objects]
 
 
-def _sort(requests: Requests, takes: bool) -> tuple[list[MPI.Request], list[int], list[Driven], bool]:
+def _sort(requests: Requests, takes: bool) -> tuple[list[Any], list[int], list[Any], bool]:
     """Return the requests that MPI knows, the places of those for MPI, the failed ones, and whether one is open."""
-    in_mpi, places, failed, is_open = list[MPI.Request](), list[int](), list[Driven](), False
+    in_mpi, places, failed, is_open = list[Any](), list[int](), list[Any](), False
     for place, request in enumerate(requests):  # all of them, because each advances only when it is asked
-        if isinstance(request, Driven):
-            active = request.active
-            request = MPI.REQUEST_NULL if active is None else active
-            if active is not None and not active.advance():
-                is_open = True
-            elif active is not None and takes and active.error is not None:
-                failed.append(active)
-            else:
-                places.append(place)
+        known = _in_mpi(request)
+        in_mpi.append(known)
+        is_own = isinstance(known, Driven)
+        if is_own and not known.advance():
+            is_open = True
+        elif is_own and takes and known.error is not None:
+            failed.append(known)
         else:
             places.append(place)
-        in_mpi.append(request)
     return in_mpi, places, failed, is_open
 
 
-def _fill(request: Any, status: MPI.Status) -> None:
-    if isinstance(request, Driven):
-        request.fill(status)
+def _in_mpi(request: Any) -> Any:
+    """Return the request that MPI knows: the `DeferredRequest` of a request of this package, or the request itself."""
+    if not isinstance(request, Driven):
+        return request
+    active = request.active
+    return MPI.REQUEST_NULL if active is None else active
 
 
-def _raise(failed: list[Driven]) -> None:
+def _fill_all(in_mpi: Requests, statuses: Any) -> None:
+    """Write the results of messages of this package into the statuses of complete requests."""
+    for request, status in zip(in_mpi, statuses or (), strict=False):
+        if isinstance(request, Driven):
+            request.fill(status)
+
+
+def _raise(failed: list[Any]) -> None:
     """Take the requests that have failed, and raise the error of the first."""
     for request in failed[1:]:
         with contextlib.suppress(Exception):
