@@ -78,7 +78,6 @@ def record_calls(called: Any, channel: Channel) -> None:
 
 
 def _hook(cls: Any, names: tuple[str, ...], hook: Callable[[str], Callable[..., Any]]) -> None:
-    """Replace methods of a class that have no hook yet."""
     if "_channel" not in vars(cls):
         cls._channel = None
         for name in names:
@@ -120,7 +119,6 @@ def _recorded(cls: Any, name: str, category: Category, numbered: bool) -> Callab
 
 
 def _recorded_request(request: MPI.Request, channel: Channel, started: Record) -> Any:
-    """Return a request whose waits and starts are recorded like the call that has made it."""
     original: Any = type(request)
     cls = _request_class(original)
     made: Any = request

@@ -6,11 +6,10 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +17,7 @@ import mpicomm
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.bench import peers as contenders
 from mpicomm.bench.measure import Measuring, Outcome, machine_of
-from mpicomm.bench.operations import DTYPES, OPERATIONS, BenchOperation, Case, Content, blocks_of
+from mpicomm.bench.operations import OPERATIONS, BenchOperation, Case, Content, blocks_of
 from mpicomm.bench.peers import Mpicomm
 from mpicomm.bench.report import format_time
 from mpicomm.cli import arguments
@@ -27,17 +26,17 @@ from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning, algorithms_of, kind_of
 from mpicomm.devices.base import slowest_gb_s
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.mpi.types import covered_dtype, is_narrow
 from mpicomm.sizes import Columns
 
+_LAUNCHES = 7
 GAIN = 0.03
 """The least gain for which the algorithm changes, because two runs on the same machine differ by as much."""
 
 Measure = Callable[[Case], tuple[Mapping[str, Outcome], Mapping[str, str]]]
 """Measures a case: returns the outcome of each algorithm, or the reason why it has none, as `Measuring.run` does."""
 
-_OP = "sum"
-"""The operation for the measurement of reductions."""
+# Reductions are measured as sums of this type, which all algorithms carry.
+_OP, _DTYPE = "sum", np.dtype(np.float32)
 
 _TUNED = {
     name: operation.collective.name
@@ -48,13 +47,11 @@ NAMES = tuple(_TUNED)
 """The collectives with a choice of algorithms, by the bench's names."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The kind of calls that a row of the table is for, and the operation and type for its measurement."""
+class Subject(NamedTuple):
+    """The kind of calls that a row of the table is for, and the operation for its measurement."""
 
     kind: Kind
     operation: BenchOperation
-    dtype: np.dtype[Any]
 
     @property
     def algorithms(self) -> tuple[str, ...]:
@@ -62,74 +59,49 @@ class Subject:
         return algorithms_of(self.kind.operation)
 
     def __str__(self) -> str:
-        arrays = "symmetric" if self.kind.registered else "ordinary"
-        return f"{self.kind.operation} of {self.dtype.name}, {arrays} arrays"
+        return f"{self.kind.operation} of {_DTYPE}, {'symmetric' if self.kind.registered else 'ordinary'} arrays"
 
     def cases(self, sizes: Sequence[int], rank: int, size: int) -> list[Case]:
         """Return the cases nearest to these sizes, out of place if the operation allows it."""
-        blocks = blocks_of(self.operation, sizes, self.dtype, size)
+        blocks = blocks_of(self.operation, sizes, _DTYPE, size)
         place = self.operation.places[0]
-        return [Case(self.operation, self.dtype, _OP, block, False, rank, size).at(place) for block in blocks]
+        return [Case(self.operation, _DTYPE, _OP, block, False, rank, size).at(place) for block in blocks]
 
 
-def subjects_of(names: Sequence[str], dtype: np.dtype[Any]) -> list[Subject]:
-    """Return the subjects of the collectives ``names``, by the bench's names.
+def subjects_of(names: Sequence[str]) -> list[Subject]:
+    """Return the subjects of the collectives ``names``, by the bench's names."""
+    named = [(kind_of(_TUNED[name], registered=registered), name) for name, registered in product(names, (False, True))]
+    return [Subject(kind, OPERATIONS[name]) for kind, name in dict(named).items()]
 
-    Raises `InvalidUsageError` for a type that some algorithm cannot carry. The table is for all types, and a row
-    without an algorithm would keep it from the types that it can carry.
+
+def measures(measuring: Measuring, nbytes: int) -> Callable[[Subject], Measure]:
+    """Return a function that returns how to measure cases of a subject, in arrays of ``nbytes``. Collective.
+
+    The bench checks and times each algorithm as if it were another library. An algorithm that fails on some rank has a
+    reason in place of an outcome. An error that makes the communicator unusable is raised.
     """
-    found: dict[Kind, Subject] = {}
-    for name, registered in product(names, (False, True)):
-        kind = kind_of(_TUNED[name], registered=registered)
-        found.setdefault(kind, Subject(kind, OPERATIONS[name], dtype))
-    for subject in found.values():
-        if "chain" in subject.algorithms and subject.operation.reduces and is_narrow(dtype):
-            raise InvalidUsageError(
-                f"-d {dtype.name}: chain cannot carry a {subject.kind.operation} of {dtype.name}, and would be missing "
-                "from the table, which is for all types: measure with -d float32, or leave "
-                f"{subject.operation.name} out of --operations"
-            )
-    return list(found.values())
+    comm, machine = measuring.comm, measuring.machine
 
+    def peer(algorithm: str, registered: bool) -> Mpicomm:
+        return Mpicomm(comm, machine, symmetric=registered, algorithm=algorithm).named(algorithm, 0)
 
-class Timing:
-    """Times the algorithms side by side, in arrays of ``nbytes`` that all share. Methods are collective.
+    arrays = {registered: [peer("auto", registered).allocate(nbytes) for _ in range(2)] for registered in (False, True)}
+    with machine.current():
+        content = Content(machine.xp, _DTYPE, _OP, comm.size, nbytes // _DTYPE.itemsize, reduces=True)
 
-    The bench checks and times each algorithm as if it were another library.
-    """
-
-    def __init__(self, measuring: Measuring, nbytes: int) -> None:
-        self._measuring = measuring
-        self._nbytes = nbytes
-        self._arrays = {
-            registered: [self._peer("auto", registered).allocate(nbytes) for _ in range(2)]
-            for registered in (False, True)
-        }
-
-    def of(self, subject: Subject) -> Measure:
-        """Return the function that measures cases of a subject.
-
-        An algorithm that fails on some rank has a reason in place of an outcome. The function raises an error that
-        makes the communicator unusable.
-        """
-        comm, machine, registered = self._measuring.comm, self._measuring.machine, subject.kind.registered
-        peers = [self._peer(algorithm, registered) for algorithm in subject.algorithms]
-        for peer, algorithm in zip(peers, subject.algorithms, strict=True):
-            peer.name, (peer.first, peer.second) = algorithm, self._arrays[registered]
-        longest = self._nbytes // subject.dtype.itemsize
-        with machine.current():
-            content = Content(machine.xp, subject.dtype, _OP, comm.size, longest, reduces=True)
+    def measure_of(subject: Subject) -> Measure:
+        peers = [peer(algorithm, subject.kind.registered) for algorithm in subject.algorithms]
+        for each in peers:
+            each.first, each.second = arrays[subject.kind.registered]
 
         def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
-            found = contenders.measure(self._measuring, peers, content, case, checks=1)
+            found = contenders.measure(measuring, peers, content, case, checks=1)
             comm.check(machine.stream)
             return found
 
         return measure
 
-    def _peer(self, algorithm: str, registered: bool) -> Mpicomm:
-        comm, machine = self._measuring.comm, self._measuring.machine
-        return Mpicomm(comm, machine, symmetric=registered, algorithm=algorithm)
+    return measure_of
 
 
 def choose(current: str | None, times_us: Mapping[str, float]) -> str:
@@ -173,16 +145,13 @@ def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tun
         command_line.show(table.line((case.nbytes, *cells, chosen)))
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     times = [{"nbytes": nbytes, "us": each} for nbytes, each in times_us.items()]
-    measured = {"date": date, "mpicomm": mpicomm.__version__, "datatype": subject.dtype.name, "times": times}
+    measured = {"date": date, "mpicomm": mpicomm.__version__, "datatype": _DTYPE.name, "times": times}
     row = before.continued(Row(subject.kind, cases[0].size, tuple(choices), measured))
     kept = [f"{name} from {begin} B" for begin, name in row.choices[len(choices) :]]
     if kept:
         command_line.show(f"# not measured, as before: {', '.join(kept)}")
     command_line.show(*(f"# {note}" for note in notes), "#")
     return row, wrong
-
-
-_LAUNCHES = 7
 
 
 def parser() -> argparse.ArgumentParser:
@@ -194,25 +163,11 @@ def parser() -> argparse.ArgumentParser:
         "measured size keep their algorithm, from that file or from the built-in table.",
         json="",
     )
-    arguments.add_sweep_arguments(result, smallest=1 << 10, factor=2, largest=256 << 20)
-    result.add_argument(
-        "--operations",
-        type=arguments.names_from(NAMES, "operation with a choice"),
-        default=list(NAMES),
-        metavar="NAME,...",
-        help=f"default: {','.join(NAMES)}",
-    )
-    result.add_argument(
-        "-d",
-        "--datatype",
-        choices=DTYPES,
-        default="float32",
-        metavar="TYPE",
-        help="type to measure with; all algorithms of the operations must carry it; default: float32",
-    )
-    result.add_argument(
-        "--output", type=arguments.output_file, metavar="FILE", help="default: the file that later runs look for"
-    )
+    arguments.add_sweep_arguments(result, smallest=1 << 10, largest=256 << 20)
+    add, names, listed = result.add_argument, arguments.names_from(NAMES, "operation with a choice"), ",".join(NAMES)
+    add("--operations", type=names, default=list(NAMES), metavar="NAME,...", help=f"default: {listed}")
+    written = "default: the file that later runs look for"
+    add("--output", type=arguments.output_file, metavar="FILE", help=written)
     return result
 
 
@@ -258,7 +213,6 @@ def main() -> int:
     run = command_line.Run(parser())
     options, comm, ranks = run.options, run.comm, run.ranks
     require_possible(comm, ranks)
-    subjects = subjects_of(options.operations, covered_dtype(options.datatype))
     swept = run.swept_sizes()
     path, table = command_line.on_first_rank(comm, lambda: open_table(options.output, ranks[0].device_name))
     before = table.completed(tuning.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
@@ -271,9 +225,10 @@ def main() -> int:
     )
     longest = max(swept[-1], 8 * comm.size)  # at least one element for each rank
     effort = {"iterations": options.iters, "warmups": max(1, options.warmup_iters), "rounds": _LAUNCHES}
-    timing = Timing(Measuring(comm, machine_of(comm), **effort, graphs=True), longest)
+    measure_of = measures(Measuring(comm, machine_of(comm), **effort, graphs=True), longest)
     results = [
-        sweep(subject, subject.cases(swept, comm.rank, comm.size), timing.of(subject), before) for subject in subjects
+        sweep(subject, subject.cases(swept, comm.rank, comm.size), measure_of(subject), before)
+        for subject in subjects_of(options.operations)
     ]
     comm.Free()
 

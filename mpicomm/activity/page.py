@@ -24,18 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpicomm.activity import layout
-from mpicomm.activity.layout import (
-    CALL,
-    CALL_BITS,
-    CALL_TEXTS,
-    COUNTS,
-    KEPT,
-    OFFSETS,
-    POSTS,
-    READY,
-    SINCE,
-    ranks_as_text,
-)
+from mpicomm.activity.layout import CALL, CALL_BITS, CALL_TEXTS, COUNTS, KEPT, OFFSETS, POSTS, READY, SINCE
 from mpicomm.devices.handle import Descriptor
 from mpicomm.devices.host import fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
@@ -130,9 +119,7 @@ class Page:
         self._words = self.bytes[: layout.HEADER_NBYTES].cast("q")
         self._texts = self.bytes[layout.TEXTS_AT :]
         self._numbers = self._texts.cast("q")
-        self._next = itertools.count(
-            1
-        )  # threads of several communicators may write texts at once, into different slots
+        self._next = itertools.count(1)  # threads of several communicators may write at once, into different slots
         self.texts: dict[str, int] = {}
         """The number of each text in the page, and of some texts that were overwritten."""
         self.newest = 0
@@ -170,7 +157,7 @@ class Page:
 
     def enter_last(self, text: str) -> None:
         """Say that this process is in a step of all ranks of MPI.COMM_WORLD, and stays in it until the process ends."""
-        self._enter(text, ranks_as_text(range(self.world_size)))
+        self._enter(text, layout.ranks_as_text(range(self.world_size)))
 
     def write_names(self) -> None:
         """Write the names of the calls by MPI."""
@@ -229,7 +216,7 @@ class Heading:
         """The numbers of 48 bits that stand for the communicators of the processes, and for their windows."""
         numbers = [process.number for process in processes]
         is_world = numbers == list(range(page().world_size))
-        self.name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
+        self.name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {layout.ranks_as_text(numbers)}"
         words = [0] * layout.WORDS
         words[layout.RANK], words[layout.SIZE] = rank, len(processes)
         words[layout.ON_GPU] = isinstance(device, int)

@@ -152,7 +152,6 @@ def _page_of(pid: int) -> Iterator[int | None]:
 
 
 def _names(memory: int) -> list[str]:
-    """Return the names of the calls by MPI, by their numbers."""
     names = _bytes(memory, 0, layout.NAMES).split(b"\0")
     return [printable(name.decode(errors="backslashreplace")) for name in names]
 

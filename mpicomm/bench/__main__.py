@@ -8,10 +8,11 @@ from collections.abc import Mapping
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench import experts, matmul
+from mpicomm.bench.libraries import Nccl, Nvshmem, SymmetricNccl, TorchSymmetric
 from mpicomm.bench.measure import Measuring, Outcome, machine_of
-from mpicomm.bench.operations import ALIASES, BARRIER, DTYPES, OPERATIONS, OPS, ROOT, Case, Content, blocks_of
-from mpicomm.bench.peers import OWN, PEERS, ROOM_NBYTES, mean_share, measure, open_own, open_peers
-from mpicomm.bench.report import ResultRow, Results, Table, introduce
+from mpicomm.bench.operations import BARRIER, DTYPES, OPERATIONS, OPS, ROOT, Case, Content, blocks_of
+from mpicomm.bench.peers import OWN, ROOM_NBYTES, UNCODED, Mpicomm, Peer, PlainMpi, mean_share, measure, open_peers
+from mpicomm.bench.report import ResultRow, Results, Table
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.collectives.gpu.decision import NAMES
@@ -21,12 +22,12 @@ from mpicomm.mpi.ops import check_legal
 from mpicomm.mpi.types import covered_dtype
 
 FACTS = [("size", "(B)", 12), ("count", "(elements)", 13), ("type", "", 15), ("redop", "", 7), ("root", "", 6)]
-_NCCL_TESTS_NAMES = {
-    "half": "float16",
-    "float": "float32",
-    "double": "float64",
-    "f8e4m3": "float8_e4m3fn",
-    "f8e5m2": "float8_e5m2",
+PEERS: dict[str, type[Peer]] = {
+    "nccl": Nccl,
+    "nccl-symmetric": SymmetricNccl,
+    "torch": TorchSymmetric,
+    "nvshmem": Nvshmem,
+    "mpi": PlainMpi,
 }
 
 
@@ -38,43 +39,27 @@ def parser() -> argparse.ArgumentParser:
         "nccl-tests; on GPUs -n calls make a CUDA graph, which is timed -G times (-G 0 or --eager: call by call).",
         peers=PEERS,
     )
-    count = arguments.count_from
-    collective = arguments.name_from(OPERATIONS, "collective", aliases=ALIASES)
-    result.add_argument(
-        "collective",
-        type=collective,
-        metavar="COLLECTIVE",
-        help=f"{', '.join(OPERATIONS)}; or matmul or experts, which have other options",
+    add, count = result.add_argument, arguments.count_from
+    listed = f"{', '.join(OPERATIONS)}; or matmul or experts, which have other options"
+    add("collective", type=arguments.name_from(OPERATIONS, "collective"), metavar="COLLECTIVE", help=listed)
+    arguments.add_sweep_arguments(result, smallest=8)
+    dtypes = arguments.name_from(DTYPES, "type")
+    add("-d", "--datatype", type=dtypes, default="float32", metavar="TYPE", help=", ".join(DTYPES))
+    add("-o", "--op", choices=OPS, default="sum", help="default: sum")
+    add("-c", "--check", type=count(0), default=1, metavar="N", help="checked calls; default: 1")
+    add("-G", "--cudagraph", type=count(0), default=7, metavar="N", help="timed launches; default: 7")
+    eager = (
+        "no graphs, on GPUs: issue is the time until a call returns, time is the time of -n calls one after the other "
+        "until all are done, divided by -n"
     )
-    arguments.add_sweep_arguments(result, smallest=8, factor=2)
-    dtype_name = arguments.name_from(DTYPES, "type", aliases=_NCCL_TESTS_NAMES)
-    result.add_argument("-d", "--datatype", type=dtype_name, default="float32", metavar="TYPE", help=", ".join(DTYPES))
-    result.add_argument("-o", "--op", choices=OPS, default="sum", help="default: sum")
-    result.add_argument("-c", "--check", type=count(0), default=1, metavar="N", help="checked calls; default: 1")
-    result.add_argument("-G", "--cudagraph", type=count(0), default=7, metavar="N", help="timed launches; default: 7")
-    result.add_argument(
-        "--eager",
-        action="store_true",
-        help="no graphs, on GPUs: issue is the time until a call returns, time is the time of -n calls one after the "
-        "other until all are done, divided by -n",
-    )
-    result.add_argument(
-        "--vary",
-        action="store_true",
-        help="each call has another size, above half of the size in the table up to it, and other addresses; no graphs",
-    )
+    add("--eager", action="store_true", help=eager)
+    vary = "each call has another size, above half of the size in the table up to it, and other addresses; no graphs"
+    add("--vary", action="store_true", help=vary)
     names = ", ".join(("auto", *NAMES, "mpi"))
-    result.add_argument(
-        "--algorithm", default="auto", metavar="NAME", help=f"of mpicomm's calls: {names}; default: auto"
-    )
-    result.add_argument(
-        "--wire-dtype",
-        choices=CODES,
-        help="elements of mpicomm's calls travel as fp8 or int8; mpicomm-uncoded is mpicomm without it",
-    )
-    result.add_argument(
-        "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
-    )
+    add("--algorithm", default="auto", metavar="NAME", help=f"of mpicomm's calls: {names}; default: auto")
+    coded = "elements of mpicomm's calls travel as fp8 or int8; mpicomm-uncoded is mpicomm without it"
+    add("--wire-dtype", choices=CODES, help=coded)
+    add("--buffers", choices=("symmetric", "ordinary"), default="symmetric", help="default: symmetric")
     return result
 
 
@@ -117,8 +102,11 @@ def main() -> int:
         share = mean_share(block) if options.vary else 1.0
         cases.append(Case(operation, dtype, options.op, block, False, comm.rank, comm.size, share))
     longest = max(16, cases[-1].nbytes) + (ROOM_NBYTES if options.vary else 0)
-    kinds = ("symmetric", "ordinary") if options.buffers == "both" else (options.buffers,)
-    contenders = open_own(comm, machine, kinds, options.algorithm, as_wire(options.wire_dtype), longest)
+    how_called = {"symmetric": options.buffers == "symmetric", "algorithm": options.algorithm}
+    wire = as_wire(options.wire_dtype)
+    contenders: list[Peer] = [Mpicomm(comm, machine, **how_called, wire=wire).named(OWN, longest)]
+    if wire is not None:
+        contenders.append(Mpicomm(comm, machine, **how_called).named(UNCODED, longest))
     opened, absent = open_peers(comm, machine, PEERS, options.compare, longest)
     contenders += opened.values()
 
@@ -129,23 +117,19 @@ def main() -> int:
     measuring = Measuring(comm, machine, **effort, graphs=graphs)
     how = f"{measuring.how}{', each of another size and at other addresses' if options.vary else ''}"
     travel = f", elements travel as {options.wire_dtype}" if options.wire_dtype else ""
-    arrays = f"algorithm {options.algorithm}; {' and '.join(kinds)} arrays{travel}"
-    introduce(run, operation.name, how, contenders, absent, arrays)
+    arrays = f"algorithm {options.algorithm}; {options.buffers} arrays{travel}"
     with machine.current():
         content = Content(machine.xp, dtype, options.op, comm.size, cases[-1].count, reduces=operation.reduces)
 
     places, others = operation.places, [each.name for each in contenders if each.name != OWN]
     table = Table(FACTS, places, others, ("algbw", "busbw"), issue=machine.stream is not None and not graphs)
-    command_line.show(*table.head())
     results = Results(others, [each.name for each in contenders if each.own])
-    for case in command_line.tracked(cases, operation.name):
-        measured = {
-            place: measure(measuring, contenders, content, case.at(place), options.check, vary=options.vary)
-            for place in places
-        }
-        results.rows.append(row_of(case, measured))
-        command_line.show(table.line(results.rows[-1]))
-    return results.finish(run, options.collective, contenders, absent)
+
+    def measured(case: Case) -> ResultRow:
+        made = [measure(measuring, contenders, content, case.at(at), options.check, vary=options.vary) for at in places]
+        return row_of(case, dict(zip(places, made, strict=True)))
+
+    return results.report(run, operation.name, [how, arrays], table, cases, measured, contenders, absent)
 
 
 def row_of(case: Case, measured: Mapping[str, tuple[Mapping[str, Outcome], Mapping[str, str]]]) -> ResultRow:
@@ -154,7 +138,6 @@ def row_of(case: Case, measured: Mapping[str, tuple[Mapping[str, Outcome], Mappi
     return ResultRow(
         f"{case.nbytes} B",
         {"nbytes": case.nbytes, "count": case.count, "dtype": case.dtype.name, "op": op, "root": root},
-        [case.nbytes, case.count, case.dtype.name, op or "none", -1 if root is None else root],
         {place: outcomes for place, (outcomes, _) in measured.items()},
         {place: silent for place, (_, silent) in measured.items()},
         lambda place, time_us: case.rates(time_us),

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.bench.libraries import TorchNccl
 from mpicomm.bench.measure import Call, CheckedCall, Machine, Measuring, Outcome, Trial, machine_of
 from mpicomm.bench.peers import OWN, open_peers
-from mpicomm.bench.report import ResultRow, Results, Table, introduce
-from mpicomm.bench.torch_peers import TorchNccl
+from mpicomm.bench.report import ResultRow, Results, Table
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.experts.arrays import BY_EXPERT, DTYPES, LAYOUTS, Received
@@ -39,23 +39,19 @@ def parser() -> argparse.ArgumentParser:
         "CUDA graph. Each token has --top-k different experts, which are drawn at random.",
         peers=_PEERS,
     )
-    count = arguments.count_from
-    result.add_argument("experts", choices=[NAME], help=argparse.SUPPRESS)
-    result.add_argument(
-        "--tokens",
-        type=arguments.list_of(count(1)),
-        metavar="N,...",
-        help="of a rank; also the max_tokens of the Experts object; default: 128,4096, on the cpu 16,128",
-    )
+    add, count = result.add_argument, arguments.count_from
+    add("experts", choices=[NAME], help=argparse.SUPPRESS)
+    tokens = "of a rank; also the max_tokens of the Experts object; default: 128,4096, on the cpu 16,128"
+    add("--tokens", type=arguments.list_of(count(1)), metavar="N,...", help=tokens)
     hidden = "elements of a token; default: 7168, on the cpu 1024"
-    result.add_argument("--hidden", type=count(1), metavar="N", help=hidden)
-    result.add_argument("--experts", dest="num_experts", type=count(1), default=64, metavar="N", help="default: 64")
-    result.add_argument("--top-k", type=count(1), default=8, metavar="N", help="experts of a token; default: 8")
-    result.add_argument("-d", "--datatype", choices=DTYPES, help="default: bfloat16, on the cpu float32")
+    add("--hidden", type=count(1), metavar="N", help=hidden)
+    add("--experts", dest="num_experts", type=count(1), default=64, metavar="N", help="default: 64")
+    add("--top-k", type=count(1), default=8, metavar="N", help="experts of a token; default: 8")
+    add("-d", "--datatype", choices=DTYPES, help="default: bfloat16, on the cpu float32")
     layouts = arguments.names_from(LAYOUTS, "layout")
-    result.add_argument("--layouts", type=layouts, default=LAYOUTS, metavar="NAME,...", help="experts, tokens")
-    result.add_argument("--blocks", type=count(2), metavar="N", help="the most blocks of a launch")
-    result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="timed iterations; default: 10")
+    add("--layouts", type=layouts, default=LAYOUTS, metavar="NAME,...", help="experts, tokens")
+    add("--blocks", type=count(2), metavar="N", help="the most blocks of a launch")
+    add("-n", "--iters", type=count(1), default=10, metavar="N", help="timed iterations; default: 10")
     return result
 
 
@@ -71,31 +67,25 @@ def main() -> int:
     measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=_ROUNDS, graphs=not on_host)
     with machine.current():
         opened, absent = open_peers(comm, machine, _PEERS, options.compare)
-        introduce(
-            run,
-            NAME,
+        others = [*([] if on_host else [COPY]), *opened]
+        table = Table([("tokens", "", 8), ("layout", "", 9)], _PLACES, others, ["crossing"])
+        lines = [
             measuring.how,
-            [*opened.values()],
-            absent,
             f"hidden {options.hidden} of {options.datatype}, top {options.top_k} of {options.num_experts} experts",
             "crossing: the bytes that cross the links of a GPU, each way; copy: as many bytes by a copy engine",
             "even: an even Alltoall of as many rows to each rank",
-        )
-        others = [*([] if on_host else [COPY]), *opened]
-        table = Table([("tokens", "", 8), ("layout", "", 9)], _PLACES, others, ["crossing"])
-        command_line.show(*table.head())
-        results = Results([*opened])
+        ]
         rows = [*itertools.product(options.tokens, options.layouts)]
-        for count, layout in command_line.tracked(rows, NAME):
-            results.rows.append(_measure(options, measuring, count, layout, opened.get("nccl")))
-            command_line.show(table.line(results.rows[-1]))
-        return results.finish(run, NAME, [*opened.values()], absent)
+
+        def measure(row: tuple[int, str]) -> ResultRow:
+            return _measure(options, measuring, *row, opened.get("nccl"))
+
+        return Results([*opened]).report(run, NAME, lines, table, rows, measure, [*opened.values()], absent)
 
 
 def _measure(
     options: argparse.Namespace, measuring: Measuring, tokens: int, layout: str, peer: TorchNccl | None
 ) -> ResultRow:
-    """Measure dispatch and combine of one number of tokens."""
     comm, machine = measuring.comm, measuring.machine
     dtype, top_k, experts = covered_dtype(options.datatype), options.top_k, options.num_experts
     routes = Routes(machine, comm.rank, comm.size, (tokens, options.hidden), top_k, experts, dtype)
@@ -141,7 +131,6 @@ def _measure(
     return ResultRow(
         f"{tokens} tokens by {layout}",
         {"tokens": tokens, "layout": layout, "crossing_nbytes": crossing},
-        [tokens, layout],
         outcomes,
         silent,
         lambda place, time_us: {"crossing": nbytes[place] / time_us * 1e-3},

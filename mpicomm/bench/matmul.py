@@ -16,11 +16,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.bench.libraries import OPS, FusedTorch, Nccl, type_of
 from mpicomm.bench.measure import Call, CheckedCall, Measuring, Outcome, PeerFailureError, Trial, machine_of
-from mpicomm.bench.nvidia_peers import OPS, Nccl, type_of
 from mpicomm.bench.peers import OWN, Peer, open_peers
-from mpicomm.bench.report import ResultRow, Results, Table, introduce
-from mpicomm.bench.torch_peers import FusedTorch
+from mpicomm.bench.report import ResultRow, Results, Table
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.errors import InvalidUsageError
@@ -140,8 +139,6 @@ class Matrices:
         return made
 
     def _serial(self, collective: Call) -> Product:
-        """Return a collective and the product, one after the other."""
-
         def gather_first() -> None:
             collective()
             self._xp.matmul(self._whole, self.b, out=self.out)
@@ -178,7 +175,15 @@ def main() -> int:
     on_host = comm.device == "cpu"
     options.rows = options.rows or ([256, 512] if on_host else [1024, 4096, 16384])
     inner, columns = options.shape = options.shape or ((1024, 512) if on_host else (8192, 7168))
-    _require_possible(options, comm)
+    if wrong_rows := [rows for rows in options.rows if rows % comm.size]:
+        size = comm.size
+        raise InvalidUsageError(f"--rows {wrong_rows[0]}: {size} ranks cannot share them: pass a multiple of {size}")
+    if on_host and options.eager:
+        raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
+    if on_host and options.datatype == "bfloat16":
+        raise InvalidUsageError("--datatype bfloat16 is for GPUs: on the host pass float32")
+    if not on_host and (missing := FusedTorch.missing()):
+        raise InvalidUsageError(f"bench {NAME} on GPUs needs PyTorch: {missing}")
     options.datatype = options.datatype or ("float32" if on_host else "bfloat16")
     machine = machine_of(comm)
     graphs = not on_host and not options.eager
@@ -191,30 +196,19 @@ def main() -> int:
         stream = torch.cuda.stream(torch.cuda.ExternalStream(machine.stream.ptr, device=comm.device))
     with stream:
         opened, absent = open_peers(comm, machine, _PEERS, options.compare)
-        introduce(run, NAME, measuring.how, [*opened.values()], absent, options.datatype)
         results = Results(["serial", *opened], [OWN, "serial"])
         table = Table([("call", "", 24), ("rows", "", 8)], [NAME], [*_PARTS, *results.compared])
-        command_line.show(*table.head())
-        # The products after an all-gather and before a reduction have transposed shapes, as in a layer.
-        for kind, rows in command_line.tracked([*itertools.product(_KINDS, options.rows)], NAME):
+
+        def measure(case: tuple[str, int]) -> ResultRow:
+            kind, rows = case
+            # The products after an all-gather and before a reduction have transposed shapes, as in a layer.
             shape = (inner, columns) if kind == "allgather_matmul" else (columns, inner)
             times, silent = _measure(measuring, Matrices(comm, kind, rows, *shape, options.datatype), opened)
             facts = {"kind": kind, "rows": rows, "inner": shape[0], "columns": shape[1]}
-            results.rows.append(ResultRow(f"{kind} of {rows}", facts, [kind, rows], {NAME: times}, {NAME: silent}))
-            command_line.show(table.line(results.rows[-1]))
-        return results.finish(run, NAME, [*opened.values()], absent)
+            return ResultRow(f"{kind} of {rows}", facts, {NAME: times}, {NAME: silent})
 
-
-def _require_possible(options: argparse.Namespace, comm: Communicator) -> None:
-    size, wrong_rows = comm.size, [rows for rows in options.rows if rows % comm.size]
-    if wrong_rows:
-        raise InvalidUsageError(f"--rows {wrong_rows[0]}: {size} ranks cannot share them: pass a multiple of {size}")
-    if comm.device == "cpu" and options.eager:
-        raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
-    if comm.device == "cpu" and options.datatype == "bfloat16":
-        raise InvalidUsageError("--datatype bfloat16 is for GPUs: on the host pass float32")
-    if comm.device != "cpu" and FusedTorch.missing():
-        raise InvalidUsageError(f"bench {NAME} on GPUs needs PyTorch: {FusedTorch.missing()}")
+        lines, cases = [measuring.how, options.datatype], [*itertools.product(_KINDS, options.rows)]
+        return results.report(run, NAME, lines, table, cases, measure, [*opened.values()], absent)
 
 
 def _measure(

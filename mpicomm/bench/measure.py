@@ -79,9 +79,8 @@ class GpuMachine(Machine):
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
 
-    def current(self) -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = self.stream
-        return context
+    def current(self) -> Any:
+        return self.stream
 
     def finish(self) -> None:
         self.stream.synchronize()
@@ -248,12 +247,16 @@ class Measuring:
         return result
 
     def _make_ready(self, trial: Trial) -> None:
-        """Check the results of a trial, warm it up, and capture it."""
         for check in trial.checks:
             self._check(trial, check)
         self.step(lambda: self._repeat(trial.call, self.warmups), own=trial.own)
-        if self.graphs:
-            self._capture(trial)
+        if self.graphs and not trial.capturable:
+            trial.eager = "it cannot be captured"
+        elif self.graphs:
+            try:  # to capture on all ranks or on none
+                trial.graph = together(self.comm, lambda: self.machine.capture(trial.call, self.iterations))
+            except PeerFailureError as failure:
+                trial.eager = str(failure)
         if trial.graph is not None and trial.own and trial.checks and trial.check_graph:
             self._check(trial, replace(trial.checks[0], call=lambda: self.machine.launch(trial.graph)))
 
@@ -276,16 +279,6 @@ class Measuring:
         for _ in range(count):
             call()
         self.machine.finish()
-
-    def _capture(self, trial: Trial) -> None:
-        """Capture the calls, on all ranks or on none."""
-        if not trial.capturable:
-            trial.eager = "it cannot be captured"
-            return
-        try:
-            trial.graph = together(self.comm, lambda: self.machine.capture(trial.call, self.iterations))
-        except PeerFailureError as failure:
-            trial.eager = str(failure)
 
     def _time(self, trial: Trial) -> None:
         if trial.refresh is not None:

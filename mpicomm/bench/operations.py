@@ -87,7 +87,6 @@ OPERATIONS = {
         BARRIER,
     )
 }
-ALIASES = {"broadcast": "bcast"}
 DTYPES = tuple(name for name in COVERED if name not in ("bool", "complex64", "complex128"))
 
 

@@ -6,7 +6,6 @@ variations of a case, and makes the next one in each call.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -38,15 +37,6 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.mpi import types
 from mpicomm.mpi.spec import Shape
 
-PEERS = {
-    "nccl": "nvidia_peers.Nccl",
-    "nccl-symmetric": "nvidia_peers.SymmetricNccl",
-    "torch": "torch_peers.TorchSymmetric",
-    "nvshmem": "nvidia_peers.Nvshmem",
-    "mpi": "peers.PlainMpi",
-}
-"""Their names on the command line, and their classes, which take a communicator and a `Machine`."""
-
 _LARGEST_STAGED = 64 << 20  # larger sizes take minutes and show nothing new
 _IN_RANK_ORDER = {algorithm.name for algorithm in ALGORITHMS if algorithm.in_rank_order}
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "avg": mpicomm.AVG}
@@ -54,7 +44,6 @@ _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "avg":
 
 P = TypeVar("P", bound="Peer")
 OWN = "mpicomm"
-ORDINARY = "mpicomm-ordinary"
 UNCODED = "mpicomm-uncoded"
 
 
@@ -81,7 +70,7 @@ class Peer:
     @property
     def own(self) -> bool:
         """Whether it is mpicomm. Failures of mpicomm end the run."""
-        return self.name in (OWN, ORDINARY, UNCODED)
+        return self.name in (OWN, UNCODED)
 
     @staticmethod
     def missing() -> str | None:
@@ -261,20 +250,6 @@ def mean_share(largest: int) -> float:
     return (largest // 2 + 1 + largest) / 2 / largest
 
 
-def open_own(
-    comm: Communicator, machine: Machine, kinds: Sequence[str], algorithm: str, wire: Wire | None, nbytes: int
-) -> list[Peer]:
-    """Return mpicomm on symmetric arrays, on ordinary arrays, or on both. Elements travel as ``wire``. Collective.
-
-    With ``wire`` the last contender is mpicomm without it, on arrays of the first kind.
-    """
-    own = [(ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN, kind, wire) for kind in kinds]
-    return [
-        Mpicomm(comm, machine, symmetric=kind == "symmetric", algorithm=algorithm, wire=travels).named(name, nbytes)
-        for name, kind, travels in [*own, *([] if wire is None else [(UNCODED, kinds[0], None)])]
-    ]
-
-
 def close(contenders: Sequence[Peer]) -> None:
     """Close all contenders, the last one first. Collective."""
     for contender in reversed(contenders):
@@ -299,22 +274,16 @@ def measure(
 
 
 def open_peers(
-    comm: Communicator, machine: Machine, known: Mapping[str, type[Peer] | str], names: Iterable[str], nbytes: int = 0
+    comm: Communicator, machine: Machine, known: Mapping[str, type[Peer]], names: Iterable[str], nbytes: int = 0
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Open the libraries of these names, with arrays of ``nbytes``. Collective.
+    """Open libraries by their names among the ``known`` ones, with arrays of ``nbytes``. Collective.
 
-    Return those that all ranks can open, and the reasons of the others. The classes are ``known``, or their modules,
-    which then load at this moment. Multicast is off for all.
+    Return those that all ranks can open, and the reasons of the others. Multicast is off for all.
     """
     os.environ.update(_WITHOUT_MULTICAST)
 
     def open_one(name: str) -> Peer:
-        made = known[name]
-        if isinstance(made, str):
-            module, _, cls = made.partition(".")
-            made = getattr(importlib.import_module(f"mpicomm.bench.{module}"), cls)
-        peer: Peer = open_peer(made, comm, machine).named(name, nbytes)
-        return peer
+        return open_peer(known[name], comm, machine).named(name, nbytes)
 
     opened: dict[str, Any] = {}
     absent: dict[str, str] = {}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import Any, TypeVar
 
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.peers import OWN, UNCODED, Peer, close
 from mpicomm.cli import options as command_line
 from mpicomm.sizes import Columns, format_cell
 
-_NOISE = 0.03  # two runs on the same machine differ by as much
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,7 @@ class ResultRow:
 
     name: str
     facts: Mapping[str, Any]
-    """What was measured, for the JSON file."""
-    cells: Sequence[object]
-    """What was measured, for the table."""
+    """What was measured. The first facts are in the table, too."""
     outcomes: Mapping[str, Mapping[str, Outcome]]
     silent: Mapping[str, Mapping[str, str]]
     rates: Callable[[str, float], Mapping[str, float]] = lambda place, time_us: {}
@@ -49,7 +47,7 @@ class Table:
         *,
         issue: bool = False,
     ) -> None:
-        self._facts, self._places, self._others, self._rates, self._issue = facts, places, others, rates, issue
+        self._facts, self._places, self._others, self._issue = facts, places, others, issue
         self._own = [("issue", "(us)", 10)] if issue else []
         self._own += [("time", "(us)", 10), ("+-", "(%)", 6), *((rate, "(GB/s)", 9) for rate in rates)]
         self._own += [("#wrong", "", 8)]
@@ -68,7 +66,7 @@ class Table:
 
     def line(self, row: ResultRow) -> str:
         """Return the line of a row."""
-        cells = [*row.cells]
+        cells = [*row.facts.values()][: len(self._facts)]
         for place in self._places:
             found = row.outcomes[place]
             mine = found[OWN]
@@ -102,34 +100,28 @@ class Results:
             total[name] = total.get(name, 0) + (outcome.wrong or 0)
         return {name: count for name, count in total.items() if count}
 
-    def ratios(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return time / mpicomm's time by compared contender, place and row."""
-        ratios: dict[str, dict[str, dict[str, float]]] = {}
+    def ratios(self) -> dict[str, dict[str, list[float]]]:
+        """Return time / mpicomm's time in each row, by compared contender and place."""
+        ratios: dict[str, dict[str, list[float]]] = {}
         for row, place, name, outcome in self._outcomes():
             if name in self.compared:
-                of_place = ratios.setdefault(name, {}).setdefault(place, {})
-                of_place[row.name] = outcome.time_us / row.outcomes[place][OWN].time_us
+                ratio = outcome.time_us / row.outcomes[place][OWN].time_us
+                ratios.setdefault(name, {}).setdefault(place, []).append(ratio)
         return ratios
 
     def geometric_means(self) -> dict[str, dict[str, float]]:
         """Return the geometric means of `ratios`, by contender and place."""
         of_all = self.ratios()
-        return {name: {at: geometric_mean(of.values()) for at, of in places.items()} for name, places in of_all.items()}
+        return {name: {at: geometric_mean(of) for at, of in places.items()} for name, places in of_all.items()}
 
     def footer(self) -> list[str]:
         """Return the lines below the table."""
         rates = [row.rates(place, found[OWN].time_us) for row in self.rows for place, found in row.outcomes.items()]
         busbw = [each["busbw"] for each in rates if "busbw" in each]
         lines = [f"Avg bus bandwidth    : {fmean(busbw):.3f}"] if busbw else []  # as nccl-tests does
-        means = self.geometric_means()
         for name, places in self.ratios().items():
-            said = ", ".join(f"{place} {means[name][place]:.3f} ({len(of)} rows)" for place, of in places.items())
+            said = ", ".join(f"{place} {geometric_mean(of):.3f} ({len(of)} rows)" for place, of in places.items())
             lines.append(f"{name} / {OWN}, geometric mean: {said}")
-            faster = [(ratio, row, at) for at, of in places.items() for row, ratio in of.items()]
-            faster = [each for each in faster if each[0] < 1 - _NOISE]
-            if faster:
-                ratio, row, place = min(faster)
-                lines.append(f"  faster at {len(faster)} of them, most at {row} {place}: {ratio:.2f}")
         eager = {outcome.eager: name for _, _, name, outcome in self._outcomes() if outcome.eager}
         lines += [f"* {name} is timed call by call: {reason}" for reason, name in eager.items()]
         silent = (reasons.items() for row in self.rows for reasons in row.silent.values())
@@ -139,11 +131,16 @@ class Results:
 
     def document(self) -> list[dict[str, Any]]:
         """Return the rows for JSON."""
+
+        def record(row: ResultRow, place: str, outcome: Outcome) -> dict[str, Any]:
+            rates = row.rates(place, outcome.time_us)
+            return {**asdict(outcome), **{f"{name}_gb_s": rate for name, rate in rates.items()}}
+
         return [
             {
                 **row.facts,
                 "places": {
-                    place: {name: {**asdict(outcome), **_named(row, place, outcome)} for name, outcome in found.items()}
+                    place: {name: record(row, place, outcome) for name, outcome in found.items()}
                     for place, found in row.outcomes.items()
                 },
                 "missing": {place: dict(reasons) for place, reasons in row.silent.items() if reasons},
@@ -151,13 +148,37 @@ class Results:
             for row in self.rows
         ]
 
-    def finish(
-        self, run: command_line.Run, collective: str, contenders: Sequence[Peer], absent: Mapping[str, str]
+    def report(
+        self,
+        run: command_line.Run,
+        name: str,
+        lines: Sequence[str],
+        table: Table,
+        cases: Sequence[T],
+        measure: Callable[[T], ResultRow],
+        contenders: Sequence[Peer],
+        absent: Mapping[str, str],
     ) -> int:
-        """Print the lines below the table, save the document, and close all. Return the exit code. Collective."""
+        """Measure all cases, print the table, save the document, and close all. Return the exit code. Collective.
+
+        The ``lines`` above the table begin with how calls are timed. Then come the libraries.
+        """
+        run.introduce(
+            f"bench {name}",
+            f"timed: {lines[0]}, slowest rank, median",
+            *(f"{each.name} {each.version}" for each in contenders if not each.own),
+            *(f"{peer}: {reason}" for peer, reason in absent.items()),
+            *(["multicast (NVLink SHARP) is off for all"] if run.comm.device != "cpu" else []),
+            *lines[1:],
+            "",
+        )
+        command_line.show(*table.head())
+        for case in command_line.tracked(cases, name):
+            self.rows.append(measure(case))
+            command_line.show(table.line(self.rows[-1]))
         command_line.show(*(f"# {line}" for line in self.footer()))
         document = {
-            "collective": collective,
+            "collective": name,
             "multicast": False,
             "peers": {each.name: each.version for each in contenders if not each.own or each.name == UNCODED},
             "missing": absent,
@@ -174,22 +195,3 @@ class Results:
             for place, found in row.outcomes.items()
             for name, outcome in found.items()
         ]
-
-
-def introduce(
-    run: command_line.Run, title: str, how: str, contenders: Sequence[Peer], absent: Mapping[str, str], *notes: str
-) -> None:
-    """Print the lines above the table: the command and the ranks, how calls are timed, and the libraries."""
-    run.introduce(
-        f"bench {title}",
-        f"timed: {how}, slowest rank, median",
-        *(f"{each.name} {each.version}" for each in contenders if not each.own),
-        *(f"{name}: {reason}" for name, reason in absent.items()),
-        *(["multicast (NVLink SHARP) is off for all"] if run.comm.device != "cpu" else []),
-        *notes,
-        "",
-    )
-
-
-def _named(row: ResultRow, place: str, outcome: Outcome) -> dict[str, float]:
-    return {f"{name}_gb_s": rate for name, rate in row.rates(place, outcome.time_us).items()}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import faulthandler
-import json
 import os
 import sys
 import time
@@ -28,6 +26,7 @@ from mpicomm.sizes import rich_console, rich_table
 _START_S = 60.0  # MPI may wait for ever for a rank that does not start
 _RUNNING = frozenset(("--pid", "--job"))
 _GLANCE_S = 0.3  # long enough to see whether a process is busy
+_LONG_S = 2.0  # shorter waits are not worth an exit code
 _FORWARD_S = 1.0  # if a job ends badly, an MPI launcher drops output that it has not forwarded yet
 
 
@@ -48,7 +47,15 @@ def main() -> NoReturn:
         time.sleep(_FORWARD_S)
     if facts.mpi_error:
         sys.exit(1)
-    _start_mpi()
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        # This is the level of threads that `import mpi4py.MPI` gives a program.
+        level = os.environ.get("MPI4PY_RC_THREAD_LEVEL", mpi4py.rc.thread_level)
+        # It shows the place of MPI's wait and ends the process, from a thread that does not need the interpreter.
+        faulthandler.dump_traceback_later(_START_S, exit=True)
+        MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}", MPI.THREAD_MULTIPLE))
+        faulthandler.cancel_dump_traceback_later()
     from mpicomm.cli import options as command_line
 
     command_line.run(lambda: _examine_ranks(facts))
@@ -57,16 +64,15 @@ def main() -> NoReturn:
 def _look_at_running(parser: argparse.ArgumentParser) -> NoReturn:
     """Look at jobs that run on this machine, without MPI. Exit code 2 if there is no such job."""
     options = parser.parse_args()
-    if options.json:
-        parser.error("--json FILE: with --pid and --job it takes no file, and writes to standard output")
+    if options.json is not False:
+        parser.error("--json: not allowed with --pid and --job")
     try:
-        looks = watch(
-            jobs_of_user if options.pid is None else lambda: [job_of(options.pid)],
-            options.longer_than,
-        )
+        looks = watch(jobs_of_user if options.pid is None else lambda: [job_of(options.pid)], _LONG_S)
     except InvalidUsageError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    sys.exit(report(looks, options.longer_than, as_json=options.json is None))
+    for look in looks:
+        show(look)
+    sys.exit(int(any(wait.seconds >= _LONG_S for look in looks for wait in look.waits())))
 
 
 def watch(find: Callable[[], Sequence[Job]], longest_s: float) -> list[Look]:
@@ -81,25 +87,8 @@ def watch(find: Callable[[], Sequence[Job]], longest_s: float) -> list[Look]:
     return looks
 
 
-def report(looks: Sequence[Look], longest_s: float, *, as_json: bool) -> int:
-    """Write the looks to standard output. Return 1 if a rank waits for longer than ``longest_s`` seconds, else 0."""
-    waits = [wait for look in looks for wait in look.waits()]
-    if as_json:
-        jobs = [
-            {
-                "waits": [dataclasses.asdict(wait) for wait in look.waits()],
-                "ranks": [dataclasses.asdict(line) for line in look.lines()],
-            }
-            for look in looks
-        ]
-        sys.stdout.write(json.dumps({"jobs": jobs}, indent=2) + "\n")
-    else:
-        for look in looks:
-            _print(look)
-    return int(any(wait.seconds >= longest_s for wait in waits))
-
-
-def _print(look: Look) -> None:
+def show(look: Look) -> None:
+    """Write a job that runs to standard output."""
     for wait in look.waits():
         sys.stdout.write(f"WAIT for {wait.seconds:.1f} s{'' if wait.known else ' or longer'}: {wait.text}\n")
     if not look.waits():
@@ -115,19 +104,6 @@ def _print(look: Look) -> None:
         table.add_row(line.communicator, *cells, style="bold" if line.waits_for else None)
     sys.stdout.flush()
     rich_console(sys.stdout, 160).print(table)
-
-
-def _start_mpi() -> None:
-    from mpi4py import MPI
-
-    if MPI.Is_initialized():
-        return
-    # This is the level of threads that `import mpi4py.MPI` gives a program.
-    level = os.environ.get("MPI4PY_RC_THREAD_LEVEL", mpi4py.rc.thread_level)
-    # It shows the place of MPI's wait and ends the process, from a thread that does not need the interpreter.
-    faulthandler.dump_traceback_later(_START_S, exit=True)
-    MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}", MPI.THREAD_MULTIPLE))
-    faulthandler.cancel_dump_traceback_later()
 
 
 def _examine_ranks(facts: RankFacts) -> int:
@@ -176,26 +152,12 @@ def _parser() -> argparse.ArgumentParser:
     running = result.add_argument_group(
         "a job that hangs",
         "Started without mpirun, these options show the state of each rank on this machine, and the rank for which the "
-        "others wait. Exit code 1 if a rank waits for another rank, 2 if there is no such job.",
+        "others wait. Exit code 1 if a rank waits for another rank for 2 seconds, 2 if there is no such job.",
     )
     which = running.add_mutually_exclusive_group()
     which.add_argument("--pid", type=int, metavar="PID", help="the job of a rank, or of an mpirun")
     which.add_argument("--job", action="store_true", help="all jobs of this user on this machine")
-    running.add_argument(
-        "--longer-than",
-        type=_seconds,
-        default=2.0,
-        metavar="S",
-        help="waits of this many seconds count for the exit code; default: 2",
-    )
     return result
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds <= environment.LONGEST_TIMEOUT_S:
-        raise ValueError
-    return seconds
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.cli.options import open_communicator
+from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.roll_call import private_copy
 from mpicomm.devices.cuda.driver import call, visible_devices
@@ -28,36 +28,21 @@ def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list
     group = Group(private_copy(MPI.COMM_WORLD, "doctor: begin", timeout_s), range(MPI.COMM_WORLD.size), timeout_s)
     word = ctypes.c_uint32(_WORD)
 
-    def look() -> RankFacts:
+    def look() -> tuple[RankFacts, int]:
         gpus, reason = _find_gpus()
-        return replace(
-            facts,
-            rank=group.rank,
-            world_size=group.size,
-            threads_multiple=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-            gpus=gpus,
-            no_gpu_reason=reason,
-        )
+        threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        own = replace(facts, rank=group.rank, world_size=group.size, threads_multiple=threads)
+        return replace(own, gpus=gpus, no_gpu_reason=reason), ctypes.addressof(word)
 
     found = group.exchange("doctor: look around", look)
-    places = group.exchange("doctor: own memory", lambda: (os.getpid(), ctypes.addressof(word)))
-
-    def read_others() -> tuple[tuple[int, ...], str]:
-        failed, reason = [], ""
-        for peer, (pid, address) in zip(found, places, strict=True):
-            # MPI takes ranks with the same host name for ranks of one machine.
-            if (peer.boot_id, peer.host) == (facts.boot_id, facts.host) and (error := _read(pid, address)):
-                failed.append(peer.rank)
-                reason = error
-        return tuple(failed), reason
-
-    unreadable = group.exchange("doctor: memory of others", read_others)
-    memory = _open_memory(device, handle)
-    memories = group.exchange("doctor: opened memory", lambda: memory)
-    return [
-        replace(one, unreadable=ranks, unreadable_reason=reason, memory=opened)
-        for one, (ranks, reason), opened in zip(found, unreadable, memories, strict=True)
-    ]
+    unreadable: dict[int, str] = {}
+    for peer, address in found:
+        # MPI takes ranks with the same host name for ranks of one machine.
+        if (peer.boot_id, peer.host) == (facts.boot_id, facts.host) and (error := _read(peer.pid, address)):
+            unreadable[peer.rank] = error
+    memory, reason = _open_memory(device, handle), next(iter(unreadable.values()), "")
+    own = replace(found[group.rank][0], unreadable=tuple(unreadable), unreadable_reason=reason, memory=memory)
+    return group.exchange("doctor: own facts", lambda: own)  # until then the others may read the word
 
 
 class _Part(ctypes.Structure):
@@ -71,20 +56,16 @@ def _read(pid: int, address: int) -> str:
     word = ctypes.c_uint32()
     here = _Part(ctypes.addressof(word), ctypes.sizeof(word))
     there = _Part(address, ctypes.sizeof(word))
-    libc = ctypes.CDLL(None, use_errno=True)
-    read = libc.process_vm_readv
-    read.restype = ctypes.c_ssize_t
-    part, count = ctypes.POINTER(_Part), ctypes.c_ulong
-    read.argtypes = [ctypes.c_int, part, count, part, count, count]
-    if read(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) < 0:
+    libc, one = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(1)
+    parts = ctypes.byref(here), one, ctypes.byref(there), one
+    if libc.process_vm_readv(pid, *parts, ctypes.c_ulong(0)) < 0:
         return os.strerror(ctypes.get_errno())
     return "" if word.value == _WORD else "it reads another process"
 
 
 def _open_memory(device: str, handle: str) -> MemoryFacts:
-    """Return how a Communicator of all ranks opens memory. Collective."""
     try:
-        comm = open_communicator(device, handle)
+        comm = Communicator(device=device, handle=handle)
     except InvalidUsageError:
         raise
     except MpicommError as error:

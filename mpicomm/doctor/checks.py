@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpicomm.doctor.facts import RankFacts
@@ -16,6 +16,7 @@ SHM_NBYTES_PER_RANK = 16 << 20
 
 Job = Sequence[RankFacts]
 """The facts of all ranks, in order. Before MPI has started, only the facts of this rank."""
+Find = Callable[[Job], Iterable[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,19 +28,16 @@ class Check:
     """The statement that is true without a fault."""
     fix: str
     """A command or a setting."""
-    find: Callable[[Job], list[str]]
-    """Returns a sentence for each fault, with the ranks and values of this job."""
+    find: Find
+    """Yields a sentence for each fault, with the ranks and values of this job."""
     before_mpi: bool
     """Whether the fault may end the process when MPI starts, so that the doctor must find it before."""
 
 
 CHECKS: list[Check] = []
-Find = Callable[[Job], list[str]]
 
 
 def _check(name: str, title: str, fix: str, *, before_mpi: bool = False) -> Callable[[Find], Find]:
-    """Add the decorated function to `CHECKS`."""
-
     def add(find: Find) -> Find:
         CHECKS.append(Check(name, title, fix, find, before_mpi))
         return find
@@ -55,13 +53,14 @@ def _by_machine(job: Job) -> list[list[RankFacts]]:
     return list(machines.values())
 
 
-def _by_reason(job: Job, reason_of: Callable[[RankFacts], str]) -> list[str]:
-    """Return each reason that is not "", with its ranks."""
+def _by_reason(job: Job, reason_of: Callable[[RankFacts], str]) -> Iterator[str]:
+    """Yield each reason that is not "", with its ranks."""
     ranks: dict[str, list[int]] = {}
     for one in job:
         if reason := reason_of(one):
             ranks.setdefault(reason, []).append(one.rank)
-    return [f"{name_ranks(found)}: {reason}" for reason, found in ranks.items()]
+    for reason, found in ranks.items():
+        yield f"{name_ranks(found)}: {reason}"
 
 
 @_check(
@@ -70,8 +69,10 @@ def _by_reason(job: Job, reason_of: Callable[[RankFacts], str]) -> list[str]:
     '`pip install "mpi4py>=4.1" mpich`, or unset `MPI4PY_MPIABI` and `MPI4PY_LIBMPI`',
     before_mpi=True,
 )
-def _library(job: Job) -> list[str]:
-    return [f"mpi4py finds no library of an MPI that it is built for: {one.mpi_error}" for one in job if one.mpi_error]
+def _library(job: Job) -> Iterator[str]:
+    for one in job:
+        if one.mpi_error:
+            yield f"mpi4py finds no library of an MPI that it is built for: {one.mpi_error}"
 
 
 @_check(
@@ -81,19 +82,17 @@ def _library(job: Job) -> list[str]:
     "`srun --mpi=list` shows what Slurm can start",
     before_mpi=True,
 )
-def _launcher(job: Job) -> list[str]:
+def _launcher(job: Job) -> Iterator[str]:
     one = job[0]
+    became = ""
     if one.world_size is None:
         # Open MPI's mpiexec can start MPICH with PMIx. It ends the process of any other MPICH.
-        ends = one.launch.family == "Open MPI" and one.mpi_family == "MPICH" and "pmix" not in one.mpi.lower()
-        if not ends:
-            return []
-        became = "it cannot start"
+        if one.launch.family == "Open MPI" and one.mpi_family == "MPICH" and "pmix" not in one.mpi.lower():
+            became = "it cannot start"
     elif one.world_size == 1 < one.launch.size:
         became = "each rank is alone in MPI.COMM_WORLD"
-    else:
-        return []
-    return [f"{one.launch.family} has started {one.launch.size} ranks, but mpi4py uses {one.mpi_name}: {became}"]
+    if became:
+        yield f"{one.launch.family} has started {one.launch.size} ranks, but mpi4py uses {one.mpi_name}: {became}"
 
 
 @_check(
@@ -101,22 +100,16 @@ def _launcher(job: Job) -> list[str]:
     "the first mpiexec on the PATH belongs to this MPI",
     "`export PATH=$(dirname $(which python)):$PATH` for an MPI of pip, else the folder of that MPI's mpiexec",
 )
-def _mpiexec(job: Job) -> list[str]:
-    return [
-        f"{one.mpiexec} belongs to {one.mpiexec_family}, but mpi4py uses {one.mpi_name}"
-        for one in job
-        if one.mpiexec_family and one.mpi_family and one.mpiexec_family != one.mpi_family
-    ]
+def _mpiexec(job: Job) -> Iterator[str]:
+    for one in job:
+        if one.mpiexec_family and one.mpi_family and one.mpiexec_family != one.mpi_family:
+            yield f"{one.mpiexec} belongs to {one.mpiexec_family}, but mpi4py uses {one.mpi_name}"
 
 
-@_check(
-    "threads",
-    "MPI lets several threads call it at once",
-    "unset `MPI4PY_RC_THREAD_LEVEL`",
-)
-def _threads(job: Job) -> list[str]:
-    found = [one.rank for one in job if not one.threads_multiple]
-    return [f"MPI on {name_ranks(found)} has started with less than MPI.THREAD_MULTIPLE"] if found else []
+@_check("threads", "MPI lets several threads call it at once", "unset `MPI4PY_RC_THREAD_LEVEL`")
+def _threads(job: Job) -> Iterator[str]:
+    if found := [one.rank for one in job if not one.threads_multiple]:
+        yield f"MPI on {name_ranks(found)} has started with less than MPI.THREAD_MULTIPLE"
 
 
 @_check(
@@ -125,8 +118,7 @@ def _threads(job: Job) -> list[str]:
     "`docker run --shm-size=1g ...`; in Kubernetes an emptyDir with `medium: Memory` at /dev/shm",
     before_mpi=True,
 )
-def _shm(job: Job) -> list[str]:
-    found = []
+def _shm(job: Job) -> Iterator[str]:
     for machine in _by_machine(job):
         for device in sorted({one.shm_device for one in machine}):
             here = [one for one in machine if one.shm_device == device]
@@ -135,10 +127,8 @@ def _shm(job: Job) -> list[str]:
             free = min(one.shm_free or 0 for one in here)
             if count > 1 and free < count * SHM_NBYTES_PER_RANK:
                 has = "is missing" if first.shm_free is None else f"has {format_size(free)} free"
-                found.append(
-                    f"/dev/shm on {first.host} {has}; {count} ranks may need {count * SHM_NBYTES_PER_RANK >> 20} MiB"
-                )
-    return found
+                needs = f"{count} ranks may need {count * SHM_NBYTES_PER_RANK >> 20} MiB"
+                yield f"/dev/shm on {first.host} {has}; {needs}"
 
 
 @_check(
@@ -146,17 +136,18 @@ def _shm(job: Job) -> list[str]:
     "the ranks of a machine share its network",
     "`docker run --network=host --ipc=host --pid=host ...`; in Kubernetes one pod per machine",
 )
-def _networks(job: Job) -> list[str]:
+def _networks(job: Job) -> Iterator[str]:
     kernels: dict[str, dict[str, list[int]]] = {}
     for one in job:
         if "MPICOMM_HOSTID" not in one.variables:
             kernels.setdefault(one.boot_id, {}).setdefault(one.namespaces.get("net", ""), []).append(one.rank)
-    return [
-        f"one machine holds {' and '.join(map(name_ranks, groups.values()))} in different network namespaces, so they "
-        "count as ranks of several nodes and open no memory of each other"
-        for groups in kernels.values()
-        if len(groups) > 1
-    ]
+    for groups in kernels.values():
+        if len(groups) > 1:
+            names = " and ".join(map(name_ranks, groups.values()))
+            yield (
+                f"one machine holds {names} in different network namespaces, so they count as ranks of several nodes "
+                "and open no memory of each other"
+            )
 
 
 @_check(
@@ -165,8 +156,7 @@ def _networks(job: Job) -> list[str]:
     "`docker run --pid=host --cap-add=SYS_PTRACE ...`, or `MPIR_CVAR_CH4_CMA_ENABLE=0` for MPICH, "
     "`OMPI_MCA_smsc=^cma` for Open MPI",
 )
-def _process_memory(job: Job) -> list[str]:
-    found = []
+def _process_memory(job: Job) -> Iterator[str]:
     for one in job:
         switched_off = (
             one.variables.get("MPIR_CVAR_CH4_CMA_ENABLE") == "0"
@@ -176,11 +166,10 @@ def _process_memory(job: Job) -> list[str]:
         if one.unreadable and not switched_off:
             names = [name for name in ("pid", "user") if len({o.namespaces.get(name) for o in job}) > 1]
             why = f"their {' and '.join(names)} namespaces differ" if names else "seccomp or Yama forbids it"
-            found.append(
+            yield (
                 f"rank {one.rank} cannot read memory of {name_ranks(one.unreadable)} ({one.unreadable_reason}), "
                 f"as MPI does for long messages: {why}"
             )
-    return found
 
 
 @_check(
@@ -188,14 +177,11 @@ def _process_memory(job: Job) -> list[str]:
     "ranks may lock the memory that they need",
     "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1 ...`",
 )
-def _locked(job: Job) -> list[str]:
-    found = []
+def _locked(job: Job) -> Iterator[str]:
     for one in job:
-        limit = one.locked_limit
-        if limit is not None and (one.infiniband or "staged" in one.memory.rejected):
+        if one.locked_limit is not None and (one.infiniband or "staged" in one.memory.rejected):
             who = "InfiniBand registers memory" if one.infiniband else "pinned memory was refused"
-            found.append(f"rank {one.rank} may lock {format_size(limit)} of memory, and {who}")
-    return found
+            yield f"rank {one.rank} may lock {format_size(one.locked_limit)} of memory, and {who}"
 
 
 @_check(
@@ -204,7 +190,7 @@ def _locked(job: Job) -> list[str]:
     '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install -e ".[cuda13]"` (or cuda12, as `nvidia-smi` '
     "shows); `docker run --gpus all ...`",
 )
-def _driver(job: Job) -> list[str]:
+def _driver(job: Job) -> Iterable[str]:
     def reason_of(one: RankFacts) -> str:
         if len(one.cupy) > 1:
             return f"several CuPys are installed and overwrite each other: {', '.join(one.cupy)}"
@@ -222,13 +208,12 @@ def _driver(job: Job) -> list[str]:
     "no cgroup keeps ranks from the GPUs of their peers",
     "in Slurm `--gpus-per-node` in place of `--gpus-per-task` and `--gpu-bind`; `docker run --gpus all ...`",
 )
-def _visible(job: Job) -> list[str]:
+def _visible(job: Job) -> Iterator[str]:
     """A rank cannot open the memory of a GPU that it does not see.
 
     CUDA opens the memory of a GPU that CUDA_VISIBLE_DEVICES hides, but not of a GPU that a cgroup keeps from the
     process. So a hidden GPU is a fault only if a Communicator was refused.
     """
-    found = []
     for machine in _by_machine(job):
         for one in machine:
             seen = {gpu.uuid for gpu in one.gpus}
@@ -238,25 +223,19 @@ def _visible(job: Job) -> list[str]:
                 mask = one.variables.get("CUDA_VISIBLE_DEVICES")
                 how = "a cgroup may hide it" if mask is None else f"not only CUDA_VISIBLE_DEVICES={mask} may hide it"
                 gpu = f"the GPU of {name_ranks(hidden)}"
-                found.append(f"rank {one.rank} does not see {gpu} ({how}), and cannot open its memory: {refused}")
-    return found
+                yield f"rank {one.rank} does not see {gpu} ({how}), and cannot open its memory: {refused}"
 
 
-@_check(
-    "shared",
-    "no ranks take turns on a GPU",
-    "`mpirun -np` with one rank per GPU, or `nvidia-cuda-mps-control -d`",
-)
-def _shared(job: Job) -> list[str]:
+@_check("shared", "no ranks take turns on a GPU", "`mpirun -np` with one rank per GPU, or `nvidia-cuda-mps-control -d`")
+def _shared(job: Job) -> Iterator[str]:
     users: dict[str, list[int]] = {}
     for one in job:
         if one.memory.uuid and not one.shared_service:
             users.setdefault(one.memory.uuid, []).append(one.rank)
-    return [
-        f"{name_ranks(found)} share a GPU, and NVIDIA's multi-process service does not run, so their kernels take turns"
-        for found in users.values()
-        if len(found) > 1
-    ]
+    waits = "and NVIDIA's multi-process service does not run, so their kernels take turns"
+    for found in users.values():
+        if len(found) > 1:
+            yield f"{name_ranks(found)} share a GPU, {waits}"
 
 
 @_check(
@@ -264,8 +243,7 @@ def _shared(job: Job) -> list[str]:
     "no ranks are on different MIG instances",
     "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance",
 )
-def _instances(job: Job) -> list[str]:
-    found = []
+def _instances(job: Job) -> Iterator[str]:
     for machine in _by_machine(job):
         users = {
             one.memory.uuid: one.rank
@@ -273,16 +251,11 @@ def _instances(job: Job) -> list[str]:
             if any(gpu.uuid == one.memory.uuid and " MIG " in gpu.name for gpu in one.gpus)
         }
         if len(users) > 1:
-            found.append(f"{name_ranks(list(users.values()))} use different MIG instances, which share no memory")
-    return found
+            yield f"{name_ranks(list(users.values()))} use different MIG instances, which share no memory"
 
 
-@_check(
-    "wsl",
-    "no driver of Windows keeps GPU memory from ranks",
-    "Linux itself, or `MPICOMM_HANDLE=staged`",
-)
-def _windows(job: Job) -> list[str]:
+@_check("wsl", "no driver of Windows keeps GPU memory from ranks", "Linux itself, or `MPICOMM_HANDLE=staged`")
+def _windows(job: Job) -> Iterable[str]:
     refused = "the driver of Windows below WSL2 refuses to share GPU memory"
     on_windows = [one for one in job if "microsoft" in one.kernel.lower()]
     return _by_reason(on_windows, lambda one: refused if one.memory.rejected or one.memory.error else "")
@@ -294,17 +267,14 @@ def _windows(job: Job) -> list[str]:
     "`nvidia-smi topo -p2p r` shows the reason; switch ACS and the IOMMU off in the BIOS (`iommu=off`), or use "
     "`MPICOMM_HANDLE=staged`",
 )
-def _access(job: Job) -> list[str]:
-    found = []
+def _access(job: Job) -> Iterator[str]:
     for machine in _by_machine(job):
         for one in machine:
             for own in one.gpus:
                 peers = [peer.rank for peer in machine if peer.memory.uuid in own.unreachable]
                 if own.uuid == one.memory.uuid and peers:
-                    found.append(
-                        f"the GPU of rank {one.rank}, {own.name}, has no peer access to the GPU of {name_ranks(peers)}"
-                    )
-    return found
+                    gpu = f"the GPU of rank {one.rank}, {own.name},"
+                    yield f"{gpu} has no peer access to the GPU of {name_ranks(peers)}"
 
 
 @_check(
@@ -312,8 +282,8 @@ def _access(job: Job) -> list[str]:
     "ranks open each other's memory in the best way",
     "`docker run --ipc=host --pid=host ...`, or `MPICOMM_HANDLE=fd`; `python -m mpicomm.info` shows all reasons",
 )
-def _memory(job: Job) -> list[str]:
-    explained = any(check(job) for check in (_visible, _instances, _windows, _access))
+def _memory(job: Job) -> Iterable[str]:
+    explained = any(any(check(job)) for check in (_visible, _instances, _windows, _access))
     differ = [name for name in ("ipc", "pid") if len({one.namespaces.get(name) for one in job}) > 1]
     why = f" (the ranks are in different {' and '.join(differ)} namespaces)" if differ else ""
 
@@ -324,18 +294,12 @@ def _memory(job: Job) -> list[str]:
     return _by_reason(job, reason_of)
 
 
-@_check(
-    "pytorch",
-    "PyTorch allocates memory that peers can open",
-    "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`",
-)
-def _pytorch(job: Job) -> list[str]:
-    found, setting = [], "backend:cudaMallocAsync"
+@_check("pytorch", "PyTorch allocates memory that peers can open", "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`")
+def _pytorch(job: Job) -> Iterator[str]:
+    setting = "backend:cudaMallocAsync"
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        ranks = [one.rank for one in job if setting in one.variables.get(name, "").replace(" ", "")]
-        if ranks:
-            found.append(f"{name} on {name_ranks(ranks)} has {setting}: no peer can open such memory")
-    return found
+        if ranks := [one.rank for one in job if setting in one.variables.get(name, "").replace(" ", "")]:
+            yield f"{name} on {name_ranks(ranks)} has {setting}: no peer can open such memory"
 
 
 Results = Sequence[tuple[Check, list[str]]]
@@ -344,7 +308,7 @@ Results = Sequence[tuple[Check, list[str]]]
 
 def examine(job: Job, checks: Sequence[Check] = CHECKS) -> Results:
     """Make checks of a job."""
-    return [(check, check.find(job)) for check in checks]
+    return [(check, [*check.find(job)]) for check in checks]
 
 
 def lines(results: Results) -> list[str]:

@@ -168,7 +168,6 @@ def facts_before_mpi() -> RankFacts:
 
 
 def _load_mpi() -> tuple[str, str]:
-    """Load MPI's library. Return its description and "", or "" and the error."""
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = True
     try:

@@ -57,8 +57,6 @@ class Line:
 
 @dataclass(frozen=True)
 class _Member:
-    """A rank of a communicator."""
-
     rank: Rank
     calls: RankCalls
     stays: bool
@@ -67,9 +65,12 @@ class _Member:
     """The messages in which it has been since the first look."""
 
     def peer(self, message: BlockedMessage) -> str:
-        """Return the other end of a message."""
         who = f"rank {message.peer}" if 0 <= message.peer < self.calls.size else "any rank"
         return f"{who} (tag {message.tag})" if message.tag >= 0 else who
+
+    def end(self, message: BlockedMessage) -> str:
+        """Return a message's other end, with the communicator."""
+        return f"{_PREPOSITIONS[message.name]} {self.peer(message)} of {self.calls.name}"
 
 
 class Look:
@@ -167,19 +168,17 @@ class Look:
         name = ahead[0].calls.name
         names = {member.calls.last.partition("(")[0] for member in ahead if member.calls.last}
         late: list[_Member] = []
-        described = True
+        described: list[_Member] = []
         if disordered := _disordered(members):
-            late, described = disordered, False
+            late = disordered
             orders = "; ".join(
                 f"rank {calls.rank}: {calls.last} by MPI, its call {calls.by_mpi} by MPI, after {_others(calls)}"
                 for calls in (member.calls for member in disordered)
             )
             said = f"ranks called different things of {name}: {orders}. MPI cannot end such waits: {_WAY_OUT}"
         elif behind := _behind(members):
-            late = [members[index] for index in behind]
-            have = (
-                f"{_named(behind)} is behind: it has" if len(late) == 1 else f"{_named(behind)} are behind: they have"
-            )
+            late = described = [members[index] for index in behind]
+            have = f"{_named(behind)} {'is behind: it has' if len(late) == 1 else 'are behind: they have'}"
             made = _span({member.calls.made for member in late})
             others = _span({member.calls.made for index, member in members.items() if index not in behind})
             last = "; ".join(sorted({member.calls.last for member in ahead if member.calls.last}))
@@ -191,7 +190,7 @@ class Look:
             return
         times = [_seconds(member.rank, since) for member in ahead if (since := member.calls.since_ns) is not None]
         seconds = max(times) if times else self._watched_s(ahead[0].rank)
-        sentences = [said, *map(self._at, late[:_MOST_NAMED] if described else ())]
+        sentences = [said, *map(self._at, described[:_MOST_NAMED])]
         yield self._wait(sentences, seconds, bool(times), [member.rank for member in late])
 
     def _for_messages(self, members: Mapping[int, _Member]) -> Iterator[RankWait]:
@@ -199,8 +198,8 @@ class Look:
             rank, calls = member.rank, member.calls
             for message in member.blocked:
                 peers = [members[message.peer]] if message.peer in members else []
-                end = f"{_PREPOSITIONS[message.name]} {member.peer(message)} of {calls.name}"
-                sentences = [f"rank {calls.rank} waits in a {message.name} {end}", *map(self._at, peers)]
+                said = f"rank {calls.rank} waits in a {message.name} {member.end(message)}"
+                sentences = [said, *map(self._at, peers)]
                 yield self._wait(sentences, self._watched_s(rank), False, [peer.rank for peer in peers])
 
     def _lasting_step(self, rank: Rank) -> Step | None:
@@ -242,12 +241,10 @@ class Look:
             return f"is in {step.text!r}"
         for member in self._of_rank.get(rank.process.pid, ()):
             for message in member.blocked:
-                end = f"{_PREPOSITIONS[message.name]} {member.peer(message)}"
-                return f"{message.name}s {end} of {member.calls.name}"
+                return f"{message.name}s {member.end(message)}"
         return ""
 
     def _says(self, rank: Rank) -> str:
-        """Return what the kernel says of a process."""
         process, earlier = rank.process, self._before.get(rank.process.pid)
         if process.state in "Tt":
             return "is stopped, by a signal or a debugger"

@@ -51,7 +51,6 @@ class Session(SetUp):
         self.require_whole("suspend")
 
         def memories() -> list[SharedSegments]:
-            """Return the memories to give back, on all ranks in the same order."""
             members = [member for member in (*self._beside, *self._shared) if isinstance(member, Suspendable)]
             return [shared for member in members for shared in member.memories() if shared.content is not None]
 
@@ -212,7 +211,6 @@ class Session(SetUp):
             log.logger.error("%s: earlier calls on GPUs have failed, and their results are wrong: %s", step, error)
 
     def _meet_without_groups(self, step: str) -> None:
-        """Wait until all ranks have unmapped the peers' memory. Collective."""
         try:
             roll_call(self._comm, step, self.placement.here.timeout_s)
         except CollectiveTimeoutError:

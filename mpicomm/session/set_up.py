@@ -30,8 +30,7 @@ from mpicomm.symmetric.registry import Mappings
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from mpicomm.recording.channel import Channel
-    from mpicomm.recording.device_work import DeviceWork
+    from mpicomm.recording.channel import Channel, DeviceWork
 
 # They keep messages of a part and words of roll calls apart from the messages of the whole communicator.
 _DOMAIN_TAG, _PART_TAG, _WHOLE_TAG = 2, 4, 6
@@ -222,7 +221,6 @@ class SetUp:
         return True
 
     def _call_roll(self, what: str, part: tuple[int, ...] = ()) -> None:
-        """Call the roll of the ranks of a part, or of all ranks."""
         carrier = self._carriers.pop(part, None)  # a concurrent call of another thread takes another
         if carrier is None:
             ranks, tag = (part, _PART_TAG) if part else (range(self.group.size), _WHOLE_TAG)
@@ -370,7 +368,6 @@ class SetUp:
             raise InvalidUsageError(f"{what}: the communicator is suspended: call resume() on all ranks first")
 
     def _open_device(self) -> None:
-        """Open this rank's device, unless it is open."""
         with _opening:
             if not self._has_device:
                 self._use(self.placement.create_backend())
@@ -379,7 +376,7 @@ class SetUp:
         self.backend = backend
         self._has_device = True
         if self.channel is not None and not isinstance(backend, HostBackend):
-            from mpicomm.recording.device_work import DeviceWork
+            from mpicomm.recording.channel import DeviceWork
 
             self.work = DeviceWork(self.channel, backend)
 

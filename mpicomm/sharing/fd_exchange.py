@@ -64,19 +64,15 @@ class FdExchange:
         self.address = Address(name, secrets.token_bytes(_SECRET_NBYTES))
         if size == 1:
             return
+        kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         try:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-            try:
-                listener.bind(name)
-                listener.listen(socket.SOMAXCONN)
-            except OSError:
-                listener.close()
-                raise
+            self._listener = socket.socket(socket.AF_UNIX, kind)
+            self._listener.bind(name)
+            self._listener.listen(socket.SOMAXCONN)
         except OSError as error:
-            raise HandleError(
-                f"cannot listen on an abstract unix socket: {error.strerror}{way_out(error.errno)}"
-            ) from error
-        self._listener = listener
+            self.close()
+            reason = f"{error.strerror}{way_out(error.errno)}"
+            raise HandleError(f"cannot listen on an abstract unix socket: {reason}") from error
 
     def __enter__(self) -> FdExchange:
         return self
@@ -177,11 +173,10 @@ class FdExchange:
         unsent: dict[_Message, _Target] = {}
         for (rank, number), target in targets.items():
             hello = _HELLO.pack(_MAGIC, self._rank, rank, number, self.address.secret)
-            numbers = array.array("i", fds[number * MOST_FDS : (number + 1) * MOST_FDS])
             peer: socket.socket | None = None
             try:
                 peer = target if isinstance(target, socket.socket) else sockets.enter_context(_connect(rank, target))
-                peer.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)])
+                socket.send_fds(peer, [hello], fds[number * MOST_FDS : (number + 1) * MOST_FDS])
             except BlockingIOError:
                 unsent[rank, number] = target
             except OSError as error:
@@ -253,7 +248,6 @@ def _messages(count: int) -> list[int]:
 
 
 def _connect(rank: int, address: Address) -> socket.socket:
-    """Return a connection to a rank, which the caller closes."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         peer.connect(address.name)
@@ -266,7 +260,6 @@ def _connect(rank: int, address: Address) -> socket.socket:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[Descriptor], int]:
-    """Return a message, its descriptors, which the caller closes, and its flags."""
     # Room for more than a peer's message and descriptors, so that a longer message or another descriptor shows.
     room = socket.CMSG_SPACE((MOST_FDS + 1) * array.array("i").itemsize)
     with uninterrupted():

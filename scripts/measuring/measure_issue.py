@@ -34,8 +34,8 @@ from varied_arrays import FLOAT, Pools
 
 import mpicomm
 import mpicomm.torch
+from mpicomm.bench.libraries import Nccl
 from mpicomm.bench.measure import Call, PeerFailureError, machine_of, together
-from mpicomm.bench.nvidia_peers import Nccl
 from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
 from mpicomm.bench.peers import Mpicomm, mpi_call, open_peer
 

@@ -154,7 +154,7 @@ def of_nccl() -> Library:
     import cupy
     from mpi4py import MPI
 
-    from mpicomm.bench.nvidia_peers import OPS, TYPES
+    from mpicomm.bench.libraries import OPS, TYPES
     from mpicomm.devices.cuda import nccl
 
     world = MPI.COMM_WORLD

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import mpicomm
@@ -23,10 +22,8 @@ from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.tune import Measure, Subject, choose, subjects_of, sweep
 from tests.helpers.inputs.tuning import row as tuning_row
 from tests.helpers.inputs.tuning import table
-from tests.helpers.references.reductions import dtype_named
 
 KIB, MIB = 1 << 10, 1 << 20
-FLOAT = np.dtype(np.float32)
 EVERY_NAME = ["allreduce", "reduce_scatter", "allgather", "bcast", "reduce", "gather", "scatter", "alltoall"]
 
 
@@ -47,7 +44,7 @@ def test_a_change_has_to_gain_three_per_cent(current: str | None, times_us: Mapp
 
 
 def test_all_that_has_a_choice_is_a_subject() -> None:
-    kinds = [subject.kind for subject in subjects_of(EVERY_NAME, FLOAT)]
+    kinds = [subject.kind for subject in subjects_of(EVERY_NAME)]
     assert not any(kind.coded for kind in kinds)
     found = [(kind.operation, kind.registered) for kind in kinds]
     names = ("Allreduce", "Reduce_scatter_block", "Allgather", "Bcast", "Reduce", "Gather", "Scatter", "Alltoall")
@@ -56,22 +53,9 @@ def test_all_that_has_a_choice_is_a_subject() -> None:
     assert {operation for operation, _ in found} == {*TUNED}
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_a_type_that_some_algorithm_cannot_carry_is_refused(name: str) -> None:
-    with pytest.raises(InvalidUsageError) as raised:
-        subjects_of(EVERY_NAME, dtype_named(name))
-    assert str(raised.value) == (
-        f"-d {name}: chain cannot carry a Reduce of {name}, and would be missing from the table, which is for all "
-        "types: measure with -d float32, or leave reduce out of --operations"
-    )
-    others = [operation for operation in EVERY_NAME if operation != "reduce"]
-    assert len(subjects_of(others, dtype_named(name))) == len(subjects_of(EVERY_NAME, FLOAT)) - 1
-    assert subjects_of(EVERY_NAME, np.dtype(np.int8))
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_cases_are_as_large_as_the_call_they_stand_for(size: int) -> None:
-    for subject in subjects_of(EVERY_NAME, FLOAT):
+    for subject in subjects_of(EVERY_NAME):
         cases = subject.cases([1, 2, 4, KIB, 64 * KIB], 1, size)
         assert len({case.nbytes for case in cases}) == len(cases)
         for case, nbytes in zip(cases[-2:], (KIB, 64 * KIB), strict=True):
@@ -80,7 +64,7 @@ def test_cases_are_as_large_as_the_call_they_stand_for(size: int) -> None:
 
 
 def allreduce() -> Subject:
-    subject = subjects_of(["allreduce"], FLOAT)[1]
+    subject = subjects_of(["allreduce"])[1]
     assert subject.kind == Kind("Allreduce", True)
     return subject
 

@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.recording import channel, device_work, record
+from mpicomm.recording import channel, record
 from mpicomm.trace import main
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import rig_on
@@ -183,7 +183,7 @@ def test_messages_of_device_arrays_have_tracks_of_their_streams(
 ) -> None:
     if traced.size == 1:
         pytest.skip("a rank that sends to itself before it receives waits for ever in some MPIs")
-    monkeypatch.setattr(device_work, "timeline_of", lambda backend: Threads())
+    monkeypatch.setattr(channel, "timeline_of", lambda backend: Threads())
     with rig_on(traced) as rig:
         out = rig.empty(5000)
         rig.comm.Sendrecv(rig.of(rig.rank, 5000), rig.right, 0, out, rig.left)
@@ -199,7 +199,7 @@ def test_messages_of_device_arrays_have_tracks_of_their_streams(
 def test_prepared_receives_of_device_arrays_are_waited_for_in_the_trace(
     traced: mpicomm.Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_work, "timeline_of", lambda backend: Threads())
+    monkeypatch.setattr(channel, "timeline_of", lambda backend: Threads())
     with rig_on(traced) as rig:
         prepared = rig.comm.Recv_init(rig.empty(5000), rig.left)
         prepared.Wait()  # nothing is started

@@ -14,12 +14,11 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm.bench.libraries import Nvshmem, SymmetricNccl, TorchSymmetric
 from mpicomm.bench.measure import Call, CallTimes, Machine, Measuring, Outcome
-from mpicomm.bench.nvidia_peers import Nvshmem, SymmetricNccl
 from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers, Content
 from mpicomm.bench.peers import ROOM_NBYTES, Mpicomm, Peer, draw, mean_share
 from mpicomm.bench.peers import measure as measure_all
-from mpicomm.bench.torch_peers import TorchSymmetric
 from mpicomm.devices.cuda import nccl
 
 FLOAT = np.dtype(np.float32)

@@ -17,9 +17,8 @@ from mpicomm.environment import Recording
 from mpicomm.mpi import buffers
 from mpicomm.mpi.host_calls import announce
 from mpicomm.observation import reader_of
-from mpicomm.recording import device_work
-from mpicomm.recording.channel import Channel
-from mpicomm.recording.device_work import DeviceWork
+from mpicomm.recording import channel as channels
+from mpicomm.recording.channel import Channel, DeviceWork
 from mpicomm.recording.recorder import Recorder
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 
@@ -68,7 +67,7 @@ class Rig:
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     timeline = SimpleNamespace()
-    monkeypatch.setattr(device_work, "timeline_of", lambda backend: timeline)
+    monkeypatch.setattr(channels, "timeline_of", lambda backend: timeline)
     listeners = [*log.slow_way_listeners]
     rig = Rig(tmp_path)
     timeline.begin = rig.begin
