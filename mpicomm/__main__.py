@@ -23,9 +23,9 @@ MPICOMM_TIMEOUT stand for the arguments of Communicator.
   -h, --help     print this text
   --version      print the version
 
-Tools, each with --help: python -m mpicomm.info, .doctor, .bench, .tune, .p2p, .trace
+Tools, each with --help: python -m mpicomm.info, .doctor, .bench, .tune, .p2p, .ring, .trace
 """
-_TOOLS = ("info", "doctor", "bench", "tune", "p2p", "trace")
+_TOOLS = ("info", "doctor", "bench", "tune", "p2p", "ring", "trace")
 _OPTIONS = ("-m", "-c", "-")
 
 

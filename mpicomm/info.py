@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpicomm import environment
 from mpicomm.api.communicator import Communicator
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -19,6 +21,8 @@ from mpicomm.sizes import rich_console, rich_table
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+_FILE_WIDTH = 1000  # wide enough to fold no cell if no terminal sets the width
 
 
 def collect(comm: Communicator) -> dict[str, Any]:
@@ -33,6 +37,8 @@ def collect(comm: Communicator) -> dict[str, Any]:
         "processor": arguments.processor(),
         "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
         "tuning": algorithms(here.device_name, here.links) if comm.device != "cpu" else [],
+        "multi_process_service": environment.multi_process_service(),
+        "order_under_the_runner": "stream" if environment.stream_order(None) else "complete",
         "versions": arguments.versions(),
     }
 
@@ -107,9 +113,21 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 
     mpi, first = found["cuda_aware_mpi"], ranks[0]
     aware = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
-    system = {"processor": found["processor"], **found["versions"], "MPI is CUDA-aware": f"{aware} ({mpi['how']})"}
+    reductions = {"auto": "by MPI or mpicomm", "ordered": "by mpicomm, in rank order"}[first["reductions"]]
+    system = {
+        "processor": found["processor"],
+        **found["versions"],
+        "MPI is CUDA-aware": f"{aware} ({mpi['how']})",
+        "reductions of host arrays": reductions,
+    }
     if first["internode"]:
         system["engine between peer domains"] = first["internode"]
+    if first["device"] != "cpu":
+        runs = "runs" if found["multi_process_service"] else "does not run, so ranks that share a GPU take turns"
+        system["NVIDIA's multi-process service"] = runs
+        under = {"stream": "stream-ordered, by MPICOMM_ORDER", "complete": "complete on return"}
+        runner = under[found["order_under_the_runner"]]
+        system["blocking calls on GPU arrays"] = f"stream-ordered; under python -m mpicomm {runner}"
     system["first collectives"] = found["first_calls"]
     if found["tuning"]:
         source, *choices = found["tuning"]
@@ -133,22 +151,27 @@ def _cell(value: object) -> str:
     return "-" if value in (None, "", -1) else str(value)
 
 
-def main() -> int:
-    """Run the command line on this rank. Collective."""
-    parser = arguments.command_parser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    return arguments.command_parser(
         "info",
         "Show the ranks' devices, how they open each other's memory, how much memory a communicator takes, "
         "and the versions in use.",
         json="output",
     )
-    options = command_line.parse_args(parser)
-    comm = Communicator(device=options.device, handle=options.handle)
-    found, rank = collect(comm), comm.rank
+
+
+def main() -> int:
+    """Run the command line on this rank. Collective."""
+    options = command_line.parse_args(parser())
+    comm = command_line.open_communicator(options.device, options.handle)
+    rank = comm.rank
+    found = collect(comm)
     comm.Free()
     if options.json is not False:
         command_line.save_or_show(options.json, found)
     elif rank == 0:
-        console = rich_console(sys.stdout)
+        console = rich_console(sys.stdout, _FILE_WIDTH)
         for table in tables(found):
             console.print(table)
     return 0

@@ -6,14 +6,12 @@ import argparse
 import dataclasses
 import json
 import os
-import shlex
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -32,6 +30,8 @@ T = TypeVar("T")
 
 _TOGETHER_S = 0.5
 _FORWARD_S = 0.2  # an MPI launcher that has to abort drops output that it has not forwarded yet
+
+_device: int | str | None = None  # `_abort` names the device, but has no communicator
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -72,9 +72,11 @@ def _all_arrive(comm: MPI.Intracomm) -> bool:
 
 
 def _abort() -> NoReturn:
+    device = "no device yet" if _device is None else f"device {_device}"
     # This is one write, because lines of ranks that fail at the same time must not mix.
-    who = f"mpicomm: rank {MPI.COMM_WORLD.rank} on {socket.gethostname()}"
-    sys.stderr.write(f"{who} failed\n{traceback.format_exc()}")
+    sys.stderr.write(
+        f"mpicomm: rank {MPI.COMM_WORLD.rank} on {socket.gethostname()} ({device}) failed\n{traceback.format_exc()}"
+    )
     sys.stderr.flush()
     sys.stdout.flush()
     time.sleep(_FORWARD_S)
@@ -97,6 +99,14 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     sys.exit(outcome)
 
 
+def open_communicator(device: str, handle: str) -> Communicator:
+    """Return a communicator of all ranks. Collective."""
+    global _device
+    comm = Communicator(MPI.COMM_WORLD, device=device, handle=handle)
+    _device = comm.device
+    return comm
+
+
 class Run:
     """A measurement on all ranks: its options, a communicator, and what the ranks say of themselves.
 
@@ -106,7 +116,7 @@ class Run:
 
     def __init__(self, parser: argparse.ArgumentParser, *, one_node: str = "") -> None:
         self.options = parse_args(parser)
-        self.comm = comm = Communicator(device=self.options.device, handle=self.options.handle)
+        self.comm = comm = open_communicator(self.options.device, self.options.handle)
         if one_node and comm.num_nodes > 1:
             nodes = f"these {comm.size} ranks are on {comm.num_nodes} nodes"
             raise InvalidUsageError(f"{one_node}; {nodes}: start them on one")
@@ -120,10 +130,7 @@ class Run:
         options = self.options
         if options.maxbytes is None:
             options.maxbytes = max(options.minbytes, 64 << 20 if self.comm.device == "cpu" else 1 << 30)
-        found, nbytes = [], options.minbytes
-        while nbytes <= options.maxbytes:
-            found.append(nbytes)
-            nbytes *= options.stepfactor
+        found = arguments.sizes(options.minbytes, options.maxbytes, options.stepfactor)
         if not found:
             bounds = f"-b {format_size(options.minbytes)} is above -e {format_size(options.maxbytes)}"
             raise InvalidUsageError(f"no size to measure: {bounds}: pass a larger -e")
@@ -132,6 +139,11 @@ class Run:
     def introduce(self, title: str, *lines: str) -> None:
         """Print the command, the ranks, and ``lines``."""
         show(*(f"# {line}".rstrip() for line in (*header(title, self.ranks, self.options.handle), *lines)))
+
+    def setting(self) -> dict[str, Any]:
+        """Return the date, the command and the machine, for the JSON file."""
+        ranks = [rank_record(info) for info in self.ranks]
+        return {**arguments.run_record(self.options), "ranks": ranks, "handle": self.ranks[0].handle}
 
     def finish(
         self,
@@ -145,17 +157,7 @@ class Run:
 
         Return the exit code. ``wrong`` counts the errors on all ranks.
         """
-        options = {name: str(given) if isinstance(given, Path) else given for name, given in vars(self.options).items()}
-        setting = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(sys.orig_argv),
-            "options": options,
-            "processor": arguments.processor(),
-            "versions": arguments.versions(),
-            "ranks": [rank_record(info) for info in self.ranks],
-            "handle": self.ranks[0].handle,
-        }
-        save(self.options.json, {**setting, **document, "wrong": wrong, "ok": wrong == 0})
+        save(self.options.json, {**self.setting(), **document, "wrong": wrong, "ok": wrong == 0})
         close()  # after the results are saved, because a library may end the process here
         self.comm.Free()
         show("# OK" if wrong == 0 else f"# FAILED: {wrong} {what}")

@@ -20,7 +20,7 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
     (
         "Command lines",
         "programs that use the package",
-        [["p2p", "tune"], ["__main__", "info", "doctor", "bench", "trace"], ["cli"]],
+        [["ring", "p2p", "tune"], ["__main__", "info", "doctor", "bench", "trace"], ["cli"]],
     ),
     ("Interface", "methods as in mpi4py, PyTorch", [["torch", "world"], ["experts"], ["api"]]),
     ("Calls", "read a call, choose its way", [["products"], ["ways", "messages", "windows", "observation"]]),

@@ -7,7 +7,7 @@ import pytest
 
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.mpi.types import is_narrow
-from mpicomm.p2p.__main__ import COPY, Copying
+from mpicomm.p2p.gpu import COPY, Copying
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds
 from tests.kernels.machine import Machine, kernel_of

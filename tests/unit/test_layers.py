@@ -51,7 +51,7 @@ ROOMS = [
     {"world", "torch"},
     {"cli"},
     {"info", "doctor", "bench", "trace", "__main__"},
-    {"p2p", "tune"},
+    {"ring", "p2p", "tune"},
 ]
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 
@@ -77,7 +77,7 @@ MPI_USERS = {
 } | {name for name in ROOM if name.startswith(("collectives", "domains"))}
 CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/", "p2p/")
 # They are used as any user of the package would be.
-COMMAND_LINES = {"__main__", "cli", "info", "doctor", "bench", "p2p", "trace", "tune"}
+COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "trace", "tune"}
 
 NEVER = [
     ("mpi/", "mpicomm.kernels.packing"),
@@ -158,7 +158,7 @@ def test_modules_import_from_rooms_below_their_own() -> None:
         ("session/session.py", "import mpicomm"),
         ("symmetric/array.py", "from mpi4py import MPI"),
         ("devices/host.py", "import cupy"),
-        ("tune.py", "try:\n    from cuda.bindings import driver\nexcept ImportError:\n    pass"),
+        ("ring.py", "try:\n    from cuda.bindings import driver\nexcept ImportError:\n    pass"),
         ("devices/handle.py", "from .errors import HandleError"),
         ("unheard_of.py", ""),
     ],

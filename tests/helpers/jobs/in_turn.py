@@ -56,7 +56,7 @@ def changed(folder: Path, command: str, code: str) -> Path:
     """Return a program that runs the module of a command after code that calls `patch`, and may replace ``main``."""
     program = folder / f"changed_{len(list(folder.glob('changed_*.py')))}.py"
     program.write_text(
-        "from mpi4py import MPI\nimport numpy as np\nimport mpicomm\n"
+        "from mpi4py import MPI\nimport numpy as np\nimport mpicomm\nfrom mpicomm import SymmetricArray\n"
         f"from mpicomm.cli import options as command_line\nfrom {command} import main\n"
         "from tests.helpers.jobs.in_turn import patch\n"
         f"RANK = MPI.COMM_WORLD.rank\n{code}\ncommand_line.run(main)\n"

@@ -21,6 +21,7 @@ from rich.console import Console
 pytest.importorskip("ml_dtypes")
 
 import mpicomm
+from mpicomm.bench.__main__ import parser
 from mpicomm.bench.operations import OPERATIONS
 from mpicomm.doctor.checks import CHECKS
 from mpicomm.info import tables
@@ -31,10 +32,12 @@ DEVICE = ("--device", "cpu")
 SHORT = (*DEVICE, "-n", "2", "-w", "1", "-G", "2")
 EXPERTS = ("experts", *DEVICE, "-n", "1")
 MATMUL = ("matmul", *DEVICE, "-n", "1", "-G", "2", "--shape", "48,32")
+RING = ("ring", *DEVICE, "-b", "1K", "-e", "64K", "-n", "2", "-w", "1")
+ONCE = ("ring", *DEVICE, "-n", "1", "-w", "0")
 P2P = ("p2p", *DEVICE, "-b", "100003", "-n", "3", "-r", "2")
 BENCHES = {
-    "sums": ("allreduce", *SHORT, "-b", "8", "-e", "1M", "-f", "8", "--compare", "mpi,nccl"),
-    "coded": ("allreduce", *SHORT, "-b", "1K", "-e", "1K", "--wire-dtype", "int8", "--buffers", "ordinary"),
+    "sums": ("allreduce", *SHORT, "-b", "8", "-e", "1M", "-f", "8", "--compare", "mpi,nccl", "--buffers", "both"),
+    "coded": ("allreduce", *SHORT, "-b", "1K", "-e", "1K", "--wire-dtype", "int8"),
     "experts": (*EXPERTS, "--tokens", "5,9", "--hidden", "16", "--experts", "7", "--top-k", "3"),
     "experts by default": EXPERTS,
     "products": (*MATMUL, "--rows", "8,64", "--compare", "nccl,torch"),
@@ -46,11 +49,16 @@ ON_TWO = {
     "info in a file": ("info", *DEVICE, "--json", "info.json"),
     "doctor": ("doctor", *DEVICE),
     "doctor in a file": ("doctor", *DEVICE, "--json", "doctor.json"),
-    "help": ("p2p", "--help"),
+    "ring": (*RING, "--json", "ring-2.json"),
+    "put": (*ONCE, "-b", "1K", "-e", "1K", "--direction", "put"),
+    "get": (*ONCE, "-b", "1K", "-e", "1K", "--direction", "get"),
+    "odd sizes": (*ONCE, "-b", "1", "-e", "1200000", "-f", "101"),
+    "help": ("ring", "--help"),
     **{name: ("bench", *options, "-J", f"{name}.json") for name, options in BENCHES.items()},
 }
-ON_THREE = {"p2p": (*P2P, "--json", "p2p-3.json")}
+ON_THREE = {"ring": (*RING, "--json", "ring-3.json"), "p2p": (*P2P, "--json", "p2p.json")}
 ON_NODES = {
+    "ring": "the ring goes through mapped memory and needs all ranks on one node",
     "p2p": "the matrices are of mapped memory and need all ranks on one node",
     "bench": "the bench is for ranks of one node",
 }
@@ -63,11 +71,13 @@ REFUSED = {
     ("bench", "allreduce", "-o", "land"): "argument -o/--op",
     ("bench", "allreduce", "--compare", "nccl,mccl"): "argument --compare: 'mccl' is no peer",
     ("bench", "matmul", "--shape", "8"): "argument --shape: '8': use K,N",
-    ("p2p", "-b", "12Q"): "argument -b/--bytes: '12Q' is no size",
-    ("bench", "bcast", "-f", "1"): "argument -f/--stepfactor: '1': use a whole number from 2 up",
-    ("p2p", "--json", "/no/such/directory/file"): "argument -J/--json",
-    ("p2p", "--bogus"): "unrecognized arguments: --bogus",
+    ("ring", "-b", "12Q"): "argument -b/--minbytes: '12Q' is no size",
+    ("ring", "-f", "1"): "argument -f/--stepfactor: '1': use a whole number from 2 up",
+    ("ring", "--json", "/no/such/directory/file"): "argument -J/--json",
+    ("ring", "--direction", "up"): "argument --direction",
+    ("ring", "--bogus"): "unrecognized arguments: --bogus",
     ("tune", "--operations", "allreduce,scan"): "argument --operations: 'scan' is no operation with a choice: use all",
+    ("tune", "-d", "int3"): "argument -d/--datatype: invalid choice: 'int3'",
     ("tune", "-e", "0"): "argument -e/--maxbytes: '0' is no size",
     ("tune", "--output", "/no/such/directory/file"): "argument --output",
     # All ranks raise.
@@ -80,7 +90,7 @@ REFUSED = {
     ("bench", *MATMUL, "--rows", "9"): "--rows 9: 2 ranks cannot share them: pass a multiple of 2",
     ("bench", *MATMUL, "--eager"): EAGER,
     ("bench", *MATMUL, "-d", "bfloat16"): "--datatype bfloat16 is for GPUs: on the host pass float32",
-    ("p2p", "--handle", "ipc"): 'handle="ipc"',
+    ("ring", "--handle", "ipc"): 'handle="ipc"',
     ("tune", "--output", "none.json"): "error: the table is for collectives on GPU arrays, and these ranks are on the",
 }
 ALONE: dict[tuple[str, ...], tuple[int, str]] = {
@@ -100,11 +110,13 @@ ALONE: dict[tuple[str, ...], tuple[int, str]] = {
     ),
     ("doctor", "--pid", "1", "--job"): (2, "not allowed with argument"),
     ("doctor", "--pid", "x"): (2, "invalid int value: 'x'"),
-    ("doctor", "--job", "--json", "file"): (2, "--json: not allowed with --pid and --job"),
-    (*P2P, "--json", "p2p-1.json"): (0, "# OK"),
+    ("doctor", "--job", "--longer-than", "0"): (2, "argument --longer-than: invalid"),
+    ("doctor", "--job", "--json", "file"): (2, "--json FILE: with --pid and --job it takes no file"),
+    (*RING, "--json", "ring-1.json"): (0, "# OK"),
 }
 NO_GPUS = "skipped, because it needs GPUs and these ranks are on the cpu"
 KINDS = ["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"]
+SIZES = [1024, 4096, 16384, 65536]
 HOST = socket.gethostname()
 
 
@@ -149,9 +161,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Job]:
         else:
             programs = {name: program(*words) for name, words in ON_THREE.items()}
             # At last, because the environment stays so.
-            on_nodes = changed(codes, "mpicomm.p2p.__main__", SET.format("HOSTID", "str(RANK)"))
-            programs["p2p on nodes"] = (on_nodes, *DEVICE)
-            programs["bench on nodes"] = program("bench", "barrier", *DEVICE)
+            programs["ring on nodes"] = (changed(codes, "mpicomm.ring", SET.format("HOSTID", "str(RANK)")), *DEVICE)
+            programs |= {
+                "p2p on nodes": program("p2p", *DEVICE),
+                "bench on nodes": program("bench", "barrier", *DEVICE),
+            }
             programs["wrong variable"] = (changed(codes, "mpicomm.info", SET.format("TIMEOUT", "'soon'")), *DEVICE)
         ended, said = run_named(nprocs, programs, MPICOMM_TIMEOUT=str(HANG_S))
         return Job(ended, said, folder)
@@ -184,32 +198,67 @@ def test_one_process_gets_information_and_refusals(job: Callable[[int], Job]) ->
 def test_ranks_on_several_nodes_and_a_wrong_variable_are_refused(job: Callable[[int], Job]) -> None:
     found = job(3)
     refused = [*(f"{command} on nodes" for command in ON_NODES), "wrong variable"]
-    assert [found.ended[name] for name in refused] == [("", 2)] * 3
+    assert [found.ended[name] for name in refused] == [("", 2)] * 4
     *nodes, variable = found.stderr.splitlines()
     assert nodes == [f"error: {why}; these 3 ranks are on 3 nodes: start them on one" for why in ON_NODES.values()]
     assert variable.startswith("error: ranks 0, 1, 2: MPICOMM_TIMEOUT='soon': use a positive number of seconds")
 
 
-@pytest.mark.parametrize("nprocs", [1, 3])
-def test_matrices_of_ranks(job: Callable[[int], Job], nprocs: int) -> None:
-    said = job(nprocs).right("p2p" if nprocs > 1 else " ".join((*P2P, "--json", "p2p-1.json")))
-    assert said[0].startswith(f"# mpicomm {mpicomm.__version__} p2p: {nprocs} rank")
-    ranks = [line for line in said if line.startswith("#  Rank")]
-    assert len(ranks) == nprocs  # only the first rank wrote
+def table(job: Job, name: str) -> dict[int, list[float]]:
+    return {int(size): [*map(float, cells)] for size, *cells in job.rows(name)}
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_a_ring_that_is_well(job: Callable[[int], Job], nprocs: int) -> None:
+    found, name = job(nprocs), "ring" if nprocs > 1 else " ".join((*RING, "--json", "ring-1.json"))
+    lines = found.right(name)
+    assert lines[0].startswith(f"# mpicomm {mpicomm.__version__} ring: {nprocs} rank")
+    ranks = [line for line in lines if line.startswith("#  Rank")]
+    assert len(ranks) == nprocs
     assert all(re.fullmatch(rf"#  Rank +\d+ Pid +\d+ on {re.escape(HOST)} device cpu", line) for line in ranks)
-    assert "# handle: memfd (the best for this device)" in said
-    found = job(nprocs).report(f"p2p-{nprocs}")
-    assert (found["ok"], found["wrong"], found["handle"]) == (True, 0, "memfd")
-    assert (found["options"]["bytes"], found["options"]["iters"]) == (100003, 3)
-    assert found["processor"] and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found["date"])
-    assert found["versions"].items() >= {"mpicomm": mpicomm.__version__, "numpy": np.__version__}.items()
-    assert {"Python", "mpi4py", "MPI"} <= set(found["versions"])
+    assert "# handle: memfd (the best for this device)" in lines
+    # One header, ranks, handle, blank, head of table, table, agreed end: only the first rank wrote.
+    assert len(lines) == 1 + nprocs + 1 + 1 + 2 + len(SIZES) + 1
+    shown = table(found, name)
+    assert list(shown) == SIZES
+    for nbytes, (put_us, put_gb_s, put_wrong, get_us, get_gb_s, get_wrong) in shown.items():
+        assert put_wrong == get_wrong == 0
+        assert put_gb_s == pytest.approx(nbytes / put_us / 1e3, abs=0.0051, rel=0.01)
+        assert get_gb_s == pytest.approx(nbytes / get_us / 1e3, abs=0.0051, rel=0.01)
+
+    report = found.report(f"ring-{nprocs}")
+    assert (report["ok"], report["wrong"], report["handle"]) == (True, 0, "memfd")
+    assert (report["options"]["iters"], report["options"]["maxbytes"]) == (2, 65536)
+    assert report["processor"] and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", report["date"])
+    assert report["versions"].items() >= {"mpicomm": mpicomm.__version__, "numpy": np.__version__}.items()
+    assert {"Python", "mpi4py", "MPI"} <= set(report["versions"])
+    for row in report["results"]:
+        cells = [round(row[name][key], 2) for name in ("put", "get") for key in ("time_us", "algbw_gb_s", "wrong")]
+        assert cells == pytest.approx(shown.pop(row["nbytes"]), abs=0.011)
+    assert not shown
+
+
+def test_one_direction_and_sizes_that_are_no_multiple_of_anything(job: Callable[[int], Job]) -> None:
+    for name in ("put", "get"):
+        said, status = job(2).ended[name]
+        assert (status, [len(row) for row in job(2).rows(name)]) == (0, [4])
+        assert [each for each in ("put", "get") if f" {each} " in said] == [name]
+    job(2).right("odd sizes")
+    assert list(table(job(2), "odd sizes")) == [1, 101, 10201, 1030301]
+
+
+def test_matrices_of_three_ranks(job: Callable[[int], Job]) -> None:
+    said, found = job(3).right("p2p"), job(3).report("p2p")
+    assert (found["ok"], found["wrong"], found["options"]["bytes"]) == (True, 0, 100003)
+    paths, access, *measured = found["matrices"]
+    assert paths["cells"] == [["self" if a == b else "host memory" for a in range(3)] for b in range(3)]
+    assert access["cells"] == [[None if a == b else True for a in range(3)] for b in range(3)]
     ways = ("to the target", "from the source")
-    assert [matrix["title"] for matrix in found["matrices"]] == [
-        *(f"Bandwidth, {how}, copies {to}" for how in ("one way", "both ways")[: 1 + (nprocs > 1)] for to in ways),
+    assert [matrix["title"] for matrix in measured] == [
+        *(f"Bandwidth, {how}, copies {which}" for how in ("one way", "both ways") for which in ways),
         *(f"Latency, copies {which} of 16 bytes" for which in ways),
     ]
-    for matrix in found["matrices"]:
+    for matrix in measured:
         assert f"{matrix['title']} ({matrix['unit']})" in said
         for source, row in enumerate(matrix["cells"]):
             nothing = [source] if "both ways" in matrix["title"] else []
@@ -222,18 +271,18 @@ def test_the_bench_of_sums_and_its_peers(job: Callable[[int], Job]) -> None:
     assert lines[0].startswith(f"# mpicomm {mpicomm.__version__} bench allreduce: 2 ranks")
     assert f"# nccl: {NO_GPUS}" in lines
     assert [int(row[0]) for row in shown] == [8 << 3 * step for step in range(6)]
-    assert {len(row) for row in shown} == {5 + 2 * (5 + 2)}
-    assert all(row[9] == row[16] == "0" for row in shown)
+    assert {len(row) for row in shown} == {5 + 2 * (5 + 2 * 2)}
+    assert all(row[9] == row[18] == "0" for row in shown)
     assert (report["ok"], report["wrong"], report["collective"]) == (True, 0, "allreduce")
     assert (list(report["peers"]), report["missing"]) == (["mpi"], {"nccl": NO_GPUS})
-    assert set(report["geometric_means"]) == {"mpi"}
+    assert set(report["geometric_means"]) == {"mpicomm-ordinary", "mpi"}
     for row, measured in zip(shown, report["results"], strict=True):
         assert measured["nbytes"] == int(row[0])
         own = measured["places"]["out-of-place"]["mpicomm"]
         assert own["time_us"] == pytest.approx(float(row[5]), abs=0.0051)
         times = measured["places"]["in-place"]
         ratio = times["mpi"]["time_us"] / times["mpicomm"]["time_us"]
-        assert float(row[18]) == pytest.approx(ratio, abs=0.0051)
+        assert float(row[22]) == pytest.approx(ratio, abs=0.0051)
 
 
 def test_the_bench_of_calls_with_codes_beside_calls_without(job: Callable[[int], Job]) -> None:
@@ -284,6 +333,11 @@ def test_every_collective_runs() -> None:
     for name in calls:
         found.right(name)
         assert [row[0] for row in found.rows(name)] == (["0"] if "barrier" in name else ["24", "49152"])
+
+
+def test_names_of_nccl_tests_are_understood() -> None:
+    options = parser().parse_args(["broadcast", "-d", "half", "--compare", "nccl, torch,nccl"])
+    assert (options.collective, options.datatype, options.compare) == ("bcast", "float16", ["nccl", "torch"])
 
 
 @pytest.fixture

@@ -103,11 +103,11 @@ GPU = dataclasses.replace(
 
 
 def test_header_names_devices_and_why_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = report.header("p2p", [GPU, dataclasses.replace(GPU, rank=1)], "auto")
+    lines = report.header("ring", [GPU, dataclasses.replace(GPU, rank=1)], "auto")
     assert "2 ranks on here" in lines[0]
     assert lines[1] == " Rank  0 Pid      7 on here device  1 [0000:17:00.0] NVIDIA H200"
     assert lines[-1] == "handle: fd (not ipc: no CUDA IPC in this container)"
-    assert report.header("p2p", [GPU], "fd")[-1] == "handle: fd (as asked for)"
-    assert report.header("p2p", [CPU], "auto")[-1] == "handle: memfd (the best for this device)"
+    assert report.header("ring", [GPU], "fd")[-1] == "handle: fd (as asked for)"
+    assert report.header("ring", [CPU], "auto")[-1] == "handle: memfd (the best for this device)"
     monkeypatch.setenv("MPICOMM_HANDLE", "fd")
-    assert report.header("p2p", [GPU], "auto")[-1] == "handle: fd (as asked for)"
+    assert report.header("ring", [GPU], "auto")[-1] == "handle: fd (as asked for)"

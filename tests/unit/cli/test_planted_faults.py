@@ -21,6 +21,7 @@ BENCH = ("-D", "cpu", "-n", "2", "-w", "1", "-G", "2")
 SUMS = ("allreduce", *BENCH, "-b", "4K", "-e", "16K")
 EXPERTS = ("experts", "-D", "cpu", "-n", "1", "--tokens", "5", "--hidden", "16", "--experts", "7", "--top-k", "3")
 PRODUCT = ("matmul", "-D", "cpu", "-n", "1", "-G", "2", "--shape", "48,32", "--rows", "8")
+RING = ("-D", "cpu", "-b", "1K", "-e", "64K", "-n", "2", "-w", "1")
 P2P = ("-D", "cpu", "-b", "100003", "-n", "3", "-r", "2")
 TUNE = ("-D", "cpu", "-n", "2", "-w", "1", "-b", "1K", "-e", "16K", "-f", "4", "--operations", "allreduce")
 
@@ -28,7 +29,7 @@ ALLREDUCE = "Communicator.Allreduce"
 CHANGED = """
 from mpicomm import Communicator, Experts
 from mpicomm.p2p.__main__ import Pairs
-LAST = []
+FIRST, LAST = {{}}, []
 def at(array, size):
     return np.lib.stride_tricks.as_strided(array, (size,))
 def changed(self, *given, **options):
@@ -98,6 +99,30 @@ FAULTS = {
     },
     "bench of a product": Fault(
         then("Communicator.matmul_allreduce", "given[2][-1, -1] += RANK == 1"), PRODUCT, total=1
+    ),
+    # The ring: one byte of each call that is checked, two calls for each size and direction.
+    **{
+        f"put, then {line}": Fault(then("SymmetricArray.put", line), RING, ("2", "0"), 8)
+        for line in (
+            "if RANK == 0: self.peer(given[1])[0] ^= 1",
+            "if RANK == 1: self.peer(given[1])[517] ^= 1",
+            "if RANK == 0: self.peer(given[1])[-1] ^= 1",
+        )
+    },
+    "get of another last bit": Fault(
+        then("SymmetricArray.get", "if RANK == 0: given[1][-1] ^= 0x80"), RING, ("0", "2"), 8
+    ),
+    "no put": Fault(instead("SymmetricArray.put", "pass"), RING, (SOME, "0")),
+    "put for another rank": Fault(
+        instead("SymmetricArray.put", "call(self, given[0], 1 - given[1])"), RING, (SOME, "0")
+    ),
+    "memory as it was": Fault(
+        instead(
+            "SymmetricArray.peer",
+            "return FIRST.setdefault((id(self), *given), (self, call(self, *given).copy()))[1]",
+        ),
+        RING,
+        (SOME, SOME),
     ),
     # One way and with few bytes rank 1 puts in the cells of one row, both ways in the two cells that are measured.
     "p2p on rank 1": Fault(
@@ -188,12 +213,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
     programs = {}
     for number, (name, fault) in enumerate(FAULTS.items()):
-        command = "p2p" if fault.options is P2P else "bench"
+        command = {RING: "ring", P2P: "p2p"}.get(fault.options, "bench")
         programs[name] = program(command, fault.code, *fault.options, "-J", folder / f"{number}.json")
     programs |= {step: program("bench", FAILING_PEER.format(step), *SUMS, "--compare", "mpi") for step in STEPS}
     varied = (*SUMS, "--vary", "--compare", "mpi", "-e", "4K", "-J", folder / "varied.json")
     programs["varied"] = program("bench", LOOK.format(str(codes)) + SEEN, *varied)
     programs["slow sums"] = program("bench", slow(ALLREDUCE), *SUMS)
+    programs["slow put"] = program("ring", slow("SymmetricArray.put"), *RING)
     programs["tune"] = program("tune", tuned(UNEVEN), *TUNE, "--output", table)
     programs["tune of wrong sums"] = program("tune", tuned(WRONG_SUMS), *TUNE, "--output", folder / "unwritten.json")
     # A table that is named is ignored.
@@ -252,6 +278,8 @@ def test_a_peer_that_fails_is_a_line_and_no_more(job: Job) -> None:
 
 def test_time_is_one_call_of_the_slowest_rank(job: Job) -> None:
     assert [float(row[5]) for row in job.rows("slow sums")] == [pytest.approx(10_000, abs=2)] * 3
+    for _, put_us, _, _, get_us, *_ in job.rows("slow put"):
+        assert float(put_us) == pytest.approx(10_000, abs=2) and float(get_us) < 10
 
 
 def test_tune_writes_the_fastest_algorithms_unless_one_is_wrong(job: Job) -> None:
@@ -281,13 +309,13 @@ def test_tune_writes_the_fastest_algorithms_unless_one_is_wrong(job: Job) -> Non
 
 ENDS = {
     "InvalidUsageError: planted": (
-        then(ALLREDUCE, "if RANK == 1: raise mpicomm.InvalidUsageError('planted')"),
-        "rank 1 on {host}",
+        then("SymmetricArray.put", "if RANK == 1: raise mpicomm.InvalidUsageError('planted')"),
+        r"rank 1 on {host} \(device cpu\)",
     ),
     # All ranks raise it at once.
     "ZeroDivisionError": (
         "command_line.Communicator = lambda *args, **options: 1 / 0",
-        "rank [01] on {host}",
+        r"rank [01] on {host} \(no device yet\)",
     ),
 }
 
@@ -295,7 +323,7 @@ ENDS = {
 @pytest.mark.parametrize("error", ENDS)
 def test_an_error_on_one_rank_ends_the_job(error: str, tmp_path: Path) -> None:
     code, who = ENDS[error]
-    program = (changed(tmp_path, "mpicomm.bench.__main__", code), *SUMS)
+    program = (changed(tmp_path, "mpicomm.ring", code), *RING)
     job, ended = run_in_turn(2, program, MPICOMM_TIMEOUT=f"{2 * HANG_S:g}")  # which no rank waits
     assert job.returncode != 0 and not ended
     assert "# OK" not in job.stdout and "# FAILED" not in job.stdout
@@ -309,11 +337,11 @@ def test_an_error_on_one_rank_ends_the_job(error: str, tmp_path: Path) -> None:
 PRESSED = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have it ignored
-patch(mpicomm.Communicator, "Allreduce", lambda *given, **options: os.kill(os.getpid(), signal.SIGINT))
+patch(SymmetricArray, "put", lambda *given: os.kill(os.getpid(), signal.SIGINT))
 """
 
 
 def test_an_interrupt_is_quiet(tmp_path: Path) -> None:
-    job, ended = run_in_turn(2, (changed(tmp_path, "mpicomm.bench.__main__", PRESSED), *SUMS))
+    job, ended = run_in_turn(2, (changed(tmp_path, "mpicomm.ring", PRESSED), *RING))
     assert job.returncode != 0 and not ended and "algbw" in job.stdout
     assert "Traceback" not in job.stderr and "mpicomm" not in job.stderr
