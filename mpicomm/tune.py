@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
         "measured size keep their algorithm, from that file or from the built-in table.",
         json="",
     )
-    arguments.add_sweep_arguments(result, smallest=1 << 10, largest=256 << 20)
+    arguments.add_sweep_arguments(result, smallest=1 << 10, factor=2, largest=256 << 20)
     add, names, listed = result.add_argument, arguments.names_from(NAMES, "operation with a choice"), ",".join(NAMES)
     add("--operations", type=names, default=list(NAMES), metavar="NAME,...", help=f"default: {listed}")
     written = "default: the file that later runs look for"

@@ -209,14 +209,13 @@ def count_from(smallest: int) -> Callable[[str], int]:
     return parse_count
 
 
-def name_from(known: Collection[str], what: str, *, aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """Return an argparse type that reads one of the ``known`` names, or its alias. ``what`` says what they name."""
+def name_from(known: Collection[str], what: str) -> Callable[[str], str]:
+    """Return an argparse type that reads one of the ``known`` names. ``what`` says what they name."""
 
     def parse_name(text: str) -> str:
-        name = (aliases or {}).get(text, text)
-        if name not in known:
+        if text not in known:
             raise argparse.ArgumentTypeError(f"{text!r} is no {what}: use {', '.join(known)}")
-        return name
+        return text
 
     return parse_name
 
