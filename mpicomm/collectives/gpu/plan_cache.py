@@ -115,27 +115,30 @@ class PlanCache:
                 data, output = send.data, receive.data
                 sent = data.ptr, send.size, (send.dtype, data.device_id)
                 received = output.ptr, receive.size, (receive.dtype, output.device_id)
-            elif operation.send == "typed" and type(send) is type(receive) is list and len(send) == len(receive) == 4:
+            elif operation.send == "typed" and type(send) is type(receive) in (list, tuple):
                 return self._find_typed(operation, algorithm, send, receive, op, root)
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
                 return None
             return self.find_plain(operation, algorithm, sent, received, op, root, finish, arrays)
-        except TypeError:  # a root that is a list, for example; `Call` refuses it
+        except (TypeError, ValueError, IndexError):  # a root that is a list, for example; `Call` refuses it
             return None
 
     def _find_typed(
-        self, operation: Operation, algorithm: str, send: list[Any], receive: list[Any], op: MPI.Op | None, root: int
+        self, operation: Operation, algorithm: str, send: Any, receive: Any, op: MPI.Op | None, root: int
     ) -> AnyPlan | None:
-        """As `find`, for lists of an array, counts, displacements and a datatype for each block.
+        """As `find`, for lists of an array, counts, displacements (or a pair of both) and a datatype for each block.
 
         A repeated call is found by its numbers and layouts, because to read them as blocks takes several times as long.
         """
-        x, y, key = send[0], receive[0], None
-        if type(x) is type(y) is self._cupy and x._c_contiguous and y._c_contiguous:
+        specs, key, x, y = (send, receive), None, send[0], receive[0]
+        if len(send) == len(receive) == 3:
+            specs = (x, *send[1], send[2]), (y, *receive[1], receive[2])
+        is_plain = type(x) is type(y) is self._cupy and x._c_contiguous and y._c_contiguous
+        if is_plain and len(specs[0]) == len(specs[1]) == 4:
             facts: list[Any] = [operation, algorithm, id(op), root]
-            for array, counts, displs, datatypes in (send, receive):
+            for array, counts, displs, datatypes in specs:
                 facts += array.data.ptr, array.size, array.dtype, array.data.device_id
                 facts += (*counts,), (*displs,), (*map(type_key, datatypes),)
             key = (*facts,)

@@ -172,8 +172,10 @@ def test_what_a_call_says_is_told_apart_as_it_is_now() -> None:
         arrays[0].data.ptr, counts[1] = (32, 0) if arrays[0].data.ptr == 16 else (32, 1)
 
 
-@pytest.mark.parametrize("name", ["Alltoallw", "Neighbor_alltoallw"])
-def test_calls_with_datatypes_are_told_apart_as_they_are_now(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "in_pairs"), [("Alltoallw", False), ("Alltoallw", True), ("Neighbor_alltoallw", False)]
+)
+def test_calls_with_datatypes_are_told_apart_as_they_are_now(name: str, in_pairs: bool) -> None:
     """A change in any of the lists makes another call, and the call before it is known again after it."""
     column = MPI.FLOAT.Create_vector(2, 1, 3)
 
@@ -185,6 +187,8 @@ def test_calls_with_datatypes_are_told_apart_as_they_are_now(name: str) -> None:
             numbers[side][place] = value
         for side, datatype in changes.get("types", ()):
             types[side][1] = datatype
+        if in_pairs:
+            return name, Arguments((x, numbers[:2], types[0]), (y, numbers[2:], types[1]))
         return name, Arguments([x, *numbers[:2], types[0]], [y, *numbers[2:], types[1]])
 
     known, shown = Known(), call()
@@ -201,9 +205,12 @@ def test_calls_with_datatypes_are_told_apart_as_they_are_now(name: str) -> None:
         assert known.find(*call()) is plan
     for numbers in ([(0, 0, "1")], [(1, 1, np.array([0, 128]))]):
         assert known.find(*call(numbers=[numbers[0]])) is None
-    shown[1].send[1][0] = 3
+    counts = shown[1].send[1]
+    (counts[0] if in_pairs else counts)[0] = 3
     assert known.find(*shown) is None
     assert known.find(*call()) is plan
+    for wrong in ((), (1, 2, 3), 4):
+        assert known.find(name, Arguments([Array(16), wrong, [column]], [Array(64), wrong, [column]])) is None
     column.Free()
     assert known.find(*call()) is None
 
