@@ -64,25 +64,31 @@ class EndpointReader:
         return None, self._parse_end(operation, None, stream, name, receives=receives)
 
     def plain(self, operation: str, buf: Any, stream: Any, beside: Endpoint | None = None) -> Endpoint | None:
-        """Read a plain device array on a stream that captures no graph. Return None for all other buffers.
+        """Read a plain device array, also in a list, on a stream that captures no graph. Return None for others.
 
         ``beside`` is as in `read`. Raises the error of an earlier call.
         """
         made = self._memory.made
-        plain = None if made is None or type(buf) in SPECIFICATIONS else plain_array(buf)
-        if made is None or plain is None or not plain[1]:  # another buffer, or an empty array
+        plain = None if made is None else plain_array(buf)
+        if made is None or plain is None or not plain[1] or len(plain) != 3:  # another buffer, or an empty array
             return None
-        pointer, count, (dtype, ordinal) = plain  # type: ignore[misc]
+        pointer, count, kind = plain
+        array = buf
+        if type(buf) in SPECIFICATIONS:
+            array, kind = buf[0], kind[0]  # the kind also has the datatype
+            if type(kind) is not tuple:  # of an address
+                return None
+        dtype, ordinal = kind
         device, nbytes = made.device, count * element_nbytes(dtype)
         if not nbytes or ordinal != device.device:
             return None
-        if beside is not None and beside.operand is None and type(beside.spec) is type(buf):
+        if beside is not None and beside.operand is None and type(beside.spec) is type(array):
             resolved = beside.stream  # the arrays of one class have one current stream
         else:
-            resolved = device.eager_stream(stream, buf)
+            resolved = device.eager_stream(stream, array)
         if resolved is None:
             return None
-        return Endpoint(operation, buf, pointer, nbytes, resolved, device, True, blocks=device.completes)
+        return Endpoint(operation, array, pointer, nbytes, resolved, device, True, blocks=device.completes)
 
     def parse_receive(self, operation: str, buf: Any, stream: Any, name: str) -> Endpoint:
         """Parse the buffer of a receive that may meet a rendezvous header."""
