@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from mpi4py import MPI
 
@@ -35,7 +36,9 @@ from mpicomm.mpi.layout import Elements
 from mpicomm.waiting import wait_until
 
 _MOST_KNOWN = 4096
-"""The largest number of slots of peers that a rank keeps."""
+"""The largest number of slots of peers that a rank keeps, and of messages that repeat."""
+_TIMES = 4
+"""A message of a datatype that repeats so often gets a graph. To make one takes about as long as ten messages save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Rendezvous:
         self._lock = threading.Lock()  # so that two threads do not open one block twice
         self._opened: dict[bytes, Segment] = {}
         self._known: dict[bytes, PeerSlot] = {}  # by the known bytes of their headers
+        self._repeats: dict[Hashable, int | Callable[[int], object]] = {}
         self._closed = False
 
     def arrived(self, content: Content, source: int) -> tuple[PeerSlot, int] | None:
@@ -105,8 +109,7 @@ class Rendezvous:
         """Enqueue the copy of a message into its slot."""
         if not sent.is_flat:
             elements = sent.elements
-            self.device.pack(table_for(elements.layout), elements.address, place.pointer, stream, unpacks=False)
-            self._steps.announce(stream, ready=place.ready, count=place.counts)
+            self._repeat(stream, (place.ready, place.pointer, elements), partial(self._pack, place, elements))
         elif place.nbytes <= rendezvous_header.KERNEL_NBYTES:
             self.copy_into(place)(stream, sent.pointer, place.nbytes)
         else:
@@ -143,11 +146,33 @@ class Rendezvous:
 
     def unpack(self, slot: PeerSlot, nbytes: int, elements: Elements, stream: int) -> None:
         """As `pull`, for a message that fills ``elements``. A kernel unpacks it."""
+        key = slot.ready, slot.pointer, nbytes, elements
+        self._repeat(stream, key, partial(self._unpack, slot, nbytes, elements))
+
+    def _pack(self, place: OutboxSlot, elements: Elements, stream: int) -> None:
+        self.device.pack(table_for(elements.layout), elements.address, place.pointer, stream, unpacks=False)
+        self._steps.announce(stream, ready=place.ready, count=place.counts)
+
+    def _unpack(self, slot: PeerSlot, nbytes: int, elements: Elements, stream: int) -> None:
         counts = counts_of(nbytes)
         self._wait(slot, nbytes, counts, stream)
         self.device.pack(table_for(elements.layout), elements.address, slot.pointer, stream, unpacks=True)
         # As in `pull`, the sender must not see the count before the kernel has read the message.
         self._steps.release(stream, done=slot.done, count=counts)
+
+    def _repeat(self, stream: int, key: Hashable, enqueue: Callable[[int], object]) -> None:
+        """Enqueue the launches of a message, which are the same for each message with this key.
+
+        The launches of messages that repeat are one graph, which takes as long to enqueue as one of them.
+        """
+        known = self._repeats.get(key, 0)
+        if not isinstance(known, int):
+            known(stream)
+            return
+        enqueue(stream)
+        if known == 0 and len(self._repeats) >= _MOST_KNOWN:
+            self._repeats.clear()
+        self._repeats[key] = known + 1 if known + 1 < _TIMES else self.device.graph_of(enqueue)
 
     def unpack_part(self, nbytes: int, fill: Callable[[int], None], elements: Elements, stream: int) -> None:
         """Unpack a message of ``nbytes`` bytes, which may be shorter than ``elements``, through this rank's outbox.
@@ -183,6 +208,7 @@ class Rendezvous:
         with self._lock:
             self._closed = True
             self._known.clear()
+            self._repeats.clear()
             while self._opened:
                 self._opened.popitem()[1].close()
 

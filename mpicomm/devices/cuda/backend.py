@@ -22,7 +22,7 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.events import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
-from mpicomm.devices.cuda.launches import LaunchGraph, MessageSteps
+from mpicomm.devices.cuda.launches import MessageSteps, launch_again
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment
@@ -257,18 +257,13 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
         It takes half the time of a launch by `launcher`. One thread calls it at a time.
         """
-        context = self._context
-        with context.current(), relaxed():  # another stream of this thread may capture a graph
-            graph = LaunchGraph(self.load(variant), [(blocks, threads, bytes(arguments))])
+        kernel = self.load(variant)
+        again = partial(kernel.launch_structure, arguments=arguments, blocks=blocks, threads=threads)
+        return launch_again(self._context, again)
 
-        def enqueue(stream: int) -> None:
-            if context.is_current():
-                graph.launch(stream)
-            else:
-                with context.current():
-                    graph.launch(stream)
-
-        return enqueue
+    def graph_of(self, enqueue: Callable[[int], object]) -> Callable[[int], None]:
+        """Return a function that makes the launches of ``enqueue`` again, on a stream; as `fixed_launch`."""
+        return launch_again(self._context, enqueue)
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time. It does not wait for the device."""

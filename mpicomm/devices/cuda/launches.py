@@ -1,48 +1,41 @@
-"""Launches of the backend: graphs of one kernel, and the kernel of message.cu."""
+"""Launches of the backend: graphs of launches, and the kernel of message.cu."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import cupy
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.load import Kernel, KernelCache
+from mpicomm.devices.cuda.load import KernelCache
 from mpicomm.devices.cuda.stream_order import relaxed
 from mpicomm.errors import HandleError
 from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_STEP, MESSAGE_THREADS, blocks_of_message
 from mpicomm.kernels.team import LANES, Faults
 
-Launch = tuple[int, int, bytes]
-"""Blocks, threads and the argument of a launch. The one parameter of the kernel is a structure of these bytes."""
-
 
 class LaunchGraph:
-    """Makes the same launches of a kernel, one after the other, again and again.
+    """Makes the launches that ``enqueue`` enqueues on a stream, again and again.
 
     The driver launches a graph in about half the time of a kernel launch. It runs a graph once at a time. The last
-    reference destroys the graph, after its launches are over.
+    reference destroys the graph, after its launches are over. At construction the device's context is current, the
+    thread is relaxed, and all kernels are loaded.
     """
 
-    def __init__(self, kernel: Kernel, launches: Iterable[Launch]) -> None:
+    def __init__(self, enqueue: Callable[[int], object]) -> None:
         self._executable = 0
-        graph = int(call(driver.cuGraphCreate, 0))
+        stream = cupy.cuda.Stream(non_blocking=True)
+        call(driver.cuStreamBeginCapture, stream.ptr, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
-            before: list[Any] = []
-            for blocks, threads, argument in launches:
-                memory = ctypes.create_string_buffer(argument, len(argument))
-                pointer = ctypes.c_void_p(ctypes.addressof(memory))
-                node: Any = driver.CUDA_KERNEL_NODE_PARAMS()
-                node.func = driver.CUfunction(kernel.address)
-                node.gridDimX, node.blockDimX = blocks, threads
-                node.gridDimY = node.gridDimZ = node.blockDimY = node.blockDimZ = 1
-                node.kernelParams = ctypes.addressof(pointer)  # the driver copies the argument
-                before = [call(driver.cuGraphAddKernelNode, graph, before, len(before), node)]
+            enqueue(stream.ptr)
+        finally:
+            graph = call(driver.cuStreamEndCapture, stream.ptr)
+        try:
             self._executable = int(call(driver.cuGraphInstantiate, graph, 0))
         finally:
             driver.cuGraphDestroy(graph)
@@ -57,6 +50,21 @@ class LaunchGraph:
     def __del__(self) -> None:
         if self._executable:
             driver.cuGraphExecDestroy(self._executable)  # its status may say that the driver shut down with the process
+
+
+def launch_again(context: PrimaryContext, enqueue: Callable[[int], object]) -> Callable[[int], None]:
+    """Return a function that makes the launches of ``enqueue`` again, on a stream, in a context."""
+    with context.current(), relaxed():  # another stream of this thread may capture a graph
+        graph = LaunchGraph(enqueue)
+
+    def launch(stream: int) -> None:
+        if context.is_current():
+            graph.launch(stream)
+        else:
+            with context.current():
+                graph.launch(stream)
+
+    return launch
 
 
 _MOST_WAITING_BLOCKS = 4
@@ -121,11 +129,11 @@ class MessageSteps:
         for blocks, threads, argument in launches:
             self._launch_at(stream, argument.address, blocks, threads)
 
-    def graph(self, launches: Iterable[MessageLaunch]) -> LaunchGraph:
+    def graph(self, launches: Sequence[MessageLaunch]) -> LaunchGraph:
         """Return a graph of launches."""
         # Relaxed, because another stream of this thread may capture a graph.
         with self._context.current(), relaxed():
-            return LaunchGraph(self._kernel, [(blocks, threads, each.memory.raw) for blocks, threads, each in launches])
+            return LaunchGraph(lambda stream: self.enqueue(stream, launches))
 
 
 class Argument:
