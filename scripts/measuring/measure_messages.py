@@ -7,6 +7,7 @@ NumPy arrays, sends the arrays with mpi4py, and copies back. Times are microseco
 - issue: the host's time in `Send`, and in `Recv` of messages that MPI has already received.
 - one way: half of the time of a message to the other rank and one back, of many in a row.
 - exchange: both ranks `Sendrecv` at once, many in a row.
+- nonblocking: both ranks `Irecv`, `Isend` and wait for both, many in a row. The data is in place after each wait.
 
 The script checks the received data.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,12 +31,13 @@ from mpicomm.sizes import format_size, nbytes_of
 
 WORLD = MPI.COMM_WORLD
 RANK, PEER = WORLD.rank, 1 - WORLD.rank
-COLUMNS = ["size", "way", "Send, issue", "Recv, issue", "one way", "exchange"]
-Way = tuple[Callable[[Any], None], Callable[[Any], None], Callable[[Any, Any], None]]
+COLUMNS = ["size", "way", "Send, issue", "Recv, issue", "one way", "exchange", "nonblocking"]
+Exchange = Callable[[Any, Any], None]
+Way = tuple[Callable[[Any], None], Callable[[Any], None], Exchange, Exchange | None]
 
 
 def ways(comm: mpicomm.Communicator, nbytes: int) -> dict[str, Way]:
-    """Return `Send`, `Recv` and `Sendrecv` of each way."""
+    """Return `Send`, `Recv` and `Sendrecv` of each way, and `Irecv` with `Isend`, which stream order lacks."""
     there, back = np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
 
     def send_by_hand(array: Any) -> None:
@@ -50,24 +53,34 @@ def ways(comm: mpicomm.Communicator, nbytes: int) -> dict[str, Way]:
         WORLD.Sendrecv(there, PEER, 0, back, PEER)
         received.set(back)
 
+    def start_and_wait(comm: MPI.Intracomm, sent: Any, received: Any) -> None:
+        MPI.Request.Waitall([comm.Irecv(received, PEER), comm.Isend(sent, PEER)])
+
+    def start_by_hand(sent: Any, received: Any) -> None:
+        sent.get(out=there)
+        start_and_wait(WORLD, there, back)
+        received.set(back)
+
     return {
         "MPI matches": (
             lambda array: comm.Send(array, PEER),
             lambda array: comm.Recv(array, PEER),
             lambda sent, received: comm.Sendrecv(sent, PEER, 0, received, PEER),
+            partial(start_and_wait, comm),
         ),
         "stream order": (
             lambda array: comm.Send(array, PEER, algorithm="stream"),
             lambda array: comm.Recv(array, PEER, algorithm="stream"),
             lambda sent, received: comm.Sendrecv(sent, PEER, 0, received, PEER, algorithm="stream"),
+            None,
         ),
-        "by hand": (send_by_hand, receive_by_hand, exchange_by_hand),
+        "by hand": (send_by_hand, receive_by_hand, exchange_by_hand, start_by_hand),
     }
 
 
 def issue(way: Way, sent: Any, received: Any, count: int, rounds: int) -> tuple[float, float]:
     """Return the host's microseconds in a send and in a receive; the messages go from rank 0 to rank 1."""
-    send, receive, _ = way
+    send, receive, *_ = way
     sends, receives = [], []
     for _ in range(rounds):
         cupy.cuda.Device().synchronize()
@@ -91,7 +104,7 @@ def issue(way: Way, sent: Any, received: Any, count: int, rounds: int) -> tuple[
 
 def measure(name: str, way: Way, nbytes: int, count: int, rounds: int) -> list[Any]:
     """Return the row of one way at one size."""
-    send, receive, exchange = way
+    send, receive, exchange, start = way
     sent = cupy.random.default_rng(17 + RANK).integers(0, 256, nbytes, cupy.uint8)
     expected = cupy.random.default_rng(17 + PEER).integers(0, 256, nbytes, cupy.uint8)
     received = cupy.full(nbytes, 0xDB, cupy.uint8)
@@ -105,13 +118,14 @@ def measure(name: str, way: Way, nbytes: int, count: int, rounds: int) -> list[A
                 receive(received)
                 send(sent)
 
-    def exchange_all() -> None:
+    def all_of(exchange: Exchange) -> None:
         for _ in range(count):
             exchange(sent, received)
 
     finish = cupy.cuda.Device().synchronize
     one_way = median_us(there_and_back, rounds, finish) / 2 / count
-    both = median_us(exchange_all, rounds, finish) / count
+    both = median_us(partial(all_of, exchange), rounds, finish) / count
+    started = None if start is None else median_us(partial(all_of, start), rounds, finish) / count
     sending = receiving = None
     if name != "by hand":  # MPI's sends of much data block until the receive has begun
         # In stream order a send of much data waits for the receive, so few are in flight.
@@ -120,7 +134,7 @@ def measure(name: str, way: Way, nbytes: int, count: int, rounds: int) -> list[A
     cupy.cuda.Device().synchronize()
     if not WORLD.allreduce(bool((received == expected).all()), MPI.LAND):
         raise SystemExit(f"{name}, {nbytes} bytes: wrong data")
-    return [format_size(nbytes), name, sending, receiving, one_way, both]
+    return [format_size(nbytes), name, sending, receiving, one_way, both, started]
 
 
 def main() -> None:
