@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
-from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
+from mpicomm.devices.host import array_at
 from mpicomm.products.schedule import (
     Action,
     AddBias,
@@ -30,6 +29,7 @@ from mpicomm.products.schedule import (
     reducing,
     scattering,
 )
+from tests.helpers.rigs.stream_orders import carry_out
 
 Array = npt.NDArray[Any]
 INNER, COLUMNS = 5, 3
@@ -37,6 +37,10 @@ INNER, COLUMNS = 5, 3
 
 def integers(rng: np.random.Generator, *shape: int) -> Array:
     return rng.integers(-9, 10, shape).astype(np.float64)
+
+
+def address(array: Array) -> int:
+    return int(array.ctypes.data)
 
 
 class Job:
@@ -53,12 +57,12 @@ class Job:
         self.kept = [[np.full((size * rows, INNER), np.nan) for _ in range(size)] for _ in range(2)]
         memory = [np.full(10000, np.nan) for _ in range(size)]
         landing = [np.full(10000, np.nan) for _ in range(size)]
-        partial = [np.full((size * rows, COLUMNS), np.nan) for _ in range(size)]
-        self.memory = memory, landing, partial  # the actions have only addresses
+        partials = [np.full((size * rows, COLUMNS), np.nan) for _ in range(size)]
+        self.memory = memory, landing, partials  # the actions have only addresses
         shared, landed = [address(each) for each in memory], [address(each) for each in landing]
-        self.ranks = []
+        self.programs: list[list[tuple[Action, partial[None]]]] = []
         for rank in range(size):
-            actions: list[tuple[Action, dict[str, Array]]] = []
+            actions: list[tuple[Action, partial[None]]] = []
             place = Place(rank, size, rows)
             for call in range(2):
                 a, out = address(self.a[call][rank]), address(self.out[call][rank])
@@ -66,20 +70,37 @@ class Job:
                     kept = address(self.kept[call][rank])
                     steps = [*gathering(place, cut, 8 * INNER, a, shared, kept)]
                 elif kind == "scatter":
-                    steps = [*scattering(place, cut, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
+                    steps = [*scattering(place, cut, 8 * COLUMNS, address(partials[rank]), shared, out, bias=True)]
                 else:
                     steps = [*reducing(place, cut, 8 * COLUMNS, landed, shared, out, bias=True)]
-                matrices = {"a": self.a[call][rank], "out": self.out[call][rank], "partial": partial[rank]}
+                matrices = {"a": self.a[call][rank], "out": self.out[call][rank], "partial": partials[rank]}
                 shard = rows * COLUMNS
                 matrices["pulled"] = memory[rank][(size - 1) * shard : (size + 1) * shard].reshape(2 * rows, COLUMNS)
                 matrices["gathered"] = memory[rank][: size * rows * INNER].reshape(size * rows, INNER)
-                actions += [(step, matrices) for step in steps]
+                actions += [(step, partial(self._carry_out, step, rank, matrices)) for step in steps]
             order = [at for at, (each, _) in enumerate(actions) if isinstance(each, (Barrier, Fork, Join, JoinLane))]
             self.orders = len(order)
             if without is not None:
                 actions.pop(order[without])
-            self.ranks.append(Rank(actions, self.b[rank], self.bias))
+            self.programs.append(actions)
         self.kind, self.size, self.rows = kind, size, rows
+
+    def _carry_out(self, action: Action, rank: int, matrices: dict[str, Array]) -> None:
+        if isinstance(action, Copy):
+            ctypes.memmove(action.target, action.source, action.nbytes)
+        elif isinstance(action, Multiply):
+            left, into = matrices[action.left], matrices[action.into]
+            into[action.at : action.at + action.rows] = left[action.begin : action.begin + action.rows] @ self.b[rank]
+        elif isinstance(action, AddBias):
+            matrices["out"][action.begin : action.begin + action.rows] += self.bias
+        elif isinstance(action, Reduce):
+            like = action.nbytes // 8, np.dtype(np.float64)
+            array_at(action.output, *like)[:] = sum(array_at(source, *like) for source in action.sources)
+
+    def run(self, seed: int) -> None:
+        """Carry out all actions, and check the products."""
+        carry_out(self.programs, seed)
+        self.check()
 
     def check(self) -> None:
         for call in range(2):
@@ -110,9 +131,7 @@ def cut_of(kind: str, size: int, rows: int, draw: Any) -> Any:
 @given(st.sampled_from(["gather", "scatter", "reduce"]), st.integers(2, 5), st.integers(1, 7), st.data())
 def test_every_order_gives_the_product(kind: str, size: int, rows: int, data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 1 << 30))
-    job = Job(kind, size, rows, cut_of(kind, size, rows, data.draw), seed)
-    run(job.ranks, random.Random(seed))
-    job.check()
+    Job(kind, size, rows, cut_of(kind, size, rows, data.draw), seed).run(seed)
 
 
 # No call comes before the first call, so nothing has to wait for an earlier call. In an all-reduce the barrier at the
@@ -126,9 +145,7 @@ def test_every_barrier_fork_and_join_is_needed(kind: str, pairs: bool, of_earlie
 
     def is_wrong(without: int, seed: int) -> bool:
         try:
-            job = Job(kind, size, 2, cut, seed, without=without)
-            run(job.ranks, random.Random(seed))
-            job.check()
+            Job(kind, size, 2, cut, seed, without=without).run(seed)
         except AssertionError:
             return True
         return False
@@ -147,104 +164,3 @@ def test_a_nested_cut_multiplies_shards_of_the_own_pair_first() -> None:
         [(28, 32), (18, 28), (0, 18)],
     ]
     assert not is_possible(RowCut((4, 10, 32)), 4, 8)  # the first product of rank 1 would have rows of rank 0
-
-
-def address(array: Array) -> int:
-    return int(array.ctypes.data)
-
-
-STREAMS = ("main", "beside", "lane")
-
-
-class Rank:
-    """A rank with a main stream, and beside it a stream for copies and a lane for products.
-
-    Each action has the matrices of its call.
-    """
-
-    def __init__(self, actions: list[tuple[Action, dict[str, Array]]], b: Array, bias: Array) -> None:
-        self._b, self._bias = b, bias
-        self.queues: dict[str, list[tuple[str, Any]]] = {name: [] for name in STREAMS}
-        self.over = dict.fromkeys(STREAMS, 0)
-        self.barriers = 0
-        main, beside, lane = self.queues.values()
-        for action, matrices in actions:
-            work = "work", partial(self._carry_out, action, matrices)
-            if isinstance(action, Fork):
-                beside.append(("wait", ("main", len(main))))
-            elif isinstance(action, Join):
-                main.append(("wait", ("beside", len(beside))))
-            elif isinstance(action, JoinLane):
-                main.append(("wait", ("lane", len(lane))))
-            elif isinstance(action, Copy) and not action.local:
-                beside.append(work)
-            elif isinstance(action, Multiply):
-                lane += [("wait", ("main", len(main))), work]
-            else:
-                main.append(("barrier", None) if isinstance(action, Barrier) else work)
-        for name in STREAMS[1:]:
-            queue = self.queues[name]
-            assert not queue or ("wait", (name, len(queue))) in main, "a fork without its join"
-
-    def _carry_out(self, action: Any, matrices: dict[str, Array]) -> None:
-        if isinstance(action, Copy):
-            ctypes.memmove(action.target, action.source, action.nbytes)
-        elif isinstance(action, Multiply):
-            left, into = matrices[action.left], matrices[action.into]
-            into[action.at : action.at + action.rows] = left[action.begin : action.begin + action.rows] @ self._b
-        elif isinstance(action, AddBias):
-            matrices["out"][action.begin : action.begin + action.rows] += self._bias
-        elif isinstance(action, Reduce):
-            dtype = matrices["out"].dtype
-            total = sum(_at(source, action.nbytes, dtype).copy() for source in action.sources)
-            _at(action.output, action.nbytes, dtype)[...] = total
-
-
-def _at(pointer: int, nbytes: int, dtype: np.dtype[Any]) -> Array:
-    memory: Any = (ctypes.c_uint8 * nbytes).from_address(pointer)
-    found: Array = np.frombuffer(memory, dtype)
-    return found
-
-
-def run(ranks: list[Rank], rng: random.Random) -> None:
-    """Carry out all actions, in an order that ``rng`` draws. A slow rank or stream may be far behind."""
-    weights = [rng.choice([1, 1, 20]) for _ in range(len(STREAMS) * len(ranks))]
-    while any(_left(rank) for rank in ranks):
-        ready = list(_ready(ranks))
-        assert ready, "the ranks wait for each other"
-        step = rng.choices(ready, [weights[each[0]] for each in ready])[0]
-        step[1]()
-
-
-def _left(rank: Rank) -> bool:
-    return any(rank.over[name] < len(rank.queues[name]) for name in STREAMS)
-
-
-def _ready(ranks: list[Rank]) -> Iterator[tuple[int, Callable[[], None]]]:
-    for number, rank in enumerate(ranks):
-        for index, (name, queue) in enumerate(rank.queues.items()):
-            at = rank.over[name]
-            if at == len(queue):
-                continue
-            kind, action = queue[at]
-            if kind == "wait":
-                if rank.over[action[0]] < action[1]:
-                    continue
-            elif kind == "barrier" and not all(_has_arrived(other, rank.barriers) for other in ranks):
-                continue
-
-            def act(rank: Rank = rank, name: str = name, kind: str = kind, action: Any = action) -> None:
-                if kind == "barrier":
-                    rank.barriers += 1
-                elif kind == "work":
-                    action()
-                rank.over[name] += 1
-
-            yield len(STREAMS) * number + index, act
-
-
-def _has_arrived(rank: Rank, barriers: int) -> bool:
-    if rank.barriers > barriers:
-        return True
-    at, main = rank.over["main"], rank.queues["main"]
-    return rank.barriers == barriers and at < len(main) and main[at][0] == "barrier"
