@@ -26,9 +26,9 @@ QUICK_RUNS_EVERY = {
     f"{KERNELS}test_accumulate.py::test_updates_of_several_ranks_are_atomic": 4,
     f"{KERNELS}test_packets.py::test_results_have_the_bits_of_the_host": 4,
     f"{KERNELS}test_counted.py::test_every_rank_gets_its_blocks_and_their_counts": 3,
-    f"{KERNELS}test_device_functions.py::test_messages_arrive": 5,
-    f"{KERNELS}test_device_functions.py::test_no_race": 3,
-    f"{KERNELS}test_device_functions.py::test_reduction_equals_numpys_in_rank_order": 7,
+    f"{KERNELS}test_user_kernels.py::test_messages_arrive": 5,
+    f"{KERNELS}test_user_kernels.py::test_no_race_in_functions": 3,
+    f"{KERNELS}test_user_kernels.py::test_reduction_equals_numpys_in_rank_order": 7,
     f"{KERNELS}test_epilogues.py::test_the_kernel_after_the_reduction": 2,
     f"{KERNELS}test_epilogues.py::test_in_the_kernel_that_reduces": 4,
     f"{KERNELS}test_experts.py::test_random_routings": 3,
@@ -74,10 +74,10 @@ QUICK_RUNS_EVERY = {
     f"{UNIT}cli/test_planted_faults.py::test_an_error_on_one_rank_ends_the_job": 2,
     f"{UNIT}test_runner.py::test_a_program_starts_and_ends_mpi_itself": 2,
     f"{UNIT}cli/test_commands.py::test_every_collective_runs": 0,
-    f"{UNIT}collectives/host/test_reduction.py::test_matches_the_reference_on_special_values": 4,
+    f"{UNIT}collectives/host/test_selection_and_reduction.py::test_matches_the_reference_on_special_values": 4,
     f"{UNIT}doctor/test_doctor_command.py::test_containers": 3,
-    f"{UNIT}helpers/test_harness.py::test_the_end_names_the_rank_that_a_signal_ended_and_its_test": 0,
-    f"{UNIT}helpers/test_part_results.py::test_what_failed": 0,
+    f"{UNIT}helpers/test_jobs.py::test_the_end_names_the_rank_that_a_signal_ended_and_its_test": 0,
+    f"{UNIT}helpers/test_jobs.py::test_what_failed": 0,
     f"{UNIT}scripts/test_written_files.py::"
     "test_the_site_begins_with_the_first_document_and_each_page_has_all_others_in_its_navigation": 0,
     f"{UNIT}test_examples.py::test_programs_find_wrong_results": 0,
@@ -88,7 +88,7 @@ QUICK_RUNS_EVERY = {
 
 QUICK_LEAVES_OUT = {
     # Another mistake with the same flag, or the same line in another kernel.
-    f"{KERNELS}test_device_functions.py::test_mistake_is_seen": (
+    f"{KERNELS}test_user_kernels.py::test_mistake_is_seen": (
         "put_around-Block-  group.sync();  // a thread copies bytes",
         "get_around-Block-  group.sync();  // without it",
     ),
