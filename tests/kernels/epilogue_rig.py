@@ -48,6 +48,11 @@ def finished(epilogue: BoundEpilogue, values: Array) -> Array:
     return made
 
 
+def normal(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
+    """Return numbers whose sums of squares are finite."""
+    return rng.standard_normal(count).astype(dtype)
+
+
 def run_after(
     machine: Machine,
     epilogue: Epilogue,

@@ -222,11 +222,6 @@ def test_slots_in_memory_of_the_host_take_fences_of_the_whole_system(kernel: Cal
     assert fences_of(kernel(host_slots=True)) == {"sys"}
 
 
-def test_kernels_of_one_source_compile_together() -> None:
-    image = compile_kernel(MEET_KERNEL.source, OLDEST_AND_NEWEST[0], MEET_KERNEL.options)
-    assert all(variant.entry.encode() in image for variant in (MEET_KERNEL, LOCK_KERNEL))
-
-
 # As a user would: only the directory that the package names.
 USERS = (f"-I{mpicomm.include_dir()}",)
 FUNCTIONS = ROOT / "tests" / "kernels" / "device_functions.cu"

@@ -143,22 +143,14 @@ def test_regions_beyond_the_limits_of_the_kernel_are_cut(
     check(builds, LAYOUTS[name], 0)
 
 
-def test_nothing_is_unpacked_after_a_failure(builds: Builds) -> None:
-    after_a_failure(builds)
+def test_nothing_is_unpacked_after_a_failure_and_packing_goes_on(builds: Builds) -> None:
+    def run(*changes: Change) -> None:
+        for layout in LAYOUTS.values():
+            check(builds, layout, 0, changes, failed=True, unpacked=False)
 
-
-def test_unpacking_after_a_failure_is_seen(builds: Builds) -> None:
+    run()
     with pytest.raises(AssertionError):
-        after_a_failure(builds, [Change("pack.cu", "if (failed != kClear) return;", "")])
-
-
-def test_packing_goes_on_after_a_failure(builds: Builds) -> None:
-    check(builds, LAYOUTS["several lists"], 0, failed=True, unpacked=False)
-
-
-def after_a_failure(builds: Builds, changes: Changes = ()) -> None:
-    for layout in LAYOUTS.values():
-        check(builds, layout, 0, changes, failed=True, unpacked=False)
+        run(Change("pack.cu", "if (failed != kClear) return;", ""))
 
 
 def check(

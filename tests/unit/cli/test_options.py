@@ -37,13 +37,15 @@ from tests.helpers.inputs.tuning import row as tuning_row
 from tests.helpers.inputs.tuning import table
 
 
-def test_sizes_have_units() -> None:
+def test_sizes_and_identifiers_have_a_text() -> None:
     units = {"8": 8, "1K": 1024, "4k": 4096, "64M": 64 << 20, "1G": 1 << 30, "1T": 1 << 40, " 2G ": 2 << 30}
     for text, nbytes in (units | {"1000": 1000, "007": 7}).items():
         assert arguments.parse_size(text) == nbytes
     # The largest unit that divides it.
     for nbytes, text in ((0, "0"), (1, "1"), (1536, "1536"), (64 << 20, "64M"), (3 << 30, "3G"), (3 << 40, "3T")):
         assert format_size(nbytes) == text
+    assert arguments.format_uuid(bytes(16)) is None
+    assert arguments.format_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 @pytest.mark.parametrize(
@@ -82,11 +84,6 @@ def test_write_json_replaces_the_file_or_leaves_it_and_leaves_nothing_else(tmp_p
     with pytest.raises(InvalidUsageError, match=r"folder cannot be written: Is a directory: name a file on another"):
         arguments.write_json(tmp_path / "folder", {})
     assert sorted(tmp_path.iterdir()) == [tmp_path / "folder", link, path]
-
-
-def test_format_uuid() -> None:
-    assert arguments.format_uuid(bytes(16)) is None
-    assert arguments.format_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 def test_ranks_with_equal_settings_share_a_line() -> None:

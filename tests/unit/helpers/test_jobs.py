@@ -1,4 +1,4 @@
-"""The harness of tests/mpi and the summary of `scripts/test`, on small test files; ranks that die at any line."""
+"""The harness of tests/mpi, and the summary of `scripts/test`, on small test files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import pytest
 from mpicomm.waiting import wait_until
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.jobs import run_parts
-from tests.helpers.jobs.pace import HANG_S, stretched
+from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.jobs.part_results import Part, causes, conclusion, part
-from tests.helpers.jobs.peer_death_jobs import run_jobs
 from tests.helpers.jobs.run_parts import Run, Step
 from tests.helpers.jobs.sweeps import QUICK_LEAVES_OUT, QUICK_RUNS_EVERY
-from tests.helpers.programs.peer_death import FOR_GOOD
 
 ROOT = Path(__file__).parents[3]
 
@@ -329,22 +327,3 @@ def test_three():
     said = capsys.readouterr().out
     assert "==== first: passed in " in said and "==== second: passed in " in said
     assert "the cause" in said and "ZeroDivisionError" in said and "==== bad: FAILED" in said
-
-
-RANKS, TRIALS, KILLS = 3, 64, 2
-
-
-def test_survivors_of_any_death_learn_it_in_time_and_go_on(tmp_path: Path) -> None:
-    seen = run_jobs(tmp_path, 1, RANKS, TRIALS, KILLS, timeout_s=stretched(0.5))
-    wrong = [(rank, outcome) for job in seen for rank, each in enumerate(job) for outcome in each if outcome.wrong]
-    assert not wrong, "\n".join(f"rank {rank}: {outcome}" for rank, outcome in wrong)
-    for job in seen:
-        dead: set[int] = set()
-        for trial in range(TRIALS + KILLS):
-            told = {rank: outcome for rank, each in enumerate(job) for outcome in each if outcome.trial == trial}
-            how, victim = next((outcome.how, outcome.victim) for outcome in told.values())
-            dead |= {victim} if how in FOR_GOOD else set()
-            assert set(told) == set(range(RANKS)) - dead, f"trial {trial}: {told}"
-    # A victim may have done its part for the others already; if most victims had, this would test nothing.
-    survivors = [outcome for job in seen for rank, each in enumerate(job) for outcome in each if outcome.victim != rank]
-    assert sum(bool(outcome.error) for outcome in survivors) > 0.7 * len(survivors)
