@@ -171,11 +171,7 @@ NEAR_THE_LIMIT = [*BANDWIDTH, *FINISHES, counted_step_kernel(8), chain_kernel(WI
 NEAR_THE_LIMIT += [DISPATCH_KERNEL, DISPATCH_FEW_KERNEL]
 
 
-def name_of(variant: Variant) -> str:
-    return f"{variant.entry} {' '.join(variant.options[1:])}"[:150]
-
-
-@pytest.mark.parametrize("variant", NEAR_THE_LIMIT, ids=name_of)
+@pytest.mark.parametrize("variant", NEAR_THE_LIMIT, ids=lambda each: f"{each.entry} {each.options[1:]}"[:150])
 def test_kernel_has_the_registers_it_needs(variant: Variant) -> None:
     assert spills(compiled(variant)[1], variant.entry) == [0, 0]
 

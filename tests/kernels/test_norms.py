@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.packets.configs import fewest_rows, most_groups, row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups, row_geometry
 from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
 from tests.helpers.references.reductions import Array, dtype_named, require_same
 from tests.kernels.build import Builds
@@ -282,16 +281,7 @@ def test_a_thread_that_gets_no_more_of_a_row_leaves_with_its_group(builds: Build
             run_norms(builds, "two_shot", [(6, ROW)], laps, changes=changes, **SOON)
 
 
-def test_which_rows_one_kernel_normalises() -> None:
-    for nbytes, shards, fewest in (
-        (4104, 1, inf),
-        (4104, 2, inf),
-        (8 * 4096, 1, 1),
-        (8 * 4096 + 16, 1, 128),
-        (16, 2, 255),
-        (8 * 4096 + 16, 3, 382),
-    ):
-        assert fewest_rows(nbytes, 128, shards) == fewest
+def test_two_groups_of_threads_share_rows_only_between_two_ranks_in_one_shot() -> None:
     for count, nbytes, size, fan_out, blocks, workers, steps in (
         (1, 16, 2, False, 1, 256, 1),
         (128, 4096, 2, False, 128, 256, 1),

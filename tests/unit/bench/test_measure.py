@@ -165,16 +165,10 @@ def test_ranks_draw_the_same_calls_and_the_share_counts_all_sizes() -> None:
         assert mean_share(largest) == pytest.approx(sum(blocks) / len(blocks) / largest)
 
 
-@pytest.fixture(params=[12, 13])
-def major(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The major version of CuPy's CUDA."""
-    major: int = request.param
+@pytest.mark.parametrize("major", [12, 13])
+def test_packages_fit_the_cuda_in_use(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = SimpleNamespace(runtimeGetVersion=lambda: major * 1000 + 90)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    return major
-
-
-def test_packages_fit_the_cuda_in_use(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_path", lambda: "libnccl-of-nowhere.so")
     nccl.load.cache_clear()
     assert str(SymmetricNccl.missing()).endswith(f": pip install nvidia-nccl-cu{major}")

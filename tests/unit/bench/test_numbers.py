@@ -74,14 +74,6 @@ def test_each_size_has_an_element_in_every_block_and_is_measured_once() -> None:
     assert blocks_of(BARRIER, [8, 1 << 20], FLOAT, 4) == [1]
 
 
-def fill(content: Content, one: Case, place: CaseBuffers) -> None:
-    """Write what a case receives, in the plainest way."""
-    for piece in expected(one):
-        data = np.empty(piece.offset + piece.count, FLOAT)
-        content.write(data.view(np.uint8), piece.period)
-        place.receive.view(FLOAT)[piece.start : piece.start + piece.count] = data[piece.offset :]
-
-
 @pytest.mark.parametrize("front", [True, False])
 @pytest.mark.parametrize(
     ("name", "in_place"),
@@ -96,7 +88,10 @@ def test_a_right_result_is_right_and_a_wrong_element_is_found(name: str, in_plac
         content.prepare(one, place)
         if expected(one) and not (name in ("bcast", "scatter") and in_place and rank == 0):  # it has its part already
             assert content.count_wrong(one, place, exact=True) > block // 2, "poison passed for a result"
-        fill(content, one, place)
+        for piece in expected(one):  # write what a case receives, in the plainest way
+            data = np.empty(piece.offset + piece.count, FLOAT)
+            content.write(data.view(np.uint8), piece.period)
+            place.receive.view(FLOAT)[piece.start : piece.start + piece.count] = data[piece.offset :]
         assert [content.count_wrong(one, place, exact=exact) for exact in (True, False)] == [0, 0]
         if expected(one):
             place.receive.view(np.uint32)[expected(one)[-1].start] ^= 1 << 30

@@ -107,16 +107,6 @@ def resource_tracker() -> None:
 
 
 @contextlib.contextmanager
-def in_shared_memory(offset: int, dtype: str) -> Iterator[npt.NDArray[Any]]:
-    shared = SharedMemory(create=True, size=ELEMENTS * 16)
-    try:
-        yield np.ndarray((ELEMENTS,), dtype, shared.buf, offset)
-    finally:
-        shared.close()
-        shared.unlink()
-
-
-@contextlib.contextmanager
 def in_file(folder: str | Path, offset: int, dtype: Any, mode: Any = "r+") -> Iterator[npt.NDArray[Any]]:
     with tempfile.NamedTemporaryFile(dir=folder, prefix="with a space ") as file:
         file.truncate(ELEMENTS * 16)
@@ -144,9 +134,12 @@ def check_adopted(backend: HostBackend, local: npt.NDArray[Any]) -> None:
 @pytest.mark.parametrize("offset", [0, 1, 13, PAGE, PAGE + 1])
 @pytest.mark.parametrize("dtype", ["uint16", "float64"])
 def test_shared_memory_is_adopted(backend: HostBackend, offset: int, dtype: str) -> None:
-    with in_shared_memory(offset, dtype) as local:
-        check_adopted(backend, local)
-        del local
+    shared = SharedMemory(create=True, size=ELEMENTS * 16)
+    try:
+        check_adopted(backend, np.ndarray((ELEMENTS,), dtype, shared.buf, offset))
+    finally:
+        shared.close()
+        shared.unlink()
 
 
 def test_a_memmap_and_a_part_of_it_are_adopted_whatever_its_name(backend: HostBackend, tmp_path: Path) -> None:

@@ -94,14 +94,11 @@ def test_packs_as_mpi_does(datatype: MPI.Datatype, count: int) -> None:
     check(datatype, count)
 
 
-def list_and_float() -> MPI.Datatype:
-    listed = MPI.INT16_T.Create_indexed_block(1, [0, 5, 2])
-    return MPI.Datatype.Create_struct([1, 1], [0, 20], [listed, MPI.FLOAT])
-
-
 # The parts of these datatypes are not freed.
 SPECIAL = {
-    "a list of a list and a float": lambda: list_and_float().Create_hindexed_block(1, [0, 300, 100]),
+    "a list of a list and a float": lambda: MPI.Datatype.Create_struct(
+        [1, 1], [0, 20], [MPI.INT16_T.Create_indexed_block(1, [0, 5, 2]), MPI.FLOAT]
+    ).Create_hindexed_block(1, [0, 300, 100]),
     "long blocks of several lengths": lambda: MPI.INT16_T.Create_indexed([100, 100, 301, 301], [0, 200, 500, 900]),
     "a double in each element, and floats elsewhere": lambda: MPI.Datatype.Create_struct(
         [1, 1], [0, 800], [MPI.DOUBLE, MPI.FLOAT]

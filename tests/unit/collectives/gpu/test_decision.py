@@ -72,14 +72,6 @@ def test_a_protocol_carries_the_type_and_as_much_as_it_may(
     assert config.protocol == "sentinel" or dtype is None or flags_can_carry(dtype)
 
 
-def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
-    """The threads for messages of so many packets."""
-    node = replace(node_of(0, size), multiprocessors=most_blocks)
-    way = sized_configs(ProtocolLimits(0, 1 << 62), node, fan_out=fan_out).of(16 * units)
-    assert way is not None
-    return Geometry(way.blocks, way.workers)
-
-
 @given(
     units=st.integers(1, 1 << 32) | st.integers(1, 1 << 20),
     blocks=st.integers(1, 128),
@@ -88,7 +80,10 @@ def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Ge
 )
 def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int, fan_out: bool) -> None:
     """Inboxes that are used again hold enough steps."""
-    geometry, layout = geometry_of(units, blocks, size, fan_out=fan_out), ArenaLayout(size, 64)
+    node, layout = replace(node_of(0, size), multiprocessors=blocks), ArenaLayout(size, 64)
+    way = sized_configs(ProtocolLimits(0, 1 << 62), node, fan_out=fan_out).of(16 * units)
+    assert way is not None
+    geometry = Geometry(way.blocks, way.workers)
     most = most_workers(size, fan_out=fan_out, one_step=units <= geometry.threads)
     assert 1 <= geometry.blocks <= blocks
     assert 32 <= geometry.workers <= most and geometry.workers % 32 == 0

@@ -110,15 +110,6 @@ def test_the_error_of_enqueued_work_is_told(calls: list[Any]) -> None:
     assert calls[-1] == ("ncclCommAbort", 7)
 
 
-@pytest.mark.parametrize("major", [12, 13])
-def test_a_missing_library_is_named_for_the_cuda_in_use(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = SimpleNamespace(runtimeGetVersion=lambda: major * 1000 + 90)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    monkeypatch.setattr(nccl, "_path", lambda: "libnccl-of-nowhere.so")
-    nccl.load.cache_clear()
-    assert str(nccl.missing()).endswith(f": pip install nvidia-nccl-cu{major}")
-
-
 A, B = bytes(15) + b"a", bytes(15) + b"b"
 SWITCH = b"switch"
 

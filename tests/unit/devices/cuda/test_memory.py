@@ -125,20 +125,6 @@ def virtual(cuda: FakeCuda) -> Any:
     return importlib.import_module("mpicomm.devices.cuda.virtual_memory")
 
 
-@pytest.fixture
-def called(virtual: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """The calls of the driver, with their arguments."""
-    said: list[tuple[str, Any]] = []
-    call = virtual.call
-
-    def record(function: Any, *arguments: Any, **hint: Any) -> Any:
-        said.append((function.__name__, arguments))
-        return call(function, *arguments, **hint)
-
-    monkeypatch.setattr(virtual, "call", record)
-    return said
-
-
 def adopted_virtual(virtual: Any, context: Any) -> Any:
     """An array that begins 1 MiB into the first of three allocations of 2 MiB, and ends 512 KiB into the last."""
     array = SimpleNamespace(data=SimpleNamespace(ptr=ADDRESS + MIB), nbytes=3 * MIB + MIB // 2)
@@ -164,8 +150,16 @@ def test_each_allocation_of_an_array_is_exported_with_its_range(no_leaks: None, 
 
 
 def test_allocations_of_a_peer_are_mapped_one_after_the_other(
-    virtual: Any, context: Any, called: list[tuple[str, Any]]
+    virtual: Any, context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    called: list[tuple[str, Any]] = []
+    call = virtual.call
+
+    def record(function: Any, *arguments: Any, **hint: Any) -> Any:
+        called.append((function.__name__, arguments))
+        return call(function, *arguments, **hint)
+
+    monkeypatch.setattr(virtual, "call", record)
     parts = handle(2 * MIB, MIB, MIB), handle(4 * MIB, 0, 4 * MIB), handle(2 * MIB, 0, 512)
     segment = virtual.VirtualSegment.open(context, tuple((part, 7) for part in parts))
     assert (segment.pointer, segment.nbytes) == (ADDRESS + MIB, 5 * MIB + 512)
