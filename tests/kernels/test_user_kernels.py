@@ -39,7 +39,14 @@ class Ranks:
     """Ranks of a kernel of a user, each with a word that says whether a rank was missing. ``absent`` does not come."""
 
     def __init__(
-        self, builds: Builds, size: int, source: Path, entry: str, changes: Changes, absent: int | None
+        self,
+        builds: Builds,
+        size: int,
+        source: Path,
+        entry: str,
+        *,
+        changes: Changes = (),
+        absent: int | None = None,
     ) -> None:
         self.machine, self.ranks = Machine(builds, size), range(size)
         self.rng = np.random.default_rng(size)
@@ -65,17 +72,9 @@ class Ranks:
         return [int(each.view(np.uint32)[0]) for each in self.failed]
 
 
-def ring_sum(
-    builds: Builds,
-    size: int,
-    *,
-    seed: int = 0,
-    changes: Changes = (),
-    absent: int | None = None,
-    timeout_s: float = 20,
-) -> list[int]:
+def ring_sum(builds: Builds, size: int, *, seed: int = 0, timeout_s: float = 20, **how: Any) -> list[int]:
     """All ranks add the values of all, many times."""
-    ranks = Ranks(builds, size, ROOT / "examples/ring_sum.cu", "ring_sum", changes, absent)
+    ranks = Ranks(builds, size, ROOT / "examples/ring_sum.cu", "ring_sum", **how)
     inboxes, flags = ranks.allocate(2 * size * COUNT * 4), ranks.allocate(8)
     tables = [[ranks.table(each, rank) for each in (inboxes, flags)] for rank in ranks.ranks]
     values = [[ranks.rng.integers(0, 1000, COUNT).astype(np.float32) for _ in ranks.ranks] for _ in range(CALLS)]
@@ -93,18 +92,10 @@ def ring_sum(
     return said
 
 
-def jacobi(
-    builds: Builds,
-    dims: tuple[int, int],
-    *,
-    seed: int = 0,
-    changes: Changes = (),
-    absent: int | None = None,
-    timeout_s: float = 20,
-) -> list[int]:
+def jacobi(builds: Builds, dims: tuple[int, int], *, seed: int = 0, timeout_s: float = 20, **how: Any) -> list[int]:
     """Blocks of neighbours meet from one launch to the next. The heat is that of one rank."""
     size = dims[0] * dims[1]
-    ranks = Ranks(builds, size, ROOT / "examples/jacobi.cu", "relax_all", changes, absent)
+    ranks = Ranks(builds, size, ROOT / "examples/jacobi.cu", "relax_all", **how)
     plate = ranks.rng.random((dims[0] * ROWS + 2, dims[1] * COLUMNS + 2))
     places = [divmod(rank, dims[1]) for rank in ranks.ranks]
     tiles = [np.s_[i * ROWS : (i + 1) * ROWS + 2, j * COLUMNS : (j + 1) * COLUMNS + 2] for i, j in places]
@@ -150,7 +141,7 @@ def guide(tmp_path: Path) -> Run:
     path.write_text(kernel)
 
     def run(builds: Builds, size: int, changes: Changes = (), *, absent: int | None = None) -> list[int]:
-        ranks = Ranks(builds, size, path, "pass_on", changes, absent)
+        ranks = Ranks(builds, size, path, "pass_on", changes=changes, absent=absent)
         inboxes, flags, got = ranks.allocate(COUNT * 4), ranks.allocate(8), ranks.allocate(COUNT * 4)
         timeout_ns = 20 * 10**9 if absent is None else 10**6
         for rank in ranks.ranks:
