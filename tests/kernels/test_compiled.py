@@ -206,13 +206,7 @@ def fences_of(variant: Variant) -> set[str]:
 
 
 # Before the first launches of a round packets are wiped, which takes a fence of the system in any case.
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        partial(packets, None, 2, "paced"),
-        partial(chain_kernel, None),
-    ],
-)
+@pytest.mark.parametrize("kernel", [partial(packets, None, 2, "paced"), partial(chain_kernel, None)])
 def test_slots_in_memory_of_the_host_take_fences_of_the_whole_system(kernel: Callable[..., Variant]) -> None:
     assert fences_of(kernel()) & {"gl", "gpu"}
     assert fences_of(kernel(host_slots=True)) == {"sys"}

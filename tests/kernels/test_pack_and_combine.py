@@ -198,19 +198,11 @@ def _launch(
 # Combining.
 
 CASES = [
-    ("float32", "sum", "float32"),
-    ("float32", "sum", "bfloat16"),
-    ("float32", "tree", "float32"),
-    ("float32", "prod", "float16"),
-    ("float32", "sum", "float8_e4m3fn"),
-    ("bfloat16", "max", "bfloat16"),
-    ("float64", "min", "float64"),
-    ("complex64", "sum", "complex64"),
-    ("complex128", "prod", "complex128"),
-    ("int8", "sum", "int8"),
-    ("bool", "lor", "bool"),
-    ("uint16", "lxor", "uint16"),
-    ("float32", "a * 2 - b", "bfloat16"),
+    *(("float32", "sum", result) for result in ("float32", "bfloat16", "float8_e4m3fn")),
+    *(("float32", "tree", "float32"), ("float32", "prod", "float16"), ("float32", "a * 2 - b", "bfloat16")),
+    *((dtype, op, dtype) for dtype, op in (("bfloat16", "max"), ("float64", "min"), ("complex64", "sum"))),
+    *((dtype, op, dtype) for dtype, op in (("complex128", "prod"), ("int8", "sum"))),
+    *((dtype, op, dtype) for dtype, op in (("bool", "lor"), ("uint16", "lxor"))),
 ]
 
 

@@ -56,25 +56,10 @@ ROOMS = [
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 
 MPI_USERS = {
-    "mpi",
-    "cluster",
-    "recording",
-    "session",
-    "ways",
-    "messages",
-    "windows",
-    "products",
-    "observation",
-    "api",
-    "experts",
-    "world",
-    "torch",
-    "__main__",
-    "cli",
-    "bench",
-    "doctor",
-    "p2p",
-} | {name for name in ROOM if name.startswith(("collectives", "domains"))}
+    *("mpi", "cluster", "recording", "session", "ways", "messages", "windows", "products", "observation", "api"),
+    *("experts", "world", "torch", "__main__", "cli", "bench", "doctor", "p2p"),
+    *(name for name in ROOM if name.startswith(("collectives", "domains"))),
+}
 CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/", "p2p/")
 # They are used as any user of the package would be.
 COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "trace", "tune"}

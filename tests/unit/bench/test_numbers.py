@@ -40,16 +40,9 @@ def case(name: str, *, rank: int = 0, size: int = 4, block: int = 12, in_place: 
     ("name", "factor"),  # as nccl-tests' PERFORMANCE.md has them, for 4 ranks
     [
         ("allreduce", 2 * 3 / 4),
-        ("reduce_scatter", 3 / 4),
-        ("allgather", 3 / 4),
-        ("allgatherv", 3 / 4),
-        ("bcast", 1),
-        ("reduce", 1),
-        ("gather", 3 / 4),
-        ("scatter", 3 / 4),
-        ("alltoall", 3 / 4),
-        ("alltoallv", 3 / 4),
-        ("sendrecv", 1),
+        *((name, 3 / 4) for name in ("reduce_scatter", "allgather", "allgatherv", "gather", "scatter")),
+        *((name, 3 / 4) for name in ("alltoall", "alltoallv")),
+        *((name, 1) for name in ("bcast", "reduce", "sendrecv")),
     ],
 )
 def test_bandwidths_are_defined_as_in_nccl_tests(name: str, factor: float) -> None:

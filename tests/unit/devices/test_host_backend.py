@@ -201,24 +201,6 @@ def memory(nbytes: int) -> Iterator[Descriptor]:
         fd.close()
 
 
-@pytest.mark.parametrize("dtype", ["bool", "float32", "complex128", "datetime64[s]", [("a", "i2"), ("b", "f8")]])
-def test_what_one_mapping_writes_the_other_reads(backend: HostBackend, dtype: Any) -> None:
-    element = np.dtype(dtype)
-    shapes: list[tuple[int, ...]] = [(), (0,), (7,), (0, 3), (3, 4, 5)]
-    for shape in shapes:
-        count = int(np.prod(shape))
-        written = np.frombuffer(np.random.default_rng(1).bytes(60 * element.itemsize), element, count)
-        with allocated(backend, written.nbytes) as own, opened(backend, own) as peer:
-            assert own.pointer != peer.pointer
-            here, there = backend.view(own, shape, element), backend.view(peer, shape, element)
-            assert there.shape == shape
-            assert there.dtype == element
-            here[...] = written.reshape(shape)
-            assert there.tobytes() == written.tobytes()
-            there[...] = np.zeros(shape, element)
-            assert here.tobytes() == bytes(written.nbytes)
-
-
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1, PAGE, PAGE + 1])
 def test_allocated_memory_is_whole_pages_of_zeros_of_its_own(backend: HostBackend, nbytes: int) -> None:
     byte = np.dtype(np.uint8)
