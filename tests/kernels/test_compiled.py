@@ -18,25 +18,11 @@ import mpicomm
 from mpicomm.collectives.gpu.algorithms.chain.plan import chain_kernel
 from mpicomm.collectives.gpu.algorithms.chunks.plan import exchange_kernel
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction_kernel
-from mpicomm.collectives.gpu.algorithms.packets.arguments import (
-    Steps,
-    counted_step_kernel,
-    packet_kernel,
-    wire_options,
-)
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, counted_step_kernel, packet_kernel, wire_options
 from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.kernels.epilogue import (
-    epilogue_options,
-    norm_options,
-)
-from mpicomm.kernels.experts import (
-    DISPATCH_FEW_KERNEL,
-    DISPATCH_KERNEL,
-    combine_experts_kernel,
-)
-from mpicomm.kernels.reductions import (
-    combine_kernel,
-)
+from mpicomm.kernels.epilogue import epilogue_options, norm_options
+from mpicomm.kernels.experts import DISPATCH_FEW_KERNEL, DISPATCH_KERNEL, combine_experts_kernel
+from mpicomm.kernels.reductions import combine_kernel
 from mpicomm.kernels.variant import Variant
 from mpicomm.kernels.window import (
     LOCATING,

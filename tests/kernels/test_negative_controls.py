@@ -127,13 +127,7 @@ SLOTS_NBYTES = CHANNELS * 32 * 1024  # one of each channel, the largest there ar
 
 
 def run_chain(
-    builds: Builds,
-    sizes: Sequence[int],
-    *,
-    seed: int = 0,
-    changes: Changes = (),
-    limit_s: float = 60,
-    **options: Any,
+    builds: Builds, sizes: Sequence[int], *, seed: int = 0, changes: Changes = (), limit_s: float = 60, **options: Any
 ) -> None:
     """Broadcasts and reductions between three ranks, past the end of 32 bits."""
     rig = chain_rig(Machine(builds, 3), changes=changes, **options)

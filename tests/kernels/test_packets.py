@@ -120,12 +120,7 @@ def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, protocol
 
 
 def run_reductions(
-    builds: Builds,
-    reduction: tuple[str, str],
-    ways: Sequence[str] = BOTH,
-    *,
-    seed: int = 1,
-    changes: Changes = (),
+    builds: Builds, reduction: tuple[str, str], ways: Sequence[str] = BOTH, *, seed: int = 1, changes: Changes = ()
 ) -> None:
     """All-reduces in one hop and in two."""
     rig = packet_rig(Machine(builds, 3), changes=changes)

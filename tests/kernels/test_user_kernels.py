@@ -39,14 +39,7 @@ class Ranks:
     """Ranks of a kernel of a user, each with a word that says whether a rank was missing. ``absent`` does not come."""
 
     def __init__(
-        self,
-        builds: Builds,
-        size: int,
-        source: Path,
-        entry: str,
-        *,
-        changes: Changes = (),
-        absent: int | None = None,
+        self, builds: Builds, size: int, source: Path, entry: str, *, changes: Changes = (), absent: int | None = None
     ) -> None:
         self.machine, self.ranks = Machine(builds, size), range(size)
         self.rng = np.random.default_rng(size)
@@ -261,15 +254,7 @@ def test_reduction_equals_numpys_in_rank_order(
     require_all_in_time(reduce_all(Rig(builds, group, messages), dtype, op))
 
 
-def run(
-    builds: Builds,
-    name: str,
-    group: str,
-    *,
-    seed: int = 0,
-    changes: Changes = (),
-    timeout_s: float = 20,
-) -> None:
+def run(builds: Builds, name: str, group: str, *, seed: int = 0, changes: Changes = (), timeout_s: float = 20) -> None:
     """Run one kernel of device_functions.cu between three ranks."""
     messages = Messages(200, 4, 8) if name == "reduce_all" else Messages(200, 3, 5)
     rig = Rig(builds, group, messages, changes=changes)

@@ -24,18 +24,8 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import (
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
-from mpicomm.collectives.gpu.algorithms.packets.arguments import (
-    FEWEST_LAPS,
-    SLOT_NBYTES,
-    flags_can_carry,
-    most_workers,
-)
-from mpicomm.collectives.gpu.algorithms.packets.configs import (
-    Geometry,
-    ProtocolLimits,
-    limits_of,
-    sized_configs,
-)
+from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES, flags_can_carry, most_workers
+from mpicomm.collectives.gpu.algorithms.packets.configs import Geometry, ProtocolLimits, limits_of, sized_configs
 from mpicomm.collectives.gpu.decision import Chosen, Decision, names_for, usual_kernels
 from mpicomm.collectives.gpu.tuning import BUILT_IN, Tuning
 from mpicomm.collectives.operations import OPERATIONS, Operation
