@@ -74,7 +74,6 @@ QUICK_RUNS_EVERY = {
     f"{UNIT}cli/test_planted_faults.py::test_an_error_on_one_rank_ends_the_job": 2,
     f"{UNIT}test_runner.py::test_a_program_starts_and_ends_mpi_itself": 2,
     f"{UNIT}cli/test_commands.py::test_every_collective_runs": 0,
-    f"{UNIT}collectives/host/test_selection_and_reduction.py::test_matches_the_reference_on_special_values": 4,
     f"{UNIT}doctor/test_doctor_command.py::test_containers": 3,
     f"{UNIT}helpers/test_jobs.py::test_the_end_names_the_rank_that_a_signal_ended_and_its_test": 0,
     f"{UNIT}helpers/test_jobs.py::test_what_failed": 0,
