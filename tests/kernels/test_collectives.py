@@ -148,7 +148,7 @@ TYPES: list[tuple[str, tuple[str, str], str, Sequence[int]]] = [
     ("exchange", ("float8_e4m3fn", "avg"), REDUCED, COUNTS),
     ("exchange", ("bfloat16", "sum"), RING, COUNTS),
     ("exchange", ("complex128", "prod"), REDUCED + RING, COUNTS),
-    ("exchange", ("float32", "a * 2 - b"), REDUCED, COUNTS),
+    ("exchange", ("float32", "a * 2 - b"), REDUCED + RING, COUNTS),
     ("chain", ("int8", "sum"), CHAINED, COUNTS),
     ("chain", ("uint16", "max"), CHAINED, COUNTS),
     ("chain", ("float64", "sum"), CHAINED, COUNTS),

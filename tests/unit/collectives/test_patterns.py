@@ -39,3 +39,11 @@ def test_a_missing_buffer_is_an_error() -> None:
     for pattern in (patterns.gather(*where, 0), patterns.reduce(*where, "sum", 0)):
         with pytest.raises(InvalidUsageError):
             _ = pattern.steps
+
+
+def test_a_reduce_scatter_in_place_moves_its_result_over_input_that_others_have() -> None:
+    shared, output, result = patterns.blocks(4096, [3, 2], [0, 3], 4), Span(4096, 2), Span(1 << 20, 2)
+    pattern = patterns.reduce_scatter(1, 2, np.dtype(np.float32), shared, output, "sum", scratch=1 << 20)
+    (exchange,) = pattern
+    assert exchange.reduction is not None and exchange.reduction.output == result
+    assert exchange.move == (result, output)
