@@ -1,4 +1,4 @@
-"""Calls on derived datatypes, of which each rank packs only buffers with gaps in a block."""
+"""Calls on derived datatypes, of which each rank packs only buffers with gaps in a block; calls of neighbours."""
 
 from __future__ import annotations
 

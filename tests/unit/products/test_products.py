@@ -181,9 +181,9 @@ def test_survivors_name_the_rank_that_died(tmp_path: Path, kind: str, how: str) 
     require_named(tmp_path, 3, "cpu", kind, how, stretched(1.0))
 
 
-Array = npt.NDArray[Any]
 # Actions of all ranks, in every order that streams and barriers allow.
 
+Array = npt.NDArray[Any]
 DEPTH, WIDTH = 5, 3
 
 

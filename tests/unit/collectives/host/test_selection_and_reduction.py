@@ -175,11 +175,9 @@ def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation:
         assert votes == [method] * plain
 
 
-Array = npt.NDArray[Any]
-
 # Reductions by NumPy.
 
-
+Array = npt.NDArray[Any]
 BLOCK = host_reduction._BLOCK_NBYTES
 
 
