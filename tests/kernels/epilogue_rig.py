@@ -48,6 +48,11 @@ def finished(epilogue: BoundEpilogue, values: Array) -> Array:
     return made
 
 
+def normal(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
+    """Return numbers whose sums of squares are finite."""
+    return rng.standard_normal(count).astype(dtype)
+
+
 def run_after(
     machine: Machine,
     epilogue: Epilogue,
@@ -56,14 +61,12 @@ def run_after(
     *,
     in_place: bool = False,
     offset: int = 0,
-    changes: Changes = (),
-    blocks: int | None = None,
-    threads: int | None = None,
     limit_s: float = 60,
+    **how: Any,
 ) -> tuple[Place, dict[str, Place]]:
     """Let the kernel after a reduction finish ``values``; return the places of the result and of the epilogue's arrays.
 
-    The result and the values lie ``offset`` elements after a multiple of 64 bytes.
+    The result and the values lie ``offset`` elements after a multiple of 64 bytes. ``how`` is for `Machine.enqueue`.
     """
     moved, places = on_rank(epilogue, machine, 0)
     made = dtype_named(result)
@@ -73,7 +76,7 @@ def run_after(
         target = machine.place(0, np.zeros(count, made), offset=offset * made.itemsize)
     finish = bound(moved, values.dtype.name, result, count, target.address)
     launch = finish.following_kernel(source.address, machine.faults[0].failed, 2)
-    machine.enqueue(0, launch, changes=changes, blocks=blocks, threads=threads)
+    machine.enqueue(0, launch, **how)
     machine.run(limit_s=limit_s)
     return target, places
 

@@ -316,14 +316,7 @@ def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array
 class CodedCalls(Calls):
     """Calls with codes between the ranks of a rig."""
 
-    def __init__(
-        self,
-        rig: Rig,
-        rng: np.random.Generator,
-        wire: Wire,
-        dtype: str,
-        **options: Any,
-    ) -> None:
+    def __init__(self, rig: Rig, rng: np.random.Generator, wire: Wire, dtype: str, **options: Any) -> None:
         super().__init__(rig, rng, **options)
         self._wire = wire
         self._dtype = dtype_named(dtype)

@@ -18,25 +18,11 @@ import mpicomm
 from mpicomm.collectives.gpu.algorithms.chain.plan import chain_kernel
 from mpicomm.collectives.gpu.algorithms.chunks.plan import exchange_kernel
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction_kernel
-from mpicomm.collectives.gpu.algorithms.packets.arguments import (
-    Steps,
-    counted_step_kernel,
-    packet_kernel,
-    wire_options,
-)
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, counted_step_kernel, packet_kernel, wire_options
 from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.kernels.epilogue import (
-    epilogue_options,
-    norm_options,
-)
-from mpicomm.kernels.experts import (
-    DISPATCH_FEW_KERNEL,
-    DISPATCH_KERNEL,
-    combine_experts_kernel,
-)
-from mpicomm.kernels.reductions import (
-    combine_kernel,
-)
+from mpicomm.kernels.epilogue import epilogue_options, norm_options
+from mpicomm.kernels.experts import DISPATCH_FEW_KERNEL, DISPATCH_KERNEL, combine_experts_kernel
+from mpicomm.kernels.reductions import combine_kernel
 from mpicomm.kernels.variant import Variant
 from mpicomm.kernels.window import (
     LOCATING,
@@ -171,11 +157,7 @@ NEAR_THE_LIMIT = [*BANDWIDTH, *FINISHES, counted_step_kernel(8), chain_kernel(WI
 NEAR_THE_LIMIT += [DISPATCH_KERNEL, DISPATCH_FEW_KERNEL]
 
 
-def name_of(variant: Variant) -> str:
-    return f"{variant.entry} {' '.join(variant.options[1:])}"[:150]
-
-
-@pytest.mark.parametrize("variant", NEAR_THE_LIMIT, ids=name_of)
+@pytest.mark.parametrize("variant", NEAR_THE_LIMIT, ids=lambda each: f"{each.entry} {each.options[1:]}"[:150])
 def test_kernel_has_the_registers_it_needs(variant: Variant) -> None:
     assert spills(compiled(variant)[1], variant.entry) == [0, 0]
 
@@ -210,21 +192,10 @@ def fences_of(variant: Variant) -> set[str]:
 
 
 # Before the first launches of a round packets are wiped, which takes a fence of the system in any case.
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        partial(packets, None, 2, "paced"),
-        partial(chain_kernel, None),
-    ],
-)
+@pytest.mark.parametrize("kernel", [partial(packets, None, 2, "paced"), partial(chain_kernel, None)])
 def test_slots_in_memory_of_the_host_take_fences_of_the_whole_system(kernel: Callable[..., Variant]) -> None:
     assert fences_of(kernel()) & {"gl", "gpu"}
     assert fences_of(kernel(host_slots=True)) == {"sys"}
-
-
-def test_kernels_of_one_source_compile_together() -> None:
-    image = compile_kernel(MEET_KERNEL.source, OLDEST_AND_NEWEST[0], MEET_KERNEL.options)
-    assert all(variant.entry.encode() in image for variant in (MEET_KERNEL, LOCK_KERNEL))
 
 
 # As a user would: only the directory that the package names.

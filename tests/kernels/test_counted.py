@@ -64,8 +64,14 @@ class CountedRig(Rig):
         ranks, counts = range(self.size), call.counts
         dtype = np.dtype(call.dtype)
         checks = []
-        content = _absent if call.escaped else partial(_content, rng)
-        blocks = [[content(int(max(0, counts[a][b])), dtype) for b in ranks] for a in ranks]
+
+        def content(count: int) -> Array:
+            nbytes = count * dtype.itemsize
+            if call.escaped:
+                return np.full(-(-nbytes // 4), ABSENT, np.uint32).view(np.uint8)[:nbytes].view(dtype)
+            return np.frombuffer(rng.bytes(nbytes), dtype)
+
+        blocks = [[content(int(max(0, counts[a][b]))) for b in ranks] for a in ranks]
         for rank in ranks:
             starts = _starts(counts[rank]) if call.send_displs is None else call.send_displs[rank]
             size = max([0, *(int(s + max(0, n)) for s, n in zip(starts, counts[rank], strict=True))])
@@ -105,7 +111,10 @@ class CountedRig(Rig):
         return check
 
     def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
-        plain = [_plain(side) for side in (buffers.send, buffers.receive)]
+        plain: list[tuple[Any, ...]] = []
+        for side in (buffers.send, buffers.receive):
+            displs = side.displs.pointer if isinstance(side.displs, DeviceIndices) else side.displs
+            plain.append((side.pointer, side.room, None, side.counts.pointer, displs))
         key = rank, call.dtype, call.wide, call.tag, *(type(displs) for *_, displs in plain)
         if key not in self._templates:
             loader: Any = SimpleNamespace(enqueuers=lambda steps: [lambda stream, step=step: step for step in steps])
@@ -139,22 +148,8 @@ class CountedRig(Rig):
         return CountedBuffer(cast(Any, operand), counts, known)
 
 
-def _plain(side: CountedBuffer) -> tuple[Any, ...]:
-    displs = side.displs.pointer if isinstance(side.displs, DeviceIndices) else side.displs
-    return side.pointer, side.room, None, side.counts.pointer, displs
-
-
 def _starts(counts: Array) -> Array:
     return np.concatenate([[0], np.cumsum(np.maximum(counts, 0))[:-1]])
-
-
-def _content(rng: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Array:
-    return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype)
-
-
-def _absent(count: int, dtype: np.dtype[Any]) -> Array:
-    nbytes = count * dtype.itemsize
-    return np.full(-(-nbytes // 4), ABSENT, np.uint32).view(np.uint8)[:nbytes].view(dtype)
 
 
 _STEP = SMALL.threads * 16 // 4  # elements of float32
@@ -400,15 +395,13 @@ test_a_missing_wait_for_the_last_launch_is_caught = controls(partial(run_steps, 
 test_a_mistake_in_one_step_is_caught = controls(partial(run_steps, size=3), MISTAKES_OF_ONE_STEP)
 
 
-def test_a_missing_look_at_the_room_is_caught(builds: Builds) -> None:
-    rig = rig_of(builds, 3, [Change("counted.cuh", "? total > room_nbytes() :", "? false :")])
-    rig.call(CountedCall(COUNTS_OF_THREE, room=509), np.random.default_rng(1))
-    with pytest.raises(RunFailedError, match="fault on rank"):
-        rig.machine.run()
-    assert not all((output.bytes == UNTOUCHED).all() for output in rig.results)
+NOT_LOOKED_AT = {
+    "the room": Change("counted.cuh", "? total > room_nbytes() :", "? false :"),
+    "the facts of other ranks": Change("packets.cu", "if (blockIdx.x == 0 && heard) lengths.compare_rooms();", ""),
+}
 
 
-def test_ranks_that_compare_no_facts_are_caught(builds: Builds) -> None:
-    change = Change("packets.cu", "if (blockIdx.x == 0 && heard) lengths.compare_rooms();", "")
+@pytest.mark.parametrize("name", NOT_LOOKED_AT)
+def test_facts_that_are_not_looked_at_are_caught(builds: Builds, name: str) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        _failed(builds, CountedCall(COUNTS_OF_THREE, room=509), COUNTED_ROOM, 510, changes=[change])
+        _failed(builds, *FAULTS["too little room"], changes=[NOT_LOOKED_AT[name]])

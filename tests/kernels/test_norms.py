@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.packets.configs import fewest_rows, most_groups, row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups, row_geometry
 from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
 from tests.helpers.references.reductions import Array, dtype_named, require_same
 from tests.kernels.build import Builds
-from tests.kernels.epilogue_rig import FusedCalls, bound, finished, run_after
+from tests.kernels.epilogue_rig import FusedCalls, bound, finished, normal, run_after
 from tests.kernels.kernel_calls import BOTH
 from tests.kernels.late_resets import LATE, LOST
 from tests.kernels.machine import Machine, RunFailedError, controls, without_mistake
@@ -65,11 +64,6 @@ def scales_for(case: Case, rows: int) -> Array | None:
     return np.full(count, 7, np.uint8 if case.scales == "uint8" else np.float32).astype(dtype_named(case.scales))
 
 
-def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
-    """Return numbers whose sums of squares are finite."""
-    return rng.standard_normal(count).astype(dtype)
-
-
 def epilogue_of(case: Case, rows: int, rng: np.random.Generator) -> tuple[Epilogue, Array, Array | None]:
     """Return the epilogue, its residual and its scales."""
     dtype = dtype_named(case.dtype)
@@ -106,7 +100,7 @@ AFTER = [*((case, 5) for case in CASES), (CASES[7], 161)]
 def test_the_kernel_after_the_reduction(builds: Builds, case: Case, rows: int) -> None:
     machine, rng = Machine(builds, 1), np.random.default_rng(case.hidden)
     epilogue, residual, scales = epilogue_of(case, rows, rng)
-    values = numbers(dtype_named(case.dtype), rows * case.hidden, rng)
+    values = normal(dtype_named(case.dtype), rows * case.hidden, rng)
     count = values.size // (2 if case.result == "uint8" else 1)
     in_place = case.dtype == case.result
     target, places = run_after(machine, epilogue, values, case.result, in_place=in_place, blocks=2)
@@ -155,7 +149,7 @@ def run_norms(
         made = case._replace(hidden=nbytes // dtype_named(case.dtype).itemsize) if nbytes else case
         epilogue, residual, scales = epilogue_of(made, rows, rng)
         written = {"residual": residual, **({} if scales is None else {"scales": scales})}
-        more: dict[str, Any] = {"algorithm": algorithm, "written": written, "values": numbers}
+        more: dict[str, Any] = {"algorithm": algorithm, "written": written, "values": normal}
         calls.allreduce(epilogue, (made.dtype, "sum"), made.result, rows * made.hidden, **more)
     calls.run(seed=seed, limit_s=limit_s)
 
@@ -287,16 +281,7 @@ def test_a_thread_that_gets_no_more_of_a_row_leaves_with_its_group(builds: Build
             run_norms(builds, "two_shot", [(6, ROW)], laps, changes=changes, **SOON)
 
 
-def test_which_rows_one_kernel_normalises() -> None:
-    for nbytes, shards, fewest in (
-        (4104, 1, inf),
-        (4104, 2, inf),
-        (8 * 4096, 1, 1),
-        (8 * 4096 + 16, 1, 128),
-        (16, 2, 255),
-        (8 * 4096 + 16, 3, 382),
-    ):
-        assert fewest_rows(nbytes, 128, shards) == fewest
+def test_two_groups_of_threads_share_rows_only_between_two_ranks_in_one_shot() -> None:
     for count, nbytes, size, fan_out, blocks, workers, steps in (
         (1, 16, 2, False, 1, 256, 1),
         (128, 4096, 2, False, 128, 256, 1),

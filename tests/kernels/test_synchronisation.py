@@ -108,15 +108,13 @@ class Boards(WordsRig):
         *,
         signals: Sequence[int] = (),
         waits: Sequence[int] = (),
-        kind: int = 0,
-        exclusive: bool = False,
-        yields: bool = False,
         timeout_s: float = 0,
         nap_us: int = 0,
+        **what: int,
     ) -> None:
-        sets = (sum(1 << each for each in ranks) for ranks in (signals, waits))
-        what = rank, kind, operation, exclusive, yields
-        arguments = SynchronisationArguments(self.tables[rank], *sets, *self.limits(rank, timeout_s), *what)
+        """Enqueue a step; ``what`` are further fields of its argument."""
+        where = self.tables[rank], set_of(*signals), set_of(*waits), *self.limits(rank, timeout_s), rank
+        arguments = SynchronisationArguments(*where, operation=operation, **what)
         self.machine.launch(rank, self._kernels[kernel], [arguments], blocks=1, threads=WINDOW_THREADS, nap_us=nap_us)
 
     def lock(self, rank: int) -> LockWords:
@@ -201,19 +199,14 @@ class Outboxes(WordsRig):
         target: int = 0,
         source: int = 0,
         *,
-        ready: int = 0,
-        done: int = 0,
-        awaits: int = 0,
-        sent: int = 0,
-        taken: int = 0,
         blocks: int = BLOCKS,
         timeout_s: float = 0,
         nap_us: int = 0,
+        **words: int,
     ) -> None:
-        nbytes = WORDS * 8 if target else 0
-        step = MessageStep(
-            target, source, nbytes, ready, done, *self.limits(rank, timeout_s), awaits, sent, taken, peer
-        )
+        """Enqueue a step; ``words`` are further fields of its argument."""
+        step = MessageStep(target, source, WORDS * 8 if target else 0, peer=peer, **words)
+        step.timeout_ns, step.record, step.failed = self.limits(rank, timeout_s)
         self.machine.launch(rank, self._step, [step], blocks=blocks, threads=64, nap_us=nap_us)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Kernels of users: examples/ring_sum.cu, examples/jacobi.cu, and the kernel in mpicomm/docs/kernels.md that waits."""
+"""Kernels of users: of two examples, of mpicomm/docs/kernels.md, and with each function of mpicomm.cuh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,18 @@ import pytest
 from tests.helpers.jobs.mpiexec import ROOT
 from tests.helpers.references.reductions import reduced, require_same
 from tests.kernels.build import Builds
-from tests.kernels.machine import Machine, Place, controls, require_seen
+from tests.kernels.device_functions_rig import (
+    FUNCTIONS,
+    GROUPS,
+    IN_TIME,
+    SOURCE,
+    Messages,
+    Rig,
+    exchange,
+    hand_over,
+    reduce_all,
+)
+from tests.kernels.machine import Machine, Place, controls, require_seen, without_mistake
 from tests.kernels.mistakes import Change, Changes
 
 CALLS, COUNT = 60, 300
@@ -28,7 +39,7 @@ class Ranks:
     """Ranks of a kernel of a user, each with a word that says whether a rank was missing. ``absent`` does not come."""
 
     def __init__(
-        self, builds: Builds, size: int, source: Path, entry: str, changes: Changes, absent: int | None
+        self, builds: Builds, size: int, source: Path, entry: str, *, changes: Changes = (), absent: int | None = None
     ) -> None:
         self.machine, self.ranks = Machine(builds, size), range(size)
         self.rng = np.random.default_rng(size)
@@ -54,17 +65,9 @@ class Ranks:
         return [int(each.view(np.uint32)[0]) for each in self.failed]
 
 
-def ring_sum(
-    builds: Builds,
-    size: int,
-    *,
-    seed: int = 0,
-    changes: Changes = (),
-    absent: int | None = None,
-    timeout_s: float = 20,
-) -> list[int]:
+def ring_sum(builds: Builds, size: int, *, seed: int = 0, timeout_s: float = 20, **how: Any) -> list[int]:
     """All ranks add the values of all, many times."""
-    ranks = Ranks(builds, size, ROOT / "examples/ring_sum.cu", "ring_sum", changes, absent)
+    ranks = Ranks(builds, size, ROOT / "examples/ring_sum.cu", "ring_sum", **how)
     inboxes, flags = ranks.allocate(2 * size * COUNT * 4), ranks.allocate(8)
     tables = [[ranks.table(each, rank) for each in (inboxes, flags)] for rank in ranks.ranks]
     values = [[ranks.rng.integers(0, 1000, COUNT).astype(np.float32) for _ in ranks.ranks] for _ in range(CALLS)]
@@ -82,18 +85,10 @@ def ring_sum(
     return said
 
 
-def jacobi(
-    builds: Builds,
-    dims: tuple[int, int],
-    *,
-    seed: int = 0,
-    changes: Changes = (),
-    absent: int | None = None,
-    timeout_s: float = 20,
-) -> list[int]:
+def jacobi(builds: Builds, dims: tuple[int, int], *, seed: int = 0, timeout_s: float = 20, **how: Any) -> list[int]:
     """Blocks of neighbours meet from one launch to the next. The heat is that of one rank."""
     size = dims[0] * dims[1]
-    ranks = Ranks(builds, size, ROOT / "examples/jacobi.cu", "relax_all", changes, absent)
+    ranks = Ranks(builds, size, ROOT / "examples/jacobi.cu", "relax_all", **how)
     plate = ranks.rng.random((dims[0] * ROWS + 2, dims[1] * COLUMNS + 2))
     places = [divmod(rank, dims[1]) for rank in ranks.ranks]
     tiles = [np.s_[i * ROWS : (i + 1) * ROWS + 2, j * COLUMNS : (j + 1) * COLUMNS + 2] for i, j in places]
@@ -139,7 +134,7 @@ def guide(tmp_path: Path) -> Run:
     path.write_text(kernel)
 
     def run(builds: Builds, size: int, changes: Changes = (), *, absent: int | None = None) -> list[int]:
-        ranks = Ranks(builds, size, path, "pass_on", changes, absent)
+        ranks = Ranks(builds, size, path, "pass_on", changes=changes, absent=absent)
         inboxes, flags, got = ranks.allocate(COUNT * 4), ranks.allocate(8), ranks.allocate(COUNT * 4)
         timeout_ns = 20 * 10**9 if absent is None else 10**6
         for rank in ranks.ranks:
@@ -183,7 +178,7 @@ def test_no_race(watched_builds: Builds, guide: Run) -> None:
         assert guide(watched_builds, size) == [0] * size
 
 
-# test_device_functions.py has the mistakes with flags.
+# `CONTROLS` has the mistakes with flags.
 IN_RING_SUM = {"one buffer": Change("ring_sum.cu", "call % 2 * size", "0 * size")}
 IN_JACOBI = {
     "wait for the step before": Change("jacobi.cu", "number), step - 1, timeout_ns)", "number), step - 2, timeout_ns)"),
@@ -207,3 +202,106 @@ test_race_of_neighbours_is_seen = controls(partial(jacobi, dims=(2, 2)), IN_JACO
 def test_numbers_that_are_read_too_early_are_seen(watched_builds: Builds, guide: Run) -> None:
     wait = "mpicomm::wait(block, mpicomm::part<u64>(flags, rank), number, timeout_ns)"
     require_seen(lambda _: guide(watched_builds, 3, [Change("pass_on.cu", wait, "true")]))
+
+
+# Functions of mpicomm.cuh, called by threads, warps and blocks.
+
+# Lengths around a unit, a packet and a line, and longer than the bytes that all threads move at once.
+SHAPES = [
+    *(Messages(nbytes, rounds=2) for nbytes in (0, 1, 16, 1500)),
+    Messages(117, 3, 3, rounds=4),  # aligned alike
+    Messages(200, 8, 4, rounds=4),
+    Messages(333, 5, 12, rounds=2),
+    Messages(502, 0, 6, rounds=2),
+]
+REDUCTIONS = [
+    *(("float32", "sum", group, Messages(500, 0, 0)) for group in GROUPS),
+    ("float32", "max", "Block", Messages(404, 8, 4)),
+    ("float16", "sum", "Warp", Messages(1250, 6, 6)),
+    ("bfloat16", "min", "Thread", Messages(34, 0, 14)),
+    ("int32", "sum", "Warp", Messages(4, 12, 0)),
+]
+
+
+def require_all_in_time(failed: Sequence[npt.NDArray[np.uint32]]) -> None:
+    assert not any(each.any() for each in failed), IN_TIME
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_messages_arrive(builds: Builds, function: str, group: str) -> None:
+    for number, messages in enumerate(SHAPES):
+        require_all_in_time(exchange(Rig(builds, group, messages, size=1 + number % 4), function))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_wait_for_a_rank_that_does_not_come_ends_on_all_threads(builds: Builds, function: str) -> None:
+    for group in GROUPS:
+        failed = exchange(Rig(builds, group, Messages(100), absent=1), function, timeout_s=0.001)
+        assert [each.all() for each in failed] == [True, False, True]
+        assert not failed[1].any()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_blocks_of_a_rank_hand_data_over(builds: Builds, group: str) -> None:
+    require_all_in_time(hand_over(Rig(builds, group, Messages(200), size=1)))
+
+
+@pytest.mark.parametrize(("dtype", "op", "group", "messages"), REDUCTIONS, ids=str)
+def test_reduction_equals_numpys_in_rank_order(
+    builds: Builds, dtype: str, op: str, group: str, messages: Messages
+) -> None:
+    require_all_in_time(reduce_all(Rig(builds, group, messages), dtype, op))
+
+
+def run(builds: Builds, name: str, group: str, *, seed: int = 0, changes: Changes = (), timeout_s: float = 20) -> None:
+    """Run one kernel of device_functions.cu between three ranks."""
+    messages = Messages(200, 4, 8) if name == "reduce_all" else Messages(200, 3, 5)
+    rig = Rig(builds, group, messages, changes=changes)
+    if name == "reduce_all":
+        require_all_in_time(reduce_all(rig, "float32", "sum", timeout_s=timeout_s))
+    elif name == "between_blocks":
+        require_all_in_time(hand_over(rig, timeout_s=timeout_s))
+    else:
+        require_all_in_time(exchange(rig, name, timeout_s=timeout_s))
+
+
+def header(name: str, old: str, new: str) -> Change:
+    return Change(f"include/mpicomm/{name}.cuh", old, new)
+
+
+SYNC = "  group.sync();  // "
+CONTROLS: list[tuple[str, str, Change]] = [
+    ("put_around", "Block", header("copies", f"{SYNC}a thread copies bytes", "  // ")),
+    ("put_around", "Warp", header("copies", f"{SYNC}a thread copies bytes", "  // ")),
+    ("put_around", "Block", header("flags", "  group.sync();\n  if (group", "  if (group")),
+    ("put_around", "Warp", header("flags", "else store_release(", "else store_relaxed(")),
+    ("put_around", "Warp", header("flags", "has_reached(load_acquire(", "has_reached(load_relaxed(")),
+    ("put_around", "Block", header("flags", "return group.all(", "return (")),
+    ("get_around", "Block", header("copies", f"{SYNC}without it", "  // ")),
+    ("get_around", "Warp", header("copies", f"{SYNC}without it", "  // ")),
+    ("get_around", "Warp", header("groups", "    __syncwarp(kWarp);  // a vote", "    // ")),
+    ("get_around", "Warp", header("groups", "{ __syncwarp(kWarp); }", "{}")),
+    ("packets_to_all", "Block", header("packets", f"{SYNC}a thread sends", "  // ")),
+    ("packets_to_all", "Block", header("packets", "return group.all(come)", "return come")),
+    ("packets_to_all", "Warp", Change("flag_protocol.cuh", "static_cast<u32>(packet.first >> 32) == flag && ", "")),
+    ("packets_to_all", "Warp", Change("flag_protocol.cuh", " && static_cast<u32>(packet.second >> 32) == flag", "")),
+    ("packets_to_all", "Warp", Change(SOURCE.name, "round % 2 * x.size", "0 * x.size")),
+    ("between_blocks", "Warp", header("flags", "store_release_on_device(", "store_relaxed(")),
+    ("between_blocks", "Warp", header("flags", "load_acquire_on_device(", "load_relaxed(")),
+    ("meet", "Block", header("barrier", "  group.sync();\n", "")),
+    ("meet", "Warp", header("barrier", "    store_release(", "    store_relaxed(")),
+    ("meet", "Warp", header("barrier", "has_reached(load_acquire(", "has_reached(load_relaxed(")),
+    ("meet", "Warp", header("barrier", "return group.all(come)", "return come")),
+    ("meet", "Warp", header("barrier", "load_relaxed(counts + rank) + 1;", "1;")),
+    ("reduce_all", "Warp", header("reduce_load", f"{SYNC}without it", "  // ")),
+    ("reduce_all", "Block", Change("reduce_bytes.cuh", "source(place);", "source(sources - 1 - place);")),
+]
+MISTAKES = {f"{name}-{group}-{change.old}": (name, group, change) for name, group, change in CONTROLS}
+test_mistake_is_seen = controls(partial(run, timeout_s=1), MISTAKES, watched=True)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "between_blocks", "reduce_all"])
+def test_no_race_in_functions(watched_builds: Builds, name: str) -> None:
+    for group in ("Warp", "Block"):
+        run(watched_builds, name, group, changes=without_mistake(MISTAKES))

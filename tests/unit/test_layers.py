@@ -56,25 +56,10 @@ ROOMS = [
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 
 MPI_USERS = {
-    "mpi",
-    "cluster",
-    "recording",
-    "session",
-    "ways",
-    "messages",
-    "windows",
-    "products",
-    "observation",
-    "api",
-    "experts",
-    "world",
-    "torch",
-    "__main__",
-    "cli",
-    "bench",
-    "doctor",
-    "p2p",
-} | {name for name in ROOM if name.startswith(("collectives", "domains"))}
+    *("mpi", "cluster", "recording", "session", "ways", "messages", "windows", "products", "observation", "api"),
+    *("experts", "world", "torch", "__main__", "cli", "bench", "doctor", "p2p"),
+    *(name for name in ROOM if name.startswith(("collectives", "domains"))),
+}
 CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/", "p2p/")
 # They are used as any user of the package would be.
 COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "trace", "tune"}
@@ -168,17 +153,13 @@ def test_import_from_elsewhere_is_found(module: str, source: str) -> None:
         check(module, ast.parse(source))
 
 
-def is_for_type_checkers(test: ast.expr) -> bool:
-    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
-
-
 def test_no_modules_import_each_other() -> None:
     """Only for type checkers may a class name the subclasses that it makes."""
     names = {module.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for module in modules()}
     graph: dict[str, set[str]] = {}
     for module, tree in modules().items():
         own = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        body = [each for each in tree.body if not (isinstance(each, ast.If) and is_for_type_checkers(each.test))]
+        body = [x for x in tree.body if not (isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING")]
         imported = imports(ast.Module(body, []))
         found = [name.removeprefix("mpicomm.") for name in imported if name.startswith("mpicomm.")]
         graph[own] = {known for name in found for known in (name, name.rpartition(".")[0]) if known in names} - {own}

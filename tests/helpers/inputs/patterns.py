@@ -30,8 +30,6 @@ class Pattern(Sequence[Exchange]):
     operation: Operation
     buffers: Buffers
     algorithm: str = "one_shot"
-    piece_nbytes: int | None = None
-    """With two shots, the size of the pieces of the call; None for one piece."""
 
     @cached_property
     def steps(self) -> list[Exchange | TwoShot]:
@@ -42,8 +40,7 @@ class Pattern(Sequence[Exchange]):
             return [*operation.ring(buffers)]
         if self.algorithm == "two_shot":
             assert operation.two_shot is not None
-            pieces = [buffers] if self.piece_nbytes is None else buffers.pieces(self.piece_nbytes)
-            return [operation.two_shot(piece) for piece in pieces]
+            return [operation.two_shot(buffers)]
         return [operation.one_shot(buffers)]
 
     @property

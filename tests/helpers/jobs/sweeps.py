@@ -24,11 +24,11 @@ QUICK_RUNS_EVERY = {
     f"{KERNELS}test_collectives.py::test_every_size_at_which_something_changes": 3,
     f"{KERNELS}test_negative_controls.py::test_hundreds_of_calls_across_the_end_of_32_bits": 0,
     f"{KERNELS}test_accumulate.py::test_updates_of_several_ranks_are_atomic": 4,
-    f"{KERNELS}test_coded_packets.py::test_results_have_the_bits_of_the_host": 4,
+    f"{KERNELS}test_packets.py::test_results_have_the_bits_of_the_host": 4,
     f"{KERNELS}test_counted.py::test_every_rank_gets_its_blocks_and_their_counts": 3,
-    f"{KERNELS}test_device_functions.py::test_messages_arrive": 5,
-    f"{KERNELS}test_device_functions.py::test_no_race": 3,
-    f"{KERNELS}test_device_functions.py::test_reduction_equals_numpys_in_rank_order": 7,
+    f"{KERNELS}test_user_kernels.py::test_messages_arrive": 5,
+    f"{KERNELS}test_user_kernels.py::test_no_race_in_functions": 3,
+    f"{KERNELS}test_user_kernels.py::test_reduction_equals_numpys_in_rank_order": 7,
     f"{KERNELS}test_epilogues.py::test_the_kernel_after_the_reduction": 2,
     f"{KERNELS}test_epilogues.py::test_in_the_kernel_that_reduces": 4,
     f"{KERNELS}test_experts.py::test_random_routings": 3,
@@ -45,7 +45,7 @@ QUICK_RUNS_EVERY = {
     f"{KERNELS}test_packets.py::test_one_rank_sends_more_than_the_other": 3,
     f"{KERNELS}test_norms.py::test_the_kernel_after_the_reduction": 4,
     f"{KERNELS}test_norms.py::test_the_kernel_that_reduces": 4,
-    f"{KERNELS}test_coded_packets.py::test_no_race": 0,
+    f"{KERNELS}test_packets.py::test_no_race_with_codes": 0,
     f"{KERNELS}test_compiled.py::test_functions_for_users_move_words_of_sixteen_bytes": 3,
     f"{KERNELS}test_compiled.py::test_slots_in_memory_of_the_host_take_fences_of_the_whole_system": 2,
     # On ranks: further types, shapes, and places of arrays.
@@ -62,7 +62,7 @@ QUICK_RUNS_EVERY = {
     f"{UNIT}collectives/gpu/algorithms/test_copies.py::test_calls_in_any_order_of_streams": 4,
     f"{UNIT}collectives/gpu/test_decision.py::test_all_ranks_choose_alike": 3,
     f"{UNIT}collectives/test_packed.py::test_ranks_with_gaps_meet_ranks_without": 3,
-    f"{UNIT}scripts/test_site.py::test_every_link_leads_to_a_page_or_a_file_and_to_its_anchor": 0,
+    f"{UNIT}scripts/test_written_files.py::test_every_link_leads_to_a_page_or_a_file_and_to_its_anchor": 0,
     # Jobs of ranks: further ends of programs, planted faults and numbers of ranks.
     f"{UNIT}doctor/test_doctor_command.py::test_an_import_without_an_mpi_says_the_way_out": 3,
     f"{UNIT}recording/test_recordings.py::test_the_trace_ends_and_the_table_is_printed": 3,
@@ -74,11 +74,10 @@ QUICK_RUNS_EVERY = {
     f"{UNIT}cli/test_planted_faults.py::test_an_error_on_one_rank_ends_the_job": 2,
     f"{UNIT}test_runner.py::test_a_program_starts_and_ends_mpi_itself": 2,
     f"{UNIT}cli/test_commands.py::test_every_collective_runs": 0,
-    f"{UNIT}collectives/host/test_reduction.py::test_matches_the_reference_on_special_values": 4,
     f"{UNIT}doctor/test_doctor_command.py::test_containers": 3,
-    f"{UNIT}helpers/test_harness.py::test_the_end_names_the_rank_that_a_signal_ended_and_its_test": 0,
-    f"{UNIT}helpers/test_part_results.py::test_what_failed": 0,
-    f"{UNIT}scripts/test_site.py::"
+    f"{UNIT}helpers/test_jobs.py::test_the_end_names_the_rank_that_a_signal_ended_and_its_test": 0,
+    f"{UNIT}helpers/test_jobs.py::test_what_failed": 0,
+    f"{UNIT}scripts/test_written_files.py::"
     "test_the_site_begins_with_the_first_document_and_each_page_has_all_others_in_its_navigation": 0,
     f"{UNIT}test_examples.py::test_programs_find_wrong_results": 0,
     f"{UNIT}test_examples.py::test_heat_equals_the_heat_of_one_rank_in_every_way": 2,
@@ -88,7 +87,7 @@ QUICK_RUNS_EVERY = {
 
 QUICK_LEAVES_OUT = {
     # Another mistake with the same flag, or the same line in another kernel.
-    f"{KERNELS}test_device_functions.py::test_mistake_is_seen": (
+    f"{KERNELS}test_user_kernels.py::test_mistake_is_seen": (
         "put_around-Block-  group.sync();  // a thread copies bytes",
         "get_around-Block-  group.sync();  // without it",
     ),

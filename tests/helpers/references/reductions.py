@@ -79,14 +79,6 @@ def rounded_once(values: Array, dtype: np.dtype[Any]) -> Array:
 Groups = Sequence[Sequence[int]]
 
 
-def has_result(op: str, dtype: np.dtype[Any]) -> bool:
-    """Return whether NumPy reduces these elements by an operation. MPI defines fewer reductions."""
-    kind = "f" if dtype.name in NARROW else dtype.kind
-    return kind in {"band": "biu", "bor": "biu", "bxor": "biu", "max": "biuf", "min": "biuf", "avg": "fc"}.get(
-        op, "biufc"
-    )
-
-
 def reduced(op: str, parts: Sequence[Array], groups: Groups | None = None) -> Array:
     """Return ((part 0 op part 1) op part 2) ..., narrow floats in float32; or the sum of a binary tree.
 

@@ -14,14 +14,7 @@ from mpicomm.activity import layout
 from mpicomm.activity import page as activity_page
 from mpicomm.activity.layout import ranks_as_text, ranks_of_text
 from mpicomm.activity.page import CommunicatorRow, Heading, Member, begin_by_mpi, by_mpi, page, text_of
-from mpicomm.activity.reading import (
-    Activity,
-    BlockedMessage,
-    OtherVersionError,
-    RankCalls,
-    calls_of,
-    read_activity,
-)
+from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, calls_of, read_activity
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.kernels.window import WINDOW_RANKS
 

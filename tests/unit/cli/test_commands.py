@@ -273,13 +273,7 @@ def test_the_bench_of_sums_and_its_peers(job: Callable[[int], Job]) -> None:
     assert (report["ok"], report["wrong"], report["collective"]) == (True, 0, "allreduce")
     assert (list(report["peers"]), report["missing"]) == (["mpi"], {"nccl": NO_GPUS})
     assert set(report["geometric_means"]) == {"mpi"}
-    for row, measured in zip(shown, report["results"], strict=True):
-        assert measured["nbytes"] == int(row[0])
-        own = measured["places"]["out-of-place"]["mpicomm"]
-        assert own["time_us"] == pytest.approx(float(row[5]), abs=0.0051)
-        times = measured["places"]["in-place"]
-        ratio = times["mpi"]["time_us"] / times["mpicomm"]["time_us"]
-        assert float(row[18]) == pytest.approx(ratio, abs=0.0051)
+    assert [each["nbytes"] for each in report["results"]] == [int(row[0]) for row in shown]
 
 
 def test_the_bench_of_calls_with_codes_beside_calls_without(job: Callable[[int], Job]) -> None:

@@ -11,24 +11,22 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from mpicomm import errors
 from mpicomm.cluster.agreement import Group, _Outcome
 from mpicomm.cluster.process import node_key
-from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    HandleError,
+    InvalidUsageError,
+    KernelCompileError,
+    MpicommError,
+    PeerError,
+)
 from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError, UnknownTypeError
 from mpicomm.waiting import wait_until
 
-CLASSES = [
-    errors.MpicommError,
-    errors.InvalidUsageError,
-    errors.HandleError,
-    errors.PeerError,
-    errors.CollectiveTimeoutError,
-    errors.BackendUnavailableError,
-    errors.KernelCompileError,
-    BufferRefusedError,
-    UnknownTypeError,
-]
+CLASSES: list[type[MpicommError]] = [MpicommError, InvalidUsageError, HandleError, PeerError, CollectiveTimeoutError]
+CLASSES += [BackendUnavailableError, KernelCompileError, BufferRefusedError, UnknownTypeError]
 ERRORS = [*(each("it is full") for each in CLASSES), RefusedByMpiError("it is full", MPI.ERR_OP)]
 
 

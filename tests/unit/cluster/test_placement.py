@@ -31,12 +31,7 @@ def devices(*uuids: bytes) -> tuple[DeviceInfo, ...]:
     return tuple(DeviceInfo(n, "a GPU", uuid, f"0000:0{n}:00.0", -1, (9, 0)) for n, uuid in enumerate(uuids))
 
 
-def place(
-    node: str = "node",
-    visible: Sequence[bytes] = (),
-    device: int | str = "auto",
-    pid: int = 1,
-) -> RankPlace:
+def place(node: str = "node", visible: Sequence[bytes] = (), device: int | str = "auto", pid: int = 1) -> RankPlace:
     reason = "no driver" if not visible else ""
     return RankPlace("host", pid, node, devices(*visible), reason, device, "auto", 30.0)
 

@@ -1,13 +1,18 @@
-"""Descriptors that close with their last reference, once, although a Ctrl-C comes in between; handles of memory."""
+"""Descriptors that close with their last reference, once, although a Ctrl-C comes in between; handles of memory.
+
+`uninterrupted` holds a Ctrl-C back, and raises it at its end.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +21,8 @@ import pytest
 from mpicomm.devices import handle as descriptor
 from mpicomm.devices import memory_location
 from mpicomm.devices.handle import KEY_NBYTES, KINDS, PACKET_NBYTES, Descriptor, Kind, MemoryHandle
-from tests.helpers.faults.interrupts import interrupt_everywhere
+from mpicomm.waiting import uninterrupted
+from tests.helpers.faults.interrupts import interrupt_everywhere, interrupts_raise
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -174,3 +180,61 @@ def test_a_driver_is_not_loaded_nor_looked_for_each_time_and_found_later(
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 1)
     assert memory_location.lies_on_device(0x1000) == 0
+
+
+@pytest.fixture(autouse=True)
+def _default_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def press() -> None:
+    """Press Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_one_comes_at_once_outside_a_block_and_once_at_the_end_of_the_outermost_block() -> None:
+    steps = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted():
+            with uninterrupted():
+                press()
+                press()
+                steps.append("the rest of the block")
+            steps.append("between the ends")
+        steps.append("behind them")
+    assert steps == ["the rest of the block", "between the ends"]
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_one_comes_although_the_block_raises() -> None:
+    with pytest.raises(KeyboardInterrupt) as info, uninterrupted():
+        press()
+        raise ValueError
+    assert isinstance(info.value.__context__, ValueError)
+
+
+def test_the_users_handler_is_called() -> None:
+    with interrupts_raise(ValueError) as interrupt, pytest.raises(ValueError), uninterrupted():
+        interrupt()
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_handlers_that_are_not_pythons_stay(handler: signal.Handlers) -> None:
+    signal.signal(signal.SIGINT, handler)
+    try:
+        with uninterrupted():
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_are_never_interrupted() -> None:
+    def handler_in_a_block() -> object:
+        with uninterrupted():
+            return signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handler_in_a_block).result() is signal.default_int_handler

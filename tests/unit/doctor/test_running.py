@@ -37,10 +37,6 @@ def doctor(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.Complete
     return run_command(*before, *DOCTOR, *arguments)
 
 
-def sleeper() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", str(HANG_S)], stdin=subprocess.DEVNULL)
-
-
 @dataclass(frozen=True)
 class Job:
     """A job of `late_rank`, which runs."""
@@ -145,7 +141,7 @@ def test_no_rank_waits_in_a_single_process() -> None:
 
 
 def test_a_process_that_has_ended_or_is_no_program_of_mpicomm() -> None:
-    with sleeper() as process:
+    with subprocess.Popen(["sleep", str(HANG_S)], stdin=subprocess.DEVNULL) as process:
         said = doctor("--pid", str(process.pid))
         process.kill()
     assert said.returncode == 2

@@ -11,7 +11,7 @@ import pytest
 from mpicomm import environment
 from mpicomm.doctor.checks import CHECKS
 from tests.helpers.jobs.mpiexec import ROOT, run_job
-from tests.helpers.programs.document_programs import DOCUMENTS, Program, programs, require_programs_run
+from tests.helpers.programs.document_programs import DOCUMENTS, programs, require_programs_run
 
 UNFREED = "always:<mpicomm.:ResourceWarning"  # Python hides these warnings by default
 LANGUAGES = {"python", "yaml", ""}
@@ -29,11 +29,6 @@ def test_programs_that_need_gpus_compile() -> None:
         program.compiled()
 
 
-def only(word: str) -> Program:
-    (found,) = (program for program in programs() if word in program.source)
-    return found
-
-
 def test_the_first_program_of_the_readme_runs_on_numpy_as_it_says(tmp_path: Path) -> None:
     sentence = re.search(r"On a machine without GPUs, write `(import numpy as cp)`", (ROOT / "README.md").read_text())
     assert sentence
@@ -45,7 +40,8 @@ def test_the_first_program_of_the_readme_runs_on_numpy_as_it_says(tmp_path: Path
 
 def test_the_test_of_the_guide_runs_on_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "test_sum.py"
-    path.write_text(only("import pytest").source)
+    (program,) = (each for each in programs() if "import pytest" in each.source)
+    path.write_text(program.source)
     job = run_job(2, "-m", "mpi4py", "-m", "pytest", "--with-mpi", f"--rootdir={tmp_path}", str(path))
     assert job.returncode == 0 and job.stdout.count("1 passed") == 2, job.stdout + job.stderr
 

@@ -22,6 +22,7 @@ from mpicomm.domains.schedules import schedule_of, steps_of
 from mpicomm.domains.steps import DomainLayout
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span
+from tests.helpers.inputs.patterns import buffers_of
 from tests.helpers.references.schedule_simulator import Cluster
 
 Array = npt.NDArray[Any]
@@ -116,19 +117,11 @@ def test_reductions_keep_the_order_of_ranks_and_domains_and_round_once(
 
     def buffers(rank: int) -> Buffers:
         memory = cluster.memories[rank]
-        send = memory.place(inputs[rank])
-        length = counts[rank]
-        output: Span | None = send if in_place else memory.place(np.zeros(length, dtype))
-        assert output is not None
-        output = Span(output.pointer, length)
-        if operation.rooted and rank != root:
-            output = None
-        outputs.append(output)
-        blocks = None
-        if operation.send in ("counted", "blocks"):
-            starts = np.cumsum([0, *counts])
-            blocks = [Span(send.pointer + int(a) * dtype.itemsize, n) for a, n in zip(starts, counts, strict=False)]
-        return Buffers(rank, size, dtype, send=send, send_blocks=blocks, output=output, op=op, root=root)
+        send = memory.place(inputs[rank]).pointer
+        receive = send if in_place else memory.place(np.zeros(counts[rank], dtype)).pointer
+        made = buffers_of(operation, rank, counts, dtype, send, receive, op=op, root=root, in_place=in_place)
+        outputs.append(made.output)
+        return made
 
     nbytes = total * dtype.itemsize
     with in_pieces_of(piece_nbytes):
@@ -241,16 +234,14 @@ def test_steps_and_bytes_of_a_call(
     cluster, size = Cluster([[*range(*each)] for each in itertools.pairwise(ends)]), ends[-1]
     of_blocks = name in ("Allgather", "Reduce_scatter_block")
 
+    operation = table.OPERATIONS[name]
+
     def buffers(rank: int) -> Buffers:
-        spans = [cluster.memories[rank].place(np.ones(count, F32)) for _ in range(size + 1 if of_blocks else 2)]
-        if name == "Allgather":
-            return Buffers(rank, size, F32, send=spans[0], blocks=spans[1:])
-        if name == "Reduce_scatter_block":
-            return Buffers(rank, size, F32, send_blocks=spans[1:], output=spans[0], op="sum")
-        return Buffers(rank, size, F32, send=spans[0], output=spans[1], op="sum")
+        send, receive = (cluster.memories[rank].place(np.ones(size * count, F32)).pointer for _ in range(2))
+        return buffers_of(operation, rank, [count] * size, F32, send, receive)
 
     nbytes = 4 * count * (size if of_blocks else 1)
-    cluster.run(schedule_of(table.OPERATIONS[name], nbytes, cluster.layouts[0], algorithm), buffers)
+    cluster.run(schedule_of(operation, nbytes, cluster.layouts[0], algorithm), buffers)
     for rank in range(size):
         assert cluster.network_steps[rank] <= network[rank >= sizes[0]]
         assert local is None or cluster.locals[rank] == local
@@ -269,15 +260,11 @@ def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[A
         taken.append(nbytes)
         return 0
 
+    operation = table.OPERATIONS[name]
     for block_nbytes in (4 << 10, 1 << 20, 16 << 20):
-        block = Span(1 << 40, block_nbytes // dtype.itemsize)
-        buffers = {
-            "Allgather": Buffers(0, size, dtype, send=block, blocks=[block] * size),
-            "Reduce_scatter_block": Buffers(0, size, dtype, send_blocks=[block] * size, output=block, op="sum"),
-            "Bcast": Buffers(0, size, dtype, output=Span(1 << 40, size * block.count)),
-            "Scan": Buffers(0, size, dtype, send=block, output=block, op="sum"),
-        }[name]
-        schedule = schedule_of(table.OPERATIONS[name], size * block_nbytes, layout, "two_shot")
+        counts = [block_nbytes // dtype.itemsize * (size if name == "Bcast" else 1)] * size
+        buffers = buffers_of(operation, 0, counts, dtype, 1 << 40, 1 << 50)
+        schedule = schedule_of(operation, size * block_nbytes, layout, "two_shot")
         for part in schedule(buffers, layout):
             steps_of(part, memory)
     # Two arrays of partial results and converted blocks, all in twice as many bytes, and packed blocks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -94,14 +94,11 @@ def test_packs_as_mpi_does(datatype: MPI.Datatype, count: int) -> None:
     check(datatype, count)
 
 
-def list_and_float() -> MPI.Datatype:
-    listed = MPI.INT16_T.Create_indexed_block(1, [0, 5, 2])
-    return MPI.Datatype.Create_struct([1, 1], [0, 20], [listed, MPI.FLOAT])
-
-
 # The parts of these datatypes are not freed.
 SPECIAL = {
-    "a list of a list and a float": lambda: list_and_float().Create_hindexed_block(1, [0, 300, 100]),
+    "a list of a list and a float": lambda: MPI.Datatype.Create_struct(
+        [1, 1], [0, 20], [MPI.INT16_T.Create_indexed_block(1, [0, 5, 2]), MPI.FLOAT]
+    ).Create_hindexed_block(1, [0, 300, 100]),
     "long blocks of several lengths": lambda: MPI.INT16_T.Create_indexed([100, 100, 301, 301], [0, 200, 500, 900]),
     "a double in each element, and floats elsewhere": lambda: MPI.Datatype.Create_struct(
         [1, 1], [0, 800], [MPI.DOUBLE, MPI.FLOAT]
@@ -217,14 +214,9 @@ def test_distributed_arrays_are_packed_as_mpi_does(order: int, element: MPI.Data
         array.Free()
 
 
-def test_types_with_empty_parts_of_an_array() -> None:
+def test_a_datatype_without_elements_has_no_regions_and_no_datatype_no_layout() -> None:
     array = MPI.INT.Create_darray(3, 2, [2], [MPI.DISTRIBUTE_BLOCK], [MPI.DISTRIBUTE_DFLT_DARG], [3])
-    layout = layout_of(array)
-    assert layout is not None and layout.regions == ()
-    array.Free()
-
-
-def test_no_datatype_has_no_layout() -> None:
+    assert _layout(array).regions == ()
     assert layout_of(MPI.DATATYPE_NULL) is None
 
 
@@ -238,32 +230,23 @@ def _layout(datatype: MPI.Datatype, count: int = 1) -> DatatypeLayout:
     return layout.repeated(count)
 
 
-def _regions(datatype: MPI.Datatype, count: int = 1) -> tuple[Region, ...]:
-    return _layout(datatype, count).regions
-
-
-def _freed(part: MPI.Datatype, made: MPI.Datatype) -> MPI.Datatype:
-    part.Free()
-    return made
-
-
-def _structures(extent: int, second: int, of_second: MPI.Datatype) -> MPI.Datatype:
-    """A structure of a double and another field."""
-    fields = MPI.Datatype.Create_struct([1, 1], [0, second], [MPI.DOUBLE, of_second])
-    return _freed(fields, fields.Create_resized(0, extent))
-
-
 def _irregular(count: int) -> list[int]:
     places: list[int] = np.cumsum(np.random.default_rng(1).integers(2, 9, count)).tolist()
     return places
 
 
 def _of(part: MPI.Datatype, make: str, *arguments: Any) -> MPI.Datatype:
-    return _freed(part, getattr(part, f"Create_{make}")(*arguments))
+    made: MPI.Datatype = getattr(part, f"Create_{make}")(*arguments)
+    part.Free()
+    return made
+
+
+def _structure() -> MPI.Datatype:
+    return _of(MPI.Datatype.Create_struct([1, 1], [0, 16], [MPI.DOUBLE, MPI.FLOAT]), "resized", 0, 32)
 
 
 F, D = MPI.FLOAT, MPI.DOUBLE
-ONE_REGION: list[tuple[str, Callable[[], MPI.Datatype], int, Region]] = [
+REGIONS: list[tuple[Any, ...]] = [
     ("part of an array", lambda: D.Create_subarray(_CUBE, [4, 5, 6], [1, 2, 3]), 1,
      region(8 * (600 + 60 + 3), ((4, 4800), (5, 240)), 48)),
     ("rows of an array", lambda: D.Create_subarray(_CUBE, [10, 5, 30], [0, 2, 0]), 1,
@@ -284,46 +267,33 @@ ONE_REGION: list[tuple[str, Callable[[], MPI.Datatype], int, Region]] = [
      region(0, ((9, 64), [0, 20, 8]), 4)),
     ("touching blocks", lambda: F.Create_indexed_block(2, [0, 2, 4]), 1, region(0, (), 24)),
     ("touching pairs", lambda: F.Create_indexed_block(1, [0, 1, 8, 9, 11, 12]), 1, region(0, ([0, 32, 44],), 8)),
-    # blocks of many lengths are cut to one length if they are short
+    # blocks of many lengths are cut to one length if they are short, and stay whole if they are long
     ("short blocks", lambda: D.Create_indexed([1, 3, 2], [0, 3, 9]), 1, region(0, ([0, 24, 32, 40, 72, 80],), 8)),
+    ("long blocks", lambda: D.Create_indexed([100, 301, 200], [0, 300, 900]), 1,
+     region(0, (), 800), region(2400, (), 2408, 800), region(7200, (), 1600, 3208)),
+    # each field of a structure is a region
+    ("structures", _structure, 1000,
+     region(0, ((1000, 32),), 8, 0, (12,)), region(16, ((1000, 32),), 4, 8, (12,))),
+    ("arrays of structures", lambda: _of(_structure(), "contiguous", 10), 100,
+     region(0, ((1000, 32),), 8, 0, (12,)), region(16, ((1000, 32),), 4, 8, (12,))),
+    ("rows of structures", lambda: _of(_structure(), "vector", 5, 2, 3), 1,
+     region(0, ((5, 96), (2, 32)), 8, 0, (24, 12)), region(16, ((5, 96), (2, 32)), 4, 8, (24, 12))),
+    ("listed structures", lambda: _of(_structure(), "indexed_block", 1, [0, 5, 2]), 1,
+     region(0, ([0, 160, 64],), 8, 0, (12,)), region(16, ([0, 160, 64],), 4, 8, (12,))),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "count", "expected"), [each[1:] for each in ONE_REGION], ids=[x[0] for x in ONE_REGION]
-)
-def test_one_region(make: Callable[[], MPI.Datatype], count: int, expected: Region) -> None:
-    assert _regions(make(), count) == (expected,)
-
-
-def test_long_blocks_of_many_lengths_stay_whole() -> None:
-    long = MPI.DOUBLE.Create_indexed([100, 301, 200], [0, 300, 900])
-    assert [each.nbytes for each in _regions(long)] == [800, 2408, 1600]
+@pytest.mark.parametrize("row", REGIONS, ids=[row[0] for row in REGIONS])
+def test_the_regions_of_a_datatype(row: tuple[Any, ...]) -> None:
+    _, make, count, *expected = row
+    assert [*_layout(make(), count).regions] == expected
 
 
 def test_long_lists_in_a_list_are_regions_with_one_list_in_the_table() -> None:
     inner = MPI.FLOAT.Create_indexed_block(1, _irregular(1000))
-    layout = _layout(_freed(inner, inner.Create_hindexed_block(1, [0, 60000, 30000])))
+    layout = _layout(_of(inner, "hindexed_block", 1, [0, 60000, 30000]))
     assert len(layout.regions) == 3
     assert len(table_for(layout).content) == 3 * ENTRY_NBYTES + 8 * 1000
-
-
-def test_each_field_of_an_array_of_structures_is_a_region() -> None:
-    expected = (region(0, ((1000, 32),), 8, 0, (12,)), region(16, ((1000, 32),), 4, 8, (12,)))
-    assert _regions(_structures(32, 16, MPI.FLOAT), 1000) == expected
-    structure = _structures(32, 16, MPI.FLOAT)
-    assert _regions(_freed(structure, structure.Create_contiguous(10)), 100) == expected
-    structure = _structures(32, 16, MPI.FLOAT)
-    rows = _freed(structure, structure.Create_vector(5, 2, 3))
-    assert _regions(rows) == (
-        region(0, ((5, 96), (2, 32)), 8, 0, (24, 12)),
-        region(16, ((5, 96), (2, 32)), 4, 8, (24, 12)),
-    )
-    structure = _structures(32, 16, MPI.FLOAT)
-    assert _regions(_freed(structure, structure.Create_indexed_block(1, [0, 5, 2]))) == (
-        region(0, ([0, 160, 64],), 8, 0, (12,)),
-        region(16, ([0, 160, 64],), 4, 8, (12,)),
-    )
 
 
 def test_parts_in_turn() -> None:
@@ -341,7 +311,7 @@ def test_a_million_blocks_are_few_regions() -> None:
     layout = _layout(MPI.INT.Create_indexed(lengths.tolist(), places.tolist()))
     assert layout.nbytes == 4 * int(lengths.sum())
     assert len(table_for(layout).content) == ENTRY_NBYTES + 2 * layout.nbytes
-    layout = _layout(_structures(32, 16, MPI.FLOAT), 1_000_000)
+    layout = _layout(_structure(), 1_000_000)
     assert layout.nbytes == 12_000_000
     assert len(table_for(layout).content) == 2 * ENTRY_NBYTES
 

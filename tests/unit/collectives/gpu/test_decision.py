@@ -24,18 +24,8 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import (
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
-from mpicomm.collectives.gpu.algorithms.packets.arguments import (
-    FEWEST_LAPS,
-    SLOT_NBYTES,
-    flags_can_carry,
-    most_workers,
-)
-from mpicomm.collectives.gpu.algorithms.packets.configs import (
-    Geometry,
-    ProtocolLimits,
-    limits_of,
-    sized_configs,
-)
+from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES, flags_can_carry, most_workers
+from mpicomm.collectives.gpu.algorithms.packets.configs import Geometry, ProtocolLimits, limits_of, sized_configs
 from mpicomm.collectives.gpu.decision import Chosen, Decision, names_for, usual_kernels
 from mpicomm.collectives.gpu.tuning import BUILT_IN, Tuning
 from mpicomm.collectives.operations import OPERATIONS, Operation
@@ -72,14 +62,6 @@ def test_a_protocol_carries_the_type_and_as_much_as_it_may(
     assert config.protocol == "sentinel" or dtype is None or flags_can_carry(dtype)
 
 
-def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
-    """The threads for messages of so many packets."""
-    node = replace(node_of(0, size), multiprocessors=most_blocks)
-    way = sized_configs(ProtocolLimits(0, 1 << 62), node, fan_out=fan_out).of(16 * units)
-    assert way is not None
-    return Geometry(way.blocks, way.workers)
-
-
 @given(
     units=st.integers(1, 1 << 32) | st.integers(1, 1 << 20),
     blocks=st.integers(1, 128),
@@ -88,7 +70,10 @@ def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Ge
 )
 def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int, fan_out: bool) -> None:
     """Inboxes that are used again hold enough steps."""
-    geometry, layout = geometry_of(units, blocks, size, fan_out=fan_out), ArenaLayout(size, 64)
+    node, layout = replace(node_of(0, size), multiprocessors=blocks), ArenaLayout(size, 64)
+    way = sized_configs(ProtocolLimits(0, 1 << 62), node, fan_out=fan_out).of(16 * units)
+    assert way is not None
+    geometry = Geometry(way.blocks, way.workers)
     most = most_workers(size, fan_out=fan_out, one_step=units <= geometry.threads)
     assert 1 <= geometry.blocks <= blocks
     assert 32 <= geometry.workers <= most and geometry.workers % 32 == 0

@@ -87,9 +87,9 @@ def test_an_epilogue_is_applied_by_the_kernel_that_reduces_or_by_the_next_one(th
         (32, 1024, "one_shot", 4, []),
         (900, 1028, "one_shot", 226, ["collectives: large messages"]),  # 257 packets of a row take 2 steps
         (32, 1024, "two_shot", 2, []),  # each of the ranks has 11 rows
-        (24, 1024, "two_shot", 1, []),  # a row of each rank for each of 8 blocks
+        (22, 1024, "two_shot", 1, []),  # a row of each rank for each of 8 blocks
         *((*rest, 0, []) for rest in ((21, 1024, "two_shot"), (3, 33, "two_shot"), (3, 33, "one_shot"))),
-        (1, 16384, "one_shot", 0, []),
+        *((1, 8192, "one_shot", 8, []), (7, 8196, "one_shot", 0, [])),  # a row has at most 8 steps, or each block one
     ],
 )
 def test_rows_are_normalised_by_the_kernel_that_reduces_or_by_the_next_one(

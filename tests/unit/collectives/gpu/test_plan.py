@@ -85,11 +85,6 @@ def copies(cuda: FakeCuda) -> Iterator[Any]:
     loader.close()
 
 
-def begin_capture(cuda: FakeCuda, stream: int) -> int:
-    cuda.streamBeginCapture(stream, cuda.streamCaptureModeRelaxed)
-    return cuda.captures[stream]
-
-
 def enqueue(cuda: FakeCuda, copies: Any, stream: int, source: int) -> None:
     """The streams of plans with copies: two forks with their joins, and a copy after the first fork.
 
@@ -122,7 +117,7 @@ def test_copies_go_on_while_captures_are_open(cuda: FakeCuda, copies: Any) -> No
         if action == "copy" and capture not in cuda.invalid:
             enqueue(cuda, copies, stream, number)
         elif capture is None and action == "begin":
-            begin_capture(cuda, stream)
+            cuda.streamBeginCapture(stream, cuda.streamCaptureModeRelaxed)
         elif capture is not None and action == "fail":
             cuda.invalid.add(capture)
         elif capture is not None and action == "end":

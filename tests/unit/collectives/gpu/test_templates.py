@@ -264,11 +264,7 @@ def test_a_call_that_is_found_is_launched_as_if_it_had_been_read(
         assume(peers[0].count(rank) == peers[1].count(rank))
         neighborhood = Neighborhood(peers[1], peers[0])
     device = Device(
-        rank,
-        size,
-        regions=draw.choice(EITHER),
-        blocks=draw.choice([16, 132]),
-        speed=draw.choice([0.5, 1.0]),
+        rank, size, regions=draw.choice(EITHER), blocks=draw.choice([16, 132]), speed=draw.choice([0.5, 1.0])
     )
     calls = Calls(device, neighborhood)
     one, other = (Kind(draw, operation, special, rank, size, peers) for _ in range(2))

@@ -1,10 +1,11 @@
-"""GPU memory without a GPU: segments, pools, virtual memory, descriptors and their owners, failures half-way."""
+"""GPU memory without a GPU: segments, pools, virtual memory, registered arrays, descriptors, failures half-way."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from mpicomm.devices.handle import KEY_NBYTES, Descriptor, MemoryHandle
-from mpicomm.errors import HandleError
+from mpicomm.errors import HandleError, InvalidUsageError
 from tests.helpers.fakes.fake_cuda import ADDRESS, FakeCuda
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.unit.devices.cuda.conftest import UUID
@@ -124,20 +125,6 @@ def virtual(cuda: FakeCuda) -> Any:
     return importlib.import_module("mpicomm.devices.cuda.virtual_memory")
 
 
-@pytest.fixture
-def called(virtual: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """The calls of the driver, with their arguments."""
-    said: list[tuple[str, Any]] = []
-    call = virtual.call
-
-    def record(function: Any, *arguments: Any, **hint: Any) -> Any:
-        said.append((function.__name__, arguments))
-        return call(function, *arguments, **hint)
-
-    monkeypatch.setattr(virtual, "call", record)
-    return said
-
-
 def adopted_virtual(virtual: Any, context: Any) -> Any:
     """An array that begins 1 MiB into the first of three allocations of 2 MiB, and ends 512 KiB into the last."""
     array = SimpleNamespace(data=SimpleNamespace(ptr=ADDRESS + MIB), nbytes=3 * MIB + MIB // 2)
@@ -163,8 +150,16 @@ def test_each_allocation_of_an_array_is_exported_with_its_range(no_leaks: None, 
 
 
 def test_allocations_of_a_peer_are_mapped_one_after_the_other(
-    virtual: Any, context: Any, called: list[tuple[str, Any]]
+    virtual: Any, context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    called: list[tuple[str, Any]] = []
+    call = virtual.call
+
+    def record(function: Any, *arguments: Any, **hint: Any) -> Any:
+        called.append((function.__name__, arguments))
+        return call(function, *arguments, **hint)
+
+    monkeypatch.setattr(virtual, "call", record)
     parts = handle(2 * MIB, MIB, MIB), handle(4 * MIB, 0, 4 * MIB), handle(2 * MIB, 0, 512)
     segment = virtual.VirtualSegment.open(context, tuple((part, 7) for part in parts))
     assert (segment.pointer, segment.nbytes) == (ADDRESS + MIB, 5 * MIB + 512)
@@ -230,3 +225,60 @@ def test_a_failure_half_way_leaves_nothing(
         *(("cuMemMap", "cuMemUnmap"), ("cuMemAddressReserve", "cuMemAddressFree")),
     ):
         assert left[undone] == left[taken] or (undone == "cuMemRelease" and not left[taken])
+
+
+BASE = 1 << 40
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def find(cuda: FakeCuda, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    arrays = importlib.import_module("mpicomm.devices.cuda.arrays")
+
+    def find(begin: int, nbytes: int, size: int, kind: str = "ipc", exported: int = 3) -> Any:
+        """Find the allocations of an array that begins so many bytes after the begin of allocations of one size.
+
+        The first ``exported`` of them, or their pool, were made for export.
+        """
+
+        def call(function: Any, *arguments: Any, **_: Any) -> Any:
+            if function.__name__ == "cuPointerGetAttributes":
+                return int(arrays.driver.CUmemorytype.CU_MEMORYTYPE_DEVICE), False, 7 * (kind == "pool"), kind == "ipc"
+            if function.__name__ == "cuPointerGetAttribute":
+                return int(arrays.handle_type("fd")) * bool(exported)
+            return BASE + (arguments[0] - BASE) // size * size, size
+
+        monkeypatch.setattr(arrays, "call", call)
+        monkeypatch.setattr(arrays, "can_export", lambda address: address < BASE + exported * size)
+        return arrays.allocations_of(SimpleNamespace(data=SimpleNamespace(ptr=BASE + begin), nbytes=nbytes), 0)
+
+    monkeypatch.setattr(arrays.logger, "warning", lambda text, *values: said.append(text % values))
+    return find
+
+
+@pytest.mark.parametrize(("begin", "nbytes", "size"), [(0, 512, 1024), (512, 512, 1024), (1024, 100, 2 << 20)])
+def test_one_warning_tells_of_other_arrays_and_rounding_holds_none(
+    find: Callable[..., Any], said: list[str], begin: int, nbytes: int, size: int
+) -> None:
+    for rounded in ((0, 12_000_000, 12_000_256), (0, 1, 512), (0, 4096, 4096), (256, 100, 512)):
+        assert find(*rounded) == ("ipc", [(BASE, rounded[2])])
+    assert said == []
+    for array in ((begin, nbytes, size), (begin, nbytes, size), (0, 512, 4096)):
+        find(*array)
+    assert len(said) == 1
+    assert f"the array has {nbytes} bytes and lies in an allocation of {size} bytes" in said[0]
+
+
+def test_virtual_memory_and_pools_have_to_be_made_for_export(find: Callable[..., Any], said: list[str]) -> None:
+    assert find(0, 512, 512, "pool") == ("pool", [(BASE, 512)])
+    with pytest.raises(InvalidUsageError, match=r"made for export.*cudaMemPoolCreate.*troubles\.md.*backend:native"):
+        find(0, 512, 512, "pool", 0)
+    # The array begins in the first of three allocations, and ends in the third: each mapping is one.
+    assert said == [] and find(4000, 8192, 4096, "fd") == ("fd", [(BASE + at, 4096) for at in (0, 4096, 8192)])
+    assert len(said) == 1 and "lies in an allocation of 12288 bytes" in said[0]
+    with pytest.raises(InvalidUsageError, match=r"not made for export.*comm\.empty\(\).*expandable_segments:False"):
+        find(4000, 8192, 4096, "fd", 2)

@@ -21,17 +21,17 @@ from mpicomm.collectives.gpu.algorithms.base import Domain, Form
 from mpicomm.collectives.gpu.algorithms.copies import plan as copy_plan
 from mpicomm.collectives.gpu.algorithms.copies import schedule
 from mpicomm.collectives.gpu.algorithms.copies.plan import CopyLauncher, Then, parts_of
-from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, InOutput, Parts, Reduce, movement
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, InOutput, Parts, Reduce, movement
 from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
+from mpicomm.collectives.gpu.algorithms.steps import Copy
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.packed import Gaps, Strides
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
-from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns
+from tests.helpers.rigs.stream_orders import carry_out
 
 Array = npt.NDArray[Any]
 RANK_NBYTES = 1 << 20
@@ -41,46 +41,12 @@ HUGE = 0x7F  # a float of these bytes shows in each sum
 SUM = "sum"
 
 
-def run(programs: Sequence[Sequence[Action]], memory: Array, seed: int) -> None:
-    cuda = FakeCuda(seed)
-    barriers = [0] * len(programs)  # each rank has come to it
-    for rank, program in enumerate(programs):
-        enqueue(cuda, rank, program, memory, barriers)
-    cuda.finish()
-
-
-def enqueue(cuda: FakeCuda, rank: int, program: Sequence[Action], memory: Array, barriers: list[int]) -> None:
-    """Enqueue a rank's work on its two streams, one of kernels and one of copies."""
-    kernels, copies = 2 * rank, 2 * rank + 1
-    event = cuda.eventCreateWithFlags(cuda.eventDisableTiming)
-    number = 0
-
-    def come() -> None:
-        barriers[rank] += 1
-
-    def all_came(number: int) -> bool:
-        return min(barriers) >= number
-
-    for action in program:
-        if isinstance(action, Fork | Join):
-            ahead, behind = (kernels, copies) if isinstance(action, Fork) else (copies, kernels)
-            cuda.eventRecord(event, ahead)
-            cuda.streamWaitEvent(behind, event)
-        elif isinstance(action, Barrier):
-            number += 1
-            cuda.enqueue(kernels, come)
-            cuda.enqueue(kernels, lambda: None, partial(all_came, number))
-        else:
-            beside = isinstance(action, Copy) and not action.local
-            cuda.enqueue(copies if beside else kernels, partial(carry_out, action, memory))
-
-
-def carry_out(action: Copy | Reduce, memory: Array) -> None:
+def act(action: Action, memory: Array) -> None:
     if isinstance(action, Copy):
         for row in range(action.rows):
             target, source = action.target + row * action.target_pitch, action.source + row * action.source_pitch
             memory[target:][: action.nbytes] = memory[source:][: action.nbytes].copy()
-    else:
+    elif isinstance(action, Reduce):
         parts = [memory[source:][: action.nbytes].view(np.float32) for source in action.sources]
         memory[action.output :][: action.nbytes] = reduced(parts).view(np.uint8)
 
@@ -95,16 +61,6 @@ def launcher_of(row: Operation, b: Buffers) -> CopyLauncher:
     arena: Any = SimpleNamespace(region=lambda request: region)
     domain = Domain(Team(size=b.size, rank=b.rank), arena, 132, most_staged_nbytes=RANK_NBYTES // 2)
     return CopyLauncher(Form.of_buffers(row, b), domain)
-
-
-def require_balanced(programs: Sequence[Sequence[Action]]) -> None:
-    """All ranks meet equally often, and streams that a capture has forked are joined."""
-    assert len({sum(isinstance(action, Barrier) for action in program) for program in programs}) == 1
-    for program in programs:
-        order = [action for action in program if isinstance(action, Fork | Join)]
-        assert isinstance(order[-1], Join)
-        last = max(place for place, action in enumerate(program) if isinstance(action, Join))
-        assert all(action.local for action in program[last:] if isinstance(action, Copy))
 
 
 def results(row: Operation, given: list[Array], before: list[Array], root: int, in_place: bool) -> list[Array]:
@@ -166,8 +122,7 @@ def test_calls_in_any_order_of_streams(
             last = patterns.buffers_of(after, *where, root=root)
             actions = launcher_of(row, buffers)._actions(buffers, mapped)
             programs.append([*actions, *actions, *launcher_of(after, last)._actions(last, None)])
-        require_balanced(programs)
-        run(programs, memory, seed)
+        carry_out([[(each, partial(act, each, memory)) for each in program] for program in programs], seed)
         for _ in range(2):
             outputs = results(row, given, outputs, root, in_place)
         outputs = results(after, given, outputs, root, False)
@@ -242,13 +197,12 @@ def test_blocks_with_gaps_stay_in_place(
             received.append([begin + places_of(of_receive, nbytes) for begin in begins[form.sends :]])
             mapped = Mapped(1, 0, tuple(base(peer, OUTPUT) for peer in range(size))) if symmetric else None
             programs.append(launcher._actions(form.buffers([nbytes] * len(begins), begins), mapped))
-        require_balanced(programs)
         expected = memory.copy()
         for rank, blocks in enumerate(received):
             for peer, places in enumerate(blocks):
                 source = sent[root] if row.rooted == "send" else sent[peer]
                 expected[places] = memory[source[rank if row.send == "blocks" else 0]]
-        run(programs, memory, seed)
+        carry_out([[(each, partial(act, each, memory)) for each in program] for program in programs], seed)
         for rank in range(size):
             mine = slice(base(rank, 0), base(rank, STAGING))
             assert memory[mine].tobytes() == expected[mine].tobytes(), (seed, rank)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -9,7 +11,10 @@ import pytest
 from mpi4py import MPI
 from mpi4py.util import dtlib
 
+from mpicomm import InvalidUsageError, Op
 from mpicomm.mpi import types
+from mpicomm.mpi.ops import AVG, check_legal, op_name
+from mpicomm.mpi.types import COVERED, covered_dtype
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -119,3 +124,109 @@ def test_the_package_of_more_types_is_imported_at_need_and_named_if_it_is_missin
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install ml_dtypes" in result.stdout
+
+
+pytest.importorskip("ml_dtypes")
+
+NAMES = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
+
+
+def test_operations_of_mpi_have_names_unless_only_mpi_has_them() -> None:
+    for name in NAMES:
+        op = getattr(MPI, name.upper())
+        assert op_name(op) == op_name(MPI.Op(op)) == name
+    of_the_user = MPI.Op.Create(lambda *_: None, commute=True)
+    for op in (MPI.MAXLOC, MPI.MINLOC, MPI.REPLACE, MPI.NO_OP, MPI.OP_NULL, of_the_user):
+        assert op_name(op) is None
+    of_the_user.Free()
+
+
+@pytest.mark.parametrize("op", ["sum", None, 3, np.add])
+def test_what_is_no_operation_is_a_type_error(op: Any) -> None:
+    with pytest.raises(TypeError):
+        MPI.COMM_SELF.Allreduce(np.zeros(1), np.zeros(1), op)
+    with pytest.raises(
+        TypeError, match=r"is no reduction operation: pass an MPI\.Op such as MPI\.SUM, mpicomm\.AVG, or an mpicomm\.Op"
+    ):
+        op_name(op)
+
+
+def test_average() -> None:
+    assert op_name(AVG) == "avg"
+    assert repr(AVG) == "mpicomm.AVG"
+    assert copy.deepcopy(AVG) is AVG and pickle.loads(pickle.dumps(AVG)) is AVG
+
+
+def test_operation_of_an_expression() -> None:
+    op = Op("( a )+b*2", name="axpy", commute=True)
+    assert op_name(op) == op.expression == "a + b * 2"
+    assert op.Is_commutative() and op.commute and not Op("a - b").Is_commutative()
+    assert repr(op) == "mpicomm.Op('a + b * 2', name='axpy', commute=True)"
+    assert Op("a + b * 2", name="axpy", commute=True) is op and Op("a + b * 2") is not op
+    assert copy.deepcopy(op) is op and pickle.loads(pickle.dumps(op)) is op
+    first, second = np.arange(4, dtype=np.int16), np.full(4, 5, np.int16)
+    op.Reduce_local(first, second)
+    assert second.tolist() == [10, 11, 12, 13]
+    op.Free()
+    with pytest.raises(InvalidUsageError, match=r"mpicomm\.Op\('a \+ b \* 2'.* was freed: make another"):
+        op_name(op)
+    assert Op("a + b * 2", name="axpy", commute=True) is not op
+
+
+def test_mpi_holds_few_operations_of_expressions() -> None:
+    made: list[Op] = []
+    with pytest.raises(InvalidUsageError, match="call Free of operations that are not used"):
+        while len(made) < 10_000:
+            made.append(Op(f"a + {len(made)}"))
+    for op in made:
+        op.Free()
+    for _ in range(2 * len(made)):  # there is place again for each that was freed
+        Op("a + 0").Free()
+
+
+INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+FLOATS = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"}
+COMPLEX = {"complex64", "complex128"}
+LEGAL = {
+    **dict.fromkeys(("sum", "prod"), INTEGERS | FLOATS | COMPLEX),
+    **dict.fromkeys(("max", "min"), INTEGERS | FLOATS),
+    **dict.fromkeys(("land", "lor", "lxor"), INTEGERS | {"bool"}),
+    **dict.fromkeys(("band", "bor", "bxor"), INTEGERS),
+    "avg": FLOATS | COMPLEX,
+}
+
+
+@pytest.mark.parametrize("dtype", COVERED)
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal_pairs(name: str, dtype: str) -> None:
+    for _ in range(2):  # once remembered too
+        if dtype in LEGAL[name]:
+            check_legal(name, covered_dtype(dtype))
+        else:
+            with pytest.raises(InvalidUsageError, match=f"op={name} is not defined for {dtype}, only for "):
+                check_legal(name, covered_dtype(dtype))
+
+
+def test_other_types() -> None:
+    check_legal("bxor", np.dtype("V1"))
+    for char in ("g", "S1", "U1"):
+        check_legal("sum", np.dtype(char))  # MPI decides
+    for name, char, said in (
+        ("sum", "V1", r"op=sum is not defined for MPI\.BYTE, .* MPI\.BYTE: band, bor, bxor"),
+        *(("avg", char, r"not defined for .*none, it can only be moved") for char in ("S1", "U1")),
+        ("sum", "?", "integer, float, complex; defined for bool: land, lor, lxor"),
+        ("avg", "i4", r"op=avg .*, complex; defined for int32: sum, prod, max, min, l"),
+    ):
+        with pytest.raises(InvalidUsageError, match=said):
+            check_legal(name, np.dtype(char))
+
+
+def test_arguments_of_an_operation_that_have_another_type() -> None:
+    no_text, no_bool = "is no text: pass a name", "is no bool: pass True if"
+    for name, value, said in (
+        *(("name", value, no_text) for value in (3, None)),
+        *(("commute", value, no_bool) for value in ("no", 1)),
+    ):
+        arguments: dict[str, Any] = {name: value}
+        with pytest.raises(TypeError, match=f"^{name}={value!r} {said}"):
+            Op("a + b", **arguments)
