@@ -43,13 +43,7 @@ _PLACES = ("auto", "device", "mpi")
 class DeviceWindowCalls(WindowCalls, HostWindowCalls):
     """The calls of ``MPI.Win`` on device memory. ``stream=`` is as in the collectives of a Communicator."""
 
-    _session: Session
     _flavor: int
-
-    def _open(self, session: Session, memory: WindowMemory, array: Any, flavor: int, group: MPI.Group) -> None:
-        self._session = session
-        self._flavor = flavor
-        self._begin(memory, array, group, session.links)
 
     def Free(self) -> None:
         """Free the window after a wait for this rank's device. Collective, blocking.
@@ -57,11 +51,11 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
         ``Free`` of the communicator frees the memory of its windows, too. After a timeout this call frees only this
         rank's part.
         """
-        memory, session = self._memory, self._session
+        memory, session = self._memory, self._owner
         if not memory.closed:
             if session.intact:
-                ends = (lambda what: None) if self._is_torn else self._epochs.require_none
-                session.group.agree("Win.Free", lambda: ends("Win.Free"))
+                others = () if self._is_torn else ("Start", "Post", "Lock")
+                session.group.agree("Win.Free", lambda: self._epochs.require_no("Win.Free", *others))
             session.close_shared(memory, "Win")
             self._array = None  # the caller may free its memory now
         if self:
@@ -356,7 +350,8 @@ def _made(comm: Any, info: MPI.Info, memory: WindowMemory, array: Any, flavor: i
         # MPI's part of the window has no memory. It carries the name, the attributes and the error handler. It is of
         # this rank alone, because a rank that died before a collective call of MPI would leave the others in MPI.
         made.append(_create(DeviceWin, None, 1, info, MPI.COMM_SELF))
-        made[0]._open(session, memory, array, flavor, comm.Get_group())
+        made[0]._flavor = flavor
+        made[0]._begin(memory, array, comm.Get_group())
 
     try:
         # All ranks together, because a rank whose kernels do not load would raise alone.

@@ -16,7 +16,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.session import Session
-from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
+from mpicomm.sharing.segments import SharedMemory, SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
 
 BYTES = np.dtype(np.uint8)
@@ -33,33 +33,29 @@ Provider = Callable[[], Segment]
 """Returns the segment of this rank's part, or raises."""
 
 
-class WindowMemory:
-    """The `Suspendable` parts of all ranks. The session of the communicator keeps it."""
+class WindowMemory(SharedMemory):
+    """The `SharedMemory` of the parts of all ranks. The session of the communicator keeps it."""
 
     def __init__(
         self, owner: Session, parts: list[Part], segments: SharedSegments, boards: SharedSegments, *, allocated: bool
     ) -> None:
+        super().__init__("windows", owner.kind, segments, boards)
         self.owner = owner
         self.parts = parts
         self.boards = boards.pointers
         """The address of every rank's board on this rank."""
-        self.pointers = segments.pointers
-        """The address of every rank's part on this rank."""
-        self.closed = False
         self.row = CommunicatorRow()
         self.row.open(owner.placement.heading, owner.placement.heading.count(window=True), window=True)
-        self._segments = segments
-        self._board_segments = boards
         self._allocated = allocated
 
     def view(self, rank: int) -> Any:
         """Return the part of a rank: a NumPy or CuPy array of bytes, mapped on this rank. Local."""
-        return self.owner.backend.view(self._segments[rank], (self.parts[rank].nbytes,), BYTES)
+        return self.owner.backend.view(self._segments[0][rank], (self.parts[rank].nbytes,), BYTES)
 
     @property
     def own_board(self) -> Segment:
         """The board of this rank."""
-        return self._board_segments.own
+        return self._segments[1].own
 
     def locate(self, rank: int, disp: int, ends: tuple[int, int], what: str) -> int:
         """Return the address on this rank of the displacement ``disp`` in the part of ``rank``. Local.
@@ -71,22 +67,16 @@ class WindowMemory:
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's part, unless the caller owns it, and of the board; local."""
-        kind = self.owner.kind
         own = self.parts[self.owner.node.rank].nbytes if self._allocated else 0
-        return (MemoryUse.of_kind("windows", kind, own + self._board_segments.own.nbytes),)
+        return (MemoryUse.of_kind("windows", self.owner.kind, own + self.own_board.nbytes),)
 
     def memories(self) -> Iterable[SharedSegments]:
-        return (self._board_segments, self._segments) if self._allocated else (self._board_segments,)
+        return self._segments[::-1] if self._allocated else self._segments[1:]
 
     def close_peers(self) -> None:
         self.closed = True
         self.row.close()
-        self._segments.close_peers()
-        self._board_segments.close_peers()
-
-    def close_own(self) -> None:
-        self._segments.close_own()
-        self._board_segments.close_own()
+        super().close_peers()
 
 
 def require_inside(what: str, part: Part, rank: int, disp: int, ends: tuple[int, int]) -> int:

@@ -15,33 +15,11 @@ from mpicomm.devices.base import GrowingScratch, Scratch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels import window as kernels
 from mpicomm.kernels.packing import blocks_for
-from mpicomm.kernels.window import (
-    ACCUMULATE_THREADS,
-    FENCE,
-    LOCATING,
-    LOCK,
-    LOCK_KERNEL,
-    MEET_KERNEL,
-    MOVING,
-    ROW_WORDS,
-    ROWS_OF_COUNTS,
-    START,
-    UPDATED_SIZES,
-    WAIT,
-    WIDE_NBYTES,
-    WINDOW_THREADS,
-    WORD_NBYTES,
-    AccumulateArguments,
-    SwapArguments,
-    SynchronisationArguments,
-    accumulate_kernel,
-    swap_kernel,
-)
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.types import is_covered
-from mpicomm.windows.buffers import LocalBuffer, Target
-from mpicomm.windows.updates import Update, is_aligned
+from mpicomm.windows.buffers import LocalBuffer, Target, Update, is_aligned
 
 _LINE_NBYTES = 128
 _BYTE = np.dtype(np.uint8)
@@ -57,10 +35,10 @@ class RunUpdate:
     def __init__(self, backend: GpuBackend, update: Update) -> None:
         self._backend = backend
         self._itemsize = itemsize = update.dtype.itemsize
-        self._kernel = accumulate_kernel((update.kernel_type, update.op), itemsize)
+        self._kernel = kernels.accumulate_kernel((update.kernel_type, update.op), itemsize)
         # The kernel reads a single run from its argument.
         walk = table_for(run_of(itemsize)).arguments(0, 0, 0, backend.faults.failed, unpacks=True)
-        self._arguments = AccumulateArguments(walk, 0)
+        self._arguments = kernels.AccumulateArguments(walk, 0)
         self._walk, self._run = self._arguments.walk, self._arguments.walk.first
         self._enqueue = backend.launcher(self._kernel, self._arguments)
         self._multiprocessors = backend.multiprocessors
@@ -87,10 +65,10 @@ class RunUpdate:
             self._times += 1
             if self._times >= _TIMES and not captures:  # for example a counter from which a program draws
                 self._repeat = self._backend.fixed_launch(
-                    self._kernel, self._arguments, blocks=blocks, threads=ACCUMULATE_THREADS
+                    self._kernel, self._arguments, blocks=blocks, threads=kernels.ACCUMULATE_THREADS
                 )
                 self._repeated = update
-            self._enqueue(stream, blocks, ACCUMULATE_THREADS)
+            self._enqueue(stream, blocks, kernels.ACCUMULATE_THREADS)
 
 
 class Count(NamedTuple):
@@ -100,7 +78,7 @@ class Count(NamedTuple):
     operation: int
 
 
-FENCES, POSTS, COMPLETES = Count(0, FENCE), Count(1, START), Count(2, WAIT)
+FENCES, POSTS, COMPLETES = Count(0, kernels.FENCE), Count(1, kernels.START), Count(2, kernels.WAIT)
 
 
 def set_of(ranks: Iterable[int]) -> int:
@@ -131,10 +109,10 @@ class Steps:
         faults = backend.faults
         self._table = backend.pointer_table(list(boards))
         limits = backend.timeout_ns, faults.record, faults.failed
-        self._arguments = SynchronisationArguments(int(self._table.data.ptr), 0, 0, *limits, rank)
+        self._arguments = kernels.SynchronisationArguments(int(self._table.data.ptr), 0, 0, *limits, rank)
         self._threads = threading.Lock()  # threads may call a window at once
-        self._meet = backend.launcher(MEET_KERNEL, self._arguments)
-        self._lock = backend.launcher(LOCK_KERNEL, self._arguments)
+        self._meet = backend.launcher(kernels.MEET_KERNEL, self._arguments)
+        self._lock = backend.launcher(kernels.LOCK_KERNEL, self._arguments)
         self.run_update = cache(partial(RunUpdate, backend))
         """Returns the launches that update consecutive elements. The first call loads their kernel."""
 
@@ -162,21 +140,21 @@ class Steps:
             x = self._arguments
             with self._threads:
                 x.operation, x.kind, x.signals, x.waits = count.operation, count.kind, signals, waits
-                self._meet(stream, 1, WINDOW_THREADS)
+                self._meet(stream, 1, kernels.WINDOW_THREADS)
 
     def arrived(self, count: Count, ranks: int) -> bool:
         """Return whether `meet` would wait for none of these ranks now. It blocks for some microseconds."""
         backend = self._backend
-        row_nbytes = ROW_WORDS * WORD_NBYTES
-        rows = backend.pinned(ROWS_OF_COUNTS * row_nbytes)
+        row_nbytes = kernels.ROW_WORDS * kernels.WORD_NBYTES
+        rows = backend.pinned(kernels.ROWS_OF_COUNTS * row_nbytes)
         stream = backend.side_streams.take()
         try:
-            start = self._boards[self._rank] + count.kind * ROWS_OF_COUNTS * row_nbytes
+            start = self._boards[self._rank] + count.kind * kernels.ROWS_OF_COUNTS * row_nbytes
             backend.copy(rows.ctypes.data, start, rows.nbytes, stream)
             backend.synchronize(stream)
         finally:
             backend.side_streams.give_back(stream)
-        inbox, _, expected = rows.view(np.int64).reshape(ROWS_OF_COUNTS, ROW_WORDS)
+        inbox, _, expected = rows.view(np.int64).reshape(kernels.ROWS_OF_COUNTS, kernels.ROW_WORDS)
         return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
 
     def lock(self, gives: int, takes: int, stream: int, *, exclusive: bool, yields: bool = False) -> None:
@@ -186,17 +164,19 @@ class Steps:
         """
         x = self._arguments
         with self._threads:
-            x.operation, x.signals, x.waits, x.exclusive, x.yields = LOCK, gives, takes, exclusive, yields
-            self._lock(stream, 1, WINDOW_THREADS)
+            x.operation, x.signals, x.waits, x.exclusive, x.yields = kernels.LOCK, gives, takes, exclusive, yields
+            self._lock(stream, 1, kernels.WINDOW_THREADS)
 
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
         """Raise `InvalidUsageError` if `accumulate` cannot update these elements atomically. Local."""
         dtype, nbytes = update.dtype, update.dtype.itemsize
-        if nbytes not in UPDATED_SIZES or not (update.op in (*MOVING, *LOCATING) or is_covered(dtype)):
+        if nbytes not in kernels.UPDATED_SIZES or not (
+            update.op in (*kernels.MOVING, *kernels.LOCATING) or is_covered(dtype)
+        ):
             raise InvalidUsageError(
                 f"{what}: a GPU does not update elements of {dtype}: convert them to a type that it computes with"
             )
-        if nbytes == WIDE_NBYTES and self._backend.info.compute_capability < (9, 0):
+        if nbytes == kernels.WIDE_NBYTES and self._backend.info.compute_capability < (9, 0):
             raise InvalidUsageError(
                 f"{what}: elements of {update.dtype} have {nbytes} bytes, which only GPUs of compute capability 9.0 or "
                 "newer update at once: pass smaller elements"
@@ -220,15 +200,15 @@ class Steps:
         table = table_for(run_of(elements.nbytes) if elements.layout is None else elements.layout)
         regions = backend.pack_table(table)
         walk = table.arguments(regions, target.address, values, backend.faults.failed, unpacks=True)
-        kernel = accumulate_kernel((update.kernel_type, update.op), itemsize)
+        kernel = kernels.accumulate_kernel((update.kernel_type, update.op), itemsize)
         blocks = blocks_for(elements.nbytes // itemsize, backend.multiprocessors)
-        arguments = AccumulateArguments(walk, result)
-        backend.launch(kernel, arguments, stream, blocks=blocks, threads=ACCUMULATE_THREADS)
+        arguments = kernels.AccumulateArguments(walk, result)
+        backend.launch(kernel, arguments, stream, blocks=blocks, threads=kernels.ACCUMULATE_THREADS)
 
     def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
         """Replace one element by the element at ``value`` if its bits are the bits at ``compare``; atomic."""
-        swap = SwapArguments(target.address, value, compare, result, self._backend.faults.failed)
-        self._backend.launch(swap_kernel(target.elements.nbytes), swap, stream, blocks=1, threads=1)
+        swap = kernels.SwapArguments(target.address, value, compare, result, self._backend.faults.failed)
+        self._backend.launch(kernels.swap_kernel(target.elements.nbytes), swap, stream, blocks=1, threads=1)
 
     def packed(self, local: LocalBuffer, stream: int, place: int = 0) -> int:
         """Return the address of the elements of a buffer, one after the other, in memory of the device.

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from mpi4py import MPI
 
 from mpicomm.activity import layout
 from mpicomm.activity.reading import calls_of
-from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
 from mpicomm.windows.memory import WindowMemory
-from mpicomm.windows.order import Epochs, StreamUse
+from mpicomm.windows.order import Epochs, StreamUse, wrong
 from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, Steps, ranks_in, set_of
 
 _ASSERTIONS = {
@@ -33,17 +32,13 @@ _ASSERTIONS = {
 class Synchronisation:
     """The epochs of this rank. All calls are stream-ordered, and local except `Fence`."""
 
-    def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group, links: Callable[[], Sequence[Link]]) -> None:
+    def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group) -> None:
         """Begin without an epoch. Local. ``array`` of this rank's part has the library whose stream is current."""
-        owner = memory.owner
-        self._memory = memory
-        self._array = array
-        self._group = group
-        self._links = links
+        self._memory, self._array, self._group = memory, array, group
+        self._owner = owner = memory.owner
         self._epochs = Epochs()
         assert not isinstance(owner.backend, HostBackend)
         self._backend: GpuBackend = owner.backend
-        self._owner = owner
         self._rank = owner.node.rank
         self._size = owner.node.size
         self._everyone = (1 << self._size) - 1
@@ -69,7 +64,8 @@ class Synchronisation:
         """End an epoch of all ranks, and begin the next. Collective. It holds the stream, not the host."""
         self._check("Win.Fence", assertion)
         with self._synchronising(stream) as where:
-            self._epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
+            self._epochs.require_no("Win.Fence", "Start", "Post", "Lock")
+            self._epochs.fence_open, self._epochs.fence_used = not assertion & MPI.MODE_NOSUCCEED, False
             self._row.log(0).post("Win.Fence")
             others = self._everyone & ~(1 << self._rank)
             self._steps.meet(FENCES, others, others, where)
@@ -79,7 +75,8 @@ class Synchronisation:
         self._check("Win.Post", assertion)
         origins = self._ranks_of(group, "Win.Post")
         with self._synchronising(stream) as where:
-            self._epochs.post(origins)
+            self._epochs.end_fence("Win.Post", "Post")
+            self._epochs.posted = origins
             self._row.count(layout.POSTED, set_of(origins))
             self._steps.meet(POSTS, set_of(origins), 0, where)
 
@@ -88,25 +85,28 @@ class Synchronisation:
         self._check("Win.Start", assertion)
         targets = self._ranks_of(group, "Win.Start")
         with self._synchronising(stream) as where:
-            self._epochs.start(targets)
+            self._epochs.end_fence("Win.Start", "Start", "Lock")
+            self._epochs.started = targets
             self._steps.meet(POSTS, 0, set_of(targets), where)
 
     def Complete(self, *, stream: Any = None) -> None:
         """End the epoch of `Start`."""
         self._check("Win.Complete")
         with self._synchronising(stream) as where:
-            targets = self._epochs.complete()
+            targets, self._epochs.started = self._epochs.started, None
+            if targets is None:
+                raise wrong("Win.Complete: no Start came before it")
             self._row.count(layout.COMPLETED, set_of(targets))
             self._steps.meet(COMPLETES, set_of(targets), 0, where)
 
     def Wait(self, *, stream: Any = None) -> Literal[True]:
         """End the epoch of `Post`. The stream waits for the `Complete` of all ranks of its group."""
         self._check("Win.Wait")
-        origins = self._epochs.exposed_to("Win.Wait")
+        origins = self._posted("Win.Wait")
         with self._synchronising(stream) as where:
             self._steps.meet(COMPLETES, 0, set_of(origins), where)
         self._is_waited = self._backend.completion(where)
-        self._epochs.end_exposure()
+        self._epochs.posted = None
         return True
 
     def Test(self, *, stream: Any = None) -> bool:
@@ -115,10 +115,16 @@ class Synchronisation:
         It blocks for some microseconds.
         """
         self._check("Win.Test")
-        origins = self._epochs.exposed_to("Win.Test")
+        origins = self._posted("Win.Test")
         # The last Wait may still be in flight. It advances the counts with which this call compares.
         arrived = self._is_waited() and self._steps.arrived(COMPLETES, set_of(origins))
         return (arrived or self._have_completed(origins)) and self.Wait(stream=stream)
+
+    def _posted(self, what: str) -> frozenset[int]:
+        """Return the origins of the exposure epoch."""
+        if self._epochs.posted is None:
+            raise wrong(f"{what}: no Post came before it")
+        return self._epochs.posted
 
     def _have_completed(self, origins: Iterable[int]) -> bool:
         """Return whether the hosts of the ranks have called `Complete`. Their GPUs may do so later.
@@ -141,10 +147,18 @@ class Synchronisation:
             return
         self._require_rank("Win.Lock", "rank", rank)
         self._require_atomics("Win.Lock", 1 << rank)
+        epochs, exclusive = self._epochs, lock_type == MPI.LOCK_EXCLUSIVE
         # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
-        exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self._epochs.locks
+        yields = not (epochs.locked or epochs.locked_all)
         with self._synchronising(stream) as where:
-            self._epochs.lock(rank, lock_type)
+            if lock_type not in (MPI.LOCK_EXCLUSIVE, MPI.LOCK_SHARED):
+                raise RefusedByMpiError(
+                    f"Win.Lock: lock_type={lock_type}: pass MPI.LOCK_EXCLUSIVE or MPI.LOCK_SHARED", MPI.ERR_LOCKTYPE
+                )
+            if rank in epochs.locked:
+                raise wrong(f"Win.Lock: this rank has locked rank {rank} already: call Unlock({rank}) before it")
+            epochs.end_fence("Win.Lock", "Start", "Lock_all")
+            epochs.locked[rank] = lock_type
             self._steps.lock(0, 1 << rank, where, exclusive=exclusive, yields=yields and not exclusive)
 
     def Unlock(self, rank: int, *, stream: Any = None) -> None:
@@ -154,7 +168,9 @@ class Synchronisation:
             return
         self._require_rank("Win.Unlock", "rank", rank)
         with self._synchronising(stream) as where:
-            lock_type = self._epochs.unlock(rank)
+            if rank not in self._epochs.locked:
+                raise wrong(f"Win.Unlock: rank={rank} is not locked: call Lock before it")
+            lock_type = self._epochs.locked.pop(rank)
             self._steps.lock(1 << rank, 0, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
 
     def Lock_all(self, assertion: int = 0, *, stream: Any = None) -> None:
@@ -162,14 +178,17 @@ class Synchronisation:
         self._check("Win.Lock_all", assertion)
         self._require_atomics("Win.Lock_all", self._everyone)
         with self._synchronising(stream) as where:
-            self._epochs.lock_all()
+            self._epochs.end_fence("Win.Lock_all", "Start", "Lock")
+            self._epochs.locked_all = True
             self._steps.lock(0, self._everyone, where, exclusive=False, yields=True)
 
     def Unlock_all(self, *, stream: Any = None) -> None:
         """End the epoch of `Lock_all`."""
         self._check("Win.Unlock_all")
         with self._synchronising(stream) as where:
-            self._epochs.unlock_all()
+            if not self._epochs.locked_all:
+                raise wrong("Win.Unlock_all: no Lock_all came before it")
+            self._epochs.locked_all = False
             self._steps.lock(self._everyone, 0, where, exclusive=False)
 
     def Flush(self, rank: int, *, stream: Any = None) -> None:
@@ -209,7 +228,7 @@ class Synchronisation:
         if self._without_atomics is None:
             self._without_atomics = {
                 rank: link.path
-                for rank, link in enumerate(self._links())
+                for rank, link in enumerate(self._owner.links())
                 if not (link.native_atomics or (link.path == "self" and self._owner.kind != "staged"))
             }
         for rank in ranks_in(ranks):

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.devices.base import Link
 from mpicomm.kernels.window import SWAPPED_SIZES
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.requests import Completer, DeferredRequest
-from mpicomm.windows.buffers import LocalBuffer, Target, items_of, read_buffer, read_target
+from mpicomm.windows.buffers import (
+    LocalBuffer,
+    Target,
+    Update,
+    as_pairs,
+    items_of,
+    name_of,
+    read_buffer,
+    read_target,
+    require_alike,
+    require_bytes,
+    require_one,
+    update_of,
+)
 from mpicomm.windows.dynamic import DynamicMemory
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.steps import RunUpdate
 from mpicomm.windows.synchronisation import Synchronisation
-from mpicomm.windows.updates import Update, as_pairs, name_of, require_alike, require_bytes, require_one, update_of
 
 # These are plain tuples, because a tuple without names takes a third of the time to make.
 _Form = tuple[int, int, int, int, "RunUpdate | None"]
@@ -38,8 +49,8 @@ class WindowCalls(Synchronisation):
     A call is *known* if it differs only in addresses and counts from an earlier call, which has passed all checks.
     """
 
-    def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group, links: Callable[[], Sequence[Link]]) -> None:
-        super()._begin(memory, array, group, links)
+    def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group) -> None:
+        super()._begin(memory, array, group)
         self._forms: dict[tuple[Any, ...], _Form] = {}  # of known calls, by operation, target rank and types
         self._completer = Completer(by_itself=True)
 
