@@ -22,8 +22,7 @@ from mpicomm.devices.cuda.events import Mark
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.mpi_transfers import Transfers
-from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
+from mpicomm.domains.mpi_transfers import CudaAwareTransport, PinnedTransport, Transfers
 from mpicomm.domains.steps import NetworkStep, Transport, TransportName
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.log import logger
