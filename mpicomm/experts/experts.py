@@ -193,12 +193,29 @@ class Experts:
         errors on all ranks: on a GPU the next call or ``comm.check()`` raises `InvalidUsageError`, and the communicator
         is unusable. A rank that does not come is a `CollectiveTimeoutError`, which names it.
         """
-        what = "Experts.dispatch"
+        what, shape = "Experts.dispatch", self._shape
         self._require_usable(what)
         on_device = self._is_on_gpu(x, "x")
 
         def given() -> Dispatched:
-            return self._read_tokens(x, topk_ids, topk_weights, scales, out, on_device=on_device)
+            kinds = (name_of(shape.dtype),) if scales is None else (WIRE, "uint8")
+            if scales is not None and not shape.scales:
+                raise InvalidUsageError("scales is for an Experts object with wire_dtype: leave scales out")
+            tokens = self._read(x, "x", kinds, (None, shape.hidden), on_device)
+            count = tokens.shape[0]
+            if count > shape.max_tokens:
+                raise InvalidUsageError(f"x has {count} tokens, more than max_tokens={shape.max_tokens}: pass fewer")
+            ids = self._read(topk_ids, "topk_ids", _ID_TYPES, (count, shape.top_k), on_device)
+            weights = numbers = None
+            if topk_weights is not None:
+                weights = self._read(topk_weights, "topk_weights", ("float32",), (count, shape.top_k), on_device)
+            if scales is not None:
+                numbers = self._read(scales, "scales", ("float32",), (count, shape.scales), on_device)
+            if out is not None:
+                self._require_ours(out, "out", on_device=on_device)
+            received = Received.empty(shape, self._rank, x, on_device=on_device) if out is None else out
+            received.num_tokens = count
+            return Dispatched(tokens, ids, weights, received, numbers, quantizes=scales is None and shape.scales > 0)
 
         if not on_device:
             refuse_stream(what, stream)
@@ -247,12 +264,25 @@ class Experts:
 
         Raises as `dispatch`.
         """
-        what = "Experts.combine"
+        what, shape = "Experts.combine", self._shape
         self._require_usable(what)
         on_device = self._is_on_gpu(z, "z")
 
         def given() -> Combined:
-            return self._read_rows(z, received, out, dtype, values, on_device=on_device)
+            self._require_ours(received, "received", on_device=on_device)
+            rows = self._read(z, "z", (name_of(shape.dtype),), (shape.capacity, shape.hidden), on_device)
+            of_result = received.num_tokens, shape.hidden
+            if out is not None and dtype is not None:
+                raise InvalidUsageError("out has a dtype: leave dtype out")
+            kind = shape.dtype if dtype is None else checked_dtype(dtype, what)
+            result = new_array(z, of_result, kind, on_device=on_device) if out is None else out
+            output = self._read(result, "out", DTYPES, of_result, on_device, writable=True)
+            if values is None:
+                return Combined(rows, received, output)
+            of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
+            numbers = self._read(values, "values", ("float32",), of_rows, on_device)
+            of_slots = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
+            return Combined(rows, received, output, numbers, of_slots)
 
         if not on_device:
             refuse_stream(what, stream)
@@ -291,48 +321,6 @@ class Experts:
         for each in steps:
             self._gpu.launch(each.variant, each.arguments, where, blocks=each.blocks, threads=each.threads)
         self._streams.after_synchronisation(where, captures=captures)
-
-    def _read_tokens(
-        self, x: Any, topk_ids: Any, topk_weights: Any, scales: Any, out: Received | None, *, on_device: bool
-    ) -> Dispatched:
-        shape = self._shape
-        kinds = (name_of(shape.dtype),) if scales is None else (WIRE, "uint8")
-        if scales is not None and not shape.scales:
-            raise InvalidUsageError("scales is for an Experts object with wire_dtype: leave scales out")
-        tokens = self._read(x, "x", kinds, (None, shape.hidden), on_device)
-        count = tokens.shape[0]
-        if count > shape.max_tokens:
-            raise InvalidUsageError(f"x has {count} tokens, more than max_tokens={shape.max_tokens}: pass fewer")
-        ids = self._read(topk_ids, "topk_ids", _ID_TYPES, (count, shape.top_k), on_device)
-        weights = numbers = None
-        if topk_weights is not None:
-            weights = self._read(topk_weights, "topk_weights", ("float32",), (count, shape.top_k), on_device)
-        if scales is not None:
-            numbers = self._read(scales, "scales", ("float32",), (count, shape.scales), on_device)
-        if out is None:
-            out = Received.empty(shape, self._rank, x, on_device=on_device)
-        else:
-            self._require_ours(out, "out", on_device=on_device)
-        out.num_tokens = count
-        return Dispatched(tokens, ids, weights, out, numbers, quantizes=scales is None and shape.scales > 0)
-
-    def _read_rows(self, z: Any, received: Received, out: Any, dtype: Any, values: Any, *, on_device: bool) -> Combined:
-        shape = self._shape
-        self._require_ours(received, "received", on_device=on_device)
-        rows = self._read(z, "z", (name_of(shape.dtype),), (shape.capacity, shape.hidden), on_device)
-        result = received.num_tokens, shape.hidden
-        if out is None:
-            kind = shape.dtype if dtype is None else checked_dtype(dtype, "Experts.combine")
-            out = new_array(z, result, kind, on_device=on_device)
-        elif dtype is not None:
-            raise InvalidUsageError("out has a dtype: leave dtype out")
-        output = self._read(out, "out", DTYPES, result, on_device, writable=True)
-        if values is None:
-            return Combined(rows, received, output)
-        of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
-        numbers = self._read(values, "values", ("float32",), of_rows, on_device)
-        of_slots = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
-        return Combined(rows, received, output, numbers, of_slots)
 
     def _read(
         self,
