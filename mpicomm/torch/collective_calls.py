@@ -202,13 +202,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)
 
     def _run(
-        self,
-        name: str,
-        opts: Any,
-        given: Given,
-        outputs: Tensors,
-        inputs: Tensors = (),
-        call: TensorCall | None = None,
+        self, name: str, opts: Any, given: Given, outputs: Tensors, inputs: Tensors = (), call: TensorCall | None = None
     ) -> Work | None:
         """Carry out or begin the collective ``name``, or ``call``. It writes ``outputs`` and reads ``inputs``."""
         if not self._open:

@@ -92,11 +92,7 @@ def allreduce_hook(
 
 
 def experts(
-    mixture: Experts,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    layer: Callable[[Tensor, Received], Tensor],
+    mixture: Experts, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer: Callable[[Tensor, Received], Tensor]
 ) -> Tensor:
     """Return the weighted sum of the experts of each token, with gradients for ``x``, ``topk_weights`` and ``layer``.
 

@@ -157,14 +157,7 @@ class WindowCalls(Synchronisation):
         self._update_elements(what, origin, result, target_rank, (target_disp, 1), op, stream)
 
     def Compare_and_swap(
-        self,
-        origin: Any,
-        compare: Any,
-        result: Any,
-        target_rank: int,
-        target_disp: int = 0,
-        *,
-        stream: Any = None,
+        self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0, *, stream: Any = None
     ) -> None:
         """Store ``origin`` if the element equals ``compare``, bit by bit; copy the previous element into ``result``.
 

@@ -155,11 +155,7 @@ class DomainsEngine:
         return self._engine.prepare_messages(text, sent, received)
 
     def enqueue(
-        self,
-        plan: DomainsPlan | Any,
-        stream: int,
-        event: LocalEvent | Mark | None = None,
-        meets: bool = False,
+        self, plan: DomainsPlan | Any, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False
     ) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
