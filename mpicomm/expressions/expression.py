@@ -12,23 +12,8 @@ from typing import Any
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.functions import (
-    AND,
-    DIVIDE,
-    FUNCTIONS,
-    IS_TRUE,
-    KINDS,
-    NOT,
-    OPERATORS,
-    OR,
-    POWER,
-    TRUTHS,
-    WHERE,
-    Function,
-    Sort,
-    kind_of,
-    power_of,
-)
+from mpicomm.expressions import functions
+from mpicomm.expressions.functions import FUNCTIONS, KINDS, OPERATORS, Function, Sort, kind_of
 from mpicomm.expressions.tree import Apply, Array, AsNumber, Element, ExpressionNode, Number, Variable, is_index
 
 LONGEST = 300
@@ -146,12 +131,12 @@ class _Reader:
         node = self._node(tree)
         if node.gives == sort:
             return node
-        return AsNumber(node) if sort == "number" else Apply(IS_TRUE, (node,))
+        return AsNumber(node) if sort == "number" else Apply(functions.IS_TRUE, (node,))
 
     def _node(self, tree: ast.expr) -> ExpressionNode:
         match tree:
             case ast.Constant(bool() as value):
-                return Apply(TRUTHS[value])
+                return Apply(functions.TRUTHS[value])
             case ast.Constant(int() | float() as value):
                 if isinstance(value, int) and value > _LARGEST:
                     raise self.error(f"{value} is too large: the largest integer is {_LARGEST}")
@@ -170,20 +155,20 @@ class _Reader:
             case ast.UnaryOp(ast.UAdd(), operand):
                 return self.read(operand)
             case ast.UnaryOp(unary, operand):
-                return self._apply(NOT if isinstance(unary, ast.Not) else OPERATORS[type(unary)], operand)
+                return self._apply(functions.NOT if isinstance(unary, ast.Not) else OPERATORS[type(unary)], operand)
             case ast.BinOp(base, ast.Pow(), exponent):
                 return self._power(base, exponent)
             case ast.BinOp(left, binary, right) if type(binary) in OPERATORS:
                 return self._apply(OPERATORS[type(binary)], left, right)
             case ast.BoolOp(joint, values):
-                function = AND if isinstance(joint, ast.And) else OR
+                function = functions.AND if isinstance(joint, ast.And) else functions.OR
                 return _joined(function, [self.read(value, "truth") for value in values])
             case ast.Compare(left, signs, others) if all(type(sign) in OPERATORS for sign in signs):  # no `is` and `in`
                 operands = [self.read(operand) for operand in (left, *others)]
                 pairs = zip(signs, operands, operands[1:], strict=False)
-                return _joined(AND, [Apply(OPERATORS[type(sign)], (a, b)) for sign, a, b in pairs])
+                return _joined(functions.AND, [Apply(OPERATORS[type(sign)], (a, b)) for sign, a, b in pairs])
             case ast.IfExp(test, body, orelse):
-                return self._apply(WHERE, test, body, orelse)
+                return self._apply(functions.WHERE, test, body, orelse)
             case ast.Call(called, operands_given, keywords):
                 return self._call(tree, called, operands_given, keywords)
         raise self._unknown(tree)
@@ -198,11 +183,11 @@ class _Reader:
             case ast.UnaryOp(ast.USub(), ast.Constant(int() as constant)) if not isinstance(constant, bool):
                 constant = -constant
             case _:
-                return self._apply(POWER, base, exponent)
+                return self._apply(functions.POWER, base, exponent)
         if not 0 < abs(constant) <= MOST_EXPONENT:
             raise self.error(f"the exponent {constant} is not in 1 to {MOST_EXPONENT}, nor in -1 to -{MOST_EXPONENT}")
-        power = self._apply(power_of(abs(constant)), base)
-        return power if constant > 0 else Apply(DIVIDE, (Number(1), power))
+        power = self._apply(functions.power_of(abs(constant)), base)
+        return power if constant > 0 else Apply(functions.DIVIDE, (Number(1), power))
 
     def _call(
         self, tree: ast.expr, called: ast.expr, operands: list[ast.expr], keywords: list[ast.keyword]

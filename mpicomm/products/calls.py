@@ -24,7 +24,7 @@ from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from mpicomm.products.choose import ProductKind, ProductWay
-    from mpicomm.products.operands import Multiply, Operands, Scaling
+    from mpicomm.products.operands import Operands
     from mpicomm.products.overlapped import Overlapped
 
 _MOST_CALLS = 4096
@@ -44,24 +44,16 @@ class Products:
         self._ways: dict[str, ProductWay | None] = {}
         """The ways of the calls that all ranks have compared, by their text; None for one after the other."""
 
-    def run(
-        self,
-        kind: ProductKind,
-        a: Any,
-        b: Any,
-        out: Any,
-        bias: Any,
-        product: Multiply | None,
-        stream: Any,
-        scaling: Scaling,
-        gathered: Any = None,
-    ) -> Any:
-        """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host."""
+    def run(self, kind: ProductKind, stream: Any, a: Any, *given: Any) -> Any:
+        """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host.
+
+        ``given`` are the other arguments of `read`.
+        """
         from mpicomm.products.operands import read
 
         on_gpus = isinstance(self._session.placement.here.device, int)
         gpu: Callable[[], GpuBackend] | None = partial(self._session.gpu, kind) if on_gpus else None
-        reading = partial(read, kind, self._size, gpu, a, b, out, bias, product, gathered, scaling)
+        reading = partial(read, kind, self._size, gpu, a, *given)
         if not on_gpus:
             return self._on_host(kind, reading, stream)
         operands = reading()

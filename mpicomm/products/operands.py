@@ -229,8 +229,8 @@ def read(
     out: Any,
     bias: Any,
     product: Multiply | None,
-    gathered: Any = None,
     scaling: Scaling = (None, None, None),
+    gathered: Any = None,
 ) -> Operands:
     """Return the operands of a call between ``size`` ranks. Local; raises `InvalidUsageError`."""
     library, as_array = library_of(a, "a", gpu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,14 +71,8 @@ class RunUpdate:
             self._enqueue(stream, blocks, kernels.ACCUMULATE_THREADS)
 
 
-class Count(NamedTuple):
-    """A kind of count on the boards, and the operation that a fault record names for a wait."""
-
-    kind: int
-    operation: int
-
-
-FENCES, POSTS, COMPLETES = Count(0, kernels.FENCE), Count(1, kernels.START), Count(2, kernels.WAIT)
+FENCES, POSTS, COMPLETES = (0, kernels.FENCE), (1, kernels.START), (2, kernels.WAIT)
+"""The counts on the boards: each a kind, and the operation that a fault record names for a wait."""
 
 
 def set_of(ranks: Iterable[int]) -> int:
@@ -134,22 +128,22 @@ class Steps:
             return self._captured[-1].pointer
         return self._scratch.setdefault(stream, GrowingScratch(self._backend)).of(max(nbytes, 1))
 
-    def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
+    def meet(self, count: tuple[int, int], signals: int, waits: int, stream: int) -> None:
         """Signal ranks, after all earlier work of the stream, and then wait for ranks."""
         if signals or waits:
             x = self._arguments
             with self._threads:
-                x.operation, x.kind, x.signals, x.waits = count.operation, count.kind, signals, waits
+                (x.kind, x.operation), x.signals, x.waits = count, signals, waits
                 self._meet(stream, 1, kernels.WINDOW_THREADS)
 
-    def arrived(self, count: Count, ranks: int) -> bool:
+    def arrived(self, count: tuple[int, int], ranks: int) -> bool:
         """Return whether `meet` would wait for none of these ranks now. It blocks for some microseconds."""
         backend = self._backend
         row_nbytes = kernels.ROW_WORDS * kernels.WORD_NBYTES
         rows = backend.pinned(kernels.ROWS_OF_COUNTS * row_nbytes)
         stream = backend.side_streams.take()
         try:
-            start = self._boards[self._rank] + count.kind * kernels.ROWS_OF_COUNTS * row_nbytes
+            start = self._boards[self._rank] + count[0] * kernels.ROWS_OF_COUNTS * row_nbytes
             backend.copy(rows.ctypes.data, start, rows.nbytes, stream)
             backend.synchronize(stream)
         finally:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -188,23 +189,21 @@ def bounded(act: Callable[[], T], timeout_s: float, what: str) -> T:
     NCCL offers no other way out of a call that waits for a peer. The thread stays in the call, and ends with the
     process.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(act())
+            outcome.set_result(act())
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="mpicomm-nccl-call", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    threading.Thread(target=run, name="mpicomm-nccl-call", daemon=True).start()
+    if not wait([outcome], timeout_s).done:
         raise CollectiveTimeoutError(f"{what} within {timeout_s:g} s")
-    if errors:
-        raise HandleError(f"NCCL: {errors[0]}") from errors[0]
-    return results[0]
+    error = outcome.exception()
+    if error is not None:
+        raise HandleError(f"NCCL: {error}") from error
+    return outcome.result()
 
 
 class MappedTransport(Transport):
