@@ -39,7 +39,8 @@ class Redistribution:
     A call is *collective*. It is an Alltoallw or an Alltoall of the communicator: it blocks on host arrays, and is
     stream-ordered on device arrays, also in CUDA graphs after a first call outside. `Free` is local. ``shape`` and
     ``dtype`` are those of the whole array. ``source_box`` and ``target_box`` are this rank's parts before and after, as
-    the start and the stop of each axis, or None without a part. ``nbytes_sent`` and ``nbytes_received`` are the bytes
+    the start and the stop of each axis, or None without a part. ``source_shape`` and ``target_shape`` are their shapes;
+    without a part the first length is 0. ``nbytes_sent`` and ``nbytes_received`` are the bytes
     that a call moves between this rank and other ranks.
     """
 
@@ -55,6 +56,7 @@ class Redistribution:
         self._comm, self._text, self.shape, self.dtype = comm, text, shape, dtype
         own = comm.rank
         self.source_box, self.target_box = from_[own], to[own]
+        self.source_shape, self.target_shape = _extents(from_[own], shape), _extents(to[own], shape)
         received, sent = meetings(shape, from_, to, own)
         self.nbytes_sent, self.nbytes_received = (
             sum(self._nbytes_of(pieces) for rank, pieces in enumerate(blocks) if rank != own)
@@ -81,21 +83,11 @@ class Redistribution:
             )
         self._is_freed = False
 
-    @property
-    def source_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part before; its first length is 0 if the rank has none."""
-        return _extents(self.source_box, self.shape)
-
-    @property
-    def target_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part after; its first length is 0 if the rank has none."""
-        return _extents(self.target_box, self.shape)
-
     def __call__(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: str = "auto") -> Any:
         """Move the parts, and return ``out``. Collective; blocking on the host, stream-ordered on GPUs.
 
-        ``x`` is this rank's part before, a C-contiguous array of NumPy, CuPy or PyTorch of `source_shape`. ``out`` is
-        such an array of `target_shape`, which does not overlap with ``x``. Without ``out`` the library of ``x`` makes
+        ``x`` is this rank's part before, a C-contiguous array of NumPy, CuPy or PyTorch of ``source_shape``. ``out`` is
+        such an array of ``target_shape``, which does not overlap with ``x``. Without ``out`` the library of ``x`` makes
         it. A rank without a part passes None, and gets None. ``stream`` and ``algorithm`` are those of ``Alltoallw``.
 
         Raises `InvalidUsageError` for other arrays on the ranks that pass them, and the errors of the collective.

@@ -15,7 +15,7 @@ from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.session import Session
-from mpicomm.sharing.segments import SharedSegments, share
+from mpicomm.sharing.segments import SharedMemory, SharedSegments, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
 from mpicomm.windows.memory import Part, WindowMemory, share_boards
 
@@ -35,8 +35,8 @@ class Attached(NamedTuple):
     """The handle of the memory."""
 
 
-class Directory:
-    """The memory that each rank has attached, in host memory that all ranks have mapped.
+class Directory(SharedMemory):
+    """The memory that each rank has attached, in host memory that all ranks have mapped: a `SharedMemory`.
 
     A rank attaches memory without the others. A rank that accesses the memory finds its handle here, and opens it.
 
@@ -56,8 +56,9 @@ class Directory:
         backend = HostBackend(timeout_s)
         nbytes = _ENTRIES * _ENTRY.itemsize
         # New memory of the host is all zero, and so all entries are free.
-        self._segments = share(node, backend, what, lambda: backend.allocate("memfd", nbytes), lambda: nbytes)
-        self._entries = [array_at(self._segments[rank].pointer, _ENTRIES, _ENTRY) for rank in range(node.size)]
+        segments = share(node, backend, what, lambda: backend.allocate("memfd", nbytes), lambda: nbytes)
+        super().__init__("directories of windows", "memfd", segments)
+        self._entries = [array_at(pointer, _ENTRIES, _ENTRY) for pointer in self.pointers]
         self._made = 0
 
     def add(self, address: int, nbytes: int, packet: bytes) -> None:
@@ -103,14 +104,6 @@ class Directory:
             if number and numbers[slot] == number:
                 found.append(Attached(slot, number, *content))
         return found
-
-    def close_peers(self) -> None:
-        """Unmap the entries of the peers."""
-        self._segments.close_peers()
-
-    def close_own(self) -> None:
-        """Free the entries of this rank."""
-        self._segments.close_own()
 
 
 class DynamicMemory(WindowMemory):

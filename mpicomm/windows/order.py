@@ -18,9 +18,9 @@ class Epochs:
         self.fence_open = False
         self.fence_used = False
         """Whether this rank has accessed memory since the last fence."""
-        self.started: frozenset[int] | None = None
-        """The targets of `Start`."""
-        self.posted: frozenset[int] | None = None
+        self.started: int | None = None
+        """The targets of `Start`. A set of ranks is a number: bit r stands for rank r."""
+        self.posted: int | None = None
         """The origins of `Post`."""
         self.locked: dict[int, int] = {}
         """The types of the locks that this rank holds or awaits, by rank."""
@@ -28,7 +28,7 @@ class Epochs:
 
     def require_access(self, what: str, target: int) -> None:
         """Raise unless an epoch lets this rank access the part of ``target``."""
-        if self.locked_all or target in self.locked or (self.started is not None and target in self.started):
+        if self.locked_all or target in self.locked or (self.started is not None and self.started >> target & 1):
             return
         if not self.fence_open:
             raise wrong(f"{what}: target_rank={target} is in no epoch: call Fence, Start, Lock or Lock_all before it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -75,13 +75,8 @@ FENCES, POSTS, COMPLETES = (0, kernels.FENCE), (1, kernels.START), (2, kernels.W
 """The counts on the boards: each a kind, and the operation that a fault record names for a wait."""
 
 
-def set_of(ranks: Iterable[int]) -> int:
-    """Return a set of ranks as a number: bit r stands for rank r."""
-    return sum(1 << rank for rank in set(ranks))
-
-
 def ranks_in(ranks: int) -> Iterator[int]:
-    """Yield the ranks of a set, in their order."""
+    """Yield the ranks of a set, in their order. The set is a number: bit r stands for rank r."""
     for rank in range(ranks.bit_length()):
         if ranks >> rank & 1:
             yield rank
@@ -90,7 +85,7 @@ def ranks_in(ranks: int) -> Iterator[int]:
 class Steps:
     """The parts of one-sided calls that kernels of this rank's GPU carry out, in the order of a stream.
 
-    A set of ranks is a number: see `set_of`. Construction loads the kernels that wait, before a kernel can spin.
+    A set of ranks is a number: see `ranks_in`. Construction loads the kernels that wait, before a kernel can spin.
     """
 
     def __init__(self, backend: GpuBackend, boards: list[int], rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from mpi4py import MPI
@@ -17,7 +17,7 @@ from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.order import Epochs, StreamUse, wrong
-from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, Steps, ranks_in, set_of
+from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, Steps, ranks_in
 
 _ASSERTIONS = {
     "Win.Fence": MPI.MODE_NOSTORE | MPI.MODE_NOPUT | MPI.MODE_NOPRECEDE | MPI.MODE_NOSUCCEED,
@@ -77,8 +77,8 @@ class Synchronisation:
         with self._synchronising(stream) as where:
             self._epochs.end_fence("Win.Post", "Post")
             self._epochs.posted = origins
-            self._row.count(layout.POSTED, set_of(origins))
-            self._steps.meet(POSTS, set_of(origins), 0, where)
+            self._row.count(layout.POSTED, origins)
+            self._steps.meet(POSTS, origins, 0, where)
 
     def Start(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the parts of the ranks of ``group``. The stream waits for their `Post`."""
@@ -87,7 +87,7 @@ class Synchronisation:
         with self._synchronising(stream) as where:
             self._epochs.end_fence("Win.Start", "Start", "Lock")
             self._epochs.started = targets
-            self._steps.meet(POSTS, 0, set_of(targets), where)
+            self._steps.meet(POSTS, 0, targets, where)
 
     def Complete(self, *, stream: Any = None) -> None:
         """End the epoch of `Start`."""
@@ -96,15 +96,15 @@ class Synchronisation:
             targets, self._epochs.started = self._epochs.started, None
             if targets is None:
                 raise wrong("Win.Complete: no Start came before it")
-            self._row.count(layout.COMPLETED, set_of(targets))
-            self._steps.meet(COMPLETES, set_of(targets), 0, where)
+            self._row.count(layout.COMPLETED, targets)
+            self._steps.meet(COMPLETES, targets, 0, where)
 
     def Wait(self, *, stream: Any = None) -> Literal[True]:
         """End the epoch of `Post`. The stream waits for the `Complete` of all ranks of its group."""
         self._check("Win.Wait")
         origins = self._posted("Win.Wait")
         with self._synchronising(stream) as where:
-            self._steps.meet(COMPLETES, 0, set_of(origins), where)
+            self._steps.meet(COMPLETES, 0, origins, where)
         self._is_waited = self._backend.completion(where)
         self._epochs.posted = None
         return True
@@ -117,16 +117,16 @@ class Synchronisation:
         self._check("Win.Test")
         origins = self._posted("Win.Test")
         # The last Wait may still be in flight. It advances the counts with which this call compares.
-        arrived = self._is_waited() and self._steps.arrived(COMPLETES, set_of(origins))
+        arrived = self._is_waited() and self._steps.arrived(COMPLETES, origins)
         return (arrived or self._have_completed(origins)) and self.Wait(stream=stream)
 
-    def _posted(self, what: str) -> frozenset[int]:
+    def _posted(self, what: str) -> int:
         """Return the origins of the exposure epoch."""
         if self._epochs.posted is None:
             raise wrong(f"{what}: no Post came before it")
         return self._epochs.posted
 
-    def _have_completed(self, origins: Iterable[int]) -> bool:
+    def _have_completed(self, origins: int) -> bool:
         """Return whether the hosts of the ranks have called `Complete`. Their GPUs may do so later.
 
         A program may know of these calls, for example from a barrier, and may expect that they are seen here. This
@@ -134,7 +134,7 @@ class Synchronisation:
         with the signal of the peer's GPU.
         """
         places, key = self._owner.placement.places, self._row.words[layout.KEY]
-        for origin in origins:
+        for origin in ranks_in(origins):
             calls = calls_of(places[origin].pid, key)
             if calls is None or calls.completed[self._rank] != self._row.posted(origin):
                 return False
@@ -269,7 +269,7 @@ class Synchronisation:
         if self._backend.completes:
             self._backend.complete(where)
 
-    def _ranks_of(self, group: Any, what: str) -> frozenset[int]:
+    def _ranks_of(self, group: Any, what: str) -> int:
         if not isinstance(group, MPI.Group) or group == MPI.GROUP_NULL:
             raise RefusedByMpiError(
                 f"{what}: group={group!r} is no group: pass win.Get_group().Incl(...)", MPI.ERR_GROUP
@@ -277,4 +277,4 @@ class Synchronisation:
         ranks = group.Translate_ranks(range(group.size), self._group)
         if MPI.UNDEFINED in ranks:
             raise RefusedByMpiError(f"{what}: group has ranks that the window does not have", MPI.ERR_GROUP)
-        return frozenset(ranks)
+        return sum(1 << rank for rank in set(ranks))
