@@ -240,8 +240,7 @@ class Win(_Calls):
         place: str = "auto",
     ) -> Win:
         """Make a window of new memory of ``size`` bytes. ``tomemory()`` is its array of bytes. Collective, blocking."""
-        by_mpi = _allocate_shared if place == "device" else _allocate
-        return cls._allocated("Win.Allocate", by_mpi, size, disp_unit, info, comm, place, MPI.WIN_FLAVOR_ALLOCATE)
+        return cls._allocated(MPI.WIN_FLAVOR_ALLOCATE, size, disp_unit, info, comm, place)
 
     @classmethod
     def Allocate_shared(
@@ -257,24 +256,16 @@ class Win(_Calls):
 
         Collective, blocking.
         """
-        what, flavor = "Win.Allocate_shared", MPI.WIN_FLAVOR_SHARED
-        return cls._allocated(what, _allocate_shared, size, disp_unit, info, comm, place, flavor)
+        return cls._allocated(MPI.WIN_FLAVOR_SHARED, size, disp_unit, info, comm, place)
 
     @classmethod
-    def _allocated(
-        cls,
-        what: str,
-        by_mpi: Callable[..., Win],
-        size: Any,
-        disp_unit: Any,
-        info: MPI.Info,
-        comm: Any,
-        place: str,
-        flavor: int,
-    ) -> Win:
+    def _allocated(cls, flavor: int, size: Any, disp_unit: Any, info: MPI.Info, comm: Any, place: str) -> Win:
+        shared = flavor == MPI.WIN_FLAVOR_SHARED
+        what = "Win.Allocate_shared" if shared else "Win.Allocate"
         comm, session, parts = _of_all_ranks(what, comm, info, place, lambda _: checked_part(size, disp_unit, what))
         own = parts[comm.rank]
         if session is None:
+            by_mpi = _allocate_shared if shared or place == "device" else _allocate
             return _on_host(by_mpi(cls, *own, info, comm), comm, parts)
         return _on_device(comm, info, what, parts, allocated(session, own.nbytes), flavor)
 

@@ -185,18 +185,12 @@ class BoundNorm(BoundEpilogue):
         self._columns = 0 if codes is None or codes.scales is None else self._hidden // (codes.group or self._hidden)
         self._tiled = codes is not None and codes.tiled
         assert weight.dtype is not None
+        wanted = {"CENTRED": self._centred, "BIAS": "bias" in arrays, "LINEAR_BIAS": "linear_bias" in arrays}
+        flags = [flag for flag, is_wanted in wanted.items() if is_wanted]
+        scaled = None if codes is None or codes.scales is None else (codes.scales, codes.group)
         self._options = [
-            norm_options(
-                self.result.name,
-                weight.dtype.name,
-                centred=self._centred,
-                bias="bias" in arrays,
-                linear_bias="linear_bias" in arrays,
-                codes=None if codes is None else codes.type,
-                scales=None if codes is None or codes.scales is None else (codes.scales, codes.group),
-                aligned=aligned,
-            )
-            for aligned in (False, True)
+            norm_options(self.result.name, weight.dtype.name, each, codes and codes.type, scaled)
+            for each in (flags, [*flags, "ALIGNED"])
         ]
         memory = [(array.pointer, array.total) for array in arrays.values()]
         self.place(result.pointer, arrays["residual"].total, memory)

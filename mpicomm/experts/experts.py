@@ -276,7 +276,7 @@ class Experts:
                 raise InvalidUsageError("out has a dtype: leave dtype out")
             kind = shape.dtype if dtype is None else checked_dtype(dtype, what)
             result = new_array(z, of_result, kind, on_device=on_device) if out is None else out
-            output = self._read(result, "out", DTYPES, of_result, on_device, writable=True)
+            output = self._read(result, "out", DTYPES, of_result, on_device)
             if values is None:
                 return Combined(rows, received, output)
             of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
@@ -323,20 +323,14 @@ class Experts:
         self._streams.after_synchronisation(where, captures=captures)
 
     def _read(
-        self,
-        array: Any,
-        name: str,
-        dtypes: tuple[str, ...],
-        shape: tuple[int | None, ...],
-        on_device: bool,
-        *,
-        writable: bool = False,
+        self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...], on_device: bool
     ) -> GivenArray:
         """Read the argument ``name``, which must have one of the dtypes, the shape, and lie where the call works.
 
         None as the first length of ``shape`` stands for any length. NumPy's input is copied if it is not C-contiguous.
         Raises `InvalidUsageError`.
         """
+        writable = name == "out"
         if type(array) is np.ndarray and not writable:
             array = np.ascontiguousarray(array)
         memory = read_in_order(array, writable, name)

@@ -58,7 +58,7 @@ class WindowCalls(Synchronisation):
         """Copy ``origin`` into the part of ``target_rank``. Local, stream-ordered."""
         known = self._begin_known("Win.Put", "put", origin, None, target_rank, target, stream)
         if known is None:
-            local = self._access("Win.Put", origin, target_rank, target, stream, self._move_out, writable=False)
+            local = self._access("Win.Put", origin, target_rank, target, stream, puts=True)
             self._learn("put", origin, target_rank, target, local, None)
         else:
             address, pointer, _, nbytes, _, where = known
@@ -69,7 +69,7 @@ class WindowCalls(Synchronisation):
         """Copy from the part of ``target_rank`` into ``origin``. Local, stream-ordered."""
         known = self._begin_known("Win.Get", "get", origin, None, target_rank, target, stream)
         if known is None:
-            local = self._access("Win.Get", origin, target_rank, target, stream, self._move_in, writable=True)
+            local = self._access("Win.Get", origin, target_rank, target, stream, puts=False)
             self._learn("get", origin, target_rank, target, local, None)
         else:
             address, pointer, _, nbytes, _, where = known
@@ -78,12 +78,12 @@ class WindowCalls(Synchronisation):
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Put`; return its request."""
-        local = self._access("Win.Rput", origin, target_rank, target, stream, self._move_out, writable=False)
+        local = self._access("Win.Rput", origin, target_rank, target, stream, puts=True)
         return self._started(local, stream)
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Get`; return its request."""
-        local = self._access("Win.Rget", origin, target_rank, target, stream, self._move_in, writable=True)
+        local = self._access("Win.Rget", origin, target_rank, target, stream, puts=False)
         return self._started(local, stream)
 
     def Accumulate(
@@ -217,25 +217,17 @@ class WindowCalls(Synchronisation):
             self._update_known(known)
 
     def _access(
-        self,
-        what: str,
-        origin: Any,
-        target_rank: int,
-        target: Any,
-        stream: Any,
-        move: Callable[[LocalBuffer, Target, int], None],
-        *,
-        writable: bool,
+        self, what: str, origin: Any, target_rank: int, target: Any, stream: Any, *, puts: bool
     ) -> LocalBuffer | None:
-        """Carry out `Put` or `Get` by ``move``, and return the buffer; None for MPI.PROC_NULL."""
+        """Carry out `Put` (``puts``) or `Get`, and return the buffer; None for MPI.PROC_NULL."""
         if self._is_nowhere(what, target_rank):
             return None
-        local = read_buffer(origin, self._backend, writable=writable, name="origin")
+        local = read_buffer(origin, self._backend, writable=not puts, name="origin")
         there = read_target(target, target_rank, self._memory, local, what)
         self._epochs.require_access(what, target_rank)
         if local.nbytes:
             where, captures = self._begin_access(stream, local)
-            move(local, there, where)
+            (self._move_out if puts else self._move_in)(local, there, where)
             self._streams.after_access(where, captures=captures)
         return local
 
@@ -341,17 +333,14 @@ class WindowCalls(Synchronisation):
         return address, pointer, previous, nbytes, update, where
 
     def _learn(
-        self,
-        operation: Any,
-        origin: Any,
-        target_rank: int,
-        target: Any,
-        local: LocalBuffer | None,
-        update: Update | None,
+        self, key: Any, origin: Any, target_rank: int, target: Any, local: LocalBuffer | None, update: Update | None
     ) -> None:
-        """Learn the form of a call that has passed all checks. ``local`` is the buffer ``origin``."""
+        """Learn the form of a call that has passed all checks. ``local`` is the buffer ``origin``.
+
+        ``key`` is the ``operation`` of `_begin_known`.
+        """
         # The memory of a dynamic window has no fixed parts.
-        if operation is None or local is None or not local.on_device or isinstance(self._memory, DynamicMemory):
+        if key is None or local is None or not local.on_device or isinstance(self._memory, DynamicMemory):
             return
         plain, datatype = plain_array(origin), items_of(target)[2]
         if plain is None or len(plain) != 3 or not plain[1]:
@@ -364,7 +353,7 @@ class WindowCalls(Synchronisation):
         launches = None if update is None else self._steps.run_update(update)
         part = self._memory.parts[target_rank]
         form = self._memory.pointers[target_rank], part.nbytes, part.disp_unit, itemsize, launches
-        self._forms[operation, target_rank, plain[2], _key_of_type(datatype)] = form
+        self._forms[key, target_rank, plain[2], _key_of_type(datatype)] = form
 
     def _move_out(self, local: LocalBuffer, there: Target, stream: int) -> None:
         layout = there.elements.layout
