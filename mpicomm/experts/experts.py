@@ -160,7 +160,7 @@ class Experts:
 
         Ranks with at most 256 tokens use the low-latency kernels.
         """
-        return {} if self._launches is None else {name: each.total for name, each in self._launches.blocks.items()}
+        return {} if self._launches is None else {name: sum(each) for name, each in self._launches.blocks.items()}
 
     def dispatch(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
@@ -17,21 +16,8 @@ from mpicomm.sharing.segments import SharedMemory
 _WORD_NBYTES = 8
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks of a launch."""
-
-    senders: int
-    receivers: int
-
-    @property
-    def total(self) -> int:
-        """All blocks."""
-        return self.senders + self.receivers
-
-
-BlocksOfModes = dict[str, Blocks]
-"""The blocks of "dispatch" and "combine", and of "dispatch of few" and "combine of few" tokens."""
+BlocksOfModes = dict[str, tuple[int, int]]
+"""The blocks that send and that receive, of "dispatch", "combine", and of both with " of few" tokens."""
 
 
 def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
@@ -41,12 +27,12 @@ def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
     packets, too, because a warp waits for one part after the other.
     """
 
-    def cut(senders: int, receivers: int) -> Blocks:
+    def cut(senders: int, receivers: int) -> tuple[int, int]:
         total = senders + receivers
         if total > most:
             senders = min(max(1, senders * most // total), most - 1)
             receivers = most - senders
-        return Blocks(senders, receivers)
+        return senders, receivers
 
     return {
         "dispatch of few": cut(76, 156) if shape.in_packets else cut(76, 56) if shape.by_token else cut(44, 88),
@@ -149,7 +135,7 @@ class ExpertsLaunches:
         ``x`` are the addresses of the rows and of their scales, and ``pointers`` those of `Received`.
         """
         arguments, blocks = self._dispatch, self._blocks_for("dispatch", tokens)
-        arguments.experts.senders = blocks.senders
+        arguments.experts.senders, _ = blocks
         arguments.x.first, arguments.x.second = x
         arguments.ids, arguments.weights = ids, weights
         arguments.rows.first, arguments.rows.second = pointers["x"], pointers["scales"]
@@ -161,7 +147,7 @@ class ExpertsLaunches:
         arguments.slot_ids, arguments.slot_weights = pointers["topk_ids"], pointers["topk_weights"]
         arguments.row_count = pointers["row_count"]
         arguments.num_tokens, arguments.wide_ids = tokens, wide_ids
-        return Launch(self._kernel, arguments, blocks.total, kernels.DISPATCH_THREADS)
+        return Launch(self._kernel, arguments, sum(blocks), kernels.DISPATCH_THREADS)
 
     def quantize(self, x: int, tokens: int) -> tuple[Launch, tuple[int, int]]:
         """Return the launch that quantises tokens, and the addresses of the rows and of their scales."""
@@ -185,16 +171,16 @@ class ExpertsLaunches:
     ) -> Launch:
         """Return the launch, as `dispatch`. ``values`` are the addresses of the values of rows and of slots."""
         arguments, blocks = self._combine, self._blocks_for("combine", tokens)
-        arguments.experts.senders = blocks.senders
+        arguments.experts.senders, _ = blocks
         arguments.rows, arguments.output = rows, output
         arguments.values, arguments.slot_values = values
         arguments.row_weights = pointers["weights"] if weighted else 0
         arguments.places, arguments.targets = pointers["places"], pointers["targets"]
         arguments.token_rows = pointers["token_rows"]
         arguments.tokens, arguments.num_tokens = pointers["tokens"], tokens
-        return Launch(self._combines[dtype], arguments, blocks.total, kernels.SUM_THREADS)
+        return Launch(self._combines[dtype], arguments, sum(blocks), kernels.SUM_THREADS)
 
-    def _blocks_for(self, what: str, tokens: int) -> Blocks:
+    def _blocks_for(self, what: str, tokens: int) -> tuple[int, int]:
         return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
 
 

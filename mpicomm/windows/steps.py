@@ -105,13 +105,9 @@ class Steps:
         self.run_update = cache(partial(RunUpdate, backend))
         """Returns the launches that update consecutive elements. The first call loads their kernel."""
 
-    def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        """Pack elements, which lie from ``memory`` on, to ``packed``."""
-        self._backend.pack(table_for(layout), memory, packed, stream, unpacks=False)
-
-    def scatter(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        """Unpack elements from ``packed`` to their places from ``memory`` on."""
-        self._backend.pack(table_for(layout), memory, packed, stream, unpacks=True)
+    def pack(self, layout: DatatypeLayout, memory: int, packed: int, stream: int, *, unpacks: bool = False) -> None:
+        """Pack elements, which lie from ``memory`` on, to ``packed``; with ``unpacks`` move them back."""
+        self._backend.pack(table_for(layout), memory, packed, stream, unpacks=unpacks)
 
     def scratch(self, nbytes: int, stream: int) -> int:
         """Return the address of private memory, which is valid for the next steps on the stream.
@@ -211,12 +207,12 @@ class Steps:
         if layout is None:
             backend.copy(place, local.pointer, local.nbytes, stream)
         elif local.on_device:
-            self.gather(layout, local.pointer, place, stream)
+            self.pack(layout, local.pointer, place, stream)
         else:
             self._require_no_capture(local, stream)
             # CUDA reads pageable memory before the call returns, so the staging memory may go afterwards.
             staging = np.empty(local.nbytes, np.uint8)
-            gather_on_host(layout, local.pointer, staging.ctypes.data)
+            pack_on_host(layout, local.pointer, staging.ctypes.data)
             backend.copy(place, staging.ctypes.data, local.nbytes, stream)
         return place
 
@@ -229,11 +225,11 @@ class Steps:
             backend.copy(local.pointer if staging is None else staging.ctypes.data, source, local.nbytes, stream)
             backend.synchronize(stream)
             if layout is not None and staging is not None:
-                scatter_on_host(layout, local.pointer, staging.ctypes.data)
+                pack_on_host(layout, local.pointer, staging.ctypes.data, unpacks=True)
         elif layout is None:
             backend.copy(local.pointer, source, local.nbytes, stream)
         else:
-            self.scatter(layout, local.pointer, source, stream)
+            self.pack(layout, local.pointer, source, stream, unpacks=True)
 
     def places(self, buffers: Sequence[LocalBuffer | None], itemsize: int, stream: int) -> list[int]:
         """Return a place in scratch memory for each buffer whose elements kernels cannot access as they lie, else 0."""
@@ -255,21 +251,17 @@ class Steps:
             )
 
 
-def gather_on_host(layout: DatatypeLayout, memory: int, packed: int) -> None:
-    """Pack elements in host memory, which lie from ``memory`` on, to ``packed``.
+def pack_on_host(layout: DatatypeLayout, memory: int, packed: int, *, unpacks: bool = False) -> None:
+    """Pack elements in host memory, which lie from ``memory`` on, to ``packed``; with ``unpacks`` move them back.
 
     MPI's Pack would leave out the gaps in pairs of a value and an index, which updates of whole pairs need.
     """
-    array_at(packed, layout.nbytes, _BYTE)[:] = _reached(layout, memory)[_places_of(layout)]
-
-
-def scatter_on_host(layout: DatatypeLayout, memory: int, packed: int) -> None:
-    """Unpack elements in host memory from ``packed`` to their places from ``memory`` on."""
-    _reached(layout, memory)[_places_of(layout)] = array_at(packed, layout.nbytes, _BYTE)
-
-
-def _reached(layout: DatatypeLayout, memory: int) -> npt.NDArray[np.uint8]:
-    return array_at(memory + layout.begin, layout.end - layout.begin, _BYTE)
+    touched = array_at(memory + layout.begin, layout.end - layout.begin, _BYTE)
+    places, in_turn = _places_of(layout), array_at(packed, layout.nbytes, _BYTE)
+    if unpacks:
+        touched[places] = in_turn
+    else:
+        in_turn[:] = touched[places]
 
 
 @lru_cache(maxsize=16)  # a place takes eight bytes

@@ -360,7 +360,7 @@ class WindowCalls(Synchronisation):
         if layout is None:
             self._steps.packed(local, stream, there.address)
         else:
-            self._steps.scatter(layout, there.address, self._steps.packed(local, stream), stream)
+            self._steps.pack(layout, there.address, self._steps.packed(local, stream), stream, unpacks=True)
 
     def _move_in(self, local: LocalBuffer, there: Target, stream: int) -> None:
         steps, layout = self._steps, there.elements.layout
@@ -369,7 +369,7 @@ class WindowCalls(Synchronisation):
             return
         lies_ready = local.on_device and local.elements.layout is None
         packed = local.pointer if lies_ready else steps.scratch(local.nbytes, stream)
-        steps.gather(layout, there.address, packed, stream)
+        steps.pack(layout, there.address, packed, stream)
         if not lies_ready:
             self._steps.unpack(local, packed, stream)
 
