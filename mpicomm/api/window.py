@@ -15,9 +15,9 @@ from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.arguments import is_on_device
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.session import Session
-from mpicomm.windows.dynamic import DynamicMemory, share_dynamic_window
 from mpicomm.windows.memory import (
     BYTES,
+    DynamicMemory,
     Part,
     Provider,
     WindowMemory,
@@ -25,6 +25,7 @@ from mpicomm.windows.memory import (
     allocated,
     checked_part,
     require_one_node,
+    share_dynamic_window,
     share_window,
 )
 from mpicomm.windows.window import WindowCalls

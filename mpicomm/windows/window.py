@@ -26,8 +26,7 @@ from mpicomm.windows.buffers import (
     require_one,
     update_of,
 )
-from mpicomm.windows.dynamic import DynamicMemory
-from mpicomm.windows.memory import WindowMemory
+from mpicomm.windows.memory import DynamicMemory, WindowMemory
 from mpicomm.windows.steps import RunUpdate
 from mpicomm.windows.synchronisation import Synchronisation
 
