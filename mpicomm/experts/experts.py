@@ -340,15 +340,10 @@ class Experts:
             raise InvalidUsageError(f"{name} has shape {found}: pass one of shape ({wanted}{',' * (len(shape) == 1)})")
         if memory.dtype is None or name_of(memory.dtype) not in dtypes:
             raise InvalidUsageError(f"{name} has dtype {memory.dtype or array.dtype}: pass one of {', '.join(dtypes)}")
-        if memory.on_device and self._gpu is None:
-            raise InvalidUsageError(
-                f'{name} is on a GPU, the communicator is on the cpu: create the communicator with device="auto"'
-            )
+        require_here(name, memory.device, self._session.placement.here.device)
         if memory.on_device != on_device:
             here, there = ("a GPU", "host memory") if memory.on_device else ("host memory", "a GPU")
             raise InvalidUsageError(f"{name} is in {here}, and another array of the call in {there}: pass all in one")
-        if on_device:
-            require_here(name, memory.device, self._session.placement.here.device)
         if on_device and memory.pointer % PACKET_NBYTES and name in ("x", "scales", "z", "out"):
             raise InvalidUsageError(
                 f"{name} begins at address {memory.pointer:#x}, which is no multiple of {PACKET_NBYTES}: copy it first"

@@ -77,11 +77,7 @@ class Products:
         def multiply_if_possible() -> str:
             refuse_stream(kind, stream)
             operands = reading()
-            if operands.device is not None:
-                raise InvalidUsageError(
-                    f"{kind}: a is on GPU {operands.device}, and this communicator is on the cpu: pass host arrays, or "
-                    "create the communicator on GPUs"
-                )
+            require_here(f"{kind}: a", operands.device, "cpu")
             if operands.out is None:
                 operands.out = operands.new_matrix(operands.shape, operands.result_like)
             made.append((operands, None if kind == "allgather_matmul" else self._partial_sums(operands)))

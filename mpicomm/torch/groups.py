@@ -97,9 +97,9 @@ def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Com
 
 def made(plain: MPI.Intracomm, device: int | str, timeout_s: float) -> Communicator:
     """Return a Communicator of the ranks of ``plain``, and free ``plain``. Collective."""
-    made = Communicator(plain, device=device, timeout_s=timeout_s)
+    comm = Communicator(plain, device=device, timeout_s=timeout_s)
     plain.Free()  # not after an error, because MPI's Free may wait without a limit for a rank that is missing
-    return made
+    return comm
 
 
 def install_handler() -> None:

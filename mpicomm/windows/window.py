@@ -184,13 +184,9 @@ class WindowCalls(Synchronisation):
         self._epochs.require_access(what, target_rank)
         where, captures = self._begin_access(stream, before)
         places = self._steps.places([value, expected, before], there.elements.nbytes, where)
-        self._steps.compare_and_swap(
-            there,
-            self._steps.packed(value, where, places[0]),
-            self._steps.packed(expected, where, places[1]),
-            places[2] or before.pointer,
-            where,
-        )
+        new = self._steps.packed(value, where, places[0])
+        old = self._steps.packed(expected, where, places[1])
+        self._steps.compare_and_swap(there, new, old, places[2] or before.pointer, where)
         if places[2]:
             self._steps.unpack(before, places[2], where)
         self._streams.after_access(where, captures=captures)

@@ -191,18 +191,14 @@ class DomainsEngine:
             raise  # nothing is enqueued yet
         except BaseException as error:
             # The usual cause is KeyboardInterrupt. Kernels of the domain, and other domains, would wait for this rank.
-            failure = self._failure(plan, error)
+            failure = error
+            if not isinstance(failure, (CollectiveTimeoutError, PeerError)):
+                rank = self._layout.rank
+                said = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
+                failure = PeerError(said, ranks=[rank])
             self._engine.give_up(failure)
             self._transport.tell(failure)
             raise
-
-    def _failure(self, plan: DomainsPlan, error: BaseException) -> CollectiveTimeoutError | PeerError:
-        """Return the error that other ranks raise for a call that this rank leaves."""
-        if isinstance(error, (CollectiveTimeoutError, PeerError)):
-            return error
-        rank = self._layout.rank
-        said = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
-        return PeerError(said, ranks=[rank])
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the scratch memory of this rank; local.
