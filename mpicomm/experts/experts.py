@@ -215,7 +215,7 @@ class Experts:
                 self._require_ours(out, "out", on_device=on_device)
             received = Received.empty(shape, self._rank, x, on_device=on_device) if out is None else out
             received.num_tokens = count
-            return Dispatched(tokens, ids, weights, received, numbers, quantizes=scales is None and shape.scales > 0)
+            return Dispatched(tokens, ids, weights, received, numbers)
 
         if not on_device:
             refuse_stream(what, stream)
@@ -224,7 +224,7 @@ class Experts:
         launches, dispatched = self._launches, given()
         x_and_scales = dispatched.x.pointer, 0 if dispatched.scales is None else dispatched.scales.pointer
         steps: list[Launch] = []
-        if dispatched.quantizes:
+        if shape.scales and dispatched.scales is None:
             quantize, x_and_scales = launches.quantize(dispatched.x.pointer, dispatched.received.num_tokens)
             steps.append(quantize)
         weights = 0 if dispatched.weights is None else dispatched.weights.pointer

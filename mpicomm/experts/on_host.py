@@ -30,8 +30,7 @@ class Dispatched:
     weights: GivenArray | None
     received: Received
     scales: GivenArray | None
-    quantizes: bool
-    """Whether the call quantises ``x``."""
+    """The scales of ``x``; None if the call quantises ``x``, or sends no scales."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class HostWay:
         if given.scales is not None:
             leaving: tuple[Array, ...] = x.view(covered_dtype(WIRE)), host_view(given.scales.array)
         else:
-            leaving = quantized(x) if given.quantizes else (x,)
+            leaving = quantized(x) if self._shape.scales else (x,)
         for array, target in zip(leaving, (received.x, received.scales), strict=False):
             view, came = host_view(target), self._exchanged([array] * self._shape.size, counts)
             view[:end] = 0

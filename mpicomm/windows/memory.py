@@ -247,12 +247,6 @@ class Directory(SharedMemory):
                 return
         raise InvalidUsageError(f"Win.Detach: no memory is attached at address {address:#x}")
 
-    def find(self, rank: int, begin: int, end: int) -> Attached | None:
-        """Return the memory of a rank that holds the bytes from ``begin`` to ``end``."""
-        return next(
-            (each for each in self.of(rank) if each.address <= begin and end <= each.address + each.nbytes), None
-        )
-
     def of(self, rank: int) -> list[Attached]:
         """Return all memory that a rank has attached."""
         found, entries = [], self._entries[rank]
@@ -315,7 +309,8 @@ class DynamicMemory(WindowMemory):
     def locate(self, rank: int, disp: int, ends: tuple[int, int], what: str) -> int:
         """Return the address on this rank of the address ``disp`` of ``rank``; see `WindowMemory.locate`."""
         begin, end = (disp + each for each in ends)
-        found = self._directory.find(rank, begin, end)
+        attached = self._directory.of(rank)
+        found = next((each for each in attached if each.address <= begin and end <= each.address + each.nbytes), None)
         if found is None:
             raise RefusedByMpiError(
                 f"{what}: target: rank {rank} has attached no memory that holds bytes {begin:#x} to {end:#x}: pass the "

@@ -260,12 +260,16 @@ def choose_transport(
     requests = group.exchange("MPICOMM_INTERNODE", environment.internode)
     require_same("MPICOMM_INTERNODE", requests)
 
-    def mapped() -> Transport:
-        if channels is None:
-            raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
-        return MappedTransport(channels(), backend)
-
-    def nccl() -> Transport:
+    def opened(name: str) -> Transport:
+        if name == "mapped":
+            if channels is None:
+                raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
+            return MappedTransport(channels(), backend)
+        if name == "mpi":
+            group.agree("engine mpi", require_cuda_aware)
+            return CudaAwareTransport(transfers, backend)
+        if name == "pinned":
+            return PinnedTransport(transfers, backend)
         group.agree("engine nccl", lambda: require_possible(uuids))
         made: list[NcclTransport] = []
         try:
@@ -281,21 +285,11 @@ def choose_transport(
         if not answer.aware:
             raise BackendUnavailableError(f"MPI takes no device pointers ({answer.how})")
 
-    def cuda_aware() -> Transport:
-        group.agree("engine mpi", require_cuda_aware)
-        return CudaAwareTransport(transfers, backend)
-
-    opens: dict[str, Callable[[], Transport]] = {
-        "mapped": mapped,
-        "nccl": nccl,
-        "mpi": cuda_aware,
-        "pinned": lambda: PinnedTransport(transfers, backend),
-    }
     request = requests[0]
     rejected: dict[str, str] = {}
     for name in environment.INTERNODE if request == "auto" else [request]:
         try:
-            transport = opens[name]()
+            transport = opened(name)
         except MpicommError as error:
             if group.broken is not None:
                 raise
