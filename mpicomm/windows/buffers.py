@@ -198,14 +198,8 @@ def _dtype(datatype: MPI.Datatype, value: str) -> np.dtype[Any]:
 
 
 @lru_cache
-def _dtypes() -> dict[int, np.dtype[Any]]:
-    """Return the dtypes of pairs by MPI's handle. Not at import, because MPI need not be initialised then."""
-    return {datatype.handle: _dtype(datatype, value) for datatype, value in _VALUES}
-
-
-@lru_cache
 def kernel_types() -> dict[np.dtype[Any], str]:
-    """Return the names of the types of pairs in accumulate.cu."""
+    """Return the names of the types of pairs in accumulate.cu. Not at import: MPI need not be initialised then."""
     return {_dtype(datatype, value): f"pair_{value}" for datatype, value in _VALUES}
 
 
@@ -232,7 +226,7 @@ def as_pairs(elements: TypedElements) -> TypedElements:
 def _with_whole_pairs(datatype: MPI.Datatype) -> DatatypeLayout | None:
     """Return the layout of a datatype, with the gaps in its pairs; None for DATATYPE_NULL."""
     if datatype.is_predefined:
-        dtype = _dtypes().get(datatype.handle)
+        dtype = next((_dtype(pair, value) for pair, value in _VALUES if pair == datatype), None)
         if dtype is None:
             return made_layout(datatype)
         return DatatypeLayout((Region(0, (), dtype.itemsize),), dtype.itemsize, dtype)
