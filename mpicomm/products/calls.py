@@ -47,13 +47,13 @@ class Products:
     def run(self, kind: ProductKind, stream: Any, a: Any, *given: Any) -> Any:
         """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host.
 
-        ``given`` are the other arguments of `read`.
+        ``given`` are the other arguments of `Operands`.
         """
-        from mpicomm.products.operands import read
+        from mpicomm.products.operands import Operands
 
         on_gpus = isinstance(self._session.placement.here.device, int)
         gpu: Callable[[], GpuBackend] | None = partial(self._session.gpu, kind) if on_gpus else None
-        reading = partial(read, kind, self._size, gpu, a, *given)
+        reading = partial(Operands, kind, self._size, gpu, a, *given)
         if not on_gpus:
             return self._on_host(kind, reading, stream)
         operands = reading()
