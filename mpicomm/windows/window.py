@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
+from mpi4py.MPI import SUM
 
 from mpicomm.kernels.window import SWAPPED_SIZES
 from mpicomm.mpi.buffers import array_of
@@ -86,7 +87,7 @@ class WindowCalls(Synchronisation):
         return self._started(local, stream)
 
     def Accumulate(
-        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
+        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = SUM, *, stream: Any = None
     ) -> None:
         """Combine the part of ``target_rank`` with ``origin``, each element atomically. Local, stream-ordered.
 
@@ -96,48 +97,27 @@ class WindowCalls(Synchronisation):
         self._accumulate("Win.Accumulate", origin, None, target_rank, target, op, stream)
 
     def Raccumulate(
-        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
+        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = SUM, *, stream: Any = None
     ) -> MPI.Request:
         """Start `Accumulate`; return its request."""
         local = self._update_elements("Win.Raccumulate", origin, None, target_rank, target, op, stream)
         return self._started(local, stream)
 
     def Get_accumulate(
-        self,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target: Any = None,
-        op: MPI.Op = MPI.SUM,
-        *,
-        stream: Any = None,
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: MPI.Op = SUM, *, stream: Any = None
     ) -> None:
         """Do as `Accumulate`, and copy the previous elements into ``result``. Local, stream-ordered."""
         self._accumulate("Win.Get_accumulate", origin, result, target_rank, target, op, stream)
 
     def Rget_accumulate(
-        self,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target: Any = None,
-        op: MPI.Op = MPI.SUM,
-        *,
-        stream: Any = None,
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: MPI.Op = SUM, *, stream: Any = None
     ) -> MPI.Request:
         """Start `Get_accumulate`; return its request."""
         local = self._update_elements("Win.Rget_accumulate", origin, result, target_rank, target, op, stream)
         return self._started(local, stream)
 
     def Fetch_and_op(
-        self,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target_disp: int = 0,
-        op: MPI.Op = MPI.SUM,
-        *,
-        stream: Any = None,
+        self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: MPI.Op = SUM, *, stream: Any = None
     ) -> None:
         """Do as `Get_accumulate` with one element. Local, stream-ordered."""
         what = "Win.Fetch_and_op"
