@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_Boxes = list["Box | None"]
 _LONG_NBYTES = 32 << 20
 """The bytes of a part from which an Alltoall on GPUs may take less time than an Alltoallw. Its calls with new arrays
 hold the host for longer."""
@@ -45,13 +46,7 @@ class Redistribution:
     """
 
     def __init__(
-        self,
-        comm: Any,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        from_: list[Box | None],
-        to: list[Box | None],
-        text: str,
+        self, comm: Any, shape: tuple[int, ...], dtype: np.dtype[Any], from_: _Boxes, to: _Boxes, text: str
     ) -> None:
         self._comm, self._text, self.shape, self.dtype = comm, text, shape, dtype
         own = comm.rank
@@ -288,13 +283,13 @@ def _extents(box: Box | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *shape[1:]) if box is None else tuple(stop - start for start, stop in box)
 
 
-def _cut_evenly(shape: tuple[int, ...], boxes: Sequence[Box | None]) -> int | None:
+def _cut_evenly(shape: tuple[int, ...], boxes: _Boxes) -> int | None:
     """Return the axis along which ranks have equal blocks in their order, if all of each block is theirs."""
     size, whole = len(boxes), [(0, length) for length in shape]
     for axis, length in enumerate(shape):
         part = length // size
         blocks = [(*whole[:axis], (rank * part, rank * part + part), *whole[axis + 1 :]) for rank in range(size)]
-        if length % size == 0 and blocks == list(boxes):
+        if length % size == 0 and blocks == boxes:
             return axis
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -129,20 +128,17 @@ def derived(datatype: MPI.Datatype, count: int, layout: DatatypeLayout) -> Typed
 
 
 def read_target(
-    spec: Any,
-    rank: int,
-    memory: WindowMemory,
-    like: LocalBuffer,
-    what: str,
-    convert: Callable[[TypedElements], TypedElements] = lambda elements: elements,
+    spec: Any, rank: int, memory: WindowMemory, like: LocalBuffer, what: str, *, pairs: bool = False
 ) -> Target:
     """Read the argument ``target`` of the call ``what``: None, a displacement, or (displacement, count, datatype).
 
     Local. Missing items are the items of ``like``, a buffer of this rank. Raises `InvalidUsageError` for elements
-    outside the part of ``rank``, and for other bytes than the bytes of ``like``. ``convert`` has converted ``like``.
+    outside the part of ``rank``, and for other bytes than the bytes of ``like``. With ``pairs`` the elements may be
+    pairs, as those of ``like``.
     """
     disp, elements = target_elements(spec, like.elements, what)
-    elements = convert(elements)
+    if pairs:
+        elements = as_pairs(elements)
     address = memory.locate(rank, disp, elements.ends, what)
     if elements.nbytes != like.nbytes:
         raise RefusedByMpiError(

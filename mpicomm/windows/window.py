@@ -222,7 +222,7 @@ class WindowCalls(Synchronisation):
             values = self._read_pairs(origin, "origin")
         local = before or values if values is None else values
         assert local is not None
-        there = read_target(target, target_rank, self._memory, local, what, as_pairs)
+        there = read_target(target, target_rank, self._memory, local, what, pairs=True)
         if before is not None and values is not None:
             require_bytes(before, values.nbytes, "origin", what)
         if not local.nbytes:
