@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpi4py import MPI
+from mpi4py.MPI import COMM_SELF, INFO_NULL, Info, Intracomm
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.api.lifetime import communicator_of
@@ -193,8 +194,8 @@ class Win(_Calls):
         cls,
         memory: Any,
         disp_unit: int = 1,
-        info: MPI.Info = MPI.INFO_NULL,
-        comm: MPI.Intracomm = MPI.COMM_SELF,
+        info: Info = INFO_NULL,
+        comm: Intracomm = COMM_SELF,
         *,
         place: str = "auto",
     ) -> Win:
@@ -232,26 +233,14 @@ class Win(_Calls):
 
     @classmethod
     def Allocate(
-        cls,
-        size: int,
-        disp_unit: int = 1,
-        info: MPI.Info = MPI.INFO_NULL,
-        comm: MPI.Intracomm = MPI.COMM_SELF,
-        *,
-        place: str = "auto",
+        cls, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Intracomm = COMM_SELF, *, place: str = "auto"
     ) -> Win:
         """Make a window of new memory of ``size`` bytes. ``tomemory()`` is its array of bytes. Collective, blocking."""
         return cls._allocated(MPI.WIN_FLAVOR_ALLOCATE, size, disp_unit, info, comm, place)
 
     @classmethod
     def Allocate_shared(
-        cls,
-        size: int,
-        disp_unit: int = 1,
-        info: MPI.Info = MPI.INFO_NULL,
-        comm: MPI.Intracomm = MPI.COMM_SELF,
-        *,
-        place: str = "auto",
+        cls, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Intracomm = COMM_SELF, *, place: str = "auto"
     ) -> Win:
         """Make a window as `Allocate` does. Device memory of several ranks never lies side by side: use `Shared_query`.
 
@@ -260,7 +249,7 @@ class Win(_Calls):
         return cls._allocated(MPI.WIN_FLAVOR_SHARED, size, disp_unit, info, comm, place)
 
     @classmethod
-    def _allocated(cls, flavor: int, size: Any, disp_unit: Any, info: MPI.Info, comm: Any, place: str) -> Win:
+    def _allocated(cls, flavor: int, size: Any, disp_unit: Any, info: Info, comm: Any, place: str) -> Win:
         shared = flavor == MPI.WIN_FLAVOR_SHARED
         what = "Win.Allocate_shared" if shared else "Win.Allocate"
         comm, session, parts = _of_all_ranks(what, comm, info, place, lambda _: checked_part(size, disp_unit, what))
@@ -271,9 +260,7 @@ class Win(_Calls):
         return _on_device(comm, info, what, parts, allocated(session, own.nbytes), flavor)
 
     @classmethod
-    def Create_dynamic(
-        cls, info: MPI.Info = MPI.INFO_NULL, comm: MPI.Intracomm = MPI.COMM_SELF, *, place: str = "auto"
-    ) -> Win:
+    def Create_dynamic(cls, info: Info = INFO_NULL, comm: Intracomm = COMM_SELF, *, place: str = "auto") -> Win:
         """Make a window to which ranks attach memory of this place. Collective, blocking."""
         what = "Win.Create_dynamic"
         comm, session, _ = _of_all_ranks(what, comm, info, place, lambda _: None)
@@ -325,7 +312,7 @@ def _of_all_ranks(
 
 
 def _on_device(
-    comm: Any, info: MPI.Info, what: str, parts: list[Part], provide: Provider, flavor: int, array: Any = None
+    comm: Any, info: Info, what: str, parts: list[Part], provide: Provider, flavor: int, array: Any = None
 ) -> Win:
     """Make a window of device memory. Collective. ``array`` is memory of the caller."""
     session: Session = comm._session
@@ -334,7 +321,7 @@ def _on_device(
     return _made(comm, info, memory, memory.view(comm.rank) if array is None else array, flavor)
 
 
-def _made(comm: Any, info: MPI.Info, memory: WindowMemory, array: Any, flavor: int) -> DeviceWin:
+def _made(comm: Any, info: Info, memory: WindowMemory, array: Any, flavor: int) -> DeviceWin:
     session: Session = comm._session
     made: list[DeviceWin] = []
 

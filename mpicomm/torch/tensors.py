@@ -265,12 +265,8 @@ _OPS = {
 }
 # A sum of truth values is true if one of them is true, as in PyTorch's backend for NCCL.
 _LOGICAL_OPS = {
-    _Kind.SUM: MPI.LOR,
-    _Kind.MAX: MPI.LOR,
-    _Kind.BOR: MPI.LOR,
-    _Kind.PRODUCT: MPI.LAND,
-    _Kind.MIN: MPI.LAND,
-    _Kind.BAND: MPI.LAND,
+    **dict.fromkeys((_Kind.SUM, _Kind.MAX, _Kind.BOR), MPI.LOR),
+    **dict.fromkeys((_Kind.PRODUCT, _Kind.MIN, _Kind.BAND), MPI.LAND),
     _Kind.BXOR: MPI.LXOR,
 }
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)

@@ -113,20 +113,14 @@ class NcclTransport(Transport):
             self._watched.append(_Watched(call, ranks, begin, end))
         return lambda: side.follow(stream, end)
 
-    def abort(self) -> None:
-        """Close a transport that other ranks could not start. `close` would wait for these ranks. Local."""
+    def close(self, *, aborts: bool = False) -> None:
+        """See `Transport`. With ``aborts`` other ranks could not start the transport, and NCCL would wait for them."""
         self._closed.set()
         self._thread.join()  # so that the watch does not abort NCCL's communicator, too
-        if not self._failed:
-            self._failed = True
+        if not self._failed and aborts:
             with self._backend.current():
                 self._nccl.abort()
-        self.close()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-        if not self._failed:
+        elif not self._failed:
             self._nccl.destroy()
         with self._backend.current():
             self._beside.close()
@@ -276,7 +270,7 @@ def choose_transport(
             group.agree("engine nccl: start", lambda: made.append(NcclTransport(group, backend, on_failure)))
         except BaseException:
             for transport in made:  # it started on this rank, and failed on another rank
-                transport.abort()
+                transport.close(aborts=True)
             raise
         return made[0]
 
