@@ -139,7 +139,7 @@ class DomainsEngine:
     def _planned(self, step: Step, facts: tuple[str, int], asked: str) -> Iterable[Item]:
         """Yield the plan of a step. ``facts`` are the text and the hash of the whole call."""
         if isinstance(step, NetworkStep):
-            yield step.without_empty()  # even if nothing is left, because all ranks make equally many network steps
+            yield step
         elif isinstance(step, Local):
             named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
             yield self._engine.prepare_step(step.operation, step.buffers, facts, named)
