@@ -121,19 +121,15 @@ def require_one_node(owner: Session, what: str) -> None:
 
 def checked_part(nbytes: Any, disp_unit: Any, what: str) -> Part:
     """Return the part of these sizes. Raises `InvalidUsageError` for sizes that no memory has."""
-    part = Part(_whole(nbytes, "size", what), _whole(disp_unit, "disp_unit", what))
+    try:
+        part = Part(operator.index(nbytes), operator.index(disp_unit))
+    except TypeError:
+        raise InvalidUsageError(f"{what}: size={nbytes!r}, disp_unit={disp_unit!r}: pass integers") from None
     if part.nbytes < 0:
         raise InvalidUsageError(f"{what}: size={nbytes} is negative: pass 0 or more")
     if part.disp_unit <= 0:
         raise InvalidUsageError(f"{what}: disp_unit={disp_unit} is not positive: pass 1 or more")
     return part
-
-
-def _whole(value: Any, name: str, what: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InvalidUsageError(f"{what}: {name}={value!r} is no int") from None
 
 
 def adopted(owner: Session, array: Any) -> tuple[int, Provider]:

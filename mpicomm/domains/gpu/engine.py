@@ -12,7 +12,6 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.checks import Signature
-from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy
 from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -70,6 +69,8 @@ class DomainsEngine:
         self._tokens = GrowingScratch(backend)
         self._order = StreamOrder(backend.current)
         self.completions = self._order.completions
+        # For the ranks of this rank's domain. The peers of messages are indices in it.
+        self.require_same, self.prepare_messages = engine.require_same, engine.prepare_messages
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
         require_order(call, self._layout)
@@ -145,14 +146,6 @@ class DomainsEngine:
             yield self._engine.prepare_step(step.operation, step.buffers, facts, named)
         elif launch := _launch(step, self._backend):
             yield self._engine.prepare_alone(facts[0], [launch])
-
-    def require_same(self, text: str) -> None:
-        """See `DeviceEngine.require_same`: it compares the ranks of this rank's domain."""
-        self._engine.require_same(text)
-
-    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
-        """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's domain."""
-        return self._engine.prepare_messages(text, sent, received)
 
     def enqueue(
         self, plan: DomainsPlan | Any, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False
