@@ -57,7 +57,7 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
         if not memory.closed:
             if session.intact:
                 others = () if self._is_torn else ("Start", "Post", "Lock")
-                session.group.agree("Win.Free", lambda: self._epochs.require_no("Win.Free", *others))
+                session.group.agree("Win.Free", lambda: self._require_no("Win.Free", *others))
             session.close_shared(memory, "Win")
             self._array = None  # the caller may free its memory now
         if self:

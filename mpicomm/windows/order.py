@@ -1,71 +1,10 @@
-"""The order of a window's calls: the epochs by MPI's rules, and the streams on which the calls go."""
+"""StreamUse: the order of the calls of a window on whichever streams they are."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mpi4py import MPI
-
 from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.errors import name_ranks
-from mpicomm.mpi.faults import RefusedByMpiError
-
-
-class Epochs:
-    """The access epochs and the exposure epoch of one window on this rank. Every fault is a `RefusedByMpiError`."""
-
-    def __init__(self) -> None:
-        self.fence_open = False
-        self.fence_used = False
-        """Whether this rank has accessed memory since the last fence."""
-        self.started: int | None = None
-        """The targets of `Start`. A set of ranks is a number: bit r stands for rank r."""
-        self.posted: int | None = None
-        """The origins of `Post`."""
-        self.locked: dict[int, int] = {}
-        """The types of the locks that this rank holds or awaits, by rank."""
-        self.locked_all = False
-
-    def require_access(self, what: str, target: int) -> None:
-        """Raise unless an epoch lets this rank access the part of ``target``."""
-        if self.locked_all or target in self.locked or (self.started is not None and self.started >> target & 1):
-            return
-        if not self.fence_open:
-            raise wrong(f"{what}: target_rank={target} is in no epoch: call Fence, Start, Lock or Lock_all before it")
-        self.fence_used = True
-
-    def require_passive(self, what: str, target: int | None) -> None:
-        """Raise unless this rank holds a lock of ``target``; None stands for any rank."""
-        if not (self.locked_all or (bool(self.locked) if target is None else target in self.locked)):
-            where = "" if target is None else f"rank={target} "
-            raise wrong(f"{what}: {where}is not locked: call Lock or Lock_all before it")
-
-    def require_no(self, what: str, *others: str) -> None:
-        """Raise if an epoch of one of the calls ``others`` is open."""
-        open_epochs = {
-            "Start": (self.started is not None, "Complete"),
-            "Post": (self.posted is not None, "Wait"),
-            "Lock": (bool(self.locked) or self.locked_all, "Unlock_all" if self.locked_all else "Unlock"),
-            "Lock_all": (self.locked_all, "Unlock_all"),
-        }
-        for other in others:
-            is_open, end = open_epochs[other]
-            if is_open:
-                held = f" of {name_ranks(sorted(self.locked))}" if end == "Unlock" else ""
-                raise wrong(f"{what}: the epoch of {other}{held} is open: call {end} before it")
-
-    def end_fence(self, what: str, *others: str) -> None:
-        """End the fence epoch, because the call ``what`` begins another one. Raise as `require_no` before."""
-        self.require_no(what, *others)
-        if self.fence_used:
-            raise wrong(f"{what}: the epoch of the last Fence has calls that are not complete: call Fence before it")
-        self.fence_open = False
-
-
-def wrong(text: str) -> RefusedByMpiError:
-    """Return the error for a call in a wrong epoch."""
-    return RefusedByMpiError(text, MPI.ERR_RMA_SYNC)
-
 
 _DEFAULT_STREAMS = (0, 1, 2)  # the null stream, cudaStreamLegacy and cudaStreamPerThread
 

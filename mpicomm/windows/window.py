@@ -161,7 +161,7 @@ class WindowCalls(Synchronisation):
         update = update_of("replace", there.elements, what)
         self._require_atomics(what, 1 << target_rank)
         self._steps.require_updatable(update, there, what)
-        self._epochs.require_access(what, target_rank)
+        self._require_access(what, target_rank)
         where, captures = self._begin_access(stream, before)
         places = self._steps.places([value, expected, before], there.elements.nbytes, where)
         new = self._steps.packed(value, where, places[0])
@@ -199,7 +199,7 @@ class WindowCalls(Synchronisation):
             return None
         local = read_buffer(origin, self._backend, writable=not puts, name="origin")
         there = read_target(target, target_rank, self._memory, local, what)
-        self._epochs.require_access(what, target_rank)
+        self._require_access(what, target_rank)
         if local.nbytes:
             where, captures = self._begin_access(stream, local)
             (self._move_out if puts else self._move_in)(local, there, where)
@@ -226,7 +226,7 @@ class WindowCalls(Synchronisation):
         if before is not None and values is not None:
             require_bytes(before, values.nbytes, "origin", what)
         if not local.nbytes:
-            self._epochs.require_access(what, target_rank)
+            self._require_access(what, target_rank)
             return local
         update = update_of(name, there.elements, what)
         for each in (values, before):
@@ -234,7 +234,7 @@ class WindowCalls(Synchronisation):
                 require_alike(there.elements, each, what)
         self._require_atomics(what, 1 << target_rank)
         self._steps.require_updatable(update, there, what)
-        self._epochs.require_access(what, target_rank)
+        self._require_access(what, target_rank)
         if before is not None or name != "no_op":
             where, captures = self._begin_access(stream, local)
             places = self._steps.places([values, before], update.dtype.itemsize, where)
@@ -300,7 +300,7 @@ class WindowCalls(Synchronisation):
         if update is not None and (address | pointer | previous) % itemsize:
             return None
         self._require_usable(what)
-        self._epochs.require_access(what, target_rank)
+        self._require_access(what, target_rank)
         where = self._backend.eager_stream(stream, array_of(origin))
         if where is None:
             return None
