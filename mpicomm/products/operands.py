@@ -178,7 +178,7 @@ class Operands:
         out: Any,
         bias: Any,
         product: Multiply | None,
-        scaling: Scaling,
+        scaling: Scaling = (None, None, None),
         gathered: Any = None,
     ) -> None:
         self.kind, self.product = kind, product
