@@ -15,7 +15,6 @@ from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.windows.buffers import (
     LocalBuffer,
-    Target,
     Update,
     as_pairs,
     items_of,
@@ -202,7 +201,19 @@ class WindowCalls(Synchronisation):
         self._require_access(what, target_rank)
         if local.nbytes:
             where, captures = self._begin_access(stream, local)
-            (self._move_out if puts else self._move_in)(local, there, where)
+            steps, layout, address = self._steps, there.elements.layout, there.address
+            if layout is None and puts:
+                steps.packed(local, where, address)
+            elif layout is None:
+                steps.unpack(local, address, where)
+            elif puts:
+                steps.pack(layout, address, steps.packed(local, where), where, unpacks=True)
+            else:
+                lies_ready = local.on_device and local.elements.layout is None
+                packed = local.pointer if lies_ready else steps.scratch(local.nbytes, where)
+                steps.pack(layout, address, packed, where)
+                if not lies_ready:
+                    steps.unpack(local, packed, where)
             self._streams.after_access(where, captures=captures)
         return local
 
@@ -329,24 +340,6 @@ class WindowCalls(Synchronisation):
         part = self._memory.parts[target_rank]
         form = self._memory.pointers[target_rank], part.nbytes, part.disp_unit, itemsize, launches
         self._forms[key, target_rank, plain[2], _key_of_type(datatype)] = form
-
-    def _move_out(self, local: LocalBuffer, there: Target, stream: int) -> None:
-        layout = there.elements.layout
-        if layout is None:
-            self._steps.packed(local, stream, there.address)
-        else:
-            self._steps.pack(layout, there.address, self._steps.packed(local, stream), stream, unpacks=True)
-
-    def _move_in(self, local: LocalBuffer, there: Target, stream: int) -> None:
-        steps, layout = self._steps, there.elements.layout
-        if layout is None:
-            self._steps.unpack(local, there.address, stream)
-            return
-        lies_ready = local.on_device and local.elements.layout is None
-        packed = local.pointer if lies_ready else steps.scratch(local.nbytes, stream)
-        steps.pack(layout, there.address, packed, stream)
-        if not lies_ready:
-            self._steps.unpack(local, packed, stream)
 
     def _read_pairs(self, spec: Any, name: str, *, writable: bool = False) -> LocalBuffer:
         """Read a buffer whose elements may be pairs."""
