@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +25,13 @@ from mpicomm.mpi.buffers import ArrayMemory, new_array, read_in_order
 from mpicomm.session import Session
 from mpicomm.sizes import format_size
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
 _Boxes = list["Box | None"]
 _LONG_NBYTES = 32 << 20
 """The bytes of a part from which an Alltoall on GPUs may take less time than an Alltoallw. Its calls with new arrays
 hold the host for longer."""
 
 
-class Redistribution:
+class Redistribution(AbstractContextManager["Redistribution"]):
     """A plan of `Communicator.redistribution`: call it with this rank's part, and it returns the other part.
 
     A call is *collective*. It is an Alltoallw or an Alltoall of the communicator: it blocks on host arrays, and is
@@ -96,9 +93,6 @@ class Redistribution:
         self._is_freed = True
         while self._types:
             self._types.pop().Free()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.Free()

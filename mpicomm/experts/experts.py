@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -40,7 +41,7 @@ from mpicomm.windows.order import StreamUse
 _ID_TYPES = ("int64", "int32")
 
 
-class Experts:
+class Experts(AbstractContextManager["Experts"]):
     """Sends the tokens of all ranks to the ranks of their experts, and brings the results back.
 
     Construction is *collective* and blocking. All ranks pass the same arguments:
@@ -124,9 +125,6 @@ class Experts:
             f"<mpicomm.Experts num_experts={list(shape.experts_per_rank)} hidden={shape.hidden} "
             f"max_tokens={shape.max_tokens} top_k={shape.top_k} dtype={shape.dtype.name}{state}>"
         )
-
-    def __enter__(self) -> Experts:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         close_after(error, self.close)
