@@ -22,8 +22,9 @@ from mpicomm.mpi.regions import Region
 from mpicomm.mpi.spec import datatype_of, index_of, no_type
 from mpicomm.windows.memory import WindowMemory
 
-_OPERATIONS_ON_PAIRS = {MPI.MINLOC.handle: "minloc", MPI.MAXLOC.handle: "maxloc"}
-"""The operations on pairs, by MPI's handle."""
+_OPERATIONS = (MPI.REPLACE, "replace"), (MPI.NO_OP, "no_op"), (MPI.MINLOC, "minloc"), (MPI.MAXLOC, "maxloc")
+_MOVING_OR_LOCATING = {op.handle: name for op, name in _OPERATIONS}
+"""The names of these operations by MPI's handle."""
 _VALUES = (
     (MPI.FLOAT_INT, "f4"),
     (MPI.DOUBLE_INT, "f8"),
@@ -251,12 +252,8 @@ class Update:
 
 def name_of(op: MPI.Op, what: str) -> str:
     """Return the name of an operation. Raises for an operation that accumulates do not have. Local."""
-    if isinstance(op, MPI.Op) and op == MPI.REPLACE:
-        return "replace"
-    if isinstance(op, MPI.Op) and op == MPI.NO_OP:
-        return "no_op"
-    if isinstance(op, MPI.Op) and op.handle in _OPERATIONS_ON_PAIRS:
-        return _OPERATIONS_ON_PAIRS[op.handle]
+    if isinstance(op, MPI.Op) and op.handle in _MOVING_OR_LOCATING:
+        return _MOVING_OR_LOCATING[op.handle]
     name = op_name(op)
     if name is None or name == "avg":
         raise RefusedByMpiError(
@@ -294,15 +291,6 @@ def require_alike(elements: TypedElements, local: LocalBuffer, what: str) -> Non
             f"{what}: {local.name} has elements of {local.elements.dtype}, and target of {elements.dtype}: pass the "
             "same basic type",
             MPI.ERR_TYPE,
-        )
-
-
-def require_bytes(local: LocalBuffer, nbytes: int, name: str, what: str) -> None:
-    """Raise unless a buffer has as many bytes as the buffer ``name``."""
-    if local.nbytes != nbytes:
-        raise RefusedByMpiError(
-            f"{what}: {local.name} has {local.nbytes} bytes, and {name} has {nbytes}: pass as many elements",
-            MPI.ERR_COUNT,
         )
 
 

@@ -22,7 +22,6 @@ from mpicomm.windows.buffers import (
     read_buffer,
     read_target,
     require_alike,
-    require_bytes,
     require_one,
     update_of,
 )
@@ -234,8 +233,11 @@ class WindowCalls(Synchronisation):
         local = before or values if values is None else values
         assert local is not None
         there = read_target(target, target_rank, self._memory, local, what, pairs=True)
-        if before is not None and values is not None:
-            require_bytes(before, values.nbytes, "origin", what)
+        if before is not None and values is not None and before.nbytes != values.nbytes:
+            raise RefusedByMpiError(
+                f"{what}: result has {before.nbytes} bytes, and origin has {values.nbytes}: pass as many elements",
+                MPI.ERR_COUNT,
+            )
         if not local.nbytes:
             self._require_access(what, target_rank)
             return local
