@@ -143,14 +143,8 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
 
     def Get_attr(self, keyval: int) -> Any:
         """Return an attribute of the window; see mpi4py."""
-        base, nbytes, disp_unit = self.attrs
-        own = {
-            MPI.WIN_BASE: base,
-            MPI.WIN_SIZE: nbytes,
-            MPI.WIN_DISP_UNIT: disp_unit,
-            MPI.WIN_CREATE_FLAVOR: self._flavor,
-            MPI.WIN_MODEL: MPI.WIN_UNIFIED,
-        }
+        names = MPI.WIN_BASE, MPI.WIN_SIZE, MPI.WIN_DISP_UNIT, MPI.WIN_CREATE_FLAVOR, MPI.WIN_MODEL
+        own = dict(zip(names, (*self.attrs, self._flavor, MPI.WIN_UNIFIED), strict=True))
         return own[keyval] if keyval in own else _get_attr(self, keyval)
 
 
