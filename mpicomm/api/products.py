@@ -72,7 +72,7 @@ class ProductCalls(MPI.Intracomm):
         rows r * m to (r + 1) * m. An array ``gathered`` of shape [size * m, K] receives the gathered rows.
         """
         scaling = scale_a, scale_b, out_dtype
-        return self._products.run("allgather_matmul", a, b, out, bias, product, stream, scaling, gathered)
+        return self._products.run("allgather_matmul", stream, a, b, out, bias, product, scaling, gathered)
 
     def matmul_reduce_scatter(
         self,
@@ -93,7 +93,7 @@ class ProductCalls(MPI.Intracomm):
         rank r. ``bias`` is added once, to the rounded sum.
         """
         scaling = scale_a, scale_b, out_dtype
-        return self._products.run("matmul_reduce_scatter", a, b, out, bias, product, stream, scaling)
+        return self._products.run("matmul_reduce_scatter", stream, a, b, out, bias, product, scaling)
 
     def matmul_allreduce(
         self,
@@ -114,4 +114,4 @@ class ProductCalls(MPI.Intracomm):
         rounded sum.
         """
         scaling = scale_a, scale_b, out_dtype
-        return self._products.run("matmul_allreduce", a, b, out, bias, product, stream, scaling)
+        return self._products.run("matmul_allreduce", stream, a, b, out, bias, product, scaling)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,37 +25,30 @@ from mpicomm.mpi.buffers import ArrayMemory, new_array, read_in_order
 from mpicomm.session import Session
 from mpicomm.sizes import format_size
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
+_Boxes = list["Box | None"]
 _LONG_NBYTES = 32 << 20
 """The bytes of a part from which an Alltoall on GPUs may take less time than an Alltoallw. Its calls with new arrays
 hold the host for longer."""
 
 
-class Redistribution:
+class Redistribution(AbstractContextManager["Redistribution"]):
     """A plan of `Communicator.redistribution`: call it with this rank's part, and it returns the other part.
 
     A call is *collective*. It is an Alltoallw or an Alltoall of the communicator: it blocks on host arrays, and is
     stream-ordered on device arrays, also in CUDA graphs after a first call outside. `Free` is local. ``shape`` and
     ``dtype`` are those of the whole array. ``source_box`` and ``target_box`` are this rank's parts before and after, as
-    the start and the stop of each axis, or None without a part. ``nbytes_sent`` and ``nbytes_received`` are the bytes
+    the start and the stop of each axis, or None without a part. ``source_shape`` and ``target_shape`` are their shapes;
+    without a part the first length is 0. ``nbytes_sent`` and ``nbytes_received`` are the bytes
     that a call moves between this rank and other ranks.
     """
 
     def __init__(
-        self,
-        comm: Any,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        from_: list[Box | None],
-        to: list[Box | None],
-        text: str,
+        self, comm: Any, shape: tuple[int, ...], dtype: np.dtype[Any], from_: _Boxes, to: _Boxes, text: str
     ) -> None:
         self._comm, self._text, self.shape, self.dtype = comm, text, shape, dtype
         own = comm.rank
         self.source_box, self.target_box = from_[own], to[own]
+        self.source_shape, self.target_shape = _extents(from_[own], shape), _extents(to[own], shape)
         received, sent = meetings(shape, from_, to, own)
         self.nbytes_sent, self.nbytes_received = (
             sum(self._nbytes_of(pieces) for rank, pieces in enumerate(blocks) if rank != own)
@@ -81,21 +75,11 @@ class Redistribution:
             )
         self._is_freed = False
 
-    @property
-    def source_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part before; its first length is 0 if the rank has none."""
-        return _extents(self.source_box, self.shape)
-
-    @property
-    def target_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part after; its first length is 0 if the rank has none."""
-        return _extents(self.target_box, self.shape)
-
     def __call__(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: str = "auto") -> Any:
         """Move the parts, and return ``out``. Collective; blocking on the host, stream-ordered on GPUs.
 
-        ``x`` is this rank's part before, a C-contiguous array of NumPy, CuPy or PyTorch of `source_shape`. ``out`` is
-        such an array of `target_shape`, which does not overlap with ``x``. Without ``out`` the library of ``x`` makes
+        ``x`` is this rank's part before, a C-contiguous array of NumPy, CuPy or PyTorch of ``source_shape``. ``out`` is
+        such an array of ``target_shape``, which does not overlap with ``x``. Without ``out`` the library of ``x`` makes
         it. A rank without a part passes None, and gets None. ``stream`` and ``algorithm`` are those of ``Alltoallw``.
 
         Raises `InvalidUsageError` for other arrays on the ranks that pass them, and the errors of the collective.
@@ -109,9 +93,6 @@ class Redistribution:
         self._is_freed = True
         while self._types:
             self._types.pop().Free()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.Free()
@@ -296,13 +277,13 @@ def _extents(box: Box | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *shape[1:]) if box is None else tuple(stop - start for start, stop in box)
 
 
-def _cut_evenly(shape: tuple[int, ...], boxes: Sequence[Box | None]) -> int | None:
+def _cut_evenly(shape: tuple[int, ...], boxes: _Boxes) -> int | None:
     """Return the axis along which ranks have equal blocks in their order, if all of each block is theirs."""
     size, whole = len(boxes), [(0, length) for length in shape]
     for axis, length in enumerate(shape):
         part = length // size
         blocks = [(*whole[:axis], (rank * part, rank * part + part), *whole[axis + 1 :]) for rank in range(size)]
-        if length % size == 0 and blocks == list(boxes):
+        if length % size == 0 and blocks == boxes:
             return axis
     return None
 

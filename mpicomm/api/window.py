@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpi4py import MPI
+from mpi4py.MPI import COMM_SELF, INFO_NULL, Info, Intracomm
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.api.lifetime import communicator_of
@@ -15,9 +16,9 @@ from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.arguments import is_on_device
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.session import Session
-from mpicomm.windows.dynamic import DynamicMemory, share_dynamic_window
 from mpicomm.windows.memory import (
     BYTES,
+    DynamicMemory,
     Part,
     Provider,
     WindowMemory,
@@ -25,6 +26,7 @@ from mpicomm.windows.memory import (
     allocated,
     checked_part,
     require_one_node,
+    share_dynamic_window,
     share_window,
 )
 from mpicomm.windows.window import WindowCalls
@@ -43,13 +45,7 @@ _PLACES = ("auto", "device", "mpi")
 class DeviceWindowCalls(WindowCalls, HostWindowCalls):
     """The calls of ``MPI.Win`` on device memory. ``stream=`` is as in the collectives of a Communicator."""
 
-    _session: Session
     _flavor: int
-
-    def _open(self, session: Session, memory: WindowMemory, array: Any, flavor: int, group: MPI.Group) -> None:
-        self._session = session
-        self._flavor = flavor
-        self._begin(memory, array, group, session.links)
 
     def Free(self) -> None:
         """Free the window after a wait for this rank's device. Collective, blocking.
@@ -57,11 +53,11 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
         ``Free`` of the communicator frees the memory of its windows, too. After a timeout this call frees only this
         rank's part.
         """
-        memory, session = self._memory, self._session
+        memory, session = self._memory, self._owner
         if not memory.closed:
             if session.intact:
-                ends = (lambda what: None) if self._is_torn else self._epochs.require_none
-                session.group.agree("Win.Free", lambda: ends("Win.Free"))
+                others = () if self._is_torn else ("Start", "Post", "Lock")
+                session.group.agree("Win.Free", lambda: self._require_no("Win.Free", *others))
             session.close_shared(memory, "Win")
             self._array = None  # the caller may free its memory now
         if self:
@@ -147,14 +143,8 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
 
     def Get_attr(self, keyval: int) -> Any:
         """Return an attribute of the window; see mpi4py."""
-        base, nbytes, disp_unit = self.attrs
-        own = {
-            MPI.WIN_BASE: base,
-            MPI.WIN_SIZE: nbytes,
-            MPI.WIN_DISP_UNIT: disp_unit,
-            MPI.WIN_CREATE_FLAVOR: self._flavor,
-            MPI.WIN_MODEL: MPI.WIN_UNIFIED,
-        }
+        names = MPI.WIN_BASE, MPI.WIN_SIZE, MPI.WIN_DISP_UNIT, MPI.WIN_CREATE_FLAVOR, MPI.WIN_MODEL
+        own = dict(zip(names, (*self.attrs, self._flavor, MPI.WIN_UNIFIED), strict=True))
         return own[keyval] if keyval in own else _get_attr(self, keyval)
 
 
@@ -198,8 +188,8 @@ class Win(_Calls):
         cls,
         memory: Any,
         disp_unit: int = 1,
-        info: MPI.Info = MPI.INFO_NULL,
-        comm: MPI.Intracomm = MPI.COMM_SELF,
+        info: Info = INFO_NULL,
+        comm: Intracomm = COMM_SELF,
         *,
         place: str = "auto",
     ) -> Win:
@@ -237,57 +227,34 @@ class Win(_Calls):
 
     @classmethod
     def Allocate(
-        cls,
-        size: int,
-        disp_unit: int = 1,
-        info: MPI.Info = MPI.INFO_NULL,
-        comm: MPI.Intracomm = MPI.COMM_SELF,
-        *,
-        place: str = "auto",
+        cls, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Intracomm = COMM_SELF, *, place: str = "auto"
     ) -> Win:
         """Make a window of new memory of ``size`` bytes. ``tomemory()`` is its array of bytes. Collective, blocking."""
-        by_mpi = _allocate_shared if place == "device" else _allocate
-        return cls._allocated("Win.Allocate", by_mpi, size, disp_unit, info, comm, place, MPI.WIN_FLAVOR_ALLOCATE)
+        return cls._allocated(MPI.WIN_FLAVOR_ALLOCATE, size, disp_unit, info, comm, place)
 
     @classmethod
     def Allocate_shared(
-        cls,
-        size: int,
-        disp_unit: int = 1,
-        info: MPI.Info = MPI.INFO_NULL,
-        comm: MPI.Intracomm = MPI.COMM_SELF,
-        *,
-        place: str = "auto",
+        cls, size: int, disp_unit: int = 1, info: Info = INFO_NULL, comm: Intracomm = COMM_SELF, *, place: str = "auto"
     ) -> Win:
         """Make a window as `Allocate` does. Device memory of several ranks never lies side by side: use `Shared_query`.
 
         Collective, blocking.
         """
-        what, flavor = "Win.Allocate_shared", MPI.WIN_FLAVOR_SHARED
-        return cls._allocated(what, _allocate_shared, size, disp_unit, info, comm, place, flavor)
+        return cls._allocated(MPI.WIN_FLAVOR_SHARED, size, disp_unit, info, comm, place)
 
     @classmethod
-    def _allocated(
-        cls,
-        what: str,
-        by_mpi: Callable[..., Win],
-        size: Any,
-        disp_unit: Any,
-        info: MPI.Info,
-        comm: Any,
-        place: str,
-        flavor: int,
-    ) -> Win:
+    def _allocated(cls, flavor: int, size: Any, disp_unit: Any, info: Info, comm: Any, place: str) -> Win:
+        shared = flavor == MPI.WIN_FLAVOR_SHARED
+        what = "Win.Allocate_shared" if shared else "Win.Allocate"
         comm, session, parts = _of_all_ranks(what, comm, info, place, lambda _: checked_part(size, disp_unit, what))
         own = parts[comm.rank]
         if session is None:
+            by_mpi = _allocate_shared if shared or place == "device" else _allocate
             return _on_host(by_mpi(cls, *own, info, comm), comm, parts)
         return _on_device(comm, info, what, parts, allocated(session, own.nbytes), flavor)
 
     @classmethod
-    def Create_dynamic(
-        cls, info: MPI.Info = MPI.INFO_NULL, comm: MPI.Intracomm = MPI.COMM_SELF, *, place: str = "auto"
-    ) -> Win:
+    def Create_dynamic(cls, info: Info = INFO_NULL, comm: Intracomm = COMM_SELF, *, place: str = "auto") -> Win:
         """Make a window to which ranks attach memory of this place. Collective, blocking."""
         what = "Win.Create_dynamic"
         comm, session, _ = _of_all_ranks(what, comm, info, place, lambda _: None)
@@ -339,7 +306,7 @@ def _of_all_ranks(
 
 
 def _on_device(
-    comm: Any, info: MPI.Info, what: str, parts: list[Part], provide: Provider, flavor: int, array: Any = None
+    comm: Any, info: Info, what: str, parts: list[Part], provide: Provider, flavor: int, array: Any = None
 ) -> Win:
     """Make a window of device memory. Collective. ``array`` is memory of the caller."""
     session: Session = comm._session
@@ -348,7 +315,7 @@ def _on_device(
     return _made(comm, info, memory, memory.view(comm.rank) if array is None else array, flavor)
 
 
-def _made(comm: Any, info: MPI.Info, memory: WindowMemory, array: Any, flavor: int) -> DeviceWin:
+def _made(comm: Any, info: Info, memory: WindowMemory, array: Any, flavor: int) -> DeviceWin:
     session: Session = comm._session
     made: list[DeviceWin] = []
 
@@ -356,7 +323,8 @@ def _made(comm: Any, info: MPI.Info, memory: WindowMemory, array: Any, flavor: i
         # MPI's part of the window has no memory. It carries the name, the attributes and the error handler. It is of
         # this rank alone, because a rank that died before a collective call of MPI would leave the others in MPI.
         made.append(_create(DeviceWin, None, 1, info, MPI.COMM_SELF))
-        made[0]._open(session, memory, array, flavor, comm.Get_group())
+        made[0]._flavor = flavor
+        made[0]._begin(memory, array, comm.Get_group())
 
     try:
         # All ranks together, because a rank whose kernels do not load would raise alone.

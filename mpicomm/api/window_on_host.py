@@ -19,9 +19,8 @@ from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
 from mpicomm.mpi.types import is_covered, is_narrow
-from mpicomm.windows.buffers import elements_of, target_elements
+from mpicomm.windows.buffers import as_pairs, elements_of, name_of, target_elements, update_of
 from mpicomm.windows.memory import Part, require_inside
-from mpicomm.windows.updates import as_pairs, name_of, update_of
 
 _shared_query, _tomemory, _attach = MPI.Win.Shared_query, MPI.Win.tomemory, MPI.Win.Attach
 _CHECKED = (

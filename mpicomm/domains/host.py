@@ -51,7 +51,7 @@ class HostDomains:
         comm = self._transfers.comm
 
         def start(network_step: NetworkStep) -> Callable[[], None]:
-            return self._transfers.begin(lambda tag: Direct(comm, network_step.without_empty(), tag), signature)
+            return self._transfers.begin(lambda tag: Direct(comm, network_step, tag), signature)
 
         try:
             self._engine.call(lambda: carry_out(planned(), self._work, start), signature)

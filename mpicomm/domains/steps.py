@@ -40,8 +40,8 @@ class NetworkMessage:
 
 
 def messages(spans: Iterable[tuple[int, Span]], dtype: np.dtype[Any]) -> tuple[NetworkMessage, ...]:
-    """Return a message for each rank, with all elements of its span."""
-    return tuple(NetworkMessage(rank, span.pointer, span.count * dtype.itemsize) for rank, span in spans)
+    """Return a message for each rank, with all elements of its span. Both ranks leave out empty messages."""
+    return tuple(NetworkMessage(rank, span.pointer, span.count * dtype.itemsize) for rank, span in spans if span.count)
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,6 @@ class NetworkStep:
 
     sends: tuple[NetworkMessage, ...] = ()
     receives: tuple[NetworkMessage, ...] = ()
-
-    def without_empty(self) -> NetworkStep:
-        """Return the network messages that have bytes. Both ranks of a network message know its length."""
-        return NetworkStep(tuple(p for p in self.sends if p.nbytes), tuple(p for p in self.receives if p.nbytes))
 
 
 TransportName = Literal["mapped", "nccl", "mpi", "pinned"]

@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, Memory, host_array
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.expression import Expression, parse, shown
+from mpicomm.expressions.expression import Array, Expression, Variable, bounds, elements_of, parse, shown
 from mpicomm.expressions.functions import FUNCTIONS
-from mpicomm.expressions.tree import Array, Variable, bounds, elements_of
 from mpicomm.kernels import epilogue
 from mpicomm.kernels.reductions import blocks_for, cpp_name
 from mpicomm.kernels.variant import Launch

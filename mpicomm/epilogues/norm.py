@@ -95,12 +95,12 @@ class Norm(Epilogue):
         codes, scaled = self._codes(said, dtype, result, count // weight.total, weight.total)
         read |= scaled
         read = {name: read[name] for name in self.arrays}
-        written = [residual, *([read["scales"]] if "scales" in read else [])]
-        for changed in written:
+        bound = BoundNorm(self, dtype, result, read, codes)
+        for changed in bound.writes:
             for other in read.values():
                 if other is not changed and overlaps(changed, other):
                     raise InvalidUsageError(f"{said}: {changed.name} and {other.name} overlap: copy one of them")
-        return BoundNorm(self, dtype, result, read, codes, tuple(written))
+        return bound
 
     def _has_four_bits(self, result: Operand) -> bool:
         assert result.dtype is not None
@@ -162,20 +162,14 @@ class BoundNorm(BoundEpilogue):
     """The normalisation of a call with a result that has the rows of ``weight``. ``arrays`` are its arrays by name."""
 
     def __init__(
-        self,
-        norm: Norm,
-        dtype: np.dtype[Any],
-        result: Operand,
-        arrays: dict[str, Operand],
-        codes: Codes | None,
-        writes: tuple[Operand, ...],
+        self, norm: Norm, dtype: np.dtype[Any], result: Operand, arrays: dict[str, Operand], codes: Codes | None
     ) -> None:
         weight, self._eps, scale = arrays["weight"], norm.eps, norm.scale
         has = "".join(f", {each}" for each in ("bias", "linear_bias", "scale") if each in arrays)
         made = result.dtype if codes is None else f"{codes}, scale={scale}"
         text = f"{norm.name}, {weight.total} {weight.dtype}{has}, eps={self._eps}, to {made}"
         super().__init__(text, dtype, result, arrays)
-        self.writes = writes
+        self.writes = tuple(array for name, array in arrays.items() if name in Norm.grows)
         self.row_nbytes = weight.total * dtype.itemsize
         self.in_element = 1 if codes is None else codes.in_byte
         self._centred = norm.name == "layer_norm"
@@ -185,18 +179,12 @@ class BoundNorm(BoundEpilogue):
         self._columns = 0 if codes is None or codes.scales is None else self._hidden // (codes.group or self._hidden)
         self._tiled = codes is not None and codes.tiled
         assert weight.dtype is not None
+        wanted = {"CENTRED": self._centred, "BIAS": "bias" in arrays, "LINEAR_BIAS": "linear_bias" in arrays}
+        flags = [flag for flag, is_wanted in wanted.items() if is_wanted]
+        scaled = None if codes is None or codes.scales is None else (codes.scales, codes.group)
         self._options = [
-            norm_options(
-                self.result.name,
-                weight.dtype.name,
-                centred=self._centred,
-                bias="bias" in arrays,
-                linear_bias="linear_bias" in arrays,
-                codes=None if codes is None else codes.type,
-                scales=None if codes is None or codes.scales is None else (codes.scales, codes.group),
-                aligned=aligned,
-            )
-            for aligned in (False, True)
+            norm_options(self.result.name, weight.dtype.name, each, codes and codes.type, scaled)
+            for each in (flags, [*flags, "ALIGNED"])
         ]
         memory = [(array.pointer, array.total) for array in arrays.values()]
         self.place(result.pointer, arrays["residual"].total, memory)

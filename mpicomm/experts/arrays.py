@@ -215,10 +215,6 @@ class GivenArray:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def on_host(self) -> npt.NDArray[Any]:
-        """Return host memory as a NumPy array."""
-        return array_at(self.pointer, math.prod(self.shape), self.dtype, self.array).reshape(self.shape)
-
 
 def pointer_of(array: Any) -> int:
     """Return the address of an array that `new_array` has made."""
@@ -226,8 +222,8 @@ def pointer_of(array: Any) -> int:
 
 
 def host_view(array: Any) -> npt.NDArray[Any]:
-    """Return an array of `new_array` in host memory as a NumPy array."""
-    memory = read(array, True, "array")
+    """Return a C-contiguous array in host memory as a NumPy array."""
+    memory = read(array, False, "array")
     assert memory.dtype is not None
     shape: tuple[int, ...] = tuple(array.shape)
     return array_at(memory.pointer, math.prod(shape), memory.dtype, array).reshape(shape)

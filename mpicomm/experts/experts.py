@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -40,7 +41,7 @@ from mpicomm.windows.order import StreamUse
 _ID_TYPES = ("int64", "int32")
 
 
-class Experts:
+class Experts(AbstractContextManager["Experts"]):
     """Sends the tokens of all ranks to the ranks of their experts, and brings the results back.
 
     Construction is *collective* and blocking. All ranks pass the same arguments:
@@ -125,9 +126,6 @@ class Experts:
             f"max_tokens={shape.max_tokens} top_k={shape.top_k} dtype={shape.dtype.name}{state}>"
         )
 
-    def __enter__(self) -> Experts:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         close_after(error, self.close)
 
@@ -160,7 +158,7 @@ class Experts:
 
         Ranks with at most 256 tokens use the low-latency kernels.
         """
-        return {} if self._launches is None else {name: each.total for name, each in self._launches.blocks.items()}
+        return {} if self._launches is None else {name: sum(each) for name, each in self._launches.blocks.items()}
 
     def dispatch(
         self,
@@ -193,12 +191,29 @@ class Experts:
         errors on all ranks: on a GPU the next call or ``comm.check()`` raises `InvalidUsageError`, and the communicator
         is unusable. A rank that does not come is a `CollectiveTimeoutError`, which names it.
         """
-        what = "Experts.dispatch"
+        what, shape = "Experts.dispatch", self._shape
         self._require_usable(what)
         on_device = self._is_on_gpu(x, "x")
 
         def given() -> Dispatched:
-            return self._read_tokens(x, topk_ids, topk_weights, scales, out, on_device=on_device)
+            kinds = (name_of(shape.dtype),) if scales is None else (WIRE, "uint8")
+            if scales is not None and not shape.scales:
+                raise InvalidUsageError("scales is for an Experts object with wire_dtype: leave scales out")
+            tokens = self._read(x, "x", kinds, (None, shape.hidden), on_device)
+            count = tokens.shape[0]
+            if count > shape.max_tokens:
+                raise InvalidUsageError(f"x has {count} tokens, more than max_tokens={shape.max_tokens}: pass fewer")
+            ids = self._read(topk_ids, "topk_ids", _ID_TYPES, (count, shape.top_k), on_device)
+            weights = numbers = None
+            if topk_weights is not None:
+                weights = self._read(topk_weights, "topk_weights", ("float32",), (count, shape.top_k), on_device)
+            if scales is not None:
+                numbers = self._read(scales, "scales", ("float32",), (count, shape.scales), on_device)
+            if out is not None:
+                self._require_ours(out, "out", on_device=on_device)
+            received = Received.empty(shape, self._rank, x, on_device=on_device) if out is None else out
+            received.num_tokens = count
+            return Dispatched(tokens, ids, weights, received, numbers)
 
         if not on_device:
             refuse_stream(what, stream)
@@ -207,7 +222,7 @@ class Experts:
         launches, dispatched = self._launches, given()
         x_and_scales = dispatched.x.pointer, 0 if dispatched.scales is None else dispatched.scales.pointer
         steps: list[Launch] = []
-        if dispatched.quantizes:
+        if shape.scales and dispatched.scales is None:
             quantize, x_and_scales = launches.quantize(dispatched.x.pointer, dispatched.received.num_tokens)
             steps.append(quantize)
         weights = 0 if dispatched.weights is None else dispatched.weights.pointer
@@ -247,12 +262,25 @@ class Experts:
 
         Raises as `dispatch`.
         """
-        what = "Experts.combine"
+        what, shape = "Experts.combine", self._shape
         self._require_usable(what)
         on_device = self._is_on_gpu(z, "z")
 
         def given() -> Combined:
-            return self._read_rows(z, received, out, dtype, values, on_device=on_device)
+            self._require_ours(received, "received", on_device=on_device)
+            rows = self._read(z, "z", (name_of(shape.dtype),), (shape.capacity, shape.hidden), on_device)
+            of_result = received.num_tokens, shape.hidden
+            if out is not None and dtype is not None:
+                raise InvalidUsageError("out has a dtype: leave dtype out")
+            kind = shape.dtype if dtype is None else checked_dtype(dtype, what)
+            result = new_array(z, of_result, kind, on_device=on_device) if out is None else out
+            output = self._read(result, "out", DTYPES, of_result, on_device)
+            if values is None:
+                return Combined(rows, received, output)
+            of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
+            numbers = self._read(values, "values", ("float32",), of_rows, on_device)
+            of_slots = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
+            return Combined(rows, received, output, numbers, of_slots)
 
         if not on_device:
             refuse_stream(what, stream)
@@ -292,63 +320,15 @@ class Experts:
             self._gpu.launch(each.variant, each.arguments, where, blocks=each.blocks, threads=each.threads)
         self._streams.after_synchronisation(where, captures=captures)
 
-    def _read_tokens(
-        self, x: Any, topk_ids: Any, topk_weights: Any, scales: Any, out: Received | None, *, on_device: bool
-    ) -> Dispatched:
-        shape = self._shape
-        kinds = (name_of(shape.dtype),) if scales is None else (WIRE, "uint8")
-        if scales is not None and not shape.scales:
-            raise InvalidUsageError("scales is for an Experts object with wire_dtype: leave scales out")
-        tokens = self._read(x, "x", kinds, (None, shape.hidden), on_device)
-        count = tokens.shape[0]
-        if count > shape.max_tokens:
-            raise InvalidUsageError(f"x has {count} tokens, more than max_tokens={shape.max_tokens}: pass fewer")
-        ids = self._read(topk_ids, "topk_ids", _ID_TYPES, (count, shape.top_k), on_device)
-        weights = numbers = None
-        if topk_weights is not None:
-            weights = self._read(topk_weights, "topk_weights", ("float32",), (count, shape.top_k), on_device)
-        if scales is not None:
-            numbers = self._read(scales, "scales", ("float32",), (count, shape.scales), on_device)
-        if out is None:
-            out = Received.empty(shape, self._rank, x, on_device=on_device)
-        else:
-            self._require_ours(out, "out", on_device=on_device)
-        out.num_tokens = count
-        return Dispatched(tokens, ids, weights, out, numbers, quantizes=scales is None and shape.scales > 0)
-
-    def _read_rows(self, z: Any, received: Received, out: Any, dtype: Any, values: Any, *, on_device: bool) -> Combined:
-        shape = self._shape
-        self._require_ours(received, "received", on_device=on_device)
-        rows = self._read(z, "z", (name_of(shape.dtype),), (shape.capacity, shape.hidden), on_device)
-        result = received.num_tokens, shape.hidden
-        if out is None:
-            kind = shape.dtype if dtype is None else checked_dtype(dtype, "Experts.combine")
-            out = new_array(z, result, kind, on_device=on_device)
-        elif dtype is not None:
-            raise InvalidUsageError("out has a dtype: leave dtype out")
-        output = self._read(out, "out", DTYPES, result, on_device, writable=True)
-        if values is None:
-            return Combined(rows, received, output)
-        of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
-        numbers = self._read(values, "values", ("float32",), of_rows, on_device)
-        of_slots = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
-        return Combined(rows, received, output, numbers, of_slots)
-
     def _read(
-        self,
-        array: Any,
-        name: str,
-        dtypes: tuple[str, ...],
-        shape: tuple[int | None, ...],
-        on_device: bool,
-        *,
-        writable: bool = False,
+        self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...], on_device: bool
     ) -> GivenArray:
         """Read the argument ``name``, which must have one of the dtypes, the shape, and lie where the call works.
 
         None as the first length of ``shape`` stands for any length. NumPy's input is copied if it is not C-contiguous.
         Raises `InvalidUsageError`.
         """
+        writable = name == "out"
         if type(array) is np.ndarray and not writable:
             array = np.ascontiguousarray(array)
         memory = read_in_order(array, writable, name)
@@ -358,15 +338,10 @@ class Experts:
             raise InvalidUsageError(f"{name} has shape {found}: pass one of shape ({wanted}{',' * (len(shape) == 1)})")
         if memory.dtype is None or name_of(memory.dtype) not in dtypes:
             raise InvalidUsageError(f"{name} has dtype {memory.dtype or array.dtype}: pass one of {', '.join(dtypes)}")
-        if memory.on_device and self._gpu is None:
-            raise InvalidUsageError(
-                f'{name} is on a GPU, the communicator is on the cpu: create the communicator with device="auto"'
-            )
+        require_here(name, memory.device, self._session.placement.here.device)
         if memory.on_device != on_device:
             here, there = ("a GPU", "host memory") if memory.on_device else ("host memory", "a GPU")
             raise InvalidUsageError(f"{name} is in {here}, and another array of the call in {there}: pass all in one")
-        if on_device:
-            require_here(name, memory.device, self._session.placement.here.device)
         if on_device and memory.pointer % PACKET_NBYTES and name in ("x", "scales", "z", "out"):
             raise InvalidUsageError(
                 f"{name} begins at address {memory.pointer:#x}, which is no multiple of {PACKET_NBYTES}: copy it first"

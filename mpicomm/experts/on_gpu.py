@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import DTYPES, Shape
-from mpicomm.kernels.experts import (
-    BLOCKS_OF_A_MULTIPROCESSOR,
-    DISPATCH_FEW_KERNEL,
-    DISPATCH_KERNEL,
-    DISPATCH_THREADS,
-    HEADS,
-    PART_NBYTES,
-    QUANTIZE_THREADS,
-    SUM_THREADS,
-    CombineExpertsArguments,
-    DispatchArguments,
-    ExpertsArguments,
-    QuantizeArguments,
-    combine_experts_kernel,
-    quantize_blocks,
-    quantize_experts_kernel,
-)
+from mpicomm.kernels import experts as kernels
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, PACKET_NBYTES, Team
 from mpicomm.kernels.variant import Launch
 from mpicomm.session import Session
@@ -33,21 +16,8 @@ from mpicomm.sharing.segments import SharedMemory
 _WORD_NBYTES = 8
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks of a launch."""
-
-    senders: int
-    receivers: int
-
-    @property
-    def total(self) -> int:
-        """All blocks."""
-        return self.senders + self.receivers
-
-
-BlocksOfModes = dict[str, Blocks]
-"""The blocks of "dispatch" and "combine", and of "dispatch of few" and "combine of few" tokens."""
+BlocksOfModes = dict[str, tuple[int, int]]
+"""The blocks that send and that receive, of "dispatch", "combine", and of both with " of few" tokens."""
 
 
 def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
@@ -57,12 +27,12 @@ def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
     packets, too, because a warp waits for one part after the other.
     """
 
-    def cut(senders: int, receivers: int) -> Blocks:
+    def cut(senders: int, receivers: int) -> tuple[int, int]:
         total = senders + receivers
         if total > most:
             senders = min(max(1, senders * most // total), most - 1)
             receivers = most - senders
-        return Blocks(senders, receivers)
+        return senders, receivers
 
     return {
         "dispatch of few": cut(76, 156) if shape.in_packets else cut(76, 56) if shape.by_token else cut(44, 88),
@@ -77,44 +47,37 @@ class ExpertsMemory:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        size = len(shape.experts_per_rank)
-        seats = (size - 1) * shape.seats
-        packets = size * (shape.seats * shape.top_k + HEADS)
+        seats = (shape.size - 1) * shape.seats
+        packets = shape.size * (shape.seats * shape.top_k + kernels.HEADS)
         row_parts, sum_parts = (_parts_of(nbytes)[0] for nbytes in (shape.row_nbytes, shape.sum_nbytes))
-        self.routes = end = HEAD_NBYTES
-
-        def behind(nbytes: int) -> int:
-            nonlocal end
+        end = HEAD_NBYTES
+        self.places: dict[str, int] = {}
+        """The offset of each part, by its name in `ExpertsArguments`."""
+        for name, nbytes in (
+            ("routes", packets * PACKET_NBYTES),
+            ("row_flags", seats * row_parts * _WORD_NBYTES),
+            ("sum_flags", seats * sum_parts * _WORD_NBYTES),
+            ("counted", (MAX_BLOCKS + 3) * _WORD_NBYTES),
+            ("histograms", MAX_BLOCKS * (shape.num_experts + shape.size) * 4),
+            ("values", shape.seats * shape.top_k * 4),
+            ("rows", seats * shape.row_nbytes),
+            ("sums", seats * shape.sum_nbytes),
+        ):
+            self.places[name] = end
             end = _round_up(end + nbytes, LINE_NBYTES)
-            return end
-
-        self.row_flags = behind(packets * PACKET_NBYTES)
-        self.sum_flags = behind(seats * row_parts * _WORD_NBYTES)
-        self.counted = behind(seats * sum_parts * _WORD_NBYTES)
-        self.histograms = behind((MAX_BLOCKS + 3) * _WORD_NBYTES)
-        self.values = behind(MAX_BLOCKS * (shape.firsts[-1] + size) * 4)
-        self.rows = behind(shape.seats * shape.top_k * 4)
-        self.sums = behind(seats * shape.row_nbytes)
-        self.quantized = behind(seats * shape.sum_nbytes)
+        self.quantized = end
         """Private memory for the tokens of this rank as they travel, if they are quantised."""
-        self.nbytes = self.quantized + (shape.max_tokens * shape.row_nbytes if shape.wire else 0)
-        self.absent = (self.rows, self.quantized) if shape.in_packets else (0, 0)
+        self.nbytes = end + (shape.max_tokens * shape.row_nbytes if shape.wire else 0)
+        self.absent = (self.places["rows"], end) if shape.in_packets else (0, 0)
         """The begin and the end of the slots of packets, which hold `ABSENT` at first. All other memory is zero."""
 
-    def arguments(self, team: Team, row_nbytes: int) -> ExpertsArguments:
+    def arguments(self, team: Team, row_nbytes: int) -> kernels.ExpertsArguments:
         """Return the part of the argument that dispatch and combine share, without the number of senders."""
         parts, part_nbytes = _parts_of(row_nbytes)
         shape = self.shape
-        arguments = ExpertsArguments(
+        arguments = kernels.ExpertsArguments(
             team=team,
-            routes=self.routes,
-            row_flags=self.row_flags,
-            rows=self.rows,
-            sum_flags=self.sum_flags,
-            sums=self.sums,
-            values=self.values,
-            counted=self.counted,
-            histograms=self.histograms,
+            **self.places,
             row_nbytes=row_nbytes,
             part_nbytes=part_nbytes,
             parts=parts,
@@ -123,14 +86,13 @@ class ExpertsMemory:
             seats=shape.seats,
             top_k=shape.top_k,
         )
-        for rank, first in enumerate(shape.firsts):
-            arguments.firsts[rank] = first
+        arguments.firsts[: shape.size + 1] = shape.firsts
         return arguments
 
 
 def _parts_of(row_nbytes: int) -> tuple[int, int]:
     """Return in how many parts a row travels, and the bytes of a part, in whole packets. The last may be shorter."""
-    parts = -(-row_nbytes // PART_NBYTES)
+    parts = -(-row_nbytes // kernels.PART_NBYTES)
     return parts, _round_up(-(-row_nbytes // parts), PACKET_NBYTES)
 
 
@@ -144,11 +106,11 @@ class ExpertsLaunches:
     def __init__(self, shape: Shape, team: Team, blocks: BlocksOfModes, multiprocessors: int = 1) -> None:
         self._shape = shape
         self._multiprocessors = multiprocessors
-        self._quantizes = quantize_experts_kernel(shape.dtype.name)
+        self._quantizes = kernels.quantize_experts_kernel(shape.dtype.name)
         self.blocks = blocks
         self._memory = memory = ExpertsMemory(shape)
         self._quantized = team.arenas[team.rank] + memory.quantized
-        self._dispatch = DispatchArguments(
+        self._dispatch = kernels.DispatchArguments(
             experts=memory.arguments(team, shape.row_nbytes),
             capacity=shape.capacity,
             all_places=shape.places,
@@ -156,10 +118,10 @@ class ExpertsLaunches:
         )
         for each in (self._dispatch.x, self._dispatch.rows):
             each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
-        self._combine = CombineExpertsArguments(experts=memory.arguments(team, shape.sum_nbytes))
-        self._kernel = DISPATCH_FEW_KERNEL if shape.in_packets else DISPATCH_KERNEL
+        self._combine = kernels.CombineExpertsArguments(experts=memory.arguments(team, shape.sum_nbytes))
+        self._kernel = kernels.DISPATCH_FEW_KERNEL if shape.in_packets else kernels.DISPATCH_KERNEL
         ways = {"by_token": shape.by_token, "in_packets": shape.in_packets}
-        self._combines = {result: combine_experts_kernel(shape.dtype.name, result, **ways) for result in DTYPES}
+        self._combines = {result: kernels.combine_experts_kernel(shape.dtype.name, result, **ways) for result in DTYPES}
         self.kernels = [self._kernel, *self._combines.values(), *([self._quantizes] if shape.scales else [])]
         """The kernels of the launches."""
         for arguments, text in ((self._dispatch, "dispatch"), (self._combine, "combine")):
@@ -173,7 +135,7 @@ class ExpertsLaunches:
         ``x`` are the addresses of the rows and of their scales, and ``pointers`` those of `Received`.
         """
         arguments, blocks = self._dispatch, self._blocks_for("dispatch", tokens)
-        arguments.experts.senders = blocks.senders
+        arguments.experts.senders, _ = blocks
         arguments.x.first, arguments.x.second = x
         arguments.ids, arguments.weights = ids, weights
         arguments.rows.first, arguments.rows.second = pointers["x"], pointers["scales"]
@@ -185,15 +147,16 @@ class ExpertsLaunches:
         arguments.slot_ids, arguments.slot_weights = pointers["topk_ids"], pointers["topk_weights"]
         arguments.row_count = pointers["row_count"]
         arguments.num_tokens, arguments.wide_ids = tokens, wide_ids
-        return Launch(self._kernel, arguments, blocks.total, DISPATCH_THREADS)
+        return Launch(self._kernel, arguments, sum(blocks), kernels.DISPATCH_THREADS)
 
     def quantize(self, x: int, tokens: int) -> tuple[Launch, tuple[int, int]]:
         """Return the launch that quantises tokens, and the addresses of the rows and of their scales."""
         shape = self._shape
         places = self._quantized, self._quantized + shape.max_tokens * shape.hidden
         groups = tokens * shape.scales
-        blocks = quantize_blocks(groups, self._multiprocessors)
-        return Launch(self._quantizes, QuantizeArguments(x, *places, groups), blocks, QUANTIZE_THREADS), places
+        blocks = kernels.quantize_blocks(groups, self._multiprocessors)
+        arguments = kernels.QuantizeArguments(x, *places, groups)
+        return Launch(self._quantizes, arguments, blocks, kernels.QUANTIZE_THREADS), places
 
     def combine(
         self,
@@ -208,16 +171,16 @@ class ExpertsLaunches:
     ) -> Launch:
         """Return the launch, as `dispatch`. ``values`` are the addresses of the values of rows and of slots."""
         arguments, blocks = self._combine, self._blocks_for("combine", tokens)
-        arguments.experts.senders = blocks.senders
+        arguments.experts.senders, _ = blocks
         arguments.rows, arguments.output = rows, output
         arguments.values, arguments.slot_values = values
         arguments.row_weights = pointers["weights"] if weighted else 0
         arguments.places, arguments.targets = pointers["places"], pointers["targets"]
         arguments.token_rows = pointers["token_rows"]
         arguments.tokens, arguments.num_tokens = pointers["tokens"], tokens
-        return Launch(self._combines[dtype], arguments, blocks.total, SUM_THREADS)
+        return Launch(self._combines[dtype], arguments, sum(blocks), kernels.SUM_THREADS)
 
-    def _blocks_for(self, what: str, tokens: int) -> Blocks:
+    def _blocks_for(self, what: str, tokens: int) -> tuple[int, int]:
         return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
 
 
@@ -243,7 +206,7 @@ def open_on_gpus(session: Session, shape: Shape, backend: GpuBackend) -> tuple[S
     arena = session.keep(SharedMemory("experts", session.kind, segments))
     devices = domain.exchange("Experts: devices", lambda: device_facts(backend))
     multiprocessors, _ = multiprocessors_of(devices, placement.most_on_a_device)
-    most = min(MAX_BLOCKS, BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, shape.blocks or MAX_BLOCKS)
+    most = min(MAX_BLOCKS, kernels.BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, shape.blocks or MAX_BLOCKS)
     team = team_of(backend, domain, arena.pointers)
     launches = ExpertsLaunches(shape, team, blocks_of_modes(shape, most), multiprocessors)
     # Loading may wait for a device on which a kernel waits, so it comes before all launches.

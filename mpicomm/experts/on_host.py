@@ -30,8 +30,7 @@ class Dispatched:
     weights: GivenArray | None
     received: Received
     scales: GivenArray | None
-    quantizes: bool
-    """Whether the call quantises ``x``."""
+    """The scales of ``x``; None if the call quantises ``x``, or sends no scales."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class HostWay:
 
         def routes() -> tuple[Array, Array]:
             made.append(given := prepare())
-            ids = given.ids.on_host().astype(np.int64)
+            ids = host_view(given.ids.array).astype(np.int64)
             wrong = np.argwhere((ids < -1) | (ids >= self._shape.num_experts))
             if len(wrong):
                 token, slot = wrong[0]
@@ -72,7 +71,7 @@ class HostWay:
                     f"Experts.dispatch: topk_ids of rank {self._rank} has the id {ids[token, slot]} at token {token}: "
                     f"pass 0 to {self._shape.num_experts - 1}, or -1 for none"
                 )
-            return ids, np.ones(ids.shape, np.float32) if given.weights is None else given.weights.on_host()
+            return ids, np.ones(ids.shape, np.float32) if given.weights is None else host_view(given.weights.array)
 
         all_ids, all_weights = zip(*self._session.group.exchange("Experts.dispatch", routes), strict=True)
         given, received, counts = made[0], made[0].received, list(map(len, all_ids))
@@ -90,11 +89,11 @@ class HostWay:
                     ranks=[rank],
                 )
         places, tokens, ranks, end = self._describe(received, together, all_weights)
-        x = given.x.on_host()
+        x = host_view(given.x.array)
         if given.scales is not None:
-            leaving: tuple[Array, ...] = x.view(covered_dtype(WIRE)), given.scales.on_host()
+            leaving: tuple[Array, ...] = x.view(covered_dtype(WIRE)), host_view(given.scales.array)
         else:
-            leaving = quantized(x) if given.quantizes else (x,)
+            leaving = quantized(x) if self._shape.scales else (x,)
         for array, target in zip(leaving, (received.x, received.scales), strict=False):
             view, came = host_view(target), self._exchanged([array] * self._shape.size, counts)
             view[:end] = 0
@@ -113,7 +112,7 @@ class HostWay:
         """Fill the arrays of a combine. ``prepare`` reads the arguments, and raises for bad ones."""
         given = self._session.group.agree("Experts.combine", prepare)
         received = given.received
-        rows, counts = given.rows.on_host(), host_view(received.tokens)
+        rows, counts = host_view(given.rows.array), host_view(received.tokens)
         places = [each[:count] for each, count in zip(host_view(received.places), counts, strict=True)]
         summed, weights = places, host_view(received.weights) if weighted else None
         if self._shape.by_token:
@@ -123,10 +122,10 @@ class HostWay:
         total = np.zeros((received.num_tokens, self._shape.hidden), np.float32)
         for sums in self._exchanged([self._sums(rows, each, weights) for each in summed], own):
             total += sums.astype(np.float32)
-        view = given.result.on_host()
+        view = host_view(given.result.array)
         view[...] = total.astype(view.dtype)
         if given.values is not None:
-            numbers, of_slots = given.values.on_host(), host_view(given.of_slots)
+            numbers, of_slots = host_view(given.values.array), host_view(given.of_slots)
             of_slots[...] = 0
             found = [numbers[each[:, 0] if self._shape.by_token else each] for each in summed]
             sent = [np.where(each >= 0, those, np.float32(0)) for each, those in zip(places, found, strict=True)]

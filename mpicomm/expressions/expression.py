@@ -1,10 +1,14 @@
-"""Expression: an expression of the user, read and checked. No part of its text goes to a compiler unchecked."""
+"""Expression: an expression of the user, read and checked. No part of its text goes to a compiler unchecked.
+
+It is a tree. Each node knows its CUDA C++ and its value on NumPy arrays.
+"""
 
 from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any
@@ -12,24 +16,8 @@ from typing import Any
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.functions import (
-    AND,
-    DIVIDE,
-    FUNCTIONS,
-    IS_TRUE,
-    KINDS,
-    NOT,
-    OPERATORS,
-    OR,
-    POWER,
-    TRUTHS,
-    WHERE,
-    Function,
-    Sort,
-    kind_of,
-    power_of,
-)
-from mpicomm.expressions.tree import Apply, Array, AsNumber, Element, ExpressionNode, Number, Variable, is_index
+from mpicomm.expressions import functions
+from mpicomm.expressions.functions import FUNCTIONS, KINDS, OPERATORS, Function, NumberKind, Sort, kind_of
 
 LONGEST = 300
 """The most letters of an expression, so that a compiler meets no deeper nesting of calls than it takes."""
@@ -37,6 +25,133 @@ MOST_EXPONENT = 64
 """The largest constant exponent that becomes multiplications."""
 _LARGEST = 2**64 - 1
 _MOST_SHOWN = 80  # letters of an expression in an error
+_LARGEST_INDEX = 2**63 - 1
+_INDEX_TYPE = np.dtype(np.int64)
+
+Range = tuple[int, int]
+"""The least and the largest value."""
+Values = Mapping[str, Any]
+"""Arrays or scalars, by the names of an expression."""
+
+
+class ExpressionNode(ABC):
+    """A part of an expression."""
+
+    @property
+    def gives(self) -> Sort:
+        """The sort of its value."""
+        return "number"
+
+    @property
+    def below(self) -> tuple[ExpressionNode, ...]:
+        """The parts of the node."""
+        return ()
+
+    @abstractmethod
+    def cpp(self, state: str) -> str:
+        """Return it in C++, without spaces. ``state`` is the type of the computation."""
+
+    @abstractmethod
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """Return its value on NumPy arrays. A number has the type ``dtype``. Callers ignore floating-point errors."""
+
+    def walk(self) -> Iterator[ExpressionNode]:
+        """Yield it and all nodes below it."""
+        yield self
+        for node in self.below:
+            yield from node.walk()
+
+
+@dataclass(frozen=True)
+class Number(ExpressionNode):
+    """A literal, which becomes a number of the element type."""
+
+    value: int | float
+
+    def cpp(self, state: str) -> str:
+        # Both forms are exact, because a hexadecimal float has all bits.
+        text = f"{self.value}ull" if isinstance(self.value, int) else self.value.hex()
+        return f"fn::literal<{state}>({text})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        return dtype.type(self.value if dtype.kind in "iu" else float(self.value))
+
+
+@dataclass(frozen=True)
+class Variable(ExpressionNode):
+    """A name, which becomes a number of the element type."""
+
+    name: str
+    code: str
+    """The name's value in C++."""
+    kind: NumberKind | None = None
+    """The kind of the value; None for the element type."""
+
+    def cpp(self, state: str) -> str:
+        return self.code if self.kind is None else f"fn::number<{state}>({self.code})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        value = values[self.name]
+        return value if self.kind is None else value.astype(dtype)
+
+
+@dataclass(frozen=True)
+class Array:
+    """The name of an array."""
+
+    name: str
+    code: str
+    """The address of its elements in C++."""
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Element(ExpressionNode):
+    """An element of an array, which becomes a number of the element type. The index is computed in 64 bits."""
+
+    array: Array
+    index: ExpressionNode
+
+    def cpp(self, state: str) -> str:
+        return f"fn::element<{state}>({self.array.code},{self.index.cpp('i64')})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        return values[self.array.name][self.index.evaluate(_INDEX_TYPE, values)].astype(dtype)
+
+
+@dataclass(frozen=True)
+class Apply(ExpressionNode):
+    """A function of other nodes. Each node gives the sort of value that the function takes."""
+
+    function: Function
+    below: tuple[ExpressionNode, ...] = ()
+
+    @property
+    def gives(self) -> Sort:
+        return self.function.gives
+
+    def cpp(self, state: str) -> str:
+        return f"{self.function.cpp}({','.join(node.cpp(state) for node in self.below)})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        return self.function.numpy(*(node.evaluate(dtype, values) for node in self.below))
+
+
+@dataclass(frozen=True)
+class AsNumber(ExpressionNode):
+    """The number of a truth value: 1 or 0."""
+
+    truth: ExpressionNode
+
+    @property
+    def below(self) -> tuple[ExpressionNode, ...]:
+        return (self.truth,)
+
+    def cpp(self, state: str) -> str:
+        return f"fn::number<{state}>({self.truth.cpp(state)})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        return self.truth.evaluate(dtype, values).astype(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,12 +261,12 @@ class _Reader:
         node = self._node(tree)
         if node.gives == sort:
             return node
-        return AsNumber(node) if sort == "number" else Apply(IS_TRUE, (node,))
+        return AsNumber(node) if sort == "number" else Apply(functions.IS_TRUE, (node,))
 
     def _node(self, tree: ast.expr) -> ExpressionNode:
         match tree:
             case ast.Constant(bool() as value):
-                return Apply(TRUTHS[value])
+                return Apply(functions.TRUTHS[value])
             case ast.Constant(int() | float() as value):
                 if isinstance(value, int) and value > _LARGEST:
                     raise self.error(f"{value} is too large: the largest integer is {_LARGEST}")
@@ -170,20 +285,20 @@ class _Reader:
             case ast.UnaryOp(ast.UAdd(), operand):
                 return self.read(operand)
             case ast.UnaryOp(unary, operand):
-                return self._apply(NOT if isinstance(unary, ast.Not) else OPERATORS[type(unary)], operand)
+                return self._apply(functions.NOT if isinstance(unary, ast.Not) else OPERATORS[type(unary)], operand)
             case ast.BinOp(base, ast.Pow(), exponent):
                 return self._power(base, exponent)
             case ast.BinOp(left, binary, right) if type(binary) in OPERATORS:
                 return self._apply(OPERATORS[type(binary)], left, right)
             case ast.BoolOp(joint, values):
-                function = AND if isinstance(joint, ast.And) else OR
+                function = functions.AND if isinstance(joint, ast.And) else functions.OR
                 return _joined(function, [self.read(value, "truth") for value in values])
             case ast.Compare(left, signs, others) if all(type(sign) in OPERATORS for sign in signs):  # no `is` and `in`
                 operands = [self.read(operand) for operand in (left, *others)]
                 pairs = zip(signs, operands, operands[1:], strict=False)
-                return _joined(AND, [Apply(OPERATORS[type(sign)], (a, b)) for sign, a, b in pairs])
+                return _joined(functions.AND, [Apply(OPERATORS[type(sign)], (a, b)) for sign, a, b in pairs])
             case ast.IfExp(test, body, orelse):
-                return self._apply(WHERE, test, body, orelse)
+                return self._apply(functions.WHERE, test, body, orelse)
             case ast.Call(called, operands_given, keywords):
                 return self._call(tree, called, operands_given, keywords)
         raise self._unknown(tree)
@@ -198,11 +313,11 @@ class _Reader:
             case ast.UnaryOp(ast.USub(), ast.Constant(int() as constant)) if not isinstance(constant, bool):
                 constant = -constant
             case _:
-                return self._apply(POWER, base, exponent)
+                return self._apply(functions.POWER, base, exponent)
         if not 0 < abs(constant) <= MOST_EXPONENT:
             raise self.error(f"the exponent {constant} is not in 1 to {MOST_EXPONENT}, nor in -1 to -{MOST_EXPONENT}")
-        power = self._apply(power_of(abs(constant)), base)
-        return power if constant > 0 else Apply(DIVIDE, (Number(1), power))
+        power = self._apply(functions.power_of(abs(constant)), base)
+        return power if constant > 0 else Apply(functions.DIVIDE, (Number(1), power))
 
     def _call(
         self, tree: ast.expr, called: ast.expr, operands: list[ast.expr], keywords: list[ast.keyword]
@@ -228,3 +343,53 @@ class _Reader:
 def _joined(function: Function, operands: Sequence[ExpressionNode]) -> ExpressionNode:
     """Return a function of two operands, applied to several operands from the left to the right."""
     return reduce(lambda before, operand: Apply(function, (before, operand)), operands)
+
+
+def elements_of(node: ExpressionNode) -> list[Element]:
+    """Return the elements of arrays that an expression uses."""
+    return [each for each in node.walk() if isinstance(each, Element)]
+
+
+def is_index(node: ExpressionNode) -> bool:
+    """Return whether `bounds` knows all parts of a node."""
+    if isinstance(node, Apply):
+        return node.function.label in ("+", "-", "*", "//", "%") and all(map(is_index, node.below))
+    return isinstance(node, Variable) or (isinstance(node, Number) and isinstance(node.value, int))
+
+
+def bounds(node: ExpressionNode, ranges: Mapping[str, Range]) -> Range:
+    """Return bounds of an index. ``ranges`` has the range of each name; each value in a range may occur or not.
+
+    Raises OverflowError if a part of the index may need more than 64 bits, because it would wrap there.
+    """
+    if isinstance(node, Variable):
+        low, high = ranges[node.name]
+    elif isinstance(node, Number):
+        low = high = int(node.value)
+    else:
+        assert isinstance(node, Apply)
+        low, high = _bounds_of(node.function.label, [bounds(each, ranges) for each in node.below])
+    if low < -_LARGEST_INDEX or high > _LARGEST_INDEX:
+        raise OverflowError
+    return low, high
+
+
+def _bounds_of(label: str, operands: list[Range]) -> Range:
+    if len(operands) == 1:
+        return -operands[0][1], -operands[0][0]
+    (low, high), (low_of_other, high_of_other) = operands
+    if label == "+":
+        return low + low_of_other, high + high_of_other
+    if label == "-":
+        return low - high_of_other, high - low_of_other
+    if label == "*":
+        ends = [x * y for x in (low, high) for y in (low_of_other, high_of_other)]
+    elif low_of_other <= 0:  # so that no quotient or rest is larger than these
+        most = max(abs(each) for operand in operands for each in operand)
+        return -most, most
+    elif label == "//":
+        ends = [x // y for x in (low, high) for y in (low_of_other, high_of_other)]
+    else:
+        within = low >= 0 and high < low_of_other
+        return (low, high) if within else (0, high_of_other - 1)
+    return min(ends), max(ends)

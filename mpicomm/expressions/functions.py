@@ -46,41 +46,28 @@ class Function:
     cpp: str
     """Its name in namespace ``mpicomm`` of C++."""
     numpy: Callable[..., Any]
-    takes: tuple[Sort, ...]
     kinds: tuple[NumberKind, ...]
     """The kinds of elements for which it is defined."""
-    gives: Sort = "number"
     instead: str = ""
     """The way out for kinds without it."""
+    takes: tuple[Sort, ...] = ("number", "number")
+    gives: Sort = "number"
 
 
-def _function(
-    label: str,
-    cpp: str,
-    numpy: Callable[..., Any],
-    kinds: tuple[NumberKind, ...],
-    instead: str = "",
-    *,
-    takes: tuple[Sort, ...] = ("number", "number"),
-    gives: Sort = "number",
-) -> Function:
-    return Function(label, f"fn::{cpp}", numpy, takes, kinds, gives, instead)
+_unary, _comparison = partial(Function, takes=("number",)), partial(Function, gives="truth")
+_logical = partial(Function, kinds=KINDS, takes=("truth", "truth"), gives="truth")
 
-
-_unary, _comparison = partial(_function, takes=("number",)), partial(_function, gives="truth")
-_logical = partial(_function, kinds=KINDS, takes=("truth", "truth"), gives="truth")
-
-MULTIPLY = _function("*", "multiply", np.multiply, _NUMBER, "use and")
-DIVIDE = _function("/", "divide", np.divide, _FLOAT, "use // for integers")
-POWER = _function("**", "pow", np.power, _FLOAT, "use a constant exponent such as a ** 2")
-AND, OR = _logical("and", "both", np.logical_and), _logical("or", "either", np.logical_or)
-NOT = _logical("not", "negation", np.logical_not, takes=("truth",))
-WHERE = _function("where", "where", np.where, KINDS, takes=("truth", "number", "number"))
+MULTIPLY = Function("*", "fn::multiply", np.multiply, _NUMBER, "use and")
+DIVIDE = Function("/", "fn::divide", np.divide, _FLOAT, "use // for integers")
+POWER = Function("**", "fn::pow", np.power, _FLOAT, "use a constant exponent such as a ** 2")
+AND, OR = _logical("and", "fn::both", np.logical_and), _logical("or", "fn::either", np.logical_or)
+NOT = _logical("not", "fn::negation", np.logical_not, takes=("truth",))
+WHERE = Function("where", "fn::where", np.where, KINDS, takes=("truth", "number", "number"))
 TRUTHS = {  # in C++ bool() is false
-    value: Function(str(value), "bool" if not value else "!bool", partial(np.bool_, value), (), KINDS, "truth")
+    value: Function(str(value), "!bool" if value else "bool", partial(np.bool_, value), KINDS, takes=(), gives="truth")
     for value in (False, True)
 }
-IS_TRUE = Function("bool", "is_true", lambda number: number != 0, ("number",), KINDS, "truth")
+IS_TRUE = Function("bool", "is_true", lambda number: number != 0, KINDS, takes=("number",), gives="truth")
 
 
 def power_of(exponent: int) -> Function:
@@ -94,45 +81,45 @@ def power_of(exponent: int) -> Function:
                 result = result * base
         return result
 
-    return Function("**", f"fn::power<{exponent}>", power, ("number",), _NUMBER, instead="use and")
+    return _unary("**", f"fn::power<{exponent}>", power, _NUMBER, "use and")
 
 
 OPERATORS: dict[type[ast.operator] | type[ast.unaryop] | type[ast.cmpop], Function] = {
-    ast.Add: _function("+", "add", np.add, _NUMBER, "use or"),
-    ast.Sub: _function("-", "subtract", np.subtract, _NUMBER, "use !="),
+    ast.Add: Function("+", "fn::add", np.add, _NUMBER, "use or"),
+    ast.Sub: Function("-", "fn::subtract", np.subtract, _NUMBER, "use !="),
     ast.Mult: MULTIPLY,
     ast.Div: DIVIDE,
-    ast.FloorDiv: _function("//", "floor_divide", np.floor_divide, _INTEGER, "use floor(a / b) for floats"),
-    ast.Mod: _function("%", "remainder", np.remainder, _INTEGER, "use a - floor(a / b) * b for floats"),
-    ast.BitAnd: _function("&", "bit_and", np.bitwise_and, _BITS),
-    ast.BitOr: _function("|", "bit_or", np.bitwise_or, _BITS),
-    ast.BitXor: _function("^", "bit_xor", np.bitwise_xor, _BITS, "use ** for a power"),
-    ast.LShift: _function("<<", "shift_left", np.left_shift, _INTEGER),
-    ast.RShift: _function(">>", "shift_right", np.right_shift, _INTEGER),
-    ast.USub: _unary("-", "negative", np.negative, _NUMBER, "use not"),
-    ast.Invert: _unary("~", "invert", np.invert, _INTEGER, "use not"),
-    ast.Lt: _comparison("<", "less", np.less, _ORDERED),
-    ast.LtE: _comparison("<=", "less_equal", np.less_equal, _ORDERED),
-    ast.Gt: _comparison(">", "greater", np.greater, _ORDERED),
-    ast.GtE: _comparison(">=", "greater_equal", np.greater_equal, _ORDERED),
-    ast.Eq: _comparison("==", "equal", np.equal, KINDS),
-    ast.NotEq: _comparison("!=", "not_equal", np.not_equal, KINDS),
+    ast.FloorDiv: Function("//", "fn::floor_divide", np.floor_divide, _INTEGER, "use floor(a / b) for floats"),
+    ast.Mod: Function("%", "fn::remainder", np.remainder, _INTEGER, "use a - floor(a / b) * b for floats"),
+    ast.BitAnd: Function("&", "fn::bit_and", np.bitwise_and, _BITS),
+    ast.BitOr: Function("|", "fn::bit_or", np.bitwise_or, _BITS),
+    ast.BitXor: Function("^", "fn::bit_xor", np.bitwise_xor, _BITS, "use ** for a power"),
+    ast.LShift: Function("<<", "fn::shift_left", np.left_shift, _INTEGER),
+    ast.RShift: Function(">>", "fn::shift_right", np.right_shift, _INTEGER),
+    ast.USub: _unary("-", "fn::negative", np.negative, _NUMBER, "use not"),
+    ast.Invert: _unary("~", "fn::invert", np.invert, _INTEGER, "use not"),
+    ast.Lt: _comparison("<", "fn::less", np.less, _ORDERED),
+    ast.LtE: _comparison("<=", "fn::less_equal", np.less_equal, _ORDERED),
+    ast.Gt: _comparison(">", "fn::greater", np.greater, _ORDERED),
+    ast.GtE: _comparison(">=", "fn::greater_equal", np.greater_equal, _ORDERED),
+    ast.Eq: _comparison("==", "fn::equal", np.equal, KINDS),
+    ast.NotEq: _comparison("!=", "fn::not_equal", np.not_equal, KINDS),
 }
 
 FUNCTIONS = {
     function.label: function
     for function in (
-        _unary("abs", "abs", np.abs, _REAL),
-        _unary("ceil", "ceil", np.ceil, _FLOAT),
-        _unary("conj", "conj", np.conjugate, ("complex",)),
-        _unary("exp", "exp", np.exp, _FLOAT),
-        _unary("floor", "floor", np.floor, _FLOAT),
-        _unary("log", "log", np.log, _FLOAT),
+        _unary("abs", "fn::abs", np.abs, _REAL),
+        _unary("ceil", "fn::ceil", np.ceil, _FLOAT),
+        _unary("conj", "fn::conj", np.conjugate, ("complex",)),
+        _unary("exp", "fn::exp", np.exp, _FLOAT),
+        _unary("floor", "fn::floor", np.floor, _FLOAT),
+        _unary("log", "fn::log", np.log, _FLOAT),
         # Not np.maximum and np.minimum, because NumPy does not say whether these return 0.0 or -0.0.
-        _function("max", "max", lambda a, b: np.where((a > b) | (a != a), a, b), _ORDERED),
-        _function("min", "min", lambda a, b: np.where((a < b) | (a != a), a, b), _ORDERED),
-        _unary("sqrt", "sqrt", np.sqrt, _FLOAT),
-        _unary("tanh", "tanh", np.tanh, _FLOAT),
+        Function("max", "fn::max", lambda a, b: np.where((a > b) | (a != a), a, b), _ORDERED),
+        Function("min", "fn::min", lambda a, b: np.where((a < b) | (a != a), a, b), _ORDERED),
+        _unary("sqrt", "fn::sqrt", np.sqrt, _FLOAT),
+        _unary("tanh", "fn::tanh", np.tanh, _FLOAT),
         WHERE,
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 from mpicomm.kernels.reductions import OPTIONS, cpp_name
 from mpicomm.kernels.variant import SHARED, Variant, u64
@@ -58,27 +59,19 @@ def epilogue_options(expression: str, result: str | None = None) -> tuple[str, .
 
 
 def norm_options(
-    result: str,
-    weight: str,
-    *,
-    centred: bool = False,
-    bias: bool = False,
-    linear_bias: bool = False,
-    codes: str | None = None,
-    scales: tuple[str, int] | None = None,
-    aligned: bool = False,
+    result: str, weight: str, flags: Iterable[str] = (), codes: str | None = None, scales: tuple[str, int] | None = None
 ) -> tuple[str, ...]:
     """Return the options for a kernel that normalises rows of reduced elements: see norm.cuh.
 
-    ``codes`` is the type of codes, and ``scales`` the type of their scales and the elements of a group, 0 for a row.
-    ``aligned`` is whether all arrays lie at multiples of 16 bytes, and rows are whole packets.
+    ``flags`` are some of CENTRED, BIAS, LINEAR_BIAS and ALIGNED, which says that all arrays lie at multiples of 16
+    bytes, and that rows are whole packets. ``codes`` is the type of codes, and ``scales`` the type of their scales and
+    the elements of a group, 0 for a row.
     """
-    flags = {"CENTRED": centred, "BIAS": bias, "LINEAR_BIAS": linear_bias, "ALIGNED": aligned}
     scaled: tuple[str, ...] = () if codes is None else (f"-DMPICOMM_CODES={codes}",)
     if scales is not None:
         scaled += (f"-DMPICOMM_SCALES={scales[0]}", f"-DMPICOMM_GROUP={scales[1]}")
     types = f"-DMPICOMM_RESULT={cpp_name(result)}", f"-DMPICOMM_WEIGHT={cpp_name(weight)}"
-    return (*types, *(f"-DMPICOMM_{name}" for name, wanted in flags.items() if wanted), *scaled)
+    return (*types, *(f"-DMPICOMM_{flag}" for flag in flags), *scaled)
 
 
 def epilogue_kernel(dtype: str, result: str, expression: str) -> Variant:

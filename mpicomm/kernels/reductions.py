@@ -47,8 +47,7 @@ def own_op(text: str) -> Expression:
 
     Raises `InvalidUsageError` if the text is not an operation.
     """
-    from mpicomm.expressions.expression import parse  # few programs have operations of their own
-    from mpicomm.expressions.tree import Variable
+    from mpicomm.expressions.expression import Variable, parse  # few programs have operations of their own
 
     return parse(text, (Variable("a", "a"), Variable("b", "b")), "op")
 

@@ -380,13 +380,14 @@ def _is_plainly_host(array: Any) -> bool:
 
 
 def require_here(what: str, device: int | None, here: int | str) -> None:
-    """Raise `InvalidUsageError` for an array on GPU ``device`` if the communicator is on GPU ``here``. Local.
+    """Raise `InvalidUsageError` for an array on GPU ``device`` if the communicator is elsewhere: ``here``. Local.
 
     Kernels and copies of ``here`` may have no access to the array, and a stream of the other GPU orders its contents.
     """
     if device is not None and device != here:
+        place = "the cpu" if here == "cpu" else f"GPU {here}"
         raise InvalidUsageError(
-            f"{what} is on GPU {device}, but this communicator is on GPU {here}: copy it there, or create the "
+            f"{what} is on GPU {device}, but this communicator is on {place}: copy it there, or create the "
             f"communicator with device={device}"
         )
 

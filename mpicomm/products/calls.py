@@ -24,7 +24,7 @@ from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from mpicomm.products.choose import ProductKind, ProductWay
-    from mpicomm.products.operands import Multiply, Operands, Scaling
+    from mpicomm.products.operands import Operands
     from mpicomm.products.overlapped import Overlapped
 
 _MOST_CALLS = 4096
@@ -44,24 +44,16 @@ class Products:
         self._ways: dict[str, ProductWay | None] = {}
         """The ways of the calls that all ranks have compared, by their text; None for one after the other."""
 
-    def run(
-        self,
-        kind: ProductKind,
-        a: Any,
-        b: Any,
-        out: Any,
-        bias: Any,
-        product: Multiply | None,
-        stream: Any,
-        scaling: Scaling,
-        gathered: Any = None,
-    ) -> Any:
-        """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host."""
-        from mpicomm.products.operands import read
+    def run(self, kind: ProductKind, stream: Any, a: Any, *given: Any) -> Any:
+        """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host.
+
+        ``given`` are the other arguments of `Operands`.
+        """
+        from mpicomm.products.operands import Operands
 
         on_gpus = isinstance(self._session.placement.here.device, int)
         gpu: Callable[[], GpuBackend] | None = partial(self._session.gpu, kind) if on_gpus else None
-        reading = partial(read, kind, self._size, gpu, a, b, out, bias, product, gathered, scaling)
+        reading = partial(Operands, kind, self._size, gpu, a, *given)
         if not on_gpus:
             return self._on_host(kind, reading, stream)
         operands = reading()
@@ -85,11 +77,7 @@ class Products:
         def multiply_if_possible() -> str:
             refuse_stream(kind, stream)
             operands = reading()
-            if operands.device is not None:
-                raise InvalidUsageError(
-                    f"{kind}: a is on GPU {operands.device}, and this communicator is on the cpu: pass host arrays, or "
-                    "create the communicator on GPUs"
-                )
+            require_here(f"{kind}: a", operands.device, "cpu")
             if operands.out is None:
                 operands.out = operands.new_matrix(operands.shape, operands.result_like)
             made.append((operands, None if kind == "allgather_matmul" else self._partial_sums(operands)))

@@ -20,14 +20,10 @@ _TILE_ROWS = 128
 _TILE_COLUMNS = {256: 1.0, 192: 1.05, 160: 1.05, 128: 1.1}
 """The columns of tiles, and the time for each column beside the time in the widest tile."""
 _FLOPS_PER_US = {
-    "float8_e4m3fn": 12.0e6,
-    "float8_e5m2": 12.0e6,
-    "bfloat16": 6.3e6,
-    "float16": 6.3e6,
-    "float32": 0.36e6,
-    "float64": 0.4e6,
-    "complex64": 0.36e6,
-    "complex128": 0.4e6,
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 12.0e6),
+    **dict.fromkeys(("bfloat16", "float16"), 6.3e6),
+    **dict.fromkeys(("float32", "complex64"), 0.36e6),
+    **dict.fromkeys(("float64", "complex128"), 0.4e6),
 }
 """The floating-point operations of a multiprocessor in a microsecond."""
 _OTHER_FLOPS_PER_US = 0.05e6  # integers, which libraries multiply without tensor cores

@@ -162,30 +162,94 @@ Scaling = tuple[Any, Any, Any]
 """The arguments of a scaled product: the factors of both matrices, and the element type of the result, or None."""
 
 
-@dataclass
 class Operands:
-    """The matrices of a call, and how the library multiplies them."""
+    """The matrices of a call between ``size`` ranks, and how the library multiplies them. The constructor is local.
 
-    kind: ProductKind
-    library: Library
-    a: Any
-    b: Any
-    out: Any
-    """The result. It is None if the call makes the result."""
-    bias: Any
-    product: Multiply | None
-    gathered: Any
-    """It receives the shards of all ranks, unless it is None."""
-    device: int | None
-    """The ordinal of the GPU; None on the host."""
-    dtype: str
-    result_dtype: str
-    result_like: Any
-    """An array with the element type of the result, on its device."""
-    shape: tuple[int, int]
-    """The shape of the result."""
-    scales: tuple[Any, Any] | None
-    """The factors of both matrices, each a single factor, or one for each row or column."""
+    ``gpu`` opens this rank's GPU; it is None on a communicator of the host. Raises `InvalidUsageError`.
+    """
+
+    def __init__(
+        self,
+        kind: ProductKind,
+        size: int,
+        gpu: Callable[[], GpuBackend] | None,
+        a: Any,
+        b: Any,
+        out: Any,
+        bias: Any,
+        product: Multiply | None,
+        scaling: Scaling = (None, None, None),
+        gathered: Any = None,
+    ) -> None:
+        self.kind, self.product = kind, product
+        self.library, as_array = library_of(a, "a", gpu)
+        self.a, b = _matrix(kind, as_array(a, "a"), "a"), _matrix(kind, as_array(b, "b"), "b")
+        self.dtype = dtype = types.name_of(self.a.dtype)
+        self.device = device = self.library.device_of(self.a)
+        """The ordinal of the GPU; None on the host."""
+        if dtype not in REDUCTIONS or dtype == "bool":
+            raise InvalidUsageError(f"{kind}: a has dtype {dtype}: pass integers, floats or complex numbers")
+        rows, inner = self.a.shape
+        if b.shape[0] != inner:
+            raise InvalidUsageError(
+                f"{kind}: a of shape {_shape(self.a)} and b of shape {_shape(b)} have no product: b must have {inner} "
+                "rows"
+            )
+        if kind == "matmul_reduce_scatter" and rows % size:
+            raise InvalidUsageError(
+                f"{kind}: a has {rows} rows, and {size} ranks share them: pass a number of rows that {size} divides"
+            )
+        factor = {"allgather_matmul": rows * size, "matmul_reduce_scatter": rows // size, "matmul_allreduce": rows}
+        self.shape = factor[kind], int(b.shape[1])
+        """The shape of the result."""
+        self.scales = _read_scales(kind, self.library, scaling, self.a, b, product)
+        """The factors of both matrices, each a single factor, or one for each row or column."""
+        self.result_like = self.a
+        """An array with the element type of the result, on its device."""
+        if self.scales is not None:
+            self.result_like = self.a.new_empty((0, 0), dtype=scaling[2] or sys.modules["torch"].bfloat16)
+        self.result_dtype = types.name_of(self.result_like.dtype)
+
+        def checked(array: Any, name: str, wanted: tuple[int, ...], element: str) -> Any:
+            if array is None:
+                return None
+            array = as_array(array, name)
+            if tuple(array.shape) != wanted:
+                raise InvalidUsageError(
+                    f"{kind}: {name} has shape {_shape(array)}: pass an array of shape {'x'.join(map(str, wanted))}"
+                )
+            if name not in ("b", "bias"):
+                read_in_order(array, name == "out", f"{kind}: {name}")
+            found, there = types.name_of(array.dtype), self.library.device_of(array)
+            if found != element:
+                whose = "a has" if element == dtype else "the result has"
+                raise InvalidUsageError(
+                    f"{kind}: {name} has dtype {found}, and {whose} {element}: convert {name} first"
+                )
+            if there != device:
+                places = ["the host" if each is None else f"GPU {each}" for each in (there, device)]
+                raise InvalidUsageError(f"{kind}: {name} is on {places[0]}, and a is on {places[1]}: copy {name} there")
+            return array
+
+        self.b = checked(b, "b", tuple(b.shape), dtype)
+        self.out = checked(out, "out", self.shape, self.result_dtype)
+        """The result. It is None if the call makes the result."""
+        self.bias = checked(bias, "bias", (self.shape[1],), self.result_dtype)
+        self.gathered = checked(gathered, "gathered", (rows * size, inner), dtype)
+        """It receives the shards of all ranks, unless it is None."""
+        if product is not None and not callable(product):
+            raise InvalidUsageError(
+                f"{kind}: product={product!r} is no function: pass product(a, b, out) or leave it out"
+            )
+        if product is None and self.library.name == "cupy" and dtype not in _OF_CUPY:
+            raise InvalidUsageError(
+                f"{kind}: CuPy multiplies no {dtype}: pass tensors of PyTorch, or pass product=, which multiplies"
+            )
+        more = "".join(f", {name}" for name in ("bias", "gathered") if getattr(self, name) is not None)
+        if self.scales is not None:
+            more += f", scaled{' by rows' * self.scaled_by_rows} to {self.result_dtype}"
+        self.text = f"{kind}({dtype}, {_shape(self.a)} @ {_shape(self.b)}{more})"
+        """The call in words: the facts in which all ranks agree."""
 
     @property
     def scaled_by_rows(self) -> bool:
@@ -211,80 +275,6 @@ class Operands:
             self.product(a, self.b, out)
             if bias is not None:
                 out += bias
-
-    def __post_init__(self) -> None:
-        more = "".join(f", {name}" for name in ("bias", "gathered") if getattr(self, name) is not None)
-        if self.scales is not None:
-            more += f", scaled{' by rows' * self.scaled_by_rows} to {self.result_dtype}"
-        self.text = f"{self.kind}({self.dtype}, {_shape(self.a)} @ {_shape(self.b)}{more})"
-        """The call in words: the facts in which all ranks agree."""
-
-
-def read(
-    kind: ProductKind,
-    size: int,
-    gpu: Callable[[], GpuBackend] | None,
-    a: Any,
-    b: Any,
-    out: Any,
-    bias: Any,
-    product: Multiply | None,
-    gathered: Any = None,
-    scaling: Scaling = (None, None, None),
-) -> Operands:
-    """Return the operands of a call between ``size`` ranks. Local; raises `InvalidUsageError`."""
-    library, as_array = library_of(a, "a", gpu)
-    a, b = _matrix(kind, as_array(a, "a"), "a"), _matrix(kind, as_array(b, "b"), "b")
-    dtype, device = types.name_of(a.dtype), library.device_of(a)
-    if dtype not in REDUCTIONS or dtype == "bool":
-        raise InvalidUsageError(f"{kind}: a has dtype {dtype}: pass integers, floats or complex numbers")
-    rows, inner = a.shape
-    if b.shape[0] != inner:
-        raise InvalidUsageError(
-            f"{kind}: a of shape {_shape(a)} and b of shape {_shape(b)} have no product: b must have {inner} rows"
-        )
-    if kind == "matmul_reduce_scatter" and rows % size:
-        raise InvalidUsageError(
-            f"{kind}: a has {rows} rows, and {size} ranks share them: pass a number of rows that {size} divides"
-        )
-    factor = {"allgather_matmul": rows * size, "matmul_reduce_scatter": rows // size, "matmul_allreduce": rows}
-    shape = (factor[kind], int(b.shape[1]))
-    scales = _read_scales(kind, library, scaling, a, b, product)
-    result_like = a if scales is None else a.new_empty((0, 0), dtype=scaling[2] or sys.modules["torch"].bfloat16)
-    result_dtype = types.name_of(result_like.dtype)
-
-    def checked(array: Any, name: str, wanted: tuple[int, ...], element: str) -> Any:
-        if array is None:
-            return None
-        array = as_array(array, name)
-        if tuple(array.shape) != wanted:
-            raise InvalidUsageError(
-                f"{kind}: {name} has shape {_shape(array)}: pass an array of shape {'x'.join(map(str, wanted))}"
-            )
-        if name not in ("b", "bias"):
-            read_in_order(array, name == "out", f"{kind}: {name}")
-        found = types.name_of(array.dtype)
-        if found != element:
-            whose = "a has" if element == dtype else "the result has"
-            raise InvalidUsageError(f"{kind}: {name} has dtype {found}, and {whose} {element}: convert {name} first")
-        if library.device_of(array) != device:
-            here, there = ("the host" if each is None else f"GPU {each}" for each in (library.device_of(array), device))
-            raise InvalidUsageError(f"{kind}: {name} is on {here}, and a is on {there}: copy {name} there")
-        return array
-
-    b = checked(b, "b", tuple(b.shape), dtype)
-    out = checked(out, "out", shape, result_dtype)
-    bias = checked(bias, "bias", (shape[1],), result_dtype)
-    gathered = checked(gathered, "gathered", (rows * size, inner), dtype)
-    if product is not None and not callable(product):
-        raise InvalidUsageError(f"{kind}: product={product!r} is no function: pass product(a, b, out) or leave it out")
-    if product is None and library.name == "cupy" and dtype not in _OF_CUPY:
-        raise InvalidUsageError(
-            f"{kind}: CuPy multiplies no {dtype}: pass tensors of PyTorch, or pass product=, which multiplies"
-        )
-    return Operands(
-        kind, library, a, b, out, bias, product, gathered, device, dtype, result_dtype, result_like, shape, scales
-    )
 
 
 _OF_CUPY = frozenset(REDUCTIONS) - {"bfloat16", "float8_e4m3fn", "float8_e5m2"}

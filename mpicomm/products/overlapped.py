@@ -54,19 +54,12 @@ class Overlapped:
     def facts(self, operands: Operands) -> Facts:
         """Return the facts by which all ranks choose the way of a call."""
         domain = self._engine.domain
+        itemsizes = operands.a.dtype.itemsize, operands.result_like.dtype.itemsize
         rows = operands.a.shape[0] * (domain.size if operands.kind == "allgather_matmul" else 1)
         inner, columns = map(int, operands.b.shape)
+        multiprocessors, speed = domain.multiprocessors, domain.link_speed
         return Facts(
-            operands.kind,
-            operands.dtype,
-            operands.a.dtype.itemsize,
-            operands.result_like.dtype.itemsize,
-            rows,
-            inner,
-            columns,
-            domain.size,
-            domain.multiprocessors,
-            domain.link_speed,
+            operands.kind, operands.dtype, *itemsizes, rows, inner, columns, domain.size, multiprocessors, speed
         )
 
     def fits(self, facts: Facts, cut: RowCut) -> bool:

@@ -5,7 +5,6 @@ of the host and of GPUs over memory that the ranks have opened for each other. O
 PyTorch.
 """
 
-from mpicomm.torch.placements import split_of
 from mpicomm.torch.process_group import communicator
 from mpicomm.torch.registration import register
 from mpicomm.torch.training import (
@@ -15,6 +14,7 @@ from mpicomm.torch.training import (
     experts,
     matmul_allreduce,
     matmul_reduce_scatter,
+    split_of,
 )
 
 register()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from mpicomm.api.communicator import Communicator
@@ -45,11 +46,11 @@ class CollectiveCalls(c10d.ProcessGroup):
         self._sequence = 0
         self._open = True
 
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work | None:
+    def allreduce(self, tensors: Tensors | Tensor, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_reduce`. ``DistributedDataParallel.join`` passes a tensor in place of a list."""
         opts = opts or c10d.AllreduceOptions()
         # The class of lists is tested first, because PyTorch's tensors make the other test slow.
-        if type(tensors) is not list and isinstance(tensors, torch.Tensor):
+        if type(tensors) is not list and isinstance(tensors, Tensor):
             tensors = [tensors]
         (tensor,) = tensors
         # Code in C++ without Python below it calls, such as DDP.
@@ -90,7 +91,7 @@ class CollectiveCalls(c10d.ProcessGroup):
             work.other_value = [list(received) for received in outputs]
         return work
 
-    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work | None:
+    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Work | None:
         return self._run("all_gather_into_tensor", opts, (output, given), [output], [given])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
@@ -102,7 +103,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         (given,), received = inputs, outputs[0] if outputs else None
         return self._run("gather", opts, (received, given, opts.rootRank), received or (), inputs)
 
-    def gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work | None:
+    def gather_single(self, output: Tensor, given: Tensor, opts: Any) -> Work | None:
         """See `torch.distributed.gather_single`."""
         root = opts.rootRank
         if self.rank() == root:
@@ -120,7 +121,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         (output,), (given,) = outputs, inputs
         return self._run("reduce_scatter", opts, (output, given, opts.reduceOp), outputs, given)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work | None:
+    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Work | None:
         opts = opts or c10d.ReduceScatterOptions()
         return self._run("reduce_scatter_tensor", opts, (output, given, opts.reduceOp), [output], [given])
 
@@ -131,12 +132,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         return self._run_each("reduce_scatter_tensor", opts, each, outputs, inputs)
 
     def alltoall_base(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
+        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> Work | None:
         """See `torch.distributed.all_to_all_single`."""
         arguments = output, given, output_splits, input_splits
@@ -184,7 +180,7 @@ class CollectiveCalls(c10d.ProcessGroup):
             self._streams.enqueue(call, given)
 
     def future(
-        self, name: str, call: TensorCall, given: Given, output: torch.Tensor, inputs: Tensors = (), *, beside: bool
+        self, name: str, call: TensorCall, given: Given, output: Tensor, inputs: Tensors = (), *, beside: bool
     ) -> torch.futures.Future[Any]:
         """Begin ``call`` with the arguments ``given``. Return a future of ``output``. Collective.
 
@@ -202,13 +198,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)
 
     def _run(
-        self,
-        name: str,
-        opts: Any,
-        given: Given,
-        outputs: Tensors,
-        inputs: Tensors = (),
-        call: TensorCall | None = None,
+        self, name: str, opts: Any, given: Given, outputs: Tensors, inputs: Tensors = (), call: TensorCall | None = None
     ) -> Work | None:
         """Carry out or begin the collective ``name``, or ``call``. It writes ``outputs`` and reads ``inputs``."""
         if not self._open:
@@ -261,7 +251,7 @@ class CollectiveCalls(c10d.ProcessGroup):
 
         return self._run(f"{name}_coalesced", opts, (), outputs, inputs, TensorCall(calls))
 
-    def _gpu_streams(self, name: str, tensor: torch.Tensor) -> Streams:
+    def _gpu_streams(self, name: str, tensor: Tensor) -> Streams:
         if self._streams is None:
             raise TensorError(f"{name}: a tensor is on {tensor.device}, but this group has no GPU: pass tensor.cpu()")
         return self._streams

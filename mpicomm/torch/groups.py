@@ -40,7 +40,7 @@ def communicator_of(given: Any, whole: Communicator | None) -> Communicator:
     timeout_s = given.timeout.total_seconds()
     ranks, name = list(given.global_ranks_in_group), str(given.group_id)
     if whole is not None and ranks:
-        return part_of(whole, ranks, name, given.store, timeout_s)
+        return made(members_of(whole, ranks, name, given.store, timeout_s), whole.device, timeout_s)
     if not ranks:
         plain = private_copy(MPI.COMM_WORLD, _STEP, timeout_s)
     else:  # the group of all ranks has another backend
@@ -89,17 +89,17 @@ def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Com
         # A launcher of PyTorch inside an MPI job may number the ranks in another order.
         ordered = plain.Split(0, rank)
         assert isinstance(ordered, MPI.Intracomm)
-        return _made(ordered, device, timeout_s)
+        return made(ordered, device, timeout_s)
     finally:
         if group.broken is None:
             plain.Free()
 
 
-def _made(plain: MPI.Intracomm, device: int | str, timeout_s: float) -> Communicator:
+def made(plain: MPI.Intracomm, device: int | str, timeout_s: float) -> Communicator:
     """Return a Communicator of the ranks of ``plain``, and free ``plain``. Collective."""
-    made = Communicator(plain, device=device, timeout_s=timeout_s)
+    comm = Communicator(plain, device=device, timeout_s=timeout_s)
     plain.Free()  # not after an error, because MPI's Free may wait without a limit for a rank that is missing
-    return made
+    return comm
 
 
 def install_handler() -> None:
@@ -154,19 +154,14 @@ def _by_mpi(timeout: timedelta) -> Found:
     raise RuntimeError("PyTorch asks for other ranks, but MPI does not change the ranks of a running program")
 
 
-def part_of(parent: Communicator, ranks: Sequence[int], name: str, store: c10d.Store, timeout_s: float) -> Communicator:
-    """Return a Communicator of some ranks of ``parent``, in this order, on the same devices.
+def members_of(
+    parent: MPI.Intracomm, ranks: Sequence[int], name: str, store: c10d.Store, timeout_s: float
+) -> MPI.Intracomm:
+    """Return MPI's communicator of some ranks of ``parent``, in this order. The caller frees it.
 
     Collective only over these ranks. They pass the same ``name``, which differs between groups that are made at the
     same time. ``store`` is the store of the new group. Raises `GroupTimeoutError` if a rank does not come.
     """
-    return _made(members_of(parent, ranks, name, store, timeout_s), parent.device, timeout_s)
-
-
-def members_of(
-    parent: MPI.Intracomm, ranks: Sequence[int], name: str, store: c10d.Store, timeout_s: float
-) -> MPI.Intracomm:
-    """Return MPI's communicator of some ranks of ``parent``; see `part_of`. The caller frees it."""
     # The barrier comes first, because MPI waits without a limit for ranks that do not come.
     came = dist.PrefixStore("came", store)
     wait_for_all(came, list(ranks).index(parent.rank), len(ranks), timeout_s, name_all=True, step="new_group")

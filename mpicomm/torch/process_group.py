@@ -19,7 +19,7 @@ from mpicomm.log import logger
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.torch.call_queue import JoinedWork
 from mpicomm.torch.collective_calls import CollectiveCalls
-from mpicomm.torch.groups import communicator_of, part_of, wait_for_all
+from mpicomm.torch.groups import communicator_of, made, members_of, wait_for_all
 from mpicomm.torch.tensors import flat, movable
 from mpicomm.torch.works import WAITS, MessageWork, Tensors, Work, ended, translated
 
@@ -152,7 +152,8 @@ class ProcessGroup(CollectiveCalls):
         name = given["group_name"]
         timeout_s = timeout.total_seconds() if timeout else self._timeout_s
         store = dist.PrefixStore(f"{name}/", self._store)
-        part = ProcessGroup(store, part_of(self.communicator, ranks, name, store, timeout_s), timeout_s)
+        members = members_of(self.communicator, ranks, name, store, timeout_s)
+        part = ProcessGroup(store, made(members, self.communicator.device, timeout_s), timeout_s)
         part._set_group_name(name)
         part._set_group_desc(given.get("group_desc") or "")
         return part

@@ -183,13 +183,7 @@ class Streams:
         return work
 
     def future(
-        self,
-        call: TensorCall,
-        given: Given,
-        value: torch.Tensor | Tensors,
-        tensors: Tensors,
-        beside: bool,
-        known: AnyPlan | None = None,
+        self, call: TensorCall, given: Given, value: Any, tensors: Tensors, beside: bool, known: AnyPlan | None = None
     ) -> torch.futures.Future[Any]:
         """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future.
 

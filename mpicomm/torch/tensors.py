@@ -20,12 +20,8 @@ from mpicomm.mpi.ops import AVG
 from mpicomm.mpi.plain_arrays import tensors_in_blocks
 
 
-class TensorError(InvalidUsageError, RuntimeError):
-    """The error for a tensor on a device that groups do not serve, and for split sizes that do not fit a tensor."""
-
-
-class ElementTypeError(InvalidUsageError, TypeError, RuntimeError):
-    """The error for elements that cannot be reduced, and for tensors of one call that differ in type or device.
+class TensorError(InvalidUsageError, TypeError, RuntimeError):
+    """The error for tensors that a call does not take: their device, their types, or their split sizes.
 
     PyTorch's backends raise TypeError or RuntimeError for it.
     """
@@ -132,7 +128,7 @@ class Pieces:
         first = self._tensors[0]
         for index, tensor in enumerate(self._tensors):
             if tensor.dtype != first.dtype or tensor.device != first.device:
-                raise ElementTypeError(
+                raise TensorError(
                     f"{name}[{index}] has {tensor.dtype} on {tensor.device}, but {name}[0] has {first.dtype} on "
                     f"{first.device}: all tensors of a call have one type and one device"
                 )
@@ -217,7 +213,7 @@ class Pieces:
         """Raise unless both have one type and one device. Local."""
         mine, theirs = self.memory, other.memory
         if mine.dtype is not theirs.dtype or mine.device != theirs.device:
-            raise ElementTypeError(
+            raise TensorError(
                 f"{self._name} has {mine.dtype} on {mine.device}, but {other._name} has {theirs.dtype} on "
                 f"{theirs.device}: they must agree"
             )
@@ -269,12 +265,8 @@ _OPS = {
 }
 # A sum of truth values is true if one of them is true, as in PyTorch's backend for NCCL.
 _LOGICAL_OPS = {
-    _Kind.SUM: MPI.LOR,
-    _Kind.MAX: MPI.LOR,
-    _Kind.BOR: MPI.LOR,
-    _Kind.PRODUCT: MPI.LAND,
-    _Kind.MIN: MPI.LAND,
-    _Kind.BAND: MPI.LAND,
+    **dict.fromkeys((_Kind.SUM, _Kind.MAX, _Kind.BOR), MPI.LOR),
+    **dict.fromkeys((_Kind.PRODUCT, _Kind.MIN, _Kind.BAND), MPI.LAND),
     _Kind.BXOR: MPI.LXOR,
 }
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -309,7 +301,7 @@ _reductions: dict[tuple[int, torch.dtype], TorchReduction] = {}
 def reduction_of(op: Any, memory: torch.Tensor, name: str) -> TorchReduction:
     """Return the reduction by a ``ReduceOp`` of ``memory``, a result of `flat` for the tensor ``name``. Local.
 
-    Raises `ElementTypeError` for elements that mpicomm cannot reduce, and `InvalidUsageError` for unknown operations.
+    Raises `TensorError` for elements that mpicomm cannot reduce, and `InvalidUsageError` for unknown operations.
     """
     key = hash(op), memory.dtype  # the hash is the number of the kind, and takes less time than to read the kind
     reduction = _reductions.get(key)
@@ -329,22 +321,22 @@ def op_of_one_call(op: Any, memory: torch.Tensor, name: str) -> MPI.Op | None:
 
 def _checked_reduction(kind: Any, dtype: torch.dtype, name: str) -> TorchReduction:
     if not is_known(dtype):
-        raise ElementTypeError(
+        raise TensorError(
             f"{name} has elements of {dtype}, which mpicomm cannot reduce: convert it, for example to torch.bfloat16"
         )
     whole, scaled = kind == _Kind.AVG and dtype in _WHOLE, kind == _Kind.PREMUL_SUM
     if whole and dtype in _WITHOUT_DIVISION:
-        raise ElementTypeError(
+        raise TensorError(
             f"op=AVG is not defined for {dtype} of {name}: use SUM and divide, or convert it to torch.int64"
         )
     if scaled and not (dtype.is_floating_point or dtype.is_complex):
-        raise ElementTypeError(
+        raise TensorError(
             f"op=PREMUL_SUM multiplies with a factor, and {name} has elements of {dtype}: convert it to a type of "
             "floats"
         )
     op = MPI.SUM if whole else (_LOGICAL_OPS if dtype is torch.bool else _OPS).get(kind)
     if op is None:
         if dtype is torch.bool:
-            raise ElementTypeError(f"op={kind.name} is not defined for torch.bool: convert the tensor, or use SUM")
+            raise TensorError(f"op={kind.name} is not defined for torch.bool: convert the tensor, or use SUM")
         raise InvalidUsageError(f"op={kind.name} is unknown: use one of {', '.join(each.name for each in _OPS)}")
     return TorchReduction(op, None if whole or scaled else op, whole)

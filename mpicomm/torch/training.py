@@ -1,17 +1,19 @@
-"""What training needs beside collectives: the hook of DistributedDataParallel, and calls of layers with gradients.
+"""What training needs beside collectives: the hook of DDP, calls of layers with gradients, and splits of DTensors.
 
 The layers are a mixture of experts, and matrix products that overlap with a collective. PyTorch reads the annotations
 of the hook, so they must be objects.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpicomm.api.splits import integers
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import BY_TOKEN, Received
@@ -92,11 +94,7 @@ def allreduce_hook(
 
 
 def experts(
-    mixture: Experts,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    layer: Callable[[Tensor, Received], Tensor],
+    mixture: Experts, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer: Callable[[Tensor, Received], Tensor]
 ) -> Tensor:
     """Return the weighted sum of the experts of each token, with gradients for ``x``, ``topk_weights`` and ``layer``.
 
@@ -114,13 +112,10 @@ def experts(
         raise InvalidUsageError(
             f"experts: mixture has wire_dtype={mixture.wire_dtype}, which has no gradients: leave wire_dtype out"
         )
-    if mixture.layout == BY_TOKEN:
-        rows, weights, received = _DispatchByToken.apply(mixture, x, topk_ids, topk_weights)
-        z = layer(rows, replace(received, topk_weights=weights))
-        return cast(Tensor, _CombineByToken.apply(mixture, z, rows, topk_ids, received))
     of_rows: list[Tensor] = []
-    rows, received = _Dispatch.apply(mixture, x, topk_ids, topk_weights, of_rows)
-    return cast(Tensor, _Combine.apply(mixture, layer(rows, received), rows, topk_ids, received, of_rows))
+    rows, weights, received = _Dispatch.apply(mixture, x, topk_ids, topk_weights, of_rows)
+    z = layer(rows, received if weights is None else replace(received, topk_weights=weights))
+    return cast(Tensor, _Combine.apply(mixture, z, rows, topk_ids, received, of_rows))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -128,13 +123,16 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, mixture: Experts, x: Tensor, ids: Tensor, weights: Tensor, of_rows: list[Tensor]) -> Any:
         received = mixture.dispatch(x.detach(), ids, weights.detach())
         ctx.mixture, ctx.received, ctx.of_rows = mixture, received, of_rows
-        return _cleared(received), received
+        # An output must not be an array of the result, because `_Combine` keeps the result.
+        of_slots = received.topk_weights.clone() if mixture.layout == BY_TOKEN else None
+        return _cleared(received), of_slots, received
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: object) -> Any:
+    def backward(ctx: Any, gradient: Tensor, of_slots: Tensor | None, _: object) -> Any:
         # The gradients of the weights go back to their tokens beside the gradients of the rows.
+        values = ctx.of_rows.pop() if of_slots is None else of_slots.contiguous()
         of_x, of_weights = ctx.mixture.combine(
-            gradient.contiguous(), ctx.received, weighted=False, values=ctx.of_rows.pop()
+            gradient.contiguous(), ctx.received, weighted=of_slots is not None, values=values
         )
         return None, of_x, None, of_weights, None
 
@@ -147,47 +145,19 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mixture: Experts, z: Tensor, rows: Tensor, ids: Tensor, *more: Any) -> Any:
-        ctx.save_for_backward(z, ids)
         ctx.mixture, (ctx.received, ctx.of_rows) = mixture, more
+        ctx.save_for_backward(None if mixture.layout == BY_TOKEN else z, ids)
         return mixture.combine(z.detach().contiguous(), ctx.received)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         z, ids = ctx.saved_tensors
-        arrived = _cleared(ctx.mixture.dispatch(gradient.contiguous(), ids))
-        pairs = zip(z.split(_ROWS_AT_ONCE), arrived.split(_ROWS_AT_ONCE), strict=True)
-        ctx.of_rows[:] = [torch.cat([(one.float() * other.float()).sum(dim=1) for one, other in pairs])]
-        of_z = torch.mul(arrived, ctx.received.weights[:, None], out=torch.empty_like(arrived))
+        of_z = arrived = _cleared(ctx.mixture.dispatch(gradient.contiguous(), ids))
+        if z is not None:
+            pairs = zip(z.split(_ROWS_AT_ONCE), arrived.split(_ROWS_AT_ONCE), strict=True)
+            ctx.of_rows[:] = [torch.cat([(one.float() * other.float()).sum(dim=1) for one, other in pairs])]
+            of_z = torch.mul(arrived, ctx.received.weights[:, None], out=torch.empty_like(arrived))
         return None, of_z, None, None, None, None
-
-
-class _DispatchByToken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mixture: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
-        received = mixture.dispatch(x.detach(), ids, weights.detach())
-        ctx.mixture, ctx.received = mixture, received
-        # An output must not be an array of the result, because `_CombineByToken` keeps the result.
-        return _cleared(received), received.topk_weights.clone(), received
-
-    @staticmethod
-    def backward(ctx: Any, of_rows: Tensor, of_slots: Tensor, _: object) -> Any:
-        of_x, of_weights = ctx.mixture.combine(of_rows.contiguous(), ctx.received, values=of_slots.contiguous())
-        return None, of_x, None, of_weights
-
-
-class _CombineByToken(torch.autograd.Function):
-    """It takes the rows of `_DispatchByToken`, and gives them no gradient, as `_Combine`."""
-
-    @staticmethod
-    def forward(ctx: Any, mixture: Experts, z: Tensor, rows: Tensor, ids: Tensor, received: Received) -> Any:
-        ctx.save_for_backward(ids)
-        ctx.mixture = mixture
-        return mixture.combine(z.detach().contiguous(), received)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        return None, _cleared(ctx.mixture.dispatch(gradient.contiguous(), ids)), None, None, None
 
 
 def _cleared(received: Received) -> Tensor:
@@ -206,7 +176,7 @@ def allgather_matmul(
     in the backward pass, which computes the gradient of ``a`` by `matmul_reduce_scatter`. If ``b`` needs a gradient,
     the gathered rows are kept for it. Raises the errors of ``Communicator.allgather_matmul``.
     """
-    return cast(Tensor, _AllgatherMatmul.apply(a, b, bias, group_of(group)))
+    return cast(Tensor, _Product.apply("allgather_matmul", a, b, bias, group_of(group)))
 
 
 def matmul_reduce_scatter(
@@ -219,7 +189,7 @@ def matmul_reduce_scatter(
     `allgather_matmul`. The gradients of ``b`` and ``bias`` are sums over the rows of all ranks. Raises the errors of
     ``Communicator.matmul_reduce_scatter``.
     """
-    return cast(Tensor, _MatmulReduceScatter.apply(a, b, bias, group_of(group)))
+    return cast(Tensor, _Product.apply("matmul_reduce_scatter", a, b, bias, group_of(group)))
 
 
 def matmul_allreduce(
@@ -230,67 +200,82 @@ def matmul_allreduce(
     Collective over ``group``. The backward pass is local. It expects the same gradient on all ranks, because all ranks
     go on with the same result. Raises the errors of ``Communicator.matmul_allreduce``.
     """
-    return cast(Tensor, _MatmulAllreduce.apply(a, b, bias, group_of(group)))
+    return cast(Tensor, _Product.apply("matmul_allreduce", a, b, bias, group_of(group)))
 
 
-def _call(group: ProcessGroup, name: str, a: Tensor, b: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
+class _Product(torch.autograd.Function):
+    """The product ``kind`` of a group's Communicator."""
+
+    @staticmethod
+    def forward(context: Any, kind: str, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
+        context.kind, context.group = kind, group
+        gathers = kind == "allgather_matmul"
+        whole = _rows_of_all(a, group) if gathers and context.needs_input_grad[2] else None
+        context.save_for_backward(whole if gathers else a, b)
+        return _call(group, kind, a, b, bias, **({"gathered": whole} if gathers else {}))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        (rows, b), kind, group = context.saved_tensors, context.kind, context.group
+        _, of_a, of_b, of_bias, _ = context.needs_input_grad
+        found = None
+        if kind == "matmul_reduce_scatter":
+            # All ranks make this call, also a rank that needs no gradient of `a`, because the other ranks need its
+            # rows.
+            whole = _rows_of_all(gradient, group)
+            found = _call(group, "allgather_matmul", gradient, b.t(), gathered=whole)
+            gradient = whole
+        elif of_a:
+            is_local = kind == "matmul_allreduce"
+            found = gradient @ b.t() if is_local else _call(group, "matmul_reduce_scatter", gradient, b.t())
+        of_rows = rows.t() @ gradient if of_b else None
+        return None, found if of_a else None, of_rows, gradient.sum(0) if of_bias else None, None
+
+
+def _rows_of_all(own: Tensor, group: ProcessGroup) -> Tensor:
+    return own.new_empty((own.shape[0] * group.size(), *own.shape[1:]))
+
+
+def _call(group: ProcessGroup, kind: str, a: Tensor, b: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
     """Make a call of the group's Communicator in its turn among the calls of the group."""
-    call, added = getattr(group.communicator, name), None if bias is None else bias.detach()
-    return cast(Tensor, group.in_turn(name, lambda: call(a.detach(), b.detach(), bias=added, **more)))
+    call, added = getattr(group.communicator, kind), None if bias is None else bias.detach()
+    return cast(Tensor, group.in_turn(kind, lambda: call(a.detach(), b.detach(), bias=added, **more)))
 
 
-class _AllgatherMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
-        gathered = None
-        if context.needs_input_grad[1]:
-            gathered = a.new_empty((a.shape[0] * group.size(), *a.shape[1:]))
-        context.save_for_backward(gathered, b)
-        context.group = group
-        return _call(group, "allgather_matmul", a, b, bias, gathered=gathered)
+def split_of(shape: int | Sequence[int], mesh: Any, placements: Any) -> list[Any]:
+    """Return the box of each rank of a DTensor of this ``shape`` on a DeviceMesh, as a split. Local.
 
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:
-        gathered, b = context.saved_tensors
-        of_a, of_b, of_bias, _ = context.needs_input_grad
-        return (
-            _call(context.group, "matmul_reduce_scatter", gradient, b.t()) if of_a else None,
-            gathered.t() @ gradient if of_b else None,
-            gradient.sum(0) if of_bias else None,
-            None,
-        )
+    A box is a pair (start, stop) for each axis. Ranks outside of the mesh have None. ``placements`` has a ``Shard`` or
+    ``Replicate`` for each dimension of the mesh; a mesh of one dimension also takes it alone. The boxes are for a
+    Communicator of all ranks, such as ``mpicomm.torch.communicator()``.
 
+    Raises `InvalidUsageError` for other placements, and for axes that the shape does not have.
 
-class _MatmulReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
-        context.save_for_backward(a, b)
-        context.group = group
-        return _call(group, "matmul_reduce_scatter", a, b, bias)
+        rows = mpicomm.torch.split_of(t.shape, t.device_mesh, t.placements)
+        y = comm.redistribute(t.to_local(), from_=rows, to=1, shape=t.shape)
+    """
+    from torch.distributed.tensor import Replicate, Shard  # a program that passes them has imported this
 
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:
-        (a, b), group = context.saved_tensors, context.group
-        of_a, of_b, of_bias, _ = context.needs_input_grad
-        # All ranks make this call, also a rank that needs no gradient of `a`, because the other ranks need its rows.
-        whole = gradient.new_empty((gradient.shape[0] * group.size(), gradient.shape[1]))
-        found = _call(group, "allgather_matmul", gradient, b.t(), gathered=whole)
-        return found if of_a else None, a.t() @ whole if of_b else None, whole.sum(0) if of_bias else None, None
-
-
-class _MatmulAllreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
-        context.save_for_backward(a, b)
-        return _call(group, "matmul_allreduce", a, b, bias)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:
-        a, b = context.saved_tensors
-        of_a, of_b, of_bias, _ = context.needs_input_grad
-        return (
-            gradient @ b.t() if of_a else None,
-            a.t() @ gradient if of_b else None,
-            gradient.sum(0) if of_bias else None,
-            None,
-        )
+    lengths = integers("shape", shape)
+    placed = list(placements) if isinstance(placements, Sequence) else [placements]
+    if len(placed) != mesh.ndim:
+        raise InvalidUsageError(f"placements={placed} for a mesh of {mesh.ndim} dimensions: pass one for each")
+    for placement in placed:
+        if type(placement) not in (Replicate, Shard):
+            raise InvalidUsageError(
+                f"placements={placed}: {placement} has no boxes: redistribute the DTensor to Shard or Replicate first"
+            )
+        if isinstance(placement, Shard) and not -len(lengths) <= placement.dim < len(lengths):
+            raise InvalidUsageError(f"placements={placed}: an array of shape {lengths} has no axis {placement.dim}")
+    whole = [(0, length) for length in lengths]
+    boxes: list[Any] = [None] * dist.get_world_size()
+    for coordinates in product(*map(range, mesh.shape)):
+        box = list(whole)
+        for place, parts, placement in zip(coordinates, mesh.shape, placed, strict=True):
+            if isinstance(placement, Shard):
+                start, stop = box[placement.dim]
+                length = -(-(stop - start) // parts)  # PyTorch rounds up, so the last ranks may have nothing
+                first = min(start + place * length, stop)
+                box[placement.dim] = first, min(first + length, stop)
+        boxes[int(mesh.mesh[coordinates])] = tuple(box)
+    return boxes

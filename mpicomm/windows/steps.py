@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,33 +15,11 @@ from mpicomm.devices.base import GrowingScratch, Scratch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels import window as kernels
 from mpicomm.kernels.packing import blocks_for
-from mpicomm.kernels.window import (
-    ACCUMULATE_THREADS,
-    FENCE,
-    LOCATING,
-    LOCK,
-    LOCK_KERNEL,
-    MEET_KERNEL,
-    MOVING,
-    ROW_WORDS,
-    ROWS_OF_COUNTS,
-    START,
-    UPDATED_SIZES,
-    WAIT,
-    WIDE_NBYTES,
-    WINDOW_THREADS,
-    WORD_NBYTES,
-    AccumulateArguments,
-    SwapArguments,
-    SynchronisationArguments,
-    accumulate_kernel,
-    swap_kernel,
-)
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.types import is_covered
-from mpicomm.windows.buffers import LocalBuffer, Target
-from mpicomm.windows.updates import Update, is_aligned
+from mpicomm.windows.buffers import LocalBuffer, Target, Update, is_aligned
 
 _LINE_NBYTES = 128
 _BYTE = np.dtype(np.uint8)
@@ -57,10 +35,10 @@ class RunUpdate:
     def __init__(self, backend: GpuBackend, update: Update) -> None:
         self._backend = backend
         self._itemsize = itemsize = update.dtype.itemsize
-        self._kernel = accumulate_kernel((update.kernel_type, update.op), itemsize)
+        self._kernel = kernels.accumulate_kernel((update.kernel_type, update.op), itemsize)
         # The kernel reads a single run from its argument.
         walk = table_for(run_of(itemsize)).arguments(0, 0, 0, backend.faults.failed, unpacks=True)
-        self._arguments = AccumulateArguments(walk, 0)
+        self._arguments = kernels.AccumulateArguments(walk, 0)
         self._walk, self._run = self._arguments.walk, self._arguments.walk.first
         self._enqueue = backend.launcher(self._kernel, self._arguments)
         self._multiprocessors = backend.multiprocessors
@@ -87,29 +65,18 @@ class RunUpdate:
             self._times += 1
             if self._times >= _TIMES and not captures:  # for example a counter from which a program draws
                 self._repeat = self._backend.fixed_launch(
-                    self._kernel, self._arguments, blocks=blocks, threads=ACCUMULATE_THREADS
+                    self._kernel, self._arguments, blocks=blocks, threads=kernels.ACCUMULATE_THREADS
                 )
                 self._repeated = update
-            self._enqueue(stream, blocks, ACCUMULATE_THREADS)
+            self._enqueue(stream, blocks, kernels.ACCUMULATE_THREADS)
 
 
-class Count(NamedTuple):
-    """A kind of count on the boards, and the operation that a fault record names for a wait."""
-
-    kind: int
-    operation: int
-
-
-FENCES, POSTS, COMPLETES = Count(0, FENCE), Count(1, START), Count(2, WAIT)
-
-
-def set_of(ranks: Iterable[int]) -> int:
-    """Return a set of ranks as a number: bit r stands for rank r."""
-    return sum(1 << rank for rank in set(ranks))
+FENCES, POSTS, COMPLETES = (0, kernels.FENCE), (1, kernels.START), (2, kernels.WAIT)
+"""The counts on the boards: each a kind, and the operation that a fault record names for a wait."""
 
 
 def ranks_in(ranks: int) -> Iterator[int]:
-    """Yield the ranks of a set, in their order."""
+    """Yield the ranks of a set, in their order. The set is a number: bit r stands for rank r."""
     for rank in range(ranks.bit_length()):
         if ranks >> rank & 1:
             yield rank
@@ -118,7 +85,7 @@ def ranks_in(ranks: int) -> Iterator[int]:
 class Steps:
     """The parts of one-sided calls that kernels of this rank's GPU carry out, in the order of a stream.
 
-    A set of ranks is a number: see `set_of`. Construction loads the kernels that wait, before a kernel can spin.
+    A set of ranks is a number: see `ranks_in`. Construction loads the kernels that wait, before a kernel can spin.
     """
 
     def __init__(self, backend: GpuBackend, boards: list[int], rank: int) -> None:
@@ -131,20 +98,16 @@ class Steps:
         faults = backend.faults
         self._table = backend.pointer_table(list(boards))
         limits = backend.timeout_ns, faults.record, faults.failed
-        self._arguments = SynchronisationArguments(int(self._table.data.ptr), 0, 0, *limits, rank)
+        self._arguments = kernels.SynchronisationArguments(int(self._table.data.ptr), 0, 0, *limits, rank)
         self._threads = threading.Lock()  # threads may call a window at once
-        self._meet = backend.launcher(MEET_KERNEL, self._arguments)
-        self._lock = backend.launcher(LOCK_KERNEL, self._arguments)
+        self._meet = backend.launcher(kernels.MEET_KERNEL, self._arguments)
+        self._lock = backend.launcher(kernels.LOCK_KERNEL, self._arguments)
         self.run_update = cache(partial(RunUpdate, backend))
         """Returns the launches that update consecutive elements. The first call loads their kernel."""
 
-    def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        """Pack elements, which lie from ``memory`` on, to ``packed``."""
-        self._backend.pack(table_for(layout), memory, packed, stream, unpacks=False)
-
-    def scatter(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        """Unpack elements from ``packed`` to their places from ``memory`` on."""
-        self._backend.pack(table_for(layout), memory, packed, stream, unpacks=True)
+    def pack(self, layout: DatatypeLayout, memory: int, packed: int, stream: int, *, unpacks: bool = False) -> None:
+        """Pack elements, which lie from ``memory`` on, to ``packed``; with ``unpacks`` move them back."""
+        self._backend.pack(table_for(layout), memory, packed, stream, unpacks=unpacks)
 
     def scratch(self, nbytes: int, stream: int) -> int:
         """Return the address of private memory, which is valid for the next steps on the stream.
@@ -156,27 +119,27 @@ class Steps:
             return self._captured[-1].pointer
         return self._scratch.setdefault(stream, GrowingScratch(self._backend)).of(max(nbytes, 1))
 
-    def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
+    def meet(self, count: tuple[int, int], signals: int, waits: int, stream: int) -> None:
         """Signal ranks, after all earlier work of the stream, and then wait for ranks."""
         if signals or waits:
             x = self._arguments
             with self._threads:
-                x.operation, x.kind, x.signals, x.waits = count.operation, count.kind, signals, waits
-                self._meet(stream, 1, WINDOW_THREADS)
+                (x.kind, x.operation), x.signals, x.waits = count, signals, waits
+                self._meet(stream, 1, kernels.WINDOW_THREADS)
 
-    def arrived(self, count: Count, ranks: int) -> bool:
+    def arrived(self, count: tuple[int, int], ranks: int) -> bool:
         """Return whether `meet` would wait for none of these ranks now. It blocks for some microseconds."""
         backend = self._backend
-        row_nbytes = ROW_WORDS * WORD_NBYTES
-        rows = backend.pinned(ROWS_OF_COUNTS * row_nbytes)
+        row_nbytes = kernels.ROW_WORDS * kernels.WORD_NBYTES
+        rows = backend.pinned(kernels.ROWS_OF_COUNTS * row_nbytes)
         stream = backend.side_streams.take()
         try:
-            start = self._boards[self._rank] + count.kind * ROWS_OF_COUNTS * row_nbytes
+            start = self._boards[self._rank] + count[0] * kernels.ROWS_OF_COUNTS * row_nbytes
             backend.copy(rows.ctypes.data, start, rows.nbytes, stream)
             backend.synchronize(stream)
         finally:
             backend.side_streams.give_back(stream)
-        inbox, _, expected = rows.view(np.int64).reshape(ROWS_OF_COUNTS, ROW_WORDS)
+        inbox, _, expected = rows.view(np.int64).reshape(kernels.ROWS_OF_COUNTS, kernels.ROW_WORDS)
         return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
 
     def lock(self, gives: int, takes: int, stream: int, *, exclusive: bool, yields: bool = False) -> None:
@@ -186,17 +149,19 @@ class Steps:
         """
         x = self._arguments
         with self._threads:
-            x.operation, x.signals, x.waits, x.exclusive, x.yields = LOCK, gives, takes, exclusive, yields
-            self._lock(stream, 1, WINDOW_THREADS)
+            x.operation, x.signals, x.waits, x.exclusive, x.yields = kernels.LOCK, gives, takes, exclusive, yields
+            self._lock(stream, 1, kernels.WINDOW_THREADS)
 
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
         """Raise `InvalidUsageError` if `accumulate` cannot update these elements atomically. Local."""
         dtype, nbytes = update.dtype, update.dtype.itemsize
-        if nbytes not in UPDATED_SIZES or not (update.op in (*MOVING, *LOCATING) or is_covered(dtype)):
+        if nbytes not in kernels.UPDATED_SIZES or not (
+            update.op in (*kernels.MOVING, *kernels.LOCATING) or is_covered(dtype)
+        ):
             raise InvalidUsageError(
                 f"{what}: a GPU does not update elements of {dtype}: convert them to a type that it computes with"
             )
-        if nbytes == WIDE_NBYTES and self._backend.info.compute_capability < (9, 0):
+        if nbytes == kernels.WIDE_NBYTES and self._backend.info.compute_capability < (9, 0):
             raise InvalidUsageError(
                 f"{what}: elements of {update.dtype} have {nbytes} bytes, which only GPUs of compute capability 9.0 or "
                 "newer update at once: pass smaller elements"
@@ -220,15 +185,15 @@ class Steps:
         table = table_for(run_of(elements.nbytes) if elements.layout is None else elements.layout)
         regions = backend.pack_table(table)
         walk = table.arguments(regions, target.address, values, backend.faults.failed, unpacks=True)
-        kernel = accumulate_kernel((update.kernel_type, update.op), itemsize)
+        kernel = kernels.accumulate_kernel((update.kernel_type, update.op), itemsize)
         blocks = blocks_for(elements.nbytes // itemsize, backend.multiprocessors)
-        arguments = AccumulateArguments(walk, result)
-        backend.launch(kernel, arguments, stream, blocks=blocks, threads=ACCUMULATE_THREADS)
+        arguments = kernels.AccumulateArguments(walk, result)
+        backend.launch(kernel, arguments, stream, blocks=blocks, threads=kernels.ACCUMULATE_THREADS)
 
     def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
         """Replace one element by the element at ``value`` if its bits are the bits at ``compare``; atomic."""
-        swap = SwapArguments(target.address, value, compare, result, self._backend.faults.failed)
-        self._backend.launch(swap_kernel(target.elements.nbytes), swap, stream, blocks=1, threads=1)
+        swap = kernels.SwapArguments(target.address, value, compare, result, self._backend.faults.failed)
+        self._backend.launch(kernels.swap_kernel(target.elements.nbytes), swap, stream, blocks=1, threads=1)
 
     def packed(self, local: LocalBuffer, stream: int, place: int = 0) -> int:
         """Return the address of the elements of a buffer, one after the other, in memory of the device.
@@ -242,12 +207,12 @@ class Steps:
         if layout is None:
             backend.copy(place, local.pointer, local.nbytes, stream)
         elif local.on_device:
-            self.gather(layout, local.pointer, place, stream)
+            self.pack(layout, local.pointer, place, stream)
         else:
             self._require_no_capture(local, stream)
             # CUDA reads pageable memory before the call returns, so the staging memory may go afterwards.
             staging = np.empty(local.nbytes, np.uint8)
-            gather_on_host(layout, local.pointer, staging.ctypes.data)
+            pack_on_host(layout, local.pointer, staging.ctypes.data)
             backend.copy(place, staging.ctypes.data, local.nbytes, stream)
         return place
 
@@ -260,11 +225,11 @@ class Steps:
             backend.copy(local.pointer if staging is None else staging.ctypes.data, source, local.nbytes, stream)
             backend.synchronize(stream)
             if layout is not None and staging is not None:
-                scatter_on_host(layout, local.pointer, staging.ctypes.data)
+                pack_on_host(layout, local.pointer, staging.ctypes.data, unpacks=True)
         elif layout is None:
             backend.copy(local.pointer, source, local.nbytes, stream)
         else:
-            self.scatter(layout, local.pointer, source, stream)
+            self.pack(layout, local.pointer, source, stream, unpacks=True)
 
     def places(self, buffers: Sequence[LocalBuffer | None], itemsize: int, stream: int) -> list[int]:
         """Return a place in scratch memory for each buffer whose elements kernels cannot access as they lie, else 0."""
@@ -286,21 +251,17 @@ class Steps:
             )
 
 
-def gather_on_host(layout: DatatypeLayout, memory: int, packed: int) -> None:
-    """Pack elements in host memory, which lie from ``memory`` on, to ``packed``.
+def pack_on_host(layout: DatatypeLayout, memory: int, packed: int, *, unpacks: bool = False) -> None:
+    """Pack elements in host memory, which lie from ``memory`` on, to ``packed``; with ``unpacks`` move them back.
 
     MPI's Pack would leave out the gaps in pairs of a value and an index, which updates of whole pairs need.
     """
-    array_at(packed, layout.nbytes, _BYTE)[:] = _reached(layout, memory)[_places_of(layout)]
-
-
-def scatter_on_host(layout: DatatypeLayout, memory: int, packed: int) -> None:
-    """Unpack elements in host memory from ``packed`` to their places from ``memory`` on."""
-    _reached(layout, memory)[_places_of(layout)] = array_at(packed, layout.nbytes, _BYTE)
-
-
-def _reached(layout: DatatypeLayout, memory: int) -> npt.NDArray[np.uint8]:
-    return array_at(memory + layout.begin, layout.end - layout.begin, _BYTE)
+    touched = array_at(memory + layout.begin, layout.end - layout.begin, _BYTE)
+    places, in_turn = _places_of(layout), array_at(packed, layout.nbytes, _BYTE)
+    if unpacks:
+        touched[places] = in_turn
+    else:
+        in_turn[:] = touched[places]
 
 
 @lru_cache(maxsize=16)  # a place takes eight bytes

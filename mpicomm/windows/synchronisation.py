@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from mpi4py import MPI
 
 from mpicomm.activity import layout
 from mpicomm.activity.reading import calls_of
-from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
-from mpicomm.errors import InvalidUsageError
+from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.spec import index_of
 from mpicomm.windows.memory import WindowMemory
-from mpicomm.windows.order import Epochs, StreamUse
-from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, Steps, ranks_in, set_of
+from mpicomm.windows.order import StreamUse
+from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, Steps, ranks_in
 
 _ASSERTIONS = {
     "Win.Fence": MPI.MODE_NOSTORE | MPI.MODE_NOPUT | MPI.MODE_NOPRECEDE | MPI.MODE_NOSUCCEED,
@@ -33,17 +32,22 @@ _ASSERTIONS = {
 class Synchronisation:
     """The epochs of this rank. All calls are stream-ordered, and local except `Fence`."""
 
-    def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group, links: Callable[[], Sequence[Link]]) -> None:
+    def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group) -> None:
         """Begin without an epoch. Local. ``array`` of this rank's part has the library whose stream is current."""
-        owner = memory.owner
-        self._memory = memory
-        self._array = array
-        self._group = group
-        self._links = links
-        self._epochs = Epochs()
+        self._memory, self._array, self._group = memory, array, group
+        self._owner = owner = memory.owner
+        self._fence_open = False
+        self._fence_used = False
+        """Whether this rank has accessed memory since the last fence."""
+        self._targets: int | None = None
+        """The targets of `Start`. A set of ranks is a number: bit r stands for rank r."""
+        self._posted: int | None = None
+        """The origins of `Post`."""
+        self._locked: dict[int, int] = {}
+        """The types of the locks that this rank holds or awaits, by rank."""
+        self._locked_all = False
         assert not isinstance(owner.backend, HostBackend)
         self._backend: GpuBackend = owner.backend
-        self._owner = owner
         self._rank = owner.node.rank
         self._size = owner.node.size
         self._everyone = (1 << self._size) - 1
@@ -69,7 +73,8 @@ class Synchronisation:
         """End an epoch of all ranks, and begin the next. Collective. It holds the stream, not the host."""
         self._check("Win.Fence", assertion)
         with self._synchronising(stream) as where:
-            self._epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
+            self._require_no("Win.Fence", "Start", "Post", "Lock")
+            self._fence_open, self._fence_used = not assertion & MPI.MODE_NOSUCCEED, False
             self._row.log(0).post("Win.Fence")
             others = self._everyone & ~(1 << self._rank)
             self._steps.meet(FENCES, others, others, where)
@@ -79,34 +84,38 @@ class Synchronisation:
         self._check("Win.Post", assertion)
         origins = self._ranks_of(group, "Win.Post")
         with self._synchronising(stream) as where:
-            self._epochs.post(origins)
-            self._row.count(layout.POSTED, set_of(origins))
-            self._steps.meet(POSTS, set_of(origins), 0, where)
+            self._end_fence("Win.Post", "Post")
+            self._posted = origins
+            self._row.count(layout.POSTED, origins)
+            self._steps.meet(POSTS, origins, 0, where)
 
     def Start(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the parts of the ranks of ``group``. The stream waits for their `Post`."""
         self._check("Win.Start", assertion)
         targets = self._ranks_of(group, "Win.Start")
         with self._synchronising(stream) as where:
-            self._epochs.start(targets)
-            self._steps.meet(POSTS, 0, set_of(targets), where)
+            self._end_fence("Win.Start", "Start", "Lock")
+            self._targets = targets
+            self._steps.meet(POSTS, 0, targets, where)
 
     def Complete(self, *, stream: Any = None) -> None:
         """End the epoch of `Start`."""
         self._check("Win.Complete")
         with self._synchronising(stream) as where:
-            targets = self._epochs.complete()
-            self._row.count(layout.COMPLETED, set_of(targets))
-            self._steps.meet(COMPLETES, set_of(targets), 0, where)
+            targets, self._targets = self._targets, None
+            if targets is None:
+                raise _wrong("Win.Complete: no Start came before it")
+            self._row.count(layout.COMPLETED, targets)
+            self._steps.meet(COMPLETES, targets, 0, where)
 
     def Wait(self, *, stream: Any = None) -> Literal[True]:
         """End the epoch of `Post`. The stream waits for the `Complete` of all ranks of its group."""
         self._check("Win.Wait")
-        origins = self._epochs.exposed_to("Win.Wait")
+        origins = self._origins("Win.Wait")
         with self._synchronising(stream) as where:
-            self._steps.meet(COMPLETES, 0, set_of(origins), where)
+            self._steps.meet(COMPLETES, 0, origins, where)
         self._is_waited = self._backend.completion(where)
-        self._epochs.end_exposure()
+        self._posted = None
         return True
 
     def Test(self, *, stream: Any = None) -> bool:
@@ -115,12 +124,18 @@ class Synchronisation:
         It blocks for some microseconds.
         """
         self._check("Win.Test")
-        origins = self._epochs.exposed_to("Win.Test")
+        origins = self._origins("Win.Test")
         # The last Wait may still be in flight. It advances the counts with which this call compares.
-        arrived = self._is_waited() and self._steps.arrived(COMPLETES, set_of(origins))
+        arrived = self._is_waited() and self._steps.arrived(COMPLETES, origins)
         return (arrived or self._have_completed(origins)) and self.Wait(stream=stream)
 
-    def _have_completed(self, origins: Iterable[int]) -> bool:
+    def _origins(self, what: str) -> int:
+        """Return the origins of the exposure epoch."""
+        if self._posted is None:
+            raise _wrong(f"{what}: no Post came before it")
+        return self._posted
+
+    def _have_completed(self, origins: int) -> bool:
         """Return whether the hosts of the ranks have called `Complete`. Their GPUs may do so later.
 
         A program may know of these calls, for example from a barrier, and may expect that they are seen here. This
@@ -128,7 +143,7 @@ class Synchronisation:
         with the signal of the peer's GPU.
         """
         places, key = self._owner.placement.places, self._row.words[layout.KEY]
-        for origin in origins:
+        for origin in ranks_in(origins):
             calls = calls_of(places[origin].pid, key)
             if calls is None or calls.completed[self._rank] != self._row.posted(origin):
                 return False
@@ -141,10 +156,18 @@ class Synchronisation:
             return
         self._require_rank("Win.Lock", "rank", rank)
         self._require_atomics("Win.Lock", 1 << rank)
+        exclusive = lock_type == MPI.LOCK_EXCLUSIVE
         # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
-        exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self._epochs.locks
+        yields = not (self._locked or self._locked_all)
         with self._synchronising(stream) as where:
-            self._epochs.lock(rank, lock_type)
+            if lock_type not in (MPI.LOCK_EXCLUSIVE, MPI.LOCK_SHARED):
+                raise RefusedByMpiError(
+                    f"Win.Lock: lock_type={lock_type}: pass MPI.LOCK_EXCLUSIVE or MPI.LOCK_SHARED", MPI.ERR_LOCKTYPE
+                )
+            if rank in self._locked:
+                raise _wrong(f"Win.Lock: this rank has locked rank {rank} already: call Unlock({rank}) before it")
+            self._end_fence("Win.Lock", "Start", "Lock_all")
+            self._locked[rank] = lock_type
             self._steps.lock(0, 1 << rank, where, exclusive=exclusive, yields=yields and not exclusive)
 
     def Unlock(self, rank: int, *, stream: Any = None) -> None:
@@ -154,7 +177,9 @@ class Synchronisation:
             return
         self._require_rank("Win.Unlock", "rank", rank)
         with self._synchronising(stream) as where:
-            lock_type = self._epochs.unlock(rank)
+            if rank not in self._locked:
+                raise _wrong(f"Win.Unlock: rank={rank} is not locked: call Lock before it")
+            lock_type = self._locked.pop(rank)
             self._steps.lock(1 << rank, 0, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
 
     def Lock_all(self, assertion: int = 0, *, stream: Any = None) -> None:
@@ -162,14 +187,17 @@ class Synchronisation:
         self._check("Win.Lock_all", assertion)
         self._require_atomics("Win.Lock_all", self._everyone)
         with self._synchronising(stream) as where:
-            self._epochs.lock_all()
+            self._end_fence("Win.Lock_all", "Start", "Lock")
+            self._locked_all = True
             self._steps.lock(0, self._everyone, where, exclusive=False, yields=True)
 
     def Unlock_all(self, *, stream: Any = None) -> None:
         """End the epoch of `Lock_all`."""
         self._check("Win.Unlock_all")
         with self._synchronising(stream) as where:
-            self._epochs.unlock_all()
+            if not self._locked_all:
+                raise _wrong("Win.Unlock_all: no Lock_all came before it")
+            self._locked_all = False
             self._steps.lock(self._everyone, 0, where, exclusive=False)
 
     def Flush(self, rank: int, *, stream: Any = None) -> None:
@@ -194,7 +222,9 @@ class Synchronisation:
             return
         if not what.endswith("_all"):
             self._require_rank(what, "rank", rank)
-        self._epochs.require_passive(what, rank)
+        if not (self._locked_all or (bool(self._locked) if rank is None else rank in self._locked)):
+            where = "" if rank is None else f"rank={rank} "
+            raise _wrong(f"{what}: {where}is not locked: call Lock or Lock_all before it")
         with self._synchronising(stream):
             pass  # a stream orders the accesses of its rank
 
@@ -204,12 +234,41 @@ class Synchronisation:
         with self._synchronising(stream):
             pass  # a stream orders the accesses of its rank
 
+    def _require_access(self, what: str, target: int) -> None:
+        """Raise unless an epoch lets this rank access the part of ``target``."""
+        if self._locked_all or target in self._locked or (self._targets is not None and self._targets >> target & 1):
+            return
+        if not self._fence_open:
+            raise _wrong(f"{what}: target_rank={target} is in no epoch: call Fence, Start, Lock or Lock_all before it")
+        self._fence_used = True
+
+    def _require_no(self, what: str, *others: str) -> None:
+        """Raise if an epoch of one of the calls ``others`` is open."""
+        open_epochs = {
+            "Start": (self._targets is not None, "Complete"),
+            "Post": (self._posted is not None, "Wait"),
+            "Lock": (bool(self._locked) or self._locked_all, "Unlock_all" if self._locked_all else "Unlock"),
+            "Lock_all": (self._locked_all, "Unlock_all"),
+        }
+        for other in others:
+            is_open, end = open_epochs[other]
+            if is_open:
+                held = f" of {name_ranks(sorted(self._locked))}" if end == "Unlock" else ""
+                raise _wrong(f"{what}: the epoch of {other}{held} is open: call {end} before it")
+
+    def _end_fence(self, what: str, *others: str) -> None:
+        """End the fence epoch, because the call ``what`` begins another one. Raise as `_require_no` before."""
+        self._require_no(what, *others)
+        if self._fence_used:
+            raise _wrong(f"{what}: the epoch of the last Fence has calls that are not complete: call Fence before it")
+        self._fence_open = False
+
     def _require_atomics(self, what: str, ranks: int) -> None:
         """Raise unless the links to ``ranks`` carry atomics. Local."""
         if self._without_atomics is None:
             self._without_atomics = {
                 rank: link.path
-                for rank, link in enumerate(self._links())
+                for rank, link in enumerate(self._owner.links())
                 if not (link.native_atomics or (link.path == "self" and self._owner.kind != "staged"))
             }
         for rank in ranks_in(ranks):
@@ -241,7 +300,7 @@ class Synchronisation:
             yield where
             self._streams.after_synchronisation(where, captures=captures)
         except RefusedByMpiError:
-            raise  # `Epochs` raises it before anything changes
+            raise  # it comes before anything changes
         except BaseException:
             # The epoch may have changed without its step: `Unlock` would give up a lock that this rank does not hold.
             self._is_torn = True
@@ -250,7 +309,7 @@ class Synchronisation:
         if self._backend.completes:
             self._backend.complete(where)
 
-    def _ranks_of(self, group: Any, what: str) -> frozenset[int]:
+    def _ranks_of(self, group: Any, what: str) -> int:
         if not isinstance(group, MPI.Group) or group == MPI.GROUP_NULL:
             raise RefusedByMpiError(
                 f"{what}: group={group!r} is no group: pass win.Get_group().Incl(...)", MPI.ERR_GROUP
@@ -258,4 +317,8 @@ class Synchronisation:
         ranks = group.Translate_ranks(range(group.size), self._group)
         if MPI.UNDEFINED in ranks:
             raise RefusedByMpiError(f"{what}: group has ranks that the window does not have", MPI.ERR_GROUP)
-        return frozenset(ranks)
+        return sum(1 << rank for rank in set(ranks))
+
+
+def _wrong(text: str) -> RefusedByMpiError:
+    return RefusedByMpiError(text, MPI.ERR_RMA_SYNC)

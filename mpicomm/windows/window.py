@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
+from mpi4py.MPI import SUM
 
-from mpicomm.devices.base import Link
 from mpicomm.kernels.window import SWAPPED_SIZES
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.requests import Completer, DeferredRequest
-from mpicomm.windows.buffers import LocalBuffer, Target, items_of, read_buffer, read_target
-from mpicomm.windows.dynamic import DynamicMemory
-from mpicomm.windows.memory import WindowMemory
+from mpicomm.windows.buffers import (
+    LocalBuffer,
+    Update,
+    as_pairs,
+    items_of,
+    name_of,
+    read_buffer,
+    read_target,
+    require_alike,
+    require_one,
+    update_of,
+)
+from mpicomm.windows.memory import DynamicMemory, WindowMemory
 from mpicomm.windows.steps import RunUpdate
 from mpicomm.windows.synchronisation import Synchronisation
-from mpicomm.windows.updates import Update, as_pairs, name_of, require_alike, require_bytes, require_one, update_of
 
 # These are plain tuples, because a tuple without names takes a third of the time to make.
 _Form = tuple[int, int, int, int, "RunUpdate | None"]
@@ -38,8 +47,8 @@ class WindowCalls(Synchronisation):
     A call is *known* if it differs only in addresses and counts from an earlier call, which has passed all checks.
     """
 
-    def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group, links: Callable[[], Sequence[Link]]) -> None:
-        super()._begin(memory, array, group, links)
+    def _begin(self, memory: WindowMemory, array: Any, group: MPI.Group) -> None:
+        super()._begin(memory, array, group)
         self._forms: dict[tuple[Any, ...], _Form] = {}  # of known calls, by operation, target rank and types
         self._completer = Completer(by_itself=True)
 
@@ -47,7 +56,7 @@ class WindowCalls(Synchronisation):
         """Copy ``origin`` into the part of ``target_rank``. Local, stream-ordered."""
         known = self._begin_known("Win.Put", "put", origin, None, target_rank, target, stream)
         if known is None:
-            local = self._access("Win.Put", origin, target_rank, target, stream, self._move_out, writable=False)
+            local = self._access("Win.Put", origin, target_rank, target, stream, puts=True)
             self._learn("put", origin, target_rank, target, local, None)
         else:
             address, pointer, _, nbytes, _, where = known
@@ -58,7 +67,7 @@ class WindowCalls(Synchronisation):
         """Copy from the part of ``target_rank`` into ``origin``. Local, stream-ordered."""
         known = self._begin_known("Win.Get", "get", origin, None, target_rank, target, stream)
         if known is None:
-            local = self._access("Win.Get", origin, target_rank, target, stream, self._move_in, writable=True)
+            local = self._access("Win.Get", origin, target_rank, target, stream, puts=False)
             self._learn("get", origin, target_rank, target, local, None)
         else:
             address, pointer, _, nbytes, _, where = known
@@ -67,16 +76,16 @@ class WindowCalls(Synchronisation):
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Put`; return its request."""
-        local = self._access("Win.Rput", origin, target_rank, target, stream, self._move_out, writable=False)
+        local = self._access("Win.Rput", origin, target_rank, target, stream, puts=True)
         return self._started(local, stream)
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Get`; return its request."""
-        local = self._access("Win.Rget", origin, target_rank, target, stream, self._move_in, writable=True)
+        local = self._access("Win.Rget", origin, target_rank, target, stream, puts=False)
         return self._started(local, stream)
 
     def Accumulate(
-        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
+        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = SUM, *, stream: Any = None
     ) -> None:
         """Combine the part of ``target_rank`` with ``origin``, each element atomically. Local, stream-ordered.
 
@@ -86,48 +95,27 @@ class WindowCalls(Synchronisation):
         self._accumulate("Win.Accumulate", origin, None, target_rank, target, op, stream)
 
     def Raccumulate(
-        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
+        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = SUM, *, stream: Any = None
     ) -> MPI.Request:
         """Start `Accumulate`; return its request."""
         local = self._update_elements("Win.Raccumulate", origin, None, target_rank, target, op, stream)
         return self._started(local, stream)
 
     def Get_accumulate(
-        self,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target: Any = None,
-        op: MPI.Op = MPI.SUM,
-        *,
-        stream: Any = None,
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: MPI.Op = SUM, *, stream: Any = None
     ) -> None:
         """Do as `Accumulate`, and copy the previous elements into ``result``. Local, stream-ordered."""
         self._accumulate("Win.Get_accumulate", origin, result, target_rank, target, op, stream)
 
     def Rget_accumulate(
-        self,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target: Any = None,
-        op: MPI.Op = MPI.SUM,
-        *,
-        stream: Any = None,
+        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: MPI.Op = SUM, *, stream: Any = None
     ) -> MPI.Request:
         """Start `Get_accumulate`; return its request."""
         local = self._update_elements("Win.Rget_accumulate", origin, result, target_rank, target, op, stream)
         return self._started(local, stream)
 
     def Fetch_and_op(
-        self,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target_disp: int = 0,
-        op: MPI.Op = MPI.SUM,
-        *,
-        stream: Any = None,
+        self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: MPI.Op = SUM, *, stream: Any = None
     ) -> None:
         """Do as `Get_accumulate` with one element. Local, stream-ordered."""
         what = "Win.Fetch_and_op"
@@ -146,14 +134,7 @@ class WindowCalls(Synchronisation):
         self._update_elements(what, origin, result, target_rank, (target_disp, 1), op, stream)
 
     def Compare_and_swap(
-        self,
-        origin: Any,
-        compare: Any,
-        result: Any,
-        target_rank: int,
-        target_disp: int = 0,
-        *,
-        stream: Any = None,
+        self, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int = 0, *, stream: Any = None
     ) -> None:
         """Store ``origin`` if the element equals ``compare``, bit by bit; copy the previous element into ``result``.
 
@@ -178,16 +159,12 @@ class WindowCalls(Synchronisation):
         update = update_of("replace", there.elements, what)
         self._require_atomics(what, 1 << target_rank)
         self._steps.require_updatable(update, there, what)
-        self._epochs.require_access(what, target_rank)
+        self._require_access(what, target_rank)
         where, captures = self._begin_access(stream, before)
         places = self._steps.places([value, expected, before], there.elements.nbytes, where)
-        self._steps.compare_and_swap(
-            there,
-            self._steps.packed(value, where, places[0]),
-            self._steps.packed(expected, where, places[1]),
-            places[2] or before.pointer,
-            where,
-        )
+        new = self._steps.packed(value, where, places[0])
+        old = self._steps.packed(expected, where, places[1])
+        self._steps.compare_and_swap(there, new, old, places[2] or before.pointer, where)
         if places[2]:
             self._steps.unpack(before, places[2], where)
         self._streams.after_access(where, captures=captures)
@@ -213,25 +190,29 @@ class WindowCalls(Synchronisation):
             self._update_known(known)
 
     def _access(
-        self,
-        what: str,
-        origin: Any,
-        target_rank: int,
-        target: Any,
-        stream: Any,
-        move: Callable[[LocalBuffer, Target, int], None],
-        *,
-        writable: bool,
+        self, what: str, origin: Any, target_rank: int, target: Any, stream: Any, *, puts: bool
     ) -> LocalBuffer | None:
-        """Carry out `Put` or `Get` by ``move``, and return the buffer; None for MPI.PROC_NULL."""
+        """Carry out `Put` (``puts``) or `Get`, and return the buffer; None for MPI.PROC_NULL."""
         if self._is_nowhere(what, target_rank):
             return None
-        local = read_buffer(origin, self._backend, writable=writable, name="origin")
+        local = read_buffer(origin, self._backend, writable=not puts, name="origin")
         there = read_target(target, target_rank, self._memory, local, what)
-        self._epochs.require_access(what, target_rank)
+        self._require_access(what, target_rank)
         if local.nbytes:
             where, captures = self._begin_access(stream, local)
-            move(local, there, where)
+            steps, layout, address = self._steps, there.elements.layout, there.address
+            if layout is None and puts:
+                steps.packed(local, where, address)
+            elif layout is None:
+                steps.unpack(local, address, where)
+            elif puts:
+                steps.pack(layout, address, steps.packed(local, where), where, unpacks=True)
+            else:
+                lies_ready = local.on_device and local.elements.layout is None
+                packed = local.pointer if lies_ready else steps.scratch(local.nbytes, where)
+                steps.pack(layout, address, packed, where)
+                if not lies_ready:
+                    steps.unpack(local, packed, where)
             self._streams.after_access(where, captures=captures)
         return local
 
@@ -251,11 +232,14 @@ class WindowCalls(Synchronisation):
             values = self._read_pairs(origin, "origin")
         local = before or values if values is None else values
         assert local is not None
-        there = read_target(target, target_rank, self._memory, local, what, as_pairs)
-        if before is not None and values is not None:
-            require_bytes(before, values.nbytes, "origin", what)
+        there = read_target(target, target_rank, self._memory, local, what, pairs=True)
+        if before is not None and values is not None and before.nbytes != values.nbytes:
+            raise RefusedByMpiError(
+                f"{what}: result has {before.nbytes} bytes, and origin has {values.nbytes}: pass as many elements",
+                MPI.ERR_COUNT,
+            )
         if not local.nbytes:
-            self._epochs.require_access(what, target_rank)
+            self._require_access(what, target_rank)
             return local
         update = update_of(name, there.elements, what)
         for each in (values, before):
@@ -263,7 +247,7 @@ class WindowCalls(Synchronisation):
                 require_alike(there.elements, each, what)
         self._require_atomics(what, 1 << target_rank)
         self._steps.require_updatable(update, there, what)
-        self._epochs.require_access(what, target_rank)
+        self._require_access(what, target_rank)
         if before is not None or name != "no_op":
             where, captures = self._begin_access(stream, local)
             places = self._steps.places([values, before], update.dtype.itemsize, where)
@@ -329,7 +313,7 @@ class WindowCalls(Synchronisation):
         if update is not None and (address | pointer | previous) % itemsize:
             return None
         self._require_usable(what)
-        self._epochs.require_access(what, target_rank)
+        self._require_access(what, target_rank)
         where = self._backend.eager_stream(stream, array_of(origin))
         if where is None:
             return None
@@ -337,17 +321,14 @@ class WindowCalls(Synchronisation):
         return address, pointer, previous, nbytes, update, where
 
     def _learn(
-        self,
-        operation: Any,
-        origin: Any,
-        target_rank: int,
-        target: Any,
-        local: LocalBuffer | None,
-        update: Update | None,
+        self, key: Any, origin: Any, target_rank: int, target: Any, local: LocalBuffer | None, update: Update | None
     ) -> None:
-        """Learn the form of a call that has passed all checks. ``local`` is the buffer ``origin``."""
+        """Learn the form of a call that has passed all checks. ``local`` is the buffer ``origin``.
+
+        ``key`` is the ``operation`` of `_begin_known`.
+        """
         # The memory of a dynamic window has no fixed parts.
-        if operation is None or local is None or not local.on_device or isinstance(self._memory, DynamicMemory):
+        if key is None or local is None or not local.on_device or isinstance(self._memory, DynamicMemory):
             return
         plain, datatype = plain_array(origin), items_of(target)[2]
         if plain is None or len(plain) != 3 or not plain[1]:
@@ -360,25 +341,7 @@ class WindowCalls(Synchronisation):
         launches = None if update is None else self._steps.run_update(update)
         part = self._memory.parts[target_rank]
         form = self._memory.pointers[target_rank], part.nbytes, part.disp_unit, itemsize, launches
-        self._forms[operation, target_rank, plain[2], _key_of_type(datatype)] = form
-
-    def _move_out(self, local: LocalBuffer, there: Target, stream: int) -> None:
-        layout = there.elements.layout
-        if layout is None:
-            self._steps.packed(local, stream, there.address)
-        else:
-            self._steps.scatter(layout, there.address, self._steps.packed(local, stream), stream)
-
-    def _move_in(self, local: LocalBuffer, there: Target, stream: int) -> None:
-        steps, layout = self._steps, there.elements.layout
-        if layout is None:
-            self._steps.unpack(local, there.address, stream)
-            return
-        lies_ready = local.on_device and local.elements.layout is None
-        packed = local.pointer if lies_ready else steps.scratch(local.nbytes, stream)
-        steps.gather(layout, there.address, packed, stream)
-        if not lies_ready:
-            self._steps.unpack(local, packed, stream)
+        self._forms[key, target_rank, plain[2], _key_of_type(datatype)] = form
 
     def _read_pairs(self, spec: Any, name: str, *, writable: bool = False) -> LocalBuffer:
         """Read a buffer whose elements may be pairs."""

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from mpicomm.experts.arrays import Shape
-from mpicomm.experts.on_gpu import Blocks, ExpertsLaunches, ExpertsMemory
+from mpicomm.experts.on_gpu import ExpertsLaunches, ExpertsMemory
 from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from mpicomm.kernels.variant import Launch
 from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same
@@ -77,7 +77,7 @@ class ExpertsRig:
         for arena in self.arenas:
             arena.bytes[begin:end].view(np.uint32)[:] = ABSENT
         machine.keep()
-        modes = dict.fromkeys(("dispatch", "combine", "dispatch of few", "combine of few"), Blocks(*blocks))
+        modes = dict.fromkeys(("dispatch", "combine", "dispatch of few", "combine of few"), blocks)
         self._launches = [
             ExpertsLaunches(self.shape, machine.team(self.arenas, rank, timeout_s), modes) for rank in range(self.size)
         ]

@@ -22,7 +22,7 @@ from mpicomm.kernels.window import (
 )
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.types import covered_dtype
-from mpicomm.windows import updates
+from mpicomm.windows.buffers import kernel_types
 from tests.helpers.fakes.window_devices import combine_pairs
 from tests.helpers.inputs.regions import layout, region
 from tests.helpers.references.reductions import reduced
@@ -182,7 +182,7 @@ def test_elements_are_replaced_and_read_as_wholes(builds: Builds, dtype: str, op
 
 @pytest.mark.parametrize(("name", "op"), [*zip(("pair_f4", "pair_f8", "pair_i2"), cycle(LOCATING), strict=False)])
 def test_pairs_are_compared(builds: Builds, name: str, op: str) -> None:
-    dtype = next(dtype for dtype, named in updates.kernel_types().items() if named == name)
+    dtype = next(dtype for dtype, named in kernel_types().items() if named == name)
     made, rng = Updates(builds, 3, name, dtype=dtype), np.random.default_rng(4)
     parts = np.zeros((3, 5, 12), dtype)
     parts["value"] = rng.integers(0, 3, parts.shape)

@@ -145,7 +145,7 @@ def test_expressions_compile(newest: bool, dtype: str, text: str) -> None:
 
 
 FINISH = "fn::add(fn::multiply(v,fn::number<State>(w.real(0))),fn::element<State>(w.array<dtype::float16>(1),i))"
-LAYER_NORM = norm_options(FP8, BF16, centred=True, bias=True, linear_bias=True, codes=FP8, scales=("float32", 0))
+LAYER_NORM = norm_options(FP8, BF16, ("CENTRED", "BIAS", "LINEAR_BIAS"), FP8, ("float32", 0))
 FINISHES = [
     packets(("float32", "sum"), 4, "few", fan_out=True, epilogue=epilogue_options(FINISH, None)),
     # Between more than 4 ranks a thread that ends rows of all shards lacks registers. Its turns are long then.

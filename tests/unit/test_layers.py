@@ -187,7 +187,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert not loaded & {"cupy", "cuda", "torch", "rich", "matplotlib", "multiprocessing", "asyncio"}
     # Few programs use them, so they load at their first use.
     rooms = ("experts", "windows", "messages", "domains", "recording", "observation", "world")
-    few = {*rooms, "products.choose", "products.operands", "expressions.tree", "epilogues.norm"}
+    few = {*rooms, "products.choose", "products.operands", "expressions.expression", "epilogues.norm"}
     assert not modules & {f"mpicomm.{name}" for name in few}
 
 

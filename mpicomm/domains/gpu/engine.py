@@ -12,7 +12,6 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.checks import Signature
-from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy
 from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -70,6 +69,8 @@ class DomainsEngine:
         self._tokens = GrowingScratch(backend)
         self._order = StreamOrder(backend.current)
         self.completions = self._order.completions
+        # For the ranks of this rank's domain. The peers of messages are indices in it.
+        self.require_same, self.prepare_messages = engine.require_same, engine.prepare_messages
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
         require_order(call, self._layout)
@@ -139,27 +140,15 @@ class DomainsEngine:
     def _planned(self, step: Step, facts: tuple[str, int], asked: str) -> Iterable[Item]:
         """Yield the plan of a step. ``facts`` are the text and the hash of the whole call."""
         if isinstance(step, NetworkStep):
-            yield step.without_empty()  # even if nothing is left, because all ranks make equally many network steps
+            yield step
         elif isinstance(step, Local):
             named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
             yield self._engine.prepare_step(step.operation, step.buffers, facts, named)
         elif launch := _launch(step, self._backend):
             yield self._engine.prepare_alone(facts[0], [launch])
 
-    def require_same(self, text: str) -> None:
-        """See `DeviceEngine.require_same`: it compares the ranks of this rank's domain."""
-        self._engine.require_same(text)
-
-    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
-        """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's domain."""
-        return self._engine.prepare_messages(text, sent, received)
-
     def enqueue(
-        self,
-        plan: DomainsPlan | Any,
-        stream: int,
-        event: LocalEvent | Mark | None = None,
-        meets: bool = False,
+        self, plan: DomainsPlan | Any, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False
     ) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
@@ -195,18 +184,14 @@ class DomainsEngine:
             raise  # nothing is enqueued yet
         except BaseException as error:
             # The usual cause is KeyboardInterrupt. Kernels of the domain, and other domains, would wait for this rank.
-            failure = self._failure(plan, error)
+            failure = error
+            if not isinstance(failure, (CollectiveTimeoutError, PeerError)):
+                rank = self._layout.rank
+                said = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
+                failure = PeerError(said, ranks=[rank])
             self._engine.give_up(failure)
             self._transport.tell(failure)
             raise
-
-    def _failure(self, plan: DomainsPlan, error: BaseException) -> CollectiveTimeoutError | PeerError:
-        """Return the error that other ranks raise for a call that this rank leaves."""
-        if isinstance(error, (CollectiveTimeoutError, PeerError)):
-            return error
-        rank = self._layout.rank
-        said = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
-        return PeerError(said, ranks=[rank])
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the scratch memory of this rank; local.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,8 +23,7 @@ from mpicomm.devices.cuda.events import Mark
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.mpi_transfers import Transfers
-from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
+from mpicomm.domains.mpi_transfers import CudaAwareTransport, PinnedTransport, Transfers
 from mpicomm.domains.steps import NetworkStep, Transport, TransportName
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.log import logger
@@ -113,20 +113,14 @@ class NcclTransport(Transport):
             self._watched.append(_Watched(call, ranks, begin, end))
         return lambda: side.follow(stream, end)
 
-    def abort(self) -> None:
-        """Close a transport that other ranks could not start. `close` would wait for these ranks. Local."""
+    def close(self, *, aborts: bool = False) -> None:
+        """See `Transport`. With ``aborts`` other ranks could not start the transport, and NCCL would wait for them."""
         self._closed.set()
         self._thread.join()  # so that the watch does not abort NCCL's communicator, too
-        if not self._failed:
-            self._failed = True
+        if not self._failed and aborts:
             with self._backend.current():
                 self._nccl.abort()
-        self.close()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-        if not self._failed:
+        elif not self._failed:
             self._nccl.destroy()
         with self._backend.current():
             self._beside.close()
@@ -189,23 +183,21 @@ def bounded(act: Callable[[], T], timeout_s: float, what: str) -> T:
     NCCL offers no other way out of a call that waits for a peer. The thread stays in the call, and ends with the
     process.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(act())
+            outcome.set_result(act())
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="mpicomm-nccl-call", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    threading.Thread(target=run, name="mpicomm-nccl-call", daemon=True).start()
+    if not wait([outcome], timeout_s).done:
         raise CollectiveTimeoutError(f"{what} within {timeout_s:g} s")
-    if errors:
-        raise HandleError(f"NCCL: {errors[0]}") from errors[0]
-    return results[0]
+    error = outcome.exception()
+    if error is not None:
+        raise HandleError(f"NCCL: {error}") from error
+    return outcome.result()
 
 
 class MappedTransport(Transport):
@@ -262,19 +254,23 @@ def choose_transport(
     requests = group.exchange("MPICOMM_INTERNODE", environment.internode)
     require_same("MPICOMM_INTERNODE", requests)
 
-    def mapped() -> Transport:
-        if channels is None:
-            raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
-        return MappedTransport(channels(), backend)
-
-    def nccl() -> Transport:
+    def opened(name: str) -> Transport:
+        if name == "mapped":
+            if channels is None:
+                raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
+            return MappedTransport(channels(), backend)
+        if name == "mpi":
+            group.agree("engine mpi", require_cuda_aware)
+            return CudaAwareTransport(transfers, backend)
+        if name == "pinned":
+            return PinnedTransport(transfers, backend)
         group.agree("engine nccl", lambda: require_possible(uuids))
         made: list[NcclTransport] = []
         try:
             group.agree("engine nccl: start", lambda: made.append(NcclTransport(group, backend, on_failure)))
         except BaseException:
             for transport in made:  # it started on this rank, and failed on another rank
-                transport.abort()
+                transport.close(aborts=True)
             raise
         return made[0]
 
@@ -283,21 +279,11 @@ def choose_transport(
         if not answer.aware:
             raise BackendUnavailableError(f"MPI takes no device pointers ({answer.how})")
 
-    def cuda_aware() -> Transport:
-        group.agree("engine mpi", require_cuda_aware)
-        return CudaAwareTransport(transfers, backend)
-
-    opens: dict[str, Callable[[], Transport]] = {
-        "mapped": mapped,
-        "nccl": nccl,
-        "mpi": cuda_aware,
-        "pinned": lambda: PinnedTransport(transfers, backend),
-    }
     request = requests[0]
     rejected: dict[str, str] = {}
     for name in environment.INTERNODE if request == "auto" else [request]:
         try:
-            transport = opens[name]()
+            transport = opened(name)
         except MpicommError as error:
             if group.broken is not None:
                 raise

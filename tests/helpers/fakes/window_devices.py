@@ -38,7 +38,7 @@ from mpicomm.kernels.window import (
 )
 from mpicomm.mpi import plain_arrays
 from mpicomm.mpi.types import covered_dtype
-from mpicomm.windows.updates import kernel_types
+from mpicomm.windows.buffers import kernel_types
 from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
 from tests.helpers.references.reference_packing import runs_of

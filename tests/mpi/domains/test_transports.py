@@ -15,8 +15,7 @@ from mpicomm.collectives.checks import Signature
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.domains import mapped
 from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.mpi_transfers import Direct, Transfers
-from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
+from mpicomm.domains.mpi_transfers import CudaAwareTransport, Direct, PinnedTransport, Transfers
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, Transport
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
@@ -79,7 +78,7 @@ def timeout_s() -> float:
 
 @pytest.fixture(params=[PinnedTransport, CudaAwareTransport])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[Rig]:
-    monkeypatch.setattr("mpicomm.domains.mpi_transports.CHUNK_NBYTES", 4096)
+    monkeypatch.setattr("mpicomm.domains.mpi_transfers.CHUNK_NBYTES", 4096)
     # The communicator is not freed if a test leaves messages: another communicator would get its number, and the
     # messages.
     made = Rig(WORLD.Dup(), request.param, timeout_s)

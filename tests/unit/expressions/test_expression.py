@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm import InvalidUsageError
-from mpicomm.expressions.expression import LONGEST, Expression, parse
-from mpicomm.expressions.tree import Array, Element, Variable, bounds, elements_of
+from mpicomm.expressions.expression import LONGEST, Array, Element, Expression, Variable, bounds, elements_of, parse
 from tests.helpers.references.reductions import require_same
 
 NAMES = (Variable("a", "a"), Variable("b", "b"))

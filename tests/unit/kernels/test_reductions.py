@@ -16,9 +16,8 @@ import pytest
 pytest.importorskip("ml_dtypes")
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.expression import Expression, parse, undefined
+from mpicomm.expressions.expression import Expression, Variable, parse, undefined
 from mpicomm.expressions.functions import FUNCTIONS, OPERATORS
-from mpicomm.expressions.tree import Variable
 from mpicomm.kernels.reductions import REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.variant import SHARED
 from tests.helpers.references.reductions import NARROW, dtype_named, reduced, require_same, samples

@@ -16,7 +16,7 @@ from mpicomm.collectives.packed import PackJob, table_for, table_of, table_of_bl
 from mpicomm.kernels.packing import ENTRY_NBYTES
 from mpicomm.mpi.layout import DatatypeLayout, layout_of, together
 from mpicomm.mpi.regions import Region, joined
-from mpicomm.windows.steps import gather_on_host, scatter_on_host
+from mpicomm.windows.steps import pack_on_host
 from tests.helpers.inputs.regions import region
 from tests.helpers.references.reference_packing import pack, runs_of, unpack
 
@@ -156,12 +156,12 @@ def check(datatype: MPI.Datatype, count: int) -> None:
             by_table[place : place + nbytes] = memory[start : start + nbytes]
         np.testing.assert_array_equal(by_table, packed)
         by_steps = np.zeros(layout.nbytes, np.uint8)
-        gather_on_host(layout, memory.ctypes.data + at, by_steps.ctypes.data)
+        pack_on_host(layout, memory.ctypes.data + at, by_steps.ctypes.data)
         np.testing.assert_array_equal(by_steps, packed)
         ours, theirs = rng.integers(0, 256, (2, memory.size), np.uint8)
         theirs[:], by_steps = ours, ours.copy()
         unpack(layout, packed, ours, at)
-        scatter_on_host(layout, by_steps.ctypes.data + at, packed.ctypes.data)
+        pack_on_host(layout, by_steps.ctypes.data + at, packed.ctypes.data, unpacks=True)
         there = MPI.memory.fromaddress(theirs.ctypes.data + at, 0)
         _move([packed, packed.size, MPI.PACKED], [there, count, datatype])
         np.testing.assert_array_equal(ours, theirs)

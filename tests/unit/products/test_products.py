@@ -57,7 +57,7 @@ class Products:
         overlapped, operands = (
             importlib.import_module(f"mpicomm.products.{name}") for name in ("overlapped", "operands")
         )
-        self._read = operands.read
+        self._read = operands.Operands
         monkeypatch.setattr(operands.Library, "memory", lambda library, *given: self._memory(*given))
         monkeypatch.setattr(operands.Library, "current", lambda library, stream: nullcontext())
         self.made: list[int] = []
