@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpi4py import MPI
@@ -21,6 +22,7 @@ from mpicomm.mpi.plain_arrays import (
     plain_integers,
     type_key,
 )
+from mpicomm.mpi.requests import Completer, DeferredRequest
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
@@ -89,6 +91,7 @@ class PlanCache:
         self._by_client: dict[Hashable, AnyPlan] = {}
         self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
+        self._completer = Completer(by_itself=True)
 
     def find(
         self,
@@ -249,6 +252,15 @@ class PlanCache:
         if blocking and (backend.completes or (plan.by_address and stream is None)):
             backend.complete(resolved)
         return pending
+
+    def start(
+        self, plan: AnyPlan, stream: Any, send: Any, receive: Any, vote: Callable[[], None] | None = None
+    ) -> DeferredRequest:
+        """Enqueue the plan of a nonblocking call, as `enqueue` does; return its request. Local."""
+        backend, mark = self._session.backend, self.engine.completions.take()
+        is_enqueued = self.enqueue(plan, stream, send, receive, mark, vote=vote)
+        done = mark.passed if is_enqueued else partial(bool, True)
+        return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
 
     def enqueue_on(
         self, plan: AnyPlan, stream: int, event: LocalEvent | Mark | None = None, *, noted: bool = False
