@@ -22,7 +22,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def find(cuda: FakeCuda, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    arrays = importlib.import_module("mpicomm.devices.cuda.arrays")
+    arrays = importlib.import_module("mpicomm.devices.cuda.segments")
 
     def find(begin: int, nbytes: int, size: int, kind: str = "ipc", exported: int = 3) -> Any:
         """Find the allocations of an array that begins so many bytes after the begin of allocations of one size.

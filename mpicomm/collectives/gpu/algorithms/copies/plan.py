@@ -26,7 +26,7 @@ from typing import Any, Literal
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers, launch_tag
 from mpicomm.collectives.gpu.algorithms.copies import schedule
-from mpicomm.collectives.gpu.algorithms.copies.rows import has_rows, match
+from mpicomm.collectives.gpu.algorithms.copies.schedule import has_rows, match
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.patterns import Buffers
