@@ -18,10 +18,9 @@ from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.buffers import ArrayMemory, array_of, is_host_view, read
+from mpicomm.mpi.buffers import ArrayMemory, any_overlap, array_of, is_host_view, read
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import Elements, elements_at, require_types
-from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import (
     Shape,
     datatype_of,
