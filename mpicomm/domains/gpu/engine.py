@@ -93,12 +93,12 @@ class DomainsEngine:
         before = after = None
         if packed is not None and scratch:
             launches = packed.launches(self._backend, scratch)
-            before, after = (self._engine.prepare_alone(str(signature), steps) for steps in launches)
+            before, after = (self._engine.plan(str(signature), steps, collective=False) for steps in launches)
         if call.epilogue is not None and buffers.output is not None:
             backend = self._backend
             where = buffers.output.pointer, backend.faults.failed, backend.multiprocessors
             steps = [call.epilogue.following_kernel(*where)] if buffers.output.count else []
-            after = self._engine.prepare_alone(str(signature), steps)
+            after = self._engine.plan(str(signature), steps, collective=False)
         return DomainsPlan(signature, planned, self._choice(asked), before, after)
 
     def template(self, call: Call, mappings: Mappings, asked: str) -> None:
@@ -144,7 +144,7 @@ class DomainsEngine:
             named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
             yield self._engine.prepare_step(step.operation, step.buffers, facts, named)
         elif launch := _launch(step, self._backend):
-            yield self._engine.prepare_alone(facts[0], [launch])
+            yield self._engine.plan(facts[0], [launch], collective=False)
 
     def require_same(self, text: str) -> None:
         """See `DeviceEngine.require_same`: it compares the ranks of this rank's domain."""

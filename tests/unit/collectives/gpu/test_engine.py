@@ -296,7 +296,7 @@ def test_ranks_with_and_without_gaps_launch_alike(cuda: FakeCuda, monkeypatch: p
 def test_only_a_call_with_work_records_the_event_of_the_caller(rig: Rig, cuda: FakeCuda) -> None:
     """Earlier work may be on another stream, so an event there would not follow a call without work."""
     event = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent()
-    nothing = rig.engine.prepare_alone("a call without work", [])
+    nothing = rig.engine.plan("a call without work", [], collective=False)
     assert not rig.engine.enqueue(nothing, STREAM, event=event)
     assert cuda.events[event.ptr] is None
     assert rig.engine.enqueue(rig.alltoallv(4096), STREAM, event=event)
