@@ -262,10 +262,8 @@ def packet_rig(
         if finish and finish.row_nbytes:
             configs = row_configs(finish.row_nbytes, domain, fan_out=fans)
         else:
-            config = PacketConfig.of(protocol, inboxes, SMALL, coding_of(form), domain.size)
-            if form.is_private:  # other ranks may have longer messages
-                launch, steps, _, paced = config.in_one_step
-                config = replace(config, in_one_step=(launch, steps, config.laps, paced))
+            coding, longer = coding_of(form), form.is_private
+            config = PacketConfig(protocol, inboxes, SMALL, coding, domain.size, others_are_longer=longer)
             configs = Configs(lambda nbytes: config)
         return PacketLauncher(form, domain, configs, (0, 0), two_shot=fans, finishes=finish is not None)
 
