@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import Domain, Form, FormLauncher
+from mpicomm.collectives.gpu.algorithms.base import Copy, Form, FormLauncher, Step
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainLauncher
 from mpicomm.collectives.gpu.algorithms.chain.plan import layout_of as chain_layout
 from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkLauncher
@@ -26,6 +26,7 @@ from mpicomm.collectives.gpu.algorithms.memory import (
     ArenaLayout,
     ArenaRegion,
     ChannelMemory,
+    Domain,
     Inboxes,
     Request,
 )
@@ -46,7 +47,6 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     sendrecv_memory,
     sendrecv_request,
 )
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.wire import Wire

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.gpu.algorithms.base import with_place
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Range, Request
-from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice
+from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Range, Request, with_place
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.devices.base import Segment
 from mpicomm.devices.cuda.faults import called_differently

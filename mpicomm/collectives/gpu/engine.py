@@ -17,11 +17,10 @@ from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import call_templates, tuning
-from mpicomm.collectives.gpu.algorithms.base import Domain, Form
+from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice, Form, Step
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request, whole_lines
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Domain, Request, whole_lines
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
-from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Step
 from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, device_facts, multiprocessors_of, team_of
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision, usual_kernels

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import runtime
 
-from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, AnyPlan, Copy, Fork, LibraryWork, Step
+from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice, AnyPlan, Copy, Fork, LibraryWork, Step
 from mpicomm.devices.cuda.load import KernelCache
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.stream_order import Enqueue

@@ -27,7 +27,7 @@ from mpicomm.mpi.requests import Completer, DeferredRequest
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.algorithms.steps import AnyPlan
+    from mpicomm.collectives.gpu.algorithms.base import AnyPlan
     from mpicomm.collectives.gpu.call_templates import CallTemplate
     from mpicomm.collectives.gpu.plan import Plan
     from mpicomm.collectives.wire import Wire

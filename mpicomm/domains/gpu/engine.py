@@ -13,7 +13,7 @@ import numpy as np
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy
+from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, AnyPlan, Copy
 from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.plan import Plan

@@ -13,8 +13,8 @@ from math import inf
 from pathlib import Path
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers
-from mpicomm.collectives.gpu.algorithms.memory import Request
+from mpicomm.collectives.gpu.algorithms.base import Filled, Form, FormLauncher, Numbers
+from mpicomm.collectives.gpu.algorithms.memory import Domain, Request
 from mpicomm.collectives.patterns import Buffers, ring_refusal
 from mpicomm.kernels.reductions import options_for, reduction_of
 from mpicomm.kernels.team import MAX_RANKS, PACKET_NBYTES, Team

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers, launch_tag
+from mpicomm.collectives.gpu.algorithms.base import Filled, Form, FormLauncher, Numbers
 from mpicomm.collectives.gpu.algorithms.copies import schedule
 from mpicomm.collectives.gpu.algorithms.copies.schedule import has_rows, match
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
-from mpicomm.collectives.gpu.algorithms.memory import Request
+from mpicomm.collectives.gpu.algorithms.memory import Domain, Request, launch_tag
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, options_for
 from mpicomm.kernels.team import MAX_RANKS, PACKET_NBYTES

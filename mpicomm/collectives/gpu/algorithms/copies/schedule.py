@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
+from mpicomm.collectives.gpu.algorithms.base import Copy, Fork, Join
 from mpicomm.collectives.packed import Gaps
 from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.mpi.arguments import Span

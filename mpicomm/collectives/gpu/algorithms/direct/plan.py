@@ -9,15 +9,8 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from mpicomm.collectives.gpu.algorithms.base import (
-    Domain,
-    Filled,
-    Form,
-    FormLauncher,
-    KernelTemplate,
-    Numbers,
-    launch_tag,
-)
+from mpicomm.collectives.gpu.algorithms.base import Filled, Form, FormLauncher, KernelTemplate, Numbers
+from mpicomm.collectives.gpu.algorithms.memory import Domain, launch_tag
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, PACKET_NBYTES, FlaggedInboxes, Team

@@ -12,8 +12,8 @@ from functools import cache
 from math import inf
 from typing import NamedTuple
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form
-from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.base import Filled, Form
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, Domain, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     CODES_OF_PACKET,
     FEWEST_LAPS,

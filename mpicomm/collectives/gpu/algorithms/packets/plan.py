@@ -14,8 +14,8 @@ from typing import Any
 from zlib import crc32
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, KernelTemplate, Numbers
-from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.base import Filled, Form, FormLauncher, KernelTemplate, Numbers
+from mpicomm.collectives.gpu.algorithms.memory import Domain, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets import arguments as kernels
 from mpicomm.collectives.gpu.algorithms.packets.configs import (
     ANY_NBYTES,
