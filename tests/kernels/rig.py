@@ -20,7 +20,7 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import layout_of as chain_lay
 from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkLauncher
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher, DirectTemplate
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher, barrier
 from mpicomm.collectives.gpu.algorithms.memory import (
     PARITIES,
     ArenaLayout,
@@ -229,7 +229,7 @@ class Rig:
 
     def barrier(self, rank: int, *, tag: int = 1) -> None:
         """Enqueue a rank's part of a barrier."""
-        self.enqueue(rank, DirectTemplate(self.domains[rank]).barrier(tag, after_copies=False))
+        self.enqueue(rank, barrier(self.domains[rank], tag, after_copies=False))
 
     def enqueue(self, rank: int, step: Step, *, nap_us: int = 0, threads: int | None = None) -> None:
         """Enqueue a step of a rank. Copies run in order with kernels, so forks and joins are nothing here."""

@@ -18,7 +18,7 @@ from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import call_templates, tuning
 from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice, Form, Step
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.direct.plan import barrier
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Domain, Request, whole_lines
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
 from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, device_facts, multiprocessors_of, team_of
@@ -247,8 +247,8 @@ class DeviceEngine:
         """Return a plan of a barrier, in which a stream waits until the streams of all ranks are in it. Local."""
         signature = Signature("Barrier", "uint8")
         self._call_log.post(str(signature))
-        barrier = DirectTemplate(self.domain).barrier(signature.hash32, after_copies=False)
-        return self.plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
+        step = barrier(self.domain, signature.hash32, after_copies=False)
+        return self.plan(str(signature), [step], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
         """Return a plan that sends one message and receives another; ``text`` names the call. It has a `template_of`.
