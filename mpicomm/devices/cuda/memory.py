@@ -133,18 +133,15 @@ def allocate_ipc(context: PrimaryContext, nbytes: int) -> CudaSegment:
     size = round_up(nbytes, BLOCK_NBYTES)
     with context.current():
         base = int(call(driver.cuMemAlloc, size, hint=cannot_allocate(size, context)))
-    export = partial(_export_ipc, context, base, size)
+    export = partial(export_ipc, context, base, size)
     return CudaSegment(context, base, size, partial(call, driver.cuMemFree, base), export)
 
 
-def adopt_ipc(context: PrimaryContext, base: int, size: int, array: Any) -> CudaSegment:
-    """Return the memory of ``array`` in an allocation of ``cuMemAlloc``, with ``size`` bytes at ``base``."""
-    export = partial(_export_ipc, context, base, size, array=array)
-    return CudaSegment(context, array.data.ptr, array.nbytes, lambda: None, export)
+def export_ipc(context: PrimaryContext, base: int, size: int, segment: CudaSegment, array: Any = None) -> Exported:
+    """Return the handle of a whole allocation of ``cuMemAlloc``, with the offset of the segment in it.
 
-
-def _export_ipc(context: PrimaryContext, base: int, size: int, segment: CudaSegment, array: Any = None) -> Exported:
-    """Return the handle of the whole allocation, with the offset of the segment in it."""
+    It has ``size`` bytes at ``base``. A function that holds ``array`` keeps memory of the user allocated.
+    """
     with context.current():
         key = bytes_of(call(driver.cuIpcGetMemHandle, base, hint=_NO_IPC))
     return ((MemoryHandle("ipc", context.device.uuid, key, size, segment.pointer - base, segment.nbytes), None),)
@@ -183,26 +180,19 @@ def open_ipc(context: PrimaryContext, handle: MemoryHandle) -> CudaSegment:
     return CudaSegment(context, base + handle.offset, handle.nbytes, release)
 
 
-def allocate_staged(context: PrimaryContext, nbytes: int) -> CudaSegment:
-    """Allocate whole blocks of shared host memory and pin them."""
-    return _pinned(context, HostSegment.allocate(round_up(nbytes, BLOCK_NBYTES)), own=True)
+def pinned(context: PrimaryContext, host: HostSegment, *, own: bool) -> CudaSegment:
+    """Pin shared host memory for the GPU; the address is its device address. An error closes the memory.
 
-
-def open_staged(context: PrimaryContext, handle: MemoryHandle, fd: int) -> CudaSegment:
-    """Map a peer's shared host memory and pin it for this process, too. The caller still owns ``fd``."""
-    return _pinned(context, HostSegment.open(fd, handle.offset, handle.nbytes), own=False)
-
-
-def _pinned(context: PrimaryContext, host: HostSegment, *, own: bool) -> CudaSegment:
-    """Pin shared host memory for the GPU; the address is its device address. An error closes the memory."""
+    ``own`` is whether it is memory of this process, and not of a peer.
+    """
     flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(host.close)
-        with context.current(), contextlib.ExitStack() as pinned:
+        with context.current(), contextlib.ExitStack() as unpin:
             call(driver.cuMemHostRegister, host.pointer, host.nbytes, flags, hint=_NO_STAGED)
-            pinned.callback(call, driver.cuMemHostUnregister, host.pointer)
+            unpin.callback(call, driver.cuMemHostUnregister, host.pointer)
             pointer = int(call(driver.cuMemHostGetDevicePointer, host.pointer, 0))
-            pinned.pop_all()
+            unpin.pop_all()
         on_failure.pop_all()
 
     def release() -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import cupy
@@ -24,6 +25,7 @@ from mpicomm.devices.cuda.virtual_memory import (
     handle_type,
 )
 from mpicomm.devices.handle import FD_KINDS, KEY_NBYTES, Descriptor, Exported, Kind, MemoryHandle
+from mpicomm.devices.host_memory import HostSegment
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.waiting import uninterrupted
@@ -253,7 +255,8 @@ class SegmentsOfGpu:
             if kind == "ipc":
                 return memory.allocate_ipc(self._context, nbytes)
             if kind == "staged":
-                return memory.allocate_staged(self._context, nbytes)
+                host = HostSegment.allocate(memory.round_up(nbytes, memory.BLOCK_NBYTES))
+                return memory.pinned(self._context, host, own=True)
             return VirtualSegment.allocate(self._context, kind, nbytes)
 
     def adopt(self, array: Any) -> memory.CudaSegment:
@@ -270,7 +273,8 @@ class SegmentsOfGpu:
         ((base, size),) = allocations
         if kind == "pool":
             return adopt_pool(self._context, base, size, array)
-        return memory.adopt_ipc(self._context, base, size, array)
+        export = partial(memory.export_ipc, self._context, base, size, array=array)
+        return memory.CudaSegment(self._context, array.data.ptr, array.nbytes, lambda: None, export)
 
     def export(self, segment: Any) -> Exported:
         """Return the parts of a segment of this process. The caller closes the descriptors."""
@@ -293,7 +297,7 @@ class SegmentsOfGpu:
                 return memory.open_ipc(self._context, handle)
             if handle.kind == "staged":
                 assert fd is not None
-                return memory.open_staged(self._context, handle, fd)
+                return memory.pinned(self._context, HostSegment.open(fd, handle.offset, handle.nbytes), own=False)
             if handle.kind == "pool":
                 assert fd is not None
                 return open_pool(self._context, handle, fd)

@@ -205,11 +205,6 @@ class Form:
         """Whether only the two ranks of a message know its length."""
         return self.operation.counts == "private"
 
-    @property
-    def shards(self) -> int:
-        """The number of shards of a call in two exchanges; a root has no shard."""
-        return self.size - bool(self.operation.rooted)
-
     @cached_property
     def reduction(self) -> Reduction | None:
         """The reduction's name among the kernels; raises `InvalidUsageError` if there is none."""

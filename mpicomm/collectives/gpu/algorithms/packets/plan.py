@@ -75,7 +75,8 @@ class PacketLauncher(KernelTemplate, FormLauncher):
         self.early = domain.early
         row_nbytes = form.epilogue.row_nbytes if finishes and form.epilogue else 0
         self._whole = BLOCK if form.wire else row_nbytes // form.itemsize
-        self._itemsize, self._shards = form.itemsize, form.shards if two_shot else 0
+        self._itemsize = form.itemsize
+        self._shards = form.size - bool(form.operation.rooted) if two_shot else 0  # a root has no shard
         self._config_of, self._memory_for = configs
         self._is_private = form.is_private
         self._unmade: Callable[[], None] | None = partial(self._make, form, domain)
