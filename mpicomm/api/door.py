@@ -6,7 +6,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.gpu.algorithms.steps import AnyPlan
+from mpicomm.collectives.gpu.algorithms.base import AnyPlan
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.host.selection import best_mapped as mapped_algorithm
 from mpicomm.devices.cuda.types import SideStreams

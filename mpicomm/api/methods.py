@@ -20,7 +20,7 @@ from mpicomm.collectives.operations import ALLREDUCE, DOCS, Operation
 from mpicomm.collectives.wire import as_wire
 from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.request_lists import holding
-from mpicomm.ways.by_mpi import REFUSALS
+from mpicomm.ways.reader import REFUSALS
 
 _SCOPE = {
     "Any": Any, "Arguments": Arguments, "MPI": MPI, "REFUSALS": REFUSALS, "Sequence": Sequence,

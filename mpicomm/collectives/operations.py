@@ -66,14 +66,9 @@ class Operation:
         return f"I{self.name.lower()}"
 
     @cached_property
-    def persistent(self) -> str:
-        """mpi4py's name of the persistent method."""
-        return f"{self.name}_init"
-
-    @cached_property
     def methods(self) -> tuple[str, str, str]:
         """mpi4py's names of the blocking, the nonblocking and the persistent method."""
-        return self.name, self.nonblocking, self.persistent
+        return self.name, self.nonblocking, f"{self.name}_init"
 
     @property
     def is_even(self) -> bool:

@@ -18,10 +18,9 @@ from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.buffers import ArrayMemory, array_of, is_host_view, read
+from mpicomm.mpi.buffers import ArrayMemory, any_overlap, array_of, is_host_view, read
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import Elements, elements_at, require_types
-from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import (
     Shape,
     datatype_of,
@@ -167,7 +166,7 @@ def parse(
             name, pointer, None, sum(each), sum(each), each, places, True, memory.device, owner, None, spec,
             memory.by_address, derived,
         )  # fmt: skip
-    elements = _elements_of(memory, buffer, datatype, name, peer)
+    elements = _Elements(memory, buffer, datatype, name, peer)
     dtype, mpi_type, extent = elements.dtype, elements.mpi_type, elements.extent
     sizes, starts, derived = None, None, None
     if shape == "vector":
@@ -210,37 +209,26 @@ def typed_blocks(
     return each, places, require_types(datatypes, each, name, peer)
 
 
-def _elements_of(memory: ArrayMemory, buffer: Any, datatype: Any, name: str, peer: str) -> _Elements:
-    """Return the elements that a buffer holds. Raises `InvalidUsageError` if they have no type."""
-    if datatype is not None:
-        dtype, mpi_type = datatype_of(datatype, name)
-    elif types.is_plain(memory.dtype):
-        dtype, mpi_type = memory.dtype, None
-    else:
-        raise no_type(memory, name)
-    of_element: Any = mpi_type if dtype is None else dtype
-    extent: int = of_element.extent if dtype is None else of_element.itemsize
-    number, rest = divmod(memory.nbytes, extent) if extent > 0 else (0, 0)
-    room = number if memory.room is None or extent <= 0 else memory.room // extent
-    return _Elements(name, peer, buffer, dtype, mpi_type, extent, memory.nbytes, number, rest, room)
-
-
-@dataclass(slots=True, eq=False)
 class _Elements:
-    """The elements that a buffer holds, out of which counts and displacements cut blocks."""
+    """The elements that a buffer holds, out of which counts and displacements cut blocks.
 
-    name: str
-    peer: str
-    buffer: Any
-    dtype: np.dtype[Any] | None
-    mpi_type: MPI.Datatype | None
-    extent: int
-    nbytes: int
-    number: int
-    rest: int
-    """The bytes after the last whole element."""
-    room: int
-    """The elements that counts may reach."""
+    Raises `InvalidUsageError` if they have no type.
+    """
+
+    def __init__(self, memory: ArrayMemory, buffer: Any, datatype: Any, name: str, peer: str) -> None:
+        self.name, self.peer, self.buffer, self.nbytes = name, peer, buffer, memory.nbytes
+        self.dtype: np.dtype[Any] | None = memory.dtype
+        self.mpi_type: MPI.Datatype | None = None
+        if datatype is not None:
+            self.dtype, self.mpi_type = datatype_of(datatype, name)
+        elif not types.is_plain(memory.dtype):
+            raise no_type(memory, name)
+        of_element: Any = self.mpi_type if self.dtype is None else self.dtype
+        self.extent = extent = int(of_element.extent if self.dtype is None else of_element.itemsize)
+        self.number, self.rest = divmod(memory.nbytes, extent) if extent > 0 else (0, 0)
+        """The whole elements, and the bytes after the last one."""
+        self.room = self.number if memory.room is None or extent <= 0 else memory.room // extent
+        """The elements that counts may reach."""
 
     def even(self, count: Any, displ: Any, blocks: int) -> tuple[int, int]:
         """Return the first element, and the elements of each of ``blocks``."""

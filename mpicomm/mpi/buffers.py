@@ -12,7 +12,7 @@ import contextlib
 import mmap
 import sys
 from array import array as standard_array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -351,6 +351,22 @@ def new_array(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any] | None = N
 def array_of(spec: Any) -> Any:
     """Return the array of a buffer argument, which may be a list of array, counts and type."""
     return spec[0] if isinstance(spec, (list, tuple)) and spec else spec
+
+
+def any_overlap(ranges: Iterable[tuple[int, int, int]]) -> bool:
+    """Return whether two ranges of bytes with different owners share a byte.
+
+    A range is its first byte, the byte after its last, and its owner. Known calls come here.
+    """
+    last_end = last_owner = -1
+    for begin, end, owner in sorted(ranges):
+        if begin < end:  # an empty range may lie anywhere
+            if begin < last_end and owner != last_owner:
+                return True
+            last_owner = owner
+            if end > last_end:
+                last_end = end
+    return False
 
 
 class Unversioned:

@@ -12,8 +12,8 @@ from mpi4py import MPI
 from numpy import integer, ndarray
 
 from mpicomm.devices.memory_location import place_of
+from mpicomm.mpi.buffers import any_overlap
 from mpicomm.mpi.layout import DatatypeLayout, known, known_of
-from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import parts_of
 
 PlainArray = tuple[int, int, Any]

@@ -17,22 +17,6 @@ import numpy.typing as npt
 Places = npt.NDArray[np.int64]
 
 
-def any_overlap(ranges: Iterable[tuple[int, int, int]]) -> bool:
-    """Return whether two ranges of bytes with different owners share a byte.
-
-    A range is its first byte, the byte after its last, and its owner. Known calls come here.
-    """
-    last_end = last_owner = -1
-    for begin, end, owner in sorted(ranges):
-        if begin < end:  # an empty range may lie anywhere
-            if begin < last_end and owner != last_owner:
-                return True
-            last_owner = owner
-            if end > last_end:
-                last_end = end
-    return False
-
-
 _PLACE_NBYTES = 8
 """The bytes of a place in the list of a loop."""
 _REGION_NBYTES = 128

@@ -9,10 +9,9 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, LibraryWork, Step
 from mpicomm.collectives.gpu.algorithms.copies.plan import with_launches
-from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, LibraryWork, Step
+from mpicomm.collectives.gpu.algorithms.memory import Domain, Request
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
 from mpicomm.products.operands import Operands

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mpicomm.collectives.gpu.algorithms.base import Copy, Fork, Join
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 
 
 @dataclass(frozen=True)

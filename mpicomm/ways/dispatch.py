@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mpi4py import MPI
 from numpy import ndarray
@@ -25,75 +25,18 @@ from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import require_here
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
+from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.around import Around, as_codes, as_packed, copied, on_copies, on_pinned, start_exchange, with_epilogue
-from mpicomm.ways.by_mpi import ByMpi
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.location_votes import LocationVotes
-from mpicomm.ways.reader import Reader
-
-if TYPE_CHECKING:
-    from mpicomm.collectives.gpu.algorithms.steps import AnyPlan
-    from mpicomm.collectives.gpu.plan_cache import PlanCache
+from mpicomm.ways.reader import ByMpi, Reader
 
 
 def checks_of(placement: Placement) -> dict[str, PlainCheck]:
     """Return the checks of the calls that methods hand to MPI if the ranks need no votes. Local."""
     ordered = placement.here.reductions == "ordered"
     return plain_calls(len(placement.places), placement.rank, len(placement.nodes), ordered=ordered)
-
-
-class OnGpus:
-    """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps the plan for equal calls."""
-
-    def __init__(self, session: Session, engines: Engines, votes: LocationVotes) -> None:
-        self._session = session
-        self._engines = engines
-        self._completer = Completer(by_itself=True)
-        self._votes = votes
-
-    def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
-        """Enqueue a call that was read; return its request, None if it is ``blocking``. Collective."""
-        operation, given, session = call.operation, call.given, self._session
-        session.require_gpu(operation.name)  # before anything looks at device memory
-        session.set_up(operation.name)
-        for operand in call.operands:
-            require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
-        session.require_usable(operation.name)
-        if self._votes.are_needed and not (call.has_voted or call.joins):
-            self._votes.vote(operation, on_host=False)  # first, because ranks with host arrays take part in the set-up
-        gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
-        plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
-        if not call.joins:  # other ranks may pass other memory the next time
-            key = (operation, call.algorithm, *in_order(given))
-            gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
-        array = call.device_array
-        if not blocking:
-            return self._started(gpu, plan, call.stream, array, array, None)
-        gpu.enqueue(plan, call.stream, array, array, blocking=True)
-        if call.completes:
-            backend.complete(backend.stream(call.stream, array))
-        return None
-
-    def start_known(
-        self, operation: Operation, stream: Any, algorithm: str, given: Given, *, votes: bool = True
-    ) -> DeferredRequest | None:
-        """Start a call that was made before; None if it was not."""
-        gpu = self._engines.gpu
-        known = None if gpu is None else gpu.find(operation, algorithm, *given)
-        if gpu is None or known is None:
-            return None
-        return self._started(gpu, known, stream, given[0], given[1], self._votes.vote_for_gpus if votes else None)
-
-    def _started(
-        self, gpu: PlanCache, plan: AnyPlan, stream: Any, send: Any, receive: Any, vote: Callable[[], None] | None
-    ) -> DeferredRequest:
-        """Enqueue the plan of a nonblocking call with these buffers; return its request."""
-        backend, mark = self._session.backend, gpu.engine.completions.take()
-        is_enqueued = gpu.enqueue(plan, stream, send, receive, mark, vote=vote)
-        done = mark.passed if is_enqueued else partial(bool, True)
-        return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
 
 
 class Dispatcher:
@@ -115,7 +58,6 @@ class Dispatcher:
         self._mpi = by_mpi = ByMpi(comm, reader, votes)
         self.again = by_mpi.again
         """Carries out a call whose arguments mpi4py has refused, or raises: see `ByMpi.again`."""
-        self._gpus = OnGpus(session, engines, votes)
         self._ordered = placement.here.reductions == "ordered"
         self._plain = checks = checks_of(placement)
         self.at_once = after_votes(checks, self._is_on_host, self._starts_on_host) if votes.are_needed else checks
@@ -147,9 +89,11 @@ class Dispatcher:
 
     def start(self, operation: Operation, stream: Any, algorithm: str, given: Given) -> MPI.Request:
         """Start a nonblocking collective."""
-        votes, request = self._votes, None
-        if not votes.queue and type(given[1]) is not ndarray:
-            request = self._gpus.start_known(operation, stream, algorithm, given)
+        votes, gpu, request = self._votes, self.engines.gpu, None
+        if gpu and not votes.queue and type(given[1]) is not ndarray:
+            known = gpu.find(operation, algorithm, *given)
+            if known:
+                request = gpu.start(known, stream, given[0], given[1], self._vote)
         if request is None:
             arguments, number, self._voted = Arguments(*given), self._voted, 0
             if not number and not self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
@@ -275,7 +219,7 @@ class Dispatcher:
             else:
                 begun = self._deferred(begun.Test, finish, uses_device=call.on_device or call.device_array is not None)
         elif carrier == "gpu":
-            begun = self._gpus.enqueue(call, blocking=blocking)
+            begun = self._enqueue(call, blocking=blocking)
         elif carrier == "mpi":
             begun = self._mpi.call(call.operation, call.arguments, 0 if blocking else 1)
         elif carrier == "exchange":
@@ -289,6 +233,29 @@ class Dispatcher:
                 engines.channel.choose(name if engines.on_one_node else "groups, mpi", why)
             engines.of_hosts(call.operation.name)(call, call.algorithm)
         return begun
+
+    def _enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
+        """Enqueue a call on GPUs; return its request, None if it is ``blocking``. Collective."""
+        operation, given, session = call.operation, call.given, self._session
+        session.require_gpu(operation.name)  # before anything looks at device memory
+        session.set_up(operation.name)
+        for operand in call.operands:
+            require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
+        session.require_usable(operation.name)
+        if self._votes.are_needed and not (call.has_voted or call.joins):
+            self._votes.vote(operation, on_host=False)  # first, because ranks with host arrays take part in the set-up
+        gpu, backend = self.engines.on_gpu(operation.name), session.gpu(operation.name)
+        plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
+        if not call.joins:  # other ranks may pass other memory the next time
+            key = (operation, call.algorithm, *in_order(given))
+            gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
+        array = call.device_array
+        if not blocking:
+            return gpu.start(plan, call.stream, array, array)
+        gpu.enqueue(plan, call.stream, array, array, blocking=True)
+        if call.completes:
+            backend.complete(backend.stream(call.stream, array))
+        return None
 
     def _deferred(
         self, done: Callable[[], bool], finish: Callable[[], None], *, uses_device: bool = False
@@ -359,11 +326,11 @@ class Dispatcher:
         given = in_order(arguments)
 
         def begin() -> DeferredRequest:
-            votes = self._votes
-            if not votes.queue:
-                known = self._gpus.start_known(operation, stream, algorithm, given, votes=False)
-                if known is not None:
-                    return known
+            votes, gpu = self._votes, self.engines.gpu
+            if gpu and not votes.queue:
+                known = gpu.find(operation, algorithm, *given)
+                if known:
+                    return gpu.start(known, stream, given[0], given[1])
             # This reads the arguments again, because symmetric memory among them may have been closed.
             again = self._reader.look(operation, arguments, algorithm, stream, place=place)
             again.has_voted = True

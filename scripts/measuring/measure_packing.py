@@ -22,7 +22,6 @@ from result_file import Sheet, command, measuring_parser
 
 import mpicomm
 from mpicomm.bench.measure import GpuMachine
-from mpicomm.collectives.gpu.plan import launching
 from mpicomm.collectives.packed import PackJob, pack_launches
 from mpicomm.devices.cuda.backend import CudaBackend
 from mpicomm.devices.cuda.load import kernels_of
@@ -123,7 +122,8 @@ def measured(case: Case, backend: CudaBackend, gpu: GpuMachine) -> tuple[int, di
     def call(unpacks: bool) -> Callable[[], object]:
         (launch,) = pack_launches(backend, jobs, packed.data.ptr, unpacks=unpacks)
         with backend.current():
-            enqueue = launching(kernels_of(backend.info).load(launch.variant), launch)
+            kernel = kernels_of(backend.info).load(launch.variant)
+            enqueue = kernel.launcher(launch.arguments, launch.blocks, launch.threads, early=launch.early).launch
         return lambda: enqueue(stream)
 
     calls: dict[str, Callable[[], object]] = {

@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import Domain, Form, FormLauncher
+from mpicomm.collectives.gpu.algorithms.base import Copy, Form, FormLauncher, Step
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainLauncher
 from mpicomm.collectives.gpu.algorithms.chain.plan import layout_of as chain_layout
 from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkLauncher
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher, DirectTemplate
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher, barrier
 from mpicomm.collectives.gpu.algorithms.memory import (
     PARITIES,
     ArenaLayout,
     ArenaRegion,
     ChannelMemory,
+    Domain,
     Inboxes,
     Request,
 )
@@ -46,7 +47,6 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
     sendrecv_memory,
     sendrecv_request,
 )
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.wire import Wire
@@ -229,7 +229,7 @@ class Rig:
 
     def barrier(self, rank: int, *, tag: int = 1) -> None:
         """Enqueue a rank's part of a barrier."""
-        self.enqueue(rank, DirectTemplate(self.domains[rank]).barrier(tag, after_copies=False))
+        self.enqueue(rank, barrier(self.domains[rank], tag, after_copies=False))
 
     def enqueue(self, rank: int, step: Step, *, nap_us: int = 0, threads: int | None = None) -> None:
         """Enqueue a step of a rank. Copies run in order with kernels, so forks and joins are nothing here."""
@@ -262,10 +262,8 @@ def packet_rig(
         if finish and finish.row_nbytes:
             configs = row_configs(finish.row_nbytes, domain, fan_out=fans)
         else:
-            config = PacketConfig.of(protocol, inboxes, SMALL, coding_of(form), domain.size)
-            if form.is_private:  # other ranks may have longer messages
-                launch, steps, _, paced = config.in_one_step
-                config = replace(config, in_one_step=(launch, steps, config.laps, paced))
+            coding, longer = coding_of(form), form.is_private
+            config = PacketConfig(protocol, inboxes, SMALL, coding, domain.size, others_are_longer=longer)
             configs = Configs(lambda nbytes: config)
         return PacketLauncher(form, domain, configs, (0, 0), two_shot=fans, finishes=finish is not None)
 

@@ -120,7 +120,7 @@ class CountedRig(Rig):
             loader: Any = SimpleNamespace(enqueuers=lambda steps: [lambda stream, step=step: step for step in steps])
             signature = Signature("Alltoallv", f"elements of {buffers.itemsize} bytes", call.tag)
             domain = self.domains[rank]
-            config = PacketConfig.of("sentinel", domain.arena.sentinels, SMALL)
+            config = PacketConfig("sentinel", domain.arena.sentinels, SMALL)
             self._templates[key] = CountedTemplate(signature, buffers, domain, loader, config)
         template = self._templates[key]
         assert template.takes(*plain) and template.fill(*plain)

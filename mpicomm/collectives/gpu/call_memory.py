@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.gpu.algorithms.base import with_place
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Range, Request
-from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice
+from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Range, Request, with_place
 from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.devices.base import Segment
 from mpicomm.devices.cuda.faults import called_differently
@@ -235,20 +234,6 @@ class CallMemory:
         said = self._call_log.read()
         return [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, said, strict=True)]
 
-    def require_same(self) -> None:
-        """Wait until all ranks are in this rank's call, before they set up memory together.
-
-        Raises as `wait_for`.
-        """
-        self.wait_for(self._call_log.behind)
-
-    def meet(self) -> None:
-        """Wait until all ranks are about to launch this rank's next launch. Raises as `wait_for`.
-
-        A rank in the same call may still have to load its kernel, which waits for other threads or the device.
-        """
-        self.wait_for(self._call_log.not_ready)
-
     def wait_for(self, missing: Callable[[], list[int]]) -> None:
         """Wait until ``missing``, which returns indices in the node, returns no rank.
 
@@ -325,7 +310,7 @@ class CallMemory:
         if text is not None:
             self._call_log.post(text)  # before this rank waits for ranks that may be in another call
         for request in missing:
-            self.require_same()
+            self.wait_for(self._call_log.behind)  # all ranks set it up together
             try:
                 self._arena.set_up(request)
             except NoMemoryError as error:

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.checks import counted_hash
-from mpicomm.collectives.gpu.algorithms.base import with_place
+from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, AnyPlan
+from mpicomm.collectives.gpu.algorithms.memory import with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
-from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan
 from mpicomm.collectives.gpu.decision import NO_END, Decision, choice_at, enqueuers_of
 from mpicomm.devices.base import GrowingScratch
-from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.buffers import any_overlap, array_of
 from mpicomm.mpi.layout import run_of
 from mpicomm.mpi.plain_arrays import is_counted, plain_array
-from mpicomm.mpi.regions import any_overlap
 from mpicomm.mpi.spec import Shape
 from mpicomm.symmetric.registry import Mappings
 

@@ -12,14 +12,23 @@ from functools import cache, lru_cache
 from math import ceil, floor, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, Domain, Filled, Form, FormLauncher, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.base import (
+    Algorithm,
+    AlgorithmChoice,
+    Copy,
+    Filled,
+    Form,
+    FormLauncher,
+    KernelTemplate,
+    Step,
+)
 from mpicomm.collectives.gpu.algorithms.chain.plan import serve_chain
 from mpicomm.collectives.gpu.algorithms.chunks.plan import serve_chunks, serve_ring
 from mpicomm.collectives.gpu.algorithms.copies.plan import CopyLauncher, local_reduction_kernel
 from mpicomm.collectives.gpu.algorithms.direct.plan import BARRIER_KERNEL, serve_direct
+from mpicomm.collectives.gpu.algorithms.memory import Domain
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, Steps, flags_can_carry, packet_kernel
 from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena, serve_any_length, serve_one_shot, serve_two_shot
-from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, Copy, Step
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.epilogues.base import BoundEpilogue

@@ -17,11 +17,10 @@ from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import call_templates, tuning
-from mpicomm.collectives.gpu.algorithms.base import Domain, Form
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request, whole_lines
+from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice, Form, Step
+from mpicomm.collectives.gpu.algorithms.direct.plan import barrier
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Domain, Request, whole_lines
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
-from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, Step
 from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, device_facts, multiprocessors_of, team_of
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision, usual_kernels
@@ -135,7 +134,7 @@ class DeviceEngine:
             made = CountedTemplate(call.signature, call.counted, self.domain, self._loader)
             self._call_log.post(made.words)
             steps = made.read(call.counted)
-            return self._plan(made.words, steps, made.choice)
+            return self.plan(made.words, steps, made.choice)
         output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
@@ -208,11 +207,7 @@ class DeviceEngine:
         assert not decision.form.gaps or chosen.launcher.moves_gaps, text
         steps = decision.steps(chosen, buffers, hash32, memory, epilogue)
         assert steps is not None, text
-        return self._plan(text, [*before, *steps, *after], choice)
-
-    def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
-        """Return a plan in which this rank waits for no other rank; ``text`` names its call. Local."""
-        return self._plan(text, steps, collective=False)
+        return self.plan(text, [*before, *steps, *after], choice)
 
     def prepare_own(
         self,
@@ -231,7 +226,7 @@ class DeviceEngine:
         """
         self._memory.provide([request], text)
         steps = steps_of(self.domain, self._arena.region(request).pointers, self._scratch.of(scratch_nbytes))
-        plan = self._plan(text, [*steps], choice)
+        plan = self.plan(text, [*steps], choice)
         plan.launch = plan.enqueue  # in place of a graph, because work of another library may differ each time
         return plan
 
@@ -241,7 +236,7 @@ class DeviceEngine:
         Raises `PeerError` on all ranks if a rank is in another call, and `CollectiveTimeoutError` if a rank is missing.
         """
         self._call_log.post(text)
-        self._memory.require_same()
+        self._memory.wait_for(self._call_log.behind)
 
     def give_up(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Make every later `check` of the backend raise an error, and all kernels leave. Local, any thread."""
@@ -252,8 +247,8 @@ class DeviceEngine:
         """Return a plan of a barrier, in which a stream waits until the streams of all ranks are in it. Local."""
         signature = Signature("Barrier", "uint8")
         self._call_log.post(str(signature))
-        barrier = DirectTemplate(self.domain).barrier(signature.hash32, after_copies=False)
-        return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
+        step = barrier(self.domain, signature.hash32, after_copies=False)
+        return self.plan(str(signature), [step], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
         """Return a plan that sends one message and receives another; ``text`` names the call. It has a `template_of`.
@@ -280,18 +275,14 @@ class DeviceEngine:
         send, receive = spans
         filled = template.fill(send.pointer, send.count, receive.pointer, receive.count)
         steps = [*packs[0], *template.steps_of(filled), *packs[1]]
-        plan = self._plan(text, steps, call_templates.BY_KERNELS, collective=False)
+        plan = self.plan(text, steps, call_templates.BY_KERNELS, collective=False)
         plan.template_of = partial(call_templates.MessageTemplate, text, template, self._loader)
         return plan
 
-    def _plan(
-        self,
-        text: str,
-        steps: Sequence[Step],
-        choice: AlgorithmChoice = NO_CHOICE,
-        *,
-        collective: bool = True,
+    def plan(
+        self, text: str, steps: Sequence[Step], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
     ) -> Plan:
+        """Return a plan; ``text`` names its call. If it is not ``collective``, this rank waits for no other. Local."""
         plan = Plan(text, self._loader.enqueuers(steps), choice, collective=collective)
         self._plans.add(plan)
         return plan
@@ -311,13 +302,14 @@ class DeviceEngine:
         if is_new:
             plan.is_new = False
         if plan.collective:
-            # `ready` pairs with `meet` on the other ranks: nothing holds this thread up before its launch.
+            # `ready` pairs with the wait of ranks that meet: nothing holds this thread up before its launch.
             if is_new:
                 self._call_log.ready()
             else:
                 self._call_log.post(plan.words, plan.count, plan.offset, ready=True)
             if meets:
-                self._memory.meet()
+                # Ranks in the same call may still have to load its kernel, which waits for other threads or the device.
+                self._memory.wait_for(self._call_log.not_ready)
         if not plan.steps:
             return False
         # A rank that meets its peers makes no graph, because making a graph may wait for other threads.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import runtime
 
-from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE, AlgorithmChoice, AnyPlan, Copy, Fork, LibraryWork, Step
-from mpicomm.devices.cuda.load import Kernel, KernelCache
+from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice, AnyPlan, Copy, Fork, LibraryWork, Step
+from mpicomm.devices.cuda.load import KernelCache
 from mpicomm.devices.cuda.side_streams import ForkedStream
 from mpicomm.devices.cuda.stream_order import Enqueue
 from mpicomm.devices.cuda.types import GpuBackend
@@ -105,7 +105,7 @@ class StepLoader:
         if isinstance(step, Launch):
             kernel = self._kernels.find(step.variant)
             assert kernel is not None
-            return launching(kernel, step)
+            return kernel.launcher(step.arguments, step.blocks, step.threads, early=step.early).launch
         if isinstance(step, Copy):
             return partial(self._copy, step)
         if isinstance(step, LibraryWork):
@@ -122,8 +122,3 @@ class StepLoader:
             runtime.memcpyAsync(target, source, nbytes, kind, where)
         else:
             runtime.memcpy2DAsync(target, copy.target_pitch, source, copy.source_pitch, nbytes, copy.rows, kind, where)
-
-
-def launching(kernel: Kernel, launch: Launch) -> Enqueue:
-    """Return the step that launches a loaded kernel."""
-    return kernel.launcher(launch.arguments, launch.blocks, launch.threads, early=launch.early).launch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -21,40 +22,21 @@ from mpicomm.mpi.plain_arrays import (
     plain_integers,
     type_key,
 )
+from mpicomm.mpi.requests import Completer, DeferredRequest
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.algorithms.steps import AnyPlan
+    from mpicomm.collectives.gpu.algorithms.base import AnyPlan
     from mpicomm.collectives.gpu.call_templates import CallTemplate
     from mpicomm.collectives.gpu.plan import Plan
     from mpicomm.collectives.wire import Wire
-    from mpicomm.devices.cuda.events import EventPool, LocalEvent, Mark
+    from mpicomm.devices.cuda.events import LocalEvent, Mark
     from mpicomm.epilogues.base import Epilogue
     from mpicomm.session import Session
-    from mpicomm.symmetric.registry import Mappings
 
 _MOST = 1024  # kinds that are kept, and calls of a kind
 _TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
-
-
-class Engine(Protocol):
-    """An engine for device arrays: `DeviceEngine`, which explains its methods, or one for several peer domains."""
-
-    completions: EventPool
-    """The events that callers pass to `enqueue`."""
-
-    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan: ...
-
-    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None: ...
-
-    def prepare_barrier(self) -> AnyPlan: ...
-
-    def require_same(self, text: str) -> None: ...
-
-    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan: ...
-
-    def enqueue(self, plan: Any, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -79,9 +61,10 @@ class PlanCache:
     for another datatype.
 
     The cache looks up a call by its kind, then by its arrays. A new call of a known kind fills its template.
+    ``engine`` is a `DeviceEngine`, or the `DomainsEngine` of several peer domains.
     """
 
-    def __init__(self, session: Session, engine: Engine) -> None:
+    def __init__(self, session: Session, engine: Any) -> None:
         self._session = session
         self._mappings = session.mappings
         self.engine = engine
@@ -89,6 +72,7 @@ class PlanCache:
         self._by_client: dict[Hashable, AnyPlan] = {}
         self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
+        self._completer = Completer(by_itself=True)
 
     def find(
         self,
@@ -250,6 +234,15 @@ class PlanCache:
             backend.complete(resolved)
         return pending
 
+    def start(
+        self, plan: AnyPlan, stream: Any, send: Any, receive: Any, vote: Callable[[], None] | None = None
+    ) -> DeferredRequest:
+        """Enqueue the plan of a nonblocking call, as `enqueue` does; return its request. Local."""
+        backend, mark = self._session.backend, self.engine.completions.take()
+        is_enqueued = self.enqueue(plan, stream, send, receive, mark, vote=vote)
+        done = mark.passed if is_enqueued else partial(bool, True)
+        return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
+
     def enqueue_on(
         self, plan: AnyPlan, stream: int, event: LocalEvent | Mark | None = None, *, noted: bool = False
     ) -> bool:
@@ -261,7 +254,8 @@ class PlanCache:
         session.require_usable(plan)
         if not noted:
             session.backend.note(stream)
-        return self.engine.enqueue(plan, stream, event)
+        pending: bool = self.engine.enqueue(plan, stream, event)
+        return pending
 
     def _meet(self, plan: AnyPlan, stream: int, array: Any) -> bool:
         """Enqueue the plan of a blocking collective; wait beside a stream that several threads use.
@@ -273,8 +267,8 @@ class PlanCache:
         backend: Any = self._session.backend
         if backend.waits_beside(stream, array):
             with beside(backend, stream) as side:
-                return self.engine.enqueue(plan, side, meets=True)
-        return self.engine.enqueue(plan, stream, meets=True)
+                return bool(self.engine.enqueue(plan, side, meets=True))
+        return bool(self.engine.enqueue(plan, stream, meets=True))
 
     def add(
         self,

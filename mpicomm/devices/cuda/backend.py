@@ -17,16 +17,14 @@ from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.base import DifferingCalls, Launch, Link, Scratch
-from mpicomm.devices.cuda.arrays import as_cupy
-from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.events import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.devices.cuda.launches import MessageSteps, launch_again
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
-from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment
-from mpicomm.devices.cuda.segments import SegmentsOfGpu
+from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment, PrimaryContext
+from mpicomm.devices.cuda.segments import SegmentsOfGpu, as_cupy
 from mpicomm.devices.cuda.stream_order import relax, relaxed
 from mpicomm.devices.cuda.streams import StreamsOfGpu
 from mpicomm.devices.cuda.virtual_memory import VirtualSegment

@@ -12,8 +12,8 @@ from cuda.bindings import driver
 from cupy.cuda import driver as cupy_driver
 from cupy.cuda import runtime
 
-from mpicomm.devices.cuda.context import CurrentContext, PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, event_is_over
+from mpicomm.devices.cuda.memory import CurrentContext, PrimaryContext
 from mpicomm.errors import HandleError
 from mpicomm.waiting import soon
 

@@ -11,8 +11,8 @@ from typing import Any
 from cuda.bindings import driver
 
 from mpicomm.devices.base import DifferingCalls
-from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
+from mpicomm.devices.cuda.memory import PrimaryContext
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import fence
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error

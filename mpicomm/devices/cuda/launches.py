@@ -10,9 +10,9 @@ import cupy
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
-from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.load import KernelCache
+from mpicomm.devices.cuda.memory import PrimaryContext
 from mpicomm.devices.cuda.stream_order import relaxed
 from mpicomm.errors import HandleError
 from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_STEP, MESSAGE_THREADS, blocks_of_message

@@ -1,4 +1,4 @@
-"""GPU memory that other processes can map: CUDA IPC, and pinned host memory (staged)."""
+"""The primary context of a device, and its memory that other processes can map: CUDA IPC, and pinned (staged)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,74 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from mpicomm.devices.cuda.context import PrimaryContext
+from mpicomm.devices.base import DeviceInfo, Segment
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.devices.handle import KEY_NBYTES, Exported, MemoryHandle
 from mpicomm.devices.host_memory import HostSegment
 from mpicomm.errors import HandleError
+
+
+class PrimaryContext:
+    """The context of one device that CuPy, PyTorch and the CUDA runtime use, too. It lives until `release`."""
+
+    def __init__(self, device: DeviceInfo) -> None:
+        from cupy.cuda import driver as cupy_driver  # not above: faults.py imports this module without CuPy, too
+
+        self.device = device
+        self.segments: set[Segment] = set()
+        """The open segments. A Ctrl-C may leave the last reference to a segment here: see `CudaBackend.close`."""
+        self._driver = cupy_driver
+        self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
+        self._released = False
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Return a ``with`` block in which this context is current on the calling thread."""
+        return CurrentContext(self._context, self._driver)
+
+    def is_current(self) -> bool:
+        """Return whether this context is current on the calling thread."""
+        try:
+            return bool(self._driver.ctxGetCurrent() == self._context)
+        except self._driver.CUDADriverError:  # a thread that has not used CUDA
+            return False
+
+    def release(self) -> None:
+        """Release the context; it lives on while others use it. A second call does nothing."""
+        if not self._released:
+            self._released = True
+            with contextlib.suppress(DriverShutDownError):
+                call(driver.cuDevicePrimaryCtxRelease, self.device.ordinal)
+
+
+class CurrentContext(contextlib.AbstractContextManager[None]):
+    """A ``with`` block in which a context is current on the calling thread. Its end restores the previous context.
+
+    ``cupy_driver`` is ``cupy.cuda.driver``.
+    """
+
+    # Every device call goes through here, so speed counts. A generator takes longer than all this code, and the
+    # driver's binding takes ten times as long as CuPy's functions.
+    __slots__ = ("_before", "_context", "_driver")
+
+    def __init__(self, context: int, cupy_driver: Any) -> None:
+        self._driver = cupy_driver
+        self._context = context
+        self._before = context
+
+    def __enter__(self) -> None:
+        try:
+            self._before = self._driver.ctxGetCurrent()  # 0 on a thread that has not used CUDA
+            if self._before != self._context:
+                self._driver.ctxSetCurrent(self._context)
+        except self._driver.CUDADriverError as error:
+            if int(error.status) == int(driver.CUresult.CUDA_ERROR_DEINITIALIZED):
+                raise DriverShutDownError(str(error)) from None
+            raise HandleError(f"the context of a GPU cannot be made current: {error}") from None
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._context:
+            self._driver.ctxSetCurrent(self._before)
+
 
 # The driver allocates and shares whole blocks of 2 MiB. An allocation of a multiple of 2 MiB shares no block, so its
 # export shows a peer nothing else.
@@ -70,18 +133,15 @@ def allocate_ipc(context: PrimaryContext, nbytes: int) -> CudaSegment:
     size = round_up(nbytes, BLOCK_NBYTES)
     with context.current():
         base = int(call(driver.cuMemAlloc, size, hint=cannot_allocate(size, context)))
-    export = partial(_export_ipc, context, base, size)
+    export = partial(export_ipc, context, base, size)
     return CudaSegment(context, base, size, partial(call, driver.cuMemFree, base), export)
 
 
-def adopt_ipc(context: PrimaryContext, base: int, size: int, array: Any) -> CudaSegment:
-    """Return the memory of ``array`` in an allocation of ``cuMemAlloc``, with ``size`` bytes at ``base``."""
-    export = partial(_export_ipc, context, base, size, array=array)
-    return CudaSegment(context, array.data.ptr, array.nbytes, lambda: None, export)
+def export_ipc(context: PrimaryContext, base: int, size: int, segment: CudaSegment, array: Any = None) -> Exported:
+    """Return the handle of a whole allocation of ``cuMemAlloc``, with the offset of the segment in it.
 
-
-def _export_ipc(context: PrimaryContext, base: int, size: int, segment: CudaSegment, array: Any = None) -> Exported:
-    """Return the handle of the whole allocation, with the offset of the segment in it."""
+    It has ``size`` bytes at ``base``. A function that holds ``array`` keeps memory of the user allocated.
+    """
     with context.current():
         key = bytes_of(call(driver.cuIpcGetMemHandle, base, hint=_NO_IPC))
     return ((MemoryHandle("ipc", context.device.uuid, key, size, segment.pointer - base, segment.nbytes), None),)
@@ -120,26 +180,19 @@ def open_ipc(context: PrimaryContext, handle: MemoryHandle) -> CudaSegment:
     return CudaSegment(context, base + handle.offset, handle.nbytes, release)
 
 
-def allocate_staged(context: PrimaryContext, nbytes: int) -> CudaSegment:
-    """Allocate whole blocks of shared host memory and pin them."""
-    return _pinned(context, HostSegment.allocate(round_up(nbytes, BLOCK_NBYTES)), own=True)
+def pinned(context: PrimaryContext, host: HostSegment, *, own: bool) -> CudaSegment:
+    """Pin shared host memory for the GPU; the address is its device address. An error closes the memory.
 
-
-def open_staged(context: PrimaryContext, handle: MemoryHandle, fd: int) -> CudaSegment:
-    """Map a peer's shared host memory and pin it for this process, too. The caller still owns ``fd``."""
-    return _pinned(context, HostSegment.open(fd, handle.offset, handle.nbytes), own=False)
-
-
-def _pinned(context: PrimaryContext, host: HostSegment, *, own: bool) -> CudaSegment:
-    """Pin shared host memory for the GPU; the address is its device address. An error closes the memory."""
+    ``own`` is whether it is memory of this process, and not of a peer.
+    """
     flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(host.close)
-        with context.current(), contextlib.ExitStack() as pinned:
+        with context.current(), contextlib.ExitStack() as unpin:
             call(driver.cuMemHostRegister, host.pointer, host.nbytes, flags, hint=_NO_STAGED)
-            pinned.callback(call, driver.cuMemHostUnregister, host.pointer)
+            unpin.callback(call, driver.cuMemHostUnregister, host.pointer)
             pointer = int(call(driver.cuMemHostGetDevicePointer, host.pointer, 0))
-            pinned.pop_all()
+            unpin.pop_all()
         on_failure.pop_all()
 
     def release() -> None:

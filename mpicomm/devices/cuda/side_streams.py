@@ -10,9 +10,9 @@ import cupy
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
-from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, event_is_over, stream_is_over
 from mpicomm.devices.cuda.events import EventPool, LocalEvent, Mark
+from mpicomm.devices.cuda.memory import PrimaryContext
 from mpicomm.devices.cuda.stream_order import capture_of, relaxed, takes_part
 
 

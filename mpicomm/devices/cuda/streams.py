@@ -11,9 +11,9 @@ import cupy
 from cuda.bindings import driver
 from cupy.cuda import get_current_stream, runtime
 
-from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.events import Mark
+from mpicomm.devices.cuda.memory import PrimaryContext
 from mpicomm.devices.cuda.side_streams import SideStreams
 from mpicomm.devices.cuda.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.errors import InvalidUsageError

@@ -11,9 +11,8 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call, check
-from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment, bytes_of, cannot_allocate, round_up
+from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment, PrimaryContext, bytes_of, cannot_allocate, round_up
 from mpicomm.devices.handle import KEY_NBYTES, Descriptor, Exported, Kind, MemoryHandle
 from mpicomm.errors import HandleError
 from mpicomm.waiting import uninterrupted

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.checks import Signature
-from mpicomm.collectives.gpu.algorithms.steps import AlgorithmChoice, AnyPlan, Copy
+from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, AnyPlan, Copy
 from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.plan import Plan
@@ -94,12 +94,12 @@ class DomainsEngine:
         before = after = None
         if packed is not None and scratch:
             launches = packed.launches(self._backend, scratch)
-            before, after = (self._engine.prepare_alone(str(signature), steps) for steps in launches)
+            before, after = (self._engine.plan(str(signature), steps, collective=False) for steps in launches)
         if call.epilogue is not None and buffers.output is not None:
             backend = self._backend
             where = buffers.output.pointer, backend.faults.failed, backend.multiprocessors
             steps = [call.epilogue.following_kernel(*where)] if buffers.output.count else []
-            after = self._engine.prepare_alone(str(signature), steps)
+            after = self._engine.plan(str(signature), steps, collective=False)
         return DomainsPlan(signature, planned, self._choice(asked), before, after)
 
     def template(self, call: Call, mappings: Mappings, asked: str) -> None:
@@ -145,7 +145,7 @@ class DomainsEngine:
             named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
             yield self._engine.prepare_step(step.operation, step.buffers, facts, named)
         elif launch := _launch(step, self._backend):
-            yield self._engine.prepare_alone(facts[0], [launch])
+            yield self._engine.plan(facts[0], [launch], collective=False)
 
     def enqueue(
         self, plan: DomainsPlan | Any, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False

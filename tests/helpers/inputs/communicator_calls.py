@@ -144,7 +144,7 @@ class Prepared:
 
     def prepare(self, comm: mpicomm.Communicator) -> MPI.Prequest:
         """Call the method that makes a persistent request."""
-        request: MPI.Prequest = self._call(comm, self.case.row.persistent)
+        request: MPI.Prequest = self._call(comm, self.case.row.methods[2])
         return request
 
     def arguments(self) -> list[Any]:

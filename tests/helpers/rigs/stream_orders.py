@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from mpicomm.collectives.gpu.algorithms.base import Copy, Fork, Join
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 from mpicomm.products.schedule import JoinLane, Multiply
 from tests.helpers.fakes.fake_cuda import FakeCuda
 

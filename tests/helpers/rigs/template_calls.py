@@ -14,10 +14,9 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call, in_order
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import Domain, Form, with_place
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.base import AnyPlan, Form, Step
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Domain, Inboxes, Request, with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate, sendrecv_memory, sendrecv_request
-from mpicomm.collectives.gpu.algorithms.steps import AnyPlan, Step
 from mpicomm.collectives.gpu.call_templates import CallTemplate, MessageTemplate, has_template, template_of
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision

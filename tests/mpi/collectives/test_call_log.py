@@ -189,7 +189,7 @@ def test_ranks_that_call_the_same_go_on(comm_world: MPI.Intracomm, call_log: Cal
         if comm_world.rank == number % comm_world.size:
             time.sleep(0.02)
         call_log.post(f"call {number}")
-        calls.require_same()
+        calls.wait_for(call_log.behind)
     comm_world.Barrier()
     assert calls.different(wait=True) == []
 
@@ -201,7 +201,7 @@ def test_ranks_meet_when_all_of_them_launch_next(comm_world: MPI.Intracomm, call
     for number in range(3):
         if not is_known:
             call_log.post(f"call {number}")
-            calls.require_same()
+            calls.wait_for(call_log.behind)
         if comm_world.rank == 0:  # it has called the same, and loads a kernel
             time.sleep(0.1)
             late = time.monotonic()
@@ -209,7 +209,7 @@ def test_ranks_meet_when_all_of_them_launch_next(comm_world: MPI.Intracomm, call
             call_log.post(f"call {number}", ready=True)
         else:
             call_log.ready()
-        calls.meet()
+        calls.wait_for(call_log.not_ready)
         met = time.monotonic()
         assert met >= comm_world.bcast(late)  # the ranks of a node have one clock
 
@@ -222,7 +222,7 @@ def test_ranks_that_call_different_things_are_told_all_calls(comm_world: MPI.Int
     call_log.post(f"call {comm_world.rank > 0}")
     said = "; ".join(f"rank {rank}: call {rank > 0}" for rank in range(comm_world.size))
     with raises_everywhere(comm_world, PeerError, match=said):
-        calls.require_same()
+        calls.wait_for(call_log.behind)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -233,7 +233,7 @@ def test_a_rank_that_does_not_call_is_named_in_time(comm_world: MPI.Intracomm, c
         call_log.post("call")
         start = time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match=f"rank 0 did not come within {limit_s:g} s") as info:
-            calls.require_same()
+            calls.wait_for(call_log.behind)
         assert info.value.ranks == (0,)
         assert time.monotonic() - start < limit_s + stretched(1.0)
     comm_world.Barrier()

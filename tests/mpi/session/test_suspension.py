@@ -49,7 +49,7 @@ class VirtualDevice(WindowDevice):
         super().__init__(rank, timeout_s)
         self.cuda = cuda
         self._virtual: Any = importlib.import_module("mpicomm.devices.cuda.virtual_memory").VirtualSegment
-        context: Any = importlib.import_module("mpicomm.devices.cuda.context").PrimaryContext
+        context: Any = importlib.import_module("mpicomm.devices.cuda.memory").PrimaryContext
         self._context = context(SimpleNamespace(ordinal=0, uuid=_UUID))
 
     def owns(self, pointer: int) -> bool:

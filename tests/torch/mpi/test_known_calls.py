@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.collectives.gpu.algorithms.steps import NO_CHOICE
+from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE
 from mpicomm.collectives.gpu.call_templates import CallTemplate
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpicomm.collectives.gpu.algorithms.base import Copy, Fork, Join
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 from mpicomm.devices.host import array_at
 from mpicomm.products.choose import Facts, ProductWay, choose, describe
 from mpicomm.products.schedule import (

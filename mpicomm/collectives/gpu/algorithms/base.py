@@ -1,4 +1,6 @@
-"""Form: a kind of collective calls. Algorithm: one way to carry out collectives on GPUs. FormLauncher: one for a form.
+"""Step: work that a rank enqueues for a collective on GPUs. AnyPlan: a call of steps. They know no device.
+
+Form: a kind of collective calls. Algorithm: one way to carry out collectives. FormLauncher: one for a form.
 
 A form's calls differ only in the addresses and lengths of their blocks. The patterns of `patterns.py` know addresses
 and counts. A form gets from them the exchange of one unit. In this exchange an address encodes the number of a block
@@ -15,8 +17,6 @@ the bytes of the longest message, and whether the output of all ranks is symmetr
 from __future__ import annotations
 
 import ctypes
-import struct
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -28,18 +28,93 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
-from mpicomm.collectives.gpu.algorithms.memory import Arena, Request
-from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.gpu.algorithms.memory import Domain, Request
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.packed import Gaps
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
-from mpicomm.kernels.team import Team
 from mpicomm.kernels.variant import Launch, Variant
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mapped
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy by a copy engine into a peer's memory. It runs beside the kernels.
+
+    A ``local`` copy stays within this rank's memory and runs in order with the kernels. With several ``rows``,
+    ``nbytes`` are those of a row, and the pitches are the bytes from one row to the next.
+    """
+
+    target: int
+    source: int
+    nbytes: int
+    local: bool = False
+    rows: int = 1
+    target_pitch: int = 0
+    source_pitch: int = 0
+
+
+@dataclass(frozen=True)
+class Fork:
+    """All copies after it wait for all steps before it."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """All steps after it, except copies, wait for all copies before it."""
+
+
+@dataclass(frozen=True)
+class LibraryWork:
+    """Work of another library, in order with the kernels. ``enqueue`` gets the stream."""
+
+    enqueue: Callable[[int], object]
+
+
+Step = Launch | Copy | Fork | Join | LibraryWork
+
+
+class AlgorithmChoice(NamedTuple):
+    """The algorithm of a call, as text for records of calls."""
+
+    algorithm: str = ""
+    why: str = ""
+    slow: str = ""
+    """Why the call takes a slow way; "" if it does not."""
+
+
+NO_CHOICE = AlgorithmChoice()
+"""The choice of plans that are parts of calls."""
+
+
+class AnyPlan:
+    """A call that an engine can enqueue repeatedly. Its ``str`` is `text`."""
+
+    words: str
+    count = 0
+    offset: int | None = None
+    """The text and the numbers of the call, for `CallLog.post`."""
+    choice: AlgorithmChoice = NO_CHOICE
+    collective = True
+    """Whether all ranks make the call. Then they can compare their calls."""
+    lasts = True
+    """Whether it stays the plan of one call. A template is the plan of another call after the next `fill`."""
+    by_output = False
+    """Whether the library of the receive buffer decides the stream, because MPI ignores the send buffer."""
+    by_address = False
+    """Whether an address names a buffer. The caller's later work on the buffer may be on any stream."""
+
+    @property
+    def text(self) -> str:
+        """The text of the call, for errors."""
+        return self.words
+
+    def __str__(self) -> str:
+        return self.text
+
 
 # A unit of 128 bytes is a whole cache line. So patterns that begin shards at whole lines never cut a unit.
 _UNIT = np.dtype("V128")
@@ -130,11 +205,6 @@ class Form:
         """Whether only the two ranks of a message know its length."""
         return self.operation.counts == "private"
 
-    @property
-    def shards(self) -> int:
-        """The number of shards of a call in two exchanges; a root has no shard."""
-        return self.size - bool(self.operation.rooted)
-
     @cached_property
     def reduction(self) -> Reduction | None:
         """The reduction's name among the kernels; raises `InvalidUsageError` if there is none."""
@@ -221,59 +291,6 @@ class Form:
         return Buffers(
             self.rank, self.size, dtype, send, send_blocks, output, output_blocks, self.op, self.root, self.cuts
         )
-
-
-_TAG = struct.Struct("<IIIQ")
-
-
-@dataclass(frozen=True)
-class Domain:
-    """The ranks of a peer domain, and this rank. All fields except ``team`` are equal on all ranks."""
-
-    team: Team
-    """The first argument of every kernel of this rank."""
-    arena: Arena
-    multiprocessors: int
-    """The fewest blocks that run at once on each device."""
-    link_speed: float = 1.0
-    """The speed of the slowest link, relative to the links on which built-in sizes were measured."""
-    most_staged_nbytes: int = 0
-    """The most memory of each rank in which copy engines may stage data."""
-    early: bool = True
-    """Whether blocks of a kernel may be set up before the previous kernel has ended."""
-    host_slots: bool = False
-    """Whether the ranks' arenas lie in host memory."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's index in the domain."""
-        return int(self.team.rank)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return int(self.team.size)
-
-    @property
-    def most_blocks(self) -> int:
-        """The most blocks of a launch, because all of them must run at once; an H200 has 132 multiprocessors."""
-        return min(128, self.multiprocessors)
-
-
-def launch_tag(hash32: int, step: int = 0, memory: Mapped | None = None) -> int:
-    """Return a number made of the facts in which ranks must agree in one launch.
-
-    ``hash32`` is `Signature.hash32`, and ``step`` is the number of the launch in its call. The ranks store into
-    ``memory``, if it is not None.
-    """
-    if memory is not None:
-        return zlib.crc32(_TAG.pack(hash32, step, memory.array, memory.offset))
-    return zlib.crc32(_TAG.pack(hash32, step, 0, 0)) if step else hash32
-
-
-def with_place(text: str, place: Mapped | str) -> str:
-    """Return the text of a call with the place in symmetric memory into which ranks store."""
-    return f"{text}, into {place}"
 
 
 Numbers = tuple[list[int], list[int], int, int, Mapped | None, BoundEpilogue | None]

@@ -1,17 +1,20 @@
-"""Layouts of the memory that ranks open to each other's kernels.
+"""Domain: the ranks of a peer domain, and the layouts of the memory that they open to each other's kernels.
 
 Layouts are pure functions of facts that all ranks know, so all ranks have the same layouts.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FENCES_NBYTES, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES as PACKET_SLOT_NBYTES
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, FlaggedInboxes
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, FlaggedInboxes, Team
+from mpicomm.symmetric.registry import Mapped
 
 Range = tuple[int, int]
 
@@ -160,3 +163,56 @@ class Arena(Protocol):
 
     def region(self, request: Request) -> ArenaRegion:
         """Return the smallest region that a request fits into, which `has` has found. Local."""
+
+
+_TAG = struct.Struct("<IIIQ")
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The ranks of a peer domain, and this rank. All fields except ``team`` are equal on all ranks."""
+
+    team: Team
+    """The first argument of every kernel of this rank."""
+    arena: Arena
+    multiprocessors: int
+    """The fewest blocks that run at once on each device."""
+    link_speed: float = 1.0
+    """The speed of the slowest link, relative to the links on which built-in sizes were measured."""
+    most_staged_nbytes: int = 0
+    """The most memory of each rank in which copy engines may stage data."""
+    early: bool = True
+    """Whether blocks of a kernel may be set up before the previous kernel has ended."""
+    host_slots: bool = False
+    """Whether the ranks' arenas lie in host memory."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the domain."""
+        return int(self.team.rank)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return int(self.team.size)
+
+    @property
+    def most_blocks(self) -> int:
+        """The most blocks of a launch, because all of them must run at once; an H200 has 132 multiprocessors."""
+        return min(128, self.multiprocessors)
+
+
+def launch_tag(hash32: int, step: int = 0, memory: Mapped | None = None) -> int:
+    """Return a number made of the facts in which ranks must agree in one launch.
+
+    ``hash32`` is `Signature.hash32`, and ``step`` is the number of the launch in its call. The ranks store into
+    ``memory``, if it is not None.
+    """
+    if memory is not None:
+        return zlib.crc32(_TAG.pack(hash32, step, memory.array, memory.offset))
+    return zlib.crc32(_TAG.pack(hash32, step, 0, 0)) if step else hash32
+
+
+def with_place(text: str, place: Mapped | str) -> str:
+    """Return the text of a call with the place in symmetric memory into which ranks store."""
+    return f"{text}, into {place}"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("ml_dtypes")
 
 from mpicomm.collectives import operations
-from mpicomm.collectives.gpu.algorithms.base import Domain, Form
+from mpicomm.collectives.gpu.algorithms.base import Form
 from mpicomm.collectives.gpu.algorithms.chain.plan import (
     BATCH_NBYTES,
     CHAIN_SLOTS,
@@ -23,7 +23,7 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import (
     serve_chain,
 )
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Domain
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES, flags_can_carry, most_workers
 from mpicomm.collectives.gpu.algorithms.packets.configs import Geometry, ProtocolLimits, limits_of, sized_configs
 from mpicomm.collectives.gpu.decision import Chosen, Decision, names_for, usual_kernels

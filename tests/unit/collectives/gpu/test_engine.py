@@ -29,7 +29,7 @@ from mpicomm.errors import HandleError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import ABSENT
 from mpicomm.log import log_once
 from mpicomm.mpi.arguments import Span
-from mpicomm.ways.dispatch import OnGpus
+from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns
@@ -296,7 +296,7 @@ def test_ranks_with_and_without_gaps_launch_alike(cuda: FakeCuda, monkeypatch: p
 def test_only_a_call_with_work_records_the_event_of_the_caller(rig: Rig, cuda: FakeCuda) -> None:
     """Earlier work may be on another stream, so an event there would not follow a call without work."""
     event = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent()
-    nothing = rig.engine.prepare_alone("a call without work", [])
+    nothing = rig.engine.plan("a call without work", [], collective=False)
     assert not rig.engine.enqueue(nothing, STREAM, event=event)
     assert cuda.events[event.ptr] is None
     assert rig.engine.enqueue(rig.alltoallv(4096), STREAM, event=event)
@@ -390,18 +390,11 @@ def test_a_collective_does_not_wait_for_a_message_that_comes_only_after_it(
     plan = rig.alltoallv(4096)
     context = SimpleNamespace(current=nullcontext, device=SimpleNamespace(ordinal=0))
     backend: Any = importlib.import_module("mpicomm.devices.cuda.streams").StreamsOfGpu(0, context)
-    backend.check = backend.prepare_thread = lambda: None
-
-    def enqueue(known: Any, stream: int, send: Any, receive: Any, event: Any, vote: Any) -> bool:
-        return rig.engine.enqueue(plan, stream, event)  # type: ignore[no-any-return]
-
-    gpu = SimpleNamespace(engine=rig.engine, find=lambda *call: plan, enqueue=enqueue)
-    session: Any = SimpleNamespace(backend=backend)
-    engines: Any = SimpleNamespace(gpu=gpu)
-    votes: Any = SimpleNamespace(vote_for_gpus=lambda: None)
-    way = OnGpus(session, engines, votes)
-    request = way.start_known(ALLTOALLV, FIRST, "auto", (None, None, None, 0, None, None, None))
-    assert request is not None
+    backend.check, backend.prepare_thread, backend.completes = lambda: None, lambda: None, False
+    backend.stream = lambda stream, array: stream
+    session: Any = SimpleNamespace(backend=backend, mappings=Mappings(), require_usable=lambda plan: None)
+    cache = importlib.import_module("mpicomm.collectives.gpu.plan_cache").PlanCache(session, rig.engine)
+    request = cache.start(plan, FIRST, None, None)
     cuda.finish()
     request.Wait()
 

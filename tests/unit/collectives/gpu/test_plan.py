@@ -93,7 +93,7 @@ def enqueue(cuda: FakeCuda, copies: Any, stream: int, source: int) -> None:
     capture = cuda.captures.get(stream)
     cuda.copied.clear()
     cuda.enqueue(stream, partial(cuda.copied.append, "ahead"))
-    steps = importlib.import_module("mpicomm.collectives.gpu.algorithms.steps")  # the one that the loader has
+    steps = importlib.import_module("mpicomm.collectives.gpu.algorithms.base")  # the one that the loader has
     rows = (3, 2, 1) if source % 2 else ()
     fork, copy, join = copies.enqueuers([steps.Fork(), steps.Copy(0, source, 1, False, *rows), steps.Join()])
     for step in (fork, copy, join):

@@ -13,12 +13,11 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, in_order
 from mpicomm.collectives.gpu.plan_cache import PlanCache
-from mpicomm.collectives.operations import ALLREDUCE, OPERATIONS
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.epilogues import Elementwise
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.plain_arrays import known_buffer, plain_array
 from mpicomm.symmetric.registry import Mappings
-from mpicomm.ways.dispatch import OnGpus
 
 
 class Array:
@@ -276,15 +275,10 @@ def test_a_known_call_is_on_the_current_stream_of_the_library_it_was_on() -> Non
 
 def test_the_request_of_a_known_call_says_when_the_call_is_done() -> None:
     known = Known()
-    known.add("Allreduce", SUM)
-    engines: Any = SimpleNamespace(gpu=known.cache)
-    votes: Any = SimpleNamespace(vote_for_gpus=lambda: None)
+    plan = known.add("Allreduce", SUM)
 
     def start() -> MPI.Request:
-        fields = tuple(getattr(SUM, name) for name in Arguments.__slots__)
-        request = OnGpus(known.session, engines, votes).start_known(ALLREDUCE, 7, "auto", fields)
-        assert request is not None
-        return request
+        return known.cache.start(plan, 7, SUM.send, SUM.receive)
 
     request = start()
     assert not request.Test()

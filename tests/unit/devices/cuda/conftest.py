@@ -16,7 +16,7 @@ UUID = bytes(range(16))
 
 @pytest.fixture
 def context(cuda: FakeCuda) -> Any:
-    module = importlib.import_module("mpicomm.devices.cuda.context")
+    module = importlib.import_module("mpicomm.devices.cuda.memory")
     context = module.PrimaryContext(SimpleNamespace(ordinal=0, uuid=UUID))
     cuda.calls.clear()
     return context

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mpicomm.devices.handle import KEY_NBYTES, Descriptor, MemoryHandle
+from mpicomm.devices.host_memory import HostSegment
 from mpicomm.errors import HandleError, InvalidUsageError
 from tests.helpers.fakes.fake_cuda import ADDRESS, FakeCuda
 from tests.helpers.faults.leaks import nothing_leaks
@@ -43,10 +44,14 @@ def test_the_context_knows_the_open_memory(cuda: FakeCuda, memory: Any, context:
     assert not context.segments
 
 
+def staged(memory: Any, context: Any) -> Any:
+    return memory.pinned(context, HostSegment.allocate(memory.BLOCK_NBYTES), own=True)
+
+
 def test_exported_memory_belongs_to_who_has_the_descriptor_and_no_child_inherits_it(
     no_leaks: None, memory: Any, virtual: Any, context: Any
 ) -> None:
-    segment = memory.allocate_staged(context, 1)
+    segment = staged(memory, context)
     for ((handle, fd),) in (
         segment.export(),
         virtual.VirtualSegment(context, "fd", ADDRESS, 64, offset=0, nbytes=64, own=True).export(),
@@ -201,7 +206,7 @@ def test_a_failure_half_way_leaves_nothing(
 ) -> None:
     """The call of that number is refused. Nothing is left that the calls before it have taken."""
     if "Host" in refused:
-        act = partial(memory.allocate_staged, context, 1)
+        act = partial(staged, memory, context)
     elif "Pool" in refused:
         shared = MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB)
         act = (
@@ -237,7 +242,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def find(cuda: FakeCuda, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    arrays = importlib.import_module("mpicomm.devices.cuda.arrays")
+    arrays = importlib.import_module("mpicomm.devices.cuda.segments")
 
     def find(begin: int, nbytes: int, size: int, kind: str = "ipc", exported: int = 3) -> Any:
         """Find the allocations of an array that begins so many bytes after the begin of allocations of one size.

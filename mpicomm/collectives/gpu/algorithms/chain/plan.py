@@ -6,8 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, KernelTemplate, Numbers
-from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
+from mpicomm.collectives.gpu.algorithms.base import Filled, Form, FormLauncher, KernelTemplate, Numbers
+from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Domain, Request
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import LANES, MAX_RANKS, PACKET_NBYTES, Team
 from mpicomm.kernels.variant import Variant, u32, u64

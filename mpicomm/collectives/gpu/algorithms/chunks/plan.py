@@ -7,14 +7,14 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from itertools import chain
 from math import inf
 from pathlib import Path
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
+from mpicomm.collectives.gpu.algorithms.base import Filled, Form, FormLauncher, Numbers
+from mpicomm.collectives.gpu.algorithms.memory import Domain, Request
 from mpicomm.collectives.patterns import Buffers, ring_refusal
 from mpicomm.kernels.reductions import options_for, reduction_of
 from mpicomm.kernels.team import MAX_RANKS, PACKET_NBYTES, Team
@@ -61,29 +61,47 @@ _pack_sources = struct.Struct(f"={1 + MAX_RANKS}I").pack_into
 _pack_call = struct.Struct("<IIQ").pack
 
 
-class ChunkTemplate:
-    """Makes launches of exchange.cu. Every kernel of this rank gets ``team``."""
+class ChunkLauncher(FormLauncher):
+    """Carries out the calls of a form in chunks, as one exchange after the other."""
 
-    def __init__(self, team: Team, layout: ArenaLayout) -> None:
-        self._layout = layout
-        self._rank, size = int(team.rank), int(team.size)
+    def __init__(
+        self, form: Form, domain: Domain, exchanges: Callable[[Buffers], Sequence[Exchange]], most: float = inf
+    ) -> None:
+        self.most = most
+        self._form, self._domain, self._exchanges, self._layout = form, domain, exchanges, domain.arena.layout
+        self._slots = Request("collectives: slots", self._layout.slots_nbytes)
+        """The slots of all channels."""
+        layout = self._layout
         self._arguments = ExchangeArguments(
-            team=team,
+            team=domain.team,
             counts=layout.counts,
             credits=layout.credits,
             flags=layout.flags,
             channels=layout.channels,
             slot_nbytes=layout.slot_nbytes,
         )
-        links = f"{'3Q2I' * size}{32 * (MAX_RANKS - size)}x"
-        self._fields = struct.Struct(f"={links}{links}2Q")
 
-    def launch(self, exchange: Exchange, call: tuple[int, int], slots: Sequence[int]) -> Launch | None:
+    def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
+        # A rank alone has nothing to send in some collectives.
+        return (self._slots,) if longest and self._form.one_shot.longest_nbytes else ()
+
+    def fill(self, numbers: Numbers) -> Filled | None:
+        lengths, begins, longest, hash32, *_ = numbers
+        if not self.memory(longest, symmetric=False):
+            return [], 0, 0
+        if not self._domain.arena.has(self._slots):
+            return None
+        slots = self._domain.arena.region(self._slots).pointers
+        exchanges = enumerate(self._exchanges(self._form.buffers(lengths, begins)))
+        launches = [self._launch(exchange, (hash32, step), slots) for step, exchange in exchanges]
+        return [launch for launch in launches if launch is not None], 0, 0
+
+    def _launch(self, exchange: Exchange, call: tuple[int, int], slots: Sequence[int]) -> Launch | None:
         """Return the launch for an exchange; None if this rank has nothing to send, receive or reduce.
 
         ``call`` is the hash of the call and the number of the exchange. ``slots`` has the address of each rank's slots.
         """
-        exchange, itemsize = _as_launched(exchange, self._rank), exchange.dtype.itemsize
+        exchange, itemsize = _as_launched(exchange, self._domain.rank), exchange.dtype.itemsize
         messages = [
             (0, 0) if span is None or span.count == 0 else (span.pointer, span.count * itemsize)
             for span in (*exchange.sends, *exchange.receives)
@@ -112,7 +130,7 @@ class ChunkTemplate:
         arguments.slots[: len(slots)] = slots
         _pack_sources(arguments, _AT_SOURCES, len(sources), *sources, *[0] * (MAX_RANKS - len(sources)))
         fields = chain.from_iterable((pointer, *links[nbytes]) for pointer, nbytes in messages)
-        self._fields.pack_into(arguments, _AT_SENDS, *fields, own, output)
+        _links_of(self._domain.size).pack_into(arguments, _AT_SENDS, *fields, own, output)
         return Launch(
             exchange_kernel(kernel), arguments, blocks, threads_for(min(longest, self._layout.slot_nbytes), THREADS)
         )
@@ -153,35 +171,11 @@ def threads_for(nbytes: int, most: int) -> int:
     return min(most, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length()))
 
 
-class ChunkLauncher(FormLauncher):
-    """Carries out the calls of a form in chunks, as one exchange after the other."""
-
-    def __init__(
-        self, form: Form, domain: Domain, exchanges: Callable[[Buffers], Sequence[Exchange]], most: float = inf
-    ) -> None:
-        self.most = most
-        self._form, self._domain, self._exchanges = form, domain, exchanges
-        self._slots = Request("collectives: slots", domain.arena.layout.slots_nbytes)
-        """The slots of all channels."""
-
-    @cached_property
-    def _template(self) -> ChunkTemplate:
-        return ChunkTemplate(self._domain.team, self._domain.arena.layout)
-
-    def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
-        # A rank alone has nothing to send in some collectives.
-        return (self._slots,) if longest and self._form.one_shot.longest_nbytes else ()
-
-    def fill(self, numbers: Numbers) -> Filled | None:
-        lengths, begins, longest, hash32, *_ = numbers
-        if not self.memory(longest, symmetric=False):
-            return [], 0, 0
-        if not self._domain.arena.has(self._slots):
-            return None
-        slots = self._domain.arena.region(self._slots).pointers
-        exchanges = enumerate(self._exchanges(self._form.buffers(lengths, begins)))
-        launches = [self._template.launch(exchange, (hash32, step), slots) for step, exchange in exchanges]
-        return [launch for launch in launches if launch is not None], 0, 0
+@cache
+def _links_of(size: int) -> struct.Struct:
+    """Return the fields of the messages to and from ``size`` ranks, and the two addresses after them."""
+    links = f"{'3Q2I' * size}{32 * (MAX_RANKS - size)}x"
+    return struct.Struct(f"={links}{links}2Q")
 
 
 def serve_chunks(form: Form, domain: Domain) -> list[FormLauncher]:

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form, FormLauncher, Numbers, launch_tag
+from mpicomm.collectives.gpu.algorithms.base import Filled, Form, FormLauncher, Numbers
 from mpicomm.collectives.gpu.algorithms.copies import schedule
-from mpicomm.collectives.gpu.algorithms.copies.rows import has_rows, match
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
-from mpicomm.collectives.gpu.algorithms.memory import Request
+from mpicomm.collectives.gpu.algorithms.copies.schedule import has_rows, match
+from mpicomm.collectives.gpu.algorithms.direct.plan import barrier
+from mpicomm.collectives.gpu.algorithms.memory import Domain, Request, launch_tag
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, options_for
 from mpicomm.kernels.team import MAX_RANKS, PACKET_NBYTES
@@ -158,11 +158,10 @@ def with_launches(
     actions: Iterable[Any], domain: Domain, hash32: int, reduction: Reduction | None, memory: Mapped | None = None
 ) -> Iterator[Any]:
     """Yield the actions of a call with this hash, with launches in place of barriers and reductions."""
-    template = DirectTemplate(domain)
     barriers = 0  # counted, because ranks without a part have fewer steps
     for action in actions:
         if isinstance(action, schedule.Barrier):
-            yield template.barrier(launch_tag(hash32, barriers, memory), after_copies=True)
+            yield barrier(domain, launch_tag(hash32, barriers, memory), after_copies=True)
             barriers += 1
         elif isinstance(action, schedule.Reduce):
             assert reduction is not None

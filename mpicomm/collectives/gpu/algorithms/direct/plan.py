@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from mpicomm.collectives.gpu.algorithms.base import (
-    Domain,
-    Filled,
-    Form,
-    FormLauncher,
-    KernelTemplate,
-    Numbers,
-    launch_tag,
-)
+from mpicomm.collectives.gpu.algorithms.base import Filled, Form, FormLauncher, KernelTemplate, Numbers
+from mpicomm.collectives.gpu.algorithms.memory import Domain, launch_tag
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, PACKET_NBYTES, FlaggedInboxes, Team
@@ -54,73 +46,17 @@ _MOST_THREADS_FOR_ALL_BLOCKS = 256
 _AT_TAGS: int = DirectArguments.team.offset + Team.tags.offset
 
 
-class DirectTemplate(KernelTemplate):
-    """Launches of direct.cu for this rank of ``domain``.
-
-    `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
-    between. `barrier` returns a launch with separate arguments.
-    """
-
-    def __init__(self, domain: Domain) -> None:
-        self._rank, self._size, self._most_blocks = domain.rank, domain.size, domain.most_blocks
-        self.early = domain.early
-        team, layout = domain.team, domain.arena.layout
-        flagged = layout.flagged_inboxes(team.arenas[self._rank])
-        self.arguments = DirectArguments(team=team, arrivals=layout.arrivals, flagged=flagged)
-        self._without_messages = bytes(self.arguments)
-        absent = MAX_RANKS - self._size
-        words, cuts = f"{self._size}Q{8 * absent}x", f"{2 * self._size}Q{16 * absent}x"
-        self._fields = struct.Struct(f"={MAX_RANKS}I{words}{words}{cuts}{cuts}")
-
-    def write(
-        self,
-        sends: Sequence[int],
-        targets: Sequence[int],
-        going: Sequence[int],
-        coming: Sequence[int],
-        longest: int,
-        tag: int,
-    ) -> Filled:
-        """Write a call into `arguments`.
-
-        The item of each rank in ``sends`` and ``targets`` is the address of the message to it, and of the place where
-        the message belongs, as mapped here. Its item in ``going`` and ``coming`` are the bytes of the message to it and
-        of the message from it. A message without bytes has address 0. ``longest`` are the most bytes of a message.
-        ``longest`` and ``tag`` are the same on all ranks.
-        """
-        packets, threads = -(-longest // PACKET_NBYTES), _FEWEST_THREADS
-        while threads < _MOST_THREADS_FOR_ALL_BLOCKS and packets > threads * self._most_blocks:
-            threads *= 2
-        if packets > 4 * threads * self._most_blocks:
-            threads = DIRECT_THREADS
-        blocks = max(1, min(self._most_blocks, -(-packets // threads)))
-        # Parts are whole lines, so a part begins at a whole packet.
-        parts = {nbytes: -(-nbytes // (blocks * LINE_NBYTES)) * LINE_NBYTES for nbytes in {*going, *coming}}
-        cuts = chain.from_iterable((nbytes, parts[nbytes]) for nbytes in (*going, *coming))
-        self._fields.pack_into(self.arguments, _AT_TAGS, *[tag] * MAX_RANKS, *sends, *targets, *cuts)
-        return None, blocks, threads
-
-    def variant(self, kernel: None) -> Variant:
-        return DIRECT_KERNEL
-
-    def barrier(self, tag: int, *, after_copies: bool) -> Launch:
-        """Return a launch that ends when all earlier work of all ranks has ended.
-
-        With ``after_copies``, copies may precede it on the stream, so its blocks are not set up early.
-        """
-        arguments = DirectArguments.from_buffer_copy(self._without_messages)
-        arguments.team.tags[:] = [tag] * MAX_RANKS
-        return Launch(BARRIER_KERNEL, arguments, 1, _FEWEST_THREADS, self.early and not after_copies)
-
-
-class DirectLauncher(DirectTemplate, FormLauncher):
+class DirectLauncher(KernelTemplate, FormLauncher):
     """Carries out the calls of a form into symmetric output."""
 
     into_memory = needs_symmetric_output = True
 
     def __init__(self, form: Form, domain: Domain, fewest: int) -> None:
-        super().__init__(domain)
-        self.fewest = fewest
+        self.fewest, self.early = fewest, domain.early
+        self._rank, self._most_blocks, self.arguments = domain.rank, domain.most_blocks, _arguments(domain)
+        absent = MAX_RANKS - domain.size
+        words, cuts = f"{domain.size}Q{8 * absent}x", f"{2 * domain.size}Q{16 * absent}x"
+        self._fields = struct.Struct(f"={MAX_RANKS}I{words}{words}{cuts}{cuts}")
         exchange, rank = form.one_shot, domain.rank
         assert exchange.lands is not None
         self._sources, self._targets = [-1] * domain.size, [-1] * domain.size
@@ -134,15 +70,42 @@ class DirectLauncher(DirectTemplate, FormLauncher):
     def fill(self, numbers: Numbers) -> Filled:
         _, begins, longest, hash32, memory, _ = numbers
         assert memory is not None
+        packets, threads = -(-longest // PACKET_NBYTES), _FEWEST_THREADS
+        while threads < _MOST_THREADS_FOR_ALL_BLOCKS and packets > threads * self._most_blocks:
+            threads *= 2
+        if packets > 4 * threads * self._most_blocks:
+            threads = DIRECT_THREADS
+        blocks = max(1, min(self._most_blocks, -(-packets // threads)))
+        # Parts are whole lines, so a part begins at a whole packet.
+        cut, nothing = (longest, -(-longest // (blocks * LINE_NBYTES)) * LINE_NBYTES), (0, 0)
         own, places = memory.pointers[self._rank], zip(memory.pointers, self._targets, strict=True)
-        return self.write(
-            [begins[block] if block >= 0 else 0 for block in self._sources],
-            [pointer + begins[block] - own if block >= 0 else 0 for pointer, block in places],
-            [longest if block >= 0 else 0 for block in self._sources],
-            [longest if comes else 0 for comes in self._coming],
-            longest,
-            launch_tag(hash32, memory=memory),
-        )
+        # A message without bytes has address 0.
+        fields = [launch_tag(hash32, memory=memory)] * MAX_RANKS
+        fields += [begins[block] if block >= 0 else 0 for block in self._sources]
+        fields += [pointer + begins[block] - own if block >= 0 else 0 for pointer, block in places]
+        going = [cut if block >= 0 else nothing for block in self._sources]
+        coming = [cut if comes else nothing for comes in self._coming]
+        self._fields.pack_into(self.arguments, _AT_TAGS, *fields, *chain.from_iterable((*going, *coming)))
+        return None, blocks, threads
+
+    def variant(self, kernel: None) -> Variant:
+        return DIRECT_KERNEL
+
+
+def _arguments(domain: Domain) -> DirectArguments:
+    layout = domain.arena.layout
+    flagged = layout.flagged_inboxes(domain.team.arenas[domain.rank])
+    return DirectArguments(team=domain.team, arrivals=layout.arrivals, flagged=flagged)
+
+
+def barrier(domain: Domain, tag: int, *, after_copies: bool) -> Launch:
+    """Return a launch that ends when all earlier work of all ranks has ended.
+
+    With ``after_copies``, copies may precede it on the stream, so its blocks are not set up early.
+    """
+    arguments = _arguments(domain)
+    arguments.team.tags[:] = [tag] * MAX_RANKS
+    return Launch(BARRIER_KERNEL, arguments, 1, _FEWEST_THREADS, domain.early and not after_copies)
 
 
 def serve_direct(form: Form, domain: Domain) -> list[FormLauncher] | str:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import inf
 from typing import NamedTuple
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, Form
-from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.base import Filled, Form
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, Domain, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     CODES_OF_PACKET,
     FEWEST_LAPS,
@@ -163,44 +163,41 @@ Stepped = tuple[Filled, int, int, int]
 """A launch, its steps, the steps that an inbox holds, and the peers with which the ranks pace each other, as bits."""
 
 
-@dataclass(frozen=True, slots=True)
 class PacketConfig:
-    """How a launch carries messages of some lengths; the same on all ranks."""
+    """How a launch carries messages of some lengths; the same on all ranks. Nothing changes it.
 
-    protocol: Protocol
-    inboxes: Inboxes
-    blocks: int
-    workers: int
-    parts: int
-    """The packets of a unit, if messages take several steps. A unit is the work of a thread in a step."""
-    unit_nbytes: int
-    """The bytes of memory that a unit carries."""
-    slots: int
-    """The units that an inbox holds."""
-    laps: int
-    """The steps that an inbox holds."""
-    step_nbytes: int
-    """The longest message that goes in one step."""
-    in_one_step: Stepped
-    row_nbytes: int = 0
-    """The bytes as which all messages count if the kernel normalises rows: the bytes of all slots; else 0."""
+    With ``coding`` the messages are between ``size`` ranks. If the kernel normalises rows, all messages count as
+    ``row_nbytes``, the bytes of all slots; else it is 0. If other ranks may have longer messages than this rank, a
+    launch of one step has as many ``laps`` as theirs.
+    """
 
-    @classmethod
-    def of(
-        cls, protocol: Protocol, inboxes: Inboxes, geometry: Geometry, coding: Coding | None = None, size: int = 0
-    ) -> PacketConfig:
-        """Return a config; with ``coding`` of messages between ``size`` ranks."""
-        blocks, workers = geometry
+    def __init__(
+        self,
+        protocol: Protocol,
+        inboxes: Inboxes,
+        geometry: Geometry,
+        coding: Coding | None = None,
+        size: int = 0,
+        *,
+        row_nbytes: int = 0,
+        others_are_longer: bool = False,
+    ) -> None:
+        self.protocol, self.inboxes, self.row_nbytes = protocol, inboxes, row_nbytes
+        self.blocks, self.workers = blocks, workers = geometry
         packet_nbytes, slots, parts = UNIT_NBYTES[protocol], inboxes.nbytes // SLOT_NBYTES, 1
         packets = slots
         if coding is not None:  # the slots of a warp lie side by side
             packet_nbytes, parts = coding.packet_nbytes, parts_of(size, one_step=False)
             packets, slots = packets // LANES * LANES, packets // (parts * LANES) * LANES
-        threads = blocks * workers
-        step_nbytes, launch = packet_nbytes * min(threads, packets), ((protocol, "one"), blocks, workers + OVERSEERS)
-        unit_nbytes, laps = parts * packet_nbytes, slots // threads
-        one_step = launch, 1, 1, 0
-        return cls(protocol, inboxes, blocks, workers, parts, unit_nbytes, slots, laps, step_nbytes, one_step)
+        self.parts, self.unit_nbytes = parts, parts * packet_nbytes
+        """The packets of a unit, if messages take several steps, and its bytes of memory. A unit is the work of a
+        thread in a step."""
+        self.slots, self.laps = slots, slots // (blocks * workers)
+        """The units, and the steps, that an inbox holds."""
+        self.step_nbytes = packet_nbytes * min(blocks * workers, packets)
+        """The longest message that goes in one step."""
+        launch, laps = ((protocol, "one"), blocks, workers + OVERSEERS), self.laps if others_are_longer else 1
+        self.in_one_step: Stepped = launch, 1, laps, 0
 
 
 class Configs(NamedTuple):
@@ -265,7 +262,7 @@ def sized_configs(
                     return None
                 region = arena.region(request)
                 inboxes = Inboxes(region.pointers, region.slots_nbytes // (PARITIES * stages * size), stages)
-            config = made[key] = PacketConfig.of(protocol, inboxes, geometries[key[1]], coding, size)
+            config = made[key] = PacketConfig(protocol, inboxes, geometries[key[1]], coding, size)
         return config
 
     def memory(nbytes: int) -> Sequence[Request]:
@@ -284,9 +281,7 @@ def row_configs(row_nbytes: int, domain: Domain, *, fan_out: bool) -> Configs:
     def config_of(nbytes: int) -> PacketConfig | None:
         rows = rows_of(nbytes)
         config = configs.of(rows.nbytes)
-        return config and replace(
-            PacketConfig.of(config.protocol, config.inboxes, rows.threads), row_nbytes=rows.nbytes
-        )
+        return config and PacketConfig(config.protocol, config.inboxes, rows.threads, row_nbytes=rows.nbytes)
 
     def rows_of(nbytes: int) -> RowGeometry:
         return row_geometry(nbytes // row_nbytes, row_nbytes, domain.most_blocks, domain.size, fan_out=fan_out)
@@ -302,11 +297,7 @@ def any_length_config(domain: Domain, coding: Coding | None = None) -> PacketCon
     both = domain.arena.sentinels
     inboxes = Inboxes(both.pointers, both.stages * both.nbytes, stages=1)
     geometry = geometry_within(inboxes.nbytes, domain.most_blocks, domain.size, coded=coding is not None)
-    config = PacketConfig.of("sentinel", inboxes, geometry, coding, domain.size)
-    if coding is not None:
-        return config
-    launch, steps, _, paced = config.in_one_step
-    return replace(config, in_one_step=(launch, steps, config.laps, paced))  # other ranks may have longer messages
+    return PacketConfig("sentinel", inboxes, geometry, coding, domain.size, others_are_longer=coding is None)
 
 
 def large_inboxes(layout: ArenaLayout, nbytes: int, stages: int) -> Request:

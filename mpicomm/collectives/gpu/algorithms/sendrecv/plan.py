@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.base import Filled, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES, stride_of, threads_for
-from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
+from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Domain, Request
 from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant, u32, u64

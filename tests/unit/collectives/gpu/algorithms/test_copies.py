@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives.gpu.algorithms.base import Domain, Form
+from mpicomm.collectives.gpu.algorithms.base import Copy, Form
 from mpicomm.collectives.gpu.algorithms.copies import plan as copy_plan
 from mpicomm.collectives.gpu.algorithms.copies import schedule
 from mpicomm.collectives.gpu.algorithms.copies.plan import CopyLauncher, Then, parts_of
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, InOutput, Parts, Reduce, movement
-from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion
-from mpicomm.collectives.gpu.algorithms.steps import Copy
+from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, Domain
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.packed import Gaps, Strides
 from mpicomm.collectives.patterns import Buffers
