@@ -53,12 +53,17 @@ def _contiguous(dtype: np.dtype[Any], count: int) -> MPI.Datatype:
 
 @cache
 def _predefined(dtype: np.dtype[Any]) -> list[Any]:
-    """Names of an element type; the first is always that of MPI, if MPI has the type."""
+    """Names of an element type, of which mpi4py lacks NumPy's; the first is MPI's, if MPI has the type."""
     known = types.mpi_datatype(dtype)
     if known is None:
         return [dtype.name]
-    more = [MPI.LONG, MPI.LONG_LONG, "q"] if dtype == np.int64 else []
-    return [known, *(name for name in (dtype.char, dtype.str[1:]) if name in MPI._typedict), *more]
+    more: dict[str, list[Any]] = {"int64": [MPI.LONG, MPI.LONG_LONG, "q"], "float64": [MPI.REAL8]}
+    return [
+        known,
+        *(name for name in (dtype.char, dtype.str[1:]) if name in MPI._typedict),
+        *more.get(dtype.name, ()),
+        dtype.name,
+    ]
 
 
 class Blocks:

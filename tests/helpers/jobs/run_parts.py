@@ -31,15 +31,12 @@ COLLECTIVES = "tests/mpi/collectives"
 # Three ranks are one in a fault or a message, its peer, and one that is neither. That is all that most tests need,
 # and more ranks than cores take turns, so each further rank makes all others slower. Two ranks differ in the algorithms
 # that they choose and in how they share out data, not in how they meet, or notice an error.
-OF_TWO = (
-    f"{COLLECTIVES}/host/test_engine.py",
-    *(
-        f"{COLLECTIVES}/test_{name}.py"
-        for name in (
-            *("datatypes", "epilogues", "streams_and_graphs"),
-            *("collectives", "nonblocking_collectives", "random_collectives", "symmetric_collectives"),
-        )
-    ),
+OF_TWO = tuple(
+    f"{COLLECTIVES}/test_{name}.py"
+    for name in (
+        *("datatypes", "epilogues", "streams_and_graphs"),
+        *("collectives", "nonblocking_collectives", "random_collectives", "symmetric_collectives"),
+    )
 )
 # Four ranks are two hosts with two ranks each, and the next power of two.
 OF_FOUR = (

@@ -1,8 +1,11 @@
-"""What the calls of a Communicator make of all or some of its ranks."""
+"""What the calls of a Communicator make of its ranks, and the examples in the docstrings of its methods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,9 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm import Communicator
+from mpicomm.api.communicator import CartCommunicator
+from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.rigs.communicators import communicator, require_memory_works
 from tests.helpers.rigs.message_rigs import take_for_gpu
 
@@ -191,3 +197,25 @@ def test_a_communicator_says_which_memory_its_calls_take(comm_world: MPI.Intraco
         with child.Dup_with_info(asked) as again:
             assert again.Get_info().Get(key) == kinds
         asked.Free()
+
+
+MOST_USED = {*OPERATIONS, "Allreduce_init", "Barrier", "Iallreduce", "Recv", "Send", "Sendrecv", "Split", "zeros"}
+
+CLASSES = (Communicator, mpicomm.Experts, mpicomm.SymmetricArray, mpicomm.Win)
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    methods = inspect.getmembers(CartCommunicator, inspect.isfunction)
+    for name, documented in [*methods, *((cls.__name__, cls) for cls in CLASSES)]:
+        for block in re.findall(r"(?:^    .*\n?)+", inspect.getdoc(documented) or "", re.MULTILINE):
+            yield name, textwrap.dedent(block)
+
+
+def test_the_most_used_methods_have_examples_and_all_examples_run(host_comm: Communicator) -> None:
+    missing = {*MOST_USED}
+    for name, source in examples():
+        missing.discard(name)
+        assert name in source or name == "SymmetricArray"
+        code = compile(source, f"the example of {name}", "exec")
+        exec(code, {"comm": host_comm, "cp": np, "mpicomm": mpicomm, "MPI": MPI})
+    assert not missing

@@ -1,7 +1,14 @@
-"""Nonblocking and persistent collectives. test_random_collectives.py has more calls."""
+"""Nonblocking and persistent collectives, and the buffers that requests keep.
+
+test_random_collectives.py has more calls.
+"""
 
 from __future__ import annotations
 
+import itertools
+import operator
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -117,3 +124,58 @@ def test_an_in_place_reduce_scatter_keeps_its_copy_of_the_input(comm: mpicomm.Co
         expected = np.max(parts, axis=0)[comm.rank * count : (comm.rank + 1) * count]
         assert buffer.get()[:count].tobytes() == expected.tobytes()
         assert others
+
+
+MESSAGES = ("Isend", "Issend", "Irsend", "Ibsend", "Isendrecv", "Isendrecv_replace")
+
+
+@pytest.fixture
+def graph(host_comm: mpicomm.Communicator) -> Iterator[Any]:
+    """A communicator of the host with neighbours."""
+    graph = host_comm.Create_dist_graph_adjacent(range(host_comm.size), range(host_comm.size))
+    yield graph
+    graph.Free()
+
+
+def references(arrays: list[Any]) -> list[int]:
+    """Return how many references there are to each array."""
+    return list(map(sys.getrefcount, arrays))
+
+
+def test_a_request_of_a_collective_keeps_its_buffers(graph: Any) -> None:
+    for row, way in itertools.product(OPERATIONS.values(), ("start", "prepare")):
+        prepared = Prepared(Case(row.name, np.dtype(np.float64), 5), graph.rank, graph.size, np)
+        given = [each for each in prepared.arguments() if each is not None]
+        arrays = [each[0] if isinstance(each, list) else each for each in given]
+        free = references(arrays)
+        request = getattr(prepared, way)(graph)
+        assert all(map(operator.gt, references(arrays), free)), (way, row.name)
+        if way == "prepare":
+            request.Start()
+            request.Wait()
+            assert all(map(operator.gt, references(arrays), free)), (way, row.name)
+            request.Free()
+            del request
+        else:
+            request.Wait()
+        assert references(arrays) == free, (way, row.name)
+
+
+def test_a_request_of_a_message_keeps_its_buffers(graph: Any) -> None:
+    me = graph.rank
+    MPI.Attach_buffer(np.empty(1 << 12, np.uint8))
+    for name in MESSAGES:
+        send, receive = arrays = [np.ones(5), np.zeros(5)]
+        free = references(arrays)
+        if name == "Isendrecv":
+            requests = [graph.Isendrecv(send, me, 0, receive, me)]
+        elif name == "Isendrecv_replace":
+            requests = [graph.Isendrecv_replace(receive, me, source=me)]
+        else:
+            requests = [graph.Irecv(receive, me), getattr(graph, name)(send, me)]
+        held = references(arrays)
+        assert held[1] > free[1] and (held[0] > free[0] or name.endswith("replace")), name
+        MPI.Request.Waitall(requests)
+        del requests
+        assert references(arrays) == free, name
+    MPI.Detach_buffer()
