@@ -59,6 +59,12 @@ def content(nbytes: int) -> npt.NDArray[np.uint8]:
     return memory
 
 
+def interface(memory: npt.NDArray[Any], pointer: int | None = None) -> dict[str, Any]:
+    """Return the CUDA array interface of memory, by default at its own address."""
+    data = (memory.ctypes.data if pointer is None else pointer, False)
+    return {"version": 3, "data": data, "shape": memory.shape, "typestr": memory.dtype.str}
+
+
 class OnGpu:
     """An array on a GPU by its CUDA array interface. Its memory is the host's, so a test survives a call that reads it.
 
@@ -69,5 +75,4 @@ class OnGpu:
         self.memory, self.itemsize = memory, memory.itemsize
         if owned:
             own(memory, device)
-        data = (memory.ctypes.data if memory.size else 0, False)
-        self.__cuda_array_interface__ = {"version": 3, "data": data, "shape": memory.shape, "typestr": memory.dtype.str}
+        self.__cuda_array_interface__ = interface(memory, None if memory.size else 0)

@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,16 @@ class RankAgreement:
 
 
 AGREEMENT = pytest.StashKey[RankAgreement]()
+DEVICES = pytest.StashKey[list[str]]()
+
+
+def common_devices(config: pytest.Config, has_gpu: Callable[[], bool]) -> list[str]:
+    """Return the devices that every rank has; collective at its first call."""
+    if DEVICES not in config.stash:
+        mine = has_gpu()
+        everyone = config.stash[AGREEMENT].allgather(mine) if AGREEMENT in config.stash else [mine]
+        config.stash[DEVICES] = ["cpu", "cuda"] if all(everyone) else ["cpu"]
+    return config.stash[DEVICES]
 
 
 def agree(config: pytest.Config) -> None:

@@ -35,7 +35,7 @@ OF_TWO = tuple(
     f"{COLLECTIVES}/test_{name}.py"
     for name in (
         *("datatypes", "epilogues", "streams_and_graphs"),
-        *("collectives", "nonblocking_collectives", "random_collectives", "symmetric_collectives"),
+        *("collectives", "nonblocking_collectives", "random_collectives"),
     )
 )
 # Four ranks are two hosts with two ranks each, and the next power of two.
@@ -53,7 +53,7 @@ WITH_OPEN_MPI = (
     *(f"tests/mpi/messages/test_{name}.py" for name in ("mixed_messages", "threads")),
     *(f"tests/mpi/session/test_{name}.py" for name in ("missing_ranks", "session")),
     "tests/mpi/domains/test_transports.py",
-    "tests/mpi/windows/test_host_types.py",
+    "tests/mpi/windows/test_refusals.py",
 )
 # What depends on how data and ranks are divided: one rank has all.
 WITH_TORCH_ALONE = ("tests/torch/mpi/test_collectives.py", "tests/torch/mpi/test_groups.py")

@@ -25,9 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.helpers.faults.interrupts import interrupts_raise
+from tests.helpers.faults.interrupts import Trap, interrupts_raise
 from tests.helpers.faults.leaks import collect_only_new_objects, nothing_leaks
-from tests.helpers.faults.trap import Trap
 from tests.helpers.jobs.pace import HANG_S, stretched
 from tests.helpers.jobs.survivors import begin_in_child
 

@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,35 +23,19 @@ from tests.helpers.rigs.message_rigs import take_for_gpu
 Make = Callable[[mpicomm.Communicator], MPI.Comm]
 
 
-def idup(comm: mpicomm.Communicator) -> MPI.Intracomm:
-    child, request = comm.Idup()
+def complete(started: tuple[MPI.Intracomm, MPI.Request]) -> MPI.Intracomm:
+    child, request = started
     request.Wait()
     return child
 
 
-def idup_with_info(comm: mpicomm.Communicator) -> MPI.Intracomm:
-    child, request = comm.Idup_with_info(MPI.INFO_NULL)
-    request.Wait()
-    return child
-
-
-def create(comm: mpicomm.Communicator, members: list[int]) -> MPI.Intracomm:
-    whole = comm.Get_group()
-    part = whole.Incl(members)
-    try:
-        return comm.Create(part)
-    finally:
-        part.Free()
-        whole.Free()
-
-
-def create_group(comm: mpicomm.Communicator, members: list[int]) -> MPI.Comm:
-    if comm.rank not in members:
+def create(comm: mpicomm.Communicator, members: list[int], *, group: bool = False) -> MPI.Comm:
+    if group and comm.rank not in members:
         return MPI.COMM_NULL
     whole = comm.Get_group()
     part = whole.Incl(members)
     try:
-        return comm.Create_group(part, tag=7)
+        return comm.Create_group(part, tag=7) if group else comm.Create(part)
     finally:
         part.Free()
         whole.Free()
@@ -67,12 +52,12 @@ DUPLICATES: dict[str, Make] = {
     "Dup of info": lambda comm: comm.Dup(MPI.INFO_NULL),
     "Dup_with_info": lambda comm: comm.Dup_with_info(MPI.INFO_NULL),
     "Clone": lambda comm: comm.Clone(),
-    "Idup": idup,
-    "Idup_with_info": idup_with_info,
+    "Idup": lambda comm: complete(comm.Idup()),
+    "Idup_with_info": lambda comm: complete(comm.Idup_with_info(MPI.INFO_NULL)),
     "Split": lambda comm: comm.Split(),
     "Split_type": lambda comm: comm.Split_type(MPI.COMM_TYPE_SHARED),
     "Create": lambda comm: create(comm, list(range(comm.size))),
-    "Create_group": lambda comm: create_group(comm, list(range(comm.size))),
+    "Create_group": lambda comm: create(comm, list(range(comm.size)), group=True),
     "Dup of Dup": lambda comm: comm.Dup().Dup(),
 }
 
@@ -96,7 +81,7 @@ def test_what_is_made_of_all_ranks_is_a_communicator_too(comm: mpicomm.Communica
 
 
 MEMBERS = [[0], [2, 1], [3, 0, 2], [1, 3, 2, 0]]  # those of them that are there
-PARTS = {"Split": split, "Create": create, "Create_group": create_group}
+PARTS = {"Split": split, "Create": create, "Create_group": partial(create, group=True)}
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)

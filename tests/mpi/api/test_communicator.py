@@ -18,8 +18,7 @@ from mpicomm import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.faults.setup_failures import FIRST_AND_LAST
-from tests.helpers.rigs.communicators import communicator, halves, node_ranks, require_memory_works, to_host
-from tests.helpers.rigs.hosts_by_name import on_hosts
+from tests.helpers.rigs.communicators import communicator, halves, node_ranks, on_hosts, require_memory_works, to_host
 
 
 def test_is_an_intracommunicator(comm: mpicomm.Communicator, device: str, comm_world: MPI.Intracomm) -> None:

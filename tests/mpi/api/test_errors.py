@@ -22,7 +22,7 @@ from mpicomm.activity.reading import read_activity
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.faults import BufferRefusedError
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, Case, Prepared
-from tests.helpers.rigs.call_forms import FORMS, method_name
+from tests.helpers.rigs.communicators import FORMS, method_name
 
 LARGE = 1 << 18  # elements: mapped memory if the call is a reduction, else MPI's as of a few
 
@@ -70,7 +70,7 @@ def test_a_refused_call_is_no_call_of_mpi(host_comm: mpicomm.Communicator) -> No
 
 
 def _messages(comm: mpicomm.Communicator, send: Any, receive: Any) -> dict[str, Callable[[], Any]]:
-    me = comm.rank
+    me = MPI.COMM_WORLD.rank  # a freed communicator has no rank
     return {
         **{name: partial(getattr(comm, name), send, me) for name in ("Send", "Isend", "Send_init")},
         **{name: partial(getattr(comm, name), receive, me) for name in ("Recv", "Irecv", "Recv_init")},

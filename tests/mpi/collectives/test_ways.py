@@ -22,7 +22,7 @@ from mpicomm.session import Session
 from mpicomm.waiting import wait_until
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.jobs.pace import HANG_S
-from tests.helpers.rigs.call_forms import FORMS, complete, method_name
+from tests.helpers.rigs.communicators import FORMS, complete, method_name
 from tests.helpers.rigs.device_calls import (
     MAKERS,
     Engine,

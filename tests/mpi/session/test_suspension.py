@@ -6,10 +6,9 @@ import contextlib
 import importlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,20 +16,17 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import CollectiveTimeoutError, HandleError, InvalidUsageError
-from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import DeviceInfo, Link
-from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm import HandleError, InvalidUsageError
 from mpicomm.devices.handle import Exported, Kind, MemoryUse
 from mpicomm.devices.host import array_at
-from mpicomm.session import Session
 from tests.helpers.fakes.fake_cuda import imported_over
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.fakes.virtual_memory import VirtualCuda
 from tests.helpers.fakes.window_devices import WindowDevice
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.rigs.communicators import communicator
+from tests.helpers.rigs import message_rigs
+from tests.helpers.rigs.message_rigs import on_window_device
 
 pytestmark = pytest.mark.mpi(min_size=2)
 BLOCK = 2 << 20
@@ -99,11 +95,10 @@ class VirtualDevice(WindowDevice):
         return ()
 
 
-class Rig:
-    def __init__(self, comm: mpicomm.Communicator, device: VirtualDevice) -> None:
-        self.comm, self.device = comm, device
-        self.rank, self.size = comm.rank, comm.size
-        self.right, self.left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+class Rig(message_rigs.Rig):
+    """A communicator whose memory is virtual."""
+
+    device: VirtualDevice
 
     def settle(self) -> None:
         self.device.synchronize()
@@ -122,19 +117,10 @@ class Rig:
 
 
 @contextlib.contextmanager
-def rig_of(*, timeout_s: float = 20, handle: str = "fd") -> Iterator[Rig]:
-    with imported_over(cuda := VirtualCuda()), communicator("cpu", timeout_s=timeout_s) as parent, nothing_leaks():
-        comm = parent.Dup()
-        was = comm._session.placement
-        device = VirtualDevice(cuda, comm.rank, timeout_s)
-        gpu = DeviceInfo(0, "Fake", bytes(16), "0000:01:00.0", -1, (9, 0))
-        places = [replace(place, device=0, handle=handle, devices=(gpu,)) for place in was.places]
-        session = Session(MPI.Intracomm(comm), Placement(places, was.rank), cast(GpuBackend, device))
-        session.links = lambda: tuple(Link("NVLink", native_atomics=True) for _ in places)  # type: ignore[method-assign]
-        comm._begin(session)
-        yield Rig(comm, device)
-        with contextlib.suppress(CollectiveTimeoutError):  # a test may have left a rank behind
-            comm.Free()
+def rig_of(handle: str = "fd") -> Iterator[Rig]:
+    with imported_over(cuda := VirtualCuda()), nothing_leaks():
+        with on_window_device(made_by=partial(VirtualDevice, cuda), handle=handle) as (comm, device):
+            yield Rig(comm, device)
         assert not cuda.mapped
         assert not cuda.reserved
 
@@ -264,7 +250,7 @@ def test_a_rank_that_cannot_resume_leaves_all_ranks_suspended() -> None:
 
 
 def test_memory_that_cannot_come_back_at_its_addresses_is_kept() -> None:
-    with rig_of(handle="ipc") as rig:
+    with rig_of("ipc") as rig:
         with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match='handle="fd".*MPICOMM_HANDLE=fd'):
             rig.comm.suspend()
         assert not rig.comm.describe().suspended

@@ -13,7 +13,7 @@ from mpicomm import HandleError, InvalidUsageError
 from tests.helpers.fakes.window_devices import FakeCupy
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator, settle, to_host
-from tests.helpers.rigs.window_rigs import on_window_device
+from tests.helpers.rigs.message_rigs import on_window_device
 from tests.mpi.windows.conftest import MakeWindow
 
 

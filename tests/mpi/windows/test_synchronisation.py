@@ -19,7 +19,7 @@ from mpicomm import CollectiveTimeoutError
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.fakes.window_devices import WindowDevice
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s, to_host
-from tests.helpers.rigs.window_rigs import on_window_device
+from tests.helpers.rigs.message_rigs import on_window_device
 from tests.mpi.windows.conftest import MakeWindow
 
 

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import mpicomm.torch  # noqa: F401 - it registers the backend
-from tests.helpers.jobs.agreement import AGREEMENT, agree, pace  # noqa: F401 - a fixture
+from tests.helpers.jobs.agreement import agree, common_devices, pace  # noqa: F401 - a fixture
 from tests.helpers.jobs.pace import stretched
-
-DEVICES = pytest.StashKey[list[str]]()
 
 
 # Last, because it replaces the terminal reporter that pytest sets up in the same hook.
@@ -28,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    devices = _devices(metafunc.config)
+    devices = common_devices(metafunc.config, torch.cuda.is_available)
     if metafunc.definition.get_closest_marker("gpu_alone"):
         devices = ["cuda"]
     elif metafunc.definition.get_closest_marker("host_alone"):
@@ -36,19 +34,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("device", devices, indirect=True)
 
 
-def _devices(config: pytest.Config) -> list[str]:
-    """Return the devices that every rank has; collective at its first call."""
-    if DEVICES not in config.stash:
-        mine = torch.cuda.is_available()
-        everyone = config.stash[AGREEMENT].allgather(mine) if AGREEMENT in config.stash else [mine]
-        config.stash[DEVICES] = ["cpu", "cuda"] if all(everyone) else ["cpu"]
-    return config.stash[DEVICES]
-
-
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The device of the test's tensors: PyTorch makes them there unless the test names a device."""
-    if request.param not in _devices(request.config):
+    if request.param not in common_devices(request.config, torch.cuda.is_available):
         pytest.skip("not every rank has a GPU")
     index = "" if request.param == "cpu" else f":{torch.cuda.current_device()}"
     with torch.device(f"{request.param}{index}") as device:

@@ -32,7 +32,7 @@ from tests.helpers.inputs import patterns
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, Case, Prepared, may_be_in_place
 from tests.helpers.jobs.pace import HANG_S, stretched
 from tests.helpers.rigs.communicators import patience_s
-from tests.helpers.rigs.host_engines import CALL, FLOAT32, SMALL, engine_of, meet, span
+from tests.helpers.rigs.device_calls import CALL, FLOAT32, SMALL, engine_of, meet, span
 
 
 @pytest.fixture(scope="module")
