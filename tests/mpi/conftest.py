@@ -14,7 +14,7 @@ import mpicomm
 import mpicomm.activity.reading
 from mpicomm.devices.cuda.driver import visible_devices
 from tests.helpers.inputs.communicator_calls import require_works
-from tests.helpers.jobs.agreement import agree, common_devices, pace  # noqa: F401 - a fixture
+from tests.helpers.jobs.agreement import agree, pace, parametrize_devices, require_device  # noqa: F401 - a fixture
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import Rig, rig_on
 
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", common_devices(metafunc.config, _has_gpu), indirect=True)
+        parametrize_devices(metafunc, _has_gpu)
 
 
 def _has_gpu() -> bool:
@@ -44,7 +44,7 @@ def comm_world() -> MPI.Intracomm:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda":
+    if require_device(request) == "cuda":
         # A CUDA context lasts as long as its process: made here, it is no leak of the first test that needs it.
         with communicator(request.param) as comm:
             comm.zeros(1, "u1")

@@ -163,17 +163,30 @@ AGREEMENT = pytest.StashKey[RankAgreement]()
 DEVICES = pytest.StashKey[list[str]]()
 
 
-def common_devices(config: pytest.Config, has_gpu: Callable[[], bool]) -> list[str]:
-    """Return the devices that every rank has; collective at its first call."""
-    if DEVICES not in config.stash:
+def parametrize_devices(metafunc: pytest.Metafunc, has_gpu: Callable[[], bool]) -> None:
+    """Run a test on each device that every rank has, or on one by its marker; collective at the first call."""
+    stash = metafunc.config.stash
+    if DEVICES not in stash:
         mine = has_gpu()
-        everyone = config.stash[AGREEMENT].allgather(mine) if AGREEMENT in config.stash else [mine]
-        config.stash[DEVICES] = ["cpu", "cuda"] if all(everyone) else ["cpu"]
-    return config.stash[DEVICES]
+        everyone = stash[AGREEMENT].allgather(mine) if AGREEMENT in stash else [mine]
+        stash[DEVICES] = ["cpu", "cuda"] if all(everyone) else ["cpu"]
+    devices = stash[DEVICES]
+    for marker, device in (("gpu_alone", "cuda"), ("host_alone", "cpu")):
+        devices = [device] if metafunc.definition.get_closest_marker(marker) else devices
+    metafunc.parametrize("device", devices, indirect=True)
+
+
+def require_device(request: pytest.FixtureRequest) -> str:
+    """Return the device of a test, or skip the test if a rank lacks it."""
+    if request.param not in request.config.stash[DEVICES]:
+        pytest.skip("not every rank has a GPU")
+    return str(request.param)
 
 
 def agree(config: pytest.Config) -> None:
     """Let the ranks of this run agree; called in ``pytest_configure`` of folders with tests on several ranks."""
+    config.addinivalue_line("markers", "host_alone: a test, or all tests of a file, that says nothing of GPUs")
+    config.addinivalue_line("markers", "gpu_alone: a test that says nothing of the host")
     if not config.getoption("--with-mpi") or AGREEMENT in config.stash:  # another folder of this run may come first
         return
     results = os.environ.get("TEST_RESULTS")

@@ -33,10 +33,7 @@ COLLECTIVES = "tests/mpi/collectives"
 # that they choose and in how they share out data, not in how they meet, or notice an error.
 OF_TWO = tuple(
     f"{COLLECTIVES}/test_{name}.py"
-    for name in (
-        *("datatypes", "epilogues", "streams_and_graphs"),
-        *("collectives", "nonblocking_collectives", "random_collectives"),
-    )
+    for name in ("collectives", "datatypes_and_requests", "epilogues", "random_collectives", "streams_and_graphs")
 )
 # Four ranks are two hosts with two ranks each, and the next power of two.
 OF_FOUR = (
@@ -49,7 +46,7 @@ WITH_OPEN_MPI = (
         f"tests/mpi/api/test_{name}.py"
         for name in ("calls_by_mpi", "children", "communicator", "errors", "neighbors", "topologies")
     ),
-    *(f"{COLLECTIVES}/test_{name}.py" for name in ("datatypes", "nonblocking_collectives")),
+    f"{COLLECTIVES}/test_datatypes_and_requests.py",
     *(f"tests/mpi/messages/test_{name}.py" for name in ("mixed_messages", "threads")),
     *(f"tests/mpi/session/test_{name}.py" for name in ("missing_ranks", "session")),
     "tests/mpi/domains/test_transports.py",

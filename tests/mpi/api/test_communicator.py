@@ -16,8 +16,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError, MpicommError
 from mpicomm.log import logger
-from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.faults.setup_failures import FIRST_AND_LAST
+from tests.helpers.faults.raising import FIRST_AND_LAST, raises_everywhere
 from tests.helpers.rigs.communicators import communicator, halves, node_ranks, on_hosts, require_memory_works, to_host
 
 

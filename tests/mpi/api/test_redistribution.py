@@ -243,9 +243,8 @@ def test_arrays_and_shapes_of_any_kind(comm: mpicomm.Communicator, xp: Any) -> N
         assert plan.shape == (4, 6)
 
 
+@pytest.mark.gpu_alone  # the host has no graphs
 def test_a_graph_has_the_call(comm: mpicomm.Communicator, xp: Any) -> None:
-    if xp is np:
-        pytest.skip("the host has no graphs")
     array = whole(SHAPE, "float32")
     stream = xp.cuda.Stream(non_blocking=True)
     with comm.redistribution(SHAPE, "float32", 0, 1) as plan, stream:

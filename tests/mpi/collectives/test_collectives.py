@@ -219,10 +219,9 @@ def test_calls_follow_each_other_without_a_wait(comm: mpicomm.Communicator, xp: 
             comm.Barrier()
 
 
+@pytest.mark.gpu_alone  # packets are of GPUs
 @pytest.mark.parametrize("nbytes", [13 << 20, 33 << 20])
 def test_broadcast_that_is_too_large_for_packets(comm: mpicomm.Communicator, xp: Any, nbytes: int) -> None:
-    if xp is np:
-        pytest.skip("packets are of GPUs")
     count = nbytes * max(1, comm.size - 1) // 4 + 1  # the ranks but the root have a part of it each
     expected = xp.arange(count, dtype=FLOAT32)
     with comm.zeros(count, FLOAT32) as array:
@@ -236,10 +235,9 @@ def test_broadcast_that_is_too_large_for_packets(comm: mpicomm.Communicator, xp:
             comm.Barrier()
 
 
+@pytest.mark.gpu_alone  # calls on host arrays are not kept
 def test_memory_that_is_symmetric_no_more(comm: mpicomm.Communicator, xp: Any) -> None:
     """A known called must not write to the old addresses of the array on the others."""
-    if xp is np:
-        pytest.skip("calls on host arrays are not kept")
     count = STORED
     memory = xp.cuda.MemoryPool().malloc(4 * count * comm.size)
     output = xp.ndarray(count * comm.size, FLOAT32, memptr=memory)
@@ -297,13 +295,12 @@ def test_different_places_are_an_error_on_all_ranks(device: str) -> None:
 SCATTERED = ("Reduce_scatter_block", "Reduce_scatter_block in place")
 
 
+@pytest.mark.gpu_alone  # copy engines are of GPUs
 @pytest.mark.parametrize("operation", [*NAMES, "Alltoall in place", "Gather", "Scatter", "Reduce", *SCATTERED])
 def test_copy_engines_into_ordinary_memory(
     comm: mpicomm.Communicator, xp: Any, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By way of staging memory, in one part and in many."""
-    if xp is np:
-        pytest.skip("copy engines are of GPUs")
     from mpicomm.collectives.gpu.algorithms.copies import plan as device_copies
 
     output = xp.empty(max(COUNTS) * comm.size + 4 + ROOM_NBYTES, FLOAT32)
@@ -325,11 +322,10 @@ def test_ring_of_other_types(comm: mpicomm.Communicator, xp: Any, name: str) -> 
         prepared.check()
 
 
+@pytest.mark.gpu_alone  # chains are of GPUs
 @pytest.mark.parametrize("count", [1, 5, 4097, 70_001, 2_100_003])  # the last needs several chunks of each warp
 def test_chains_of_every_root_at_any_address(comm: mpicomm.Communicator, xp: Any, count: int) -> None:
     """The calls follow each other without a wait."""
-    if xp is np:
-        pytest.skip("chains are of GPUs")
     ranks, kinds = range(comm.size), (("float32", "sum"), ("float64", "prod"), ("int16", "sum"), ("uint8", "max"))
     moved = itertools.product((("int8", ""), ("float32", ""), ("complex128", "")), ranks, (0, 4), (False,))
     choices = itertools.product((*kinds, ("complex64", "sum")), {0, comm.size - 1}, (0, 8), (False, True))

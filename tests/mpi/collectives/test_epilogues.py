@@ -160,9 +160,8 @@ def test_norms_to_codes_with_scales(
 CODES = ("float8_e4m3fn", "int8")
 
 
+@pytest.mark.gpu_alone  # graphs are CUDA's
 def test_a_graph_is_replayed(comm: mpicomm.Communicator, xp: Any) -> None:
-    if comm.device == "cpu":
-        pytest.skip("graphs are CUDA's")
     for count in (3001, 700_001):
         given = [np.random.default_rng([rank, count]).standard_normal(count, np.float32) for rank in range(comm.size)]
         total = given[0] if comm.size == 1 else coded_sum(given, "int8", "sum", again=True)

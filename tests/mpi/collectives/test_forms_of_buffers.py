@@ -22,8 +22,7 @@ from mpicomm import InvalidUsageError, MpicommError, PeerError
 from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs import launch_numbers
-from tests.helpers.inputs.buffers import Placed
-from tests.helpers.inputs.spelled_buffers import JUNK, Blocks, one_of
+from tests.helpers.inputs.buffers import JUNK, Blocks, Placed, one_of
 from tests.helpers.rigs.communicators import FORMS, communicator, complete, method_name, to_host
 from tests.helpers.rigs.device_calls import on_gpus, values_of
 

@@ -274,9 +274,8 @@ def test_neighbours(device_comm: mpicomm.Communicator, xp: Any) -> None:
     grid.Free()
 
 
+@pytest.mark.gpu_alone  # MPI carries out this call on host arrays
 def test_counts_that_differ_between_groups_are_an_error(device: str) -> None:
-    if device == "cpu":
-        pytest.skip("MPI carries out this call on host arrays")
     with on_hosts("in turns", device, timeout_s=stretched(3.0)) as device_comm, array_module(device_comm) as xp:
         if device_comm.describe().internode == "nccl":
             pytest.skip("NCCL does not compare lengths")

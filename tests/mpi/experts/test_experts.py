@@ -318,10 +318,9 @@ def test_tokens_travel_as_floats_of_8_bits(comm: mpicomm.Communicator, given: st
             experts.dispatch((x * 2).to(torch.float8_e4m3fn).to(where), ids, scales=torch.ones(1, 1, device=where))
 
 
+@pytest.mark.gpu_alone  # the host sees them before it sends
 @pytest.mark.parametrize("wrong", ["id", "room"])
 def test_faults_that_only_the_gpu_sees_are_errors_of_all_ranks(own_comm: mpicomm.Communicator, wrong: str) -> None:
-    if own_comm.device == "cpu":
-        pytest.skip("the host sees them before it sends")
     import cupy
 
     experts = Experts(own_comm, 4, 4, 4, 2, "float32", capacity=2 * own_comm.size)
@@ -353,11 +352,10 @@ def test_rank_that_does_not_come_is_named(device: str) -> None:
         comm.Free()
 
 
+@pytest.mark.gpu_alone  # streams are a GPU's
 def test_calls_on_several_streams_keep_their_order(
     comm: mpicomm.Communicator, xp: Any, experts: Experts, routing: Routing
 ) -> None:
-    if comm.device == "cpu":
-        pytest.skip("streams are a GPU's")
     x, ids, weights = (placed(xp, each[comm.rank]) for each in (routing.xs, routing.ids, routing.weights))
     streams = [xp.cuda.Stream(non_blocking=True) for _ in range(3)]
     xp.cuda.Device().synchronize()
@@ -372,9 +370,8 @@ def test_calls_on_several_streams_keep_their_order(
         require_same("sums", to_host(sums), expected)
 
 
+@pytest.mark.gpu_alone  # graphs are a GPU's
 def test_routes_change_between_replays_of_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
-    if comm.device == "cpu":
-        pytest.skip("graphs are a GPU's")
     rng, counts, rank = np.random.default_rng(5), experts_of(comm.size), comm.rank
     tokens = 11
     with Experts(comm, counts, HIDDEN, MAX_TOKENS, TOP_K, "float32", alignment=4) as experts:

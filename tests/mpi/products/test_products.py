@@ -169,9 +169,8 @@ extern "C" __global__ void multiply(const float* a, const float* b, float* out, 
 """
 
 
+@pytest.mark.gpu_alone  # the host has no graphs
 def test_products_in_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
-    if comm.device == "cpu":
-        pytest.skip("the host has no graphs")
     kernel = xp.RawKernel(KERNEL, "multiply")
 
     def product(a: Any, b: Any, out: Any) -> None:  # CuPy calls cuBLAS in no capture

@@ -20,8 +20,7 @@ from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.errors import name_ranks
 from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.faults.leaks import nothing_leaks
-from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.faults.setup_failures import ALLOCATE, FIRST_AND_LAST, WORLD, attribute, broken
+from tests.helpers.faults.raising import ALLOCATE, FIRST_AND_LAST, WORLD, attribute, broken, raises_everywhere
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s, require_memory_works
 

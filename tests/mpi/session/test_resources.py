@@ -17,8 +17,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import HandleError, InvalidUsageError
 from tests.helpers.faults.leaks import shared_files
-from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.faults.setup_failures import FIRST_AND_LAST, WORLD
+from tests.helpers.faults.raising import FIRST_AND_LAST, WORLD, raises_everywhere
 from tests.helpers.inputs.checked_on_device import Call, CheckedSequence
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import array_module, communicator, require_memory_works, settle, to_host

@@ -23,8 +23,7 @@ from mpicomm.devices.handle import Descriptor
 from mpicomm.sharing import choose_handle
 from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.faults.leaks import nothing_leaks
-from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.faults.setup_failures import (
+from tests.helpers.faults.raising import (
     ALLOCATE,
     EVERY_RANK,
     FIRST_AND_LAST,
@@ -36,6 +35,7 @@ from tests.helpers.faults.setup_failures import (
     backend_method,
     broken,
     fails_everywhere,
+    raises_everywhere,
     raising,
 )
 from tests.helpers.jobs.pace import stretched

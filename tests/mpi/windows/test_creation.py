@@ -259,9 +259,8 @@ def test_wrong_memory_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     win.Free()
 
 
+@pytest.mark.gpu_alone  # virtual memory is memory of GPUs
 def test_virtual_memory_of_a_gpu_is_refused(device: str) -> None:
-    if device == "cpu":
-        pytest.skip("virtual memory is memory of GPUs")
     with communicator(device, handle="fd") as comm:
         win = mpicomm.Win.Create_dynamic(comm=comm)
         with comm.empty(8, np.int64) as array:  # its memory is virtual, as the memory of expandable segments

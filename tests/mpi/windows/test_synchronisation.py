@@ -202,11 +202,10 @@ def test_synchronisation_that_ends_halfway_refuses_later_calls(
         win.Free()
 
 
+@pytest.mark.gpu_alone  # doubles of GPUs have no records of faults
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("call", ["Fence", "Start", "Wait", "Lock"])
 def test_rank_that_does_not_come_is_named(device: str, call: str) -> None:
-    if device == "cpu":
-        pytest.skip("doubles of GPUs have no records of faults")
     with communicator(device, timeout_s=patience_s(device)) as comm, array_module(comm):
         win = mpicomm.Win.Allocate(8, 8, comm=comm, place="device")
         last, other = comm.size - 1, group_of(win, 0)
