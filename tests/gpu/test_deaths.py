@@ -8,8 +8,7 @@ import pytest
 
 from tests.helpers.jobs.mpiexec import run_job
 from tests.helpers.jobs.survivors import calls_of
-from tests.helpers.programs.lock_deaths import WAYS
-from tests.helpers.programs.product_deaths import DEATHS, require_named
+from tests.helpers.programs.deaths import DEATHS, PROGRAM, WAYS, require_named
 
 TIMEOUT_S = 2.0
 
@@ -22,7 +21,7 @@ def test_survivor_of_a_product_names_the_rank_that_died(tmp_path: Path, kind: st
 
 @pytest.mark.parametrize("how", WAYS)
 def test_survivor_goes_on_at_other_locks_and_names_the_rank_that_died(tmp_path: Path, how: str) -> None:
-    job = run_job(2, "-m", "tests.helpers.programs.lock_deaths", str(tmp_path), how, str(TIMEOUT_S))
+    job = run_job(2, *PROGRAM, str(tmp_path), "lock", how, str(TIMEOUT_S))
     assert (tmp_path / "done").exists(), job.stdout + job.stderr
     words = "has its turn to take the lock first" if how == "waiting" else "holds the lock"
     *others, last = calls_of(tmp_path, 0)

@@ -16,7 +16,7 @@ from tests.helpers.jobs.hosts import Hosts, hosts, why_not
 from tests.helpers.jobs.pace import HANG_S, stretched
 from tests.helpers.jobs.survivors import KILLED, Call, calls_of
 from tests.helpers.programs.across_hosts import CHECKS
-from tests.helpers.programs.lost_ranks import CALLS, ROW
+from tests.helpers.programs.deaths import CALLS, PROGRAM, ROW
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,7 +99,7 @@ class Job:
     def __init__(self, hosts: Hosts, directory: Path, how: str, victim: int, *calls: str) -> None:
         self._results, self._output = directory / "results", directory / "output"
         self._results.mkdir()
-        arguments = ("-m", "tests.helpers.programs.lost_ranks", str(self._results), how, str(victim))
+        arguments = (*PROGRAM, str(self._results), "lost", how, str(victim))
         self._job = hosts.start(PLACEMENT, self._output, *arguments, str(timeout_s()), *calls)
         self._wait_for("ready", range(len(PLACEMENT)), HANG_S)
         if how == "kill":

@@ -225,24 +225,20 @@ def _faults(comm: mpicomm.Communicator, n: int) -> dict[str, tuple[int, list[Cal
     typed = [[blocks, [n] * size, [0] * size, [MPI.DATATYPE_NULL] * size] for _ in range(2)]
     apart = MPI.DOUBLE.Create_contiguous(2)  # not committed
     return {
-        "bits of floats": (
+        "undefined operations": (
             MPI.ERR_OP,
             [
                 *((name, (*given, MPI.BAND), none) for name in ("Allreduce", "Scan", "Exscan") for given in floats),
                 ("Reduce", (a, b, MPI.BOR), none),
                 ("Reduce_scatter_block", (blocks, b, MPI.BXOR), none),
                 ("Reduce_scatter", (blocks, b, [n] * size, MPI.LAND), none),
+                ("Allreduce", (whole, whole.copy(), MPI.MAX), none),
+                ("Allreduce", (truths, truths.copy(), MPI.SUM), none),
+                *(("Allreduce", ([a, datatype], [b, datatype]), none) for datatype in (MPI.BYTE, MPI.WCHAR)),
+                ("Allreduce", (np.ones(n, "i"), np.ones(n, "i"), mpicomm.AVG), none),
+                ("Allreduce", (a, b, MPI.OP_NULL), none),
             ],
         ),
-        "order of complex numbers": (MPI.ERR_OP, [("Allreduce", (whole, whole.copy(), MPI.MAX), none)]),
-        "sum of truths": (MPI.ERR_OP, [("Allreduce", (truths, truths.copy(), MPI.SUM), none)]),
-        "sum of bytes": (MPI.ERR_OP, [("Allreduce", ([a, MPI.BYTE], [b, MPI.BYTE]), none)]),
-        "sum of characters": (MPI.ERR_OP, [("Allreduce", ([a, MPI.WCHAR], [b, MPI.WCHAR]), none)]),
-        "average that MPI lacks": (
-            MPI.ERR_OP,
-            [("Allreduce", (np.ones(n, "i"), np.ones(n, "i"), mpicomm.AVG), none)],
-        ),
-        "no operation": (MPI.ERR_OP, [("Allreduce", (a, b, MPI.OP_NULL), none)]),
         "roots": (
             MPI.ERR_ROOT,
             [
@@ -252,17 +248,17 @@ def _faults(comm: mpicomm.Communicator, n: int) -> dict[str, tuple[int, list[Cal
                 *(("Reduce", (a, b), {"root": root}) for root in (size, -7)),
             ],
         ),
-        "null types": (
+        "types that are null or not committed": (
             MPI.ERR_TYPE,
             [
                 ("Bcast", (null,), none),
                 ("Allreduce", (null, null), none),
                 ("Allgather", (null, blocks), none),
                 ("Alltoallv", ([blocks, [n] * size, None, MPI.DATATYPE_NULL], blocks.copy()), none),
+                ("Alltoallw", (typed[0], typed[1]), none),
+                ("Bcast", ([b, n // 2, apart],), none),
             ],
         ),
-        "null types by rank": (MPI.ERR_TYPE, [("Alltoallw", (typed[0], typed[1]), none)]),
-        "types that are not committed": (MPI.ERR_TYPE, [("Bcast", ([b, n // 2, apart],), none)]),
         "negative counts": (
             MPI.ERR_COUNT,
             [
