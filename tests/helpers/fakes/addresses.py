@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-ORDINAL = 0
-
 
 class DeviceArray:
-    """An array on a GPU as CuPy's interface describes it; nothing reads its memory."""
+    """An array on a GPU with the attributes of CuPy's arrays; nothing reads its memory."""
 
     def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
-        self.pointer = pointer if count else 0  # as in CuPy and PyTorch
+        self.data = SimpleNamespace(ptr=pointer if count else 0)  # as in CuPy and PyTorch
         self.size, self.dtype, self.itemsize = count, dtype, dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
 
 
 def read_device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,8 +26,7 @@ def read_device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpicomm.mpi import buffers, plain_arrays
 
     def read(array: Any, writable: bool, name: str) -> buffers.ArrayMemory:
-        nbytes = array.size * array.dtype.itemsize
-        return buffers.ArrayMemory(array.pointer, nbytes, array.dtype, True, ORDINAL, array)
+        return buffers.ArrayMemory(array.data.ptr, array.nbytes, array.dtype, True, 0, array)
 
     monkeypatch.setitem(buffers._readers, DeviceArray, read)
-    monkeypatch.setitem(plain_arrays._readers, DeviceArray, lambda array: (array.pointer, array.size, array.dtype))
+    monkeypatch.setitem(plain_arrays._readers, DeviceArray, lambda array: (array.data.ptr, array.size, array.dtype))

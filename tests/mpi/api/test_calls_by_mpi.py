@@ -351,37 +351,29 @@ def test_a_capture_is_refused(rig: Rig, made: Any) -> None:
         rig.device.capturing = False
 
 
-def test_calls_that_only_mpi_carries_out_refuse_device_addresses(rig: Rig, made: Any) -> None:
+def test_addresses_of_a_device_are_refused_where_mpi_or_the_host_has_others(rig: Rig, made: Any) -> None:
     array, host = rig.of(rig.rank, 4), np.zeros(4, np.int32)
-    address, of_host = array.memory.ctypes.data, MPI.Get_address(host)
-    datatype = MPI.INT32_T.Create_hindexed([4], [address]).Commit()
-    places = [address + 4 * peer for peer in range(rig.size)]
-    for call, *arguments in (
-        (made.Send, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
-        (made.Allgather, [MPI.BOTTOM, 1, datatype], host),
-        (made.Alltoallv, *[[MPI.BOTTOM, [1] * rig.size, [place // 4 for place in places], "i"]] * 2),
-    ):
-        with pytest.raises(InvalidUsageError, match=r"MPI\.BOTTOM with address"):
-            call(*arguments)
-    datatype.Free()
-    datatype = MPI.INT32_T.Create_hindexed([4], [of_host]).Commit()
-    rig.comm.Bcast([MPI.BOTTOM, 1, datatype])
-    datatype.Free()
-
-
-def test_addresses_of_the_host_and_of_a_device_are_refused_together(rig: Rig) -> None:
-    array, host = rig.of(rig.rank, 4), np.zeros(4, np.int32)
-    address, of_host = array.memory.ctypes.data, MPI.Get_address(host)
+    address, of_host, none = array.memory.ctypes.data, MPI.Get_address(host), MPI.PROC_NULL
+    places = [(address + 4 * peer) // 4 for peer in range(rig.size)]
+    alone, of_the_host = (MPI.INT32_T.Create_hindexed([4], [each]).Commit() for each in (address, of_host))
     mixed = MPI.Datatype.Create_struct([4, 4], [of_host, address], [MPI.INT32_T] * 2).Commit()
     long = MPI.INT32_T.Create_hindexed([5], [address]).Commit()
+    refused: list[tuple[str, Any, Any]] = [
+        (r"MPI\.BOTTOM with address", made.Send, ([MPI.BOTTOM, 1, alone], none)),
+        (r"MPI\.BOTTOM with address", made.Allgather, ([MPI.BOTTOM, 1, alone], host)),
+        (r"MPI\.BOTTOM with address", made.Alltoallv, [[MPI.BOTTOM, [1] * rig.size, places, "i"]] * 2),
+    ]
+    text = "lies in no memory of a GPU, and another address on GPU 0"
     for datatype in (mixed, long):
         several = [MPI.BOTTOM, ([1] * rig.size, [0] * rig.size), [datatype] * rig.size]
-        for call, *arguments in (
-            (rig.comm.Send, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
-            (rig.comm.Irecv, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
-            (rig.comm.Bcast, [MPI.BOTTOM, 1, datatype]),
-            (rig.comm.Alltoallw, several, several),
-        ):
-            with pytest.raises(InvalidUsageError, match="lies in no memory of a GPU, and another address on GPU 0"):
-                call(*arguments)
+        refused += [(text, call, ([MPI.BOTTOM, 1, datatype], none)) for call in (rig.comm.Send, rig.comm.Irecv)]
+        refused += [
+            (text, rig.comm.Bcast, ([MPI.BOTTOM, 1, datatype],)),
+            (text, rig.comm.Alltoallw, (several, several)),
+        ]
+    for said, call, arguments in refused:
+        with pytest.raises(InvalidUsageError, match=said):
+            call(*arguments)
+    rig.comm.Bcast([MPI.BOTTOM, 1, of_the_host])
+    for datatype in (alone, of_the_host, mixed, long):
         datatype.Free()

@@ -36,10 +36,6 @@ def dtype_of(name: str, xp: Any) -> np.dtype[Any]:
     return dtype
 
 
-def placed(xp: Any, array: Any) -> Any:
-    return xp.asarray(array)
-
-
 def require_received(received: mpicomm.Received, routing: Routing, alignment: int, rank: int) -> None:
     names = ("x", "counts", "offsets", "sources", "weights")
     require_laid_out(routing.laid(alignment)[rank], *(to_host(getattr(received, name)) for name in names))
@@ -69,7 +65,7 @@ def test_random_routings(comm: mpicomm.Communicator, xp: Any, name: str, layout:
         received = None
         for number in range(6):
             routing = Routing(rng, counts, HIDDEN, most, TOP_K, dtype, none=0.3)
-            x, ids, weights = (placed(xp, each[rank]) for each in (routing.xs, routing.ids, routing.weights))
+            x, ids, weights = (xp.asarray(each[rank]) for each in (routing.xs, routing.ids, routing.weights))
             if number == 4:  # all weights are 1
                 routing.weights, weights = [np.ones_like(each) for each in routing.weights], None
             received = experts.dispatch(x, ids, weights, out=received if number % 2 else None)
@@ -77,10 +73,10 @@ def test_random_routings(comm: mpicomm.Communicator, xp: Any, name: str, layout:
             by_expert = routing.laid(alignment)
             laid: Any = routing.laid_by_token() if by_token else by_expert
             outputs = [(each.rows * dtype.type(2)).astype(dtype) for each in laid]
-            z[: len(outputs[rank])] = placed(xp, outputs[rank])
+            z[: len(outputs[rank])] = xp.asarray(outputs[rank])
             shape = (experts.capacity, TOP_K) if by_token else (experts.capacity,)
             values = [rng.random(shape, dtype="float32") for _ in counts]
-            plain, of_slots = experts.combine(z, received, weighted=False, values=placed(xp, values[rank]))
+            plain, of_slots = experts.combine(z, received, weighted=False, values=xp.asarray(values[rank]))
             result = dtype_of(TYPES[number % 3], xp)
             sums = experts.combine(z, received, dtype=result)
             into = experts.combine(z, received, out=xp.empty(x.shape, result))
@@ -211,7 +207,7 @@ def test_bad_arrays_are_refused_before_anything_is_sent(
         with pytest.raises(InvalidUsageError, match=text):
             options = dict(zip(("out", "scales"), arguments[3:], strict=False))
             experts.dispatch(*arguments[:3], **options)
-    received = experts.dispatch(*(placed(xp, each[comm.rank]) for each in (routing.xs, routing.ids, routing.weights)))
+    received = experts.dispatch(*(xp.asarray(each[comm.rank]) for each in (routing.xs, routing.ids, routing.weights)))
     tokens = len(routing.xs[comm.rank])
     for text, (z, options) in {
         rf"z has shape \(2, 24\): pass one of shape \({experts.capacity}, 24\)": (x, {}),
@@ -356,7 +352,7 @@ def test_rank_that_does_not_come_is_named(device: str) -> None:
 def test_calls_on_several_streams_keep_their_order(
     comm: mpicomm.Communicator, xp: Any, experts: Experts, routing: Routing
 ) -> None:
-    x, ids, weights = (placed(xp, each[comm.rank]) for each in (routing.xs, routing.ids, routing.weights))
+    x, ids, weights = (xp.asarray(each[comm.rank]) for each in (routing.xs, routing.ids, routing.weights))
     streams = [xp.cuda.Stream(non_blocking=True) for _ in range(3)]
     xp.cuda.Device().synchronize()
     laid = routing.laid(1)

@@ -67,10 +67,6 @@ def array(comm: mpicomm.Communicator) -> None:
         array.put(array.local, (comm.rank + 1) % comm.size)
 
 
-def child(comm: mpicomm.Communicator) -> None:
-    comm.Dup().Free()
-
-
 def used_child(comm: mpicomm.Communicator) -> None:
     with comm.Dup() as child:
         require_memory_works(child)
@@ -85,13 +81,16 @@ def whole(comm: mpicomm.Communicator) -> None:
         own.Allreduce(MPI.IN_PLACE, xp.ones(10), algorithm="one_shot")
 
 
-def event(comm: mpicomm.Communicator) -> None:
-    comm.shared_event().close()
+CYCLES: dict[str, tuple[Callable[[mpicomm.Communicator], object], int]] = {
+    "array": (array, MANY),
+    "event": (lambda comm: comm.shared_event().close(), MANY),
+    "child": (lambda comm: comm.Dup().Free(), FEW),
+    "used child": (used_child, FEW),
+    "whole": (whole, FEW),
+}
 
 
-@pytest.mark.parametrize(
-    ("cycle", "rounds"), [(array, MANY), (event, MANY), (child, FEW), (used_child, FEW), (whole, FEW)]
-)
+@pytest.mark.parametrize(("cycle", "rounds"), CYCLES.values(), ids=CYCLES)
 def test_what_is_closed_leaves_nothing(own_comm: mpicomm.Communicator, cycle: Any, rounds: int) -> None:
     require_no_growth(lambda: cycle(own_comm), rounds)
 

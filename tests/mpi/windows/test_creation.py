@@ -67,57 +67,42 @@ def test_memory_of_the_caller_becomes_a_window(comm: mpicomm.Communicator, xp: A
     win.Free()
 
 
-def test_windows_of_a_communicator_on_the_host_are_mpis(host_comm: mpicomm.Communicator) -> None:
-    comm = host_comm
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    win = mpicomm.Win.Allocate(16, 8, comm=comm, place="device")
-    assert type(win) is mpicomm.Win and repr(win) == "<mpicomm.Win place='mpi'>"
-    win.tomemory().view(np.int64)[:] = -1
-    win.Fence()
-    win.Put(np.array([comm.rank]), right, 1)
-    win.Fence()
-    assert win.tomemory().view(np.int64).tolist() == [-1, left]
-    part, disp_unit = win.Shared_query(right)
-    assert (part.view(np.int64).tolist(), disp_unit) == ([-1, comm.rank], 8)
-    with pytest.raises(InvalidUsageError, match="stream"):
-        win.Fence(stream=1)
-    win.Fence()
-    win.Free()
-    for other in (mpicomm.Win.Create(np.zeros(2), comm=comm, place="device"),
-                  mpicomm.Win.Create_dynamic(comm=comm, place="device")):  # fmt: skip
-        assert type(other) is mpicomm.Win
-        other.Free()
-
-
-def test_host_memory_stays_with_mpi(comm: mpicomm.Communicator) -> None:
-    memory = np.zeros(4)
+def test_windows_of_the_host_are_mpis(comm: mpicomm.Communicator, host_comm: mpicomm.Communicator) -> None:
+    memory, right, left = np.zeros(4), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for win in (
         mpicomm.Win.Create(memory, 8, MPI.INFO_NULL, comm),
         mpicomm.Win.Create(memory, 8, MPI.INFO_NULL, comm, place="mpi"),
         mpicomm.Win.Allocate(32, 8, MPI.INFO_NULL, comm, place="mpi"),
         mpicomm.Win.Allocate_shared(32, 8, MPI.INFO_NULL, comm, place="mpi"),
-        mpicomm.Win.Create(memory, 8),
+        mpicomm.Win.Create(memory, 8, comm=host_comm, place="device"),
+        mpicomm.Win.Allocate(32, 8, comm=host_comm, place="device"),
     ):
-        assert type(win) is mpicomm.Win
+        assert type(win) is mpicomm.Win and repr(win) == "<mpicomm.Win place='mpi'>"
         win.tomemory()[:] = 0
         win.Fence()
-        win.Put(np.full(1, 3.0), win.group_rank, 1)
-        win.Accumulate(np.full(1, 2.0), win.group_rank, 2)
+        win.Put(np.full(1, 3.0 + comm.rank), right, 1)
+        win.Accumulate(np.full(1, 2.0), right, 2)
         win.Fence()
-        assert win.tomemory().view("d").tolist() == [0, 3, 2, 0]
+        assert win.tomemory().view("d").tolist() == [0, 3 + left, 2, 0]
+        if win.flavor != MPI.WIN_FLAVOR_CREATE:
+            part, disp_unit = win.Shared_query(right)
+            assert (part.view("d").tolist(), disp_unit) == ([0, 3 + comm.rank, 2, 0], 8)
+        with pytest.raises(InvalidUsageError, match="stream"):
+            win.Fence(stream=1)
         win.Free()
-    win = mpicomm.Win.Create(None, comm=comm)
-    assert type(win) is mpicomm.Win
-    win.Free()
-    win = mpicomm.Win.Create_dynamic(comm=comm, place="mpi")
-    memory[:] = 0
-    win.Attach(memory)
-    win.Lock(comm.rank)
-    win.Put(np.full(1, 3.0), comm.rank, MPI.Get_address(memory) + 8)
-    win.Unlock(comm.rank)
-    assert memory.tolist() == [0, 3, 0, 0]
-    win.Detach(memory)
-    win.Free()
+    mpicomm.Win.Create(memory, 8).Free()
+    mpicomm.Win.Create(None, comm=comm).Free()
+    for called, place in ((comm, "mpi"), (host_comm, "device")):
+        win = mpicomm.Win.Create_dynamic(comm=called, place=place)
+        assert type(win) is mpicomm.Win
+        memory[:] = 0
+        win.Attach(memory)
+        win.Lock(comm.rank)
+        win.Put(np.full(1, 3.0), comm.rank, MPI.Get_address(memory) + 8)
+        win.Unlock(comm.rank)
+        assert memory.tolist() == [0, 3, 0, 0]
+        win.Detach(memory)
+        win.Free()
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -147,35 +132,30 @@ def test_bad_arguments_of_one_rank_raise_on_all(
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("make", ["Allocate", "Create_dynamic"])
 def test_a_rank_without_mpis_part_of_a_window_is_named_on_all(monkeypatch: pytest.MonkeyPatch, make: str) -> None:
-    with on_window_device(timeout_s=stretched(1.0)) as (comm, _):
-        require_named(comm, monkeypatch, make)
-
-
-def require_named(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch, make: str) -> None:
     given: Any = {} if make == "Create_dynamic" else {"size": 8}
     fails: list[BaseException] = [MPI.Exception(MPI.ERR_NO_MEM), KeyboardInterrupt()]
 
     def create(*arguments: Any) -> Any:
         raise fails[0]
 
-    if comm.rank == comm.size - 1:
-        monkeypatch.setattr("mpicomm.api.window._create", create)
-    with pytest.raises(mpicomm.MpicommError, match=f"rank {comm.size - 1}: "):
-        getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
-    MPI.COMM_WORLD.Barrier()
-    del fails[0]
-    if comm.rank == comm.size - 1:
-        with pytest.raises(KeyboardInterrupt):
+    with on_window_device(timeout_s=stretched(1.0)) as (comm, _):
+        last = comm.size - 1
+        if comm.rank == last:
+            monkeypatch.setattr("mpicomm.api.window._create", create)
+        with pytest.raises(mpicomm.MpicommError, match=f"rank {last}: "):
             getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
         MPI.COMM_WORLD.Barrier()
-        with pytest.raises(mpicomm.CollectiveTimeoutError, match="which came later"):
+        del fails[0]
+        with pytest.raises(KeyboardInterrupt if comm.rank == last else mpicomm.CollectiveTimeoutError) as info:
+            getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
+        MPI.COMM_WORLD.Barrier()
+        if comm.rank == last:
+            with pytest.raises(mpicomm.CollectiveTimeoutError, match="which came later"):
+                comm.Free()
+        else:
+            error: Any = info.value
+            assert error.ranks == (last,)
             comm.Free()
-    else:
-        with pytest.raises(mpicomm.CollectiveTimeoutError) as info:
-            getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
-        assert info.value.ranks == (comm.size - 1,)
-        MPI.COMM_WORLD.Barrier()
-        comm.Free()
 
 
 def test_open_epoch_of_one_rank_keeps_the_window_of_all(comm: mpicomm.Communicator, window: MakeWindow) -> None:
