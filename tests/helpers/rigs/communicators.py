@@ -108,6 +108,12 @@ def complete(request: MPI.Request | None, starts: int = 1) -> None:
         request.Wait()
 
 
+def awaited(started: tuple[Any, MPI.Request]) -> Any:
+    """Return the communicator that a nonblocking call makes."""
+    started[1].Wait()
+    return started[0]
+
+
 PLACEMENTS: dict[str, Callable[[int, int], int]] = {
     "in order": lambda rank, size: 2 * rank // size,
     "in turns": lambda rank, size: rank % 2,

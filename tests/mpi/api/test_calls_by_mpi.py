@@ -16,7 +16,7 @@ from mpicomm import InvalidUsageError
 from mpicomm.api.host_staging import wrap
 from tests.helpers.fakes.fake_driver import OnGpu
 from tests.helpers.fakes.message_devices import DeviceArray
-from tests.helpers.rigs.communicators import array_module, communicator
+from tests.helpers.rigs.communicators import array_module, awaited, communicator
 from tests.helpers.rigs.message_rigs import Rig, content, same, take_for_gpu
 
 
@@ -76,15 +76,9 @@ def require_refusals(called: Any, cls: type) -> None:
     assert not let_through, "\n".join(let_through)
 
 
-def waited_for(duplicate: tuple[Any, MPI.Request]) -> Any:
-    comm, request = duplicate
-    request.Wait()
-    return comm
-
-
 MAKES: dict[str, Callable[[MPI.Intracomm], Any]] = {
     "adjacent graph": lambda comm: comm.Create_dist_graph_adjacent([0], [0]),
-    "duplicate": lambda comm: waited_for(comm.Create_cart([1, 1]).Sub([True, False]).Idup()),
+    "duplicate": lambda comm: awaited(comm.Create_cart([1, 1]).Sub([True, False]).Idup()),
 }
 
 

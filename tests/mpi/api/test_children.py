@@ -17,16 +17,10 @@ import mpicomm
 from mpicomm import Communicator
 from mpicomm.api.communicator import CartCommunicator
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.rigs.communicators import communicator, require_memory_works
+from tests.helpers.rigs.communicators import awaited, communicator, require_memory_works
 from tests.helpers.rigs.message_rigs import take_for_gpu
 
 Make = Callable[[mpicomm.Communicator], MPI.Comm]
-
-
-def complete(started: tuple[MPI.Intracomm, MPI.Request]) -> MPI.Intracomm:
-    child, request = started
-    request.Wait()
-    return child
 
 
 def create(comm: mpicomm.Communicator, members: list[int], *, group: bool = False) -> MPI.Comm:
@@ -52,8 +46,8 @@ DUPLICATES: dict[str, Make] = {
     "Dup of info": lambda comm: comm.Dup(MPI.INFO_NULL),
     "Dup_with_info": lambda comm: comm.Dup_with_info(MPI.INFO_NULL),
     "Clone": lambda comm: comm.Clone(),
-    "Idup": lambda comm: complete(comm.Idup()),
-    "Idup_with_info": lambda comm: complete(comm.Idup_with_info(MPI.INFO_NULL)),
+    "Idup": lambda comm: awaited(comm.Idup()),
+    "Idup_with_info": lambda comm: awaited(comm.Idup_with_info(MPI.INFO_NULL)),
     "Split": lambda comm: comm.Split(),
     "Split_type": lambda comm: comm.Split_type(MPI.COMM_TYPE_SHARED),
     "Create": lambda comm: create(comm, list(range(comm.size))),

@@ -18,8 +18,7 @@ from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.inputs.communicator_calls import REDUCTIONS, Case, Prepared
 from tests.helpers.jobs.pace import stretched
-from tests.helpers.references.coded import coded_sum
-from tests.helpers.references.reductions import Array, dtype_or_skip, reduced, require_same
+from tests.helpers.references.reductions import Array, coded_sum, dtype_or_skip, reduced, require_same
 from tests.helpers.rigs.communicators import FORMS, array_module, complete, groups_on, method_name, on_hosts, to_host
 
 COUNTS = (5, 3001, 70_001)

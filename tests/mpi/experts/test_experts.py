@@ -13,6 +13,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import Experts, InvalidUsageError
 from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same
+from tests.helpers.references.reductions import dtype_or_skip
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s, to_host
 
 HIDDEN, MAX_TOKENS, TOP_K = 24, 40, 4
@@ -23,17 +24,6 @@ WIRE = "float8_e4m3fn"
 def experts_of(size: int) -> list[int]:
     """Return numbers that differ: rank 1 has no experts."""
     return [(3, 0, 2, 5)[rank % 4] for rank in range(size)]
-
-
-def dtype_of(name: str, xp: Any) -> np.dtype[Any]:
-    if name != "bfloat16":
-        return np.dtype(name)
-    dtype: np.dtype[Any] = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-    try:
-        xp.empty(1, dtype)
-    except (TypeError, ValueError):
-        pytest.skip("this CuPy has no bfloat16")
-    return dtype
 
 
 def require_received(received: mpicomm.Received, routing: Routing, alignment: int, rank: int) -> None:
@@ -58,7 +48,7 @@ def experts(comm: mpicomm.Communicator) -> Iterator[Experts]:
 def test_random_routings(comm: mpicomm.Communicator, xp: Any, name: str, layout: str, most: int) -> None:
     if comm.device == "cpu" and most > MAX_TOKENS:
         pytest.skip("on the host the number of tokens decides nothing")
-    dtype, rng, by_token = dtype_of(name, xp), np.random.default_rng(len(name)), layout == "tokens"
+    dtype, rng, by_token = dtype_or_skip(name, xp), np.random.default_rng(len(name)), layout == "tokens"
     counts, alignment, rank = experts_of(comm.size), 8, comm.rank
     with Experts(comm, counts, HIDDEN, most, TOP_K, name, alignment=alignment, layout=layout) as experts:
         assert experts.layout == layout and (not by_token or experts.capacity == comm.size * most)
@@ -77,7 +67,7 @@ def test_random_routings(comm: mpicomm.Communicator, xp: Any, name: str, layout:
             shape = (experts.capacity, TOP_K) if by_token else (experts.capacity,)
             values = [rng.random(shape, dtype="float32") for _ in counts]
             plain, of_slots = experts.combine(z, received, weighted=False, values=xp.asarray(values[rank]))
-            result = dtype_of(TYPES[number % 3], xp)
+            result = dtype_or_skip(TYPES[number % 3], xp)
             sums = experts.combine(z, received, dtype=result)
             into = experts.combine(z, received, out=xp.empty(x.shape, result))
             comm.check()
@@ -261,7 +251,7 @@ def test_host_arrays_go_through_mpi_on_every_device(
 @pytest.mark.parametrize("name", TYPES)
 def test_tensors_of_pytorch(comm: mpicomm.Communicator, name: str) -> None:
     torch = pytest.importorskip("torch")
-    dtype = dtype_of(name, np)
+    dtype = dtype_or_skip(name)
     routing = Routing(np.random.default_rng(7), experts_of(comm.size), HIDDEN, MAX_TOKENS, TOP_K, dtype)
     where = "cpu" if comm.device == "cpu" else f"cuda:{comm.device}"
     rank, laid = comm.rank, routing.laid(1)

@@ -123,10 +123,7 @@ def test_free_logs_an_error_that_no_call_has_raised(monkeypatch: pytest.MonkeyPa
     assert said == ["Free: earlier calls on GPUs have failed, and their results are wrong: rank 1 did not come"] * told
 
 
-pytestmark = pytest.mark.mpi(min_size=2)
 BLOCK = 2 << 20
-
-
 _WORD = np.dtype(np.uint64)
 _UUID = bytes(15) + b"\1"
 

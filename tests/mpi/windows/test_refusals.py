@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from tests.helpers.references.reductions import dtype_or_skip
 from tests.helpers.rigs.communicators import settle, to_host
 from tests.mpi.windows.conftest import MakeWindow
 
@@ -251,10 +252,6 @@ def win(host_comm: mpicomm.Communicator) -> Iterator[mpicomm.Win]:
     win.Free()
 
 
-def element_type(name: str) -> np.dtype[Any]:
-    return np.dtype(name if name == "float16" else getattr(pytest.importorskip("ml_dtypes"), name))
-
-
 def accumulate(win: mpicomm.Win, call: str, origin: Any, op: MPI.Op) -> None:
     """Carry out one of the calls that combine elements on the memory of this rank."""
     array = origin[0] if isinstance(origin, list) else origin
@@ -268,7 +265,7 @@ def accumulate(win: mpicomm.Win, call: str, origin: Any, op: MPI.Op) -> None:
 
 @pytest.mark.parametrize("name", NARROW)
 def test_sums_of_narrow_floats_name_the_way_out(win: mpicomm.Win, name: str) -> None:
-    origin = np.ones(1, element_type(name))
+    origin = np.ones(1, dtype_or_skip(name))
     calls = ("Accumulate", "Raccumulate", "Get_accumulate", "Rget_accumulate", "Fetch_and_op")
     for call, op in itertools.product(calls, (MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN)):
         with pytest.raises(InvalidUsageError, match=f"Win.{call}: op=.* of {name}: .*place='device'") as caught:
@@ -279,7 +276,7 @@ def test_sums_of_narrow_floats_name_the_way_out(win: mpicomm.Win, name: str) -> 
 
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_floats_move(win: mpicomm.Win, name: str) -> None:
-    dtype, rank = element_type(name), win.group_rank
+    dtype, rank = dtype_or_skip(name), win.group_rank
     there = win.tomemory().view(dtype)
     given, got = np.array([1.5, -2.0, 3.0], dtype), np.zeros(2, dtype)
     steps: list[tuple[Callable[[], Any], list[float]]] = [

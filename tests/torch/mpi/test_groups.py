@@ -115,6 +115,7 @@ def test_a_tensor_takes_part_in_collectives(pool: SymmetricPool) -> None:
     tensor.fill_(dist.get_rank() + 1)
     dist.all_reduce(tensor)
     assert (tensor == sum(range(1, dist.get_world_size() + 1))).all()
+    assert pool.allocate((0, 3), torch.float32).shape == (0, 3)
 
 
 def test_memory_is_used_again_when_the_last_view_is_gone(pool: SymmetricPool) -> None:
@@ -152,10 +153,6 @@ def test_memory_that_a_call_still_uses_is_not_written_by_its_next_user(
     torch.cuda.synchronize()
     assert after.data_ptr() == address
     assert (after == 7).all()
-
-
-def test_empty_tensors_have_no_elements(pool: SymmetricPool) -> None:
-    assert pool.allocate((0, 3), torch.float32).shape == (0, 3)
 
 
 def test_a_group_lends_symmetric_memory_only_on_gpus(world: dist.ProcessGroup) -> None:

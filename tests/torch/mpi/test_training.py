@@ -83,19 +83,43 @@ def mesh(world: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
-DDP_OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "many buckets": {"bucket_cap_mb": 0.0005},
-    "gradients in buckets": {"gradient_as_bucket_view": True},
-    "static graph": {"static_graph": True},
-    "unused parameters": {"find_unused_parameters": True},
+def sharded(mesh: DeviceMesh) -> nn.Module:
+    model = network()
+    for layer in (*model[::2], model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def sharded_in_groups_that_are_replicated(mesh: DeviceMesh) -> nn.Module:
+    shape = (mesh.size(), 1) if mesh.size() % 2 else (2, mesh.size() // 2)
+    groups = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicas", "shards"))
+    return fully_shard(network(), mesh=groups)
+
+
+def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+WAYS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
+    "plain": lambda mesh: DistributedDataParallel(network()),
+    "many buckets": lambda mesh: DistributedDataParallel(network(), bucket_cap_mb=0.0005),
+    "gradients in buckets": lambda mesh: DistributedDataParallel(network(), gradient_as_bucket_view=True),
+    "static graph": lambda mesh: DistributedDataParallel(network(), static_graph=True),
+    "unused parameters": lambda mesh: DistributedDataParallel(network(), find_unused_parameters=True),
+    "zero redundancy optimizer": lambda mesh: DistributedDataParallel(network()),
+    "sharded": sharded,
+    "sharded in groups that are replicated": sharded_in_groups_that_are_replicated,
+    "tensor parallel": tensor_parallel,
 }
 
 
-@pytest.mark.parametrize("name", DDP_OPTIONS)
-def test_data_parallel(world: dist.ProcessGroup, name: str) -> None:
-    model = DistributedDataParallel(network(), **DDP_OPTIONS[name])
-    train(model, sgd(model.parameters()), share)
+@pytest.mark.parametrize("way", WAYS)
+def test_training(mesh: DeviceMesh, way: str) -> None:
+    model = WAYS[way](mesh)
+    optimizer = sgd(model.parameters())
+    if way == "zero redundancy optimizer":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    train(model, optimizer, (lambda tensor: tensor) if way == "tensor parallel" else share)
     require_trained(list(model.parameters()))
 
 
@@ -147,16 +171,6 @@ def test_data_parallel_gives_the_first_ranks_buffers_to_all(world: dist.ProcessG
     assert int(model.module.num_batches_tracked) == 4
 
 
-def test_fully_sharded(mesh: DeviceMesh) -> None:
-    model = network()
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    train(model, sgd(model.parameters()), share)
-    require_trained(list(model.parameters()))
-
-
 @pytest.mark.gpu_alone
 def test_fully_sharded_through_symmetric_memory(mesh: DeviceMesh) -> None:
     def symmetric_nbytes() -> int:
@@ -176,15 +190,6 @@ def test_fully_sharded_through_symmetric_memory(mesh: DeviceMesh) -> None:
     assert symmetric_nbytes() == after
 
 
-def test_sharded_in_groups_that_are_replicated(world: dist.ProcessGroup, device: torch.device) -> None:
-    size = dist.get_world_size()
-    shape = (size, 1) if size % 2 else (2, size // 2)
-    model = network()
-    fully_shard(model, mesh=init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "shards")))
-    train(model, sgd(model.parameters()), share)
-    require_trained(list(model.parameters()))
-
-
 def test_tensors_over_ranks(mesh: DeviceMesh) -> None:
     left, right = torch.randn(13, 7), torch.randn(7, 11)
     for tensor in (left, right):
@@ -197,14 +202,6 @@ def test_tensors_over_ranks(mesh: DeviceMesh) -> None:
     torch.testing.assert_close((rows @ columns).full_tensor(), left @ right, **TOLERANCE)
     inner = distribute_tensor(left, mesh, [Shard(1)]) @ distribute_tensor(right, mesh, [Shard(0)])
     torch.testing.assert_close(inner.full_tensor(), left @ right, **TOLERANCE)
-
-
-def test_tensor_parallel(mesh: DeviceMesh) -> None:
-    model = network()
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    parallelize_module(model, mesh, plan)
-    train(model, sgd(model.parameters()), lambda tensor: tensor)
-    require_trained(list(model.parameters()))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -229,12 +226,6 @@ def test_pipeline(world: dist.ProcessGroup, device: torch.device, schedule: Any)
         pipeline.step()
     for mine, right in zip(layers[rank].parameters(), alone[rank].parameters(), strict=True):
         torch.testing.assert_close(mine.grad, right.grad, **TOLERANCE)
-
-
-def test_zero_redundancy_optimizer(world: dist.ProcessGroup) -> None:
-    model = DistributedDataParallel(network())
-    train(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9), share)
-    require_trained(list(model.parameters()))
 
 
 def test_a_checkpoint_of_sharded_parameters(mesh: DeviceMesh, tmp_path: Path) -> None:
