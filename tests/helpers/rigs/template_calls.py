@@ -29,7 +29,7 @@ from mpicomm.kernels.team import Team
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
-from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
+from tests.helpers.fakes.fake_driver import DeviceArray, read_device_arrays
 from tests.helpers.references.reductions import dtype_named
 
 FLOAT, BF16 = np.dtype("f4"), dtype_named("bfloat16")

@@ -152,12 +152,7 @@ def test_options_are_refused() -> None:
 
 
 def test_a_group_beside_gloo() -> None:
-    dist.init_process_group(
-        "gloo",
-        store=served(),
-        rank=WORLD.rank,
-        world_size=WORLD.size,
-    )
+    dist.init_process_group("gloo", store=served(), rank=WORLD.rank, world_size=WORLD.size)
     group = dist.new_group(backend="mpicomm")
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
