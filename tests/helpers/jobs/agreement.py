@@ -161,6 +161,7 @@ class RankAgreement:
 
 AGREEMENT = pytest.StashKey[RankAgreement]()
 DEVICES = pytest.StashKey[list[str]]()
+ALONE = {"gpu_alone": "cuda", "host_alone": "cpu"}
 
 
 def parametrize_devices(metafunc: pytest.Metafunc, has_gpu: Callable[[], bool]) -> None:
@@ -171,9 +172,9 @@ def parametrize_devices(metafunc: pytest.Metafunc, has_gpu: Callable[[], bool]) 
         everyone = stash[AGREEMENT].allgather(mine) if AGREEMENT in stash else [mine]
         stash[DEVICES] = ["cpu", "cuda"] if all(everyone) else ["cpu"]
     devices = stash[DEVICES]
-    for marker, device in (("gpu_alone", "cuda"), ("host_alone", "cpu")):
-        devices = [device] if metafunc.definition.get_closest_marker(marker) else devices
-    metafunc.parametrize("device", devices, indirect=True)
+    alone = [ALONE[mark.name] for mark in metafunc.definition.iter_markers() if mark.name in ALONE]
+    # The marker of a test comes before the marker of its file.
+    metafunc.parametrize("device", alone[:1] or devices, indirect=True)
 
 
 def require_device(request: pytest.FixtureRequest) -> str:
