@@ -18,13 +18,14 @@ from mpicomm.collectives.wire import BLOCK, Wire
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
-from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import (
+    coded_sum,
     dtype_named,
     reduced,
     require_same,
     ring_reduced,
     samples,
+    through_codes,
     with_sentinels,
 )
 from tests.kernels.machine import Array, Place

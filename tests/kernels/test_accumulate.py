@@ -24,9 +24,8 @@ from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.windows.buffers import kernel_types
 from tests.helpers.fakes.window_devices import combine_pairs
-from tests.helpers.inputs.regions import layout, region
 from tests.helpers.references.reductions import reduced
-from tests.helpers.references.reference_packing import pack, unpack
+from tests.helpers.references.reference_packing import layout, pack, region, unpack
 from tests.kernels.build import Builds
 from tests.kernels.machine import Machine, controls, kernel_of
 from tests.kernels.mistakes import Change, Changes

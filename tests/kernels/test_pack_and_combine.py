@@ -16,10 +16,9 @@ from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, combin
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.types import is_narrow
 from mpicomm.p2p.gpu import COPY, Copying
-from tests.helpers.inputs.regions import layout as in_turn
-from tests.helpers.inputs.regions import region
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
-from tests.helpers.references.reference_packing import pack, unpack
+from tests.helpers.references.reference_packing import layout as in_turn
+from tests.helpers.references.reference_packing import pack, region, unpack
 from tests.kernels.build import Builds, one_build_of_many
 from tests.kernels.machine import Machine, kernel_of
 from tests.kernels.mistakes import Change, Changes, Mistake

@@ -17,8 +17,7 @@ from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.regions import Region
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
-from tests.helpers.inputs.regions import layout, region
-from tests.helpers.references.reference_packing import pack, unpack
+from tests.helpers.references.reference_packing import layout, pack, region, unpack
 from tests.kernels.build import Builds
 from tests.kernels.machine import Machine, Place, controls
 from tests.kernels.mistakes import Change, Changes

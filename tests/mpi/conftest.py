@@ -14,11 +14,9 @@ import mpicomm
 import mpicomm.activity.reading
 from mpicomm.devices.cuda.driver import visible_devices
 from tests.helpers.inputs.communicator_calls import require_works
-from tests.helpers.jobs.agreement import AGREEMENT, agree, pace  # noqa: F401 - a fixture
+from tests.helpers.jobs.agreement import agree, pace, parametrize_devices, require_device  # noqa: F401 - a fixture
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import Rig, rig_on
-
-DEVICES = pytest.StashKey[list[str]]()
 
 
 # Last, because it replaces the terminal reporter that pytest sets up in the same hook.
@@ -29,16 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", _devices(metafunc.config), indirect=True)
-
-
-def _devices(config: pytest.Config) -> list[str]:
-    """Return the devices that every rank has; collective at its first call."""
-    if DEVICES not in config.stash:
-        mine = _has_gpu()
-        everyone = config.stash[AGREEMENT].allgather(mine) if AGREEMENT in config.stash else [mine]
-        config.stash[DEVICES] = ["cpu", "cuda"] if all(everyone) else ["cpu"]
-    return config.stash[DEVICES]
+        parametrize_devices(metafunc, _has_gpu)
 
 
 def _has_gpu() -> bool:
@@ -55,7 +44,7 @@ def comm_world() -> MPI.Intracomm:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda":
+    if require_device(request) == "cuda":
         # A CUDA context lasts as long as its process: made here, it is no leak of the first test that needs it.
         with communicator(request.param) as comm:
             comm.zeros(1, "u1")

@@ -1,13 +1,15 @@
-"""A double of the CUDA driver that says where memory lies, so that tests have device arrays in host memory."""
+"""Arrays on a GPU without one: in host memory, for which a double of the CUDA driver answers, or only addresses."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from mpicomm.devices import memory_location
 
@@ -59,6 +61,12 @@ def content(nbytes: int) -> npt.NDArray[np.uint8]:
     return memory
 
 
+def interface(memory: npt.NDArray[Any], pointer: int | None = None) -> dict[str, Any]:
+    """Return the CUDA array interface of memory, by default at its own address."""
+    data = (memory.ctypes.data if pointer is None else pointer, False)
+    return {"version": 3, "data": data, "shape": memory.shape, "typestr": memory.dtype.str}
+
+
 class OnGpu:
     """An array on a GPU by its CUDA array interface. Its memory is the host's, so a test survives a call that reads it.
 
@@ -69,5 +77,27 @@ class OnGpu:
         self.memory, self.itemsize = memory, memory.itemsize
         if owned:
             own(memory, device)
-        data = (memory.ctypes.data if memory.size else 0, False)
-        self.__cuda_array_interface__ = {"version": 3, "data": data, "shape": memory.shape, "typestr": memory.dtype.str}
+        self.__cuda_array_interface__ = interface(memory, None if memory.size else 0)
+
+
+class DeviceArray:
+    """An array on a GPU with the attributes of CuPy's arrays; nothing reads its memory."""
+
+    def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
+        self.data = SimpleNamespace(ptr=pointer if count else 0)  # as in CuPy and PyTorch
+        self.size, self.dtype, self.itemsize = count, dtype, dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+
+def read_device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the package read a `DeviceArray` as it reads arrays of CuPy."""
+    from mpicomm.mpi import buffers, plain_arrays
+
+    def read(array: Any, writable: bool, name: str) -> buffers.ArrayMemory:
+        return buffers.ArrayMemory(array.data.ptr, array.nbytes, array.dtype, True, 0, array)
+
+    monkeypatch.setitem(buffers._readers, DeviceArray, read)
+    monkeypatch.setitem(plain_arrays._readers, DeviceArray, lambda array: (array.data.ptr, array.size, array.dtype))

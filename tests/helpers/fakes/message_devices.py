@@ -48,12 +48,7 @@ class DeviceArray:
         self.itemsize = content.itemsize
         device.own(self.memory)
         fake_driver.own(self.memory)
-        self.__cuda_array_interface__ = {
-            "shape": content.shape,
-            "typestr": content.dtype.str,
-            "data": (self.memory.ctypes.data, False),
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = fake_driver.interface(self.memory)
 
     def get(self) -> npt.NDArray[Any]:
         """A copy after all work of the device."""

@@ -52,12 +52,7 @@ class SharedArray(DeviceArray):
     def __init__(self, device: WindowDevice, memory: npt.NDArray[Any], fd: Descriptor) -> None:
         self._device: WindowDevice = device
         self.memory, self.dtype, self.itemsize, self.fd = memory, memory.dtype, memory.itemsize, fd
-        self.__cuda_array_interface__ = {
-            "shape": memory.shape,
-            "typestr": memory.dtype.str,
-            "data": (memory.ctypes.data, False),
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = fake_driver.interface(memory)
         device.shared.add(self)
 
     def __getitem__(self, where: slice) -> SharedArray:

@@ -1,15 +1,16 @@
-"""A Ctrl-C before every line of a module."""
+"""A trap at a line that a program runs, and a Ctrl-C before every line of a module."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType, ModuleType
-
-from tests.helpers.faults.trap import Trap
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -46,3 +47,48 @@ def interrupt_everywhere(act: Callable[[], object], *modules: ModuleType) -> set
                 del kept  # not before: an interrupt in a destructor is lost
                 break
     return functions
+
+
+REPEATS = 3  # a line counts this often: the lines of loops that wait would hide all others
+
+
+class Trap:
+    """Counts the lines that are run in files, and calls ``act`` at number ``at``; 0 only counts.
+
+    ``is_watched`` says whether a file counts.
+    """
+
+    def __init__(
+        self,
+        is_watched: Callable[[str], bool],
+        at: int = 0,
+        act: Callable[[], None] | None = None,
+        repeats: int = REPEATS,
+    ) -> None:
+        self._is_watched, self._at, self._act, self._repeats = is_watched, at, act, repeats
+        self._seen: collections.Counter[tuple[CodeType, int]] = collections.Counter()
+        self.lines = 0
+        self.where = self.function = ""
+
+    def __enter__(self) -> Trap:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        return self._line if self._is_watched(frame.f_code.co_filename) else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if event == "line":
+            place = (frame.f_code, frame.f_lineno)
+            self._seen[place] += 1
+            if self._seen[place] <= self._repeats:
+                self.lines += 1
+                if self.lines == self._at and self._act is not None:
+                    sys.settrace(None)
+                    self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                    self.function = frame.f_code.co_name
+                    self._act()
+        return self._line

@@ -1,13 +1,16 @@
-"""pytest.raises for errors that all ranks have to raise together."""
+"""Errors that all ranks have to raise together, and one rank on which a stage of a set-up fails."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from mpi4py import MPI
+
+from mpicomm import HandleError
+from mpicomm.devices import host
 
 E = TypeVar("E", bound=BaseException)
 
@@ -38,3 +41,66 @@ def raises_everywhere(
     excinfo.fill_unfilled((type(raised), raised, raised.__traceback__))
     if match is not None:
         excinfo.match(match)
+
+
+WORLD = MPI.COMM_WORLD
+EVERY_RANK = range(WORLD.size)
+FIRST_AND_LAST = sorted({0, WORLD.size - 1})
+
+# Makes a stage raise the error; gets the class of the backend.
+Break = Callable[[pytest.MonkeyPatch, Any, type[BaseException]], None]
+
+
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(5, "injected") if error is OSError else error("injected")
+
+    return fail
+
+
+def backend_method(name: str) -> Break:
+    return lambda patch, backend, error: patch.setattr(backend, name, raising(error))
+
+
+def attribute(owner: Any, name: str) -> Break:
+    return lambda patch, backend, error: patch.setattr(owner, name, raising(error))
+
+
+def backend_of(device: str) -> Any:
+    if device == "cpu":
+        return host.HostBackend
+    from mpicomm.devices.cuda.backend import CudaBackend
+
+    return CudaBackend
+
+
+@contextmanager
+def broken(culprit: int, device: str, break_: Break, error: type[BaseException] = OSError) -> Iterator[None]:
+    """Break a stage on one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        if WORLD.rank == culprit:
+            break_(patch, backend_of(device), error)
+        yield
+
+
+@contextmanager
+def fails_everywhere(
+    culprit: int,
+    device: str,
+    break_: Break,
+    error: type[BaseException] = OSError,
+    *,
+    match: str | None = None,
+) -> Iterator[None]:
+    """Break a stage on one rank, and require that all ranks get its HandleError."""
+    said = match or f"failed on rank {culprit}: .*injected"
+    with broken(culprit, device, break_, error), raises_everywhere(WORLD, HandleError, match=said):
+        yield
+
+
+ALLOCATE = {
+    "allocate": backend_method("allocate"),
+    "export": backend_method("export"),
+}
+VIEW = {"view": backend_method("view")}
+ZERO = {"zero": backend_method("zero")}

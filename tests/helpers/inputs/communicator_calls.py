@@ -19,10 +19,8 @@ import mpicomm
 from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.host.selection import algorithms_for
 from mpicomm.collectives.operations import OPERATIONS, Operation
-from tests.helpers.inputs.buffers import Placed, values
-from tests.helpers.inputs.spelled_buffers import JUNK, Blocks, one_of
-from tests.helpers.references.coded import coded_sum, through_codes
-from tests.helpers.references.reductions import OWN, Array, Groups, reduced, require_same
+from tests.helpers.inputs.buffers import JUNK, Blocks, Placed, one_of, values
+from tests.helpers.references.reductions import OWN, Array, Groups, coded_sum, reduced, require_same, through_codes
 
 MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in MPI_OPS} | {"avg": mpicomm.AVG}

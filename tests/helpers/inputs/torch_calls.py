@@ -52,65 +52,47 @@ def all_to_all_single(call: Call, got: Any, sent: Any) -> dist.Work | None:
     return dist.all_to_all_single(got, sent, *splits, **call.options)
 
 
+def two_buffers(call: Call, got: Any, sent: Any) -> dist.Work | None:
+    """The call of a function that takes what receives, what is sent, and the operation if it reduces."""
+    op = [call.op] if call.function.reduces else []
+    work: dist.Work | None = getattr(dist, call.function.name)(got, sent, *op, **call.options)
+    return work
+
+
+def function(name: str, call: Callable[[Call, Any, Any], dist.Work | None], *facts: str, root: str = "") -> Function:
+    """Return the function of that name, with the facts that hold for it."""
+    holds: dict[str, Any] = dict.fromkeys(facts, True)
+    return Function(name, call, root=root, **holds)
+
+
 FUNCTIONS = [
-    Function(
-        "all_reduce", lambda call, got, _: dist.all_reduce(got, call.op, **call.options), reduces=True, coalesces=True
-    ),
-    Function(
+    function("all_reduce", lambda call, got, _: dist.all_reduce(got, call.op, **call.options), "reduces", "coalesces"),
+    function(
         "reduce",
         lambda call, got, _: dist.reduce(got, op=call.op, group_dst=call.root, **call.options),
-        reduces=True,
+        "reduces",
         root="receives",
     ),
-    Function("broadcast", lambda call, got, _: dist.broadcast(got, group_src=call.root, **call.options), root="sends"),
-    Function(
-        "all_gather", lambda call, got, sent: dist.all_gather(got, sent, **call.options), gathers=True, divides=True
-    ),
-    Function(
-        "all_gather_into_tensor",
-        lambda call, got, sent: dist.all_gather_into_tensor(got, sent, **call.options),
-        gathers=True,
-        joined=True,
-        coalesces=True,
-    ),
-    Function(
+    function("broadcast", lambda call, got, _: dist.broadcast(got, group_src=call.root, **call.options), root="sends"),
+    function("all_gather", two_buffers, "gathers", "divides"),
+    function("all_gather_into_tensor", two_buffers, "gathers", "joined", "coalesces"),
+    function(
         "gather",
         lambda call, got, sent: dist.gather(sent, got, group_dst=call.root, **call.options),
-        gathers=True,
+        *("gathers", "divides"),
         root="receives",
-        divides=True,
     ),
-    Function("gather_single", gather_single, gathers=True, root="receives", joined=True),
-    Function(
+    function("gather_single", gather_single, "gathers", "joined", root="receives"),
+    function(
         "scatter",
         lambda call, got, sent: dist.scatter(got, sent, group_src=call.root, **call.options),
-        sends=True,
+        *("sends", "divides"),
         root="sends",
-        divides=True,
     ),
-    Function(
-        "reduce_scatter",
-        lambda call, got, sent: dist.reduce_scatter(got, sent, call.op, **call.options),
-        sends=True,
-        reduces=True,
-        divides=True,
-    ),
-    Function(
-        "reduce_scatter_tensor",
-        lambda call, got, sent: dist.reduce_scatter_tensor(got, sent, call.op, **call.options),
-        sends=True,
-        reduces=True,
-        joined=True,
-        coalesces=True,
-    ),
-    Function(
-        "all_to_all",
-        lambda call, got, sent: dist.all_to_all(got, sent, **call.options),
-        sends=True,
-        gathers=True,
-        divides=True,
-    ),
-    Function("all_to_all_single", all_to_all_single, sends=True, gathers=True, joined=True, divides=True),
+    function("reduce_scatter", two_buffers, "sends", "reduces", "divides"),
+    function("reduce_scatter_tensor", two_buffers, "sends", "reduces", "joined", "coalesces"),
+    function("all_to_all", two_buffers, "sends", "gathers", "divides"),
+    function("all_to_all_single", all_to_all_single, "sends", "gathers", "joined", "divides"),
 ]
 
 

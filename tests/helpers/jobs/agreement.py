@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,10 +160,34 @@ class RankAgreement:
 
 
 AGREEMENT = pytest.StashKey[RankAgreement]()
+DEVICES = pytest.StashKey[list[str]]()
+ALONE = {"gpu_alone": "cuda", "host_alone": "cpu"}
+
+
+def parametrize_devices(metafunc: pytest.Metafunc, has_gpu: Callable[[], bool]) -> None:
+    """Run a test on each device that every rank has, or on one by its marker; collective at the first call."""
+    stash = metafunc.config.stash
+    if DEVICES not in stash:
+        mine = has_gpu()
+        everyone = stash[AGREEMENT].allgather(mine) if AGREEMENT in stash else [mine]
+        stash[DEVICES] = ["cpu", "cuda"] if all(everyone) else ["cpu"]
+    devices = stash[DEVICES]
+    alone = [ALONE[mark.name] for mark in metafunc.definition.iter_markers() if mark.name in ALONE]
+    # The marker of a test comes before the marker of its file.
+    metafunc.parametrize("device", alone[:1] or devices, indirect=True)
+
+
+def require_device(request: pytest.FixtureRequest) -> str:
+    """Return the device of a test, or skip the test if a rank lacks it."""
+    if request.param not in request.config.stash[DEVICES]:
+        pytest.skip("not every rank has a GPU")
+    return str(request.param)
 
 
 def agree(config: pytest.Config) -> None:
     """Let the ranks of this run agree; called in ``pytest_configure`` of folders with tests on several ranks."""
+    config.addinivalue_line("markers", "host_alone: a test, or all tests of a file, that says nothing of GPUs")
+    config.addinivalue_line("markers", "gpu_alone: a test that says nothing of the host")
     if not config.getoption("--with-mpi") or AGREEMENT in config.stash:  # another folder of this run may come first
         return
     results = os.environ.get("TEST_RESULTS")

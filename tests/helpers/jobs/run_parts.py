@@ -31,15 +31,9 @@ COLLECTIVES = "tests/mpi/collectives"
 # Three ranks are one in a fault or a message, its peer, and one that is neither. That is all that most tests need,
 # and more ranks than cores take turns, so each further rank makes all others slower. Two ranks differ in the algorithms
 # that they choose and in how they share out data, not in how they meet, or notice an error.
-OF_TWO = (
-    f"{COLLECTIVES}/host/test_engine.py",
-    *(
-        f"{COLLECTIVES}/test_{name}.py"
-        for name in (
-            *("datatypes", "epilogues", "streams_and_graphs"),
-            *("collectives", "nonblocking_collectives", "random_collectives", "symmetric_collectives"),
-        )
-    ),
+OF_TWO = tuple(
+    f"{COLLECTIVES}/test_{name}.py"
+    for name in ("collectives", "datatypes_and_requests", "epilogues", "random_collectives", "streams_and_graphs")
 )
 # Four ranks are two hosts with two ranks each, and the next power of two.
 OF_FOUR = (
@@ -52,11 +46,11 @@ WITH_OPEN_MPI = (
         f"tests/mpi/api/test_{name}.py"
         for name in ("calls_by_mpi", "children", "communicator", "errors", "neighbors", "topologies")
     ),
-    *(f"{COLLECTIVES}/test_{name}.py" for name in ("datatypes", "nonblocking_collectives")),
+    f"{COLLECTIVES}/test_datatypes_and_requests.py",
     *(f"tests/mpi/messages/test_{name}.py" for name in ("mixed_messages", "threads")),
     *(f"tests/mpi/session/test_{name}.py" for name in ("missing_ranks", "session")),
     "tests/mpi/domains/test_transports.py",
-    "tests/mpi/windows/test_host_types.py",
+    "tests/mpi/windows/test_refusals.py",
 )
 # What depends on how data and ranks are divided: one rank has all.
 WITH_TORCH_ALONE = ("tests/torch/mpi/test_collectives.py", "tests/torch/mpi/test_groups.py")

@@ -98,7 +98,7 @@ QUICK_LEAVES_OUT = {
     ),
     f"{KERNELS}test_packets.py::test_mistake_with_fences_in_two_hops_is_seen": ("a turn too seldom",),
     f"{KERNELS}test_sendrecv.py::test_race_is_seen": ("acquire turned relaxed",),
-    f"{MPI}collectives/host/test_engine_order.py::test_random_calls": ("many",),
+    f"{MPI}collectives/host/test_engine.py::test_random_calls": ("many",),
 }
 """Of these tests the quick run leaves out the parameters with these words."""
 

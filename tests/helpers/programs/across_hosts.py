@@ -24,8 +24,7 @@ from mpicomm.collectives.wire import CODES
 from tests.helpers.inputs.buffers import Placed, values
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, REDUCTIONS, Case, Prepared
 from tests.helpers.references.reductions import dtype_named
-from tests.helpers.rigs.call_forms import complete
-from tests.helpers.rigs.communicators import array_module, communicator, node_ranks, require_memory_works
+from tests.helpers.rigs.communicators import array_module, communicator, complete, node_ranks, require_memory_works
 
 COUNTS = (1, 1025, 300_000)
 """Numbers of elements: one packet, several, and more than one chunk of any engine."""

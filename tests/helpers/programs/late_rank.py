@@ -11,100 +11,97 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.jobs.pace import HANG_S
 
-CALLS = (
-    "Communicator",
-    "one_shot",
-    "Allreduce",
-    "bcast",
-    "Recv",
-    "recv",
-    "zeros",
-    "Split",
-    "Create_group",
-    "Create_group in MPI",
-    "nothing",
-    "progress",
-    "Free",
-    "MPI_Finalize",
-)
 LATE = 2
 TAG = 5
 
 
-def main(folder: Path) -> None:
-    """Come to all calls."""
-    import numpy as np
-    from mpi4py import MPI
+class Rank:
+    """One rank, with its communicator after the first call."""
 
-    import mpicomm
+    comm: Any
+    part: Any
 
-    world = MPI.COMM_WORLD
-    is_late = world.rank == LATE
-    mine, ours = np.ones(4), np.empty(4)
-    made: list[mpicomm.Communicator] = []
-    parts: list[MPI.Intracomm] = []
+    def __init__(self, folder: Path) -> None:
+        import numpy as np
+        from mpi4py import MPI
 
-    def make() -> None:
-        made.append(mpicomm.Communicator(device="cpu", timeout_s=HANG_S))
-        made[0].Allreduce(mine, ours, algorithm="one_shot")  # the first one sets up memory
+        import mpicomm
 
-    def message(send: Callable[[], object], receive: Callable[[], object]) -> None:
-        if is_late:
-            send()
-        elif world.rank == 0:
+        self.make_communicator = mpicomm.Communicator
+        self.folder, self.world = folder, MPI.COMM_WORLD
+        self.is_late = self.world.rank == LATE
+        self.mine, self.ours = np.ones(4), np.empty(4)
+
+    def make(self) -> None:
+        self.comm = self.make_communicator(device="cpu", timeout_s=HANG_S)
+        self.sum_up(algorithm="one_shot")  # the first one sets up memory
+
+    def sum_up(self, **how: str) -> None:
+        self.comm.Allreduce(self.mine, self.ours, **how)
+
+    def split(self) -> None:
+        self.part = self.comm.Split(0)
+
+    def group(self, parent: Any) -> None:
+        """Make a communicator of the first rank and the late rank, and not of rank 1."""
+        if self.world.rank in (0, LATE):
+            parent.Create_group(parent.Get_group().Incl([0, LATE])).Free()
+
+    def message(self, send: Callable[..., object], receive: Callable[[], object], *sent: Any) -> None:
+        if self.is_late:
+            send(*sent, 0, TAG)
+        elif self.world.rank == 0:
             receive()
 
-    def group(parent: MPI.Intracomm) -> None:
-        """Make a communicator of the first rank and the late rank, and not of rank 1."""
-        if world.rank in (0, LATE):
-            everyone = parent.Get_group()
-            parent.Create_group(everyone.Incl([0, LATE])).Free()
-
-    def progress() -> None:
+    def progress(self) -> None:
         """Exchange messages and sums until the file is there, most of the time in waits for the late rank."""
-        going = True
+        comm, going = self.comm, True
         while going:
-            if is_late:
+            if self.is_late:
                 time.sleep(0.005)
-            comm.Sendrecv(mine, (comm.rank + 1) % comm.size, 0, ours, (comm.rank - 1) % comm.size)
-            going = comm.bcast(not (folder / "go-progress").exists(), root=LATE)
+            comm.Sendrecv(self.mine, (comm.rank + 1) % comm.size, 0, self.ours, (comm.rank - 1) % comm.size)
+            going = comm.bcast(not (self.folder / "go-progress").exists(), root=LATE)
 
-    calls: dict[str, Callable[[], object]] = {
-        "Communicator": make,
-        "one_shot": lambda: comm.Allreduce(mine, ours, algorithm="one_shot"),
-        "Allreduce": lambda: comm.Allreduce(mine, ours),
-        "bcast": lambda: comm.bcast(1, root=LATE),
-        "Recv": lambda: message(lambda: comm.Send(mine, 0, TAG), lambda: comm.Recv(ours, LATE, TAG)),
-        "recv": lambda: message(lambda: comm.send(1, 0, TAG), lambda: comm.recv(source=LATE, tag=TAG)),
-        "zeros": lambda: comm.zeros(3),
-        "Split": lambda: parts.append(comm.Split(0)),
-        "Create_group": lambda: group(comm),
-        "Create_group in MPI": lambda: group(parts[0]),  # it is not set up, so the wait is MPI's
-        "nothing": lambda: wait(folder / "go-nothing"),
-        "progress": progress,
-        "Free": lambda: comm.Free(),
-        "MPI_Finalize": lambda: None,
-    }
-    if is_late:
+    def wait(self, name: str) -> None:
+        """Wait in Python until the late rank may make a call."""
+        until = time.monotonic() + HANG_S
+        while not (self.folder / f"go-{name}").exists():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+CALLS: dict[str, Callable[[Rank], object]] = {
+    "Communicator": Rank.make,
+    "one_shot": lambda rank: rank.sum_up(algorithm="one_shot"),
+    "Allreduce": Rank.sum_up,
+    "bcast": lambda rank: rank.comm.bcast(1, root=LATE),
+    "Recv": lambda rank: rank.message(rank.comm.Send, lambda: rank.comm.Recv(rank.ours, LATE, TAG), rank.mine),
+    "recv": lambda rank: rank.message(rank.comm.send, lambda: rank.comm.recv(source=LATE, tag=TAG), 1),
+    "zeros": lambda rank: rank.comm.zeros(3),
+    "Split": Rank.split,
+    "Create_group": lambda rank: rank.group(rank.comm),
+    "Create_group in MPI": lambda rank: rank.group(rank.part),  # it is not set up, so the wait is MPI's
+    "nothing": lambda rank: rank.wait("nothing"),
+    "progress": Rank.progress,
+    "Free": lambda rank: rank.comm.Free(),
+    "MPI_Finalize": lambda rank: None,
+}
+
+
+def main(folder: Path) -> None:
+    """Come to all calls."""
+    rank = Rank(folder)
+    if rank.is_late:
         (folder / "late").write_text(str(os.getpid()))
-    for name in CALLS:
-        (folder / f"{name}-{world.rank}").touch()
-        if is_late and name != "progress":
-            wait(folder / f"go-{name}")
-        if made:
-            comm = made[0]
-        calls[name]()
-
-
-def wait(file: Path) -> None:
-    """Wait in Python until a file is there."""
-    until = time.monotonic() + HANG_S
-    while not file.exists():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    for name, call in CALLS.items():
+        (folder / f"{name}-{rank.world.rank}").touch()
+        if rank.is_late and name != "progress":
+            rank.wait(name)
+        call(rank)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.helpers.faults.interrupts import interrupts_raise
+from tests.helpers.faults.interrupts import Trap, interrupts_raise
 from tests.helpers.faults.leaks import collect_only_new_objects, nothing_leaks
-from tests.helpers.faults.trap import Trap
 from tests.helpers.jobs.pace import HANG_S, stretched
 from tests.helpers.jobs.survivors import begin_in_child
 
@@ -96,9 +95,8 @@ class Play:
         self.comm = mpicomm.Communicator(self._parent, device=device, timeout_s=self._timeout_s)
 
     def _buffer(self, count: int) -> Any:
-        from tests.helpers.rigs.communicators import (
-            array_module,
-        )  # not above, because it starts MPI, before which the rank forks
+        # Not above, because it starts MPI, before which the rank forks.
+        from tests.helpers.rigs.communicators import array_module
 
         with array_module(self._made) as xp:
             return xp.ones(count, "f4")
@@ -123,9 +121,7 @@ class Play:
         self._made.check()
 
     def _signals(self) -> None:
-        from tests.helpers.rigs.communicators import (
-            node_ranks,
-        )  # not above, because it starts MPI, before which the rank forks
+        from tests.helpers.rigs.communicators import node_ranks
 
         comm, array = self._made, self._array
         near = node_ranks(array)  # of the host

@@ -21,22 +21,15 @@ from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.packed import Gaps, PackJob
 from mpicomm.devices.host import array_at
 from mpicomm.mpi.arguments import Span
-from tests.helpers.fakes import fake_driver
+from tests.helpers.fakes.fake_driver import OnGpu
 from tests.helpers.references.reference_packing import pack, unpack
 
 
-class OnDevice:
-    """A device array in memory of the host."""
+class OnDevice(OnGpu):
+    """A device array with a copy of the content."""
 
     def __init__(self, content: npt.NDArray[Any]) -> None:
-        self.memory: npt.NDArray[Any] = np.array(content)
-        fake_driver.own(self.memory)
-        self.__cuda_array_interface__ = {
-            "shape": self.memory.shape,
-            "typestr": self.memory.dtype.str,
-            "data": (self.memory.ctypes.data, False),
-            "version": 3,
-        }
+        super().__init__(np.array(content))
 
 
 class Part:

@@ -1,10 +1,11 @@
-"""Exchanges of descriptors between threads, and other messages to their sockets."""
+"""Exchanges of descriptors between threads, other messages to their sockets, and host memory that peers map."""
 
 from __future__ import annotations
 
 import array
 import contextlib
 import errno
+import mmap
 import os
 import resource
 import socket
@@ -12,7 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mpicomm.devices.handle import Descriptor
+from mpicomm.devices.base import Segment
+from mpicomm.devices.handle import Descriptor, MemoryHandle
+from mpicomm.devices.host import HostBackend
+from mpicomm.devices.host_memory import HostSegment
 from mpicomm.sharing import fd_exchange
 from mpicomm.sharing.fd_exchange import Address, FdExchange
 from tests.helpers.jobs.pace import HANG_S
@@ -126,3 +130,30 @@ def few_free_descriptors(count: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+PAGE = mmap.PAGESIZE
+
+
+@contextlib.contextmanager
+def allocated(backend: HostBackend, nbytes: int) -> Iterator[HostSegment]:
+    segment = backend.allocate("memfd", nbytes)
+    try:
+        yield segment
+    finally:
+        segment.close()
+
+
+@contextlib.contextmanager
+def opened(backend: HostBackend, segment: Segment) -> Iterator[HostSegment]:
+    """Map a segment a second time, as a peer does."""
+    ((handle, fd),) = backend.export(segment)
+    assert fd is not None
+    try:
+        peer = backend.open(((MemoryHandle.unpack(handle.pack()), fd),))
+    finally:
+        fd.close()
+    try:
+        yield peer
+    finally:
+        peer.close()

@@ -1,4 +1,4 @@
-"""Communicators whose devices are threads, for tests of messages."""
+"""Communicators whose devices are threads, for tests of messages and of windows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import DeviceInfo
+from mpicomm.devices.base import DeviceInfo, Link
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import (
@@ -22,7 +22,9 @@ from tests.helpers.fakes.message_devices import (
     DeviceArray,
     ThreadDevice,
 )
+from tests.helpers.fakes.window_devices import WindowDevice
 from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.rigs.communicators import communicator
 
 Array = npt.NDArray[Any]
 
@@ -100,3 +102,73 @@ def small_messages() -> Iterator[None]:
         mock.patch.object(outbox, "FIRST_BLOCK_NBYTES", 2 << 20),
     ):
         yield
+
+
+COUNT = 40
+
+
+class WindowRig:
+    """A window of int64 on every rank, whose parts hold -1."""
+
+    def __init__(self, comm: mpicomm.Communicator, device: WindowDevice, dtype: Any) -> None:
+        self.comm, self.device, self.dtype = comm, device, np.dtype(dtype)
+        self.rank, self.size = comm.rank, comm.size
+        self.right, self.left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        nbytes = COUNT * self.dtype.itemsize
+        self.win = mpicomm.Win.Allocate(nbytes, self.dtype.itemsize, MPI.INFO_NULL, comm)
+        self.part = self.win.tomemory().view(self.dtype)
+        self.part[:] = -1
+        MPI.Intracomm.Barrier(comm)
+
+    def of(self, values: Any, dtype: Any = None) -> DeviceArray:
+        return DeviceArray(self.device, np.array(values, self.dtype if dtype is None else dtype))
+
+    def mine(self) -> list[Any]:
+        """Return this rank's part after all work of the device."""
+        self.device.synchronize()
+        self.device.check()
+        found: list[Any] = self.part.tolist()
+        return found
+
+    def barrier(self) -> None:
+        """Wait for the work of all ranks."""
+        self.device.synchronize()
+        MPI.Intracomm.Barrier(self.comm)
+
+
+@contextlib.contextmanager
+def on_window_device(
+    *,
+    timeout_s: float = 20,
+    atomics: Callable[[int], bool] = lambda rank: True,
+    made_by: Callable[[int, float], WindowDevice] = WindowDevice,
+    handle: str = "ipc",
+) -> Iterator[tuple[mpicomm.Communicator, WindowDevice]]:
+    """Give a communicator whose device is a `WindowDevice`. The block frees its windows."""
+    with communicator("cpu", timeout_s=timeout_s) as parent:
+        comm = parent.Dup()
+        device = cast(WindowDevice, take_for_gpu(comm, handle, made_by=made_by))
+        links = [Link("NVLink" if atomics(rank) else "PCIe", native_atomics=atomics(rank)) for rank in range(comm.size)]
+        comm._session.links = lambda: tuple(links)  # type: ignore[method-assign]
+        yield comm, device
+        comm.Free()
+        assert device.closed
+
+
+@contextlib.contextmanager
+def window_rig(
+    dtype: Any = np.int64, *, timeout_s: float = 20, atomics: Callable[[int], bool] = lambda rank: True
+) -> Iterator[WindowRig]:
+    with on_window_device(timeout_s=timeout_s, atomics=atomics) as (comm, device):
+        rig = WindowRig(comm, device, dtype)
+        yield rig
+        if device.missed is None:
+            rig.barrier()
+            rig.win.Free()
+
+
+def placed(rig: WindowRig, values: npt.NDArray[Any]) -> Any:
+    """Return a device buffer that does not begin at a multiple of its elements' size."""
+    holder = DeviceArray(rig.device, np.zeros(values.nbytes + 1, np.uint8))
+    holder.memory[1:] = values.view(np.uint8)
+    return MPI.memory.fromaddress(holder.memory.ctypes.data + 1, values.nbytes), holder

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import pytest
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call, in_order
@@ -28,9 +26,9 @@ from mpicomm.devices.base import GrowingScratch, Scratch
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import Team
 from mpicomm.kernels.variant import Launch
-from mpicomm.mpi import buffers
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
+from tests.helpers.fakes.fake_driver import DeviceArray, read_device_arrays
 from tests.helpers.references.reductions import dtype_named
 
 FLOAT, BF16 = np.dtype("f4"), dtype_named("bfloat16")
@@ -38,28 +36,8 @@ SLOT = 45
 """Array k of a call lies in the slot of memory from k << 45 on."""
 
 
-class Array:
-    """An array of CuPy; nothing reads its memory."""
-
-    _c_contiguous = True
-
-    def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
-        self.data = SimpleNamespace(ptr=pointer if count else 0, device_id=0)
-        self.size, self.dtype, self.itemsize = count, dtype, dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.itemsize
-
-
-def let_it_be_cupys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the package take an `Array` for CuPy's."""
-
-    def read(array: Any, writable: bool, name: str) -> buffers.ArrayMemory:
-        return buffers.ArrayMemory(array.data.ptr, array.nbytes, array.dtype, True, 0, array)
-
-    monkeypatch.setitem(buffers._readers, Array, read)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Array))
+Array = DeviceArray
+let_it_be_cupys = read_device_arrays
 
 
 class Arena:

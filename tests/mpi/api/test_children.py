@@ -1,8 +1,12 @@
-"""What the calls of a Communicator make of all or some of its ranks."""
+"""What the calls of a Communicator make of its ranks, and the examples in the docstrings of its methods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,41 +14,22 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers.rigs.communicators import communicator, require_memory_works
+from mpicomm import Communicator
+from mpicomm.api.communicator import CartCommunicator
+from mpicomm.collectives.operations import OPERATIONS
+from tests.helpers.rigs.communicators import awaited, communicator, require_memory_works
 from tests.helpers.rigs.message_rigs import take_for_gpu
 
 Make = Callable[[mpicomm.Communicator], MPI.Comm]
 
 
-def idup(comm: mpicomm.Communicator) -> MPI.Intracomm:
-    child, request = comm.Idup()
-    request.Wait()
-    return child
-
-
-def idup_with_info(comm: mpicomm.Communicator) -> MPI.Intracomm:
-    child, request = comm.Idup_with_info(MPI.INFO_NULL)
-    request.Wait()
-    return child
-
-
-def create(comm: mpicomm.Communicator, members: list[int]) -> MPI.Intracomm:
-    whole = comm.Get_group()
-    part = whole.Incl(members)
-    try:
-        return comm.Create(part)
-    finally:
-        part.Free()
-        whole.Free()
-
-
-def create_group(comm: mpicomm.Communicator, members: list[int]) -> MPI.Comm:
-    if comm.rank not in members:
+def create(comm: mpicomm.Communicator, members: list[int], *, group: bool = False) -> MPI.Comm:
+    if group and comm.rank not in members:
         return MPI.COMM_NULL
     whole = comm.Get_group()
     part = whole.Incl(members)
     try:
-        return comm.Create_group(part, tag=7)
+        return comm.Create_group(part, tag=7) if group else comm.Create(part)
     finally:
         part.Free()
         whole.Free()
@@ -61,12 +46,12 @@ DUPLICATES: dict[str, Make] = {
     "Dup of info": lambda comm: comm.Dup(MPI.INFO_NULL),
     "Dup_with_info": lambda comm: comm.Dup_with_info(MPI.INFO_NULL),
     "Clone": lambda comm: comm.Clone(),
-    "Idup": idup,
-    "Idup_with_info": idup_with_info,
+    "Idup": lambda comm: awaited(comm.Idup()),
+    "Idup_with_info": lambda comm: awaited(comm.Idup_with_info(MPI.INFO_NULL)),
     "Split": lambda comm: comm.Split(),
     "Split_type": lambda comm: comm.Split_type(MPI.COMM_TYPE_SHARED),
     "Create": lambda comm: create(comm, list(range(comm.size))),
-    "Create_group": lambda comm: create_group(comm, list(range(comm.size))),
+    "Create_group": lambda comm: create(comm, list(range(comm.size)), group=True),
     "Dup of Dup": lambda comm: comm.Dup().Dup(),
 }
 
@@ -90,7 +75,7 @@ def test_what_is_made_of_all_ranks_is_a_communicator_too(comm: mpicomm.Communica
 
 
 MEMBERS = [[0], [2, 1], [3, 0, 2], [1, 3, 2, 0]]  # those of them that are there
-PARTS = {"Split": split, "Create": create, "Create_group": create_group}
+PARTS = {"Split": split, "Create": create, "Create_group": partial(create, group=True)}
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
@@ -191,3 +176,25 @@ def test_a_communicator_says_which_memory_its_calls_take(comm_world: MPI.Intraco
         with child.Dup_with_info(asked) as again:
             assert again.Get_info().Get(key) == kinds
         asked.Free()
+
+
+MOST_USED = {*OPERATIONS, "Allreduce_init", "Barrier", "Iallreduce", "Recv", "Send", "Sendrecv", "Split", "zeros"}
+
+CLASSES = (Communicator, mpicomm.Experts, mpicomm.SymmetricArray, mpicomm.Win)
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    methods = inspect.getmembers(CartCommunicator, inspect.isfunction)
+    for name, documented in [*methods, *((cls.__name__, cls) for cls in CLASSES)]:
+        for block in re.findall(r"(?:^    .*\n?)+", inspect.getdoc(documented) or "", re.MULTILINE):
+            yield name, textwrap.dedent(block)
+
+
+def test_the_most_used_methods_have_examples_and_all_examples_run(host_comm: Communicator) -> None:
+    missing = {*MOST_USED}
+    for name, source in examples():
+        missing.discard(name)
+        assert name in source or name == "SymmetricArray"
+        code = compile(source, f"the example of {name}", "exec")
+        exec(code, {"comm": host_comm, "cp": np, "mpicomm": mpicomm, "MPI": MPI})
+    assert not missing

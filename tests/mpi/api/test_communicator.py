@@ -16,10 +16,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError, MpicommError
 from mpicomm.log import logger
-from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.faults.setup_failures import FIRST_AND_LAST
-from tests.helpers.rigs.communicators import communicator, halves, node_ranks, require_memory_works, to_host
-from tests.helpers.rigs.hosts_by_name import on_hosts
+from tests.helpers.faults.raising import FIRST_AND_LAST, raises_everywhere
+from tests.helpers.rigs.communicators import communicator, halves, node_ranks, on_hosts, require_memory_works, to_host
 
 
 def test_is_an_intracommunicator(comm: mpicomm.Communicator, device: str, comm_world: MPI.Intracomm) -> None:
@@ -219,29 +217,24 @@ def test_bad_environment_of_one_rank_is_refused_by_all(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("culprit", FIRST_AND_LAST)
-def test_arguments_that_differ_are_refused_by_all(comm_world: MPI.Intracomm, culprit: int) -> None:
+def test_arguments_that_differ_are_refused_by_all(
+    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, culprit: int
+) -> None:
     cases: list[tuple[str, Any, Any]] = [
         ("handle", "fd", "ipc"),
         ("timeout_s", 20, 21),
         ("leaves", 16, 8),
         ("device", "auto", "cpu"),
         ("device", "cpu", 0),
+        ("MPICOMM_MEMORY", "1G", "512M"),
     ]
     for name, others, of_one in cases:
         given = {name: of_one if comm_world.rank == culprit else others}
-        with raises_everywhere(comm_world, InvalidUsageError, match=f"{name} differs between ranks: .* on rank 1"):
-            mpicomm.Communicator(comm_world, **given)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_bounds_of_memory_that_differ_are_refused_by_all(
-    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MPICOMM_MEMORY", "512M" if comm_world.rank else "1G")
-    with raises_everywhere(
-        comm_world, InvalidUsageError, match=f"MPICOMM_MEMORY differs between ranks: {1 << 30} on rank 0, {1 << 29} on"
-    ):
-        mpicomm.Communicator(comm_world)
+        with monkeypatch.context() as patch:
+            if name.isupper():
+                patch.setenv(name, given.pop(name))
+            with raises_everywhere(comm_world, InvalidUsageError, match=f"{name} differs between ranks: .* on rank 1"):
+                mpicomm.Communicator(comm_world, **given)
 
 
 def test_handle_that_does_not_go_with_the_device_is_refused_by_all(comm_world: MPI.Intracomm) -> None:

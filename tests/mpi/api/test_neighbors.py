@@ -15,8 +15,16 @@ import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.references.reductions import dtype_or_skip
-from tests.helpers.rigs.communicators import array_module, communicator, to_host
-from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
+from tests.helpers.rigs.communicators import (
+    CALLS,
+    TOPOLOGIES,
+    NeighborCall,
+    array_module,
+    communicator,
+    fails_in_open_mpi,
+    result_of_mpi,
+    to_host,
+)
 
 TURNS = 3
 
@@ -96,9 +104,8 @@ def test_blocks_cross_in_every_form_of_a_buffer(comm: mpicomm.Communicator) -> N
     ring.Free()
 
 
+@pytest.mark.gpu_alone  # graphs are a GPU's
 def test_in_a_graph(made: Any, xp: Any) -> None:
-    if xp is np:
-        pytest.skip("graphs are a GPU's")
     stream = xp.cuda.Stream(non_blocking=True)
     made.Allreduce(xp.zeros(1), xp.zeros(1))  # a communicator sets itself up outside of captures
     for call in calls(made):
@@ -151,10 +158,9 @@ def test_among_other_collectives_on_a_stream(comm: mpicomm.Communicator, xp: Any
     ring.Free()
 
 
+@pytest.mark.gpu_alone  # MPI looks at the lengths of host arrays
 @pytest.mark.mpi(min_size=2)
 def test_two_neighbours_that_disagree_on_counts_are_told(device: str) -> None:
-    if device == "cpu":
-        pytest.skip("MPI looks at the lengths of host arrays")
     for expected in (1, 3, 1_000_000):
         with communicator(device, timeout_s=stretched(10.0)) as comm, array_module(comm) as xp:
             graph: Any = comm.Create_dist_graph_adjacent([(comm.rank - 1) % comm.size], [(comm.rank + 1) % comm.size])
@@ -169,11 +175,10 @@ def test_two_neighbours_that_disagree_on_counts_are_told(device: str) -> None:
             graph.Free()
 
 
+@pytest.mark.gpu_alone  # MPI looks at the lengths of host arrays
 @pytest.mark.mpi(min_size=2)
 def test_no_gap_changes_if_neighbours_disagree(device: str) -> None:
     with communicator(device, timeout_s=stretched(10.0)) as comm, array_module(comm) as xp:
-        if xp is np:
-            pytest.skip("MPI looks at the lengths of host arrays")
         graph: Any = comm.Create_dist_graph_adjacent([(comm.rank - 1) % comm.size], [(comm.rank + 1) % comm.size])
         short, long = (MPI.INT32_T.Create_vector(rows, 1, 2).Commit() for rows in (500, 600))
         sent, received, total = xp.zeros(1200, np.int32), xp.full(1200, -1, np.int32), xp.zeros(1, np.int32)
@@ -190,11 +195,10 @@ def test_no_gap_changes_if_neighbours_disagree(device: str) -> None:
         long.Free()
 
 
+@pytest.mark.gpu_alone  # waits inside MPI have no limit
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_that_does_not_come_is_named(device: str) -> None:
     with communicator(device, timeout_s=stretched(1.0)) as comm, array_module(comm) as xp:
-        if xp is np:
-            pytest.skip("waits inside MPI have no limit")
         ring: Any = comm.Create_cart([comm.size], [True])
         one, both = xp.zeros(1), xp.zeros(2)
         ring.Neighbor_allgather(one, both)

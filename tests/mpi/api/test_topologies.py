@@ -70,14 +70,6 @@ def test_a_grid(comm: mpicomm.Communicator, xp: Any) -> None:
         grid.Barrier()
 
 
-def test_ranks_beyond_the_grid_have_no_communicator(comm: mpicomm.Communicator, xp: Any) -> None:
-    grid = comm.Create_cart([1])
-    assert (grid == MPI.COMM_NULL) == (comm.rank > 0)
-    if comm.rank == 0:
-        works(grid, xp)
-        grid.Free()
-
-
 def test_graphs(comm: mpicomm.Communicator, xp: Any) -> None:
     left, right = ring(comm)
     size = comm.size
@@ -217,11 +209,16 @@ def test_a_grid_in_the_order_of_links(comm: mpicomm.Communicator, xp: Any, turne
     fits(line, comm, turned, xp)
 
 
-def test_ranks_beyond_the_grid(comm: mpicomm.Communicator, turned: list[int]) -> None:
-    pair = comm.Create_cart([min(2, comm.size)], [False], reorder=True)
+@pytest.mark.parametrize("reorder", [False, True])
+def test_ranks_beyond_a_grid_have_no_communicator(
+    comm: mpicomm.Communicator, xp: Any, turned: list[int], reorder: bool
+) -> None:
+    pair = comm.Create_cart([min(2, comm.size)], [False], reorder=reorder)
+    assert comm.allgather(pair != MPI.COMM_NULL).count(True) == min(2, comm.size)
     if pair != MPI.COMM_NULL:
-        held = pair.allgather(comm.rank)
-        assert comm.size == 1 or abs(turned.index(held[0]) - turned.index(held[1])) == 1
+        places = [turned.index(rank) if reorder else rank for rank in pair.allgather(comm.rank)]
+        assert max(places) - min(places) == pair.size - 1 and (reorder or places[0] == 0)
+        works(pair, xp)
         pair.Free()
 
 
@@ -236,47 +233,34 @@ def test_a_graph(comm: mpicomm.Communicator, xp: Any, turned: list[int], leading
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_each_rank_passes_its_neighbours(
-    comm: mpicomm.Communicator, xp: Any, turned: list[int], weighted: bool
+@pytest.mark.parametrize("call", [ADJACENT, ANYWHERE])
+def test_a_graph_of_neighbours_or_edges(
+    comm: mpicomm.Communicator, xp: Any, turned: list[int], call: str, weighted: bool
 ) -> None:
-    """The graph has edges to the next rank and a light edge from the last rank to the first."""
+    size, rank = comm.size, comm.rank
+    weights = {(source, source + 1): 101 + source for source in range(size - 1)}
+    if weighted and size > 2:
+        weights[size - 1, 0] = 1  # it counts for little
 
-    def lists(rank: int) -> tuple[list[int], list[int], list[int], list[int]]:
-        light = comm.size > 2 and weighted
-        sources, destinations = [rank - 1] * (rank > 0), [rank + 1] * (rank < comm.size - 1)
-        into, out = [100 + rank] * len(sources), [101 + rank] * len(destinations)
-        if light and rank == 0:
-            sources, into = [*sources, comm.size - 1], [*into, 1]
-        if light and rank == comm.size - 1:
-            destinations, out = [*destinations, 0], [*out, 1]
-        return sources, destinations, into, out
+    def lists(place: int) -> tuple[dict[int, int], dict[int, int]]:
+        into = {source: weight for (source, target), weight in weights.items() if target == place}
+        return into, {target: weight for (source, target), weight in weights.items() if source == place}
 
-    sources, destinations, into, out = lists(comm.rank)
-    weights: dict[str, Any] = {"sourceweights": into, "destweights": out} if weighted else {}
-    graph = comm.Create_dist_graph_adjacent(sources, destinations, **weights, reorder=True)
-    of_place = lists(graph.rank)
-    found = graph.Get_dist_neighbors()
-    assert found[:2] == of_place[:2]
-    if weighted and any(of_place[2:]):
-        assert found[2] == of_place[2:]
-    if comm.size < 3 or not weighted:
-        fits(graph, comm, turned, xp)
+    given: dict[str, Any]
+    if call == ADJACENT:
+        into, out = lists(rank)
+        given = {"sources": [*into], "destinations": [*out]}
+        of_edges: dict[str, Any] = {"sourceweights": [*into.values()], "destweights": [*out.values()]}
     else:
-        held = graph.allgather(comm.rank)
-        assert held in (turned, turned[::-1])
-        graph.Free()
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_each_rank_passes_any_edges(comm: mpicomm.Communicator, xp: Any, turned: list[int], weighted: bool) -> None:
-    size = comm.size
-    source = (comm.rank + 1) % size  # each rank passes an edge of another rank
-    degree = int(source < size - 1)
-    weights = [3] * degree if weighted else None
-    graph: Any = comm.Create_dist_graph([source], [degree], [source + 1] * degree, weights, reorder=True)
-    sources, destinations, _ = graph.Get_dist_neighbors()
-    assert sources == [graph.rank - 1] * (graph.rank > 0)
-    assert destinations == [graph.rank + 1] * (graph.rank < size - 1)
+        source = (rank + 1) % size  # each rank passes an edge of another rank
+        out = lists(source)[1]
+        given = {"sources": [source], "degrees": [len(out)], "destinations": [*out]}
+        of_edges = {"weights": [*out.values()]}
+    graph: Any = getattr(comm, call)(**given, **(of_edges if weighted else {}), reorder=True)
+    into, out = lists(graph.rank)
+    found = graph.Get_dist_neighbors()
+    assert found[:2] == ([*into], [*out])
+    assert not (weighted and (into or out)) or found[2] == ([*into.values()], [*out.values()])
     fits(graph, comm, turned, xp)
 
 

@@ -1,8 +1,10 @@
-"""All-reduces with an epilogue: the same bits by every algorithm, in every form of call."""
+"""Reductions with an epilogue, with codes of 8 bits or in a promised order: the same bits by every algorithm."""
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,14 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm import InvalidUsageError
 from mpicomm.epilogues import fp8, layer_norm, rms_norm
+from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs.buffers import Placed
-from tests.helpers.references.reductions import Array, dtype_or_skip, reduced, require_same
-from tests.helpers.rigs.call_forms import FORMS, complete, method_name
+from tests.helpers.inputs.communicator_calls import REDUCTIONS, Case, Prepared
+from tests.helpers.jobs.pace import stretched
+from tests.helpers.references.reductions import Array, coded_sum, dtype_or_skip, reduced, require_same
+from tests.helpers.rigs.communicators import FORMS, array_module, complete, groups_on, method_name, on_hosts, to_host
 
 COUNTS = (5, 3001, 70_001)
 
@@ -148,3 +154,164 @@ def test_norms_to_codes_with_scales(
         peaks = np.abs(expected).reshape(shape).max(axis=1, keepdims=True)
         assert (np.abs(values - expected.reshape(shape)) <= error * peaks).all()
         assert (np.abs(factors.astype(np.float64)[:, None]) > peaks / 1e5).all()
+
+
+CODES = ("float8_e4m3fn", "int8")
+
+
+@pytest.mark.gpu_alone  # graphs are CUDA's
+def test_a_graph_is_replayed(comm: mpicomm.Communicator, xp: Any) -> None:
+    for count in (3001, 700_001):
+        given = [np.random.default_rng([rank, count]).standard_normal(count, np.float32) for rank in range(comm.size)]
+        total = given[0] if comm.size == 1 else coded_sum(given, "int8", "sum", again=True)
+        send, receive = xp.asarray(given[comm.rank]), xp.zeros(count, xp.float32)
+        stream = xp.cuda.Stream(non_blocking=True)
+        with stream:
+            comm.Allreduce(send, receive, wire_dtype="int8")  # the first call sets up memory
+            stream.synchronize()
+            stream.begin_capture()
+            for algorithm in ("one_shot", "two_shot", "auto"):
+                comm.Allreduce(send, receive, algorithm=algorithm, wire_dtype="int8")
+            graph = stream.end_capture()
+            for turn in range(1, 4):
+                send *= 0 if turn == 2 else 1
+                receive[...] = -1
+                graph.launch(stream)
+                stream.synchronize()
+                comm.check()
+                assert np.array_equal(receive.get(), total if turn == 1 else np.zeros(count, np.float32))
+
+
+def test_a_block_with_a_nan_or_an_infinity_is_nan_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
+    if comm.size == 1:
+        pytest.skip("one rank sends nothing")
+    content = np.ones(1000, np.float32)
+    if comm.rank == comm.size - 1:
+        content[[130, 700]] = np.nan, -np.inf
+    content[384:512] = 3e38  # the sum exceeds float32
+    send, receive = Placed(xp, content), Placed(xp, np.zeros_like(content))
+    expected = np.full(1000, comm.size, np.float32)
+    expected[128:256] = expected[384:512] = expected[640:768] = np.nan
+    for codes in CODES:
+        for algorithm in ("one_shot", "two_shot"):
+            comm.Allreduce(send.array, receive.array, algorithm=algorithm, wire_dtype=codes)
+            comm.check()
+            got = receive.get()
+            assert np.array_equal(np.isnan(got), np.isnan(expected))
+            assert np.allclose(got[~np.isnan(got)], comm.size, rtol=1 / 16)
+
+
+WORLD = MPI.COMM_WORLD
+LEAVES = 8
+SIZES = [size for size in (1, 2, 4, 8) if size <= WORLD.size]
+COUNTS_OF_LEAVES = (1, 1000, 300_001)  # the last one goes through mapped memory without order=, too
+
+
+def leaves_of(dtype: np.dtype[Any], count: int, seed: int = 0) -> list[Any]:
+    """Leaves whose sum depends on the order, the same on all ranks."""
+    rng = np.random.default_rng([seed, count])
+    shape = (LEAVES, count)
+    if dtype.kind in "iu":
+        return list(rng.integers(-100, 100, shape).astype(dtype))
+    values = rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 4, shape)
+    return list((values + 1j * values[::-1] if dtype.kind == "c" else values).astype(dtype))
+
+
+def few(device: str, size: int, leaves: int = LEAVES) -> mpicomm.Communicator | None:
+    """Return a Communicator of the first ranks; None on the others. Collective."""
+    part = WORLD.Split(int(WORLD.rank >= size), WORLD.rank)
+    try:
+        if WORLD.rank >= size:
+            return None
+        chosen: Any = "cpu" if device == "cpu" else "auto"
+        assert isinstance(part, MPI.Intracomm)
+        return mpicomm.Communicator(part, device=chosen, timeout_s=stretched(20), leaves=leaves)
+    finally:
+        part.Free()
+
+
+def own_sum(comm: mpicomm.Communicator, xp: Any, leaves: list[Any]) -> Any:
+    own = comm.leaves // comm.size
+    return mpicomm.tree_sum(xp.asarray(np.stack(leaves[comm.rank * own : (comm.rank + 1) * own])))
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "complex64", "int16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_any_number_of_ranks_gets_the_same_bits(device: str, size: int, name: str) -> None:
+    comm = few(device, size)
+    if comm is None:
+        return
+    dtype = np.dtype(name)
+    with comm, array_module(comm) as xp:
+        assert comm.leaves == LEAVES
+        for seed, count in enumerate(COUNTS_OF_LEAVES):
+            leaves = leaves_of(dtype, count, seed)
+            expected, mine, made = reduced("tree", leaves), own_sum(comm, xp, leaves), xp.zeros(count, dtype)
+            for algorithm in ("auto", "one_shot", "two_shot"):
+                made[:] = 0
+                comm.Allreduce(mine, made, order="tree", algorithm=algorithm)
+                require_same(to_host(made), expected)
+        comm.check()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_narrow_leaves_are_rounded_once(device: str, size: int, name: str) -> None:
+    dtype = dtype_or_skip(name)
+    if device != "cpu" and name != "float16":
+        pytest.skip("CuPy lacks the type")
+    comm = few(device, size)
+    if comm is None:
+        return
+    with comm, array_module(comm) as xp:
+        leaves = leaves_of(dtype, 1000)
+        mine, made = own_sum(comm, xp, leaves), xp.zeros(1000, dtype)
+        assert mine.dtype == np.float32
+        comm.Allreduce(mine, made, order="tree", epilogue="v")
+        require_same(to_host(made), reduced("tree", leaves))
+        with raises_everywhere(comm, InvalidUsageError, match="mpicomm.tree_sum returns"):
+            comm.Allreduce(made, xp.zeros_like(made), order="tree")
+
+
+@pytest.mark.parametrize("placement", ["in order", "in turns"])
+def test_peer_domains(device: str, placement: str) -> None:
+    size = WORLD.size
+    with on_hosts(placement, device) as comm, array_module(comm) as xp:
+        leaves = leaves_of(np.dtype(np.float32), 1000)
+        groups = groups_on(placement, size, str(comm.device))
+        mine, made = xp.asarray(leaves[comm.rank]), xp.zeros(1000, "float32")
+        if 64 % size or [rank for ranks in groups for rank in ranks] != list(range(size)):
+            with raises_everywhere(comm, InvalidUsageError, match="equal blocks|follow each other"):
+                comm.Allreduce(mine, made, order="tree")
+            return
+        for algorithm in ("auto", "one_shot", "two_shot"):
+            comm.Allreduce(mine, made, order="tree", algorithm=algorithm)
+            require_same(to_host(made), reduced("tree", leaves[:size]))
+
+
+def test_children_have_the_leaves() -> None:
+    with mpicomm.Communicator(WORLD, device="cpu", leaves=16) as comm, comm.Dup() as child:
+        assert child.leaves == 16
+
+
+@pytest.fixture(params=["argument", "environment", "child"])
+def ordered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[mpicomm.Communicator]:
+    how: dict[str, Any] = {} if request.param == "environment" else {"reductions": "ordered"}
+    if request.param == "environment":
+        monkeypatch.setenv("MPICOMM_REDUCTIONS", "ordered")
+    with mpicomm.Communicator(MPI.COMM_WORLD, device="cpu", **how) as comm:
+        assert comm.describe().reductions == "ordered"
+        if request.param != "child":
+            yield comm
+            return
+        with comm.Dup() as child:
+            yield child
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_all_ranks_have_the_bits_of_rank_order(ordered: mpicomm.Communicator, op: str) -> None:
+    for operation, count, way in itertools.product(REDUCTIONS, (1, 5, 1000), ("run", "start", "prepare")):
+        case = Case(operation, np.dtype(np.float64), count, op, form="any", wild=True)
+        prepared = Prepared(case, ordered.rank, ordered.size, np)
+        complete(getattr(prepared, way)(ordered))
+        prepared.check()

@@ -1,11 +1,14 @@
-"""Ranks that call different things or do not come, freed communicators, and threads that compute meanwhile."""
+"""Ranks that call different things or do not come, the log that tells them, and threads that compute meanwhile."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,10 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
+from mpicomm.activity.layout import COUNT_IN_TEXT, KEPT, OFFSET_IN_TEXT
+from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.call_log import FOR_GPUS, FOR_HOST, CallLog
+from mpicomm.collectives.gpu.call_memory import CallMemory
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.inputs.communicator_calls import Case, Prepared, require_works
@@ -165,30 +172,6 @@ def require_a_new_one_works(device: str) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("operation", ["Allreduce", "Alltoall"])
-def test_a_rank_that_does_not_come_is_named(device: str, operation: str) -> None:
-    comm = communicator(device, timeout_s=patience_s(device))
-    missing = 0
-    with array_module(comm) as xp:
-        require_works(comm, xp)
-        prepared = Prepared(Case(operation, FLOAT32, 1001, algorithm="one_shot"), comm.rank, comm.size, xp)
-        if comm.rank != missing:
-            with pytest.raises(CollectiveTimeoutError, match=f"rank {missing}") as info:
-                prepared.run(comm)
-                comm.check()
-            assert info.value.ranks == (missing,)
-        MPI.COMM_WORLD.Barrier()
-        # The rank that comes too late learns it, and so do the others again.
-        with pytest.raises(CollectiveTimeoutError, match=f"rank {missing}") as info:
-            prepared.run(comm)
-            comm.check()
-        assert info.value.ranks == (missing,)
-        require_unusable(comm, prepared, CollectiveTimeoutError)
-    comm.Free()
-    require_a_new_one_works(device)
-
-
-@pytest.mark.mpi(min_size=2)
 def test_the_other_way_that_a_peer_may_have_taken_is_named() -> None:
     """The ranks pass counts on both sides of the size from which calls go through mapped memory."""
     comm, few = communicator("cpu", timeout_s=patience_s("cpu")), (np.ones(10), np.zeros(10))
@@ -218,3 +201,180 @@ def test_other_communicators_go_on_when_one_is_unusable(device: str) -> None:
         require_works(good, xp)
         child.Free()
         require_works(good, xp)
+
+
+@pytest.fixture
+def call_log(comm_world: MPI.Intracomm) -> Iterator[CallLog]:
+    call_log = CallLog(Group(comm_world, range(comm_world.size), 20.0, tag=78))
+    yield call_log
+    comm_world.Barrier()
+    call_log.close_peers()
+    comm_world.Barrier()
+    call_log.close_own()
+
+
+COUNTED = f"call(count={COUNT_IN_TEXT})"
+PLACED = f"call(count={COUNT_IN_TEXT}), into byte {OFFSET_IN_TEXT}"
+LATE = " (its previous call: it has not made this one yet)"
+
+
+def require_read(call_log: CallLog, posted: list[list[str]], rank: int) -> None:
+    """Compare with the texts of the calls that each rank has posted."""
+    made = len(posted[rank])
+    behind = [peer for peer, calls in enumerate(posted) if len(calls) < made]
+    expected = [calls[-1] + LATE * (peer in behind) if calls else "nothing yet" for peer, calls in enumerate(posted)]
+    differ = False
+    for number in range(max(0, made - KEPT + 1), made):
+        texts = [calls[number] if number < len(calls) else None for calls in posted]
+        if len({*texts} - {None}) > 1:
+            expected, differ = [text or last for text, last in zip(texts, expected, strict=True)], True
+            break
+    assert (call_log.read(), call_log.differ(), call_log.behind()) == (expected, differ, behind)
+
+
+def test_random_calls_that_differ_on_ranks_that_come_late(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+    """They have more texts than the call log has places for. Calls that differ only in numbers share a text."""
+    rank, ranks, draw, own = comm_world.rank, range(comm_world.size), Random(1), Random(comm_world.rank)
+    posted: list[list[str]] = [[] for _ in ranks]
+    require_read(call_log, posted, rank)
+    for number in range(400):
+        kind, count = draw.choice(("plain", "plain", "plain", "counted", "placed")), draw.choice((0, number, 1 << 42))
+        differs, late = draw.random() < 0.06, [each for each in ranks if draw.random() < 0.2]
+        forms: list[list[tuple[Any, ...]]] = []  # for each rank what it may post; the first is the text alone
+        for each in (count + differs * peer for peer in ranks):
+            text = f"call(count={each})" if kind == "counted" else f"call(count={each}), into byte {number}"
+            shared = (COUNTED, each) if kind == "counted" else (PLACED, each, number)
+            forms.append(
+                [(f"call {number} of {each}" + "ä" * (number % 300),)] if kind == "plain" else [(text,), shared]
+            )
+        for part in ([each for each in ranks if each not in late], late):
+            comm_world.Barrier()  # all have read
+            for each in part:
+                posted[each].append(forms[each][0][0])
+            if rank in part:
+                call_log.post(*own.choice(forms[rank]))
+            comm_world.Barrier()
+            require_read(call_log, posted, rank)
+
+
+def test_one_vote_for_gpus_decides(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    calls = 5000  # more than the call log has marks for
+    for call in range(1, calls + 1):
+        assert call_log.vote(FOR_HOST if call % 3 or rank != call % size else FOR_GPUS) == call
+    comm_world.Barrier()
+    for call in (calls - 1000, *range(calls - 7, calls + 1)):
+        assert call_log.location(call) == ("host" if call % 3 else "gpu")
+    assert call_log.location(calls + 1) is None
+    comm_world.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_call_is_on_the_host_after_the_votes_of_all(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+    if comm_world.rank:
+        call_log.vote(FOR_HOST)
+    comm_world.Barrier()
+    assert call_log.location(1) is None
+    comm_world.Barrier()
+    if not comm_world.rank:
+        call_log.vote(FOR_HOST)
+        call_log.withdraw_vote()
+        call_log.vote(FOR_HOST)
+    comm_world.Barrier()
+    assert call_log.location(1) == "host"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_testifies_of_ranks_in_calls_that_this_rank_has_not_made(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+    call_log.post("first")
+    comm_world.Barrier()
+    assert call_log.absence_reason() == ""
+    comm_world.Barrier()
+    if comm_world.rank == 0:
+        call_log.post("second")
+    comm_world.Barrier()
+    if comm_world.rank == 0:
+        assert call_log.absence_reason() == ""
+    else:
+        assert call_log.absence_reason().startswith("rank 0 is in second, or has left it; rank ")
+    comm_world.Barrier()
+    call_log.close_peers()
+    assert call_log.absence_reason() == ""
+
+
+def test_no_text_is_half_written(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+    texts = [letter * length for letter in "abcdefgh" for length in (200, 30, 256, 1, *range(40, 60))]
+    call_log.post("a")
+    comm_world.Barrier()
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        if comm_world.rank == 0:
+            for text in texts:
+                call_log.post(text)
+            time.sleep(1e-5)
+        else:
+            assert call_log.read()[0] in [*texts, "a"]
+
+
+# The errors of the engine of GPUs.
+
+
+def calls_on(comm_world: MPI.Intracomm, call_log: CallLog, timeout_s: float = 20.0) -> CallMemory:
+    backend, arena = SimpleNamespace(fail=lambda error: None), SimpleNamespace(abort=lambda: None)
+    return CallMemory(Group(comm_world, range(comm_world.size), timeout_s, tag=79), call_log, backend, arena)  # type: ignore[arg-type]
+
+
+def test_ranks_that_call_the_same_go_on(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+    calls = calls_on(comm_world, call_log)
+    for number in range(5):
+        if comm_world.rank == number % comm_world.size:
+            time.sleep(0.02)
+        call_log.post(f"call {number}")
+        calls.wait_for(call_log.behind)
+    comm_world.Barrier()
+    assert calls.different(wait=True) == []
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_ranks_meet_when_all_of_them_launch_next(comm_world: MPI.Intracomm, call_log: CallLog, is_known: bool) -> None:
+    calls, late = calls_on(comm_world, call_log), time.monotonic()
+    for number in range(3):
+        if not is_known:
+            call_log.post(f"call {number}")
+            calls.wait_for(call_log.behind)
+        if comm_world.rank == 0:  # it has called the same, and loads a kernel
+            time.sleep(0.1)
+            late = time.monotonic()
+        if is_known:
+            call_log.post(f"call {number}", ready=True)
+        else:
+            call_log.ready()
+        calls.wait_for(call_log.not_ready)
+        met = time.monotonic()
+        assert met >= comm_world.bcast(late)  # the ranks of a node have one clock
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_call_different_things_are_told_all_calls(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+    calls = calls_on(comm_world, call_log)
+    if comm_world.rank == comm_world.size - 1:
+        time.sleep(0.1)  # its line is waited for
+    call_log.post(f"call {comm_world.rank > 0}")
+    said = "; ".join(f"rank {rank}: call {rank > 0}" for rank in range(comm_world.size))
+    with raises_everywhere(comm_world, PeerError, match=said):
+        calls.wait_for(call_log.behind)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_does_not_call_is_named_in_time(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+    limit_s = stretched(0.3)
+    calls = calls_on(comm_world, call_log, timeout_s=limit_s)
+    if comm_world.rank > 0:
+        call_log.post("call")
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=f"rank 0 did not come within {limit_s:g} s") as info:
+            calls.wait_for(call_log.behind)
+        assert info.value.ranks == (0,)
+        assert time.monotonic() - start < limit_s + stretched(1.0)
+    comm_world.Barrier()

@@ -22,7 +22,16 @@ from mpicomm.session import Session
 from mpicomm.waiting import wait_until
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.jobs.pace import HANG_S
-from tests.helpers.rigs.call_forms import FORMS, complete, method_name
+from tests.helpers.rigs.communicators import (
+    CALLS,
+    FORMS,
+    TOPOLOGIES,
+    NeighborCall,
+    complete,
+    fails_in_open_mpi,
+    method_name,
+    result_of_mpi,
+)
 from tests.helpers.rigs.device_calls import (
     MAKERS,
     Engine,
@@ -34,7 +43,6 @@ from tests.helpers.rigs.device_calls import (
     values_of,
 )
 from tests.helpers.rigs.message_rigs import Rig, take_for_gpu
-from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
 
 if MPI.COMM_WORLD.size == 1:
     pytest.skip("one rank has no others to agree with", allow_module_level=True)

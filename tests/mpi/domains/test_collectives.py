@@ -17,9 +17,7 @@ from mpicomm.domains import schedules
 from tests.helpers.inputs.communicator_calls import MOVEMENTS, REDUCTIONS, Case, Prepared, legal_ops, require_works
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.references.reductions import dtype_or_skip, reduced
-from tests.helpers.rigs.call_forms import complete
-from tests.helpers.rigs.communicators import array_module
-from tests.helpers.rigs.hosts_by_name import PLACEMENTS, groups_of, on_hosts
+from tests.helpers.rigs.communicators import PLACEMENTS, array_module, complete, groups_on, on_hosts
 
 WORLD = MPI.COMM_WORLD
 COUNTS = (0, 1, 1025)
@@ -68,7 +66,7 @@ def check(comm: mpicomm.Communicator, xp: Any, case: Case) -> None:
 
 @pytest.mark.parametrize("operation", REDUCTIONS)
 def test_reductions(comm: mpicomm.Communicator, xp: Any, placement: str, operation: str) -> None:
-    groups = groups_of(placement, comm.size, str(comm.device))
+    groups = groups_on(placement, comm.size, str(comm.device))
     algorithms = ("auto", "one_shot", "two_shot") if operation == "Allreduce" else ("auto", "one_shot")
     for number, name in enumerate(TYPES):
         dtype = dtype_or_skip(name)
@@ -116,7 +114,7 @@ def test_long_calls_go_in_pieces(
             count,
             op="avg",
             wild=True,
-            groups=groups_of(placement, comm.size, str(comm.device)),
+            groups=groups_on(placement, comm.size, str(comm.device)),
         )
         prepared = Prepared(case, comm.rank, comm.size, xp)
         prepared.run(comm)
@@ -125,7 +123,7 @@ def test_long_calls_go_in_pieces(
 
 
 def test_operations_that_do_not_commute(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
-    groups = groups_of(placement, comm.size, str(comm.device))
+    groups = groups_on(placement, comm.size, str(comm.device))
     parts = [np.arange(7, dtype=np.int32) * (rank + 1) for rank in range(comm.size)]
     array, op = xp.asarray(parts[comm.rank]), mpicomm.Op("a * 2 - b")
     result = xp.zeros_like(array)
@@ -160,7 +158,7 @@ def test_parts_of_the_communicator(comm: mpicomm.Communicator, xp: Any, placemen
     half = comm.Split(comm.rank % 2, comm.rank)
     assert isinstance(half, mpicomm.Communicator)
     ranks = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2]
-    hosts = groups_of(placement, comm.size, str(comm.device))
+    hosts = groups_on(placement, comm.size, str(comm.device))
     groups = [tuple(ranks.index(rank) for rank in host if rank in ranks) for host in hosts]
     groups = sorted(group for group in groups if group)
     for algorithm in ("auto", "two_shot"):
@@ -190,7 +188,7 @@ def test_codes_of_eight_bits(comm: mpicomm.Communicator, xp: Any, placement: str
         for row in OPERATIONS.values():
             if row.coded:
                 check(comm, xp, Case(row.name, np.dtype(np.float32), 1025, wire="int8"))
-    elif len(groups_of(placement, comm.size, str(comm.device))) > 1:
+    elif len(groups_on(placement, comm.size, str(comm.device))) > 1:
         array = xp.ones(5, np.float16)
         with pytest.raises(mpicomm.InvalidUsageError, match='wire_dtype="int8" is for the GPUs of one peer domain'):
             comm.Allreduce(array, xp.empty_like(array), wire_dtype="int8")
@@ -276,9 +274,8 @@ def test_neighbours(device_comm: mpicomm.Communicator, xp: Any) -> None:
     grid.Free()
 
 
+@pytest.mark.gpu_alone  # MPI carries out this call on host arrays
 def test_counts_that_differ_between_groups_are_an_error(device: str) -> None:
-    if device == "cpu":
-        pytest.skip("MPI carries out this call on host arrays")
     with on_hosts("in turns", device, timeout_s=stretched(3.0)) as device_comm, array_module(device_comm) as xp:
         if device_comm.describe().internode == "nccl":
             pytest.skip("NCCL does not compare lengths")

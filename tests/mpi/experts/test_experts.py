@@ -13,6 +13,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import Experts, InvalidUsageError
 from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same
+from tests.helpers.references.reductions import dtype_or_skip
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s, to_host
 
 HIDDEN, MAX_TOKENS, TOP_K = 24, 40, 4
@@ -23,21 +24,6 @@ WIRE = "float8_e4m3fn"
 def experts_of(size: int) -> list[int]:
     """Return numbers that differ: rank 1 has no experts."""
     return [(3, 0, 2, 5)[rank % 4] for rank in range(size)]
-
-
-def dtype_of(name: str, xp: Any) -> np.dtype[Any]:
-    if name != "bfloat16":
-        return np.dtype(name)
-    dtype: np.dtype[Any] = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-    try:
-        xp.empty(1, dtype)
-    except (TypeError, ValueError):
-        pytest.skip("this CuPy has no bfloat16")
-    return dtype
-
-
-def placed(xp: Any, array: Any) -> Any:
-    return xp.asarray(array)
 
 
 def require_received(received: mpicomm.Received, routing: Routing, alignment: int, rank: int) -> None:
@@ -62,14 +48,14 @@ def experts(comm: mpicomm.Communicator) -> Iterator[Experts]:
 def test_random_routings(comm: mpicomm.Communicator, xp: Any, name: str, layout: str, most: int) -> None:
     if comm.device == "cpu" and most > MAX_TOKENS:
         pytest.skip("on the host the number of tokens decides nothing")
-    dtype, rng, by_token = dtype_of(name, xp), np.random.default_rng(len(name)), layout == "tokens"
+    dtype, rng, by_token = dtype_or_skip(name, xp), np.random.default_rng(len(name)), layout == "tokens"
     counts, alignment, rank = experts_of(comm.size), 8, comm.rank
     with Experts(comm, counts, HIDDEN, most, TOP_K, name, alignment=alignment, layout=layout) as experts:
         assert experts.layout == layout and (not by_token or experts.capacity == comm.size * most)
         received = None
         for number in range(6):
             routing = Routing(rng, counts, HIDDEN, most, TOP_K, dtype, none=0.3)
-            x, ids, weights = (placed(xp, each[rank]) for each in (routing.xs, routing.ids, routing.weights))
+            x, ids, weights = (xp.asarray(each[rank]) for each in (routing.xs, routing.ids, routing.weights))
             if number == 4:  # all weights are 1
                 routing.weights, weights = [np.ones_like(each) for each in routing.weights], None
             received = experts.dispatch(x, ids, weights, out=received if number % 2 else None)
@@ -77,11 +63,11 @@ def test_random_routings(comm: mpicomm.Communicator, xp: Any, name: str, layout:
             by_expert = routing.laid(alignment)
             laid: Any = routing.laid_by_token() if by_token else by_expert
             outputs = [(each.rows * dtype.type(2)).astype(dtype) for each in laid]
-            z[: len(outputs[rank])] = placed(xp, outputs[rank])
+            z[: len(outputs[rank])] = xp.asarray(outputs[rank])
             shape = (experts.capacity, TOP_K) if by_token else (experts.capacity,)
             values = [rng.random(shape, dtype="float32") for _ in counts]
-            plain, of_slots = experts.combine(z, received, weighted=False, values=placed(xp, values[rank]))
-            result = dtype_of(TYPES[number % 3], xp)
+            plain, of_slots = experts.combine(z, received, weighted=False, values=xp.asarray(values[rank]))
+            result = dtype_or_skip(TYPES[number % 3], xp)
             sums = experts.combine(z, received, dtype=result)
             into = experts.combine(z, received, out=xp.empty(x.shape, result))
             comm.check()
@@ -211,7 +197,7 @@ def test_bad_arrays_are_refused_before_anything_is_sent(
         with pytest.raises(InvalidUsageError, match=text):
             options = dict(zip(("out", "scales"), arguments[3:], strict=False))
             experts.dispatch(*arguments[:3], **options)
-    received = experts.dispatch(*(placed(xp, each[comm.rank]) for each in (routing.xs, routing.ids, routing.weights)))
+    received = experts.dispatch(*(xp.asarray(each[comm.rank]) for each in (routing.xs, routing.ids, routing.weights)))
     tokens = len(routing.xs[comm.rank])
     for text, (z, options) in {
         rf"z has shape \(2, 24\): pass one of shape \({experts.capacity}, 24\)": (x, {}),
@@ -265,7 +251,7 @@ def test_host_arrays_go_through_mpi_on_every_device(
 @pytest.mark.parametrize("name", TYPES)
 def test_tensors_of_pytorch(comm: mpicomm.Communicator, name: str) -> None:
     torch = pytest.importorskip("torch")
-    dtype = dtype_of(name, np)
+    dtype = dtype_or_skip(name)
     routing = Routing(np.random.default_rng(7), experts_of(comm.size), HIDDEN, MAX_TOKENS, TOP_K, dtype)
     where = "cpu" if comm.device == "cpu" else f"cuda:{comm.device}"
     rank, laid = comm.rank, routing.laid(1)
@@ -318,10 +304,9 @@ def test_tokens_travel_as_floats_of_8_bits(comm: mpicomm.Communicator, given: st
             experts.dispatch((x * 2).to(torch.float8_e4m3fn).to(where), ids, scales=torch.ones(1, 1, device=where))
 
 
+@pytest.mark.gpu_alone  # the host sees them before it sends
 @pytest.mark.parametrize("wrong", ["id", "room"])
 def test_faults_that_only_the_gpu_sees_are_errors_of_all_ranks(own_comm: mpicomm.Communicator, wrong: str) -> None:
-    if own_comm.device == "cpu":
-        pytest.skip("the host sees them before it sends")
     import cupy
 
     experts = Experts(own_comm, 4, 4, 4, 2, "float32", capacity=2 * own_comm.size)
@@ -353,12 +338,11 @@ def test_rank_that_does_not_come_is_named(device: str) -> None:
         comm.Free()
 
 
+@pytest.mark.gpu_alone  # streams are a GPU's
 def test_calls_on_several_streams_keep_their_order(
     comm: mpicomm.Communicator, xp: Any, experts: Experts, routing: Routing
 ) -> None:
-    if comm.device == "cpu":
-        pytest.skip("streams are a GPU's")
-    x, ids, weights = (placed(xp, each[comm.rank]) for each in (routing.xs, routing.ids, routing.weights))
+    x, ids, weights = (xp.asarray(each[comm.rank]) for each in (routing.xs, routing.ids, routing.weights))
     streams = [xp.cuda.Stream(non_blocking=True) for _ in range(3)]
     xp.cuda.Device().synchronize()
     laid = routing.laid(1)
@@ -372,9 +356,8 @@ def test_calls_on_several_streams_keep_their_order(
         require_same("sums", to_host(sums), expected)
 
 
+@pytest.mark.gpu_alone  # graphs are a GPU's
 def test_routes_change_between_replays_of_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
-    if comm.device == "cpu":
-        pytest.skip("graphs are a GPU's")
     rng, counts, rank = np.random.default_rng(5), experts_of(comm.size), comm.rank
     tokens = 11
     with Experts(comm, counts, HIDDEN, MAX_TOKENS, TOP_K, "float32", alignment=4) as experts:

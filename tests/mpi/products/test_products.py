@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 import mpicomm
-from tests.helpers.rigs.communicators import communicator
+from tests.helpers.rigs.communicators import communicator, to_host
 
 Array = npt.NDArray[Any]
 # The first shape does not overlap on GPUs. The second overlaps after an all-gather, and the third before a reduction.
@@ -22,13 +22,9 @@ def integers(seed: int, *shape: int) -> Array:
     return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
 
 
-def host(array: Any) -> Array:
-    return array if isinstance(array, np.ndarray) else np.asarray(array.get())
-
-
 def product_of(xp: Any, a: Any, b: Any) -> Array:
     """The product of small integers, which is exact. The host is slow at large products."""
-    return host(xp.asarray(a) @ xp.asarray(b))
+    return to_host(xp.asarray(a) @ xp.asarray(b))
 
 
 def shapes(comm: mpicomm.Communicator) -> list[tuple[int, int, int]]:
@@ -44,13 +40,13 @@ def test_allgather_matmul_multiplies_the_rows_of_all_ranks(comm: mpicomm.Communi
         wanted = product_of(xp, whole, b)
         for _ in range(3):
             got = comm.allgather_matmul(mine, xp.asarray(b), bias=xp.asarray(bias), gathered=gathered)
-            assert (host(got) == wanted + bias).all()
-            assert (host(gathered) == whole).all()
+            assert (to_host(got) == wanted + bias).all()
+            assert (to_host(gathered) == whole).all()
         out = xp.empty_like(got)
         assert comm.allgather_matmul(mine, xp.asarray(b), out) is out
-        assert (host(out) == wanted).all()
+        assert (to_host(out) == wanted).all()
         transposed = xp.asarray(np.ascontiguousarray(b.T)).T
-        assert (host(comm.allgather_matmul(mine, transposed)) == wanted).all()
+        assert (to_host(comm.allgather_matmul(mine, transposed)) == wanted).all()
 
 
 def test_matmul_reduce_scatter_and_allreduce_add_the_products(comm: mpicomm.Communicator, xp: Any) -> None:
@@ -63,13 +59,13 @@ def test_matmul_reduce_scatter_and_allreduce_add_the_products(comm: mpicomm.Comm
         begin = comm.rank * rows
         for _ in range(3):
             got = comm.matmul_reduce_scatter(mine, factor, bias=xp.asarray(bias))
-            assert (host(got) == total[begin : begin + rows]).all()
-            assert (host(comm.matmul_allreduce(mine, factor, bias=xp.asarray(bias))) == total).all()
+            assert (to_host(got) == total[begin : begin + rows]).all()
+            assert (to_host(comm.matmul_allreduce(mine, factor, bias=xp.asarray(bias))) == total).all()
         out = xp.empty_like(got)
         assert comm.matmul_reduce_scatter(mine, factor, out) is out
-        assert (host(out) == total[begin : begin + rows] - bias).all()
+        assert (to_host(out) == total[begin : begin + rows] - bias).all()
         # Rows that the ranks cannot share evenly.
-        assert (host(comm.matmul_allreduce(mine[5:], factor)) == (total - bias)[5:]).all()
+        assert (to_host(comm.matmul_allreduce(mine[5:], factor)) == (total - bias)[5:]).all()
 
 
 def test_a_function_multiplies_in_place_of_the_library(comm: mpicomm.Communicator, xp: Any) -> None:
@@ -83,7 +79,7 @@ def test_a_function_multiplies_in_place_of_the_library(comm: mpicomm.Communicato
     a = [integers(rank, 8, 16) for rank in range(comm.size)]
     b = integers(3, 16, 4)
     got = comm.allgather_matmul(xp.asarray(a[comm.rank]), xp.asarray(b), product=product)
-    assert (host(got) == 2 * np.concatenate(a) @ b).all() and sum(seen) == 8 * comm.size
+    assert (to_host(got) == 2 * np.concatenate(a) @ b).all() and sum(seen) == 8 * comm.size
 
 
 @pytest.mark.parametrize("kind", ["matmul_reduce_scatter", "matmul_allreduce"])
@@ -110,7 +106,7 @@ def test_a_product_that_fails_on_one_rank_raises_on_all_ranks(host_comm: mpicomm
 def test_empty_matrices_have_empty_products(comm: mpicomm.Communicator, xp: Any) -> None:
     assert comm.allgather_matmul(xp.empty((0, 4), "f4"), xp.empty((4, 3), "f4")).shape == (0, 3)
     zeros = comm.matmul_allreduce(xp.empty((2, 0), "f4"), xp.empty((0, 3), "f4"))
-    assert (host(zeros) == np.zeros((2, 3))).all()
+    assert (to_host(zeros) == np.zeros((2, 3))).all()
 
 
 def test_bad_operands_are_refused_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
@@ -169,9 +165,8 @@ extern "C" __global__ void multiply(const float* a, const float* b, float* out, 
 """
 
 
+@pytest.mark.gpu_alone  # the host has no graphs
 def test_products_in_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
-    if comm.device == "cpu":
-        pytest.skip("the host has no graphs")
     kernel = xp.RawKernel(KERNEL, "multiply")
 
     def product(a: Any, b: Any, out: Any) -> None:  # CuPy calls cuBLAS in no capture
@@ -204,8 +199,8 @@ def test_products_in_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
             x[...], y[...] = (xp.asarray(each[comm.rank]) * factor for each in (a, terms))
             graph.launch(stream)
             comm.check(stream)
-            assert (host(out) == factor * gathered).all()
-            assert (host(rest) == factor * total[comm.rank * rows : (comm.rank + 1) * rows]).all()
+            assert (to_host(out) == factor * gathered).all()
+            assert (to_host(rest) == factor * total[comm.rank * rows : (comm.rank + 1) * rows]).all()
 
 
 def test_a_late_rank_holds_up_only_the_result(comm: mpicomm.Communicator, xp: Any) -> None:
@@ -216,4 +211,4 @@ def test_a_late_rank_holds_up_only_the_result(comm: mpicomm.Communicator, xp: An
             time.sleep(0.1)
         got = comm.matmul_reduce_scatter(a, b)
         begin = comm.rank * rows
-        assert (host(got) == comm.size * product_of(xp, a[begin : begin + rows], b)).all()
+        assert (to_host(got) == comm.size * product_of(xp, a[begin : begin + rows], b)).all()

@@ -16,11 +16,11 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.cluster import agreement
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.errors import name_ranks
 from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.faults.leaks import nothing_leaks
-from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.faults.setup_failures import ALLOCATE, FIRST_AND_LAST, WORLD, attribute, broken
+from tests.helpers.faults.raising import ALLOCATE, FIRST_AND_LAST, WORLD, attribute, broken, raises_everywhere
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s, require_memory_works
 
@@ -30,9 +30,9 @@ LAST, COUNT = WORLD.size - 1, 100_000
 Call = Callable[[mpicomm.Communicator, mpicomm.SymmetricArray, int], Any]
 
 
-def reduce(comm: mpicomm.Communicator, count: int = 64) -> None:
+def reduce(comm: mpicomm.Communicator, count: int = 60, name: str = "Allreduce") -> None:
     with array_module(comm) as xp:
-        comm.Allreduce(xp.ones(count, "f8"), xp.empty(count, "f8"), algorithm="one_shot")
+        getattr(comm, name)(xp.ones(count, "f8"), xp.empty(count, "f8"), algorithm="one_shot")
         comm.check()
 
 
@@ -75,6 +75,7 @@ OTHERS: dict[str, Call] = {
     "suspend": lambda comm, array, late: comm.suspend(),
     "resume": lambda comm, array, late: comm.resume(),
     "Allreduce": lambda comm, array, late: reduce(comm),
+    "Alltoall": lambda comm, array, late: reduce(comm, name="Alltoall"),
     **{name: multiply(name) for name in ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")},
 }
 
@@ -182,8 +183,13 @@ def test_a_rank_that_comes_after_the_others_have_given_up_raises_as_they_did(dev
         WORLD.Barrier()
     # The kernels of products do not read that a peer has given up: on a GPU the late rank's own time runs out.
     missed = r"\d+" if device == "cuda" and "matmul" in name and WORLD.rank == late else late
-    with pytest.raises(CollectiveTimeoutError, match=f"rank {missed} did not|rank {missed} has not"):
+    with pytest.raises(CollectiveTimeoutError, match=f"rank {missed} did not|rank {missed} has not") as raised:
         OTHERS[name](comm, array, late)
+    if name in OPERATIONS:  # the communicator stays unusable
+        assert raised.value.ranks == (late,)
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeoutError):
+                OTHERS[name](comm, array, late)
     if WORLD.rank != late:
         WORLD.Barrier()
     WORLD.Barrier()  # a communicator that is still whole waits in Free for ranks that are late

@@ -9,13 +9,14 @@ import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
+import mpicomm
 from mpicomm import HandleError, MpicommError, PeerError
 from mpicomm.cluster import placement
 from mpicomm.devices import host, host_memory
@@ -23,8 +24,7 @@ from mpicomm.devices.handle import Descriptor
 from mpicomm.sharing import choose_handle
 from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.faults.leaks import nothing_leaks
-from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.faults.setup_failures import (
+from tests.helpers.faults.raising import (
     ALLOCATE,
     EVERY_RANK,
     FIRST_AND_LAST,
@@ -36,6 +36,7 @@ from tests.helpers.faults.setup_failures import (
     backend_method,
     broken,
     fails_everywhere,
+    raises_everywhere,
     raising,
 )
 from tests.helpers.jobs.pace import stretched
@@ -108,101 +109,96 @@ ERRORS = [HandleError, OSError, MemoryError, KeyError]
 
 Failing = tuple[Callable[[], object], Callable[[], object]]
 """A call that fails on all ranks, and a check that its communicator works afterwards."""
-Rig = Callable[[str], AbstractContextManager[Failing]]
+Rig = Callable[[mpicomm.Communicator], Failing]
 
 
-@contextmanager
-def array(device: str) -> Iterator[Failing]:
-    with communicator(device) as comm:
-        kept = comm.zeros(1, np.int64)
+def array(comm: mpicomm.Communicator) -> Failing:
+    kept = comm.zeros(1, np.int64)
 
-        def works() -> None:
-            require_memory_works(comm)
-            following, previous = ring_in_host(comm)
-            with comm.zeros(1) as another:  # the counters of both arrays are in step on all ranks
-                for each in (kept, another):
-                    each.signal(following)
-                    each.wait_signal(previous)
-                comm.check()
-
-        yield lambda: comm.zeros(1000), works
-
-
-@contextmanager
-def first_array(device: str) -> Iterator[Failing]:
-    with communicator(device) as comm:
-        yield lambda: comm.zeros(1000), lambda: require_memory_works(comm)
-
-
-@contextmanager
-def array_of_a_child(device: str) -> Iterator[Failing]:
-    with communicator(device) as comm, comm.Dup() as child:
-        require_memory_works(comm)
-        yield lambda: child.zeros(3), lambda: require_memory_works(child)
-
-
-@contextmanager
-def first_communicator(device: str) -> Iterator[Failing]:
     def works() -> None:
-        with communicator(device) as comm:
-            require_memory_works(comm)
-
-    yield lambda: communicator(device), works
-
-
-@contextmanager
-def event(device: str) -> Iterator[Failing]:
-    with communicator(device) as comm:
-
-        def works() -> None:
-            event = comm.shared_event()
-            event.record()
-            event.wait((comm.rank + 1) % comm.size)
+        require_memory_works(comm)
+        following, previous = ring_in_host(comm)
+        with comm.zeros(1) as another:  # the counters of both arrays are in step on all ranks
+            for each in (kept, another):
+                each.signal(following)
+                each.wait_signal(previous)
             comm.check()
 
-        yield comm.shared_event, works
+    return lambda: comm.zeros(1000), works
+
+
+def first_array(comm: mpicomm.Communicator) -> Failing:
+    return lambda: comm.zeros(1000), lambda: require_memory_works(comm)
+
+
+def array_of_a_child(comm: mpicomm.Communicator) -> Failing:
+    require_memory_works(comm)
+    child = comm.Dup()
+
+    def works() -> None:
+        require_memory_works(child)
+        child.Free()
+
+    return lambda: child.zeros(3), works
+
+
+def another_communicator(comm: mpicomm.Communicator) -> Failing:
+    device = "cpu" if comm.device == "cpu" else "cuda"
+
+    def works() -> None:
+        with communicator(device) as made:
+            require_memory_works(made)
+
+    return lambda: communicator(device), works
+
+
+def event(comm: mpicomm.Communicator) -> Failing:
+    def works() -> None:
+        event = comm.shared_event()
+        event.record()
+        event.wait((comm.rank + 1) % comm.size)
+        comm.check()
+
+    return comm.shared_event, works
+
+
+def close(comm: mpicomm.Communicator) -> Failing:
+    arrays = [comm.zeros(3) for _ in EVERY_RANK]
+    left = iter(arrays)
+
+    def works() -> None:
+        assert [each.closed for each in arrays] == [True] * len(arrays)
+        require_memory_works(comm)
+
+    return lambda: next(left).close(), works
 
 
 @contextmanager
-def close(device: str) -> Iterator[Failing]:
-    with communicator(device) as comm:
-        arrays = [comm.zeros(3) for _ in EVERY_RANK]
-        left = iter(arrays)
-
-        def works() -> None:
-            assert [each.closed for each in arrays] == [True] * len(arrays)
-            require_memory_works(comm)
-
-        yield lambda: next(left).close(), works
-
-
-def on_two_hosts(rig: Rig) -> Rig:
-    @contextmanager
-    def rig_on_two_hosts(device: str) -> Iterator[Failing]:
-        with pytest.MonkeyPatch.context() as patch:
+def made(name: str, device: str) -> Iterator[Failing]:
+    """The rig of a case, on two hosts if its name says so."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "hosts" in name:
             patch.setenv("MPICOMM_HOSTID", f"host {WORLD.rank % 2}")
-            with rig(device) as failing:
-                yield failing
-
-    return rig_on_two_hosts
+        with communicator(device) as comm:
+            yield CASES[name][0](comm)
 
 
 CASES: dict[str, tuple[Rig, dict[str, Break]]] = {
     "array": (array, ALLOCATE | ZERO | VIEW | OPEN | SYSTEM | PEERS | WRONG),
     "first_array": (first_array, ALLOCATE | OPEN),
     "array_of_a_child": (array_of_a_child, {"bind": LOOK["bind"]}),
-    "communicator": (first_communicator, ALLOCATE | VIEW | OPEN | LOOK | LOST_WRITES | SYSTEM | PEERS),
+    "communicator": (another_communicator, ALLOCATE | VIEW | OPEN | LOOK | LOST_WRITES | SYSTEM | PEERS),
     "event": (event, {"create event": backend_method("create_event")} | OPEN_EVENT | EXPORT_EVENT),
     "close": (close, {"synchronize": synchronize(once=True)}),
-    "array_on_two_hosts": (on_two_hosts(array), ALLOCATE | ZERO | VIEW),
-    "first_array_on_two_hosts": (on_two_hosts(first_array), ALLOCATE | ZERO | VIEW),
+    "array_on_two_hosts": (array, ALLOCATE | ZERO | VIEW),
+    "first_array_on_two_hosts": (first_array, ALLOCATE | ZERO | VIEW),
 }
 
 
 @functools.cache
 def use_once(name: str) -> None:
     """Make what CUDA and NCCL keep until the process ends, so that it is no leak of the first test."""
-    with CASES[name][0]("cuda") as (_, works):
+    with made(name, "cuda") as (_, works):
         if name != "close":  # whose arrays are still open
             works()
 
@@ -221,10 +217,10 @@ def use_once(name: str) -> None:
 )
 def test_what_fails_on_one_rank_fails_on_all(device: str, name: str, stage: str) -> None:
     device = "cpu" if stage in ONLY_CPU else device
-    rig, break_ = CASES[name][0], CASES[name][1][stage]
+    break_ = CASES[name][1][stage]
     if device == "cuda":
         use_once(name)
-    with nothing_leaks(), rig(device) as (call, works):
+    with nothing_leaks(), made(name, device) as (call, works):
         # A host on which no rank fails keeps the counters of a first array.
         with contextlib.nullcontext() if "hosts" in name else nothing_leaks():
             # Each rank has another error, and other ones at each stage.

@@ -18,9 +18,11 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.references.reductions import dtype_or_skip
 from tests.helpers.rigs.communicators import communicator, require_memory_works, settle, to_host
 
 DTYPES = [np.dtype(name) for name in "?bBhHiIqQefdFD"]
+OF_THE_HOST = [np.dtype([("x", "<f4"), ("n", "<i8")]), np.dtype(">i4"), np.dtype("S3"), np.dtype("m8[s]")]
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5, 3), (2, 3, 4), (1 << 16,)]
 
 
@@ -46,31 +48,12 @@ def require_works(comm: mpicomm.Communicator, xp: Any, dtype: np.dtype[Any], sha
 def test_every_shape_and_every_dtype(comm: mpicomm.Communicator, xp: Any) -> None:
     for shape in SHAPES:
         require_works(comm, xp, np.dtype("f4"), shape)
-    for dtype in DTYPES:
+    for dtype in [*DTYPES, *(OF_THE_HOST if xp is np else [])]:
         require_works(comm, xp, dtype, (5, 3))
 
 
 def test_bfloat16(comm: mpicomm.Communicator, xp: Any) -> None:
-    dtype: np.dtype[Any] = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-    if xp is not np:
-        try:
-            xp.empty(1, dtype)
-        except (TypeError, ValueError):
-            pytest.skip("this CuPy has no bfloat16")
-    require_works(comm, xp, dtype, (1 << 16,))
-
-
-def test_any_dtype_of_plain_bytes_works_on_the_host(host_comm: mpicomm.Communicator) -> None:
-    dtypes: list[Any] = [[("x", "<f4"), ("n", "<i8")], ">i4", "S3", "m8[s]"]
-    for dtype in dtypes:
-        with host_comm.zeros(2, dtype) as array:
-            contents = [np.full(2, rank + 1).astype(dtype) for rank in range(host_comm.size)]
-            assert array.local.tobytes() == bytes(array.nbytes)
-            array.local[:] = contents[host_comm.rank]
-            host_comm.Barrier()
-            for peer, content in enumerate(contents):
-                assert array.peer(peer).tolist() == array.get(peer).tolist() == content.tolist()
-            host_comm.Barrier()
+    require_works(comm, xp, dtype_or_skip("bfloat16", xp), (1 << 16,))
 
 
 def test_size_may_be_an_integer(comm: mpicomm.Communicator) -> None:
@@ -199,9 +182,12 @@ def test_what_does_not_fit_is_refused(comm: mpicomm.Communicator, xp: Any) -> No
         for out, text in refused_outputs(xp):
             with pytest.raises(InvalidUsageError, match=text):
                 array.get(comm.rank, out)
-        for use in uses(array)[1:] if xp is np else []:
+        event = comm.shared_event()
+        with_streams = [*uses(array)[1:], event.wait, lambda peer, stream: event.record(stream)]
+        for use in with_streams if xp is np else []:
             with pytest.raises(InvalidUsageError, match="has no streams"):
                 use(comm.rank, stream=0)
+        event.close()
         settle(comm)
         assert to_host(array.local).tolist() == [0] * 4
 

@@ -106,13 +106,8 @@ def test_registered_shapes_that_differ_are_refused_by_all(
     require_memory_works(host_comm)
 
 
-@pytest.fixture
-def gpu(device: str) -> None:
-    if device != "cuda":
-        pytest.skip("needs a GPU")
-
-
-def test_arrays_of_one_pool_block_are_registered(gpu: None, comm: mpicomm.Communicator, xp: Any) -> None:
+@pytest.mark.gpu_alone
+def test_arrays_of_one_pool_block_are_registered(comm: mpicomm.Communicator, xp: Any) -> None:
     pool = xp.zeros(100_000, np.int32)
     for _ in range(2):  # it is registered again after the close
         require_registered_works(comm, xp, [pool[:300], pool[300:1300].reshape(10, 100), pool[90_001:]])
@@ -121,7 +116,8 @@ def test_arrays_of_one_pool_block_are_registered(gpu: None, comm: mpicomm.Commun
     require_registered_works(comm, xp, small)
 
 
-def test_host_memory_is_refused_on_a_gpu(gpu: None, comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
+@pytest.mark.gpu_alone
+def test_host_memory_is_refused_on_a_gpu(comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
     with raises_everywhere(comm_world, InvalidUsageError, match="not on a GPU"):
         comm.register(np.zeros(3))
     require_memory_works(comm)

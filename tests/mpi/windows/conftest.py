@@ -10,7 +10,7 @@ from mpi4py import MPI
 import mpicomm
 from tests.helpers.fakes.window_devices import FakeCupy
 from tests.helpers.rigs.communicators import array_module, settle
-from tests.helpers.rigs.window_rigs import on_window_device
+from tests.helpers.rigs.message_rigs import on_window_device
 from tests.mpi.conftest import shared_by_tests
 
 MakeWindow = Callable[..., mpicomm.Win]

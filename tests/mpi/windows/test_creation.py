@@ -1,4 +1,4 @@
-"""How windows are made and freed, which memory they have, and which memory ranks attach to dynamic windows."""
+"""How windows are made and freed, memory that ranks attach, and accumulates of pairs, by users and by all ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import HandleError, InvalidUsageError
+from tests.helpers.fakes.window_devices import FakeCupy
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator, settle, to_host
-from tests.helpers.rigs.window_rigs import on_window_device
+from tests.helpers.rigs.message_rigs import on_window_device
 from tests.mpi.windows.conftest import MakeWindow
 
 
@@ -66,57 +67,42 @@ def test_memory_of_the_caller_becomes_a_window(comm: mpicomm.Communicator, xp: A
     win.Free()
 
 
-def test_windows_of_a_communicator_on_the_host_are_mpis(host_comm: mpicomm.Communicator) -> None:
-    comm = host_comm
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    win = mpicomm.Win.Allocate(16, 8, comm=comm, place="device")
-    assert type(win) is mpicomm.Win and repr(win) == "<mpicomm.Win place='mpi'>"
-    win.tomemory().view(np.int64)[:] = -1
-    win.Fence()
-    win.Put(np.array([comm.rank]), right, 1)
-    win.Fence()
-    assert win.tomemory().view(np.int64).tolist() == [-1, left]
-    part, disp_unit = win.Shared_query(right)
-    assert (part.view(np.int64).tolist(), disp_unit) == ([-1, comm.rank], 8)
-    with pytest.raises(InvalidUsageError, match="stream"):
-        win.Fence(stream=1)
-    win.Fence()
-    win.Free()
-    for other in (mpicomm.Win.Create(np.zeros(2), comm=comm, place="device"),
-                  mpicomm.Win.Create_dynamic(comm=comm, place="device")):  # fmt: skip
-        assert type(other) is mpicomm.Win
-        other.Free()
-
-
-def test_host_memory_stays_with_mpi(comm: mpicomm.Communicator) -> None:
-    memory = np.zeros(4)
+def test_windows_of_the_host_are_mpis(comm: mpicomm.Communicator, host_comm: mpicomm.Communicator) -> None:
+    memory, right, left = np.zeros(4), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for win in (
         mpicomm.Win.Create(memory, 8, MPI.INFO_NULL, comm),
         mpicomm.Win.Create(memory, 8, MPI.INFO_NULL, comm, place="mpi"),
         mpicomm.Win.Allocate(32, 8, MPI.INFO_NULL, comm, place="mpi"),
         mpicomm.Win.Allocate_shared(32, 8, MPI.INFO_NULL, comm, place="mpi"),
-        mpicomm.Win.Create(memory, 8),
+        mpicomm.Win.Create(memory, 8, comm=host_comm, place="device"),
+        mpicomm.Win.Allocate(32, 8, comm=host_comm, place="device"),
     ):
-        assert type(win) is mpicomm.Win
+        assert type(win) is mpicomm.Win and repr(win) == "<mpicomm.Win place='mpi'>"
         win.tomemory()[:] = 0
         win.Fence()
-        win.Put(np.full(1, 3.0), win.group_rank, 1)
-        win.Accumulate(np.full(1, 2.0), win.group_rank, 2)
+        win.Put(np.full(1, 3.0 + comm.rank), right, 1)
+        win.Accumulate(np.full(1, 2.0), right, 2)
         win.Fence()
-        assert win.tomemory().view("d").tolist() == [0, 3, 2, 0]
+        assert win.tomemory().view("d").tolist() == [0, 3 + left, 2, 0]
+        if win.flavor != MPI.WIN_FLAVOR_CREATE:
+            part, disp_unit = win.Shared_query(right)
+            assert (part.view("d").tolist(), disp_unit) == ([0, 3 + comm.rank, 2, 0], 8)
+        with pytest.raises(InvalidUsageError, match="stream"):
+            win.Fence(stream=1)
         win.Free()
-    win = mpicomm.Win.Create(None, comm=comm)
-    assert type(win) is mpicomm.Win
-    win.Free()
-    win = mpicomm.Win.Create_dynamic(comm=comm, place="mpi")
-    memory[:] = 0
-    win.Attach(memory)
-    win.Lock(comm.rank)
-    win.Put(np.full(1, 3.0), comm.rank, MPI.Get_address(memory) + 8)
-    win.Unlock(comm.rank)
-    assert memory.tolist() == [0, 3, 0, 0]
-    win.Detach(memory)
-    win.Free()
+    mpicomm.Win.Create(memory, 8).Free()
+    mpicomm.Win.Create(None, comm=comm).Free()
+    for called, place in ((comm, "mpi"), (host_comm, "device")):
+        win = mpicomm.Win.Create_dynamic(comm=called, place=place)
+        assert type(win) is mpicomm.Win
+        memory[:] = 0
+        win.Attach(memory)
+        win.Lock(comm.rank)
+        win.Put(np.full(1, 3.0), comm.rank, MPI.Get_address(memory) + 8)
+        win.Unlock(comm.rank)
+        assert memory.tolist() == [0, 3, 0, 0]
+        win.Detach(memory)
+        win.Free()
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -146,35 +132,30 @@ def test_bad_arguments_of_one_rank_raise_on_all(
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("make", ["Allocate", "Create_dynamic"])
 def test_a_rank_without_mpis_part_of_a_window_is_named_on_all(monkeypatch: pytest.MonkeyPatch, make: str) -> None:
-    with on_window_device(timeout_s=stretched(1.0)) as (comm, _):
-        require_named(comm, monkeypatch, make)
-
-
-def require_named(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch, make: str) -> None:
     given: Any = {} if make == "Create_dynamic" else {"size": 8}
     fails: list[BaseException] = [MPI.Exception(MPI.ERR_NO_MEM), KeyboardInterrupt()]
 
     def create(*arguments: Any) -> Any:
         raise fails[0]
 
-    if comm.rank == comm.size - 1:
-        monkeypatch.setattr("mpicomm.api.window._create", create)
-    with pytest.raises(mpicomm.MpicommError, match=f"rank {comm.size - 1}: "):
-        getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
-    MPI.COMM_WORLD.Barrier()
-    del fails[0]
-    if comm.rank == comm.size - 1:
-        with pytest.raises(KeyboardInterrupt):
+    with on_window_device(timeout_s=stretched(1.0)) as (comm, _):
+        last = comm.size - 1
+        if comm.rank == last:
+            monkeypatch.setattr("mpicomm.api.window._create", create)
+        with pytest.raises(mpicomm.MpicommError, match=f"rank {last}: "):
             getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
         MPI.COMM_WORLD.Barrier()
-        with pytest.raises(mpicomm.CollectiveTimeoutError, match="which came later"):
+        del fails[0]
+        with pytest.raises(KeyboardInterrupt if comm.rank == last else mpicomm.CollectiveTimeoutError) as info:
+            getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
+        MPI.COMM_WORLD.Barrier()
+        if comm.rank == last:
+            with pytest.raises(mpicomm.CollectiveTimeoutError, match="which came later"):
+                comm.Free()
+        else:
+            error: Any = info.value
+            assert error.ranks == (last,)
             comm.Free()
-    else:
-        with pytest.raises(mpicomm.CollectiveTimeoutError) as info:
-            getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
-        assert info.value.ranks == (comm.size - 1,)
-        MPI.COMM_WORLD.Barrier()
-        comm.Free()
 
 
 def test_open_epoch_of_one_rank_keeps_the_window_of_all(comm: mpicomm.Communicator, window: MakeWindow) -> None:
@@ -258,9 +239,8 @@ def test_wrong_memory_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     win.Free()
 
 
+@pytest.mark.gpu_alone  # virtual memory is memory of GPUs
 def test_virtual_memory_of_a_gpu_is_refused(device: str) -> None:
-    if device == "cpu":
-        pytest.skip("virtual memory is memory of GPUs")
     with communicator(device, handle="fd") as comm:
         win = mpicomm.Win.Create_dynamic(comm=comm)
         with comm.empty(8, np.int64) as array:  # its memory is virtual, as the memory of expandable segments
@@ -269,3 +249,114 @@ def test_virtual_memory_of_a_gpu_is_refused(device: str) -> None:
             with pytest.raises(InvalidUsageError, match="no memory is attached"):
                 win.Detach(array.local)
         win.Free()
+
+
+def test_nothing_goes_to_proc_null(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    win = window(2, fill=3)
+    win.Fence()
+    win.Put(xp.ones(100), MPI.PROC_NULL, 77)
+    win.Get(xp.ones(100), MPI.PROC_NULL)
+    win.Accumulate(xp.ones(100), MPI.PROC_NULL)
+    win.Fence(MPI.MODE_NOSUCCEED)
+    win.Lock_all()
+    requests = [win.Rput(xp.ones(1), MPI.PROC_NULL), win.Raccumulate(xp.ones(1), MPI.PROC_NULL)]
+    assert MPI.Request.Waitall(requests)
+    while not win.Rput(xp.zeros(0, np.int64), comm.rank).Test():
+        pass
+    win.Unlock_all()
+    assert to_host(win.tomemory().view(np.int64)).tolist() == [3, 3]
+
+
+PAIRS = {"FLOAT_INT": "f4", "DOUBLE_INT": "f8", "LONG_INT": "i8", "TWOINT": "i4", "SHORT_INT": "i2"}
+
+
+def pair(name: str) -> tuple[MPI.Datatype, np.dtype[Any]]:
+    return getattr(MPI, name), np.dtype([("value", PAIRS[name]), ("index", "i4")], align=True)
+
+
+@pytest.mark.parametrize("op", ["MINLOC", "MAXLOC"])
+def test_pairs_of_a_value_and_an_index_are_compared(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, op: str
+) -> None:
+    for datatype, dtype in map(pair, PAIRS):
+        extent = dtype.itemsize
+        parts = np.zeros((comm.size, 6), dtype)
+        parts["value"] = np.random.default_rng(1).integers(0, 4, parts.shape)
+        parts["index"] = 10 * np.arange(comm.size)[:, None] + np.arange(6)
+        of_all = [xp.asarray(part.view(np.uint8)) for part in parts]
+        win, before = window(6 * extent, np.uint8, disp_unit=extent), xp.zeros(6 * extent, np.uint8)
+        win.Fence()
+        win.Accumulate([of_all[0], 6, datatype], 0, (0, 6, datatype), MPI.REPLACE)
+        win.Fence()
+        win.Get_accumulate([of_all[comm.rank], 6, datatype], [before, 6, datatype], 0, 0, getattr(MPI, op))
+        win.Fence()
+        win.Fetch_and_op(None, [before, 1, datatype], 0, 5, MPI.NO_OP)
+        win.Get([before[extent:], 5, datatype], 0, 0)
+        win.Fence()
+        expected = []
+        for column in parts.T:
+            best = column["value"].min() if op == "MINLOC" else column["value"].max()
+            expected.append((best, column["index"][column["value"] == best].min()))
+        found = to_host(before).view(dtype)
+        assert [(each["value"], each["index"]) for each in found] == [expected[5], *expected[:5]], dtype
+
+
+@pytest.mark.parametrize("op", ["REPLACE", "MAXLOC"])
+def test_derived_datatypes_of_pairs_are_updated(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, op: str
+) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for datatype, dtype in map(pair, PAIRS):
+        extent = dtype.itemsize
+        row, column = datatype.Create_contiguous(2).Commit(), datatype.Create_vector(2, 1, 2).Commit()
+        mine = np.zeros(4, dtype)
+        mine["value"], mine["index"] = [1, 2, 3, 4], comm.rank
+        win, origin = window(4 * extent, np.uint8, disp_unit=extent), xp.asarray(mine.view(np.uint8))
+        for made, first, places, sent in ((row, 1, [1, 2], [1, 2]), (column, 0, [0, 2], [1, 3])):
+            win.Fence()
+            win.Accumulate([origin, 1, made], right, (first, 1, made), getattr(MPI, op))
+            win.Fence()
+            comm.check()
+            found = to_host(win.tomemory()).view(dtype)[places]
+            assert [(each["value"], each["index"]) for each in found] == [(each, left) for each in sent], dtype
+            made.Free()
+
+
+def test_an_operation_of_the_user_accumulates(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    if type(xp) is FakeCupy:
+        pytest.skip("doubles of GPUs have no operations of users")
+    win = window(3, np.float64)
+    win.Fence()
+    win.Accumulate(xp.array([1.0, 2.0, -7.0]) * (1 + comm.rank), 0, op=mpicomm.Op("max(a, abs(b))"))
+    win.Fence()
+    if comm.rank == 0:
+        assert to_host(win.tomemory().view(np.float64)).tolist() == [comm.size, 2 * comm.size, 7 * comm.size]
+
+
+@pytest.mark.parametrize("of_host", [False, True])
+def test_each_number_is_drawn_once(comm: mpicomm.Communicator, xp: Any, window: MakeWindow, of_host: bool) -> None:
+    module, win, rounds = np if of_host else xp, window(2), 20
+    one, drawn = module.ones(1, np.int64), [module.zeros(1, np.int64) for _ in range(rounds)]
+    win.Lock_all()
+    for number in drawn:
+        win.Fetch_and_op(one, number, comm.size - 1, 1)
+    win.Unlock_all()
+    comm.check()
+    mine = [int(to_host(number)[0]) for number in drawn]
+    assert sorted(number for each in comm.allgather(mine) for number in each) == list(range(rounds * comm.size))
+    assert mine == sorted(mine)
+
+
+def test_one_rank_wins_a_swap(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    for dtype in (np.int8, np.uint16, np.int32, np.int64):
+        win = window(3, dtype)
+        before = xp.full(1, 77, dtype)
+        win.Fence()
+        win.Compare_and_swap(xp.array([1 + comm.rank], dtype), xp.zeros(1, dtype), before, 0, 1)
+        win.Fence()
+        seen = comm.allgather(int(to_host(before)[0]))
+        assert seen.count(0) == 1
+        winner = 1 + seen.index(0)
+        assert {*seen} <= {0, winner}
+        if comm.rank == 0:
+            assert to_host(win.tomemory().view(dtype)).tolist() == [0, winner, 0]

@@ -18,7 +18,7 @@ from mpicomm import CollectiveTimeoutError, InvalidUsageError, KernelCompileErro
 from mpicomm.devices.handle import KEY_NBYTES, Descriptor, MemoryHandle
 from mpicomm.devices.host_memory import HostSegment
 from tests.helpers.jobs.pace import stretched
-from tests.helpers.rigs.window_rigs import COUNT, placed, window_rig
+from tests.helpers.rigs.message_rigs import COUNT, placed, window_rig
 
 
 def spread(count: int, datatype: MPI.Datatype = MPI.INT64_T) -> MPI.Datatype:
@@ -207,23 +207,6 @@ def test_memory_that_only_a_message_hands_over_cannot_be_attached(monkeypatch: p
         win.Unlock(rig.rank)
         rig.barrier()
         win.Free()
-
-
-def test_known_updates_keep_operations_results_and_targets_apart() -> None:
-    with window_rig() as rig:
-        win, before = rig.win, [rig.of([0] * count) for count in (1, 2, 1)]
-        win.Lock(rig.rank)
-        for _ in range(2):
-            win.Accumulate(rig.of([5, 6]), rig.rank, 4)
-            win.Accumulate(rig.of([3]), rig.rank, 4, MPI.PROD)
-            win.Get_accumulate(rig.of([1]), before[0], rig.rank, 5)
-            win.Get_accumulate(rig.of([2, 2]), before[1], rig.rank, 5, MPI.REPLACE)
-            win.Fetch_and_op(rig.of([8]), before[2], rig.rank, 6)
-        win.Unlock(rig.rank)
-        assert rig.mine()[3:8] == [-1, ((-1 + 5) * 3 + 5) * 3, 2, 10, -1]
-        assert [each.get().tolist() for each in before] == [[8], [9, 10], [2]]
-        sums = sum(variant.entry == "mpicomm_accumulate" for variant in rig.device.launchers)
-        assert sums == 3  # a launch for each operation, however many calls
 
 
 def test_known_updates_leave_misaligned_elements_to_other_calls() -> None:

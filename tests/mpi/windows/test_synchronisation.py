@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -19,7 +20,7 @@ from mpicomm import CollectiveTimeoutError
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.fakes.window_devices import WindowDevice
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s, to_host
-from tests.helpers.rigs.window_rigs import on_window_device
+from tests.helpers.rigs.message_rigs import on_window_device
 from tests.mpi.windows.conftest import MakeWindow
 
 
@@ -202,11 +203,10 @@ def test_synchronisation_that_ends_halfway_refuses_later_calls(
         win.Free()
 
 
+@pytest.mark.gpu_alone  # doubles of GPUs have no records of faults
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("call", ["Fence", "Start", "Wait", "Lock"])
 def test_rank_that_does_not_come_is_named(device: str, call: str) -> None:
-    if device == "cpu":
-        pytest.skip("doubles of GPUs have no records of faults")
     with communicator(device, timeout_s=patience_s(device)) as comm, array_module(comm):
         win = mpicomm.Win.Allocate(8, 8, comm=comm, place="device")
         last, other = comm.size - 1, group_of(win, 0)
@@ -264,8 +264,21 @@ FETCHES: dict[str, tuple[MPI.Op, Combine, str]] = {
     "REPLACE": (MPI.REPLACE, lambda old, new: new, "iufcb"),
     "NO_OP": (MPI.NO_OP, lambda old, new: old, "iufcb"),
 }
-Act = Callable[[str], None]
-"""A call of a rank in an epoch of a kind."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """A call on a part: what it does with which buffers, and whether it asks for a request if MPI allows that."""
+
+    what: str
+    op: str
+    target: int
+    places: range
+    buffers: tuple[str, str]
+    form: str
+    values: Any
+    before: list[Any] | None
+    asks: bool
 
 
 class Player:
@@ -295,14 +308,14 @@ class Player:
             kind = self.random.choice(KINDS)
             # The ranks that access each rank: in an epoch of groups some, else all.
             self.origins = [[rank for rank in ranks if kind != "Post" or self.random.random() < 0.7] for _ in ranks]
-            calls = [call for target in ranks for call in self.calls(target)]
-            self.random.shuffle(calls)
+            accesses = [each for target in ranks for each in self.accesses(target)]
+            self.random.shuffle(accesses)
             self.begin(kind)
             if self.double is not None:
                 self.double.enqueue(0, lambda: time.sleep(LATE_S))
-            for origin, call in calls:
+            for origin, access in accesses:
                 if origin == self.comm.rank:
-                    call(kind)
+                    self.carry_out(access, kind)
             self.end(kind)
             for each in self.origins_of_calls:
                 self.now(each)[...] = 99  # they are free, for every stream
@@ -321,17 +334,17 @@ class Player:
         """Return the content of an array. A double does not wait for it, as its calls are complete on return."""
         return array.memory if isinstance(array, DeviceArray) else to_host(array)
 
-    def calls(self, target: int) -> list[tuple[int, Act]]:
-        """Return calls on disjoint pieces of a part, and carry them out on the model."""
-        calls, start = [], 0
+    def accesses(self, target: int) -> list[tuple[int, Access]]:
+        """Return accesses to disjoint pieces of a part, and carry them out on the model."""
+        accesses, start = [], 0
         while start < COUNT and self.origins[target]:
             count = min(self.random.randint(1, 8), COUNT - start)
             step = self.random.choice((1, 1, 2))
-            calls += self.piece(target, range(start, start + count, step))
+            accesses += self.piece(target, range(start, start + count, step))
             start += count
-        return calls
+        return accesses
 
-    def piece(self, target: int, places: range) -> list[tuple[int, Act]]:
+    def piece(self, target: int, places: range) -> list[tuple[int, Access]]:
         what = self.random.choice(("Put", "Get", "Fetch", "Update", "Update"))
         op = self.random.choice([op for op, row in (FETCHES if what == "Fetch" else UPDATES).items() if self.has(row)])
         origins = [self.random.choice(self.origins[target])]
@@ -350,56 +363,38 @@ class Player:
                 part[:] = values
             elif what != "Get":
                 part[:] = FETCHES[op][1](part.copy(), values)
-            made.append((origin, self.act(what, op, target, places, buffers, form, values, before, asks=asks)))
+            made.append((origin, Access(what, op, target, places, buffers, form, values, before, asks)))
         return made
 
     def has(self, row: tuple[MPI.Op, Combine, str]) -> bool:
         return self.dtype.kind in row[2]
 
-    def act(
-        self,
-        what: str,
-        op: str,
-        target: int,
-        places: range,
-        buffers: tuple[str, str],
-        form: str,
-        values: Any,
-        before: list[Any] | None,
-        *,
-        asks: bool,
-    ) -> Act:
-        """Return the call: what it does with which buffers, and whether it asks for a request if MPI allows that."""
-
-        def call(kind: str) -> None:
-            (given, origin, _), (seen, result, step) = (
-                self.local(buffers[0], values),
-                self.local(buffers[1], 0 * values),
-            )
-            there, datatype = self.spec(places, form)
-            name = {"Put": "Put", "Get": "Get", "Fetch": "Get_accumulate"}.get(what, "Accumulate")
-            arguments = [origin, target, there]
-            if what == "Get":
-                arguments[0] = result
-            elif what != "Put":
-                arguments = [origin, *([result] if what == "Fetch" else []), target, there, FETCHES[op][0]]
-            if what == "Fetch" and len(places) == 1 and form == "place" and not asks:
-                name, arguments[3] = "Fetch_and_op", places.start
-            if kind == "Lock":
-                self.win.Lock(target, MPI.LOCK_SHARED if (target + self.comm.rank) % 2 else MPI.LOCK_EXCLUSIVE)
-            if asks and kind in ("Lock", "Lock_all"):
-                getattr(self.win, "R" + name.lower())(*arguments).Wait()
-            else:
-                getattr(self.win, name)(*arguments)
-            if kind == "Lock":
-                self.win.Unlock(target)
-            self.origins_of_calls.append(given)
-            if before is not None:
-                self.reads.append((seen, step, before))
-            if datatype is not None:
-                datatype.Free()
-
-        return call
+    def carry_out(self, access: Access, kind: str) -> None:
+        what, target, places, before = access.what, access.target, access.places, access.before
+        given, origin, _ = self.local(access.buffers[0], access.values)
+        seen, result, step = self.local(access.buffers[1], 0 * access.values)
+        there, datatype = self.spec(places, access.form)
+        name = {"Put": "Put", "Get": "Get", "Fetch": "Get_accumulate"}.get(what, "Accumulate")
+        arguments = [origin, target, there]
+        if what == "Get":
+            arguments[0] = result
+        elif what != "Put":
+            arguments = [origin, *([result] if what == "Fetch" else []), target, there, FETCHES[access.op][0]]
+        if what == "Fetch" and len(places) == 1 and access.form == "place" and not access.asks:
+            name, arguments[3] = "Fetch_and_op", places.start
+        if kind == "Lock":
+            self.win.Lock(target, MPI.LOCK_SHARED if (target + self.comm.rank) % 2 else MPI.LOCK_EXCLUSIVE)
+        if access.asks and kind in ("Lock", "Lock_all"):
+            getattr(self.win, "R" + name.lower())(*arguments).Wait()
+        else:
+            getattr(self.win, name)(*arguments)
+        if kind == "Lock":
+            self.win.Unlock(target)
+        self.origins_of_calls.append(given)
+        if before is not None:
+            self.reads.append((seen, step, before))
+        if datatype is not None:
+            datatype.Free()
 
     def spec(self, places: range, form: str) -> tuple[Any, MPI.Datatype | None]:
         """Return a target in a form of mpi4py, and the datatype that it needs."""

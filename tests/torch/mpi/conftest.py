@@ -9,18 +9,14 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import mpicomm.torch  # noqa: F401 - it registers the backend
-from tests.helpers.jobs.agreement import AGREEMENT, agree, pace  # noqa: F401 - a fixture
+from tests.helpers.jobs.agreement import agree, pace, parametrize_devices, require_device  # noqa: F401 - a fixture
 from tests.helpers.jobs.pace import stretched
-
-DEVICES = pytest.StashKey[list[str]]()
 
 
 # Last, because it replaces the terminal reporter that pytest sets up in the same hook.
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     agree(config)
-    config.addinivalue_line("markers", "host_alone: a test, or all tests of a file, that says nothing of GPUs")
-    config.addinivalue_line("markers", "gpu_alone: a test that says nothing of the host")
     # The tests call functions by the names that all versions have; later ones have other names for some.
     config.addinivalue_line("filterwarnings", "ignore:`torch.distributed.*deprecated:FutureWarning")
     # Modules of PyTorch warn of themselves when they are imported.
@@ -28,29 +24,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    devices = _devices(metafunc.config)
-    if metafunc.definition.get_closest_marker("gpu_alone"):
-        devices = ["cuda"]
-    elif metafunc.definition.get_closest_marker("host_alone"):
-        devices = ["cpu"]
-    metafunc.parametrize("device", devices, indirect=True)
-
-
-def _devices(config: pytest.Config) -> list[str]:
-    """Return the devices that every rank has; collective at its first call."""
-    if DEVICES not in config.stash:
-        mine = torch.cuda.is_available()
-        everyone = config.stash[AGREEMENT].allgather(mine) if AGREEMENT in config.stash else [mine]
-        config.stash[DEVICES] = ["cpu", "cuda"] if all(everyone) else ["cpu"]
-    return config.stash[DEVICES]
+    parametrize_devices(metafunc, torch.cuda.is_available)
 
 
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The device of the test's tensors: PyTorch makes them there unless the test names a device."""
-    if request.param not in _devices(request.config):
-        pytest.skip("not every rank has a GPU")
-    index = "" if request.param == "cpu" else f":{torch.cuda.current_device()}"
+    index = "" if require_device(request) == "cpu" else f":{torch.cuda.current_device()}"
     with torch.device(f"{request.param}{index}") as device:
         yield device
 

@@ -22,7 +22,6 @@ from tests.helpers.jobs.pace import HANG_S, stretched
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.host_alone]
 
-
 REFUSED_BY_OLD_PYTORCH = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14), reason="this PyTorch refuses all backends but gloo"
 )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,33 +75,26 @@ def test_device_types_before_the_names(backend: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("rank", [WORLD.rank, OTHER_ORDER[WORLD.rank]], ids=["mpis order", "another order"])
-def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    agent = served()  # as the agent of torchrun, whose port is open before the ranks come
-    settings = {"RANK": rank, "WORLD_SIZE": WORLD.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port}
-    for name, value in (settings | {"TORCHELASTIC_USE_AGENT_STORE": True}).items():
-        monkeypatch.setenv(name, str(value))
-    dist.init_process_group("mpicomm", timeout=LIMIT)
-    assert communicator().rank == rank
-    require_works(rank)
-
-
-@pytest.mark.parametrize("source", ["port", "file", "tcp", "url"])
-def test_other_sources(shared_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    rank, url, given = WORLD.rank, None, {"rank": WORLD.rank, "world_size": WORLD.size, "timeout": LIMIT}
-    if source == "port":
-        held = served()
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(held.port))
-        given = {}
-    elif source == "file":
+@pytest.mark.parametrize("source", ["launcher", "launcher with another order", "port", "file", "tcp", "url"])
+def test_sources_of_rank_and_size(shared_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    rank = OTHER_ORDER[WORLD.rank] if source in ("launcher with another order", "tcp") else WORLD.rank
+    url, given = None, {"rank": rank, "world_size": WORLD.size, "timeout": LIMIT}
+    if source == "file":
         given["store"] = dist.FileStore(str(shared_path), WORLD.size)
     elif source == "tcp":
         given["store"] = served()
-        given["rank"] = rank = OTHER_ORDER[WORLD.rank]
-    else:
+    elif source == "url":
         url = f"file://{shared_path}"
+    else:
+        held = served()  # as the agent of torchrun, whose port is open before the ranks come
+        settings: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held.port}
+        if source != "port":
+            settings |= {"RANK": rank, "WORLD_SIZE": WORLD.size, "TORCHELASTIC_USE_AGENT_STORE": True}
+        for name, value in settings.items():
+            monkeypatch.setenv(name, str(value))
+        given = {"timeout": LIMIT}
     dist.init_process_group("mpicomm", url, **given)
+    assert communicator().rank == rank
     require_works(rank)
 
 
@@ -158,12 +152,7 @@ def test_options_are_refused() -> None:
 
 
 def test_a_group_beside_gloo() -> None:
-    dist.init_process_group(
-        "gloo",
-        store=served(),
-        rank=WORLD.rank,
-        world_size=WORLD.size,
-    )
+    dist.init_process_group("gloo", store=served(), rank=WORLD.rank, world_size=WORLD.size)
     group = dist.new_group(backend="mpicomm")
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)

@@ -1,4 +1,4 @@
-"""Training on several ranks gives the parameters of one rank that has all the data."""
+"""Training on several ranks gives the parameters of one rank; splits of DTensors are those of PyTorch."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import mpicomm
 import mpicomm.torch
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch import AllreduceState, allreduce_hook
@@ -82,19 +83,43 @@ def mesh(world: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
-DDP_OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "many buckets": {"bucket_cap_mb": 0.0005},
-    "gradients in buckets": {"gradient_as_bucket_view": True},
-    "static graph": {"static_graph": True},
-    "unused parameters": {"find_unused_parameters": True},
+def sharded(mesh: DeviceMesh) -> nn.Module:
+    model = network()
+    for layer in (*model[::2], model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def sharded_in_groups_that_are_replicated(mesh: DeviceMesh) -> nn.Module:
+    shape = (mesh.size(), 1) if mesh.size() % 2 else (2, mesh.size() // 2)
+    groups = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicas", "shards"))
+    return fully_shard(network(), mesh=groups)
+
+
+def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+WAYS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
+    "plain": lambda mesh: DistributedDataParallel(network()),
+    "many buckets": lambda mesh: DistributedDataParallel(network(), bucket_cap_mb=0.0005),
+    "gradients in buckets": lambda mesh: DistributedDataParallel(network(), gradient_as_bucket_view=True),
+    "static graph": lambda mesh: DistributedDataParallel(network(), static_graph=True),
+    "unused parameters": lambda mesh: DistributedDataParallel(network(), find_unused_parameters=True),
+    "zero redundancy optimizer": lambda mesh: DistributedDataParallel(network()),
+    "sharded": sharded,
+    "sharded in groups that are replicated": sharded_in_groups_that_are_replicated,
+    "tensor parallel": tensor_parallel,
 }
 
 
-@pytest.mark.parametrize("name", DDP_OPTIONS)
-def test_data_parallel(world: dist.ProcessGroup, name: str) -> None:
-    model = DistributedDataParallel(network(), **DDP_OPTIONS[name])
-    train(model, sgd(model.parameters()), share)
+@pytest.mark.parametrize("way", WAYS)
+def test_training(mesh: DeviceMesh, way: str) -> None:
+    model = WAYS[way](mesh)
+    optimizer = sgd(model.parameters())
+    if way == "zero redundancy optimizer":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    train(model, optimizer, (lambda tensor: tensor) if way == "tensor parallel" else share)
     require_trained(list(model.parameters()))
 
 
@@ -146,16 +171,6 @@ def test_data_parallel_gives_the_first_ranks_buffers_to_all(world: dist.ProcessG
     assert int(model.module.num_batches_tracked) == 4
 
 
-def test_fully_sharded(mesh: DeviceMesh) -> None:
-    model = network()
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    train(model, sgd(model.parameters()), share)
-    require_trained(list(model.parameters()))
-
-
 @pytest.mark.gpu_alone
 def test_fully_sharded_through_symmetric_memory(mesh: DeviceMesh) -> None:
     def symmetric_nbytes() -> int:
@@ -175,15 +190,6 @@ def test_fully_sharded_through_symmetric_memory(mesh: DeviceMesh) -> None:
     assert symmetric_nbytes() == after
 
 
-def test_sharded_in_groups_that_are_replicated(world: dist.ProcessGroup, device: torch.device) -> None:
-    size = dist.get_world_size()
-    shape = (size, 1) if size % 2 else (2, size // 2)
-    model = network()
-    fully_shard(model, mesh=init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "shards")))
-    train(model, sgd(model.parameters()), share)
-    require_trained(list(model.parameters()))
-
-
 def test_tensors_over_ranks(mesh: DeviceMesh) -> None:
     left, right = torch.randn(13, 7), torch.randn(7, 11)
     for tensor in (left, right):
@@ -196,14 +202,6 @@ def test_tensors_over_ranks(mesh: DeviceMesh) -> None:
     torch.testing.assert_close((rows @ columns).full_tensor(), left @ right, **TOLERANCE)
     inner = distribute_tensor(left, mesh, [Shard(1)]) @ distribute_tensor(right, mesh, [Shard(0)])
     torch.testing.assert_close(inner.full_tensor(), left @ right, **TOLERANCE)
-
-
-def test_tensor_parallel(mesh: DeviceMesh) -> None:
-    model = network()
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    parallelize_module(model, mesh, plan)
-    train(model, sgd(model.parameters()), lambda tensor: tensor)
-    require_trained(list(model.parameters()))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -228,12 +226,6 @@ def test_pipeline(world: dist.ProcessGroup, device: torch.device, schedule: Any)
         pipeline.step()
     for mine, right in zip(layers[rank].parameters(), alone[rank].parameters(), strict=True):
         torch.testing.assert_close(mine.grad, right.grad, **TOLERANCE)
-
-
-def test_zero_redundancy_optimizer(world: dist.ProcessGroup) -> None:
-    model = DistributedDataParallel(network())
-    train(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9), share)
-    require_trained(list(model.parameters()))
 
 
 def test_a_checkpoint_of_sharded_parameters(mesh: DeviceMesh, tmp_path: Path) -> None:
@@ -306,3 +298,59 @@ def test_other_types_and_groups_are_refused(world: dist.ProcessGroup) -> None:
         AllreduceState(other)
     with pytest.raises(InvalidUsageError, match=r"state='bf16' .*pass None, a group, or AllreduceState\(wire_dtype="):
         trained("bf16")
+
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.mark.parametrize(
+    ("from_", "to"), [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0))]
+)
+@pytest.mark.parametrize("shape", [(7, 5), (2, 4, 3)])
+def test_a_dtensor_takes_another_split(device: torch.device, shape: tuple[int, ...], from_: Any, to: Any) -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    given = torch.arange(torch.Size(shape).numel(), device=device, dtype=torch.float32).reshape(shape)
+    tensor = distribute_tensor(given, mesh, [from_])
+    before, after = (mpicomm.torch.split_of(shape, mesh, [placement]) for placement in (from_, to))
+    comm = mpicomm.torch.communicator()
+    with comm.redistribution(shape, tensor.dtype, before, after) as plan:
+        x = tensor.to_local().contiguous()
+        out = torch.empty(plan.target_shape, device=device)
+        plan(x, out)
+    assert torch.equal(out, tensor.redistribute(mesh, [to]).to_local())
+
+
+def test_boxes_are_those_of_pytorch_on_a_mesh_of_two_dimensions(device: torch.device) -> None:
+    size = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (1, size))
+    boxes = mpicomm.torch.split_of((9, 4), mesh, [Shard(0), Shard(0)])
+    tensor = distribute_tensor(torch.zeros(9, 4, device=device), mesh, [Shard(0), Shard(0)])
+    (start, stop), _ = boxes[dist.get_rank()]
+    assert stop - start == len(tensor.to_local())
+    assert boxes[0][0][0] == 0 and boxes[-1][0][1] == 9
+
+
+def test_placements_without_boxes(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    with pytest.raises(mpicomm.InvalidUsageError, match="redistribute the DTensor to Shard or Replicate first"):
+        mpicomm.torch.split_of((4, 4), mesh, [Partial()])
+    with pytest.raises(mpicomm.InvalidUsageError, match="pass one for each"):
+        mpicomm.torch.split_of((4, 4), mesh, [])
+    for axis in (2, -3):
+        with pytest.raises(mpicomm.InvalidUsageError, match=rf"an array of shape \(4, 4\) has no axis {axis}"):
+            mpicomm.torch.split_of((4, 4), mesh, [Shard(axis)])
+    assert mpicomm.torch.split_of(4, mesh, Shard(-1)) == mpicomm.torch.split_of((4,), mesh, [Shard(0)])
+
+
+def test_a_dtensor_is_no_array(device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    tensor = distribute_tensor(torch.zeros(6, 4, device=device), mesh, [Replicate()])
+    comm, said = mpicomm.torch.communicator(), r"has no memory of its own: pass the tensor in it, .*\.to_local\(\)"
+    for call in (
+        lambda: comm.redistribute(tensor, from_=None, to=0),
+        lambda: comm.Bcast(tensor),
+        lambda: comm.Allreduce(tensor, torch.empty(6, 4, device=device)),
+        lambda: dist.all_reduce(tensor),
+    ):
+        with pytest.raises(mpicomm.InvalidUsageError, match=said):
+            call()

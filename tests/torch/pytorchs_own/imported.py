@@ -19,6 +19,8 @@ from unittest import mock
 
 import torch
 from mpi4py import MPI
+from torch import __version__
+from torch.cuda import device_count
 from torch.testing._internal import common_distributed, common_utils
 
 from mpicomm.waiting import wait_until
@@ -159,3 +161,28 @@ for _module in _MODULES[1:]:
 
 RUNNABLE = [name for name in ALL if not _is_skipped(getattr(DistributedTests, name))]
 """The names of the tests that PyTorch runs here for backends like ``mpicomm``."""
+
+SKIPPED = dict.fromkeys(
+    ("test_sparse_all_reduce_sum", "test_sparse_all_reduce_sum_cuda"),
+    "mpicomm refuses sparse tensors, because it has no reduction of their indices",
+) | dict.fromkeys(
+    ("test_batch_isend_irecv_mixed_backend_err", "test_nccl_high_priority_stream"),
+    "it makes a group of NCCL, which refuses ranks that share a GPU, and does not call the backend",
+)
+"""The tests that do not run with the backend ``mpicomm``, and why."""
+
+if device_count() < MPI.COMM_WORLD.size:
+    SKIPPED |= dict.fromkeys(
+        ("test_ddp_logging_data_gpu", "test_DistributedDataParallel_SyncBatchNorm_half"),
+        "it uses a GPU by the number of its rank, and ranks share GPUs",
+    )
+
+if tuple(map(int, __version__.split(".")[:2])) < (2, 14):
+    SKIPPED["test_DistributedDataParallel"] = "later versions of PyTorch skip it on Linux, for its issue 77317"
+    SKIPPED |= dict.fromkeys(
+        (
+            *("test_monitored_barrier_gloo", "test_monitored_barrier_gloo_subgroup"),
+            *("test_monitored_barrier_failure_order", "test_monitored_barrier_wait_all_ranks"),
+        ),
+        "monitored_barrier of this PyTorch refuses every backend whose name is not gloo",
+    )

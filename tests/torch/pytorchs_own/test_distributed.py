@@ -17,8 +17,15 @@ from mpi4py import MPI
 from torch.testing._internal import common_utils
 
 import mpicomm.torch  # noqa: F401 - it registers the backend
-from tests.torch.pytorchs_own.imported import ALL, BACKEND, RUNNABLE, DistributedTests, name_method, shared_gpus
-from tests.torch.pytorchs_own.skipped import SKIPPED
+from tests.torch.pytorchs_own.imported import (
+    ALL,
+    BACKEND,
+    RUNNABLE,
+    SKIPPED,
+    DistributedTests,
+    name_method,
+    shared_gpus,
+)
 
 pytestmark = [
     pytest.mark.mpi(min_size=3),

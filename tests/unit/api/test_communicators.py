@@ -33,7 +33,7 @@ from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from tests.helpers.fakes.message_devices import ThreadDevice
-from tests.helpers.faults.setup_failures import raising
+from tests.helpers.faults.raising import raising
 from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.rigs.communicators import require_memory_works
 

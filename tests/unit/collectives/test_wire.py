@@ -14,8 +14,7 @@ from mpicomm.activity.layout import filled
 from mpicomm.collectives import wire
 from mpicomm.collectives.checks import Signature, counted_hash
 from mpicomm.collectives.wire import CODED, CODES
-from tests.helpers.references.coded import BLOCK, ERROR, bound, coded_sum, through_codes
-from tests.helpers.references.reductions import Array, dtype_named
+from tests.helpers.references.reductions import BLOCK, ERROR, Array, bound, coded_sum, dtype_named, through_codes
 
 
 def decoded(values: Array, codes: str) -> Array:

@@ -31,7 +31,7 @@ from mpicomm.devices.host_memory import map_shared, memfd_create
 from mpicomm.errors import HandleError, InvalidUsageError
 from tests.helpers.faults.interrupts import interrupt_everywhere
 from tests.helpers.faults.leaks import nothing_leaks
-from tests.helpers.rigs.host_segments import PAGE, allocated, opened
+from tests.helpers.rigs.fd_exchanges import PAGE, allocated, opened
 
 
 class DlpackProducer:

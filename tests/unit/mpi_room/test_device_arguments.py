@@ -16,7 +16,7 @@ from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.device_counts import CountedBuffers, DeviceIndices, read_counted
 from tests.helpers.fakes import fake_driver
-from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
+from tests.helpers.fakes.fake_driver import DeviceArray, read_device_arrays
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

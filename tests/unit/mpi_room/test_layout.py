@@ -17,8 +17,7 @@ from mpicomm.kernels.packing import ENTRY_NBYTES
 from mpicomm.mpi.layout import DatatypeLayout, layout_of, together
 from mpicomm.mpi.regions import Region, joined
 from mpicomm.windows.steps import pack_on_host
-from tests.helpers.inputs.regions import region
-from tests.helpers.references.reference_packing import pack, runs_of, unpack
+from tests.helpers.references.reference_packing import pack, region, runs_of, unpack
 
 _NAMED = (MPI.BYTE, MPI.INT16_T, MPI.FLOAT, MPI.DOUBLE, MPI.C_DOUBLE_COMPLEX)
 

@@ -39,7 +39,7 @@ from mpicomm.products.schedule import (
 )
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.jobs.pace import stretched
-from tests.helpers.programs.product_deaths import DEATHS, require_named
+from tests.helpers.programs.deaths import DEATHS, require_named
 from tests.helpers.rigs.fake_engines import STREAM, Rig
 from tests.helpers.rigs.stream_orders import carry_out
 

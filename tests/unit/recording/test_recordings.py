@@ -26,7 +26,7 @@ from mpicomm.recording import channel as channels
 from mpicomm.recording.channel import Channel, DeviceWork
 from mpicomm.recording.recorder import Recorder
 from mpicomm.trace import main
-from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
+from tests.helpers.fakes.fake_driver import DeviceArray, read_device_arrays
 from tests.helpers.jobs.mpiexec import run_command, run_job
 
 ENDING = """

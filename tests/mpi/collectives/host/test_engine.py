@@ -1,23 +1,38 @@
-"""HostEngine on real ranks: odd messages, and its life. test_engine_order.py has every pattern."""
+"""HostEngine on real ranks: odd messages, random sequences of calls, stragglers, ranks that fail, and its life."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_log import CallLog
+from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Exchange, Reduction
+from mpicomm.collectives.host import selection
+from mpicomm.collectives.host.channels import AgreedError, Channels
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.errors import InvalidUsageError
+from mpicomm.collectives.host.selection import algorithms_for
+from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.devices.host import HostBackend, fence
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
+from mpicomm.sharing.segments import share
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs import patterns
-from tests.helpers.rigs.host_engines import CALL, FLOAT32, SMALL, engine_of, meet, span
+from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, Case, Prepared, may_be_in_place
+from tests.helpers.jobs.pace import HANG_S, stretched
+from tests.helpers.rigs.communicators import patience_s
+from tests.helpers.rigs.device_calls import CALL, FLOAT32, SMALL, engine_of, meet, span
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +100,209 @@ def test_ranks_must_ask_for_the_same_slots(comm_world: MPI.Intracomm) -> None:
     call_log.close_peers()
     comm_world.Barrier()
     call_log.close_own()
+
+
+EDGES = (0, 1, 511, 512, 513, 1023, 1024, 1025, 2049)  # around the elements of a slot
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with two shots go in several pieces."""
+    monkeypatch.setattr(selection, "_SHARD_NBYTES", 2 * SMALL)
+
+
+def random_call(
+    comm: MPI.Intracomm, rng: np.random.Generator, largest: int
+) -> tuple[Callable[[HostEngine], None], Callable[[], None]]:
+    """Draw a collective of blocks of up to so many elements from a generator that has the same state on all ranks.
+
+    Return what carries it out, and the check of its result.
+    """
+    row = OPERATIONS[OF_ONE_TYPE[int(rng.integers(len(OF_ONE_TYPE)))]]
+    algorithms = algorithms_for(row)
+    algorithm = algorithms[int(rng.integers(len(algorithms)))]
+    root, seed, in_place, number = (int(rng.integers(most)) for most in (comm.size, 2**31, 2, 9))
+    count = EDGES[number] if largest > EDGES[-1] and rng.integers(3) == 0 else int(rng.integers(0, largest))
+    case = Case(
+        row.name,
+        FLOAT32 if rng.integers(3) == 0 else np.dtype(np.int64),
+        count,
+        root=root,
+        form="any",
+        in_place=bool(in_place) and may_be_in_place(row),
+        algorithm=algorithm,
+        seed=seed,
+        wild=algorithm != "ring",
+        derived=False,
+    )
+    prepared = Prepared(case, comm.rank, comm.size, np)
+    send, receive = prepared.arguments()
+    op = MPI.SUM if row.reduces else None
+    call = Call(row, Arguments(send, receive, op, root, prepared.counts), comm.rank, comm.size, algorithm)
+    return lambda engine: selection.carry_out(engine, comm.size, call, algorithm), prepared.check
+
+
+MOMENTS: dict[str, tuple[Any, str]] = {
+    "before the flag": (Channels, "_announce"),
+    "while reading": (ctypes, "memmove"),
+    "after reading": (Channels, "release"),
+}
+
+
+@pytest.mark.parametrize("what", ["many", "stragglers", *MOMENTS, "1", "2", "5"])
+def test_random_calls(comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A rank that runs ahead must not see data that is not there yet, nor write over data that others still read.
+
+    Ranks stop between calls, or at a bad moment. With few slots the numbers of epochs begin again.
+    """
+    shared, mine = np.random.default_rng(len(what)), np.random.default_rng([22, comm_world.rank])
+
+    def napping(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            if mine.random() < 0.1:
+                time.sleep(1e-3)
+            return function(*arguments)
+
+        return wrapped
+
+    if what in MOMENTS:
+        owner, name = MOMENTS[what]
+        monkeypatch.setattr(owner, name, napping(getattr(owner, name)))
+    first, slots = (2**32 - 5, int(what)) if what.isdigit() else (0, 2)
+    with engine_of(comm_world, first=first, slots=slots) as (engine, _, _):
+        for number in range(1000 if what == "many" else 100):
+            carry_out, check = random_call(comm_world, shared, 40 if what == "many" and number % 10 else 4000)
+            if what == "stragglers" and shared.integers(comm_world.size) == comm_world.rank:
+                time.sleep(mine.choice([0, 1e-4, 2e-3, 1e-2]))
+            carry_out(engine)
+            if first:
+                meet(comm_world, engine)
+            check()
+
+
+def test_one_rank_far_ahead_waits_for_slots(comm_world: MPI.Intracomm) -> None:
+    """The root of a broadcast waits only for slots: it must not write over data that a slow rank has yet to read."""
+    rank, size = comm_world.rank, comm_world.size
+    with engine_of(comm_world) as (engine, _, _):
+        for number in range(20):
+            buffer = np.full(20_000, number if rank == 0 else -1, np.int64)
+            if rank == size - 1:
+                time.sleep(0.002)
+            engine.run(patterns.bcast(rank, size, buffer.dtype, span(buffer), 0), CALL)
+            assert (buffer == number).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_engine_that_an_error_has_broken_keeps_no_arrays(comm_world: MPI.Intracomm) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    arrays: list[weakref.ref[Any]] = []
+
+    def fail(engine: HostEngine) -> None:
+        given, received = np.ones((2, 100), np.float32)
+        arrays.append(weakref.ref(given))
+        op = "sum" if rank else "max"
+        exchanges = patterns.allreduce(rank, size, FLOAT32, span(given), span(received), op)
+        engine.run(exchanges, Signature("Allreduce", "float32", 100, op))
+
+    with engine_of(comm_world) as (engine, _, _):
+        with pytest.raises(PeerError):
+            fail(engine)
+        gc.collect()
+        assert arrays[0]() is None
+
+
+@pytest.mark.mpi(min_size=3)
+def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intracomm) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    limit_s = patience_s("cpu")
+    with engine_of(comm_world, timeout_s=limit_s) as (engine, _, _):
+        buffer = np.zeros(10, np.float32)
+        chain = []
+        for source in reversed(range(1, size)):  # each rank to the rank before it, the last one first
+            sends = tuple(span(buffer) if rank == source and peer == source - 1 else None for peer in range(size))
+            receives = tuple(span(buffer) if rank == source - 1 and peer == source else None for peer in range(size))
+            chain.append(Exchange(FLOAT32, sends, receives))
+        comm_world.Barrier()
+        # Rank 0 begins to wait first, and so it gives up first.
+        time.sleep(2.5 * limit_s if rank == size - 1 else 0.2 * limit_s * rank)
+        with raises_everywhere(
+            comm_world, CollectiveTimeoutError, match=f": rank {size - 1} did not arrive within {limit_s:g} s"
+        ):
+            engine.run(chain, CALL)
+
+
+def test_ranks_that_give_up_at_once_give_the_same_agreed_error(
+    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, size, rounds = comm_world.rank, comm_world.size, 50
+    node = Group(comm_world, range(size), 20.0, tag=79)
+    backend = HostBackend(20.0)
+    nbytes = AgreedError.nbytes(size)
+    segments = share(node, backend, "agreed_errors", lambda: backend.allocate("memfd", rounds * nbytes), lambda: None)
+    memory = backend.view(segments[0], (rounds * nbytes,), np.dtype(np.uint8)).data
+    rng = np.random.default_rng(rank)
+
+    def interrupted_fence() -> None:
+        # As if the system gave the core to another rank, between a rank's look and its publication.
+        if rng.random() < 0.5:
+            time.sleep(2e-3 * rng.random())
+        fence()
+
+    monkeypatch.setattr("mpicomm.collectives.host.channels.fence", interrupted_fence)
+    for number in range(rounds):
+        agreed_error = AgreedError(node, memory[number * nbytes : (number + 1) * nbytes])
+        assert not agreed_error.there() and agreed_error.read() is None
+        comm_world.Barrier()
+        if rng.random() < 0.5:
+            time.sleep(1e-5 * rng.random())
+        mine = (PeerError if rank % 2 else CollectiveTimeoutError)(f"{number} by {rank} " + "x" * 200, ranks=[rank])
+        given = agreed_error.give(mine)
+        told = agreed_error.read()
+        assert told is not None and agreed_error.there()
+        texts = comm_world.allgather([(type(error).__name__, str(error), error.ranks) for error in (given, told)])
+        assert len(set(itertools.chain(*texts))) == 1, texts
+        agreed_error.close()
+        assert not agreed_error.there()
+    del memory
+    segments.close("agreed_errors")
+
+
+def test_a_agreed_error_that_is_too_long_is_cut(comm_world: MPI.Intracomm) -> None:
+    node = Group(MPI.COMM_SELF, [0], 20.0, tag=80)
+    agreed_error = AgreedError(node, memoryview(bytearray(AgreedError.nbytes(1))))
+    given = agreed_error.give(PeerError("ä" * 10_000, ranks=[3]))
+    told = agreed_error.read()
+    assert told is not None and str(told) == str(given) and str(told).startswith("ä" * 100)
+    assert told.ranks == (3,)
+
+
+def test_ranks_wait_as_long_as_something_comes(comm_world: MPI.Intracomm) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    limit_s = stretched(1.0)
+    with engine_of(comm_world, timeout_s=limit_s) as (engine, _, _):
+        buffer = np.zeros(10, np.float32)
+        for _ in range(3):  # which takes longer than the deadline
+            if rank == 0:
+                time.sleep(limit_s / 2)
+            engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), CALL)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_is_interrupted_takes_the_others_with_it(
+    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    with engine_of(comm_world, timeout_s=HANG_S) as (engine, _, _):  # which nobody waits
+        a, b = np.ones(30_000, np.float32), np.zeros(30_000, np.float32)
+        steps = patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum")
+        if rank == 1:
+
+            def interrupt(*arguments: object) -> None:
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(Channels, "release", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.run(steps, CALL)
+        else:
+            with pytest.raises(PeerError, match="rank 1 left in the middle: KeyboardInterrupt"):
+                engine.run(steps, CALL)

@@ -30,8 +30,8 @@ from mpicomm.kernels.team import ABSENT
 from mpicomm.log import log_once
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
-from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.fakes.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_driver import DeviceArray, read_device_arrays
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.tuning import row, table
 from tests.helpers.rigs.fake_engines import BYTE, STREAM, Rig
