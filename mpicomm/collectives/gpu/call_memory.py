@@ -76,7 +76,7 @@ def team_of(backend: GpuBackend, node: Group, arenas: Iterable[int]) -> Team:
 
 
 class DeviceArena:
-    """Every rank's arena, and the regions that calls have requested. Construction is collective, as ``share`` is.
+    """Every rank's `Arena`, and the regions that calls have requested. Construction is collective, as ``share`` is.
 
     A region lives until the communicator is freed, because a captured graph may still use it. All regions of a rank
     together take at most ``most_nbytes``.
@@ -97,7 +97,6 @@ class DeviceArena:
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
 
     def has(self, request: Request) -> bool:
-        """Return whether a request fits into a region. Local, the same on all ranks."""
         return self._find(request) is not None
 
     def require_room(self, request: Request) -> None:
@@ -128,7 +127,6 @@ class DeviceArena:
         self._regions[request] = segments
 
     def region(self, request: Request) -> ArenaRegion:
-        """Return the smallest region that a request fits into. Local."""
         found = self._find(request)
         assert found is not None, request
         return ArenaRegion(tuple(self._regions[found].pointers), found.slots_nbytes)
