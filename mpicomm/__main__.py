@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -76,12 +77,22 @@ def _missing(first: str, second: str = "") -> str:
     if first in ("-c", "-"):
         return ""
     if first == "-m":
-        # Only the package of a module is looked up, because the program has to import it after `install`.
-        package = second.partition(".")[0]
-        is_there = package and find_spec(package)
-        return "" if is_there else f"there is no module {second!r} on the path of this Python: correct the name"
+        return (
+            "" if _is_there(second) else f"there is no module {second!r} on the path of this Python: correct the name"
+        )
     tool = f", or start the tool by python -m mpicomm.{first}" if first in _TOOLS else ""
     return "" if Path(first).exists() else f"there is no file {first!r}: name the file of a program{tool}"
+
+
+def _is_there(module: str) -> bool:
+    """Return whether a module can be found, without an import: the program imports its packages after `install`."""
+    package, *names = module.split(".")
+    spec = find_spec(package) if package else None
+    for name in names:
+        path = None if spec is None else spec.submodule_search_locations
+        package = f"{package}.{name}"
+        spec = None if path is None else PathFinder.find_spec(package, path)
+    return spec is not None
 
 
 if __name__ == "__main__":

@@ -106,6 +106,7 @@ ALONE: dict[tuple[str, ...], tuple[int, str]] = {
         2,
         "mpicomm: there is no module 'no_such.module' on the path of this Python: correct",
     ),
+    ("", "-m", "json.no_such"): (2, "mpicomm: there is no module 'json.no_such' on the path of this Python: correct"),
     ("doctor", "--pid", "1", "--job"): (2, "not allowed with argument"),
     ("doctor", "--pid", "x"): (2, "invalid int value: 'x'"),
     ("doctor", "--job", "--json", "file"): (2, "--json: not allowed with --pid and --job"),
