@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +20,6 @@ from mpicomm.sizes import rich_console, rich_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-_FILE_WIDTH = 1000  # wide enough to fold no cell if no terminal sets the width
-
 
 def collect(comm: Communicator) -> dict[str, Any]:
     """Return all facts to show, ready for JSON. Collective."""
@@ -35,7 +31,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
         "ranks": comm.allgather(record),
         "first_calls": outcome,
         "processor": arguments.processor(),
-        "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
+        "cuda_aware_mpi": query_cuda_aware()._asdict(),
         "tuning": algorithms(here.device_name, here.links) if comm.device != "cpu" else [],
         "multi_process_service": environment.multi_process_service(),
         "order_under_the_runner": "stream" if environment.stream_order(None) else "complete",
@@ -151,27 +147,22 @@ def _cell(value: object) -> str:
     return "-" if value in (None, "", -1) else str(value)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    return arguments.command_parser(
+def main() -> int:
+    """Run the command line on this rank. Collective."""
+    parser = arguments.command_parser(
         "info",
         "Show the ranks' devices, how they open each other's memory, how much memory a communicator takes, "
         "and the versions in use.",
         json="output",
     )
-
-
-def main() -> int:
-    """Run the command line on this rank. Collective."""
-    options = command_line.parse_args(parser())
+    options = command_line.parse_args(parser)
     comm = command_line.open_communicator(options.device, options.handle)
-    rank = comm.rank
-    found = collect(comm)
+    found, rank = collect(comm), comm.rank
     comm.Free()
     if options.json is not False:
         command_line.save_or_show(options.json, found)
     elif rank == 0:
-        console = rich_console(sys.stdout, _FILE_WIDTH)
+        console = rich_console(sys.stdout)
         for table in tables(found):
             console.print(table)
     return 0

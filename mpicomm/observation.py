@@ -33,7 +33,12 @@ _COLLECTIVES = ("Barrier", *OPERATIONS)
 Kind = tuple[Category, bool]
 """The category of a call, and whether it is *numbered*: all ranks make such calls in one order."""
 
-_TABLE: tuple[tuple[Category, bool, str], ...] = (
+
+def _kinds(*rows: tuple[Category, bool, str]) -> dict[str, Kind]:
+    return {name: (category, numbered) for category, numbered, names in rows for name in names.split()}
+
+
+OF_COMMUNICATORS = _kinds(
     ("collective", True, " ".join(f"{name} I{name.lower()} {name.lower()}" for name in _COLLECTIVES)),
     ("set-up", True, " ".join(f"{name}_init" for name in _COLLECTIVES)),
     ("message", False, "Send Ssend Bsend Rsend Recv Sendrecv Sendrecv_replace Probe Mprobe"),
@@ -45,24 +50,16 @@ _TABLE: tuple[tuple[Category, bool, str], ...] = (
     ("set-up", True, "empty zeros register shared_event"),
     ("collective", True, " ".join(_PRODUCTS)),
 )
-OF_COMMUNICATORS: dict[str, Kind] = {
-    name: (category, numbered) for category, numbered, names in _TABLE for name in names.split()
-}
 """The methods of a communicator that are recorded, if the communicator has them."""
-OF_ARRAYS: dict[str, Kind] = {
-    **dict.fromkeys(("put", "get", "signal", "wait_signal"), ("memory", False)),
-    "close": ("set-up", True),
-}
-OF_EVENTS: dict[str, Kind] = {**dict.fromkeys(("record", "wait"), ("memory", False)), "close": ("set-up", True)}
-_LOCAL = (
-    "Put Get Rput Rget Accumulate Raccumulate Get_accumulate Rget_accumulate Fetch_and_op Compare_and_swap Post Start "
-    "Complete Wait Test Lock Unlock Lock_all Unlock_all Flush Flush_all Flush_local Flush_local_all Sync"
+OF_ARRAYS = _kinds(("memory", False, "put get signal wait_signal"), ("set-up", True, "close"))
+OF_EVENTS = _kinds(("memory", False, "record wait"), ("set-up", True, "close"))
+OF_WINDOWS = _kinds(
+    ("memory", False, "Put Get Rput Rget Accumulate Raccumulate Get_accumulate Rget_accumulate Fetch_and_op"),
+    ("memory", False, "Compare_and_swap Post Start Complete Wait Test Lock Unlock Lock_all Unlock_all Flush Flush_all"),
+    ("memory", False, "Flush_local Flush_local_all Sync"),
+    ("memory", True, "Fence"),
+    ("set-up", True, "Free"),
 )
-OF_WINDOWS: dict[str, Kind] = {
-    **dict.fromkeys(_LOCAL.split(), ("memory", False)),
-    "Fence": ("memory", True),
-    "Free": ("set-up", True),
-}
 _TABLES = ((MPI.Comm, OF_COMMUNICATORS), (MPI.Win, OF_WINDOWS), (SymmetricArray, OF_ARRAYS), (SharedEvent, OF_EVENTS))
 
 Facts = tuple[int | None, str, dict[str, Any]]

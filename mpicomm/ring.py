@@ -6,7 +6,6 @@ memory, as a kernel of the user does, and with copies. The options are the same 
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.measure import CheckedCall, Measuring, Trial, machine_of
-from mpicomm.bench.operations import Content
+from mpicomm.bench.operations import POISON, Content
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.sizes import Columns
@@ -23,16 +22,6 @@ from mpicomm.symmetric.array import SymmetricArray
 DIRECTIONS = ("put", "get")
 
 _CHECKS = 4  # per size and direction; half go through mapped memory, half through copies
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    result = arguments.command_parser(
-        "ring", "Every rank moves bytes to and from its neighbours in a ring, checks each, and is timed."
-    )
-    arguments.add_sweep_arguments(result, smallest=1 << 10, factor=4)
-    result.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: both")
-    return result
 
 
 def trials(comm: Communicator, xp: Any, content: Content, window: SymmetricArray, own: Any) -> dict[str, Trial]:
@@ -63,7 +52,7 @@ def trials(comm: Communicator, xp: Any, content: Content, window: SymmetricArray
         hand_over(previous, following)
 
     def write(source: Any, target: Any, shift: int) -> None:
-        content.poison(target)
+        target.fill(POISON)
         content.write(source, shift + rank)
 
     made = {}
@@ -82,7 +71,12 @@ def trials(comm: Communicator, xp: Any, content: Content, window: SymmetricArray
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    run = command_line.Run(parser(), one_node="the ring goes through mapped memory and needs all ranks on one node")
+    parser = arguments.command_parser(
+        "ring", "Every rank moves bytes to and from its neighbours in a ring, checks each, and is timed."
+    )
+    arguments.add_sweep_arguments(parser, smallest=1 << 10, factor=4)
+    parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: both")
+    run = command_line.Run(parser, one_node="the ring goes through mapped memory and needs all ranks on one node")
     options, comm, swept = run.options, run.comm, run.swept_sizes()
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
 
@@ -101,7 +95,7 @@ def main() -> int:
         content = Content(machine.xp, np.dtype(np.uint8), "sum", 2 * comm.size, swept[-1], reduces=False)
         for nbytes in swept:
             window = comm.empty((nbytes,), np.uint8)
-            by_direction = trials(comm, machine.xp, content, window, machine.empty(nbytes))
+            by_direction = trials(comm, machine.xp, content, window, machine.xp.empty(nbytes, np.uint8))
             outcomes, _ = measuring.run([by_direction[each] for each in directions])
             window.close()  # no `with` block: a rank that fails alone would wait for the others there
             found = {

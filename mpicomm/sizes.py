@@ -72,8 +72,11 @@ def rich_table(
     return table
 
 
-def rich_console(file: IO[str], width: int) -> Console:
-    """Return a console of rich that takes no text for markup. If ``file`` is no terminal, it has this width."""
+def rich_console(file: IO[str], width: int = 1000) -> Console:
+    """Return a console of rich that takes no text for markup. If ``file`` is no terminal, it has this width.
+
+    The default is wide enough to fold no cell.
+    """
     from rich.console import Console
 
     return Console(file=file, width=None if file.isatty() else width, markup=False, emoji=False, highlight=False)

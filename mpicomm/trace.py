@@ -10,9 +10,8 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +25,7 @@ _LARGEST = 1e30  # of a number: some way below the largest float
 _LEAST_US = 1.0  # shorter waits do not count, because ranks never come to a call at exactly the same time
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """The trace of one rank."""
 
     path: Path
@@ -85,19 +83,6 @@ def _is_event(event: Any) -> bool:
     return all(isinstance(number, int | float) and abs(number) < _LARGEST for number in numbers)  # no NaN either
 
 
-def read_traces(paths: list[Path]) -> list[Trace]:
-    """Return the traces of several ranks, by rank. Raises `InvalidUsageError`, also for two traces of one rank."""
-    traces: dict[int, Trace] = {}
-    for path in paths:
-        trace = read_trace(path)
-        if trace.rank in traces:
-            raise InvalidUsageError(
-                f"{traces[trace.rank].path} and {path} are both of rank {trace.rank}: name the files of one run"
-            )
-        traces[trace.rank] = trace
-    return [traces[rank] for rank in sorted(traces)]
-
-
 def _no_trace(path: Path, line: int) -> InvalidUsageError:
     return InvalidUsageError(
         f"{path} is no trace of one rank, or is damaged (line {line}): name the files that a program has written with "
@@ -105,8 +90,7 @@ def _no_trace(path: Path, line: int) -> InvalidUsageError:
     )
 
 
-@dataclass(frozen=True)
-class Clock:
+class Clock(NamedTuple):
     """A clock that turns times of one rank into times of the common clock, all in nanoseconds."""
 
     points: tuple[tuple[float, float], ...]
@@ -156,8 +140,7 @@ def _by_readings(readings: Sequence[dict[str, Any]], clocks: dict[int, Clock]) -
     return Clock(tuple(sorted(points.items())), uncertainty)
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """The time that ``rank`` waited in a collective call for ``late``, the last rank to come to it."""
 
     operation: str
@@ -205,7 +188,6 @@ def flows(waits: Sequence[Wait]) -> Iterator[Event]:
 
 
 def _calls(events: Iterable[Event]) -> dict[tuple[str, str], dict[int, list[Event]]]:
-    """Return the events of each collective call by rank."""
     calls: dict[tuple[str, str], dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         facts = event.get("args", {})
@@ -242,7 +224,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _merge(paths: list[Path], output: Path) -> None:
     if output in paths:
         raise InvalidUsageError(f"-o {output} is one of the traces: name another file")
-    traces = read_traces(paths)
+    by_rank: dict[int, Trace] = {}
+    for path in paths:
+        trace = read_trace(path)
+        if trace.rank in by_rank:
+            both = f"{by_rank[trace.rank].path} and {path} are both of rank {trace.rank}"
+            raise InvalidUsageError(f"{both}: name the files of one run")
+        by_rank[trace.rank] = trace
+    traces = [by_rank[rank] for rank in sorted(by_rank)]
     clocks = clocks_of(traces)
     events = aligned(traces, clocks)
     waits = list(find_waits(events, clocks))
@@ -285,7 +274,6 @@ def aligned(traces: Sequence[Trace], clocks: dict[int, Clock]) -> list[Event]:
 
 
 def _print(waits: Sequence[Wait]) -> None:
-    """Print the waits by pairs of ranks, the longest total first."""
     if not waits:
         sys.stdout.write("no rank waited for another rank in a collective call\n")
         return

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from mpicomm.activity import layout
 from mpicomm.activity.layout import ranks_of_text
@@ -32,8 +33,7 @@ def printable(text: str) -> str:
     return "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in text[:_LONGEST])
 
 
-@dataclass(frozen=True)
-class BlockedMessage:
+class BlockedMessage(NamedTuple):
     """A blocking message, or probe, that is in progress on a rank."""
 
     name: str
@@ -76,8 +76,7 @@ class RankCalls:
         return self.by_mpi + self.posts
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A step of set-up or teardown, in which a process waits for others."""
 
     text: str
@@ -86,8 +85,7 @@ class Step:
     """The ranks of MPI.COMM_WORLD that make the step together; -1 for processes of other jobs."""
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """The calls of a process in its communicators."""
 
     pid: int

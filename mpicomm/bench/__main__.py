@@ -41,10 +41,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add, count = result.add_argument, arguments.count_from
     listed = f"{', '.join(OPERATIONS)}; or matmul or experts, which have other options"
-    add("collective", type=arguments.name_from(OPERATIONS, "collective"), metavar="COLLECTIVE", help=listed)
-    arguments.add_sweep_arguments(result, smallest=8, factor=2)
-    dtypes = arguments.name_from(DTYPES, "type")
-    add("-d", "--datatype", type=dtypes, default="float32", metavar="TYPE", help=", ".join(DTYPES))
+    add("collective", choices=OPERATIONS, metavar="COLLECTIVE", help=listed)
+    arguments.add_sweep_arguments(result, smallest=8)
+    add("-d", "--datatype", choices=DTYPES, default="float32", metavar="TYPE", help=", ".join(DTYPES))
     add("-o", "--op", choices=OPS, default="sum", help="default: sum")
     add("-c", "--check", type=count(0), default=1, metavar="N", help="checked calls; default: 1")
     add("-G", "--cudagraph", type=count(0), default=7, metavar="N", help="timed launches; default: 7")

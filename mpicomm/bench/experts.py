@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.libraries import TorchNccl
@@ -156,13 +155,15 @@ class Routes:
         self, machine: Machine, rank: int, size: int, shape: tuple[int, int], top_k: int, experts: int, dtype: Any
     ) -> None:
         self._xp = machine.xp
-        self._rank, self._size, self._experts = rank, size, experts
+        self._rank, self._size = rank, size
         self.tokens, self.hidden = shape
         rng = np.random.default_rng(shape)
-        self.ids_of_all = [
-            np.argsort(rng.random((self.tokens, experts)), axis=1)[:, :top_k].astype(np.int64) for _ in range(size)
-        ]
-        self.ids = self._xp.asarray(self.ids_of_all[rank])
+        self._ids = np.argsort(rng.random((size, self.tokens, experts)), axis=2)[:, :, :top_k]
+        """The experts of each token of each rank."""
+        self._owner = np.repeat(np.arange(size), [len(part) for part in np.array_split(np.arange(experts), size)])
+        """The rank of each expert."""
+        self._owners = self._owner[self._ids]
+        self.ids = self._xp.asarray(self._ids[rank])
         self.weights = self._xp.asarray(np.random.default_rng(rank).random((self.tokens, top_k), np.float32))
         self._dtype = dtype
         self.x = self.tokens_of(rank)
@@ -172,12 +173,9 @@ class Routes:
         """The number of tokens that this rank sends to other ranks; a token counts once for each rank."""
         return int(sum(np.count_nonzero(self.goes_to(rank)) for rank in range(self._size) if rank != self._rank))
 
-    def goes_to(self, rank: int) -> npt.NDArray[np.bool_]:
+    def goes_to(self, rank: int) -> Any:
         """Return for each token of this rank whether it goes to ``rank``."""
-        first, end = self._range_of(rank)
-        ids = self.ids_of_all[self._rank]
-        there: npt.NDArray[np.bool_] = np.any((ids >= first) & (ids < end), axis=1)
-        return there
+        return (self._owners[self._rank] == rank).any(axis=1)
 
     def tokens_of(self, rank: int) -> Any:
         """Return the tokens of a rank: small whole numbers, which all types have."""
@@ -188,17 +186,15 @@ class Routes:
     def count_wrong_rows(self, received: Received) -> int:
         """Return the number of wrong rows of a dispatch on this rank, with rows that are missing."""
         xp = self._xp
-        first, end = self._range_of(self._rank)
-        expected = sum(int(np.count_nonzero((ids >= first) & (ids < end))) for ids in self.ids_of_all)
-        used = int(received.offsets[-1])
+        expected, used = int(np.count_nonzero(self._owners == self._rank)), int(received.offsets[-1])
         sources = received.sources[:used]
         wrong = abs(expected - used)
-        ids = xp.asarray(np.stack(self.ids_of_all))
-        experts = ids[sources[:, 0], sources[:, 1], sources[:, 2]]
+        experts = xp.asarray(self._ids)[sources[:, 0], sources[:, 1], sources[:, 2]]
         counts = received.counts.get() if hasattr(received.counts, "get") else received.counts
         if counts.sum() != used:
             return max(wrong, 1)
-        wrong += int(xp.count_nonzero(experts != xp.asarray(np.repeat(np.arange(first, end), counts))))
+        in_order = np.repeat(np.flatnonzero(self._owner == self._rank), counts)
+        wrong += int(xp.count_nonzero(experts != xp.asarray(in_order)))
         if received.rows is not None:
             # Each row has a place, so the places check all rows.
             wrong += abs(int(received.row_count[0]) - len(xp.unique(received.rows[:used])))
@@ -218,22 +214,14 @@ class Routes:
         """
         xp = self._xp
         total = xp.zeros((self.tokens, self.hidden), xp.float32)
-        x = self.x.astype(xp.float32)
+        x, owners = self.x.astype(xp.float32), xp.asarray(self._owners[self._rank])
         for rank in range(self._size):
-            first, end = self._range_of(rank)
+            there = owners == rank
             if not weighted:
-                present = ((self.ids >= first) & (self.ids < end)).any(axis=1)
-                total += xp.where(present[:, None], x, xp.float32(0))
+                total += xp.where(there.any(axis=1)[:, None], x, xp.float32(0))
                 continue
-            partial = xp.zeros_like(total)
-            for slot in range(self.ids.shape[1]):
-                there = (self.ids[:, slot] >= first) & (self.ids[:, slot] < end)
-                factors = xp.where(there, self.weights[:, slot], xp.float32(0))
-                partial += factors[:, None] * x
+            partial, factors = xp.zeros_like(total), xp.where(there, self.weights, xp.float32(0))
+            for slot in range(factors.shape[1]):
+                partial += factors[:, slot, None] * x
             total += partial.astype(self._dtype).astype(xp.float32)
         return int(xp.count_nonzero((total.astype(self._dtype) != sums).any(axis=1)))
-
-    def _range_of(self, rank: int) -> tuple[int, int]:
-        each, rest = divmod(self._experts, self._size)
-        first = rank * each + min(rank, rest)
-        return first, first + each + (rank < rest)

@@ -264,7 +264,7 @@ class TorchGroup(Peer):
 
 
 class TorchSymmetric(TorchGroup):
-    """One-shot and two-shot all-reduce on tensors that all ranks have mapped. The faster one counts."""
+    """PyTorch's symmetric memory: all-reduces on tensors that all ranks have mapped, and fused products."""
 
     def __init__(self, comm: Communicator, machine: Machine) -> None:
         super().__init__(comm, machine)
@@ -278,7 +278,7 @@ class TorchSymmetric(TorchGroup):
         return view_bytes(tensor.data_ptr(), nbytes, tensor)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return one-shot and two-shot; in place only two-shot."""
+        """Return one-shot and two-shot all-reduce, of which the faster one counts; in place only two-shot."""
         if case.operation.name != "allreduce" or case.op != "sum" or case.dtype.name not in ("float32", "bfloat16"):
             raise UnsupportedError("its kernels are for the sum of float32 and bfloat16 in allreduce")
         operations, group = self._torch.ops.symm_mem, self._group
@@ -292,6 +292,22 @@ class TorchSymmetric(TorchGroup):
             calls["two_shot"] = lambda: operations.two_shot_all_reduce_out(send, "sum", group, receive)
         return calls
 
+    def product(self, kind: str, a: Any, b: Any) -> tuple[Call, Callable[[], Any]]:
+        """Return a call of a product with a collective, and a function that returns the result of the last call."""
+        group, operators = self._group, self._torch.ops.symm_mem
+        results: list[Any] = [None]
+        calls = {
+            "allgather_matmul": lambda: operators.fused_all_gather_matmul(a, [b], 0, group)[1][0],
+            "matmul_reduce_scatter": lambda: operators.fused_matmul_reduce_scatter(a, b, "sum", 0, group),
+        }
+        if kind not in calls:
+            raise UnsupportedError("PyTorch has no such operator")
+
+        def run() -> None:
+            results[0] = calls[kind]()
+
+        return run, lambda: results[0]
+
     def close(self) -> None:
         self._tensors.clear()
         super().close()
@@ -300,30 +316,6 @@ class TorchSymmetric(TorchGroup):
         offsets = ((tensor, int(array.data.ptr) - tensor.data_ptr()) for tensor in self._tensors)
         tensor, start = next((tensor, start) for tensor, start in offsets if 0 <= start < tensor.nbytes)
         return tensor[start : start + array.nbytes].view(getattr(self._torch, case.dtype.name))
-
-
-class FusedTorch(TorchGroup):
-    """The fused operators of PyTorch's symmetric memory."""
-
-    def __init__(self, comm: Communicator, machine: Machine) -> None:
-        super().__init__(comm, machine)
-        importlib.import_module("torch.distributed._symmetric_memory")  # defines the operators
-
-    def product(self, kind: str, a: Any, b: Any) -> tuple[Call, Callable[[], Any]]:
-        """Return a call of a product with a collective, and a function that returns the result of the last call."""
-        group, operators = self._group, self._torch.ops.symm_mem
-        results: list[Any] = [None]
-
-        def gather() -> None:
-            results[0] = operators.fused_all_gather_matmul(a, [b], 0, group)[1][0]
-
-        def scatter() -> None:
-            results[0] = operators.fused_matmul_reduce_scatter(a, b, "sum", 0, group)
-
-        calls = {"allgather_matmul": gather, "matmul_reduce_scatter": scatter}
-        if kind not in calls:
-            raise UnsupportedError("PyTorch has no such operator")
-        return calls[kind], lambda: results[0]
 
 
 class TorchNccl(TorchGroup):

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.libraries import OPS, FusedTorch, Nccl, type_of
+from mpicomm.bench.libraries import OPS, Nccl, TorchSymmetric, type_of
 from mpicomm.bench.measure import Call, CheckedCall, Measuring, Outcome, PeerFailureError, Trial, machine_of
 from mpicomm.bench.peers import OWN, Peer, open_peers
 from mpicomm.bench.report import ResultRow, Results, Table
@@ -26,7 +26,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import covered_dtype
 
 NAME = "matmul"
-_PEERS: dict[str, type[Peer]] = {"nccl": Nccl, "torch": FusedTorch}
+_PEERS: dict[str, type[Peer]] = {"nccl": Nccl, "torch": TorchSymmetric}
 _PARTS = ("collective", "product")
 _KINDS = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -52,7 +52,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("-d", "--datatype", choices=_DTYPES, default=None, help="default: bfloat16, on the cpu float32")
     result.add_argument("-n", "--iters", type=count(1), default=5, metavar="N", help="calls of a round; default: 5")
     result.add_argument("-G", "--rounds", type=count(1), default=7, metavar="N", help="timed rounds; default: 7")
-    result.add_argument("--eager", action="store_true", help="no graphs, on GPUs")
     return result
 
 
@@ -178,16 +177,14 @@ def main() -> int:
     if wrong_rows := [rows for rows in options.rows if rows % comm.size]:
         size = comm.size
         raise InvalidUsageError(f"--rows {wrong_rows[0]}: {size} ranks cannot share them: pass a multiple of {size}")
-    if on_host and options.eager:
-        raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
     if on_host and options.datatype == "bfloat16":
         raise InvalidUsageError("--datatype bfloat16 is for GPUs: on the host pass float32")
-    if not on_host and (missing := FusedTorch.missing()):
+    if not on_host and (missing := TorchSymmetric.missing()):
         raise InvalidUsageError(f"bench {NAME} on GPUs needs PyTorch: {missing}")
     options.datatype = options.datatype or ("float32" if on_host else "bfloat16")
     machine = machine_of(comm)
-    graphs = not on_host and not options.eager
-    measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=options.rounds, graphs=graphs)
+    effort = {"iterations": options.iters, "warmups": 2, "rounds": options.rounds}
+    measuring = Measuring(comm, machine, **effort, graphs=not on_host)
     if on_host:
         stream: AbstractContextManager[Any] = nullcontext()
     else:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from mpicomm.api.communicator import Communicator
 Call = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class CallTimes:
+class CallTimes(NamedTuple):
     """The time of a call, and the time for which it held the caller. The second is None for calls of a graph."""
 
     complete: float
@@ -38,10 +37,6 @@ class Machine:
     def current(self) -> AbstractContextManager[object]:
         """Return a ``with`` block in which array expressions go to the stream, too."""
         return nullcontext()
-
-    def empty(self, nbytes: int) -> Any:
-        """Return an array of bytes."""
-        return self.xp.empty(nbytes, np.uint8)
 
     def finish(self) -> None:
         """Wait for the stream."""
@@ -173,8 +168,7 @@ class Outcome:
     """The slowest round minus the fastest one, divided by the median."""
 
 
-@dataclass(frozen=True)
-class CheckedCall:
+class CheckedCall(NamedTuple):
     """A call whose result is checked."""
 
     write: Call
@@ -258,7 +252,7 @@ class Measuring:
             except PeerFailureError as failure:
                 trial.eager = str(failure)
         if trial.graph is not None and trial.own and trial.checks and trial.check_graph:
-            self._check(trial, replace(trial.checks[0], call=lambda: self.machine.launch(trial.graph)))
+            self._check(trial, trial.checks[0]._replace(call=lambda: self.machine.launch(trial.graph)))
 
     def _check(self, trial: Trial, check: CheckedCall) -> None:
         self.step(lambda: self._write(check.write), own=trial.own)

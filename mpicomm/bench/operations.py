@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -189,8 +189,7 @@ def blocks_of(operation: BenchOperation, sizes: Iterable[int], dtype: np.dtype[A
     return list(dict.fromkeys(max(1, nbytes // block_nbytes) for nbytes in sizes))
 
 
-@dataclass(frozen=True)
-class CaseBuffers:
+class CaseBuffers(NamedTuple):
     """Input and output of a case, as bytes; None if this rank has none.
 
     In place, one is part of the other. If both have the same bytes, both are the same object.
@@ -226,7 +225,7 @@ def buffers(case: Case, first: Any, second: Any, *, result_at_front: bool) -> Ca
 
 
 _PERIOD = 1_000_003
-_POISON = 0xA5
+POISON = 0xA5  # bytes that no data has
 _SAMPLE = 4096  # the elements to compare at each end of a block, if a result need not be exact
 _EPSILON = {1: 2.0**-2, 2: 2.0**-7, 4: 2.0**-22, 8: 2.0**-51}  # the coarsest float type of each size, one bit spared
 
@@ -262,15 +261,10 @@ class Content:
         self._host = data
         self._periods = [xp.asarray(period.view(self._word)) for period in data]
 
-    @staticmethod
-    def poison(array: Any) -> None:
-        """Fill bytes with values that no data has."""
-        array.fill(_POISON)
-
     def prepare(self, case: Case, buffers: CaseBuffers) -> None:
         """Poison the buffer that a case receives into, and write the data that it sends."""
         if buffers.receive is not None:
-            self.poison(buffers.receive)
+            buffers.receive.fill(POISON)
         if case.has_input:
             self.write(buffers.send, case.rank)
 

@@ -30,7 +30,7 @@ from mpicomm.bench.measure import (
     UnsupportedError,
     together,
 )
-from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, SENDRECV, Case, CaseBuffers, Content, buffers
+from mpicomm.bench.operations import BARRIER, IN_PLACE, POISON, ROOT, SENDRECV, Case, CaseBuffers, Content, buffers
 from mpicomm.collectives.gpu.decision import ALGORITHMS
 from mpicomm.collectives.operations import Operation as Collective
 from mpicomm.collectives.wire import Wire
@@ -79,7 +79,7 @@ class Peer:
 
     def allocate(self, nbytes: int) -> Any:
         """Return memory of the kind that is fastest for this library, as a NumPy or CuPy array of bytes."""
-        return self._machine.empty(nbytes)
+        return self._machine.xp.empty(nbytes, np.uint8)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         """Return the ways to carry out a case, by name. The fastest way counts. Raises `UnsupportedError`."""
@@ -136,7 +136,7 @@ class Mpicomm(Peer):
 
     def allocate(self, nbytes: int) -> Any:
         """Return an array. A symmetric array lives until the communicator is freed."""
-        return self._comm.empty(nbytes, np.uint8).local if self._symmetric else self._machine.empty(nbytes)
+        return self._comm.empty(nbytes, np.uint8).local if self._symmetric else super().allocate(nbytes)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         return {"": mpi_call(self._comm, case, buffers, self._options)}
@@ -322,7 +322,7 @@ def _trials(
     def check(scene: tuple[Case, CaseBuffers], call: Call) -> CheckedCall:
         def write() -> None:
             if vary:  # a call that reads at the last call's addresses must not find the same data
-                content.poison(contender.first[: scene[0].nbytes + ROOM_NBYTES])
+                contender.first[: scene[0].nbytes + ROOM_NBYTES].fill(POISON)
             content.prepare(*scene)
 
         exact, error = contender.exact, contender.error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, geometric_mean
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.peers import OWN, UNCODED, Peer, close
@@ -15,8 +15,7 @@ from mpicomm.sizes import Columns, format_cell
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ResultRow:
+class ResultRow(NamedTuple):
     """One line of the table: outcomes by place and contender, and the reason of each contender without one.
 
     A place is a group of columns, such as calls in place.

@@ -1,4 +1,4 @@
-"""Options of command lines and their types, the sizes of a sweep, JSON files, and what reports say of this machine.
+"""Options of command lines and their types, JSON files, and what reports say of this machine.
 
 Imports no MPI.
 """
@@ -11,15 +11,13 @@ import json
 import os
 import platform
 import re
-import shlex
 import sys
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import mpi4py
 import numpy as np
@@ -61,17 +59,6 @@ def launch_of(variables: Mapping[str, str]) -> JobLaunch:
 def _count(text: str) -> int | None:
     """Return the number in a variable, which may be of another process and hold anything; None for no such number."""
     return int(text) if text.isdecimal() and len(text) < 10 else None
-
-
-def run_record(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the date, the command and the machine of a run, for the JSON file. Local."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.orig_argv),
-        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
-        "processor": processor(),
-        "versions": versions(),
-    }
 
 
 def format_uuid(device_uuid: bytes) -> str | None:
@@ -135,59 +122,32 @@ def command_parser(
     ``json`` adds an option for a "file" of results, or for JSON in place of all "output"; without that option its value
     is False, and for standard output, which "-" also names, it is None. ``peers`` are other libraries to compare with.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m mpicomm.{name}", description=description, allow_abbrev=allow_abbrev
-    )
-    ranks = parser.add_argument_group("ranks and results")
-    ranks.add_argument("-D", "--device", choices=("auto", "cpu"), default="auto", help="default: auto")
-    ranks.add_argument(
-        "--handle", choices=environment.HANDLES, default="auto", help="how memory is opened; default: auto"
-    )
+    prog = f"python -m mpicomm.{name}"
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=allow_abbrev)
+    add = parser.add_argument_group("ranks and results").add_argument
+    add("-D", "--device", choices=("auto", "cpu"), default="auto", help="default: auto")
+    add("--handle", choices=environment.HANDLES, default="auto", help="how memory is opened; default: auto")
     if json == "file":
-        ranks.add_argument("-J", "--json", type=output_file, metavar="FILE", help="write the results there")
+        add("-J", "--json", type=output_file, metavar="FILE", help="write the results there")
     elif json == "output":
-        ranks.add_argument(
-            "--json",
-            nargs="?",
-            const=None,
-            default=False,
-            type=lambda text: None if text == "-" else output_file(text),
-            metavar="FILE",
-            help="write one JSON object, by default to standard output",
-        )
+        written = "write one JSON object, by default to standard output"
+        add("--json", nargs="?", default=False, type=_file_or_output, metavar="FILE", help=written)
     if peers:
-        peer = names_from(peers, "peer")
-        ranks.add_argument("--compare", type=peer, default=[], metavar="PEER,...", help=", ".join(peers))
+        add("--compare", type=names_from(peers, "peer"), default=[], metavar="PEER,...", help=", ".join(peers))
     return parser
 
 
 def add_sweep_arguments(
-    parser: argparse.ArgumentParser, *, smallest: int, factor: int, largest: int | None = None
+    parser: argparse.ArgumentParser, *, smallest: int, factor: int = 2, largest: int | None = None
 ) -> None:
     """Add nccl-tests' options for the sizes to measure and the numbers of iterations."""
-    parser.add_argument(
-        "-b", "--minbytes", type=parse_size, default=smallest, metavar="SIZE", help=f"default: {format_size(smallest)}"
-    )
-    default = "64M on the cpu, 1G on GPUs" if largest is None else format_size(largest)
-    parser.add_argument(
-        "-e", "--maxbytes", type=parse_size, default=largest, metavar="SIZE", help=f"default: {default}"
-    )
-    parser.add_argument(
-        "-f", "--stepfactor", type=count_from(2), default=factor, metavar="N", help=f"default: {factor}"
-    )
-    parser.add_argument(
-        "-n", "--iters", type=count_from(1), default=20, metavar="N", help="timed iterations; default: 20"
-    )
-    parser.add_argument("-w", "--warmup_iters", type=count_from(0), default=5, metavar="N", help="default: 5")
-
-
-def sizes(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return the sizes of a sweep, with the largest one if the steps reach it."""
-    found = []
-    while smallest <= largest:
-        found.append(smallest)
-        smallest *= factor
-    return found
+    least, most = format_size(smallest), "64M on the cpu, 1G on GPUs" if largest is None else format_size(largest)
+    add = parser.add_argument
+    add("-b", "--minbytes", type=parse_size, default=smallest, metavar="SIZE", help=f"default: {least}")
+    add("-e", "--maxbytes", type=parse_size, default=largest, metavar="SIZE", help=f"default: {most}")
+    add("-f", "--stepfactor", type=count_from(2), default=factor, metavar="N", help=f"default: {factor}")
+    add("-n", "--iters", type=count_from(1), default=20, metavar="N", help="timed iterations; default: 20")
+    add("-w", "--warmup_iters", type=count_from(0), default=5, metavar="N", help="default: 5")
 
 
 def parse_size(text: str) -> int:
@@ -209,26 +169,22 @@ def count_from(smallest: int) -> Callable[[str], int]:
     return parse_count
 
 
-def name_from(known: Collection[str], what: str) -> Callable[[str], str]:
-    """Return an argparse type that reads one of the ``known`` names. ``what`` says what they name."""
-
-    def parse_name(text: str) -> str:
-        if text not in known:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {what}: use {', '.join(known)}")
-        return text
-
-    return parse_name
-
-
 def list_of(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return an argparse type that reads a list, as in 2,4,8."""
     return lambda text: [parse(part.strip()) for part in text.split(",")]
 
 
 def names_from(known: Collection[str], what: str) -> Callable[[str], list[str]]:
-    """Return an argparse type that reads a list of ``known`` names, each of them once."""
-    parse_names = list_of(name_from(known, what))
-    return lambda text: list(dict.fromkeys(parse_names(text)))
+    """Return an argparse type that reads a list of ``known`` names, each of them once. ``what`` says what they name."""
+
+    def parse_names(text: str) -> list[str]:
+        names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is no {what}: use {', '.join(known)}")
+        return names
+
+    return parse_names
 
 
 def output_file(text: str) -> Path:
@@ -244,6 +200,10 @@ def output_file(text: str) -> Path:
         reason = f"{path.parent} is no directory that can be written to ({error.strerror})"
         raise argparse.ArgumentTypeError(f"{text!r}: {reason}") from None
     return path
+
+
+def _file_or_output(text: str) -> Path | None:
+    return None if text == "-" else output_file(text)
 
 
 def _partial(path: Path) -> Path:

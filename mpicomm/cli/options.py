@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -23,13 +25,14 @@ from mpicomm import environment
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.cli import arguments
 from mpicomm.cli.arguments import format_uuid
+from mpicomm.cluster.process import FORWARD_S
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.sizes import format_size
+from mpicomm.waiting import wait_until
 
 T = TypeVar("T")
 
 _TOGETHER_S = 0.5
-_FORWARD_S = 0.2  # an MPI launcher that has to abort drops output that it has not forwarded yet
 
 _device: int | str | None = None  # `_abort` names the device, but has no communicator
 
@@ -51,7 +54,7 @@ def run(main: Callable[[], int]) -> NoReturn:
         os.kill(os.getpid(), signal.SIGINT)
         raise
     except MpicommError as error:
-        if not _all_arrive(private):
+        if not wait_until(private.Ibarrier().Test, _TOGETHER_S):
             _abort()
         if private.rank == 0:
             sys.stderr.write(f"error: {error}\n")
@@ -59,16 +62,6 @@ def run(main: Callable[[], int]) -> NoReturn:
     except Exception:
         _abort()
     sys.exit(status)
-
-
-def _all_arrive(comm: MPI.Intracomm) -> bool:
-    request = comm.Ibarrier()
-    deadline = time.monotonic() + _TOGETHER_S
-    while not request.Test():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(1e-3)
-    return True
 
 
 def _abort() -> NoReturn:
@@ -79,7 +72,7 @@ def _abort() -> NoReturn:
     )
     sys.stderr.flush()
     sys.stdout.flush()
-    time.sleep(_FORWARD_S)
+    time.sleep(FORWARD_S)
     MPI.COMM_WORLD.Abort(1)
     os._exit(1)  # MPICH's MPI_Abort may return before the job has ended
 
@@ -130,7 +123,10 @@ class Run:
         options = self.options
         if options.maxbytes is None:
             options.maxbytes = max(options.minbytes, 64 << 20 if self.comm.device == "cpu" else 1 << 30)
-        found = arguments.sizes(options.minbytes, options.maxbytes, options.stepfactor)
+        found, nbytes = [], options.minbytes
+        while nbytes <= options.maxbytes:
+            found.append(nbytes)
+            nbytes *= options.stepfactor
         if not found:
             bounds = f"-b {format_size(options.minbytes)} is above -e {format_size(options.maxbytes)}"
             raise InvalidUsageError(f"no size to measure: {bounds}: pass a larger -e")
@@ -139,11 +135,6 @@ class Run:
     def introduce(self, title: str, *lines: str) -> None:
         """Print the command, the ranks, and ``lines``."""
         show(*(f"# {line}".rstrip() for line in (*header(title, self.ranks, self.options.handle), *lines)))
-
-    def setting(self) -> dict[str, Any]:
-        """Return the date, the command and the machine, for the JSON file."""
-        ranks = [rank_record(info) for info in self.ranks]
-        return {**arguments.run_record(self.options), "ranks": ranks, "handle": self.ranks[0].handle}
 
     def finish(
         self,
@@ -157,7 +148,17 @@ class Run:
 
         Return the exit code. ``wrong`` counts the errors on all ranks.
         """
-        save(self.options.json, {**self.setting(), **document, "wrong": wrong, "ok": wrong == 0})
+        options = {name: str(given) if isinstance(given, Path) else given for name, given in vars(self.options).items()}
+        setting = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": shlex.join(sys.orig_argv),
+            "options": options,
+            "processor": arguments.processor(),
+            "versions": arguments.versions(),
+            "ranks": [rank_record(info) for info in self.ranks],
+            "handle": self.ranks[0].handle,
+        }
+        save(self.options.json, {**setting, **document, "wrong": wrong, "ok": wrong == 0})
         close()  # after the results are saved, because a library may end the process here
         self.comm.Free()
         show("# OK" if wrong == 0 else f"# FAILED: {wrong} {what}")
@@ -174,10 +175,9 @@ def on_first_rank(comm: MPI.Intracomm, make: Callable[[], T]) -> T:
     if comm.rank == 0:
         try:
             made = make()
-        except MpicommError as error:
-            failure = error
         except Exception as error:  # another library may raise any class
-            failure = RuntimeError(f"{type(error).__name__}: {error}")
+            known = isinstance(error, MpicommError)
+            failure = error if known else RuntimeError(f"{type(error).__name__}: {error}")
     result, failure = comm.bcast((made, failure))
     if failure is not None:
         raise failure

@@ -41,6 +41,13 @@ def require_same(what: str, values: Sequence[object], ranks: Sequence[int] | Non
         raise InvalidUsageError(f"{what} differs between ranks: {said}: pass the same on all ranks")
 
 
+def left_by(error: BaseException, step: str, rank: int) -> CollectiveTimeoutError | PeerError:
+    """Return the error of later calls on ``rank``, on which ``error`` has ended ``step``."""
+    if isinstance(error, CollectiveTimeoutError):
+        return equal_error(error)  # without the frames of `error`, and the mapped memory in them
+    return PeerError(f"rank {rank} left in the middle of {step}: {type(error).__name__}", ranks=[rank])
+
+
 class _Outcome(NamedTuple):
     """The part of a rank in an exchange: its result, or its error. Ranks send it as a tuple, which pickles faster."""
 
@@ -250,12 +257,7 @@ class Group:
             # this exchange for a message of the next. The other ranks miss this rank in their next exchange. It sends
             # them nothing: if this exchange was their last, the message would arrive in another communicator to which
             # MPI gives the same number.
-            if isinstance(error, CollectiveTimeoutError):
-                self.broken = equal_error(error)  # without the frames of `error`, and the mapped memory in them
-            else:
-                here = self.ranks[self.rank]
-                left = f"rank {here} left in the middle of {mine.step}: {type(error).__name__}"
-                self.broken = PeerError(left, ranks=[here])
+            self.broken = left_by(error, mine.step, self.ranks[self.rank])
             raise
         return answer
 

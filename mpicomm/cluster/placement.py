@@ -23,7 +23,6 @@ from mpicomm.cluster.agreement import Group, require_same
 from mpicomm.cluster.process import group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.types import GpuBackend
-from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import NO_DEVICE, HostBackend
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError
 from mpicomm.kernels.team import MAX_RANKS
@@ -181,14 +180,6 @@ class Placement:
             places = [self.places[rank] for rank in numbers]
             found = self._subsets[numbers] = Placement(places, numbers.index(self.rank))
         return found
-
-    def with_handles(self, chosen: Sequence[tuple[Kind, dict[str, str]]]) -> Placement:
-        """Return the placement with each rank's chosen handle kind, and its rejected kinds."""
-        places = [
-            replace(place, handle=kind, rejected=rejected)
-            for place, (kind, rejected) in zip(self.places, chosen, strict=True)
-        ]
-        return Placement(places, self.rank)
 
     def create_backend(self) -> HostBackend | GpuBackend:
         """Open this rank's device and return it; local. Raises `BackendUnavailableError` or `HandleError`."""

@@ -14,11 +14,10 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -138,7 +137,7 @@ def _release_all(*_: object) -> None:
 
 
 _SILENT_S = 2.0  # ranks that fail alike leave a block at about the same time, and none of them waits
-_FORWARD_S = 0.2  # an MPI launcher that has to abort drops output that it has not forwarded yet
+FORWARD_S = 0.2  # an MPI launcher that has to abort drops output that it has not forwarded yet
 
 
 @cache  # once per process
@@ -156,7 +155,7 @@ def end_job_if_uncaught() -> None:
             from mpi4py import run
 
             sys.stderr.flush()
-            time.sleep(_FORWARD_S)
+            time.sleep(FORWARD_S)
             run.set_abort_status(error)
 
     sys.excepthook = hook
@@ -192,8 +191,7 @@ _MPICH_GPU_SUPPORT_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA in MPICH's mpi.h
 _LIBRARY_NAME = re.compile(r"libmpi(ch)?(_\w+)?\.so[.\d]*")
 
 
-@dataclass(frozen=True)
-class CudaAwareness:
+class CudaAwareness(NamedTuple):
     """The answer, or ``None`` if the library does not say, and the source of the answer."""
 
     aware: bool | None

@@ -8,6 +8,7 @@ that are here. An exchange of a `Group` does the same with results and errors, w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from mpi4py import MPI
@@ -69,9 +70,10 @@ class _ByCollectives:
 class ByMessages:
     """Carries the words of ``ranks`` in successive roll calls, by messages, in a small part of the time.
 
-    Only mpicomm uses ``comm``, and ``tag`` only this object. The requests are persistent, because MPI needs more time
-    to prepare a message of a byte than to send it. After an error of `roll_call` some may never complete, so nobody
-    uses or frees the object then.
+    Only mpicomm uses ``comm``, and ``tag`` only this object. ``call`` starts the call of the first rank, ``hear`` the
+    words for it, and ``tell`` its answer to all. The requests are persistent, because MPI needs more time to prepare a
+    message of a byte than to send it. After an error of `roll_call` some may never complete, so nobody uses or frees
+    the object then.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> None:
@@ -84,25 +86,17 @@ class ByMessages:
         down, up = (comm.Send_init, comm.Recv_init) if first else (comm.Recv_init, comm.Send_init)
         peers = dict(enumerate(ranks[1:], 1)) if first else {self.index: ranks[0]}
         call, words = bytearray(1), memoryview(self.said)
-        self._calls = [down([call, MPI.BYTE], peer, tag) for peer in peers.values()]
-        self._words = [up([words[at : at + 1], MPI.BYTE], peer, tag) for at, peer in peers.items()]
-        self._answers = [down([self.answer, MPI.BYTE], peer, tag) for peer in peers.values()]
-
-    def call(self) -> list[MPI.Prequest]:
-        """Send the call of the first rank, or begin to receive it."""
-        return _started(self._calls, sends=self.index == 0)
-
-    def hear(self) -> list[MPI.Prequest]:
-        """Begin to receive the words of all ranks, or send this rank's word."""
-        return _started(self._words, sends=self.index > 0)
-
-    def tell(self) -> list[MPI.Prequest]:
-        """Send the words of all ranks, or begin to receive them."""
-        return _started(self._answers, sends=self.index == 0)
+        calls = [down([call, MPI.BYTE], peer, tag) for peer in peers.values()]
+        said = [up([words[at : at + 1], MPI.BYTE], peer, tag) for at, peer in peers.items()]
+        answers = [down([self.answer, MPI.BYTE], peer, tag) for peer in peers.values()]
+        self._requests = (*calls, *said, *answers)
+        self.call = partial(_started, calls, sends=first)
+        self.hear = partial(_started, said, sends=not first)
+        self.tell = partial(_started, answers, sends=first)
 
     def free(self) -> None:
         """Free the requests; local."""
-        for request in (*self._calls, *self._words, *self._answers):
+        for request in self._requests:
             request.Free()
 
 

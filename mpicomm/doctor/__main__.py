@@ -15,7 +15,7 @@ import mpi4py
 from mpicomm import environment
 from mpicomm.cli import arguments
 from mpicomm.doctor.checks import CHECKS, examine, lines, record
-from mpicomm.doctor.facts import RankFacts, facts_before_mpi
+from mpicomm.doctor.facts import RankFacts, facts_before_mpi, gather
 from mpicomm.doctor.running import Job, job_of, jobs_of_user
 from mpicomm.doctor.waits import Look
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
@@ -111,7 +111,6 @@ def _examine_ranks(facts: RankFacts) -> int:
     from mpi4py import MPI
 
     from mpicomm.cli import options as command_line
-    from mpicomm.doctor.between_ranks import gather
 
     options = command_line.parse_args(_parser())
     try:

@@ -1,7 +1,12 @@
-"""Facts: the doctor's knowledge of one rank. Checks read nothing else, so tests can make facts by hand."""
+"""Facts: the doctor's knowledge of one rank. Checks read nothing else, so tests can make facts by hand.
+
+Some facts ranks find out together: who can read whose memory, and how a Communicator opens it.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -10,14 +15,16 @@ import shutil
 import socket
 import subprocess
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import mpi4py
 
 from mpicomm import environment
 from mpicomm.cli.arguments import JobLaunch, launch_of
-from mpicomm.devices.cuda.driver import newest_cuda
+from mpicomm.devices.cuda.driver import call, newest_cuda, visible_devices
+from mpicomm.errors import InvalidUsageError, MpicommError
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,14 @@ def facts_before_mpi() -> RankFacts:
     """
     launch = launch_of(os.environ)
     mpiexec, family = ("", "") if launch.size else _find_mpiexec()
-    mpi, error = _load_mpi()
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = True
+    try:
+        from mpi4py import MPI
+
+        mpi, error = MPI.Get_library_version(), ""
+    except (ImportError, RuntimeError) as fault:
+        mpi, error = "", " ".join(str(fault).split())
     shm_device, shm_free, locked_limit = 0, None, None
     with suppress(OSError):
         size = os.statvfs("/dev/shm")
@@ -167,16 +181,6 @@ def facts_before_mpi() -> RankFacts:
     )
 
 
-def _load_mpi() -> tuple[str, str]:
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = True
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        return "", " ".join(str(error).split())
-    return MPI.Get_library_version(), ""
-
-
 def _find_mpiexec() -> tuple[str, str]:
     """Return the mpiexec that a shell would start, and its family."""
     path = shutil.which("mpiexec") or shutil.which("mpirun")
@@ -188,3 +192,90 @@ def _find_mpiexec() -> tuple[str, str]:
         )
         return path, family_of(said.stdout)
     return path, ""
+
+
+_WORD = 0x6D706963  # the other ranks read this word
+
+
+def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list[RankFacts]:
+    """Return the facts of all ranks on all ranks. Collective.
+
+    If a rank does not come within ``timeout_s``, the other ranks raise `CollectiveTimeoutError` with its number.
+    """
+    from mpi4py import MPI
+
+    from mpicomm.cluster.agreement import Group
+    from mpicomm.cluster.roll_call import private_copy
+
+    group = Group(private_copy(MPI.COMM_WORLD, "doctor: begin", timeout_s), range(MPI.COMM_WORLD.size), timeout_s)
+    word = ctypes.c_uint32(_WORD)
+
+    def look() -> tuple[RankFacts, int]:
+        gpus, reason = _find_gpus()
+        threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        own = replace(facts, rank=group.rank, world_size=group.size, threads_multiple=threads)
+        return replace(own, gpus=gpus, no_gpu_reason=reason), ctypes.addressof(word)
+
+    found = group.exchange("doctor: look around", look)
+    unreadable: dict[int, str] = {}
+    for peer, address in found:
+        # MPI takes ranks with the same host name for ranks of one machine.
+        if (peer.boot_id, peer.host) == (facts.boot_id, facts.host) and (error := _read(peer.pid, address)):
+            unreadable[peer.rank] = error
+    memory, reason = _open_memory(device, handle), next(iter(unreadable.values()), "")
+    own = replace(found[group.rank][0], unreadable=tuple(unreadable), unreadable_reason=reason, memory=memory)
+    return group.exchange("doctor: own facts", lambda: own)  # until then the others may read the word
+
+
+class _Part(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
+
+
+def _read(pid: int, address: int) -> str:
+    """Read a word of another process as MPI does for large messages. Return the error, or ""."""
+    word = ctypes.c_uint32()
+    here = _Part(ctypes.addressof(word), ctypes.sizeof(word))
+    there = _Part(address, ctypes.sizeof(word))
+    libc, one = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(1)
+    parts = ctypes.byref(here), one, ctypes.byref(there), one
+    if libc.process_vm_readv(pid, *parts, ctypes.c_ulong(0)) < 0:
+        return os.strerror(ctypes.get_errno())
+    return "" if word.value == _WORD else "it reads another process"
+
+
+def _open_memory(device: str, handle: str) -> MemoryFacts:
+    from mpicomm.cli.options import open_communicator
+
+    try:
+        comm = open_communicator(device, handle)
+    except InvalidUsageError:
+        raise
+    except MpicommError as error:
+        return MemoryFacts(error=str(error))
+    with comm:
+        info = comm.describe()
+        uuid = info.device_uuid.hex() if any(info.device_uuid) else ""
+        return MemoryFacts(str(info.device), uuid, info.handle, dict(info.rejected))
+
+
+def _find_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
+    """Return the GPUs of this process, and the reason if there are none. Local; starts the driver without a context."""
+    try:
+        devices = visible_devices()
+        driver: Any = importlib.import_module("cuda.bindings.driver")
+        return tuple(
+            VisibleGpu(
+                device.uuid.hex(),
+                device.name,
+                tuple(
+                    peer.uuid.hex()
+                    for peer in devices
+                    if peer != device and not call(driver.cuDeviceCanAccessPeer, device.ordinal, peer.ordinal)
+                ),
+            )
+            for device in devices
+        ), ""
+    except MpicommError as error:
+        return (), str(error)

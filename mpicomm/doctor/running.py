@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mpicomm.activity.reading import Activity, OtherVersionError, printable, read_activity
 from mpicomm.cli.arguments import JobLaunch, launch_of
@@ -88,8 +89,7 @@ class Rank:
     """The moment, by the monotonic clock."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """The ranks on this machine that communicate, and other processes of their launchers."""
 
     ranks: tuple[Rank, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 from mpicomm import errors
 from mpicomm.activity.layout import ranks_as_text
@@ -20,8 +21,7 @@ _WAY_OUT = (
 )
 
 
-@dataclass(frozen=True)
-class RankWait:
+class RankWait(NamedTuple):
     """A rank, or several ranks, for which other ranks wait."""
 
     text: str
@@ -38,8 +38,7 @@ class RankWait:
     """Whether all of the ranks wait for no other rank, so that other waits may come from this one."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """The state of one rank in one communicator."""
 
     communicator: str

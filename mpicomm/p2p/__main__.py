@@ -3,54 +3,65 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.measure import Call, machine_of
-from mpicomm.bench.operations import Content
+from mpicomm.bench.operations import POISON, Content
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.devices.base import Link
+from mpicomm.devices.base import DeviceInfo, Link
+from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.variant import Variant, u64
 from mpicomm.sizes import format_cell, rich_console, rich_table
 
 COPY_ENGINES, STORES, LOADS = "copy engines", "kernels that store", "kernels that load"
+COPY_THREADS = 512
+_BLOCKS = 4  # on each multiprocessor, so that it has as many threads as it holds
+COPY = Variant(Path(__file__).with_name("p2p.cu"), "mpicomm_p2p_copy", options_for(None))
 _SMALL_NBYTES = 16
 _SMALL_COPIES = 100
 
-Cell = float | int | bool | str | None
-"""None if there is nothing to measure, or if the driver gives no value."""
-Transfer = tuple[int, int]
-"""The rank with the data, and the rank into whose memory they go."""
+
+class Copying(ctypes.Structure):
+    """The host's copy of ``Copying`` in p2p.cu."""
+
+    _fields_ = [*u64("target", "source", "nbytes")]
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """Cells by source and target. ``unit`` is "GB/s" or "us" for a measurement, and "" for an attribute."""
+def copier(info: DeviceInfo, stream: int) -> Callable[[int, int, int], None]:
+    """Return the kernel, for the current GPU: it takes a target, a source and a number of bytes. Stream-ordered."""
+    import cupy  # not above, because ranks on the cpu have no CuPy
 
-    title: str
-    unit: str
-    cells: list[list[Cell]]
+    from mpicomm.devices.cuda.load import kernels_of
+
+    kernel = kernels_of(info).load(COPY)
+    blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
+
+    def copy(target: int, source: int, nbytes: int) -> None:
+        kernel.launch_structure(stream, Copying(target, source, nbytes), blocks=blocks, threads=COPY_THREADS)
+
+    return copy
 
 
-def link_matrices(links: Sequence[Sequence[Link]]) -> list[Matrix]:
-    """Return the matrices of links: the path, and CUDA's attributes if there are any."""
+def link_matrices(links: Sequence[Sequence[Link]]) -> dict[str, list[list[Any]]]:
+    """Return the matrices of links by their titles: the path, and CUDA's attributes if there are any."""
     titles = {
         "path": "path to memory",
         "access": "peer access",
         "performance_rank": "performance rank (0 is the fastest)",
         "native_atomics": "native atomics",
     }
-    matrices = [
-        Matrix(title, "", [[getattr(link, name) for link in row] for row in links]) for name, title in titles.items()
-    ]
-    return [each for each in matrices if any(cell is not None for row in each.cells for cell in row)]
+    found = {title: [[getattr(link, name) for link in row] for row in links] for name, title in titles.items()}
+    return {title: rows for title, rows in found.items() if any(cell is not None for row in rows for cell in row)}
 
 
 class Pairs:
@@ -70,33 +81,35 @@ class Pairs:
             self.ways = {"copies to the target": False, "copies from the source": True}
         else:
             from mpicomm.devices.cuda.driver import visible_devices
-            from mpicomm.p2p.gpu import copier
 
             self.ways = {COPY_ENGINES: False, STORES: False, LOADS: True}
             self._by_kernel = copier(visible_devices()[int(comm.device)], self._machine.stream.ptr)
         self._content = Content(self._machine.xp, np.dtype(np.uint8), "sum", comm.size, options.bytes, reduces=False)
         self._content.write(self._data.local, comm.rank)
 
-    def matrices(self) -> Iterator[Matrix]:
-        """Measure bandwidths, then latencies."""
-        for title, both in (("one way", False), ("both ways", True)):
+    def matrices(self) -> Iterator[tuple[str, str, Callable[[int, int], float | None]]]:
+        """Yield the title of each matrix, its unit, and a function that measures from a source to a target.
+
+        The function returns None if there is nothing to measure.
+        """
+        for how, both in (("one way", False), ("both ways", True)):
             for way in self.ways:
                 if self._comm.size > 1 or not both:
-                    yield self._matrix(f"Bandwidth, {title}, {way}", "GB/s", partial(self._bandwidth, way, both))
+                    yield f"Bandwidth, {how}, {way}", "GB/s", partial(self._bandwidth, way, both)
         for way in self.ways if self._comm.device == "cpu" else (COPY_ENGINES,):
-            yield self._matrix(f"Latency, {way} of {_SMALL_NBYTES} bytes", "us", partial(self._small_us, way))
+            yield f"Latency, {way} of {_SMALL_NBYTES} bytes", "us", partial(self._small_us, way)
 
-    def move_us(self, way: str, transfers: Sequence[Transfer], nbytes: int, copies: int) -> float:
+    def move_us(self, way: str, transfers: Sequence[tuple[int, int]], nbytes: int, copies: int) -> float:
         """Return the time of ``copies`` copies of each transfer, side by side: the median of the rounds.
 
-        Count wrong bytes.
+        A transfer has a source and a target. Count wrong bytes.
         """
         rank, by_target = self._comm.rank, self.ways[way]
         source = next((source for source, target in transfers if target == rank), None)
         peer = next((pair[not by_target] for pair in transfers if pair[by_target] == rank), None)
         window = self._window.local[:nbytes]
         if source is not None:
-            self._content.poison(window)
+            window.fill(POISON)
         self._meet()
         times: list[float] = []
         if peer is not None:
@@ -129,12 +142,7 @@ class Pairs:
             return lambda: self._window.put(from_, peer, stream=self._machine.stream)
         return lambda: self._by_kernel(to.data.ptr, from_.data.ptr, nbytes)
 
-    def _matrix(self, title: str, unit: str, cell: Callable[[int, int], Cell]) -> Matrix:
-        numbers = range(self._comm.size)
-        rows = command_line.tracked(numbers, title)
-        return Matrix(title, unit, [[cell(source, target) for target in numbers] for source in rows])
-
-    def _bandwidth(self, way: str, both: bool, source: int, target: int) -> Cell:
+    def _bandwidth(self, way: str, both: bool, source: int, target: int) -> float | None:
         if both and source == target:
             return None
         transfers = [(source, target), (target, source)][: 2 if both else 1]
@@ -142,17 +150,15 @@ class Pairs:
         nbytes: int = self._options.bytes
         return len(transfers) * copies * nbytes / self.move_us(way, transfers, nbytes, copies) * 1e-3
 
-    def _small_us(self, way: str, source: int, target: int) -> Cell:
+    def _small_us(self, way: str, source: int, target: int) -> float:
         nbytes = min(_SMALL_NBYTES, self._options.bytes)
         return self.move_us(way, [(source, target)], nbytes, _SMALL_COPIES) / _SMALL_COPIES
 
     def _meet(self) -> None:
-        """Wait for the work of all ranks."""
         self._comm.check()
         self._comm.barrier()
 
 
-_FILE_WIDTH = 1000  # wide enough to fold no cell, if no terminal sets the width
 _EXPLAINED = (
     "Bandwidth counts each byte once; within one memory it is read and written there.",
     "Latency: the mean time of many copies in a row.",
@@ -161,48 +167,41 @@ _EXPLAINED = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    result = arguments.command_parser(
+def main() -> int:
+    """Run the command line on this rank. Collective."""
+    parser = arguments.command_parser(
         "p2p",
         "Measure bandwidth and latency between each two ranks, through the memory that they open for each other: by "
         "copy engines and by kernels on GPUs, by copies on the host. Every byte is checked.",
     )
-    count = arguments.count_from
-    result.add_argument(
-        "-b", "--bytes", type=arguments.parse_size, metavar="SIZE", help="of a copy; default: 256M, 16M on the host"
-    )
-    result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="copies in a round; default: 10")
-    result.add_argument("-r", "--rounds", type=count(1), default=5, metavar="N", help="median of N; default: 5")
-    return result
-
-
-def report(matrices: Iterable[Matrix], *, shows: bool) -> list[Matrix]:
-    """Print each matrix as soon as it is measured. Return the matrices."""
-    console, done = rich_console(sys.stdout, _FILE_WIDTH), []
-    console.quiet = not shows
-    for matrix in matrices:
-        done.append(matrix)
-        # This is not the title of `Table`, because `Table` folds its title to its width.
-        console.print(f"{matrix.title} ({matrix.unit})" if matrix.unit else matrix.title)
-        # An attribute says how a rank accesses another one. A measurement says how fast data goes to the other one.
-        corner = "from rank \\ to rank" if matrix.unit else "rank \\ peer"
-        numbers = [str(number) for number in range(len(matrix.cells))]
-        rows = ([number, *map(format_cell, row)] for number, row in zip(numbers, matrix.cells, strict=True))
-        console.print(rich_table(None, [corner, *numbers], rows, right=numbers))
-    return done
-
-
-def main() -> int:
-    """Run the command line on this rank. Collective."""
-    run = command_line.Run(parser(), one_node="the matrices are of mapped memory and need all ranks on one node")
+    add, count, nbytes = parser.add_argument, arguments.count_from, arguments.parse_size
+    add("-b", "--bytes", type=nbytes, metavar="SIZE", help="of a copy; default: 256M, 16M on the host")
+    add("-n", "--iters", type=count(1), default=10, metavar="N", help="copies in a round; default: 10")
+    add("-r", "--rounds", type=count(1), default=5, metavar="N", help="median of N; default: 5")
+    run = command_line.Run(parser, one_node="the matrices are of mapped memory and need all ranks on one node")
     options, comm = run.options, run.comm
     options.bytes = options.bytes or (16 << 20 if comm.device == "cpu" else 256 << 20)
     run.introduce("p2p", *_EXPLAINED)
+    console, numbers, matrices = rich_console(sys.stdout), range(comm.size), []
+    console.quiet = comm.rank != 0
+    columns = [str(number) for number in numbers]
+
+    def report(title: str, unit: str, cells: list[list[Any]]) -> None:
+        matrices.append({"title": title, "unit": unit, "cells": cells})
+        # This is not the title of `Table`, because `Table` folds its title to its width.
+        console.print(f"{title} ({unit})" if unit else title)
+        # An attribute says how a rank accesses another one. A measurement says how fast data goes to the other one.
+        corner = "from rank \\ to rank" if unit else "rank \\ peer"
+        rows = ([number, *map(format_cell, row)] for number, row in zip(columns, cells, strict=True))
+        console.print(rich_table(None, [corner, *columns], rows, right=columns))
+
+    for title, cells in link_matrices([info.links for info in run.ranks]).items():
+        report(title, "", cells)
     pairs = Pairs(comm, options)
-    matrices = chain(link_matrices([info.links for info in run.ranks]), pairs.matrices())
-    measured = report(matrices, shows=comm.rank == 0)
-    return run.finish({"matrices": [asdict(matrix) for matrix in measured]}, pairs.wrong, "wrong bytes")
+    for title, unit, measure in pairs.matrices():
+        tracked = command_line.tracked(numbers, title)
+        report(title, unit, [[measure(source, target) for target in numbers] for source in tracked])
+    return run.finish({"matrices": matrices}, pairs.wrong, "wrong bytes")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 namespace mpicomm {
 
-// The host's copies of the structure and of the constant are in gpu.py; a test compares them.
+// The host's copies of the structure and of the constant are in __main__.py; a test compares them.
 constexpr u32 kCopyThreads = 512;
 
 struct Copying {

@@ -216,7 +216,7 @@ class DeviceWork:
         for name in ("launcher", "fixed_launch"):
             _replace(backend, name, self._maker)
         _replace(backend, "graph_of", lambda make: lambda enqueue: enqueue)  # its launches are measured one by one
-        _replace(backend, "copy", self._copy)
+        _replace(backend, "copy", functools.partial(self._on_stream, of_memory="copy_engine"))
         _replace(backend, "message_steps", lambda steps: lambda: _RecordedSteps(steps(), self))
 
     @contextlib.contextmanager
@@ -267,24 +267,19 @@ class DeviceWork:
 
         return recorded
 
-    def _on_stream(self, method: Callable[..., None]) -> Callable[..., None]:
+    def _on_stream(self, method: Callable[..., None], of_memory: str = "") -> Callable[..., None]:
+        """Return a method whose last argument is a stream; ``of_memory`` is its algorithm in a call on memory."""
+
         def recorded(*arguments: Any, **keywords: Any) -> None:
-            with self.enqueued(arguments[-1]):
+            record = current()
+            algorithm = of_memory if record is not None and record.category == "memory" else ""
+            with self.enqueued(arguments[-1], algorithm):
                 method(*arguments, **keywords)
 
         return recorded
 
     def _maker(self, method: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..., None]]:
         return lambda *arguments, **numbers: self.step(method(*arguments, **numbers))
-
-    def _copy(self, method: Callable[..., None]) -> Callable[..., None]:
-        def recorded(target: int, source: int, nbytes: int, stream: int) -> None:
-            record = current()
-            algorithm = "copy_engine" if record is not None and record.category == "memory" else ""
-            with self.enqueued(stream, algorithm):
-                method(target, source, nbytes, stream)
-
-        return recorded
 
 
 class _RecordedSteps:
@@ -294,14 +289,11 @@ class _RecordedSteps:
         self._steps = steps
         self._recorded = functools.partial(work.step, algorithm="rendezvous", why="the receiver's GPU copies it")
 
-    def copy_in(self, place: int, **words: int) -> Callable[..., None]:
-        return self._recorded(self._steps.copy_in(place, **words))
-
-    def copy_out(self, place: int, **words: int) -> Callable[..., None]:
-        return self._recorded(self._steps.copy_out(place, **words))
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return self._recorded(getattr(self._steps, name))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        step = getattr(self._steps, name)
+        if name in ("copy_in", "copy_out"):  # they make a step
+            return lambda place, **words: self._recorded(step(place, **words))
+        return self._recorded(step)
 
 
 def timeline_of(backend: GpuBackend) -> Timeline | None:

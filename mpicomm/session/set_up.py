@@ -13,7 +13,7 @@ from mpicomm import environment, log
 from mpicomm.activity.layout import CALLS_BY_MPI, KEY
 from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster import process
-from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.agreement import Group, left_by
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize
 from mpicomm.cluster.roll_call import ByMessages, private_copy, roll_call
@@ -21,11 +21,10 @@ from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse, summed
 from mpicomm.devices.host import HostBackend
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.sharing.choose_handle import choose_handles, node_of
-from mpicomm.sharing.segments import AnyShared, Shared, SignalPads
+from mpicomm.sharing.segments import AnyShared, Mappings, Shared, SignalPads
 from mpicomm.sharing.suspension import Suspension
-from mpicomm.symmetric.registry import Mappings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -210,13 +209,8 @@ class SetUp:
             )
         try:
             self._call_roll(what, tuple(ranks))
-        except CollectiveTimeoutError as error:
-            self._part_error = equal_error(error)  # without the frames of `error`, and the mapped memory in them
-            raise
         except BaseException as error:
-            here = self.placement.rank
-            left = f"rank {here} left in the middle of {what}: {type(error).__name__}"
-            self._part_error = PeerError(left, ranks=[here])
+            self._part_error = left_by(error, what, self.placement.rank)
             raise
         return True
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,13 +113,14 @@ def choose_handles(group: Group, placement: Placement, backend: Backend) -> Plac
     chosen = group.exchange("Communicator: choose handle", partial(_choose_kind, node, backend, request))
     if node.rank == 0:
         kind, rejected = chosen[group.rank]
-        if request == kind:
-            reason = "as asked"
-        else:
-            reason = "; ".join(f"not {other}: {why}" for other, why in rejected.items()) or "the best there is"
+        reasons = "".join(f"; not {other}: {why}" for other, why in rejected.items())
         say = logger.warning if kind == "staged" else logger.info
-        say("device %s, memory handles %s: %s", backend.device, kind, reason)
-    return placement.with_handles(chosen)
+        say("device %s, memory handles %s%s", backend.device, kind, reasons)
+    places = [
+        replace(place, handle=kind, rejected=rejected)
+        for place, (kind, rejected) in zip(placement.places, chosen, strict=True)
+    ]
+    return Placement(places, placement.rank)
 
 
 def node_of(group: Group, placement: Placement) -> Group:

@@ -52,7 +52,7 @@ _Message = tuple[int, int]
 """A rank, and the number of the message that it sends or receives."""
 
 
-class FdExchange:
+class FdExchange(contextlib.AbstractContextManager["FdExchange"]):
     """One rank's end of one swap of descriptors; ``rank`` of ``size``. Local; `close` it, or use ``with``."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -73,9 +73,6 @@ class FdExchange:
             self.close()
             reason = f"{error.strerror}{way_out(error.errno)}"
             raise HandleError(f"cannot listen on an abstract unix socket: {reason}") from error
-
-    def __enter__(self) -> FdExchange:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

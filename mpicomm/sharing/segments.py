@@ -1,15 +1,14 @@
 """Memory that the ranks of a node open for each other: allocate, export, exchange, open, and close again.
 
-Also the objects with such memory, which ranks release together, and the pads of signals.
+Also the objects with such memory, which ranks release together, the pads of signals, and the addresses of arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast, runtime_checkable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 from mpicomm.cluster.agreement import Group, require_same
 from mpicomm.devices.base import Segment
@@ -20,8 +19,7 @@ from mpicomm.errors import HandleError, MpicommError
 from mpicomm.sharing.fd_exchange import Address, FdExchange
 
 
-@dataclass(frozen=True)
-class SuspendedContent:
+class SuspendedContent(NamedTuple):
     """The content of this rank's memory after a suspension: the bytes of before, or a fill, or undefined bytes."""
 
     kept_nbytes: int = 0
@@ -151,8 +149,7 @@ def reopen(node: Group, backend: Backend, what: str, memories: Sequence[SharedSe
     _exchange(node, what, lambda: (len(memories), (backend.export(shared.own) for shared in memories)), open_peer)
 
 
-@dataclass(frozen=True)
-class _Offer:
+class _Offer(NamedTuple):
     """The description of a rank's memories for the other ranks."""
 
     signature: Hashable
@@ -205,8 +202,10 @@ def _exchange(
                 temporary.callback(fd.close)
         for index, offer in enumerate(offers):
             if index != node.rank:
+                fds = iter(received.get(index, []))
                 try:
-                    open_peer(index, _with_descriptors(offer.handles, received.get(index, []), sealed))
+                    memories = [tuple(_part(part, fds, sealed) for part in each) for each in offer.handles]
+                    open_peer(index, memories)
                 except HandleError as error:
                     raise HandleError(f"memory of rank {node.ranks[index]}: {error}") from error
 
@@ -219,17 +218,12 @@ def _exchange(
         node.agree(f"{what}: open", open_all)
 
 
-def _with_descriptors(handles: Sequence[Sequence[MemoryHandle]], fds: list[Descriptor], sealed: bool) -> list[Exported]:
-    """Return the parts of each memory, each with the next descriptor if its handle has one."""
-    descriptors = iter(fds)
-
-    def part(handle: MemoryHandle) -> tuple[MemoryHandle, Descriptor | None]:
-        descriptor = next(descriptors, None) if handle.has_descriptor else None
-        if sealed and descriptor is not None and handle.kind in SEALED_KINDS:
-            require_sealed(descriptor)
-        return handle, descriptor
-
-    return [tuple(map(part, each)) for each in handles]
+def _part(handle: MemoryHandle, fds: Iterator[Descriptor], sealed: bool) -> tuple[MemoryHandle, Descriptor | None]:
+    """Return a part of a memory, with the next descriptor if its handle has one."""
+    fd = next(fds, None) if handle.has_descriptor else None
+    if sealed and fd is not None and handle.kind in SEALED_KINDS:
+        require_sealed(fd)
+    return handle, fd
 
 
 _WORD_NBYTES = 8
@@ -237,8 +231,7 @@ _LINE_NBYTES = 128  # pads share neither cache lines nor the sectors that a GPU 
 _CHUNK_NBYTES = 64 * 1024
 
 
-@dataclass(frozen=True)
-class SignalPad:
+class SignalPad(NamedTuple):
     """The counters of an array: for each rank of the node an inbox, the signals sent to it, and the waits for it.
 
     Only rank i writes inbox i of a peer's pad. Only the owner writes the other two. So no counter has two writers.
@@ -357,3 +350,51 @@ class SignalPads(SharedMemory):
 
 
 AnyShared = TypeVar("AnyShared", bound=Shared)
+
+
+class Mapped(NamedTuple):
+    """A piece of a symmetric array. ``pointers`` are the addresses, on this rank, of the piece of every rank.
+
+    ``array``, the number of the array, and ``offset``, in bytes, name the piece. They are the same on all ranks.
+    """
+
+    array: int
+    offset: int
+    pointers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return self.text_at(self.offset)
+
+    def text_at(self, offset: int | str) -> str:
+        """Return the text of another piece of the array."""
+        return f"byte {offset} of symmetric array {self.array}"
+
+
+class Mappings:
+    """The open symmetric arrays of a communicator. All methods are local."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, tuple[int, int, tuple[int, ...]]] = {}  # by number: its ends on this rank, pointers
+        self._made = 0
+        self.version = 0
+        """It changes with every array that a rank creates or closes: on all ranks at the same point of the program."""
+
+    def add(self, pointers: Sequence[int], own: int, nbytes: int) -> int:
+        """Add an array with ``nbytes`` on each rank, and ``pointers[own]`` on this rank; return its number."""
+        self._made += 1
+        self.version += 1
+        self._arrays[self._made] = pointers[own], pointers[own] + nbytes, tuple(pointers)
+        return self._made
+
+    def remove(self, number: int) -> None:
+        """Remove an array that is about to close."""
+        self.version += 1
+        self._arrays.pop(number, None)
+
+    def find(self, pointer: int, nbytes: int) -> Mapped | None:
+        """Return the piece at ``pointer`` in this rank's memory; None if it is not inside one array."""
+        for number, (begin, end, pointers) in self._arrays.items():
+            if nbytes > 0 and begin <= pointer and pointer + nbytes <= end:
+                offset = pointer - begin
+                return Mapped(number, offset, tuple([each + offset for each in pointers]))
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -146,9 +147,7 @@ class SymmetricArray:
         try:
             offset = operator.index(offset)  # some of NumPy's integers are too small for an address
         except TypeError:
-            raise InvalidUsageError(
-                f"offset={offset!r} is no int: use the index of an element in the flattened array"
-            ) from None
+            raise InvalidUsageError(f"offset={offset!r} is no int: use the index of an element") from None
         if not 0 <= offset <= self.size - source.size:
             raise InvalidUsageError(
                 f"src has {source.size} elements and offset={offset}: they do not fit into {self.size} elements"
@@ -281,9 +280,7 @@ def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tup
         raise InvalidUsageError(f"dtype={element} holds no plain bytes of a fixed size: use a numeric dtype")
     if any(n < 0 for n in sizes):
         raise InvalidUsageError(f"shape={sizes} has a negative size: use 0 or more")
-    nbytes = element.itemsize
-    for n in sizes:
-        nbytes *= n
+    nbytes = element.itemsize * math.prod(sizes)
     if nbytes > _MOST_NBYTES:
         raise InvalidUsageError(f"shape={sizes} of {element} has {nbytes} bytes, more than an address can count")
     return sizes, element

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -87,7 +88,7 @@ def empty(owner: Session, shape: int | Sequence[int], dtype: npt.DTypeLike, *, z
 
     def provide() -> tuple[Segment, Any]:
         backend, (sizes, element) = owner.backend, checked_shape(shape, dtype)
-        nbytes = element.itemsize * int(np.prod(sizes, dtype=object))
+        nbytes = element.itemsize * math.prod(sizes)
         with contextlib.ExitStack() as on_failure:
             segment = backend.allocate(owner.kind, nbytes)
             on_failure.callback(segment.close)

@@ -32,7 +32,7 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
     (
         "One communicator",
         "its memory and its teardown",
-        [["symmetric"], ["session"], ["sharing", "symmetric.registry"]],
+        [["symmetric"], ["session"], ["sharing"]],
     ),
     ("The ranks", "agree, and compare clocks", [["recording"], ["cluster"]]),
     ("MPI's side", "buffers, types, requests", [["epilogues"], ["mpi"]]),

@@ -54,7 +54,7 @@ from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.team import ABSENT, Team
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.sharing.segments import Mapped
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.machine import Array, Machine, Place

@@ -21,7 +21,7 @@ from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import launch_tag
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.sharing.segments import Mapped
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds

@@ -15,7 +15,7 @@ from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, combine_kernel
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.types import is_narrow
-from mpicomm.p2p.gpu import COPY, Copying
+from mpicomm.p2p.__main__ import COPY, Copying
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.helpers.references.reference_packing import layout as in_turn
 from tests.helpers.references.reference_packing import pack, region, unpack

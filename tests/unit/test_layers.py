@@ -37,7 +37,7 @@ ROOMS = [
     {"epilogues"},
     {"cluster"},
     {"recording"},
-    {"sharing", "symmetric.registry"},
+    {"sharing"},
     {"session"},
     {"symmetric"},
     {"collectives"},

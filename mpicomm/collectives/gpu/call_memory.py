@@ -22,8 +22,7 @@ from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, PeerError, equal_error, name_ranks
 from mpicomm.kernels.team import ABORT_OPERATION, ABSENT, MISMATCH, Team
 from mpicomm.log import log_once, logger
-from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.sharing.segments import Mapped, SharedSegments, SuspendedContent, share
 from mpicomm.waiting import wait_until
 
 _PURPOSE = "collectives: arena"

@@ -20,7 +20,7 @@ from mpicomm.mpi.buffers import any_overlap, array_of
 from mpicomm.mpi.layout import run_of
 from mpicomm.mpi.plain_arrays import is_counted, plain_array
 from mpicomm.mpi.spec import Shape
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.sharing.segments import Mappings
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.plan import StepLoader

@@ -35,7 +35,7 @@ from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.variant import Variant
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.sharing.segments import Mapped
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.plan import StepLoader

@@ -40,8 +40,7 @@ from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
-from mpicomm.sharing.segments import SharedSegments
-from mpicomm.symmetric.registry import Mapped, Mappings
+from mpicomm.sharing.segments import Mapped, Mappings, SharedSegments
 
 _MOST_DECISIONS = 256
 MAX_CHANNELS = 128

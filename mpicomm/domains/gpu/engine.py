@@ -31,7 +31,7 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel, reduction_of
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.sharing.segments import Mappings
 
 Item = Plan | NetworkStep
 _BYTE = np.dtype(np.uint8)

@@ -19,7 +19,7 @@ from mpicomm.errors import MpicommError
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.sharing.segments import Mappings
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns
 

@@ -27,7 +27,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import Team
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.sharing.segments import Mappings
 from tests.helpers.fakes.fake_driver import DeviceArray, read_device_arrays
 from tests.helpers.references.reductions import dtype_named
 

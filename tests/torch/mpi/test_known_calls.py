@@ -16,7 +16,7 @@ from mpicomm.collectives.gpu.call_templates import CallTemplate
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.errors import MpicommError
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.sharing.segments import Mappings
 from mpicomm.torch import streams
 from mpicomm.torch.collectives import Collective, collectives_of
 

@@ -37,7 +37,7 @@ from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.variant import Launch, Variant
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.sharing.segments import Mapped
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FENCES_NBYTES, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES as PACKET_SLOT_NBYTES
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, FlaggedInboxes, Team
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.sharing.segments import Mapped
 
 Range = tuple[int, int]
 

@@ -34,7 +34,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
 from mpicomm.kernels.variant import Launch
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.sharing.segments import Mapped
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.tuning import row, table
 from tests.helpers.references.reductions import dtype_named

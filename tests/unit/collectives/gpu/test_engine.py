@@ -29,7 +29,7 @@ from mpicomm.errors import HandleError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import ABSENT
 from mpicomm.log import log_once
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.sharing.segments import Mappings
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.fakes.fake_driver import DeviceArray, read_device_arrays
 from tests.helpers.inputs import patterns

@@ -17,7 +17,7 @@ from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.epilogues import Elementwise
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.plain_arrays import known_buffer, plain_array
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.sharing.segments import Mappings
 
 
 class Array:

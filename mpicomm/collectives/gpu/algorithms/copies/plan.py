@@ -33,7 +33,7 @@ from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, options_for
 from mpicomm.kernels.team import MAX_RANKS, PACKET_NBYTES
 from mpicomm.kernels.variant import Launch, Variant, u32, u64
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.sharing.segments import Mapped
 
 REDUCTION_THREADS = 512  # kReductionThreads in local_reduction.cu; a test compares them
 

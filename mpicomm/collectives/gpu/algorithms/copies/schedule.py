@@ -20,7 +20,7 @@ from mpicomm.collectives.gpu.algorithms.base import Copy, Fork, Join
 from mpicomm.collectives.packed import Gaps
 from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.sharing.segments import Mapped
 
 _LEAST_ROW_NBYTES = 256
 """Copy engines of H200s carry such rows as fast as one run of bytes, and rows of 64 bytes at half the speed."""

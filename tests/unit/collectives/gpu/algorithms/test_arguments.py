@@ -24,7 +24,7 @@ from mpicomm.collectives.wire import BLOCK
 from mpicomm.devices.cuda.compile import compile_kernel
 from mpicomm.kernels import epilogue, experts, message, packing, reductions, team, window
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
-from mpicomm.p2p import gpu as p2p
+from mpicomm.p2p import __main__ as p2p
 from tests.helpers.inputs.kernel_sources import INCLUDES, SOURCES
 from tests.helpers.references.reductions import SENTINELS
 

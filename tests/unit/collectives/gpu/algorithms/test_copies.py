@@ -28,7 +28,7 @@ from mpicomm.collectives.packed import Gaps, Strides
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.arguments import Span
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.sharing.segments import Mapped
 from tests.helpers.inputs import patterns
 from tests.helpers.rigs.stream_orders import carry_out
 
