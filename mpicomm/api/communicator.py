@@ -376,8 +376,9 @@ class Communicator(
 
         Complete all requests and receive all messages before, because `Free` drops messages that have not left yet. A
         second call does nothing. A call after MPI_Finalize or in a forked process does nothing either. After a timeout
-        of any call `Free` frees this rank's part, and waits for no other rank. Otherwise `Free` waits up to twice
-        ``timeout_s`` for a rank that is in a collective call which this rank has not made.
+        that leaves the communicator unusable `Free` frees this rank's part, and waits for no other rank. Otherwise, so
+        also after a timeout of `Split`, `Dup` and other calls that make communicators, all ranks may still use each
+        other's memory, and `Free` waits up to twice ``timeout_s`` for a rank that does not come.
 
         At the end of a ``with`` block that an exception has left, the exception is raised again also if `Free` fails.
         If the other ranks do not come at once, its traceback is logged before the wait.

@@ -36,7 +36,7 @@ def main() -> NoReturn:
         _look_at_running(_parser())
     facts = facts_before_mpi()
     checks = [check for check in CHECKS if check.before_mpi]
-    early = [(check, faults) for check, faults in examine([facts], checks) if faults]
+    early = [result for result in examine([facts], checks) if result[1]]
     if early:
         if environment.local_id() == 0:
             said = [f"Before MPI starts on {facts.host}:", *lines(early)]
@@ -123,7 +123,7 @@ def _examine_ranks(facts: RankFacts) -> int:
             command_line.show(*lines(results))
         else:
             command_line.save_or_show(options.json, record(job, results))
-    return int(any(faults for _, faults in results))
+    return int(any(faults for _, faults, _ in results))
 
 
 def _end_without(error: CollectiveTimeoutError) -> NoReturn:

@@ -32,14 +32,18 @@ class Check:
     """Yields a sentence for each fault, with the ranks and values of this job."""
     before_mpi: bool
     """Whether the fault may end the process when MPI starts, so that the doctor must find it before."""
+    skips: Callable[[Job], str]
+    """Returns why there is nothing to check, or ""."""
 
 
 CHECKS: list[Check] = []
 
 
-def _check(name: str, title: str, fix: str, *, before_mpi: bool = False) -> Callable[[Find], Find]:
+def _check(
+    name: str, title: str, fix: str, *, before_mpi: bool = False, skips: Callable[[Job], str] = lambda job: ""
+) -> Callable[[Find], Find]:
     def add(find: Find) -> Find:
-        CHECKS.append(Check(name, title, fix, find, before_mpi))
+        CHECKS.append(Check(name, title, fix, find, before_mpi, skips))
         return find
 
     return add
@@ -294,7 +298,12 @@ def _memory(job: Job) -> Iterable[str]:
     return _by_reason(job, reason_of)
 
 
-@_check("pytorch", "PyTorch allocates memory that peers can open", "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`")
+@_check(
+    "pytorch",
+    "PyTorch allocates memory that peers can open",
+    "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`",
+    skips=lambda job: "" if any(one.torch for one in job) else "no rank has PyTorch",
+)
 def _pytorch(job: Job) -> Iterator[str]:
     setting = "backend:cudaMallocAsync"
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -302,25 +311,30 @@ def _pytorch(job: Job) -> Iterator[str]:
             yield f"{name} on {name_ranks(ranks)} has {setting}: no peer can open such memory"
 
 
-Results = Sequence[tuple[Check, list[str]]]
-"""Each check with the faults that it has found."""
+Results = Sequence[tuple[Check, list[str], str]]
+"""Each check with the faults that it has found, and with why it was skipped, or ""."""
 
 
 def examine(job: Job, checks: Sequence[Check] = CHECKS) -> Results:
     """Make checks of a job."""
-    return [(check, [*check.find(job)]) for check in checks]
+    return [(check, [*check.find(job)], check.skips(job)) for check in checks]
 
 
 def lines(results: Results) -> list[str]:
     """Return the lines for people."""
     shown = []
-    for check, faults in results:
-        shown += [f"FAULT {check.name}: {fault}" for fault in faults]
-        shown.append(f"      fix: {check.fix}" if faults else f"ok    {check.name}: {check.title}")
+    for check, faults, skipped in results:
+        if faults:
+            shown += [*(f"FAULT {check.name}: {fault}" for fault in faults), f"      fix: {check.fix}"]
+        else:
+            shown.append(f"skip  {check.name}: {skipped}" if skipped else f"ok    {check.name}: {check.title}")
     return shown
 
 
 def record(job: Job, results: Results) -> dict[str, Any]:
     """Return the JSON object."""
-    checks = [{"name": check.name, "faults": faults, "fix": check.fix} for check, faults in results]
+    checks = [
+        {"name": check.name, "faults": faults, "skipped": skipped, "fix": check.fix}
+        for check, faults, skipped in results
+    ]
     return {"checks": checks, "ranks": [dataclasses.asdict(one) for one in job]}
