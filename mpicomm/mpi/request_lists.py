@@ -148,6 +148,8 @@ def _wait_all(wait: Callable[..., Any], requests: Requests, statuses: Any = None
     finally:
         for work in works:
             work.driven = False
+    for work in works:
+        work.silent = True
     objects = wait(in_mpi, statuses)
     _fill_all(in_mpi, statuses)
     _raise([work for work in works if work.error is not None])
@@ -155,8 +157,7 @@ def _wait_all(wait: Callable[..., Any], requests: Requests, statuses: Any = None
 
 
 # MPI gets the list without the requests that are open here. It gets those that have failed only with all others or
-# when it finds no others, because a call that raises returns no request. MPI does not know the status of a message of
-# this package.
+# when it finds no others, because a call that raises returns no request.
 
 
 def _all(test: Callable[..., Any], takes: bool, requests: Requests, statuses: Any) -> Found:
@@ -205,6 +206,7 @@ def _sort(requests: Requests, takes: bool) -> tuple[list[Any], list[int], list[A
         if is_own and not known.advance():
             is_open = True
         elif is_own and takes and known.error is not None:
+            known.silent = True
             failed.append(known)
         else:
             places.append(place)

@@ -40,13 +40,23 @@ class DeferredRequest(Driven, MPI.Grequest):
 
     A message has a ``status``, which then holds the result for the request's status. `Cancel` calls ``cancel``, never
     while ``done`` runs. If the message is cancelled, ``done`` returns true.
-
-    MPI itself only learns that the work is done. It gets no callbacks, which would take as long as all the rest.
     """
 
     # A subclass of mpi4py's class would keep these in a dictionary, which takes longer. The dictionary is for recorded
     # requests.
-    __slots__ = ("__dict__", "_cancel", "_done", "_finish", "_status", "_turn", "driven", "error", "kept", "over")
+    __slots__ = (
+        "__dict__",
+        "_cancel",
+        "_done",
+        "_finish",
+        "_status",
+        "_turn",
+        "driven",
+        "error",
+        "kept",
+        "over",
+        "silent",
+    )
     _cancel: Callable[[], None] | None
     _done: Callable[[], bool]
     _finish: Callable[[], None]
@@ -64,6 +74,8 @@ class DeferredRequest(Driven, MPI.Grequest):
     A caller may drop its own references, as in ``Ibcast(x + 1)``.
     """
     over: bool
+    silent: bool
+    """Whether a call of this package fills the status and raises the error, so that `_say` need not do so in MPI."""
 
     @classmethod
     def of(
@@ -75,11 +87,18 @@ class DeferredRequest(Driven, MPI.Grequest):
     ) -> Self:
         """Return a request for work. Only a message, which has a ``status``, has a ``cancel``."""
         replace_list_calls()
-        self: Self = _new_request(cls, _start_request(None, None, None))
+        self: Self
+        if status is None:
+            self = _new_request(cls, _start_request(None, None, None))
+        else:
+            # mpi4py never reports a request without a callback for cancelling as cancelled. This callback does nothing,
+            # because MPI holds its lock while it calls back, and the thread that has the turn may wait for that lock.
+            # `Cancel` calls ``cancel``.
+            self = _new_request(cls, _start_request(lambda said: self._say(said), None, lambda completed: None))
         self._done, self._finish, self._status, self._cancel = done, finish, status, cancel
         self._turn = threading.Lock()  # the waiting thread and the completer's thread both advance the work
         self.error = self.kept = None
-        self.over = self.driven = False
+        self.over = self.driven = self.silent = False
         return self
 
     @property
@@ -135,6 +154,13 @@ class DeferredRequest(Driven, MPI.Grequest):
             status.Set_source(known.source)
             status.Set_tag(known.tag)
 
+    def _say(self, status: MPI.Status) -> None:
+        """Answer MPI in a wait that does not know this class."""
+        if not self.silent:
+            self.fill(status)
+            if isinstance(self.error, MPI.Exception):
+                raise self.error  # mpi4py hands it to MPI, which raises it in the waiting thread
+
     def withdraw(self) -> None:
         """Cancel a message that has not come yet, if that is possible."""
         with self._turn:
@@ -154,6 +180,7 @@ class DeferredRequest(Driven, MPI.Grequest):
 
     def _take(self, end: Callable[..., bool], status: MPI.Status | None) -> bool:
         """End the request in MPI, whose work is done. Raises the error of the work."""
+        self.silent = True
         if status is None:
             end(self)
         else:
