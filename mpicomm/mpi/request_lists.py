@@ -58,6 +58,9 @@ class Driven:
         self.Cancel()  # type: ignore[attr-defined]
 
 
+_GENERALIZED = (Driven, MPI.Grequest)
+
+
 @functools.cache  # only the first call does anything
 def replace_list_calls() -> None:
     """Let mpi4py's calls on lists of requests take requests of this package. Local."""
@@ -73,14 +76,14 @@ def replace_list_calls() -> None:
 
 
 def _replace_for_own(owner: type, name: str, call: Callable[..., Any]) -> None:
-    """Let a call of mpi4py take ``call`` for lists with requests of this package."""
+    """Let a call of mpi4py take ``call`` for lists with requests of this package or generalized requests."""
     original = getattr(owner, name)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def known(requests: Requests, *rest: Any, **named: Any) -> Any:
         for request in requests:
-            if isinstance(request, Driven):
+            if isinstance(request, _GENERALIZED):
                 if named:
                     rest = signature.bind(requests, *rest, **named).args[1:]
                 return call(requests, *rest)
@@ -203,7 +206,7 @@ def _sort(requests: Requests, takes: bool) -> tuple[list[Any], list[int], list[A
         known = _in_mpi(request)
         in_mpi.append(known)
         is_own = isinstance(known, Driven)
-        if is_own and not known.advance():
+        if not (known.advance() if is_own else not isinstance(known, MPI.Grequest) or _get_status(known)):
             is_open = True
         elif is_own and takes and known.error is not None:
             known.silent = True

@@ -362,3 +362,12 @@ def test_cancelled_requests_in_lists(method: str) -> None:
     getattr(request, method)()
     MPI.Request.Waitall([NULL, request], statuses)
     assert statuses[1].Is_cancelled() and request == NULL
+
+
+def test_generalized_requests_of_the_program() -> None:
+    own()[1]()  # the calls are replaced from the first request on
+    for call in ("Waitall", "waitall", "Waitany", "Waitsome"):
+        request = MPI.Grequest.Start(None, None, None)
+        threading.Timer(0.02, request.Complete).start()
+        getattr(MPI.Request, call)([request, NULL])
+        assert request == NULL
