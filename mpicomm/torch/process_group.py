@@ -37,7 +37,7 @@ class ProcessGroup(CollectiveCalls):
     supports_coalescing = False
     supports_splitting = True
     supports_shrinking = False
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = False  # PyTorch from 2.15 on asks for the second
     options = None
 
     def __init__(self, store: c10d.Store, comm: Communicator, timeout_s: float) -> None:
@@ -135,9 +135,10 @@ class ProcessGroup(CollectiveCalls):
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Take the ``device_id`` of `torch.distributed.init_process_group`. Local."""
-        if device.index != self.communicator.device:
+        own = self.communicator.device
+        if (device.type if own == "cpu" else device.index) != own:  # PyTorch refuses a CPU here up to 2.14
             raise InvalidUsageError(
-                f"device_id={device} is not the device {self.communicator.device} of this rank: call "
+                f"device_id={device} is not the device {own} of this rank: leave it out on the cpu, or call "
                 f"torch.cuda.set_device({device.index}) on every rank before init_process_group"
             )
         self.bound_device_id = device  # `torch.distributed.split_group` refuses a group without it

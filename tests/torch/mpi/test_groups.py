@@ -84,6 +84,15 @@ def test_split_group(world: dist.ProcessGroup) -> None:
     part.shutdown()
 
 
+def test_a_group_says_that_it_cannot_estimate_times(world: dist.ProcessGroup, device: torch.device) -> None:
+    """PyTorch's compiler asks, too, and estimates the times itself."""
+    with (
+        pytest.raises(NotImplementedError, match="time estimator is not supported"),
+        dist._time_estimator(world, device),
+    ):
+        pass
+
+
 def test_a_group_that_is_destroyed_refuses_calls_and_the_others_go_on(world: dist.ProcessGroup) -> None:
     group = dist.new_group()
     require_works(group)
