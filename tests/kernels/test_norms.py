@@ -237,7 +237,7 @@ ALONE = {  # with slots for all steps, and with laps
 }
 LEAVES = {f"{name}-{way}": (way, laps, [SILENT, each]) for name, (laps, each) in ALONE.items() for way in BOTH}
 ROW = 8 * STEP_NBYTES
-SOON: dict[str, Any] = {"timeout_s": 0.5, "limit_s": 2}  # without a mistake all takes less than 0.1 s
+SOON: dict[str, Any] = {"timeout_s": 0.5, "limit_s": 5}  # without a mistake all takes less than 0.1 s
 NAMED, HANGS = "operation=2, sequence=1, block=., peer=1", "hang: not over|threads wait at barriers"
 
 
