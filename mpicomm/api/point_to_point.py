@@ -263,14 +263,10 @@ class PointToPoint(MPI.Intracomm):
         ):
             try:
                 if messages.by_rendezvous:
-                    return messages.start_receive_on_host(buf, source, tag)
+                    return messages.start_receive_array(buf, source, tag)
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 pass  # as bytes below
-        elif type(buf) is not ndarray:
-            started = self._messages.start_receive_array(buf, source, tag, stream)
-            if started is not None:
-                return started
         request: MPI.Request = self._carry("Irecv", _irecv, None, (buf, source, tag), stream)
         return request
 

@@ -102,12 +102,13 @@ class Messages:
 
         This is straight-line code, as `exchange_arrays` is.
         """
-        sent, made = self._reader.plain("Isend", buf, stream), self.memory.made
-        if sent is None or made is None or not self.by_rendezvous or dest not in self._near:
+        made = self.memory.made
+        if made is None or not self.by_rendezvous or dest not in self._near:
+            return None
+        sent = self._reader.plain("Isend", buf, stream)
+        if sent is None or sent.stream is None or sent.nbytes > rendezvous_header.KERNEL_NBYTES:
             return None
         resolved, nbytes = sent.stream, sent.nbytes
-        if resolved is None or nbytes > rendezvous_header.KERNEL_NBYTES:
-            return None
         try:
             place = made.reserve(nbytes)
         except (OutboxFullError, HandleError):
@@ -153,7 +154,7 @@ class Messages:
         """Send a NumPy array and receive into another, if no probe has taken a message."""
         self.receive_array("Sendrecv", buf, Exchanged(self._comm, sent, posted), status, "recvbuf")
 
-    def start_receive_on_host(self, buf: Any, source: int, tag: int) -> DeferredRequest:
+    def start_receive_array(self, buf: Any, source: int, tag: int) -> DeferredRequest:
         """Start to receive into a NumPy array, if no probe has taken a message. MPI refuses some arrays: `REFUSALS`."""
         landing, device, status = ArrayLanding("Irecv", buf, "buf"), self._reader.device("Irecv"), MPI.Status()
         request = _irecv(self._comm, landing.spec, source, tag)
@@ -204,26 +205,10 @@ class Messages:
         """
         if received.captured:
             raise refused_capture(received)
-        buffer = self._receive_buffer(received, replace=replace)
-        mark = self._mark(received)
+        buffer = self._receive_buffer(received, replace=replace, spare=True)
+        device, mark = buffer.rendezvous.device, self._mark(received)
         request, correct = incoming.irecv_into(buffer.spec)
-        return self._receiving(PendingReceive(buffer, request, correct, mark, before))
-
-    def start_receive_array(self, buf: Any, source: int, tag: int, stream: Any) -> DeferredRequest | None:
-        """As `read` and `start_receive` of a plain device array that kernels fill. Return None for other calls."""
-        received, made = self._reader.plain("Irecv", buf, stream), self.memory.made
-        if received is None or made is None or not self.by_rendezvous or self.unexpected.kept:
-            return None
-        nbytes = received.nbytes
-        if received.stream is None or nbytes > rendezvous_header.KERNEL_NBYTES:
-            return None
-        staging, mark = self._staging(nbytes), made.device.side_streams.mark(received.stream)
-        request = _irecv(self._comm, staging.spec, source, tag)
-        buffer = ReceiveBuffer("flat", received, nbytes, made, staging, received.pointer)
-        return self._receiving(PendingReceive(buffer, request, None, mark, None, self._spare))
-
-    def _receiving(self, pending: PendingReceive) -> DeferredRequest:
-        device = pending.device
+        pending = PendingReceive(buffer, request, correct, mark, before, self._give_back)
         work = DeferredRequest.of(pending.done, device.check, pending.status, pending.cancel)
         return self._completer.add(work, device.prepare_thread)
 
@@ -355,7 +340,7 @@ class Messages:
         return received or host_end(operation, buf, True, "buf")
 
     def _receive_buffer(self, received: Endpoint, *, replace: bool = False, spare: bool = False) -> ReceiveBuffer:
-        """Return the buffer of a receive. A blocking receive takes ``spare`` memory, and `_finish` gives it back."""
+        """Return the buffer of a receive. With ``spare`` it has spare memory, and `_give_back` takes it back."""
         device = received.device or self._reader.device(received.operation)
         rendezvous = self.memory.made or self.memory.rendezvous(device)
         nbytes = received.nbytes
@@ -396,6 +381,10 @@ class Messages:
                 device.side_streams.wait_stream(stream, copies)
         else:
             buffer.deliver(stream)
+        self._give_back(buffer)
+
+    def _give_back(self, buffer: ReceiveBuffer) -> None:
+        """Make the staging memory of a receive spare if it had a header, because copies may still read data there."""
         if buffer.slot is not None and buffer.kind == "flat" and buffer.capacity <= _MOST_SPARE_NBYTES:
             assert buffer.staging is not None
             self._spare.append(buffer.staging)

@@ -212,8 +212,8 @@ class PendingReceive:
     """A receive that MPI has begun. One thread at a time calls its methods.
 
     ``mark`` lies in the user's stream, and the copies into a device array follow it. `done` asks ``before`` first, and
-    asks MPI only after ``before`` has returned true. ``correct`` corrects the status that MPI fills. The staging memory
-    goes to ``spare`` when a header has been read out of it.
+    asks MPI only after ``before`` has returned true. ``correct`` corrects the status that MPI fills. ``give_back`` gets
+    the buffer when its copies are enqueued.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class PendingReceive:
         correct: Correct | None,
         mark: Any,
         before: Callable[[], bool] | None,
-        spare: list[StagingMemory] | None = None,
+        give_back: Callable[[ReceiveBuffer], None],
     ) -> None:
         self.device = buffer.rendezvous.device
         self.status = MPI.Status()
@@ -232,7 +232,7 @@ class PendingReceive:
         self._correct = correct
         self._mark = mark
         self._before = before
-        self._spare = spare
+        self._give_back = give_back
         self._side: int | None = None  # the stream of the copies, until they are over
         self._delivered: Callable[[], bool] | None = None
 
@@ -259,6 +259,8 @@ class PendingReceive:
         if not self._delivered():
             return False
         if self._side is not None:
+            # `_delivered` has seen the event behind the last work of the stream. If the stream came back before, the
+            # copies of the next receive could wait there for this sender.
             device.side_streams.give_back(self._side, is_idle=True)
             self._side = None
         return True
@@ -276,8 +278,7 @@ class PendingReceive:
             streams.give_back(side)
             raise
         self._side = side
-        if self._spare is not None and buffer.slot is not None and buffer.staging is not None:
-            self._spare.append(buffer.staging)
+        self._give_back(buffer)
         return delivered
 
     def cancel(self) -> None:

@@ -151,6 +151,7 @@ class Rendezvous:
 
     def _pack(self, place: OutboxSlot, elements: Elements, stream: int) -> None:
         self.device.pack(table_for(elements.layout), elements.address, place.pointer, stream, unpacks=False)
+        # It follows the kernel in the stream and pairs with the wait in `_unpack` and `pull`, as in `fill`.
         self._steps.announce(stream, ready=place.ready, count=place.counts)
 
     def _unpack(self, slot: PeerSlot, nbytes: int, elements: Elements, stream: int) -> None:

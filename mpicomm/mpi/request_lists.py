@@ -49,9 +49,14 @@ class Driven:
         """As ``Test``. There is no Python object to return."""
         return self.Test(status), None  # type: ignore[attr-defined]
 
-    def fill(self, status: MPI.Status) -> None:
-        """Write the result of a message into a status, which MPI has filled for this request."""
-        raise NotImplementedError
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the request is complete, and leave it as it is; see mpi4py."""
+        active = self.active
+        if active is not None:
+            active.advance()
+        return _get_status(_in_mpi(self), status)
+
+    get_status = Get_status
 
     def cancel(self) -> None:
         """As ``Cancel``."""
@@ -138,24 +143,26 @@ def _answer(
 def _wait_all(wait: Callable[..., Any], requests: Requests, statuses: Any = None) -> Any:
     """Answer as ``wait``, mpi4py's wait for all requests. Until MPI has all of them, this thread drives the work."""
     in_mpi = [*map(_in_mpi, requests)]
-    works: list[Any] = [each for each in in_mpi if isinstance(each, Driven)]
-    for work in works:
+    works: dict[int, Any] = {place: each for place, each in enumerate(in_mpi) if isinstance(each, Driven)}
+    for work in works.values():
         work.driven = True
     try:
-        left, others = works, [each for each in in_mpi if not isinstance(each, Driven)]
+        left, others = [*works.values()], [each for each in in_mpi if not isinstance(each, Driven)]
         for _ in pauses():
             left = [work for work in left if not work.advance()]
             others = [each for each in others if not _get_status(each)]  # MPI goes on with them: work may wait for that
             if not (left or others):
                 break
     finally:
-        for work in works:
+        for work in works.values():
             work.driven = False
-    for work in works:
+    for work in works.values():
         work.silent = True
     objects = wait(in_mpi, statuses)
-    _fill_all(in_mpi, statuses)
-    _raise([work for work in works if work.error is not None])
+    for place, status in enumerate(statuses or ()):  # mpi4py has added those that were missing
+        if place in works:
+            works[place].fill(status)
+    _raise([work for work in works.values() if work.error is not None])
     return objects
 
 
@@ -171,7 +178,6 @@ def _all(test: Callable[..., Any], takes: bool, requests: Requests, statuses: An
         return False, [None] * (test.__name__ == "testall")
     over, *objects = _items(test(in_mpi, statuses))
     if over:
-        _fill_all(in_mpi, statuses)
         _raise(failed)
     return over, objects
 
@@ -180,7 +186,6 @@ def _any(test: Callable[..., Any], takes: bool, requests: Requests, status: Any)
     in_mpi, places, failed, is_open = _sort(requests, takes)
     place, over, *objects = test([in_mpi[place] for place in places], status)
     if place != MPI.UNDEFINED:
-        _fill_all([in_mpi[places[place]]], status and [status])
         return True, [places[place], *objects]
     _raise(failed)
     return over and not is_open, [place, *objects]
@@ -190,9 +195,7 @@ def _some(test: Callable[..., Any], takes: bool, requests: Requests, statuses: A
     in_mpi, places, failed, is_open = _sort(requests, takes)
     found, *objects = _items(test([in_mpi[place] for place in places], statuses))
     if found:
-        found = [places[place] for place in found]
-        _fill_all([in_mpi[place] for place in found], statuses)
-        return True, [found, *objects]
+        return True, [[places[place] for place in found], *objects]
     _raise(failed)
     if is_open and found is None:  # MPI has seen no active request
         found, objects = [], [[] for _ in objects]
@@ -222,13 +225,6 @@ def _in_mpi(request: Any) -> Any:
         return request
     active = request.active
     return MPI.REQUEST_NULL if active is None else active
-
-
-def _fill_all(in_mpi: Requests, statuses: Any) -> None:
-    """Write the results of messages of this package into the statuses of complete requests."""
-    for request, status in zip(in_mpi, statuses or (), strict=False):
-        if isinstance(request, Driven):
-            request.fill(status)
 
 
 def _raise(failed: list[Any]) -> None:

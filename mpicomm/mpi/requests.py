@@ -26,7 +26,6 @@ _LINGER_S = 0.05  # a completer lives so long without work, because the start of
 _byte = MPI.BYTE
 _wait = MPI.Request.Wait
 _test = MPI.Request.Test
-_get_status = MPI.Request.Get_status
 _start_request = MPI.Grequest.Start
 _new_request = MPI.Grequest.__new__
 
@@ -192,17 +191,6 @@ class DeferredRequest(Driven, MPI.Grequest):
             raise self.error
         return True
 
-    def Get_status(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the request is complete, and leave it as it is; see mpi4py."""
-        if self and not self.advance():
-            return False
-        _get_status(self, status)
-        if self and status is not None:
-            self.fill(status)
-        return True
-
-    get_status = Get_status
-
     def Cancel(self) -> None:
         """Cancel a receive if its message has not come yet, as in mpi4py. Other work is left unchanged."""
         super().Cancel()
@@ -355,12 +343,6 @@ class PersistentRequest(Driven, MPI.Prequest):
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the started call is done, or true if none is started. Raises the error of the call."""
         return (self.active or MPI.REQUEST_NULL).Test(status)
-
-    def Get_status(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the started call is done, and leave it as it is; see mpi4py."""
-        return (self.active or MPI.REQUEST_NULL).Get_status(status)
-
-    get_status = Get_status
 
     def Cancel(self) -> None:
         """Cancel a started receive if its message has not come yet, as in mpi4py."""

@@ -68,7 +68,7 @@ class Products:
             return ()
         from mpicomm.products import choose
 
-        domain = gpu.engine.domain
+        domain = gpu.engine.domain  # type: ignore[attr-defined]
         return choose.describe(self._size, domain.multiprocessors, domain.link_speed)
 
     def _on_host(self, kind: ProductKind, reading: Callable[[], Operands], stream: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpi4py import MPI
 
@@ -31,12 +31,32 @@ if TYPE_CHECKING:
     from mpicomm.collectives.gpu.call_templates import CallTemplate
     from mpicomm.collectives.gpu.plan import Plan
     from mpicomm.collectives.wire import Wire
-    from mpicomm.devices.cuda.events import LocalEvent, Mark
+    from mpicomm.devices.cuda.events import EventPool, LocalEvent, Mark
     from mpicomm.epilogues.base import Epilogue
     from mpicomm.session import Session
+    from mpicomm.sharing.segments import Mappings
 
 _MOST = 1024  # kinds that are kept, and calls of a kind
 _TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
+
+
+class Engine(Protocol):
+    """An engine for device arrays: `DeviceEngine`, which explains its methods, or one for several peer domains."""
+
+    completions: EventPool
+    """The events that callers pass to `enqueue`."""
+
+    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan: ...
+
+    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None: ...
+
+    def prepare_barrier(self) -> AnyPlan: ...
+
+    def require_same(self, text: str) -> None: ...
+
+    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan: ...
+
+    def enqueue(self, plan: Any, stream: int, event: LocalEvent | Mark | None = None, meets: bool = False) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -61,10 +81,9 @@ class PlanCache:
     for another datatype.
 
     The cache looks up a call by its kind, then by its arrays. A new call of a known kind fills its template.
-    ``engine`` is a `DeviceEngine`, or the `DomainsEngine` of several peer domains.
     """
 
-    def __init__(self, session: Session, engine: Any) -> None:
+    def __init__(self, session: Session, engine: Engine) -> None:
         self._session = session
         self._mappings = session.mappings
         self.engine = engine
@@ -254,8 +273,7 @@ class PlanCache:
         session.require_usable(plan)
         if not noted:
             session.backend.note(stream)
-        pending: bool = self.engine.enqueue(plan, stream, event)
-        return pending
+        return self.engine.enqueue(plan, stream, event)
 
     def _meet(self, plan: AnyPlan, stream: int, array: Any) -> bool:
         """Enqueue the plan of a blocking collective; wait beside a stream that several threads use.
@@ -267,8 +285,8 @@ class PlanCache:
         backend: Any = self._session.backend
         if backend.waits_beside(stream, array):
             with beside(backend, stream) as side:
-                return bool(self.engine.enqueue(plan, side, meets=True))
-        return bool(self.engine.enqueue(plan, stream, meets=True))
+                return self.engine.enqueue(plan, side, meets=True)
+        return self.engine.enqueue(plan, stream, meets=True)
 
     def add(
         self,

@@ -34,6 +34,7 @@ class LaunchGraph:
         try:
             enqueue(stream.ptr)
         finally:
+            # Also after a Ctrl-C: a stream that still captures cannot be destroyed, and would invalidate later work.
             graph = call(driver.cuStreamEndCapture, stream.ptr)
         try:
             self._executable = int(call(driver.cuGraphInstantiate, graph, 0))

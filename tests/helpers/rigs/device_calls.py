@@ -75,7 +75,7 @@ def on_host_engine(comm: Any) -> Iterator[Engine]:
     with made as (host, _, _), pytest.MonkeyPatch.context() as patch:
         engines = comm._collectives.engines
         engine = Engine(host, lambda text: engines.node_log("test", patient=False).post(text))
-        cache = PlanCache(comm._session, engine)
+        cache = PlanCache(comm._session, engine)  # type: ignore[arg-type]
 
         def on_gpu(operation: str) -> PlanCache:
             if engines.gpu is None:
