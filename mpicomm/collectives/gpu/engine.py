@@ -16,12 +16,13 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu import call_templates, tuning
+from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.algorithms.base import NO_CHOICE, AlgorithmChoice, Form, Step
 from mpicomm.collectives.gpu.algorithms.direct.plan import barrier
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Domain, Request, whole_lines
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
 from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, device_facts, multiprocessors_of, team_of
+from mpicomm.collectives.gpu.call_templates import BY_KERNELS, MessageTemplate, has_template, template_of
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision, usual_kernels
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
@@ -132,15 +133,19 @@ class DeviceEngine:
         if call.counted is not None:
             made = CountedTemplate(call.signature, call.counted, self.domain, self._loader)
             self._call_log.post(made.words)
-            steps = made.read(call.counted)
-            return self.plan(made.words, steps, made.choice)
+            plan = self.plan(made.words, made.read(call.counted), made.choice)
+            plan.template_of = lambda: made
+            return plan
         output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
         decision, buffers, packed, scratch = self._decided(call, asked, symmetric=memory is not None)
         before, after = ([], []) if packed is None else packed.launches(self._backend, scratch)
         call_facts = str(signature), signature.hash32
-        return self._prepare(decision, buffers, call_facts, memory, call.epilogue, before, after)
+        plan = self._prepare(decision, buffers, call_facts, memory, call.epilogue, before, after)
+        if not (before or after) and has_template(call):  # a template has no steps that pack
+            plan.template_of = partial(template_of, call, decision, mappings, self._scratch)
+        return plan
 
     def prepare_step(self, operation: Operation, buffers: Buffers, call: tuple[str, int], asked: str) -> Plan:
         """Return the plan of a collective of this domain that is a step of a larger call; else as `prepare_call`.
@@ -148,17 +153,6 @@ class DeviceEngine:
         ``call`` are the text and the hash of the larger call.
         """
         return self._prepare(self._decision(Form.of_buffers(operation, buffers), asked), buffers, call)
-
-    def template(self, call: Call, mappings: Mappings, asked: str) -> call_templates.CallTemplate | None:
-        """Return one plan for all calls of the kind of ``call``; None if such calls have to be read one by one."""
-        if call.counted is not None:
-            return CountedTemplate(call.signature, call.counted, self.domain, self._loader)
-        if not call_templates.has_template(call):
-            return None
-        decision, _, packed, _ = self._decided(call, asked, symmetric=False)
-        if packed is not None and packed.nbytes:
-            return None  # a template has no steps that pack
-        return call_templates.template_of(call, decision, mappings, self._scratch)
 
     def _decided(self, call: Call, asked: str, *, symmetric: bool) -> tuple[Decision, Buffers, Packed | None, int]:
         """Return the decision of a read call, its memory, what of it is packed, and the address of scratch memory.
@@ -274,8 +268,8 @@ class DeviceEngine:
         send, receive = spans
         filled = template.fill(send.pointer, send.count, receive.pointer, receive.count)
         steps = [*packs[0], *template.steps_of(filled), *packs[1]]
-        plan = self.plan(text, steps, call_templates.BY_KERNELS, collective=False)
-        plan.template_of = partial(call_templates.MessageTemplate, text, template, self._loader)
+        plan = self.plan(text, steps, BY_KERNELS, collective=False)
+        plan.template_of = partial(MessageTemplate, text, template, self._loader)
         return plan
 
     def plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,10 +35,6 @@ class Plan(AnyPlan):
         self.is_new = True
         """Whether the plan was not enqueued yet. Then the call log has the call already."""
         self.steps = tuple(steps)
-        self.template_of: Callable[[int, int], Any] | None = None
-        """Returns one `CallTemplate` for all messages of this one's route, which differ in addresses and in numbers of
-        elements; its arguments are the bytes of an element of both buffers. None for a plan that is no message.
-        """
         self.launch: Enqueue | None = None
         """Enqueues the steps as a graph; None until there is a graph."""
         self._graph: Any = None

@@ -48,8 +48,6 @@ class Engine(Protocol):
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan: ...
 
-    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None: ...
-
     def prepare_barrier(self) -> AnyPlan: ...
 
     def require_same(self, text: str) -> None: ...
@@ -310,11 +308,12 @@ class PlanCache:
         if received is None:
             return
         kind = self._kind_of((operation, sent[2], received[2], id(op), root, finish, algorithm), op)
+        template_of, plan.template_of = plan.template_of, None  # it refers to the arrays of the call
         # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
         # kinds have another form.
         is_kind = has_template_kind(sent) and has_template_kind(received)
         if kind.template is None and is_kind and read is not None and (send is MPI.IN_PLACE or not read.in_place):
-            template = self.engine.template(read, self._mappings, algorithm)
+            template = template_of and template_of()
             if template is not None and template.takes(sent, received, *arrays):
                 kind.template = template
         _keep(kind, (sent, received, *arrays), plan)

@@ -102,9 +102,6 @@ class DomainsEngine:
             after = self._engine.plan(str(signature), steps, collective=False)
         return DomainsPlan(signature, planned, self._choice(asked), before, after)
 
-    def template(self, call: Call, mappings: Mappings, asked: str) -> None:
-        """Return None: calls over several peer domains are planned one by one."""
-
     def prepare_barrier(self) -> DomainsPlan:
         """Return a plan that holds a stream until the streams of all ranks have come to their barrier. Local.
 

@@ -51,10 +51,7 @@ class Engine:
         text = str(call.signature)
         self._post(text)
         part = Part(call, strided=True)
-        return SimpleNamespace(part=part, text=text, is_new=True, by_output=False, by_address=False)
-
-    def template(self, call: Call, mappings: object, asked: str) -> None:
-        return None
+        return SimpleNamespace(part=part, text=text, is_new=True, template_of=None, by_output=False, by_address=False)
 
     def enqueue(self, plan: Any, stream: int, event: object = None, meets: bool = False) -> bool:
         if not plan.is_new:

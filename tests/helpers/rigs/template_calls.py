@@ -150,7 +150,9 @@ class Calls:
             assert launched == expected
             assert facts == said
             return "kept" if isinstance(found, ReadCall) else "found"
-        self.cache.add(ReadCall(expected, said, self.device.scratch.nbytes), key, by_output=False, read=call)
+        plan = ReadCall(expected, said, self.device.scratch.nbytes)
+        plan.template_of = partial(self.device.template, call, self.mappings, asked)
+        self.cache.add(plan, key, by_output=False, read=call)
         return "read" if expected and self.device.scratch.nbytes == scratch_nbytes else "without a launch"
 
     def exchange(self, send: Array | None, receive: Array, route: tuple[int, int, int, int]) -> str:

@@ -102,6 +102,11 @@ class AnyPlan:
     """Whether all ranks make the call. Then they can compare their calls."""
     lasts = True
     """Whether it stays the plan of one call. A template is the plan of another call after the next `fill`."""
+    template_of: Callable[..., Any] | None = None
+    """Returns one `CallTemplate` for all calls of the kind of this one; None if they have to be read one by one.
+
+    For a message, its arguments are the bytes of an element of both buffers.
+    """
     by_output = False
     """Whether the library of the receive buffer decides the stream, because MPI ignores the send buffer."""
     by_address = False

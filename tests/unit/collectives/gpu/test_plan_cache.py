@@ -12,6 +12,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, in_order
+from mpicomm.collectives.gpu.algorithms.base import AnyPlan
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.epilogues import Elementwise
@@ -99,7 +100,7 @@ class Known:
         self.session: Any = SimpleNamespace(mappings=Mappings(), backend=self.backend, require_usable=lambda what: None)
         event = SimpleNamespace(passed=lambda: self.done)
         completions = SimpleNamespace(take=lambda: event)
-        self.engine: Any = SimpleNamespace(enqueue=self._enqueue, completions=completions, template=lambda *call: None)
+        self.engine: Any = SimpleNamespace(enqueue=self._enqueue, completions=completions)
         session: Any = self.session
         self.cache = PlanCache(session, self.engine)
 
@@ -108,7 +109,8 @@ class Known:
         return self.runs
 
     def add(self, operation: str, given: Arguments, **more: Any) -> Any:
-        plan: Any = SimpleNamespace(text=operation, lasts=True)
+        plan = AnyPlan()
+        plan.words = operation
         self.cache.add(plan, (OPERATIONS[operation], "auto", *in_order(given)), **{"by_output": False, **more})
         return plan
 
