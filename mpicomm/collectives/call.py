@@ -211,32 +211,27 @@ class Call:
         given, receive = self.send, self.receive
         if self.counted is not None:  # any message may have the length of the whole buffer
             whole, nowhere = self._in_units(self.counted.send.operand, self.counted.send.operand.whole()), Span(0, 0)
-            return Buffers(self._rank, self._size, dtype, None, [whole] * self._size, None, [nowhere] * self._size)
+            return Buffers(self._rank, self._size, dtype, [whole] * self._size, [nowhere] * self._size)
         packed = packed or self.packed
         if packed is not None:
             given, receive = packed.placed(scratch)
-        send = send_blocks = output = output_blocks = None
+        sends, receives = list[Span](), list[Span]()
         if given is not None:
-            if operation.send == "one" and not operation.of_neighbors:
-                send = self._in_units(given, given.whole())
-            else:
-                send_blocks = [self._in_units(given, block) for block in self._input_blocks(given)]
+            sends = [self._in_units(given, block) for block in self._input_blocks(given)]
         if receive is not None:
-            if operation.receive == "one":
-                output = self._in_units(receive, receive.whole())
-                if operation.reduces and send_blocks is not None:  # in place it has the whole input
-                    output = Span(receive.pointer, send_blocks[self._rank].count)
+            if operation.receive != "one":
+                receives = [self._in_units(receive, receive.block(peer)) for peer in range(self._size)]
+            elif operation.reduces and len(sends) > 1:  # in place the buffer has the whole input
+                receives = [Span(receive.pointer, sends[self._rank].count)]
             else:
-                output_blocks = [self._in_units(receive, receive.block(peer)) for peer in range(self._size)]
-        if self._converts and scratch and output is not None:
+                receives = [self._in_units(receive, receive.whole())]
+        if self._converts and scratch and receives:
             assert given is not None
-            output = Span(scratch, given.count)  # a byte may hold several elements of the result
+            receives = [Span(scratch, given.count)]  # a byte may hold several elements of the result
         if self.packed is not None or self._converts:
             scratch = 0  # it is in use; only reduce-scatters need more
         root, op = self.arguments.root, self.op or ""
-        return Buffers(
-            self._rank, self._size, dtype, send, send_blocks, output, output_blocks, op, root, self._cuts, scratch
-        )
+        return Buffers(self._rank, self._size, dtype, sends, receives, op, root, self._cuts, scratch)
 
     @property
     def _converts(self) -> bool:
@@ -259,6 +254,8 @@ class Call:
         return Span(span.pointer, span.count * self._unit(operand))
 
     def _input_blocks(self, send: Operand) -> list[Span]:
+        if self.operation.send == "one" and not self.operation.of_neighbors:
+            return [send.whole()]
         if self.operation.send != "counted":
             return [send.block(peer) for peer in range(self._size)]
         assert self.dtype is not None and self.arguments.counts is not None

@@ -84,17 +84,8 @@ class Exchange:
         return sent * self.dtype.itemsize, received * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class TwoShot:
-    """Two exchanges: the second sends on the data that the first has reduced or brought to this rank."""
-
-    first: Exchange
-    second: Exchange
-
-    @cached_property
-    def longest_nbytes(self) -> int:
-        """The most bytes that one rank sends to another, as far as this rank can know."""
-        return max(self.first.longest_nbytes, self.second.longest_nbytes)
+TwoShot = tuple[Exchange, Exchange]
+"""Two exchanges: the second sends on the data that the first has reduced or brought to this rank."""
 
 
 @dataclass(frozen=True)

@@ -9,65 +9,54 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from mpicomm.collectives.exchange import Chain, ChainHop, Exchange, Reduction, TwoShot
-from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span
 
 _ALIGNED_NBYTES = 128  # a shard begins at a whole cache line of the array, if the array has that many lines
 
 Spans = Sequence[Span]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Buffers:
     """The memory of one rank in one collective call.
 
-    A span is None if MPI ignores that buffer on this rank. A collective in place has equal pointers for input and
-    output. As MPI defines, both are the same span, or, in a gathering collective, ``send`` is this rank's block of
-    ``blocks``.
+    Input and output are a block for each rank, or one block if all ranks get the same data. They have no block if MPI
+    ignores the buffer on this rank. In a collective in place that only moves data, one of them has no block, too: the
+    other one holds the data.
     """
 
     rank: int
     """This rank's index in the node."""
     size: int
     dtype: np.dtype[Any]
-    send: Span | None = None
-    send_blocks: Spans | None = None
-    """The input, a block for each rank."""
-    output: Span | None = None
-    blocks: Spans | None = None
-    """The output, a block for each rank."""
+    sends: Spans = ()
+    """The input."""
+    receives: Spans = ()
+    """The output."""
     op: str = ""
     root: int = 0
     cuts: Sequence[tuple[int, int]] = ()
     """See `Exchange.cuts`."""
     scratch: int = 0
     """The address of memory for this rank's result of a reduce-scatter in place: see `reduce_scatter`."""
-    whole: int = 0
-    """If not 0, each shard except the last ones has a multiple of so many elements."""
 
     @property
     def longest(self) -> int:
         """The most elements of a block."""
-        spans = [self.send, self.output, *(self.send_blocks or ()), *(self.blocks or ())]
-        return max((span.count for span in spans if span is not None), default=0)
+        return max((span.count for span in (*self.sends, *self.receives)), default=0)
 
     def part(self, start: int, stop: int) -> Buffers:
         """Return the call on the elements from ``start`` to ``stop`` of each block."""
 
-        def cut(span: Span | None) -> Span | None:
-            return span and _part(span, min(start, span.count), min(stop, span.count), self.dtype.itemsize)
+        def cut(blocks: Spans) -> Spans:
+            return [_part(span, min(start, span.count), min(stop, span.count), self.dtype.itemsize) for span in blocks]
 
-        def cut_all(blocks: Spans | None) -> Spans | None:
-            return None if blocks is None else [part for span in blocks if (part := cut(span)) is not None]
-
-        send_blocks, blocks = cut_all(self.send_blocks), cut_all(self.blocks)
-        return replace(self, send=cut(self.send), output=cut(self.output), send_blocks=send_blocks, blocks=blocks)
+        return replace(self, sends=cut(self.sends), receives=cut(self.receives))
 
     def pieces(self, nbytes: int) -> list[Buffers]:
         """Cut the call into calls on parts of each block of at most ``nbytes`` bytes, equally many on all ranks."""
@@ -83,18 +72,18 @@ def blocks(pointer: int, counts: Sequence[int], displs: Sequence[int], itemsize:
     return [Span(pointer + displ * itemsize, count) for count, displ in zip(counts, displs, strict=True)]
 
 
-def split(span: Span, size: int, itemsize: int, whole: int = 0) -> list[Span]:
-    """Return ``size`` shards of a span, in order. All shards except the last ones are equal. Pure function.
-
-    ``whole`` is as in `Buffers`.
-    """
-    step = shard_count(span.count, size, itemsize, whole)
+def split(span: Span, size: int, itemsize: int) -> list[Span]:
+    """Return ``size`` shards of a span, in order. All shards except the last ones are equal. Pure function."""
+    step = shard_count(span.count, size, itemsize)
     bounds = [min(span.count, index * step) for index in range(size + 1)]
     return [_part(span, start, stop, itemsize) for start, stop in itertools.pairwise(bounds)]
 
 
 def shard_count(count: int, size: int, itemsize: int, whole: int = 0) -> int:
-    """Return the elements of each shard except the last ones, if ``count`` elements have ``size`` shards."""
+    """Return the elements of each shard except the last ones, if ``count`` elements have ``size`` shards.
+
+    With ``whole`` it is a multiple of so many elements.
+    """
     step = -(-count // size)
     if whole:
         return -(-step // whole) * whole
@@ -106,22 +95,22 @@ def shard_count(count: int, size: int, itemsize: int, whole: int = 0) -> int:
 
 
 def allreduce(b: Buffers) -> Exchange:
-    """Every rank's ``output`` is the reduction of all ranks' ``send``."""
-    send, output = _needed(b.send), _needed(b.output)
-    return Exchange(b.dtype, (send,) * b.size, _nowhere(b), Reduction(b.op, tuple(range(b.size)), send, output))
+    """Every rank's output is the reduction of all ranks' input."""
+    send = b.sends[0]
+    return Exchange(b.dtype, (send,) * b.size, _nowhere(b), Reduction(b.op, tuple(range(b.size)), send, b.receives[0]))
 
 
 def reduce(b: Buffers) -> Exchange:
-    """The root's ``output`` is the reduction of all ranks' ``send``."""
-    send = _needed(b.send)
+    """The root's output is the reduction of all ranks' input."""
+    send = b.sends[0]
     if b.rank == b.root:
-        reduction = Reduction(b.op, tuple(range(b.size)), send, _needed(b.output))
+        reduction = Reduction(b.op, tuple(range(b.size)), send, b.receives[0])
         return Exchange(b.dtype, _nowhere(b), _nowhere(b), reduction)
     return Exchange(b.dtype, _only(b.root, send, b), _nowhere(b))
 
 
 def reduce_scatter(b: Buffers) -> Exchange:
-    """Rank r's ``output`` is the reduction of all ranks' block r of ``send_blocks``.
+    """Rank r's output is the reduction of all ranks' block r.
 
     In place, MPI puts the result at the start of block 0 and leaves the rest of the buffer unchanged. Block 0 holds
     input for another rank. With ``scratch`` this rank reduces into scratch memory of the output's size, and then moves
@@ -129,62 +118,54 @@ def reduce_scatter(b: Buffers) -> Exchange:
     needs no scratch memory if blocks are equal and the engine sends each part before it overwrites that part of block
     0.
     """
-    output = _needed(b.output)
+    output = b.receives[0]
     if not b.scratch:
-        return _reduce_blocks(b, _needed(b.send_blocks), output)
+        return _reduce_blocks(b, b.sends, output)
     result = Span(b.scratch, output.count)
-    return replace(_reduce_blocks(b, _needed(b.send_blocks), result), move=(result, output))
+    return replace(_reduce_blocks(b, b.sends, result), move=(result, output))
 
 
 def scan(b: Buffers) -> Exchange:
-    """Rank r's ``output`` is the reduction of ``send`` of the ranks up to r."""
-    send = _needed(b.send)
+    """Rank r's output is the reduction of the input of the ranks up to r."""
+    send = b.sends[0]
     to_later = tuple(send if peer > b.rank else None for peer in range(b.size))
-    reduction = Reduction(b.op, tuple(range(b.rank + 1)), send, _needed(b.output))
+    reduction = Reduction(b.op, tuple(range(b.rank + 1)), send, b.receives[0])
     return Exchange(b.dtype, to_later, _nowhere(b), reduction)
 
 
 def exscan(b: Buffers) -> Exchange:
-    """Rank r's ``output`` is the reduction of ``send`` of the ranks before r; rank 0 writes nothing."""
-    reduction = Reduction(b.op, tuple(range(b.rank)), None, _needed(b.output)) if b.rank else None
+    """Rank r's output is the reduction of the input of the ranks before r; rank 0 writes nothing."""
+    reduction = Reduction(b.op, tuple(range(b.rank)), None, b.receives[0]) if b.rank else None
     return replace(scan(b), reduction=reduction)
 
 
 def allgather(b: Buffers) -> Exchange:
-    """Every rank's block r is rank r's ``send``; blocks may have any counts and displacements, as in Allgatherv."""
-    received = _needed(b.blocks)
-    send = received[b.rank] if b.send is None else b.send
-    return Exchange(b.dtype, (send,) * b.size, tuple(received), lands=(received[b.rank],) * b.size)
+    """Every rank's block r is rank r's input; blocks may have any counts and displacements, as in Allgatherv."""
+    mine = b.receives[b.rank]
+    return Exchange(b.dtype, (b.sends[0] if b.sends else mine,) * b.size, tuple(b.receives), lands=(mine,) * b.size)
 
 
 def gather(b: Buffers) -> Exchange:
-    """The root's block r is rank r's ``send``; blocks may have any counts and displacements, as in Gatherv."""
-    if b.rank != b.root:
-        return Exchange(b.dtype, _only(b.root, _needed(b.send), b), _nowhere(b))
-    received = _needed(b.blocks)
-    send = received[b.rank] if b.send is None else b.send
-    return Exchange(b.dtype, _only(b.root, send, b), tuple(received))
+    """The root's block r is rank r's input; blocks may have any counts and displacements, as in Gatherv."""
+    received = tuple(b.receives) if b.rank == b.root else _nowhere(b)
+    return Exchange(b.dtype, _only(b.root, b.sends[0] if b.sends else b.receives[b.rank], b), received)
 
 
 def scatter(b: Buffers) -> Exchange:
-    """Rank r's ``output`` is the root's block r; blocks may have any counts and displacements, as in Scatterv."""
-    if b.rank != b.root:
-        return Exchange(b.dtype, _nowhere(b), _only(b.root, _needed(b.output), b))
-    sends = _needed(b.send_blocks)
-    output = sends[b.rank] if b.output is None else b.output
-    return Exchange(b.dtype, tuple(sends), _only(b.root, output, b))
+    """Rank r's output is the root's block r; blocks may have any counts and displacements, as in Scatterv."""
+    sends = tuple(b.sends) if b.rank == b.root else _nowhere(b)
+    return Exchange(b.dtype, sends, _only(b.root, b.receives[0] if b.receives else b.sends[b.rank], b))
 
 
 def alltoall(b: Buffers) -> Exchange:
     """Block r of rank s's output is block s of rank r's input; any counts and displacements, as in Alltoallv."""
-    received = _needed(b.blocks)
-    sends = received if b.send_blocks is None else b.send_blocks
-    return Exchange(b.dtype, tuple(sends), tuple(received), lands=(received[b.rank],) * b.size, cuts=tuple(b.cuts))
+    lands = (b.receives[b.rank],) * b.size
+    return Exchange(b.dtype, tuple(b.sends or b.receives), tuple(b.receives), lands=lands, cuts=tuple(b.cuts))
 
 
 def bcast(b: Buffers) -> Exchange:
-    """Every rank's ``output`` is a copy of the root's. The root sends all of it to every rank."""
-    buffer = _needed(b.output)
+    """Every rank's output is a copy of the root's. The root sends all of it to every rank."""
+    buffer = b.receives[0]
     sends = tuple(buffer if b.rank == b.root != peer else None for peer in range(b.size))
     received = None if b.rank == b.root else buffer
     return Exchange(b.dtype, sends, _only(b.root, received, b), lands=(buffer,) * b.size)
@@ -195,21 +176,21 @@ def bcast(b: Buffers) -> Exchange:
 
 def two_shot_allreduce(b: Buffers) -> TwoShot:
     """As `allreduce`: each rank reduces a shard, then sends its result to all. It returns the same bits."""
-    shards, results = _shards(b, b.send), _shards(b, b.output)
-    gathered = allgather(replace(b, send=results[b.rank], blocks=results))
-    return TwoShot(_reduce_blocks(b, shards, results[b.rank]), gathered)
+    shards, results = _shards(b, b.sends[0]), _shards(b, b.receives[0])
+    gathered = allgather(replace(b, sends=(), receives=results))
+    return _reduce_blocks(b, shards, results[b.rank]), gathered
 
 
 def two_shot_bcast(b: Buffers) -> TwoShot:
     """As `bcast`: the root sends each other rank a shard, which that rank sends on. The root sends its data once."""
     rank, root, everybody = b.rank, b.root, range(b.size)
-    shards = _split_without(b, _needed(b.output))
+    shards = _split_without(b, b.receives[0])
     sends = tuple(shards) if rank == root else _nowhere(b)
     own = None if rank == root else shards[rank]
     first = Exchange(b.dtype, sends, _only(root, own, b), lands=tuple(shards))
     others = tuple(own if peer not in (rank, root) else None for peer in everybody)
     received = tuple(shards[peer] if rank not in (peer, root) and peer != root else None for peer in everybody)
-    return TwoShot(first, Exchange(b.dtype, others, received, lands=(shards[rank],) * b.size))
+    return first, Exchange(b.dtype, others, received, lands=(shards[rank],) * b.size)
 
 
 def two_shot_reduce(b: Buffers) -> TwoShot:
@@ -218,19 +199,19 @@ def two_shot_reduce(b: Buffers) -> TwoShot:
     The root receives its result once. The pattern is for engines that send a result on without storing it: on all ranks
     except the root the result has address 0.
     """
-    shards = _split_without(b, _needed(b.send))
+    shards = _split_without(b, b.sends[0])
     if b.rank == b.root:
-        results = _split_without(b, _needed(b.output))
-        return TwoShot(Exchange(b.dtype, tuple(shards), _nowhere(b)), Exchange(b.dtype, _nowhere(b), tuple(results)))
+        results = _split_without(b, b.receives[0])
+        return Exchange(b.dtype, tuple(shards), _nowhere(b)), Exchange(b.dtype, _nowhere(b), tuple(results))
     result = Span(0, shards[b.rank].count)
-    return TwoShot(_reduce_blocks(b, shards, result), Exchange(b.dtype, _only(b.root, result, b), _nowhere(b)))
+    return _reduce_blocks(b, shards, result), Exchange(b.dtype, _only(b.root, result, b), _nowhere(b))
 
 
 # Ring and chain: each rank sends only to the next rank.
 
 
 def ring_allreduce(b: Buffers) -> list[Exchange]:
-    """Every rank's ``output`` is the reduction of all ranks' ``send``; a rank sends only to the next rank.
+    """Every rank's output is the reduction of all ranks' input; a rank sends only to the next rank.
 
     A reduce-scatter leaves the result of shard r on rank r. Then follows an all-gather. Each has ``size - 1``
     exchanges: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69
@@ -243,7 +224,7 @@ def ring_allreduce(b: Buffers) -> list[Exchange]:
     if size == 1:
         return [allreduce(b)]
     following, previous = (rank + 1) % size, (rank - 1) % size
-    shards, results = _shards(b, b.send), _shards(b, b.output)
+    shards, results = _shards(b, b.sends[0]), _shards(b, b.receives[0])
     steps = []
     partial = shards[previous]
     for step in range(1, size):
@@ -268,7 +249,7 @@ def ring_refusal(op: str) -> str | None:
 
 def chain_bcast(b: Buffers) -> Chain:
     """As `bcast`: from the root on, each rank sends the data that it receives to the next rank."""
-    buffer, link = _needed(b.output), (b.rank - b.root) % b.size
+    buffer, link = b.receives[0], (b.rank - b.root) % b.size
     own, output = (buffer, None) if link == 0 else (None, buffer)
     hop = ChainHop(own, output, receives=link > 0, sends=link < b.size - 1)
     return Chain(b.dtype, (hop,), links=b.size - 1)
@@ -280,17 +261,17 @@ def chain_reduce(b: Buffers) -> Chain:
     The reduction keeps the order of ranks, so it ends on the last rank. The root is the last rank, or the first rank,
     which gets the result from the last rank. Partial results travel as ``dtype``.
     """
-    send, last = _needed(b.send), b.size - 1
+    send, last = b.sends[0], b.size - 1
     returns = b.root == 0 and last > 0
-    output = b.output if b.rank == b.root == last else None
+    output = b.receives[0] if b.rank == b.root == last else None
     hops = [ChainHop(send, output, receives=b.rank > 0, sends=b.rank < last or returns)]
     if returns and b.rank == 0:
-        hops.append(ChainHop(None, _needed(b.output), receives=True, sends=False))
+        hops.append(ChainHop(None, b.receives[0], receives=True, sends=False))
     return Chain(b.dtype, tuple(hops), links=last + returns)
 
 
-def _shards(b: Buffers, span: Span | None) -> list[Span]:
-    return split(_needed(span), b.size, b.dtype.itemsize, b.whole)
+def _shards(b: Buffers, span: Span) -> list[Span]:
+    return split(span, b.size, b.dtype.itemsize)
 
 
 def _split_without(b: Buffers, span: Span) -> list[Span]:
@@ -314,9 +295,3 @@ def _nowhere(b: Buffers) -> tuple[None, ...]:
 
 def _part(span: Span, start: int, stop: int, itemsize: int) -> Span:
     return Span(span.pointer + start * itemsize, stop - start)
-
-
-def _needed(value: T | None) -> T:
-    if value is None:
-        raise InvalidUsageError("a buffer that this rank needs is missing")
-    return value

@@ -22,7 +22,7 @@ def in_domain(layout: DomainLayout, dtype: np.dtype[Any], op: str = "", root: in
 def allgather_in_domain(layout: DomainLayout, dtype: np.dtype[Any], send: Span, blocks: Sequence[Span]) -> Local:
     """Bring block i from the rank with index i to all ranks of the domain."""
     operation = ALLGATHER if len({block.count for block in blocks}) == 1 else ALLGATHERV
-    return Local(operation, in_domain(layout, dtype, send=send, blocks=blocks))
+    return Local(operation, in_domain(layout, dtype, sends=[send], receives=blocks))
 
 
 def rail_shards(span: Span, layout: DomainLayout, dtype: np.dtype[Any]) -> list[Span]:
@@ -70,9 +70,8 @@ def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], scratc
     are not adjacent in the output. So the domain gathers them in scratch memory, and each rank copies them to the
     output.
     """
-    assert b.blocks is not None
-    blocks, exchanged = b.blocks, [distance for distance in distances if distance]
-    send = blocks[b.rank] if b.send is None else b.send
+    blocks, exchanged = b.receives, [distance for distance in distances if distance]
+    send = b.sends[0] if b.sends else blocks[b.rank]
     sources = [layout.ahead(distance) for distance in distances]
     rows = layout.served_by_each(sources)
     packed = [blocks[rank] for row in rows for rank in row] if len(sources) > 1 and len(rows) > 1 else []
@@ -96,70 +95,63 @@ def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], scratc
 
 def alltoall(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """Every rank sends directly to every rank of the other domains; each byte crosses the network once."""
-    assert b.blocks is not None
     itemsize = b.dtype.itemsize
-    sends = b.send_blocks
-    if sends is None:  # in place: a receive would overwrite a block before it is sent
-        sends = []
-        for block in b.blocks:
+    sends = list(b.sends)
+    if not sends:  # in place: a receive would overwrite a block before it is sent
+        for block in b.receives:
             copy = Span(scratch.take(block.count * itemsize), block.count)
             yield Move(copy.pointer, block.pointer, block.count * itemsize)
             sends.append(copy)
     yield NetworkStep(
         messages([(rank, sends[rank]) for rank in layout.elsewhere], b.dtype),
-        messages([(rank, b.blocks[rank]) for rank in layout.elsewhere], b.dtype),
+        messages([(rank, b.receives[rank]) for rank in layout.elsewhere], b.dtype),
     )
-    here = [sends[rank] for rank in layout.ranks], [b.blocks[rank] for rank in layout.ranks]
+    here = [sends[rank] for rank in layout.ranks], [b.receives[rank] for rank in layout.ranks]
     cuts = [b.cuts[rank] for rank in layout.ranks] if b.cuts else ()
-    yield Local(ALLTOALLV, in_domain(layout, b.dtype, send_blocks=here[0], blocks=here[1], cuts=cuts))
+    yield Local(ALLTOALLV, in_domain(layout, b.dtype, sends=here[0], receives=here[1], cuts=cuts))
 
 
 def gather(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The ranks of other domains send directly to the root; the root's domain gathers. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
-        assert b.send is not None
-        yield NetworkStep(sends=messages([(b.root, b.send)], b.dtype))
+        yield NetworkStep(sends=messages([(b.root, b.sends[0])], b.dtype))
         return
-    blocks = None
+    blocks = list[Span]()
     if b.rank == b.root:
-        assert b.blocks is not None
-        yield NetworkStep(receives=messages([(rank, b.blocks[rank]) for rank in layout.elsewhere], b.dtype))
-        blocks = [b.blocks[rank] for rank in layout.ranks]
+        yield NetworkStep(receives=messages([(rank, b.receives[rank]) for rank in layout.elsewhere], b.dtype))
+        blocks = [b.receives[rank] for rank in layout.ranks]
     else:
         yield NetworkStep()
     root = layout.index_of(b.root)
-    yield Local(GATHERV, in_domain(layout, b.dtype, root=root, send=b.send, blocks=blocks))
+    yield Local(GATHERV, in_domain(layout, b.dtype, root=root, sends=b.sends, receives=blocks))
 
 
 def scatter(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The root sends directly to the ranks of other domains, and scatters in its domain. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
-        assert b.output is not None
-        yield NetworkStep(receives=messages([(b.root, b.output)], b.dtype))
+        yield NetworkStep(receives=messages([(b.root, b.receives[0])], b.dtype))
         return
-    sends = None
+    blocks = list[Span]()
     if b.rank == b.root:
-        assert b.send_blocks is not None
-        yield NetworkStep(messages([(rank, b.send_blocks[rank]) for rank in layout.elsewhere], b.dtype))
-        sends = [b.send_blocks[rank] for rank in layout.ranks]
+        yield NetworkStep(messages([(rank, b.sends[rank]) for rank in layout.elsewhere], b.dtype))
+        blocks = [b.sends[rank] for rank in layout.ranks]
     else:
         yield NetworkStep()
     root = layout.index_of(b.root)
-    yield Local(SCATTERV, in_domain(layout, b.dtype, root=root, send_blocks=sends, output=b.output))
+    yield Local(SCATTERV, in_domain(layout, b.dtype, root=root, sends=blocks, receives=b.receives))
 
 
 def bcast_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The root sends to its partner in every other domain; each domain broadcasts. For small data."""
-    assert b.output is not None
-    home = layout.domain_of(b.root)
+    buffer, home = b.receives[0], layout.domain_of(b.root)
     source = b.root if layout.number == home else layout.partner(b.root, layout.number)
     if b.rank == b.root:
-        yield NetworkStep(messages([(layout.partner(b.root, each), b.output) for each in layout.others], b.dtype))
+        yield NetworkStep(messages([(layout.partner(b.root, each), buffer) for each in layout.others], b.dtype))
     elif b.rank == source:
-        yield NetworkStep(receives=messages([(b.root, b.output)], b.dtype))
+        yield NetworkStep(receives=messages([(b.root, buffer)], b.dtype))
     else:
         yield NetworkStep()
-    yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), output=b.output))
+    yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), receives=[buffer]))
 
 
 def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
@@ -170,18 +162,17 @@ def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, scratch: S
     which every card carries about one shard, however many domains there are. Before the first piece and after the last
     piece there is an empty piece.
     """
-    assert b.output is not None and before.output is not None
     index, number, home = layout.index, layout.number, layout.domain_of(b.root)
     away = [domain for domain in range(len(layout.domains)) if domain != home]
     rail = {domain: layout.domains[domain][index] for domain in away} if index < layout.rails else {}
-    shards, shards_before = (rail_shards(each, layout, b.dtype) for each in (b.output, before.output))
+    shards, shards_before = (rail_shards(each, layout, b.dtype) for each in (b.receives[0], before.receives[0]))
     new, old = (
         dict(zip(away, split(each[index], len(away), b.dtype.itemsize), strict=True))
         for each in (shards, shards_before)
     )
     if number == home:
-        if b.output.count:
-            yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(b.root), output=b.output))
+        if b.receives[0].count:
+            yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(b.root), receives=b.receives))
         yield NetworkStep(messages([(rank, new[domain]) for domain, rank in rail.items()], b.dtype))
         return
     others = {domain: rank for domain, rank in rail.items() if domain != number}
@@ -190,5 +181,5 @@ def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, scratch: S
         messages([(rank, old[number]) for rank in others.values()], b.dtype),
         messages([*source, *((rank, old[domain]) for domain, rank in others.items())], b.dtype),
     )
-    if before.output.count:
+    if before.receives[0].count:
         yield allgather_in_domain(layout, b.dtype, shards_before[index], shards_before)

@@ -51,11 +51,11 @@ _EXACT = ("max", "min", "land", "lor", "lxor")  # the results of these operation
 
 def allreduce_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """All-reduce in each peer domain; then partners of all domains exchange the results. For small data."""
-    send, output = _both(b)
+    send, output = b.sends[0], b.receives[0]
     dtype, op, source = yield from _widened(b, send, scratch)
     partials = scratch.arrays(len(layout.domains), send.count * dtype.itemsize)
     own = Span(partials[layout.number], send.count)
-    yield Local(ALLREDUCE, in_domain(layout, dtype, op, send=source, output=own))
+    yield Local(ALLREDUCE, in_domain(layout, dtype, op, sends=[source], receives=[own]))
     served = [rank for domain in layout.others for rank in layout.served(domain)]
     partners = {domain: layout.partner(layout.rank, domain) for domain in layout.others}
     yield NetworkStep(
@@ -71,8 +71,8 @@ def allreduce_in_two_steps(b: Buffers, layout: DomainLayout, scratch: ScratchAll
     Each rail has a shard, so all network cards carry the same bytes, twice their part of the data. In each rail every
     rank reduces a part of the shard. So each two ranks of a rail exchange two messages, which suits large data.
     """
-    send, output = _both(b)
-    dtype, op, source = yield from _widened(b, send, scratch)
+    output = b.receives[0]
+    dtype, op, source = yield from _widened(b, b.sends[0], scratch)
     number, index, domains, rail = layout.number, layout.index, len(layout.domains), layout.on_my_rail()
     results = rail_shards(output, layout, b.dtype)
     shards = cut_alike(source, results, dtype)
@@ -98,11 +98,10 @@ def allreduce_in_two_steps(b: Buffers, layout: DomainLayout, scratch: ScratchAll
 
 def reduce(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """Reduce-scatter in each domain; each rail brings its shards to the root's domain, which gathers the results."""
-    assert b.send is not None
-    dtype, op, source = yield from _widened(b, b.send, scratch)
+    dtype, op, source = yield from _widened(b, b.sends[0], scratch)
     home, rail = layout.domain_of(b.root), layout.on_my_rail()
     at_home = layout.number == home
-    shards = cut_alike(source, rail_shards(b.send, layout, b.dtype), dtype)
+    shards = cut_alike(source, rail_shards(b.sends[0], layout, b.dtype), dtype)
     count = shards[layout.index].count
     slots = scratch.arrays(len(layout.domains) if at_home else 1, count * dtype.itemsize)
     own = Span(slots[layout.number if at_home else 0], count)
@@ -114,9 +113,9 @@ def reduce(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Itera
     yield NetworkStep(receives=messages(arriving, dtype))
     result = Span(scratch.take(count * b.dtype.itemsize), count)
     yield _combined(b, dtype, op, slots, result)
-    blocks = None if b.rank != b.root or b.output is None else rail_shards(b.output, layout, b.dtype)
+    blocks = rail_shards(b.receives[0], layout, b.dtype) if b.rank == b.root else []
     root = layout.index_of(b.root)
-    yield Local(GATHERV, in_domain(layout, b.dtype, root=root, send=result, blocks=blocks))
+    yield Local(GATHERV, in_domain(layout, b.dtype, root=root, sends=[result], receives=blocks))
 
 
 def reduce_scatter(
@@ -131,14 +130,14 @@ def reduce_scatter(
 
     The calls with all distances must have the same scratch memory, which holds the partial results.
     """
-    assert b.send_blocks is not None and b.output is not None
-    blocks, exchanged = b.send_blocks, [distance for distance in distances if distance]
+    blocks, exchanged = b.sends, [distance for distance in distances if distance]
     dtype, op = _accumulated(b.dtype, b.op)
-    slots = scratch.arrays(len(layout.domains), b.output.count * dtype.itemsize)
+    result = b.receives[0]
+    slots = scratch.arrays(len(layout.domains), result.count * dtype.itemsize)
     served = [layout.served(domain) for domain in layout.others]
     start = scratch.take(sum(blocks[rank].count for row in served for rank in row) * dtype.itemsize)
     places, spans = one_after_the_other(blocks, served, start, dtype)
-    places[b.rank] = Span(slots[layout.number], b.output.count)
+    places[b.rank] = Span(slots[layout.number], result.count)
     targets = [layout.ahead(distance) for distance in distances]
     if len(targets) == 1 and dtype == b.dtype:
         for turn in layout.turns(targets[0]):
@@ -158,11 +157,11 @@ def reduce_scatter(
         output = Span(first.pointer, given[layout.index].count)
         yield _reduce_scatter_in_domain(layout, dtype, op, given, output)
     sources = [layout.ahead(-distance) for distance in exchanged]
-    arriving = [(layout.partner(b.rank, domain), Span(slots[domain], b.output.count)) for domain in sources]
+    arriving = [(layout.partner(b.rank, domain), Span(slots[domain], result.count)) for domain in sources]
     leaving = [(rank, places[rank]) for distance in exchanged for rank in served[distance - 1]]
     yield NetworkStep(messages(leaving, dtype), messages(arriving, dtype))
     if 0 in distances:
-        yield _combined(b, dtype, op, slots, b.output)
+        yield _combined(b, dtype, op, slots, result)
 
 
 def prefix(own: int, b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
@@ -170,10 +169,10 @@ def prefix(own: int, b: Buffers, layout: DomainLayout, scratch: ScratchAllocator
 
     Otherwise the first rank writes nothing.
     """
-    ranks, (send, output) = b.rank + own, _both(b)
+    ranks, send, output = b.rank + own, b.sends[0], b.receives[0]
     nbytes = send.count * b.dtype.itemsize
     slots = scratch.arrays(layout.size, nbytes)
-    gathered = replace(b, output=None, blocks=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")
+    gathered = replace(b, receives=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")
     yield from allgather(gathered, layout, [0], scratch)
     yield from allgather(gathered, layout, range(1, len(layout.domains)), scratch)
     if ranks == 1:  # a single contribution is the result, even if the operation would change it
@@ -229,9 +228,4 @@ def _reduce_scatter_in_domain(
 ) -> Local:
     """Reduce block i of all ranks of the domain on the rank with index i."""
     operation = REDUCE_SCATTER_BLOCK if len({block.count for block in blocks}) == 1 else REDUCE_SCATTER
-    return Local(operation, in_domain(layout, dtype, op, send_blocks=blocks, output=output))
-
-
-def _both(b: Buffers) -> tuple[Span, Span]:
-    assert b.send is not None and b.output is not None
-    return b.send, b.output
+    return Local(operation, in_domain(layout, dtype, op, sends=blocks, receives=[output]))

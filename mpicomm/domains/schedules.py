@@ -74,7 +74,7 @@ def domains_that_send(steps: Steps) -> Schedule:
         return [
             [partial(steps, part, layout, distances)]
             for part in _cut(b, PIECE_NBYTES)
-            for distances in (range(1), *_runs(part.blocks, part, layout))
+            for distances in (range(1), *_runs(part.receives, part, layout))
         ]
 
     return schedule
@@ -89,16 +89,15 @@ def domains_that_receive(steps: Steps) -> Schedule:
     def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
         most = max(len(layout.domains), *map(len, layout.domains))
         return [
-            [partial(steps, part, layout, each) for each in (*_runs(part.send_blocks, part, layout), range(1))]
+            [partial(steps, part, layout, each) for each in (*_runs(part.sends, part, layout), range(1))]
             for part in _cut(b, PIECE_NBYTES // most)
         ]
 
     return schedule
 
 
-def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: DomainLayout) -> Iterator[range]:
+def _runs(blocks: Sequence[Span], b: Buffers, layout: DomainLayout) -> Iterator[range]:
     """Yield the distances of the other domains, in runs of domains that together have the blocks of a piece."""
-    assert blocks is not None
     domains = len(layout.domains)
     largest_nbytes = b.dtype.itemsize * max(sum(blocks[rank].count for rank in ranks) for ranks in layout.domains)
     step = max(1, min(domains - 1, PIECE_NBYTES // max(1, largest_nbytes)))

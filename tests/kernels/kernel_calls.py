@@ -14,7 +14,7 @@ import numpy as np
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, parts_of
-from mpicomm.collectives.wire import BLOCK, Wire
+from mpicomm.collectives.wire import Wire
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
@@ -323,8 +323,7 @@ class CodedCalls(Calls):
         self._dtype = dtype_named(dtype)
 
     def _run(self, rank: int, pattern: Pattern, **more: Any) -> None:
-        coded = replace(pattern, buffers=replace(pattern.buffers, whole=BLOCK))
-        super()._run(rank, coded, wire=(self._wire, self._dtype))
+        super()._run(rank, pattern, wire=(self._wire, self._dtype))
 
     def _samples(self, dtype: np.dtype[Any], count: int) -> Array:
         return numbers(dtype, count, self._rng)

@@ -105,8 +105,8 @@ def exchange(
     for rank in ranks:
         for peer in ranks:
             receives[rank].expect(peer, sends[peer].packed(rank))
-        given = (None, ()) if in_place else (sends[rank].spans, sends[rank].gaps)
-        buffers = Buffers(rank, rig.size, BYTE, send_blocks=given[0], blocks=receives[rank].spans)
+        given = ((), ()) if in_place else (sends[rank].spans, sends[rank].gaps)
+        buffers = Buffers(rank, rig.size, BYTE, sends=given[0], receives=receives[rank].spans)
         rig.run(rank, StridedPattern(ALLTOALLV, buffers, gaps=(*given[1], *receives[rank].gaps)))
     machine.run(seed=turn, jitter_us=200)
     for each in receives:

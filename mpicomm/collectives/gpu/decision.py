@@ -199,7 +199,7 @@ class Decision:
         filled = chosen.launcher.fill((lengths, begins, max(lengths, default=0), hash32, memory, epilogue))
         if filled is None:
             return None
-        output = buffers.output.pointer if buffers.scratch and buffers.output is not None else 0
+        output = buffers.receives[0].pointer if buffers.scratch else 0
         return chosen.launcher.steps_of(filled) + self._after(chosen, lengths, begins, output, epilogue)
 
     def followed(self, enqueue: Enqueue, *call: Any) -> Enqueue:

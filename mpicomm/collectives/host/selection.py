@@ -127,8 +127,7 @@ def schedule(call: Call, algorithm: str, size: int, scratch: int) -> list[Exchan
         return [operation.one_shot(buffers)]
     # A piece has a shard for each rank. A shard is small enough to stay in the cache until the second exchange reads
     # it.
-    pieces = [two_shot(piece) for piece in buffers.pieces(_SHARD_NBYTES * size)]
-    return [exchange for piece in pieces for exchange in (piece.first, piece.second)]
+    return [exchange for piece in buffers.pieces(_SHARD_NBYTES * size) for exchange in two_shot(piece)]
 
 
 def carry_out(engine: HostEngine, size: int, call: Call, algorithm: str) -> None:

@@ -95,10 +95,10 @@ class DomainsEngine:
         if packed is not None and scratch:
             launches = packed.launches(self._backend, scratch)
             before, after = (self._engine.plan(str(signature), steps, collective=False) for steps in launches)
-        if call.epilogue is not None and buffers.output is not None:
-            backend = self._backend
-            where = buffers.output.pointer, backend.faults.failed, backend.multiprocessors
-            steps = [call.epilogue.following_kernel(*where)] if buffers.output.count else []
+        if call.epilogue is not None:
+            backend, output = self._backend, buffers.receives[0]
+            where = output.pointer, backend.faults.failed, backend.multiprocessors
+            steps = [call.epilogue.following_kernel(*where)] if output.count else []
             after = self._engine.plan(str(signature), steps, collective=False)
         return DomainsPlan(signature, planned, self._choice(asked), before, after)
 
@@ -109,7 +109,7 @@ class DomainsEngine:
         """
         layout, memory = self._layout, self._tokens.of(1 + self._layout.size)
         blocks = [Span(memory + 1 + rank, 1) for rank in range(layout.size)]
-        buffers = Buffers(layout.rank, layout.size, _BYTE, send=Span(memory, 1), blocks=blocks)
+        buffers = Buffers(layout.rank, layout.size, _BYTE, sends=[Span(memory, 1)], receives=blocks)
         call = Signature("Barrier", str(_BYTE))
         return DomainsPlan(call, self._plan(ALLGATHER, buffers, call, layout.size, "auto"), self._choice("auto"))
 

@@ -52,21 +52,16 @@ class Pattern(Sequence[Exchange]):
     def signature(self) -> Signature:
         """The facts in which ranks must agree."""
         b, operation, count = self.buffers, self.operation, None
-        span = b.output or b.send
         if operation.send == "counted":
-            count = sum(block.count for block in b.send_blocks or ())
-        elif span and "blocks" not in (operation.send, operation.receive) and operation.counts != "private":
-            count = span.count
+            count = sum(block.count for block in b.sends)
+        elif operation.send == operation.receive == "one":
+            count = [*b.receives, *b.sends][0].count
         op, root = b.op if operation.reduces else None, b.root if operation.rooted else None
         return Signature(operation.name, b.dtype.name, count, op, root)
 
     @cached_property
     def _exchanges(self) -> list[Exchange]:
-        return [
-            exchange
-            for step in self.steps
-            for exchange in ((step.first, step.second) if isinstance(step, TwoShot) else (step,))
-        ]
+        return [each for step in self.steps for each in (step if isinstance(step, tuple) else (step,))]
 
     @overload
     def __getitem__(self, index: int) -> Exchange: ...
@@ -80,13 +75,13 @@ class Pattern(Sequence[Exchange]):
 
 
 def allreduce(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> Pattern:
-    return Pattern(operations.ALLREDUCE, Buffers(rank, size, dtype, send=send, output=output, op=op))
+    return Pattern(operations.ALLREDUCE, Buffers(rank, size, dtype, [send], [output], op))
 
 
 def reduce(
     rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str, root: int, algorithm: str = "one_shot"
 ) -> Pattern:
-    buffers = Buffers(rank, size, dtype, send=send, output=output, op=op, root=root)
+    buffers = Buffers(rank, size, dtype, [send], [] if output is None else [output], op, root)
     return Pattern(operations.REDUCE, buffers, algorithm)
 
 
@@ -95,37 +90,37 @@ def reduce_scatter(
 ) -> Pattern:
     equal = len({block.count for block in blocks}) == 1
     operation = operations.REDUCE_SCATTER_BLOCK if equal else operations.REDUCE_SCATTER
-    return Pattern(operation, Buffers(rank, size, dtype, send_blocks=blocks, output=output, op=op, scratch=scratch))
+    return Pattern(operation, Buffers(rank, size, dtype, blocks, [output], op, scratch=scratch))
 
 
 def allgather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans) -> Pattern:
     equal = len({block.count for block in blocks}) == 1
     operation = operations.ALLGATHER if equal else operations.ALLGATHERV
-    return Pattern(operation, Buffers(rank, size, dtype, send=send, blocks=blocks))
+    return Pattern(operation, Buffers(rank, size, dtype, [send], blocks))
 
 
 def gather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans | None, root: int) -> Pattern:
-    return Pattern(operations.GATHER, Buffers(rank, size, dtype, send=send, blocks=blocks, root=root))
+    return Pattern(operations.GATHER, Buffers(rank, size, dtype, [send], blocks or (), root=root))
 
 
 def alltoall(
     rank: int,
     size: int,
     dtype: Dtype,
-    send_blocks: Spans,
-    blocks: Spans,
+    sends: Spans,
+    receives: Spans,
     operation: Operation = operations.ALLTOALLV,
     cuts: Sequence[tuple[int, int]] = (),
 ) -> Pattern:
-    return Pattern(operation, Buffers(rank, size, dtype, send_blocks=send_blocks, blocks=blocks, cuts=cuts))
+    return Pattern(operation, Buffers(rank, size, dtype, sends, receives, cuts=cuts))
 
 
 def bcast(rank: int, size: int, dtype: Dtype, buffer: Span, root: int, algorithm: str = "one_shot") -> Pattern:
-    return Pattern(operations.BCAST, Buffers(rank, size, dtype, output=buffer, root=root), algorithm)
+    return Pattern(operations.BCAST, Buffers(rank, size, dtype, (), [buffer], root=root), algorithm)
 
 
 def scan(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> Pattern:
-    return Pattern(operations.SCAN, Buffers(rank, size, dtype, send=send, output=output, op=op))
+    return Pattern(operations.SCAN, Buffers(rank, size, dtype, [send], [output], op))
 
 
 def buffers_of(
@@ -145,14 +140,14 @@ def buffers_of(
     at_root, rooted = rank == root, operation.rooted
     in_place = in_place and (at_root or rooted == "")
 
-    def parts(pointer: int, shape: str) -> tuple[Span | None, list[Span] | None]:
+    def parts(pointer: int, shape: str) -> list[Span]:
         if shape == "one" and not operation.of_neighbors:
-            return Span(pointer, counts[rank]), None
-        return None, blocks(pointer, counts, starts, dtype.itemsize)
+            return [Span(pointer, counts[rank])]
+        return blocks(pointer, counts, starts, dtype.itemsize)
 
     sent, received = parts(receive if in_place else send, operation.send), parts(receive, operation.receive)
     if rooted == "bcast" or (rooted == "send" and not at_root) or (in_place and not operation.reduces):
-        sent = None, None
+        sent = []
     if rooted == "receive" and not at_root:
-        received = None, None
-    return Buffers(rank, len(counts), dtype, *sent, *received, op * operation.reduces, root)
+        received = []
+    return Buffers(rank, len(counts), dtype, sent, received, op * operation.reduces, root)

@@ -1,4 +1,4 @@
-"""The cuts of spans, and patterns that lack a buffer.
+"""The cuts of spans, and a reduce-scatter in place.
 
 test_packed.py carries out the patterns that move data. Kernels on CPU threads (tests/kernels/test_collectives.py) and
 the engine of the host (tests/mpi/collectives/host/test_engine_order.py) carry out all of them.
@@ -7,11 +7,9 @@ the engine of the host (tests/mpi/collectives/host/test_engine_order.py) carry o
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 
@@ -32,13 +30,6 @@ def test_shards_of_a_long_span_begin_at_cache_lines_and_are_balanced() -> None:
     shards = patterns.split(Span(0, 1_000_003), 3, 4)
     assert all(shard.pointer % 128 == 0 for shard in shards)
     assert max(shard.count for shard in shards) - min(shard.count for shard in shards) < 3 * 32
-
-
-def test_a_missing_buffer_is_an_error() -> None:
-    where = 0, 2, np.dtype(np.float32), Span(0, 1), None
-    for pattern in (patterns.gather(*where, 0), patterns.reduce(*where, "sum", 0)):
-        with pytest.raises(InvalidUsageError):
-            _ = pattern.steps
 
 
 def test_a_reduce_scatter_in_place_moves_its_result_over_input_that_others_have() -> None:

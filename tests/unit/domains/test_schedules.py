@@ -120,7 +120,7 @@ def test_reductions_keep_the_order_of_ranks_and_domains_and_round_once(
         send = memory.place(inputs[rank]).pointer
         receive = send if in_place else memory.place(np.zeros(counts[rank], dtype)).pointer
         made = buffers_of(operation, rank, counts, dtype, send, receive, op=op, root=root, in_place=in_place)
-        outputs.append(made.output)
+        outputs.append(made.receives[0] if made.receives else None)
         return made
 
     nbytes = total * dtype.itemsize
@@ -170,27 +170,19 @@ def test_movements_bring_each_block_to_its_place(
             span = memory.place(data(root, 0) if rank == root else np.zeros(counts(root, 0), dtype))
             wanted.append([data(root, 0)])
             places.append([span])
-            return Buffers(rank, size, dtype, output=span, root=root)
+            return Buffers(rank, size, dtype, (), [span], root=root)
         sends = [memory.place(data(rank, 0 if to_all else peer)) for peer in range(1 if to_all else size)]
         if operation.rooted == "send":
             span = memory.place(np.zeros(counts(root, rank), dtype))
             wanted.append([data(root, rank)])
             places.append([span])
-            return Buffers(rank, size, dtype, send_blocks=sends if rank == root else None, output=span, root=root)
+            return Buffers(rank, size, dtype, sends if rank == root else (), [span], root=root)
         incoming = [data(peer, 0 if to_all else rank) for peer in range(size)]
         blocks = [memory.place(np.zeros_like(block)) for block in incoming]
         receives = not operation.rooted or rank == root
         wanted.append(incoming if receives else [])
         places.append(blocks if receives else [])
-        return Buffers(
-            rank,
-            size,
-            dtype,
-            send=sends[0] if to_all else None,
-            send_blocks=None if to_all else sends,
-            blocks=blocks if receives else None,
-            root=root,
-        )
+        return Buffers(rank, size, dtype, sends, blocks if receives else (), root=root)
 
     with in_pieces_of(piece_nbytes):
         cluster.run(schedule_of(operation, count * 2, cluster.layouts[0], algorithm), buffers)

@@ -171,23 +171,19 @@ class Form:
     @classmethod
     def of_buffers(cls, operation: Operation, buffers: Buffers) -> Form:
         """Return the form of a call with this memory, which is in place if its memory says so."""
-        sent = buffers.send_blocks[0] if buffers.send_blocks else buffers.send
-        output = buffers.output
         in_place = False
-        if operation.reduces and operation.is_even and sent and output and output.count and not buffers.scratch:
-            in_place = sent.pointer == output.pointer
+        if operation.reduces and operation.is_even and buffers.receives and not buffers.scratch:
+            sent, output = buffers.sends[0], buffers.receives[0]
+            in_place = bool(output.count) and sent.pointer == output.pointer
         return cls._of(operation, buffers, may_stay=True, in_place=in_place)
 
     @classmethod
     def _of(cls, operation: Operation, b: Buffers, may_stay: bool, **others: Any) -> Form:
-        sends = int(b.send is not None) if b.send_blocks is None else len(b.send_blocks)
-        receives = int(b.output is not None) if b.blocks is None else len(b.blocks)
-        stays = False
+        sends, receives, stays = len(b.sends), len(b.receives), False
         if others["in_place"]:
             receives = 0
         elif may_stay and not operation.reduces and sends and receives:
-            own = b.send if b.send_blocks is None else b.send_blocks[b.rank]
-            stays = own == (b.output if b.blocks is None else b.blocks[b.rank])
+            stays = b.sends[b.rank if sends > 1 else 0] == b.receives[b.rank if receives > 1 else 0]
         dtype = b.dtype if operation.reduces else _BYTE
         return cls(
             operation, b.rank, b.size, dtype, b.op, b.root, sends, receives, stays=stays, cuts=tuple(b.cuts), **others
@@ -254,14 +250,11 @@ class Form:
 
     def numbers(self, b: Buffers) -> tuple[list[int], list[int]]:
         """Return the bytes and the addresses of the blocks of a call. A block without bytes has address 0."""
-        output = b.output
-        if b.scratch and output is not None:
-            output = Span(b.scratch, output.count)
-        received = ([output] if b.blocks is None else b.blocks) if self.receives else []
-        spans = [*([b.send] if b.send_blocks is None else b.send_blocks), *received]
-        itemsize = b.dtype.itemsize
-        lengths = [span.count * itemsize for span in spans if span is not None]
-        return lengths, [span.pointer if span.count else 0 for span in spans if span is not None]
+        received = b.receives if self.receives else ()
+        if b.scratch and received:
+            received = [Span(b.scratch, received[0].count)]
+        spans = [*b.sends, *received]
+        return [span.count * b.dtype.itemsize for span in spans], [span.pointer if span.count else 0 for span in spans]
 
     def buffers(self, lengths: list[int], begins: list[int]) -> Buffers:
         """Return the memory of a call: the inverse of `numbers`."""
@@ -279,23 +272,10 @@ class Form:
         return self._placed(_UNIT, blocks)
 
     def _placed(self, dtype: np.dtype[Any], blocks: list[Span]) -> Buffers:
-        operation, sent, received = self.operation, blocks[: self.sends], blocks[self.sends :]
-        send = send_blocks = output = output_blocks = None
-        if sent:
-            if operation.send == "one" and not operation.of_neighbors:
-                (send,) = sent
-            else:
-                send_blocks = sent
+        sent, received = blocks[: self.sends], blocks[self.sends :]
         if self.in_place:
-            output = Span(sent[0].pointer, sent[self.rank if len(sent) > 1 else 0].count)
-        elif received:
-            if operation.receive == "one":
-                (output,) = received
-            else:
-                output_blocks = received
-        return Buffers(
-            self.rank, self.size, dtype, send, send_blocks, output, output_blocks, self.op, self.root, self.cuts
-        )
+            received = [Span(sent[0].pointer, sent[self.rank if len(sent) > 1 else 0].count)]
+        return Buffers(self.rank, self.size, dtype, sent, received, self.op, self.root, self.cuts)
 
 
 Numbers = tuple[list[int], list[int], int, int, Mapped | None, BoundEpilogue | None]

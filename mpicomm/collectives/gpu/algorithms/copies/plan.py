@@ -113,10 +113,10 @@ class CopyLauncher(FormLauncher):
         reduces, following = operation.reduces, None
         if operation.copies == "two_shot":
             assert operation.two_shot is not None
-            two_shot = operation.two_shot(buffers)
-            exchange, longest_nbytes = two_shot.first, two_shot.longest_nbytes
+            exchange, second = operation.two_shot(buffers)
+            longest_nbytes = max(exchange.longest_nbytes, second.longest_nbytes)
             # Between two ranks there is no third rank to which a broadcast could be sent on.
-            following = two_shot.second if reduces or domain.size > 2 else None
+            following = second if reduces or domain.size > 2 else None
         else:
             exchange = operation.one_shot(buffers)
             longest_nbytes = exchange.longest_nbytes

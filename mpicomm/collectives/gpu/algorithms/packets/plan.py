@@ -84,7 +84,7 @@ class PacketLauncher(KernelTemplate, FormLauncher):
 
     def _make(self, form: Form, domain: Domain) -> None:
         shards, blocks = self._shards, form.sends + form.receives
-        exchange, fan_out = (form.two_shot.first, form.two_shot.second) if shards else (form.one_shot, None)
+        exchange, fan_out = form.two_shot if shards else (form.one_shot, None)
         mine, sent = exchange.reduction, {span for span in exchange.sends if span is not None}
         own = None if mine is None else mine.own
         self._rank, self._size, self._host_slots = domain.rank, domain.size, domain.host_slots
