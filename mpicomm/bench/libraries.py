@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +51,7 @@ class Nccl(Peer):
         super().__init__(comm, machine)
         self.version = nccl.version()
         identity = command_line.on_first_rank(comm, nccl.unique_id)
-        self._nccl = nccl.NcclCommunicator(comm.size, identity, comm.rank, multicast=False)
+        self._nccl = nccl.NcclCommunicator(comm.size, identity, comm.rank)
 
     @staticmethod
     def missing() -> str | None:
@@ -324,7 +323,6 @@ class TorchNccl(TorchGroup):
     def __init__(self, comm: Communicator, machine: Machine) -> None:
         import torch
 
-        os.environ["NCCL_NVLS_ENABLE"] = "0"  # PyTorch passes no configuration of it
         super().__init__(comm, machine, device_id=torch.device("cuda", comm.device))
         self.version = f"torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
         self._size = comm.size

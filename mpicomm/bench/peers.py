@@ -228,7 +228,7 @@ _STEP_NBYTES = 512  # PyTorch and CuPy place arrays of GPUs at multiples of it
 _PLACES = 64
 ROOM_NBYTES = _STEP_NBYTES * _PLACES
 """The bytes that an array for all variations has in addition to the largest case."""
-_WITHOUT_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}  # NCCL has a configuration
+_WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _CHECKED = 8  # variations in each check, because a call may go wrong only after a call of another size
 
 

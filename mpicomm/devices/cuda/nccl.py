@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -22,34 +21,6 @@ class UniqueId(ctypes.Structure):
     """ncclUniqueId, passed by value."""
 
     _fields_ = [("internal", ctypes.c_byte * 128)]
-
-
-_UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
-_NVLS_OFF = (1 << 31) - 1  # ncclNvlsHostModeDisable
-_HAS_NVLS_MODE = 2_31_00
-"""The first version whose configuration can switch multicast off."""
-
-
-class Config(ctypes.Structure):
-    """ncclConfig_t of NCCL 2.31. A later library takes fields that follow as undefined, by ``size`` and ``version``."""
-
-    _fields_ = [
-        ("size", _size),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        *((name, _int) for name in ("blocking", "cgaClusterSize", "minCTAs", "maxCTAs")),
-        ("netName", _pointer),
-        *((name, _int) for name in ("splitShare", "trafficClass")),
-        ("commName", _pointer),
-        *((name, _int) for name in ("collnetEnable", "CTAPolicy", "shrinkShare", "nvlsCTAs", "nChannelsPerNetPeer")),
-        *((name, _int) for name in ("nvlinkCentricSched", "graphUsageMode", "numRmaCtx", "maxP2pPeers")),
-        *((name, _int) for name in ("graphStreamOrdering", "launchOrderImplicit", "numRmaSig", "rmaEagerInit")),
-        *((name, _int) for name in ("hostCftMode", "nvlsHostMode")),
-    ]
-
-    def __init__(self) -> None:
-        undefined = {field[0]: _UNDEFINED for field in self._fields_ if field[1] is _int}
-        super().__init__(ctypes.sizeof(self), 0xCAFEBEEF, _HAS_NVLS_MODE, **undefined)
 
 
 _TEXTS: dict[str, list[Any]] = {"ncclGetErrorString": [_int], "ncclGetLastError": [_pointer]}
@@ -70,8 +41,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "ncclSend": [_pointer, _size, _int, _int, _pointer, _pointer],
     "ncclRecv": [_pointer, _size, _int, _int, _pointer, _pointer],
 }
-_NEWER: dict[str, list[Any]] = {  # since NCCL 2.14, 2.27 and 2.28
-    "ncclCommInitRankConfig": [_pointer, _int, UniqueId, _int, _pointer],
+_NEWER: dict[str, list[Any]] = {  # since NCCL 2.27 and 2.28
     "ncclMemAlloc": [_pointer, _size],
     "ncclMemFree": [_pointer],
     "ncclCommWindowRegister": [_pointer, _pointer, _size, _pointer, _int],
@@ -123,16 +93,11 @@ def has(name: str) -> bool:
     return hasattr(load(), name)
 
 
-def _version() -> int:
-    number = ctypes.c_int()
-    call("ncclGetVersion", ctypes.byref(number))
-    return number.value
-
-
 def version() -> str:
     """Return the version as NCCL writes it."""
-    number = _version()
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    number = ctypes.c_int()
+    call("ncclGetVersion", ctypes.byref(number))
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def missing() -> str | None:
@@ -154,21 +119,12 @@ def unique_id() -> bytes:
 class NcclCommunicator:
     """A communicator of NCCL. Construction blocks until all ranks have come. The device must be current.
 
-    Other calls may block until a peer comes, too. Without ``multicast`` it does not use NVLink SHARP.
+    Other calls may block until a peer comes, too.
     """
 
-    def __init__(self, size: int, unique_id: bytes, rank: int, *, multicast: bool = True) -> None:
+    def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
         self.handle = ctypes.c_void_p()
-        given = ctypes.byref(self.handle), size, UniqueId.from_buffer_copy(unique_id), rank
-        if multicast:
-            call("ncclCommInitRank", *given)
-        elif _version() >= _HAS_NVLS_MODE:
-            config = Config()
-            config.nvlsHostMode = _NVLS_OFF
-            call("ncclCommInitRankConfig", *given, ctypes.byref(config))
-        else:
-            os.environ["NCCL_NVLS_ENABLE"] = "0"  # for all communicators: NCCL reads it once
-            call("ncclCommInitRank", *given)
+        call("ncclCommInitRank", ctypes.byref(self.handle), size, UniqueId.from_buffer_copy(unique_id), rank)
 
     def exchange(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import struct
 import sys
 import uuid
 from types import SimpleNamespace
@@ -36,11 +34,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(("ncclCommInitRank", size, bytes(identity), rank))
         return 0
 
-    def create_with(handle: Any, size: int, identity: nccl.UniqueId, rank: int, config: Any) -> int:
-        content: nccl.Config = config._obj
-        made.append(("ncclCommInitRankConfig", size, bytes(identity), rank, bytes(content)))
-        return 0
-
     def fail(handle: Any, status: Any) -> int:
         status._obj.value = 6
         return 0
@@ -49,7 +42,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     library = SimpleNamespace(
         **{name: note(name) for name in names},
         ncclCommInitRank=create,
-        ncclCommInitRankConfig=create_with,
         ncclCommGetAsyncError=fail,
         ncclGetLastError=lambda handle: b"remote process exited",
         ncclGetErrorString=lambda status: b"unhandled system error",
@@ -70,29 +62,6 @@ def test_a_communicator_exchanges_bytes_in_one_group(calls: list[Any]) -> None:
         ("ncclGroupEnd",),
         ("ncclCommDestroy", 7),
     ]
-
-
-@pytest.mark.parametrize("version", [23007, 23100, 23203])
-def test_multicast_goes_off_for_one_communicator_or_for_all_of_an_older_library(
-    version: int, calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def get_version(number: Any) -> int:
-        number._obj.value = version
-        return 0
-
-    monkeypatch.setattr(nccl.load(), "ncclGetVersion", get_version, raising=False)
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
-    nccl.NcclCommunicator(4, ID, 3, multicast=False)
-    ((name, *_, last),) = calls
-    if version < 23100:
-        assert (name, os.environ["NCCL_NVLS_ENABLE"]) == ("ncclCommInitRank", "0")
-        return
-    assert (name, os.environ["NCCL_NVLS_ENABLE"]) == ("ncclCommInitRankConfig", "2")
-    # ncclConfig_t of nccl.h 2.32: its size, the magic number, a version that has the field; the last field is it.
-    assert struct.unpack("@NII", last[:16]) == (120, 0xCAFEBEEF, 23100)
-    unset = -(1 << 31)
-    fields = (*[unset] * 4, 0, *[unset] * 2, 0, *[unset] * 14, (1 << 31) - 1)
-    assert struct.unpack("@4iP2iP14ii4x", last[16:]) == fields
 
 
 def test_a_group_ends_after_a_send_that_fails(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
