@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.api.splits import AnySplit, Box, boxes_of, integers, meetings, normal, volume, whole_of
+from mpicomm.api.splits import AnySplit, Box, Split, boxes_of, integers, meetings, normal, volume, whole_of
 from mpicomm.cluster.agreement import require_same
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
@@ -61,18 +61,8 @@ class Redistribution(AbstractContextManager["Redistribution"]):
         source, target = _cut_evenly(shape, from_), _cut_evenly(shape, to)
         is_even = None not in (source, target) and source != target
         self._is_even = is_even and self._nbytes_of(sent[0]) >= _LONG_NBYTES
-        self._sent: list[Any]
-        self._received: list[Any]
-        if self._is_even:
-            self._sent, self._received = (
-                self._blocks(pieces, box, axis, element)
-                for pieces, box, axis in ((sent[0], self.source_box, target), (received[0], self.target_box, source))
-            )
-        else:
-            self._sent, self._received = (
-                [list(part) for part in zip(*(self._block(pieces, box, element) for pieces in blocks), strict=True)]
-                for blocks, box in ((sent, self.source_box), (received, self.target_box))
-            )
+        self._sent = self._blocks(sent, self.source_box, target, element)
+        self._received = self._blocks(received, self.target_box, source, element)
         self._is_freed = False
 
     def __call__(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: str = "auto") -> Any:
@@ -147,12 +137,17 @@ class Redistribution(AbstractContextManager["Redistribution"]):
     def _nbytes_of(self, pieces: list[Box]) -> int:
         return self.dtype.itemsize * sum(map(volume, pieces))
 
-    def _blocks(self, first: list[Box], box: Box | None, axis: Any, element: MPI.Datatype) -> list[Any]:
-        """Return the count and the datatype of each block of an ``axis`` that is cut evenly; the ``first`` is at 0."""
-        count, _, datatype = self._block(first, box, element)
+    def _blocks(self, blocks: list[list[Box]], box: Box | None, axis: Any, element: MPI.Datatype) -> list[Any]:
+        """Return what follows the array in the argument of the collective.
+
+        An Alltoallw gets all counts, displacements and datatypes. An Alltoall gets the count and the datatype of each
+        block, because the ``axis`` is cut evenly and the first block is at 0.
+        """
+        if not self._is_even:
+            return [list(part) for part in zip(*(self._block(pieces, box, element) for pieces in blocks), strict=True)]
+        count, _, datatype = self._block(blocks[0], box, element)
         if datatype is not element:
-            (piece,) = first
-            begin, end = piece[axis]
+            begin, end = blocks[0][0][axis]
             nbytes = (end - begin) * math.prod(_extents(box, self.shape)[axis + 1 :]) * self.dtype.itemsize
             datatype = self._keep(datatype.Create_resized(0, nbytes))
         return [count, datatype]
@@ -218,29 +213,24 @@ class RedistributionCalls(MPI.Intracomm):
             whole = comm.redistribute(rows, from_=0, to=None)
         """
         group = self._session.set_up("redistribute").group
-        splits: list[Any] = []
 
-        def say() -> tuple[str, Any]:
-            splits.extend([normal("from_", from_), normal("to", to)])
-            own = None
+        def say() -> tuple[tuple[Any, ...], Any, str | None]:
+            part = dtype = None
             if x is not None:
-                dtype = read_in_order(x, False, "x").dtype
-                own = tuple(map(int, x.shape)), _dtype("x", x.dtype if dtype is None else dtype).name
-            return repr((splits, None if shape is None else _shape(shape))), own
+                found = read_in_order(x, False, "x").dtype
+                part, dtype = tuple(map(int, x.shape)), _dtype("x", x.dtype if found is None else found).name
+            whole = None if shape is None else _shape(shape)
+            return (normal("from_", from_), normal("to", to), whole), part, dtype
 
-        said = group.exchange("redistribute", say)
-        require_same("shape, from_ or to", [text for text, _ in said])
-        parts = [own for _, own in said]
-        known = [own for own in parts if own is not None]
-        source, target = splits
-        if len({dtype for _, dtype in known}) != 1:
-            names = [own and own[1] for own in parts]
-            raise InvalidUsageError(f"x has the element types {names} by rank: pass one type on all ranks")
-        if shape is None:
-            source, whole = whole_of(source, [own and own[0] for own in parts])
-        else:
-            whole = _shape(shape)
-        with self._plan(whole, types.covered_dtype(known[0][1]), source, target) as plan:
+        alike, parts, dtypes = zip(*group.exchange("redistribute", say), strict=True)
+        require_same("from_, to or shape", [*map(repr, alike)])
+        source, target, whole = alike[0]
+        names = {dtype for dtype in dtypes if dtype is not None}
+        if len(names) != 1:
+            raise InvalidUsageError(f"x has the element types {[*dtypes]} by rank: pass one type on all ranks")
+        if whole is None:
+            source, whole = whole_of(source, [*parts])
+        with self._plan(whole, types.covered_dtype(names.pop()), source, target) as plan:
             return plan._move(x, group.agree("redistribute", lambda: plan._checked(x, out)), stream, algorithm)
 
     def redistribution(
@@ -258,15 +248,12 @@ class RedistributionCalls(MPI.Intracomm):
                 rows = cp.ones(to_columns.source_shape, "float32")
                 columns = to_columns(rows)
         """
-        made: list[tuple[Any, ...]] = []
-
-        def say() -> str:
-            made.append((_shape(shape), _dtype("dtype", dtype), normal("from_", from_), normal("to", to)))
-            return repr(made[0])
-
-        texts = self._session.set_up("redistribution").group.exchange("redistribution", say)
-        require_same("shape, dtype, from_ or to", texts)
-        return self._plan(*made[0])
+        said = self._session.set_up("redistribution").group.exchange(
+            "redistribution",
+            lambda: (_shape(shape), _dtype("dtype", dtype), normal("from_", from_), normal("to", to)),
+        )
+        require_same("shape, dtype, from_ or to", [*map(repr, said)])
+        return self._plan(*said[0])
 
     def _plan(self, shape: tuple[int, ...], dtype: np.dtype[Any], source: Any, target: Any) -> Redistribution:
         from_, to = boxes_of("from_", source, shape, self.size), boxes_of("to", target, shape, self.size)
@@ -279,11 +266,8 @@ def _extents(box: Box | None, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _cut_evenly(shape: tuple[int, ...], boxes: _Boxes) -> int | None:
     """Return the axis along which ranks have equal blocks in their order, if all of each block is theirs."""
-    size, whole = len(boxes), [(0, length) for length in shape]
     for axis, length in enumerate(shape):
-        part = length // size
-        blocks = [(*whole[:axis], (rank * part, rank * part + part), *whole[axis + 1 :]) for rank in range(size)]
-        if length % size == 0 and blocks == boxes:
+        if length % len(boxes) == 0 and boxes_of("", Split(axis), shape, len(boxes)) == boxes:
             return axis
     return None
 
