@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from mpi4py import MPI
+from mpi4py.MPI import ANY_SOURCE, ANY_TAG
 
 from mpicomm.activity.page import begin_by_mpi, by_mpi
 from mpicomm.api.host_staging import HostStaging
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+_COLLECTIVES = "barrier", "bcast", "gather", "scatter", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan"
 
 
-def _counted(method: Callable[Concatenate[Any, Given], Result]) -> Callable[Concatenate[Any, Given], Result]:
+def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a collective call of mpi4py that tells the doctor its name."""
     number = by_mpi(method.__name__.replace("barrier", "Barrier"))
 
     @functools.wraps(method)
-    def call(self: Any, /, *given: Given.args, **named: Given.kwargs) -> Result:
+    def call(self: Any, /, *given: Any, **named: Any) -> Any:
         begin_by_mpi(self._row, number)
         return method(self, *given, **named)
 
@@ -43,7 +45,7 @@ def _probing(
     """
 
     @functools.wraps(by_mpi)
-    def look(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None) -> Any:
+    def look(self: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: MPI.Status | None = None) -> Any:
         messages = self._messages
         if not (messages.on_gpu if matches else messages.by_rendezvous):
             return by_mpi(self, source, tag, status)  # type: ignore[call-arg,arg-type]
@@ -59,18 +61,12 @@ class ObjectCalls(MPI.Intracomm):
 
     _row: memoryview
 
-    barrier = _counted(MPI.Intracomm.barrier)
-    bcast = _counted(MPI.Intracomm.bcast)
-    gather = _counted(MPI.Intracomm.gather)
-    scatter = _counted(MPI.Intracomm.scatter)
-    allgather = _counted(MPI.Intracomm.allgather)
-    alltoall = _counted(MPI.Intracomm.alltoall)
-    reduce = _counted(MPI.Intracomm.reduce)
-    allreduce = _counted(MPI.Intracomm.allreduce)
-    scan = _counted(MPI.Intracomm.scan)
-    exscan = _counted(MPI.Intracomm.exscan)
     send = sending(MPI.Intracomm.send)
     ssend = sending(MPI.Intracomm.ssend)
+
+
+for _name in _COLLECTIVES:
+    setattr(ObjectCalls, _name, _counted(getattr(MPI.Intracomm, _name)))
 
 
 class Probes(MPI.Intracomm):
@@ -93,17 +89,13 @@ class Probes(MPI.Intracomm):
     improbe = _probing(MPI.Intracomm.improbe, wait=False, matches=True)
 
     def recv(
-        self,
-        buf: Any = None,
-        source: int = MPI.ANY_SOURCE,
-        tag: int = MPI.ANY_TAG,
-        status: MPI.Status | None = None,
+        self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: MPI.Status | None = None
     ) -> Any:
         """Receive a Python object; see mpi4py."""
         kept = self._messages.unexpected.take(source, tag)
         return recv_object(self, buf, source, tag, status) if kept is None else kept.recv(status)
 
-    def irecv(self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Request:
+    def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> MPI.Request:
         """Start to receive a Python object; see mpi4py."""
         kept = self._messages.unexpected.take(source, tag)
         return super().irecv(buf, source, tag) if kept is None else kept.irecv()
@@ -114,8 +106,8 @@ class Probes(MPI.Intracomm):
         dest: int,
         sendtag: int = 0,
         recvbuf: Any = None,
-        source: int = MPI.ANY_SOURCE,
-        recvtag: int = MPI.ANY_TAG,
+        source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
         status: MPI.Status | None = None,
     ) -> Any:
         """Send a Python object and receive another; see mpi4py."""

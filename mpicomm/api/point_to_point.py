@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mpi4py import MPI
 from numpy import ndarray
@@ -20,32 +20,46 @@ if TYPE_CHECKING:
     from mpicomm.messages.calls import Messages
 
 # These are MPI's own methods, looked up once, because `super()` takes a tenth of the time of a small call.
-_bsend = MPI.Intracomm.Bsend
-_ibsend = MPI.Intracomm.Ibsend
 _irecv = MPI.Intracomm.Irecv
-_irsend = MPI.Intracomm.Irsend
 _isend = MPI.Intracomm.Isend
 _isendrecv = MPI.Intracomm.Isendrecv
 _isendrecv_replace = MPI.Intracomm.Isendrecv_replace
-_issend = MPI.Intracomm.Issend
-_rsend = sending(MPI.Intracomm.Rsend)
-_ssend = sending(MPI.Intracomm.Ssend)
 _send = sending(MPI.Intracomm.Send)
 
-Sent = TypeVar("Sent")
+Sent = TypeVar("Sent", covariant=True)
 Side = tuple[Any, int, int]
 """A buffer, the rank to which or from which it goes, and the tag."""
-_PERSISTENT: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "Send_init": (MPI.Intracomm.Send_init, _isend),
-    "Ssend_init": (MPI.Intracomm.Ssend_init, _issend),
-    "Bsend_init": (MPI.Intracomm.Bsend_init, _ibsend),
-    "Rsend_init": (MPI.Intracomm.Rsend_init, _irsend),
-    "Recv_init": (MPI.Intracomm.Recv_init, _irecv),
-}
-"""MPI's persistent messages, each with the call that a start makes."""
 _IN_STREAM_ORDER = ("Send", "Recv", "Sendrecv")
 """The calls whose messages kernels can match."""
 _ALGORITHMS = ("auto", "stream", "copy_engine")
+
+
+class SendMethod(Protocol[Sent]):
+    """A method that sends a buffer to a rank."""
+
+    def __call__(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> Sent: ...
+
+
+def _sender(by_mpi: Callable[..., Sent], says: str) -> SendMethod[Sent]:
+    """Return the method for ``by_mpi``, a send of MPI, with the docstring ``says``."""
+    name = by_mpi.__name__
+
+    def send(self: Any, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> Any:
+        if type(buf) is not ndarray:
+            request = self._messages.start_send_array(buf, dest, tag, stream) if by_mpi is _isend else None
+            if request is not None:
+                return request
+        elif stream is None and (buf.base is None or is_host_view(buf)):
+            try:
+                return by_mpi(self, buf, dest, tag)
+            except host_calls.REFUSALS:
+                pass  # as bytes below
+        return self._carry(name, by_mpi, (buf, dest, tag), None, stream)
+
+    method: Any = send
+    method.__name__, method.__qualname__, method.__doc__ = name, f"PointToPoint.{name}", says
+    method.__annotations__["return"] = by_mpi.__annotations__["return"]
+    return method  # type: ignore[no-any-return]
 
 
 class PointToPoint(MPI.Intracomm):
@@ -117,17 +131,11 @@ class PointToPoint(MPI.Intracomm):
                 pass  # MPI has no type for the elements, so they go as bytes below
         self._carry("Send", _send, (buf, dest, tag), None, stream, algorithm)
 
-    def Ssend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
-        """Send ``buf``; return when the receiver has matched the message; see mpi4py."""
-        self._send("Ssend", _ssend, buf, dest, tag, stream)
-
-    def Rsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
-        """Send ``buf`` to a rank that has posted its receive; see mpi4py."""
-        self._send("Rsend", _rsend, buf, dest, tag, stream)
-
-    def Bsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
-        """Send ``buf`` through the buffer of `Attach_buffer`; see mpi4py."""
-        self._send("Bsend", _bsend, buf, dest, tag, stream)
+    Ssend = _sender(
+        sending(MPI.Intracomm.Ssend), "Send ``buf``; return when the receiver has matched the message; see mpi4py."
+    )
+    Rsend = _sender(sending(MPI.Intracomm.Rsend), "Send ``buf`` to a rank that has posted its receive; see mpi4py.")
+    Bsend = _sender(MPI.Intracomm.Bsend, "Send ``buf`` through the buffer of `Attach_buffer`; see mpi4py.")
 
     def Recv(
         self,
@@ -225,28 +233,17 @@ class PointToPoint(MPI.Intracomm):
         """Send ``buf`` and receive into it; see mpi4py."""
         self._replace("Sendrecv_replace", sendrecv_replace, (buf, dest, sendtag), (source, recvtag), stream, status)
 
-    def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
-        """Start to send ``buf``; return the request. Keep ``buf`` as it is until ``Wait``, or ``Test`` that is true.
-
-        Arguments and ``stream`` are as in `Send`.
-        """
-        if type(buf) is not ndarray:
-            request = self._messages.start_send_array(buf, dest, tag, stream)
-            if request is not None:
-                return request
-        return self._send("Isend", _isend, buf, dest, tag, stream)
-
-    def Issend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
-        """Start to send ``buf``; the request is complete when the receiver has matched it; see mpi4py."""
-        return self._send("Issend", _issend, buf, dest, tag, stream)
-
-    def Ibsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
-        """Start to send ``buf`` through the buffer of `Attach_buffer`; see mpi4py."""
-        return self._send("Ibsend", _ibsend, buf, dest, tag, stream)
-
-    def Irsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
-        """Start to send ``buf`` to a rank that has posted its receive; see mpi4py."""
-        return self._send("Irsend", _irsend, buf, dest, tag, stream)
+    Isend = _sender(
+        _isend,
+        "Start to send ``buf``; return the request. Keep ``buf`` as it is until ``Wait``, or ``Test`` that is true.\n\n"
+        "Arguments and ``stream`` are as in `Send`.",
+    )
+    Issend = _sender(
+        MPI.Intracomm.Issend,
+        "Start to send ``buf``; the request is complete when the receiver has matched it; see mpi4py.",
+    )
+    Ibsend = _sender(MPI.Intracomm.Ibsend, "Start to send ``buf`` through the buffer of `Attach_buffer`; see mpi4py.")
+    Irsend = _sender(MPI.Intracomm.Irsend, "Start to send ``buf`` to a rank that has posted its receive; see mpi4py.")
 
     def Irecv(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
@@ -301,53 +298,17 @@ class PointToPoint(MPI.Intracomm):
         request: MPI.Request = self._replace("Isendrecv_replace", _isendrecv_replace, sent, posted, stream)
         return request
 
-    def Send_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
-        """Create a persistent `Send`; see mpi4py."""
-        return self._prepare("Send_init", buf, dest, tag, stream)
-
-    def Ssend_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
-        """Create a persistent `Ssend`; see mpi4py."""
-        return self._prepare("Ssend_init", buf, dest, tag, stream)
-
-    def Bsend_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
-        """Create a persistent `Bsend`; see mpi4py."""
-        return self._prepare("Bsend_init", buf, dest, tag, stream)
-
-    def Rsend_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
-        """Create a persistent `Rsend`; see mpi4py."""
-        return self._prepare("Rsend_init", buf, dest, tag, stream)
+    Send_init = _sender(MPI.Intracomm.Send_init, "Create a persistent `Send`; see mpi4py.")
+    Ssend_init = _sender(MPI.Intracomm.Ssend_init, "Create a persistent `Ssend`; see mpi4py.")
+    Bsend_init = _sender(MPI.Intracomm.Bsend_init, "Create a persistent `Bsend`; see mpi4py.")
+    Rsend_init = _sender(MPI.Intracomm.Rsend_init, "Create a persistent `Rsend`; see mpi4py.")
 
     def Recv_init(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
     ) -> MPI.Prequest:
         """Create a persistent `Recv`; see mpi4py."""
-        return self._prepare("Recv_init", buf, source, tag, stream, receives=True)
-
-    def _prepare(
-        self, operation: str, buf: Any, peer: int, tag: int, stream: Any, *, receives: bool = False
-    ) -> MPI.Prequest:
-        (prepare, start), end = _PERSISTENT[operation], None
-        if receives or not (type(buf) is ndarray and (buf.base is None or is_host_view(buf))):
-            buf, end = self._messages.read(operation, buf, stream, peer, receives=receives)
-        if end is None or not end.on_device:
-            refuse_stream(operation, stream)
-        if end is None:
-            prepared: MPI.Prequest = host_calls.call(prepare, self, buf, peer, tag, writable=receives)
-            return prepared
-        side = buf, peer, tag
-        send, receive = (None, side) if receives else (side, None)
-        # Each start reads the buffer again, because the stream may capture a graph then.
-        return PersistentRequest.of(lambda: self._carry(operation, start, send, receive, stream))
-
-    def _send(self, operation: str, send: Callable[..., Sent], buf: Any, dest: int, tag: int, stream: Any) -> Sent:
-        """Send a plain host array by ``send``, the method ``operation`` of MPI, and other buffers as `_carry` does."""
-        if type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf)):
-            try:
-                return send(self, buf, dest, tag)
-            except host_calls.REFUSALS:
-                pass  # as bytes below
-        done: Sent = self._carry(operation, send, (buf, dest, tag), None, stream)
-        return done
+        request: MPI.Prequest = self._carry("Recv_init", MPI.Intracomm.Recv_init, None, (buf, source, tag), stream)
+        return request
 
     def _carry(
         self,
@@ -361,7 +322,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> Any:
         """Send a buffer, receive into another, or both: by kernels, by MPI's method ``by_mpi``, or by a rendezvous.
 
-        MPI gets the buffers if all of them lie in host memory. A nonblocking call returns its request.
+        MPI gets the buffers if all of them lie in host memory. A nonblocking or persistent call returns its request.
         """
         messages, sent, received = self._messages, None, None
         if algorithm != "auto":
@@ -378,8 +339,8 @@ class PointToPoint(MPI.Intracomm):
             send = buf, dest, tag
         if receive is not None:
             buf, source, recvtag = receive
-            name = "buf" if send is None else "recvbuf"
-            buf, received = messages.read(operation, buf, stream, source, name, receives=True, beside=sent)
+            argument = "buf" if send is None else "recvbuf"
+            buf, received = messages.read(operation, buf, stream, source, argument, receives=True, beside=sent)
             receive = buf, source, recvtag
         first = sent or received
         if first is None or first.stream is None:
@@ -393,7 +354,12 @@ class PointToPoint(MPI.Intracomm):
             return host_calls.call(by_mpi, self, *(send or receive or ()), *status, writable=send is None)
         if first.captured and algorithm == "auto" and operation in _IN_STREAM_ORDER:
             return self._in_stream_order.exchange(operation, stream, send, receive, *status)
-        starts = operation[0] == "I" or operation in _PERSISTENT
+        name = by_mpi.__name__
+        if name.endswith("_init"):
+            start = getattr(MPI.Intracomm, f"I{name.removesuffix('_init').lower()}")
+            # Each start reads the buffer again, because the stream may capture a graph then.
+            return PersistentRequest.of(lambda: self._carry(operation, start, send, receive, stream))
+        starts = name[0] == "I"
         if receive is None:
             assert sent is not None
             return (messages.start_send if starts else messages.send)(by_mpi, sent, dest, tag)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,14 +38,16 @@ def warm_up(rig: Rig) -> None:
 
 
 class Held:
-    """A blocking send of MPI that returns late: when the test lets it."""
+    """The next sends of device arrays. Their blocking sends of MPI return late: when the test lets them."""
 
-    def __init__(self, send: Callable[..., None]) -> None:
-        self._send = send
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        messages = rig.comm._messages
+        self._send = messages.send
         self.told, self.may_return = threading.Event(), threading.Event()
+        monkeypatch.setattr(messages, "send", lambda by_mpi, *sent: self._send(partial(self._late, by_mpi), *sent))
 
-    def __call__(self, *arguments: Any) -> None:
-        self._send(*arguments)
+    def _late(self, by_mpi: Callable[..., None], *arguments: Any) -> None:
+        by_mpi(*arguments)
         self.told.set()
         assert self.may_return.wait(HANG_S)
 
@@ -55,14 +58,13 @@ def test_a_wait_does_not_come_between_a_message_and_its_copy(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, first: str, method: str
 ) -> None:
     """On all ranks at once a thread has told MPI of its message, and another one waits for the left rank's."""
-    held = Held(getattr(point_to_point, f"_{method.lower()}"))
     received = rig.empty(COUNT)
     with ThreadPoolExecutor(1) as other:
         if first == "the sender":
             other.submit(warm_up, rig).result(HANG_S)
         else:
             warm_up(rig)
-        monkeypatch.setattr(point_to_point, f"_{method.lower()}", held)
+        held = Held(rig, monkeypatch)
         sending = other.submit(getattr(rig.comm, method), rig.of(rig.rank, COUNT, 5), rig.right, 3)
         assert held.told.wait(HANG_S)
         rig.comm.Recv(received, rig.left, 3)
@@ -81,8 +83,7 @@ def test_a_collective_does_not_come_between_a_message_and_its_copy(rig: Rig, mon
     with ThreadPoolExecutor(1) as other:
         other.submit(warm_up, rig).result(HANG_S)
         if rig.rank == 0:
-            held, all_are_in = Held(point_to_point._send), threading.Event()
-            monkeypatch.setattr(point_to_point, "_send", held)
+            held, all_are_in = Held(rig, monkeypatch), threading.Event()
             sending = other.submit(rig.comm.Send, rig.of(0, COUNT, 5), 1, 3)
             assert held.told.wait(HANG_S)
             rig.device.enqueue(rig.device.stream(None), all_are_in.wait)  # the collective
