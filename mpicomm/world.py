@@ -28,7 +28,6 @@ from mpicomm.session import Session
 _attach = MPI.Attach_buffer
 _detach = MPI.Detach_buffer
 _create = MPI.Intracomm.Create_intercomm
-_info_of = MPI.Comm.Get_info
 _LOCAL = (
     (MPI.Op, "Reduce_local"),
     *((MPI.Datatype, name) for name in ("Pack", "Unpack", "Pack_external", "Unpack_external")),
@@ -48,7 +47,6 @@ def replacements(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
     yield MPI.Message, "Probe", classmethod(_matched_probe("Mprobe", MPI.Message.Probe))
     yield MPI.Message, "Iprobe", classmethod(_matched_probe("Improbe", MPI.Message.Iprobe))
     yield MPI.Intracomm, "Create_intercomm", _create_intercomm
-    yield MPI.Comm, "Get_info", _get_info
     for name in ("fromhandle", "fromint", "f2py"):
         yield MPI.Comm, name, classmethod(_from_number(getattr(MPI.Comm, name)))
     for owner, name in _LOCAL:
@@ -87,12 +85,6 @@ def _initialization(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
         "Is_initialized",
         functools.wraps(is_initialized)(lambda: is_initialized() and (by_program or mpi4py.rc.initialize)),
     )
-
-
-def _get_info(comm: MPI.Comm) -> MPI.Info:
-    """Return the hints of a communicator; see `Communicator.Get_info`."""
-    known = communicator_of(comm)
-    return _info_of(comm) if known is comm else known.Get_info()
 
 
 def _attach_buffer(buf: Any) -> None:

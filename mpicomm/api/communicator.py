@@ -25,7 +25,6 @@ from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.products import ProductCalls
 from mpicomm.api.redistribution import RedistributionCalls
 from mpicomm.cluster import process
-from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.process import close_after
 from mpicomm.collectives.host.selection import PlainCheck
 from mpicomm.devices.base import Link
@@ -36,8 +35,6 @@ from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher, checks_of
 from mpicomm.ways.in_stream_order import InStreamOrder
 from mpicomm.ways.location_votes import needs_votes
-
-_get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -247,7 +244,7 @@ class Communicator(
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:
             return f"<mpicomm.{type(self).__name__} freed>"
-        placement = self._placement  # MPI's answers end with MPI_Finalize
+        placement = self._session.placement  # MPI's answers end with MPI_Finalize
         kind = placement.here.handle
         return (
             f"<mpicomm.{type(self).__name__} rank {placement.rank} of {len(placement.places)} device={self.device!r} "
@@ -267,13 +264,9 @@ class Communicator(
         close_after(error, self.Free)
 
     @property
-    def _placement(self) -> Placement:
-        return self._session.placement
-
-    @property
     def device(self) -> int | str:
         """This rank's device ordinal, or "cpu"."""
-        return self._placement.here.device
+        return self._session.placement.here.device
 
     @property
     def handle(self) -> str:  # type: ignore[override]
@@ -282,27 +275,27 @@ class Communicator(
         It hides mpi4py's attribute of that name. ``MPI.Intracomm(comm).handle`` is MPI's handle of the communicator.
         The communicators of `install` have MPI's handle here, because programs that know only mpi4py expect it.
         """
-        return handle_of(self) if self._is_installed else self._placement.here.handle
+        return handle_of(self) if self._is_installed else self._session.placement.here.handle
 
     @property
     def leaves(self) -> int:
         """Number of leaves of the tree of ``order="tree"``. Each rank holds ``leaves // size`` of them."""
-        return self._placement.here.leaves
+        return self._session.placement.here.leaves
 
     @property
     def local_rank(self) -> int:
         """This rank's index among the ranks of its node."""
-        return self._placement.local_rank
+        return self._session.placement.local_rank
 
     @property
     def local_size(self) -> int:
         """Number of ranks on this node."""
-        return len(self._placement.node_ranks)
+        return len(self._session.placement.node_ranks)
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes."""
-        return len(self._placement.nodes)
+        return len(self._session.placement.nodes)
 
     def check(self, stream: Any = None) -> None:
         """Wait for ``stream``, then raise the error of an earlier stream-ordered call, if any. Local, blocking.
@@ -318,9 +311,9 @@ class Communicator(
         Its ``mpi_memory_alloc_kinds`` answers as MPI 4.1 defines which memory calls take: on GPUs, whatever MPI says,
         also "cuda:device" and "cuda:host".
         """
-        info, key = _get_info(self), "mpi_memory_alloc_kinds"
+        info, key = super().Get_info(), "mpi_memory_alloc_kinds"
         kinds = (info.Get(key) or "system,mpi").split(",")
-        if isinstance(self._placement.here.device, int):
+        if isinstance(self._session.placement.here.device, int):
             kinds += [kind for kind in ("cuda:device", "cuda:host") if kind not in kinds]
         info.Set(key, ",".join(kinds))
         return info

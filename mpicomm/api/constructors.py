@@ -109,7 +109,7 @@ class Constructors(MPI.Intracomm):
         self._when_all_are_here("Create_cart")
         edges = partial(edges_of_grid, dims, periods, self.size)
         with linked_well(self, self._session, "Create_cart", reorder, edges) as (plain, moves):
-            return self._adopt_linked(plain.Create_cart(dims, periods, moves), reorder)
+            return self._adopt(plain.Create_cart(dims, periods, moves))
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> GraphCommunicator:
         """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`.
@@ -119,7 +119,7 @@ class Constructors(MPI.Intracomm):
         """
         found = read_graph(self._when_all_are_here("Create_graph"), index, edges)
         with linked_well(self, self._session, "Create_graph", reorder, lambda: found) as (plain, moves):
-            return self._adopt_linked(plain.Create_graph(index, edges, moves), reorder)
+            return self._adopt(plain.Create_graph(index, edges, moves))
 
     def Create_dist_graph_adjacent(
         self,
@@ -140,8 +140,7 @@ class Constructors(MPI.Intracomm):
         edges = partial(edges_of, neighbors)
         with linked_well(self, self._session, "Create_dist_graph_adjacent", reorder, edges) as (plain, moves):
             # The lists belong to a position in the graph. The rank that takes the position passes its lists on.
-            graph = plain.Create_dist_graph_adjacent(*neighbors[plain.rank], info, moves)
-            return self._adopt_linked(graph, reorder)
+            return self._adopt(plain.Create_dist_graph_adjacent(*neighbors[plain.rank], info, moves))
 
     def Create_dist_graph(
         self,
@@ -158,8 +157,7 @@ class Constructors(MPI.Intracomm):
         """
         edges = read_edges(self._when_all_are_here("Create_dist_graph"), sources, degrees, destinations, weights)
         with linked_well(self, self._session, "Create_dist_graph", reorder, lambda: edges) as (plain, moves):
-            graph = plain.Create_dist_graph(sources, degrees, destinations, weights, info, moves)
-            return self._adopt_linked(graph, reorder)
+            return self._adopt(plain.Create_dist_graph(sources, degrees, destinations, weights, info, moves))
 
     def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
         """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
@@ -187,10 +185,6 @@ class Constructors(MPI.Intracomm):
     def _adopt_whole(self, comm: MPI.Intracomm) -> Self:
         """Return a communicator of the same ranks as a Communicator like this one."""
         return self._adopt(comm, range(self.size), type(self))
-
-    def _adopt_linked(self, comm: MPI.Intracomm, reorder: bool) -> Made:  # type: ignore[type-var]
-        """As `_adopt`. Without ``reorder`` the ranks are the first ranks of this communicator, in their order."""
-        return self._adopt(comm, None if reorder or comm == MPI.COMM_NULL else range(comm.size))
 
     def _adopt(self, comm: MPI.Comm, ranks: Sequence[int] | None = None, cls: Any = None) -> Made:  # type: ignore[type-var]
         """Return ``comm``, which MPI made from this communicator, as a Communicator. Keep COMM_NULL.

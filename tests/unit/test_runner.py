@@ -33,7 +33,7 @@ for comm in (C, MPI.COMM_SELF, COMM_WORLD, C.Dup(), C.Split(0), MPI.COMM_SELF.Du
 assert C == MPI.COMM_WORLD and C != MPI.COMM_SELF and C.Get_name() == "MPI_COMM_WORLD"
 assert MPI.Comm.Compare(C, MPI.COMM_WORLD) == MPI.IDENT
 assert C.Get_attr(MPI.TAG_UB) > 0
-assert "system" in C.Get_info().Get("mpi_memory_alloc_kinds") == MPI.Comm.Get_info(C).Get("mpi_memory_alloc_kinds")
+assert "system" in C.Get_info().Get("mpi_memory_alloc_kinds")
 assert C.handle == MPI.Intracomm(C).handle and C.describe().handle == "memfd"
 C.free()
 duplicate = C.Dup()

@@ -67,7 +67,7 @@ def ring_in_host(comm: mpicomm.Communicator) -> tuple[int, int]:
 
 def groups_of(comm: mpicomm.Communicator) -> tuple[tuple[int, ...], ...] | None:
     """Return the ranks of each group that reduces by itself, None if there is one group. Local."""
-    groups = comm._placement.domains
+    groups = comm._session.placement.domains
     return groups if len(groups) > 1 else None
 
 
