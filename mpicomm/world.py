@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.api.communicator import Communicator, named
-from mpicomm.api.host_staging import HostStaging, Wrapped, buffers_of, diverted, on_host_copies, refuse, wrap
+from mpicomm.api.host_staging import Wrapped, buffers_of, diverted, on_host_copies, refuse, wrap
 from mpicomm.api.lifetime import communicator_of
 from mpicomm.api.window import Win
 from mpicomm.mpi.arguments import is_on_device
@@ -121,7 +121,7 @@ def _from_number(original: Callable[..., Any]) -> Callable[..., Any]:
 @functools.wraps(_create)
 def _create_intercomm(self: MPI.Intracomm, *arguments: Any, **keywords: Any) -> Any:
     made = _create(self, *arguments, **keywords)
-    return wrap(made, self._gpu) if isinstance(self, (HostStaging, Wrapped)) else made
+    return wrap(made, self._gpu) if isinstance(self, Wrapped) else made
 
 
 def _create_window(cls: type[MPI.Win], *arguments: Any, **keywords: Any) -> MPI.Win:
@@ -148,7 +148,7 @@ def _on_copies(method: Callable[..., Any], given: dict[str, Any], on_device: lis
         return method(called, **arguments)
 
     world = MPI.COMM_WORLD
-    assert isinstance(world, HostStaging)
+    assert isinstance(world, Wrapped)
     announce(method.__name__, "only MPI has the call")
     return on_host_copies(on_copies, method.__name__, given, buffers, world._gpu(method.__name__))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.operations import BCAST, OPERATIONS
+from mpicomm.collectives.operations import BCAST
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
@@ -24,7 +24,7 @@ from mpicomm.mpi.arguments import is_on_device
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.partitioned import PartitionedRequest
-from mpicomm.mpi.request_lists import holding, replace
+from mpicomm.mpi.request_lists import replace
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 from mpicomm.mpi.spec import require_host_addresses
 
@@ -43,7 +43,6 @@ _RECEIVE_BUFFERS = ("recvbuf", "inoutbuf", "outbuf")
 _RECEIVE_INTO_BUF = frozenset((
     "Recv", "Irecv", "Recv_init", "Sendrecv_replace", "Isendrecv_replace", *BCAST.methods,
 ))  # fmt: skip
-_COLLECTIVES = {name for row in OPERATIONS.values() for name in row.methods if row is not BCAST}
 
 
 class Wrapped:
@@ -61,13 +60,11 @@ def wrap(result: Any, gpu: Gpu) -> Any:
         return tuple(wrap(each, gpu) for each in result)
     if isinstance(result, Wrapped):  # also if MPI has not finished the duplicate of Idup
         result._gpu = gpu
-        return result
-    if not isinstance(result, (MPI.Comm, MPI.Message)) or isinstance(result, HostStaging) or result == MPI.COMM_NULL:
-        return result
-    cls: type = type(result)
-    wrapped = _wrapped_class(cls)(result)
-    wrapped._gpu = gpu
-    return wrapped
+    elif isinstance(result, (MPI.Comm, MPI.Message)) and result != MPI.COMM_NULL:
+        cls: type = type(result)
+        result = _wrapped_class(cls)(result)
+        result._gpu = gpu
+    return result
 
 
 @functools.cache
@@ -95,8 +92,6 @@ def _wrapped_methods(cls: Any) -> dict[str, Method]:
         if buffers_of(method):
             if issubclass(cls, MPI.Message):
                 method = _receiving_bytes(method)
-            elif name in _COLLECTIVES and name not in OPERATIONS:
-                method = _holding_buffers(method)
             made[name] = diverted(method, functools.partial(_through_host, cls))
         elif _MADE.search(_annotations(method)["return"]):
             made[name] = _wrapped_maker(method)
@@ -140,16 +135,6 @@ def _receiving_bytes(method: Method) -> Method:
         return host_calls.call(functools.partial(method, **keywords), self, buf, *rest, writable=True)
 
     return receive
-
-
-def _holding_buffers(method: Method) -> Method:
-    """Return a collective whose request keeps its buffers. mpi4py keeps those of messages and of some collectives."""
-
-    @functools.wraps(method)
-    def start(*arguments: Any, **keywords: Any) -> Any:
-        return holding(method(*arguments, **keywords), (arguments, keywords))
-
-    return start
 
 
 def _wrapped_maker(method: Method) -> Method:
@@ -231,10 +216,8 @@ def _completer() -> Completer:
     return Completer()  # not at import, because it asks MPI
 
 
-class HostStaging(MPI.Intracomm):
+class HostStaging(Wrapped, MPI.Intracomm):
     """mpi4py's wrapped methods: all that a Communicator does not implement, or that make communicators."""
-
-    _gpu: Gpu
 
 
 for _name, _method in _wrapped_methods(MPI.Intracomm).items():

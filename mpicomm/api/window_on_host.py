@@ -112,7 +112,7 @@ def _checked(name: str) -> Callable[..., Any]:
         lines += ["    except BufferError:", f"        return mpi(self, {as_bits})"]
     lines += [
         "    except TypeError:",
-        f"        _name_wrong_argument({name!r}, mpi, {names})",
+        f"        _name_wrong_argument({name!r}, {', '.join(f'{each.name}={each.name}' for each in parameters)})",
         "        raise",
     ]
     scope: dict[str, Any] = {**globals(), **defaults, "mpi": mpi, "Op": MPI.Op, "is_host_view": is_host_view}
@@ -181,12 +181,8 @@ def _require_inside(name: str, part: Part, buffer: Any, rank: int, target: Any) 
     require_inside(f"Win.{name}", part, rank, disp, elements.ends)
 
 
-def _name_wrong_argument(name: str, mpi: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+def _name_wrong_argument(name: str, /, **given: Any) -> None:
     """Raise a `TypeError` that names the wrong argument of a call that MPI refused by one that does not."""
-    try:
-        given = inspect.signature(mpi).bind(*arguments, **named).arguments
-    except TypeError:
-        return  # the number of arguments is wrong, which mpi4py's error says
     for each in _INTEGERS:
         if each in given:
             index_of(given[each], each, f"Win.{name}")
