@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, Memory, host_array
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.expression import Array, Expression, Variable, bounds, elements_of, parse, shown
-from mpicomm.expressions.functions import FUNCTIONS
+from mpicomm.expressions.expression import Expression, Variable, bounds, elements_of, parse, shown
+from mpicomm.expressions.functions import FUNCTIONS, kind_of
 from mpicomm.kernels import epilogue
 from mpicomm.kernels.reductions import blocks_for, cpp_name
 from mpicomm.kernels.variant import Launch
@@ -98,7 +98,7 @@ class Elementwise(Epilogue):
         for place, (name, array) in enumerate(arrays.items(), len(numbers)):
             assert array.dtype is not None
             code = f"w.array<dtype::{cpp_name(array.dtype.name)}>({place})"
-            named.append(Array(name, code, array.dtype.name))
+            named.append(Variable(name, code, kind_of(array.dtype.name)))
         whole_numbers = [number for number in numbers if number.kind == "integer"]
         return parse(self.expression, (_VALUE, _INDEX, *numbers), "epilogue", tuple(named), (_INDEX, *whole_numbers))
 

@@ -205,17 +205,6 @@ ARRAYS = (
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
-# The class is not frozen, because every call makes some, and a frozen object takes a microsecond more to make.
-@dataclass(slots=True, eq=False)
-class GivenArray:
-    """A C-contiguous array, read once."""
-
-    array: Any
-    pointer: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
 def pointer_of(array: Any) -> int:
     """Return the address of an array that `new_array` has made."""
     return read(array, True, "array").pointer

@@ -21,11 +21,11 @@ from mpicomm.experts.arrays import (
     DTYPES,
     FLOAT32,
     WIRE,
-    GivenArray,
     Received,
     Shape,
     checked_dtype,
     checked_shape,
+    host_view,
     pointer_of,
 )
 from mpicomm.experts.on_gpu import ExpertsLaunches, open_on_gpus
@@ -200,35 +200,31 @@ class Experts(AbstractContextManager["Experts"]):
             if scales is not None and not shape.scales:
                 raise InvalidUsageError("scales is for an Experts object with wire_dtype: leave scales out")
             tokens = self._read(x, "x", kinds, (None, shape.hidden), on_device)
-            count = tokens.shape[0]
+            count = x.shape[0]
             if count > shape.max_tokens:
                 raise InvalidUsageError(f"x has {count} tokens, more than max_tokens={shape.max_tokens}: pass fewer")
             ids = self._read(topk_ids, "topk_ids", _ID_TYPES, (count, shape.top_k), on_device)
-            weights = numbers = None
-            if topk_weights is not None:
-                weights = self._read(topk_weights, "topk_weights", ("float32",), (count, shape.top_k), on_device)
-            if scales is not None:
-                numbers = self._read(scales, "scales", ("float32",), (count, shape.scales), on_device)
+            weights = self._read(topk_weights, "topk_weights", ("float32",), (count, shape.top_k), on_device)
+            numbers = self._read(scales, "scales", ("float32",), (count, shape.scales), on_device)
             if out is not None:
                 self._require_ours(out, "out", on_device=on_device)
             received = Received.empty(shape, self._rank, x, on_device=on_device) if out is None else out
             received.num_tokens = count
-            return Dispatched(tokens, ids, weights, received, numbers)
+            return Dispatched(received, tokens, ids, weights, numbers)
 
         if not on_device:
             refuse_stream(what, stream)
             return self._host.dispatch(given)
         assert self._launches is not None
-        launches, dispatched = self._launches, given()
-        x_and_scales = dispatched.x.pointer, 0 if dispatched.scales is None else dispatched.scales.pointer
+        received, tokens, ids, weights, numbers = given()
+        x_and_scales = tokens.pointer, 0 if numbers is None else numbers.pointer
         steps: list[Launch] = []
-        if shape.scales and dispatched.scales is None:
-            quantize, x_and_scales = launches.quantize(dispatched.x.pointer, dispatched.received.num_tokens)
+        if shape.scales and numbers is None:
+            quantize, x_and_scales = self._launches.quantize(tokens.pointer, received.num_tokens)
             steps.append(quantize)
-        weights = 0 if dispatched.weights is None else dispatched.weights.pointer
-        ids, received = dispatched.ids, dispatched.received
+        routes = ids.pointer, 0 if weights is None else weights.pointer
         arrays = received.pointers, received.num_tokens
-        steps.append(launches.dispatch(x_and_scales, ids.pointer, weights, *arrays, wide_ids=ids.dtype.itemsize == 8))
+        steps.append(self._launches.dispatch(x_and_scales, *routes, *arrays, wide_ids=ids.dtype.itemsize == 8))
         self._enqueue(steps, x, stream)
         return received
 
@@ -276,11 +272,11 @@ class Experts(AbstractContextManager["Experts"]):
             result = new_array(z, of_result, kind, on_device=on_device) if out is None else out
             output = self._read(result, "out", DTYPES, of_result, on_device)
             if values is None:
-                return Combined(rows, received, output)
+                return Combined(received, rows, result, output)
             of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
             numbers = self._read(values, "values", ("float32",), of_rows, on_device)
             of_slots = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
-            return Combined(rows, received, output, numbers, of_slots)
+            return Combined(received, rows, result, output, numbers, of_slots)
 
         if not on_device:
             refuse_stream(what, stream)
@@ -289,11 +285,11 @@ class Experts(AbstractContextManager["Experts"]):
             assert self._launches is not None
             combined = given()
             numbers = (0, 0) if combined.values is None else (combined.values.pointer, pointer_of(combined.of_slots))
-            result, arrays = combined.result, (received.pointers, received.num_tokens)
-            output = result.pointer, name_of(result.dtype)
+            arrays = received.pointers, received.num_tokens
+            output = combined.output.pointer, name_of(combined.output.dtype)
             made = self._launches.combine(combined.rows.pointer, *arrays, *output, numbers, weighted=weighted)
             self._enqueue([made], z, stream)
-        return combined.result.array if values is None else (combined.result.array, combined.of_slots)
+        return combined.result if values is None else (combined.result, combined.of_slots)
 
     def close(self) -> None:
         """Free the memory, after a wait for this rank's device. Collective, blocking. A second call does nothing."""
@@ -322,12 +318,14 @@ class Experts(AbstractContextManager["Experts"]):
 
     def _read(
         self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...], on_device: bool
-    ) -> GivenArray:
-        """Read the argument ``name``, which must have one of the dtypes, the shape, and lie where the call works.
+    ) -> Any:
+        """Return the argument ``name`` as an `ArrayMemory` on a GPU, else as a NumPy array. None stays None.
 
-        None as the first length of ``shape`` stands for any length. NumPy's input is copied if it is not C-contiguous.
-        Raises `InvalidUsageError`.
+        It must have one of the dtypes, the shape, and lie where the call works. None as the first length of ``shape``
+        stands for any length. NumPy's input is copied if it is not C-contiguous. Raises `InvalidUsageError`.
         """
+        if array is None and name in ("topk_weights", "scales"):
+            return None
         writable = name == "out"
         if type(array) is np.ndarray and not writable:
             array = np.ascontiguousarray(array)
@@ -346,7 +344,7 @@ class Experts(AbstractContextManager["Experts"]):
             raise InvalidUsageError(
                 f"{name} begins at address {memory.pointer:#x}, which is no multiple of {PACKET_NBYTES}: copy it first"
             )
-        return GivenArray(array, memory.pointer, found, memory.dtype)
+        return memory if on_device else host_view(array)
 
     def _require_ours(self, received: Received, name: str, *, on_device: bool) -> None:
         shape = self._shape

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.arrays import WIRE, GivenArray, Received, Shape, host_view
+from mpicomm.experts.arrays import WIRE, Received, Shape, host_view
 from mpicomm.kernels.experts import GROUP
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.session import Session
@@ -21,26 +20,25 @@ Array = npt.NDArray[Any]
 _LARGEST, _LEAST_LARGEST = 448, 1e-4  # as in experts_quantize.cu
 
 
-@dataclass(frozen=True)
-class Dispatched:
-    """The arrays of a dispatch."""
+class Dispatched(NamedTuple):
+    """The arrays of a dispatch: the arguments as `Experts` reads them, and the result."""
 
-    x: GivenArray
-    ids: GivenArray
-    weights: GivenArray | None
     received: Received
-    scales: GivenArray | None
+    x: Any
+    ids: Any
+    weights: Any = None
+    scales: Any = None
     """The scales of ``x``; None if the call quantises ``x``, or sends no scales."""
 
 
-@dataclass(frozen=True)
-class Combined:
-    """The arrays of a combine."""
+class Combined(NamedTuple):
+    """The arrays of a combine, as above. The sums go into ``output``, which is the memory of ``result``."""
 
-    rows: GivenArray
     received: Received
-    result: GivenArray
-    values: GivenArray | None = None
+    rows: Any
+    result: Any
+    output: Any
+    values: Any = None
     of_slots: Any = None
 
 
@@ -63,7 +61,7 @@ class HostWay:
 
         def routes() -> tuple[Array, Array]:
             made.append(given := prepare())
-            ids = host_view(given.ids.array).astype(np.int64)
+            ids = given.ids.astype(np.int64)
             wrong = np.argwhere((ids < -1) | (ids >= self._shape.num_experts))
             if len(wrong):
                 token, slot = wrong[0]
@@ -71,7 +69,7 @@ class HostWay:
                     f"Experts.dispatch: topk_ids of rank {self._rank} has the id {ids[token, slot]} at token {token}: "
                     f"pass 0 to {self._shape.num_experts - 1}, or -1 for none"
                 )
-            return ids, np.ones(ids.shape, np.float32) if given.weights is None else host_view(given.weights.array)
+            return ids, np.ones(ids.shape, np.float32) if given.weights is None else given.weights
 
         all_ids, all_weights = zip(*self._session.group.exchange("Experts.dispatch", routes), strict=True)
         given, received, counts = made[0], made[0].received, list(map(len, all_ids))
@@ -89,11 +87,10 @@ class HostWay:
                     ranks=[rank],
                 )
         places, tokens, ranks, end = self._describe(received, together, all_weights)
-        x = host_view(given.x.array)
         if given.scales is not None:
-            leaving: tuple[Array, ...] = x.view(covered_dtype(WIRE)), host_view(given.scales.array)
+            leaving: tuple[Array, ...] = given.x.view(covered_dtype(WIRE)), given.scales
         else:
-            leaving = quantized(x) if self._shape.scales else (x,)
+            leaving = quantized(given.x) if self._shape.scales else (given.x,)
         for array, target in zip(leaving, (received.x, received.scales), strict=False):
             view, came = host_view(target), self._exchanged([array] * self._shape.size, counts)
             view[:end] = 0
@@ -112,7 +109,7 @@ class HostWay:
         """Fill the arrays of a combine. ``prepare`` reads the arguments, and raises for bad ones."""
         given = self._session.group.agree("Experts.combine", prepare)
         received = given.received
-        rows, counts = host_view(given.rows.array), host_view(received.tokens)
+        counts = host_view(received.tokens)
         places = [each[:count] for each, count in zip(host_view(received.places), counts, strict=True)]
         summed, weights = places, host_view(received.weights) if weighted else None
         if self._shape.by_token:
@@ -120,14 +117,13 @@ class HostWay:
             summed, weights = [each[:count, None] for each, count in of_tokens], None
         own = [received.num_tokens] * self._shape.size
         total = np.zeros((received.num_tokens, self._shape.hidden), np.float32)
-        for sums in self._exchanged([self._sums(rows, each, weights) for each in summed], own):
+        for sums in self._exchanged([self._sums(given.rows, each, weights) for each in summed], own):
             total += sums.astype(np.float32)
-        view = host_view(given.result.array)
-        view[...] = total.astype(view.dtype)
+        given.output[...] = total.astype(given.output.dtype)
         if given.values is not None:
-            numbers, of_slots = host_view(given.values.array), host_view(given.of_slots)
+            of_slots = host_view(given.of_slots)
             of_slots[...] = 0
-            found = [numbers[each[:, 0] if self._shape.by_token else each] for each in summed]
+            found = [given.values[each[:, 0] if self._shape.by_token else each] for each in summed]
             sent = [np.where(each >= 0, those, np.float32(0)) for each, those in zip(places, found, strict=True)]
             for come in self._exchanged(sent, own):
                 of_slots += come

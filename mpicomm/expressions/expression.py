@@ -37,15 +37,13 @@ Values = Mapping[str, Any]
 class ExpressionNode(ABC):
     """A part of an expression."""
 
+    below: tuple[ExpressionNode, ...] = ()
+    """The parts of the node."""
+
     @property
     def gives(self) -> Sort:
         """The sort of its value."""
         return "number"
-
-    @property
-    def below(self) -> tuple[ExpressionNode, ...]:
-        """The parts of the node."""
-        return ()
 
     @abstractmethod
     def cpp(self, state: str) -> str:
@@ -79,13 +77,13 @@ class Number(ExpressionNode):
 
 @dataclass(frozen=True)
 class Variable(ExpressionNode):
-    """A name, which becomes a number of the element type."""
+    """A name, which becomes a number of the element type. Arrays have only `Element` in a tree."""
 
     name: str
     code: str
-    """The name's value in C++."""
+    """The name's value in C++, or the address of an array's elements."""
     kind: NumberKind | None = None
-    """The kind of the value; None for the element type."""
+    """The kind of the value, or of an array's elements; None for the element type."""
 
     def cpp(self, state: str) -> str:
         return self.code if self.kind is None else f"fn::number<{state}>({self.code})"
@@ -96,20 +94,10 @@ class Variable(ExpressionNode):
 
 
 @dataclass(frozen=True)
-class Array:
-    """The name of an array."""
-
-    name: str
-    code: str
-    """The address of its elements in C++."""
-    dtype: str
-
-
-@dataclass(frozen=True)
 class Element(ExpressionNode):
     """An element of an array, which becomes a number of the element type. The index is computed in 64 bits."""
 
-    array: Array
+    array: Variable
     index: ExpressionNode
 
     def cpp(self, state: str) -> str:
@@ -141,17 +129,13 @@ class Apply(ExpressionNode):
 class AsNumber(ExpressionNode):
     """The number of a truth value: 1 or 0."""
 
-    truth: ExpressionNode
-
-    @property
-    def below(self) -> tuple[ExpressionNode, ...]:
-        return (self.truth,)
+    below: tuple[ExpressionNode]
 
     def cpp(self, state: str) -> str:
-        return f"fn::number<{state}>({self.truth.cpp(state)})"
+        return f"fn::number<{state}>({self.below[0].cpp(state)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        return self.truth.evaluate(dtype, values).astype(dtype)
+        return self.below[0].evaluate(dtype, values).astype(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,14 +147,8 @@ class Expression:
     text: str
     """The expression in its normal form, which does not depend on the user's spaces and parentheses."""
     tree: ExpressionNode
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of its variables and arrays, also in subscripts."""
-        nodes = [*self.tree.walk()]
-        inside = [each for node in nodes if isinstance(node, Element) for each in node.index.walk()]
-        arrays = {node.array.name for node in nodes if isinstance(node, Element)}
-        return frozenset(arrays | {node.name for node in (*nodes, *inside) if isinstance(node, Variable)})
+    names: frozenset[str]
+    """The names in it: of variables, arrays and functions."""
 
     def require_defined(self, dtype: str) -> None:
         """Raise `InvalidUsageError` unless it is defined on numbers of the dtype with this name."""
@@ -192,11 +170,9 @@ def undefined(expression: Expression, dtype: str) -> str | None:
         return "it is for numbers, and bool"
     for node in expression.tree.walk():
         if isinstance(node, (Variable, Element)):
-            name, given = (
-                (node.name, node.kind) if isinstance(node, Variable) else (node.array.name, kind_of(node.array.dtype))
-            )
-            if given is not None and KINDS.index(given) > KINDS.index(kind):
-                return f"{name} is {given}: convert it"
+            given = node if isinstance(node, Variable) else node.array
+            if given.kind is not None and KINDS.index(given.kind) > KINDS.index(kind):
+                return f"{given.name} is {given.kind}: convert it"
         elif isinstance(node, Number):
             if kind == "bool":
                 return f"{node.value} is no bool: use True or False"
@@ -215,7 +191,7 @@ def parse(
     text: str,
     numbers: tuple[Variable, ...],
     argument: str,
-    arrays: tuple[Array, ...] = (),
+    arrays: tuple[Variable, ...] = (),
     indices: tuple[Variable, ...] = (),
 ) -> Expression:
     """Return the expression of a text with names of ``numbers`` and ``arrays``; subscripts use ``indices``. Local.
@@ -232,7 +208,8 @@ def parse(
         parsed = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise reader.error(f"it is no expression of Python ({error})") from None
-    return Expression(argument, ast.unparse(parsed), reader.read(parsed))
+    names = frozenset(node.id for node in ast.walk(parsed) if isinstance(node, ast.Name))
+    return Expression(argument, ast.unparse(parsed), reader.read(parsed), names)
 
 
 class _Reader:
@@ -243,7 +220,7 @@ class _Reader:
         text: str,
         numbers: Sequence[Variable],
         argument: str,
-        arrays: Sequence[Array],
+        arrays: Sequence[Variable],
         indices: Sequence[Variable],
     ) -> None:
         self._text = text
@@ -261,7 +238,7 @@ class _Reader:
         node = self._node(tree)
         if node.gives == sort:
             return node
-        return AsNumber(node) if sort == "number" else Apply(functions.IS_TRUE, (node,))
+        return AsNumber((node,)) if sort == "number" else Apply(functions.IS_TRUE, (node,))
 
     def _node(self, tree: ast.expr) -> ExpressionNode:
         match tree:

@@ -173,11 +173,12 @@ class CallQueue:
             self._waiting -= 1
 
 
-class JoinedWork(PendingWork):
+class JoinedWork(Work):
     """Several calls as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__([output for work in works for output in work._outputs])
+        super().__init__()
+        self._outputs = [output for work in works for output in work._outputs]
         self._works = works
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
@@ -191,26 +192,10 @@ class JoinedWork(PendingWork):
         self._error = next((work._error for work in self._works if work._error is not None), None)
         return over
 
-    def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        # The value of the joined future has a list of outputs for each call.
-        joined = torch.futures.collect_all([work.get_future() for work in self._works])
-        gpu = next((output.device for output in self._outputs if output.is_cuda), None)
+    def _complete(self) -> torch.futures.Future[Any]:
+        def outcome(joined: torch.futures.Future[Any]) -> Any:
+            # On a GPU PyTorch calls this with a stream of its own, which waits here for the calls.
+            torch.futures.wait_all(joined.value())
+            return self.value
 
-        def settle(_: Any) -> None:
-            # On the host all calls are over. On a GPU this new stream waits for them, and no stream of the program
-            # waits.
-            with torch.cuda.stream(torch.cuda.Stream(gpu) if gpu else None):
-                self._settle_with(ended, next(filter(None, map(_failure_of, self._works)), None))
-
-        joined.add_done_callback(settle)
-
-
-def _failure_of(work: Work) -> BaseException | None:
-    """Return the error of a work with a complete future, or None. On a GPU the current stream waits for the work."""
-    if isinstance(work, PendingWork):  # because a second wait for a late message would take the whole limit again
-        return work._failure
-    try:
-        work.wait()
-    except Exception as error:
-        return error
-    return None
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(outcome)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm import InvalidUsageError
-from mpicomm.expressions.expression import LONGEST, Array, Element, Expression, Variable, bounds, elements_of, parse
+from mpicomm.expressions.expression import LONGEST, Element, Expression, Variable, bounds, elements_of, parse
 from tests.helpers.references.reductions import require_same
 
 NAMES = (Variable("a", "a"), Variable("b", "b"))
@@ -103,7 +103,7 @@ def test_an_error_shows_the_begin_of_a_long_text_and_of_what_is_no_text() -> Non
 
 
 def test_the_names_are_those_in_use() -> None:
-    arrays = (Array("c", "c", "float32"), Array("d", "d", "float32"))
+    arrays = (Variable("c", "c", "float"), Variable("d", "d", "float"))
     expression = parse("a * 2 + c[i % k]", NAMES, "epilogue", arrays, (Variable("i", "i"), Variable("k", "k")))
     assert expression.names == {"a", "c", "i", "k"}
 
@@ -143,7 +143,7 @@ INDEX, K = Variable("i", "i", "integer"), Variable("k", "k", "integer")
 
 
 def element(index: str) -> Element:
-    (found,) = elements_of(parse(f"x[{index}]", (), "epilogue", (Array("x", "x", "int8"),), (INDEX, K)).tree)
+    (found,) = elements_of(parse(f"x[{index}]", (), "epilogue", (Variable("x", "x", "integer"),), (INDEX, K)).tree)
     return found
 
 
@@ -175,4 +175,4 @@ def test_bounds_are_close_and_an_index_that_may_wrap_has_none(text: str, expecte
 @pytest.mark.parametrize("text", ["x", "x[y]", "x[i / 2]", "x[0.5]", "x[x[i]]", "x[i:]", "x[i, i]", "x[i < 3]"])
 def test_what_is_no_index(text: str) -> None:
     with pytest.raises(InvalidUsageError, match=r"epilogue='x"):
-        parse(text, (), "epilogue", (Array("x", "x", "int8"),), (INDEX, K))
+        parse(text, (), "epilogue", (Variable("x", "x", "integer"),), (INDEX, K))
