@@ -65,9 +65,7 @@ class Norm(Epilogue):
         assert result.dtype is not None
         said, count = f"{operation}: epilogue={self!r}", self.elements_in(result)
         read = {
-            name: self.read(name, array, result, writable=name == "residual")
-            for name, array in self.arrays.items()
-            if name in _ROWS
+            name: self.read(name, array, result, writable=name in self.grows) for name, array in self.arrays.items()
         }
         residual, weight = read["residual"], read["weight"]
         assert residual.dtype is not None and weight.dtype is not None
@@ -92,9 +90,7 @@ class Norm(Epilogue):
                     f"{said}: {name} has {read[name].total} elements of {read[name].dtype}: pass {weight.total} of "
                     f"{like}, as a row has"
                 )
-        codes, scaled = self._codes(said, dtype, result, count // weight.total, weight.total)
-        read |= scaled
-        read = {name: read[name] for name in self.arrays}
+        codes = self._codes(said, dtype, result, read, count // weight.total)
         bound = BoundNorm(self, dtype, result, read, codes)
         for changed in bound.writes:
             for other in read.values():
@@ -107,16 +103,15 @@ class Norm(Epilogue):
         return "scales" in self.arrays and result.dtype.name == "uint8"
 
     def _codes(
-        self, said: str, dtype: np.dtype[Any], result: Operand, rows: int, hidden: int
-    ) -> tuple[Codes | None, dict[str, Operand]]:
-        """Return the codes of the call, and the arrays of scales by name."""
+        self, said: str, dtype: np.dtype[Any], result: Operand, read: dict[str, Operand], rows: int
+    ) -> Codes | None:
+        """Return the codes of the call. ``read`` has the arrays by name."""
         assert result.dtype is not None
-        read = dict[str, Operand]()
-        has_scales, has_scale = "scales" in self.arrays, "scale" in self.arrays
-        if not has_scales and not has_scale and self.scale is None:
-            return None, read
+        scales, scale, hidden = read.get("scales"), read.get("scale"), read["weight"].total
+        if scales is None and scale is None and self.scale is None:
+            return None
         code = "float4_e2m1fn" if self._has_four_bits(result) else result.dtype.name
-        named = "scales" if has_scales else "scale"
+        named = "scale" if scales is None else "scales"
         if code not in LARGEST:
             raise InvalidUsageError(
                 f"{said}: {named} is for codes, and recvbuf has {result.dtype}: pass float8_e4m3fn or float8_e5m2, or "
@@ -126,16 +121,12 @@ class Norm(Epilogue):
             raise InvalidUsageError(
                 f"{said}: {named} is for sums of up to 32 bits, and sendbuf has float64: convert it"
             )
-        if has_scale:
-            read["scale"] = scale = self.read("scale", self.arrays["scale"], result)
-            if scale.dtype != _FLOAT32 or scale.total != 1:
-                raise InvalidUsageError(
-                    f"{said}: scale has {scale.total} elements of {scale.dtype}: pass a number, or one element of "
-                    "float32"
-                )
-        if not has_scales:
-            return Codes(code), read
-        read["scales"] = scales = self.read("scales", self.arrays["scales"], result, writable=True)
+        if scale is not None and (scale.dtype != _FLOAT32 or scale.total != 1):
+            raise InvalidUsageError(
+                f"{said}: scale has {scale.total} elements of {scale.dtype}: pass a number, or one element of float32"
+            )
+        if scales is None:
+            return Codes(code)
         assert scales.dtype is not None
         kind, tiled = SCALES.get(scales.dtype.name), self._layout == "128x4"
         if kind is None:
@@ -150,7 +141,7 @@ class Norm(Epilogue):
         expected = {size: scales_of(rows, columns, tiled=tiled) for size, columns in counts.items()}
         for size, total in expected.items():
             if total == scales.total:
-                return Codes(code, kind, size, tiled), read
+                return Codes(code, kind, size, tiled)
         known = ", or ".join(f"{total} for each {size or 'row'}" for size, total in expected.items())
         raise InvalidUsageError(
             f"{said}: scales has {scales.total} elements of {kind} in the layout {self._layout}, for {rows} rows of "
