@@ -31,6 +31,19 @@ class Library:
         self._module = module
         self._backend = backend
 
+    def read(self, array: Any, name: str) -> Any:
+        """Return the argument ``name`` as an array of the library. Raises `InvalidUsageError` for other arrays."""
+        if self._backend is not None:
+            return self._backend.asarray(array, name)
+        if type(array) is np.ndarray:
+            return array
+        if _is_tensor(array) or _is_on_device(array):
+            raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a NumPy array: pass NumPy arrays")
+        try:
+            return np.asarray(array)
+        except (TypeError, ValueError) as error:
+            raise InvalidUsageError(f"{name} is no array: {error}; pass a NumPy array") from None
+
     @staticmethod
     def device_of(array: Any) -> int | None:
         """Return the ordinal of the GPU; None on the host."""
@@ -86,6 +99,13 @@ class _Stream:
 class _Torch(Library):
     """PyTorch, on the host and on GPUs."""
 
+    def read(self, array: Any, name: str) -> Any:
+        if not _is_tensor(array):
+            raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a tensor: pass tensors of PyTorch")
+        if array.layout != self._module.strided:
+            raise InvalidUsageError(f"{name} is a tensor without plain memory: pass {name}.to_dense()")
+        return array
+
     def pointer(self, array: Any) -> int:
         return int(array.data_ptr())
 
@@ -110,19 +130,14 @@ class _Torch(Library):
         return context
 
 
-def library_of(
-    array: Any, name: str, gpu: Callable[[], GpuBackend] | None
-) -> tuple[Library, Callable[[Any, str], Any]]:
-    """Return the library of a matrix, and a function that reads a matrix of that library.
-
-    ``gpu`` opens this rank's GPU; it is None on a communicator of the host. Raises `InvalidUsageError`.
-    """
+def library_of(array: Any, gpu: Callable[[], GpuBackend] | None) -> Library:
+    """Return the library of a matrix. ``gpu`` opens this rank's GPU; it is None on a communicator of the host."""
     if _is_tensor(array):
-        return _Torch(sys.modules["torch"]), _tensor
-    if gpu is None or isinstance(array, np.ndarray) or not _is_on_device(array):
-        return Library(np), _numpy
-    backend = gpu()
-    return Library(sys.modules["cupy"], backend), backend.asarray
+        return _Torch(sys.modules["torch"])
+    if gpu is None or not _is_on_device(array):
+        return Library(np)
+    backend = gpu()  # it imports CuPy
+    return Library(sys.modules["cupy"], backend)
 
 
 def _is_tensor(array: Any) -> bool:
@@ -134,25 +149,6 @@ def _is_on_device(array: Any) -> bool:
     if hasattr(array, "__cuda_array_interface__"):
         return True
     return hasattr(array, "__dlpack_device__") and Library.device_of(array) is not None
-
-
-def _tensor(array: Any, name: str) -> Any:
-    if not _is_tensor(array):
-        raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a tensor: pass tensors of PyTorch")
-    if array.layout != sys.modules["torch"].strided:
-        raise InvalidUsageError(f"{name} is a tensor without plain memory: pass {name}.to_dense()")
-    return array
-
-
-def _numpy(array: Any, name: str) -> Any:
-    if type(array) is np.ndarray:
-        return array
-    if _is_tensor(array) or _is_on_device(array):
-        raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a NumPy array: pass NumPy arrays")
-    try:
-        return np.asarray(array)
-    except (TypeError, ValueError) as error:
-        raise InvalidUsageError(f"{name} is no array: {error}; pass a NumPy array") from None
 
 
 _NARROW = ("float8_e4m3fn", "float8_e5m2")
@@ -182,10 +178,10 @@ class Operands:
         gathered: Any = None,
     ) -> None:
         self.kind, self.product = kind, product
-        self.library, as_array = library_of(a, "a", gpu)
-        self.a, b = _matrix(kind, as_array(a, "a"), "a"), _matrix(kind, as_array(b, "b"), "b")
+        self.library = library = library_of(a, gpu)
+        self.a, b = (_matrix(kind, library.read(each, name), name) for each, name in ((a, "a"), (b, "b")))
         self.dtype = dtype = types.name_of(self.a.dtype)
-        self.device = device = self.library.device_of(self.a)
+        self.device = device = library.device_of(self.a)
         """The ordinal of the GPU; None on the host."""
         if dtype not in REDUCTIONS or dtype == "bool":
             raise InvalidUsageError(f"{kind}: a has dtype {dtype}: pass integers, floats or complex numbers")
@@ -202,7 +198,7 @@ class Operands:
         factor = {"allgather_matmul": rows * size, "matmul_reduce_scatter": rows // size, "matmul_allreduce": rows}
         self.shape = factor[kind], int(b.shape[1])
         """The shape of the result."""
-        self.scales = _read_scales(kind, self.library, scaling, self.a, b, product)
+        self.scales = _read_scales(kind, library, scaling, self.a, b, product)
         """The factors of both matrices, each a single factor, or one for each row or column."""
         self.result_like = self.a
         """An array with the element type of the result, on its device."""
@@ -213,14 +209,14 @@ class Operands:
         def checked(array: Any, name: str, wanted: tuple[int, ...], element: str) -> Any:
             if array is None:
                 return None
-            array = as_array(array, name)
+            array = library.read(array, name)
             if tuple(array.shape) != wanted:
                 raise InvalidUsageError(
                     f"{kind}: {name} has shape {_shape(array)}: pass an array of shape {'x'.join(map(str, wanted))}"
                 )
             if name not in ("b", "bias"):
                 read_in_order(array, name == "out", f"{kind}: {name}")
-            found, there = types.name_of(array.dtype), self.library.device_of(array)
+            found, there = types.name_of(array.dtype), library.device_of(array)
             if found != element:
                 whose = "a has" if element == dtype else "the result has"
                 raise InvalidUsageError(
@@ -241,7 +237,7 @@ class Operands:
             raise InvalidUsageError(
                 f"{kind}: product={product!r} is no function: pass product(a, b, out) or leave it out"
             )
-        if product is None and self.library.name == "cupy" and dtype not in _OF_CUPY:
+        if product is None and library.name == "cupy" and dtype not in _OF_CUPY:
             raise InvalidUsageError(
                 f"{kind}: CuPy multiplies no {dtype}: pass tensors of PyTorch, or pass product=, which multiplies"
             )
