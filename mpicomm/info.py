@@ -159,8 +159,8 @@ def main() -> int:
     comm = command_line.open_communicator(options.device, options.handle)
     found, rank = collect(comm), comm.rank
     comm.Free()
-    if options.json is not False:
-        command_line.save_or_show(options.json, found)
+    if options.json is not None:
+        command_line.save(options.json, found)
     elif rank == 0:
         console = rich_console(sys.stdout)
         for table in tables(found):

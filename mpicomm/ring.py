@@ -14,14 +14,16 @@ import numpy as np
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.measure import CheckedCall, Measuring, Trial, machine_of
 from mpicomm.bench.operations import POISON, Content
+from mpicomm.bench.peers import OWN
+from mpicomm.bench.report import Report, ResultRow
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.sizes import Columns
 from mpicomm.symmetric.array import SymmetricArray
 
 DIRECTIONS = ("put", "get")
 
 _CHECKS = 4  # per size and direction; half go through mapped memory, half through copies
+_ROUNDS = 3
 
 
 def trials(comm: Communicator, xp: Any, content: Content, window: SymmetricArray, own: Any) -> dict[str, Trial]:
@@ -65,7 +67,7 @@ def trials(comm: Communicator, xp: Any, content: Content, window: SymmetricArray
             )
             for number in range(_CHECKS)
         ]
-        made[name] = Trial(name, call, checks)
+        made[name] = Trial(OWN, call, checks)
     return made
 
 
@@ -79,33 +81,21 @@ def main() -> int:
     run = command_line.Run(parser, one_node="the ring goes through mapped memory and needs all ranks on one node")
     options, comm, swept = run.options, run.comm, run.swept_sizes()
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
-
-    columns = [("size", "(B)", 13)]
-    for direction in directions:
-        columns += [(direction, "(us)", 12), ("algbw", "(GB/s)", 9), ("#wrong", "", 9)]
-    table = Columns(columns)
-    run.introduce("ring", "")
-    command_line.show(*table.head())
-
     machine = machine_of(comm)
-    measuring = Measuring(comm, machine, iterations=options.iters, warmups=options.warmup_iters, rounds=1, graphs=False)
-    results: list[dict[str, Any]] = []
-    wrong = 0
+    effort = {"iterations": options.iters, "warmups": options.warmup_iters, "rounds": _ROUNDS}
+    measuring = Measuring(comm, machine, **effort, graphs=False)
     with machine.current():
         content = Content(machine.xp, np.dtype(np.uint8), "sum", 2 * comm.size, swept[-1], reduces=False)
-        for nbytes in swept:
+
+        def measure(nbytes: int) -> ResultRow:
             window = comm.empty((nbytes,), np.uint8)
             by_direction = trials(comm, machine.xp, content, window, machine.xp.empty(nbytes, np.uint8))
-            outcomes, _ = measuring.run([by_direction[each] for each in directions])
+            places = {direction: measuring.run([by_direction[direction]]) for direction in directions}
             window.close()  # no `with` block: a rank that fails alone would wait for the others there
-            found = {
-                name: {"time_us": each.time_us, "algbw_gb_s": nbytes / each.time_us * 1e-3, "wrong": each.wrong or 0}
-                for name, each in outcomes.items()
-            }
-            results.append({"nbytes": nbytes, **found})
-            wrong += sum(int(each["wrong"]) for each in found.values())
-            command_line.show(table.line([nbytes, *(cell for each in found.values() for cell in each.values())]))
-    return run.finish({"results": results}, wrong)
+            return ResultRow({"nbytes": nbytes}, places, lambda place, time_us: {"algbw": nbytes / time_us * 1e-3})
+
+        report = Report([("size", "(B)", 13)], directions, rates=["algbw"])
+        return report.make(run, "ring", [measuring.how], swept, measure)
 
 
 if __name__ == "__main__":

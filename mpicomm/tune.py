@@ -16,7 +16,7 @@ import numpy as np
 import mpicomm
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.bench import peers as contenders
-from mpicomm.bench.measure import Measuring, Outcome, machine_of
+from mpicomm.bench.measure import Measured, Measuring, machine_of
 from mpicomm.bench.operations import OPERATIONS, BenchOperation, Case, Content, blocks_of
 from mpicomm.bench.peers import Mpicomm
 from mpicomm.bench.report import format_time
@@ -32,8 +32,8 @@ _LAUNCHES = 7
 GAIN = 0.03
 """The least gain for which the algorithm changes, because two runs on the same machine differ by as much."""
 
-Measure = Callable[[Case], tuple[Mapping[str, Outcome], Mapping[str, str]]]
-"""Measures a case: returns the outcome of each algorithm, or the reason why it has none, as `Measuring.run` does."""
+Measure = Callable[[Case], Measured]
+"""Measures the algorithms in a case."""
 
 # Reductions are measured as sums of this type, which all algorithms carry.
 _OP, _DTYPE = "sum", np.dtype(np.float32)
@@ -94,7 +94,7 @@ def measures(measuring: Measuring, nbytes: int) -> Callable[[Subject], Measure]:
         for each in peers:
             each.first, each.second = arrays[subject.kind.registered]
 
-        def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
+        def measure(case: Case) -> Measured:
             found = contenders.measure(measuring, peers, content, case, checks=1)
             comm.check(machine.stream)
             return found

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench import experts, matmul
 from mpicomm.bench.libraries import Nccl, Nvshmem, SymmetricNccl, TorchSymmetric
-from mpicomm.bench.measure import Measuring, Outcome, machine_of
+from mpicomm.bench.measure import Measured, Measuring, machine_of
 from mpicomm.bench.operations import BARRIER, DTYPES, OPERATIONS, OPS, ROOT, Case, Content, blocks_of
 from mpicomm.bench.peers import OWN, ROOM_NBYTES, UNCODED, Mpicomm, Peer, PlainMpi, mean_share, measure, open_peers
-from mpicomm.bench.report import ResultRow, Results, Table
+from mpicomm.bench.report import Report, ResultRow
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.collectives.gpu.decision import NAMES
@@ -121,26 +121,23 @@ def main() -> int:
         content = Content(machine.xp, dtype, options.op, comm.size, cases[-1].count, reduces=operation.reduces)
 
     places, others = operation.places, [each.name for each in contenders if each.name != OWN]
-    table = Table(FACTS, places, others, ("algbw", "busbw"), issue=machine.stream is not None and not graphs)
-    results = Results(others, [each.name for each in contenders if each.own])
+    own, issue = [each.name for each in contenders if each.own], machine.stream is not None and not graphs
+    report = Report(FACTS, places, others, ("algbw", "busbw"), own=own, issue=issue)
 
-    def measured(case: Case) -> ResultRow:
-        made = [measure(measuring, contenders, content, case.at(at), options.check, vary=options.vary) for at in places]
-        return row_of(case, dict(zip(places, made, strict=True)))
+    def measure_all(case: Case) -> ResultRow:
+        def measure_at(place: str) -> Measured:
+            return measure(measuring, contenders, content, case.at(place), options.check, vary=options.vary)
 
-    return results.report(run, operation.name, [how, arrays], table, cases, measured, contenders, absent)
+        return row_of(case, {place: measure_at(place) for place in places})
+
+    return report.make(run, f"bench {operation.name}", [how, arrays], cases, measure_all, contenders, absent)
 
 
-def row_of(case: Case, measured: Mapping[str, tuple[Mapping[str, Outcome], Mapping[str, str]]]) -> ResultRow:
-    """Return the row of a case, with what `measure` returned for each place."""
+def row_of(case: Case, places: Mapping[str, Measured]) -> ResultRow:
+    """Return the row of a case."""
     op, root = case.op if case.operation.reduces else None, ROOT if case.operation.rooted else None
-    return ResultRow(
-        f"{case.nbytes} B",
-        {"nbytes": case.nbytes, "count": case.count, "dtype": case.dtype.name, "op": op, "root": root},
-        {place: outcomes for place, (outcomes, _) in measured.items()},
-        {place: silent for place, (_, silent) in measured.items()},
-        lambda place, time_us: case.rates(time_us),
-    )
+    facts = {"nbytes": case.nbytes, "count": case.count, "dtype": case.dtype.name, "op": op, "root": root}
+    return ResultRow(facts, places, lambda place, time_us: case.rates(time_us))
 
 
 if __name__ == "__main__":

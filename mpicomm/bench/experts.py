@@ -11,9 +11,9 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.libraries import TorchNccl
-from mpicomm.bench.measure import Call, CheckedCall, Machine, Measuring, Outcome, Trial, machine_of
+from mpicomm.bench.measure import Call, CheckedCall, Machine, Measured, Measuring, Trial, machine_of
 from mpicomm.bench.peers import OWN, open_peers
-from mpicomm.bench.report import ResultRow, Results, Table
+from mpicomm.bench.report import Report, ResultRow
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.experts.arrays import BY_EXPERT, DTYPES, LAYOUTS, Received
@@ -66,8 +66,8 @@ def main() -> int:
     measuring = Measuring(comm, machine, iterations=options.iters, warmups=2, rounds=_ROUNDS, graphs=not on_host)
     with machine.current():
         opened, absent = open_peers(comm, machine, _PEERS, options.compare)
-        others = [*([] if on_host else [COPY]), *opened]
-        table = Table([("tokens", "", 8), ("layout", "", 9)], _PLACES, others, ["crossing"])
+        parts = [] if on_host else [COPY]
+        report = Report([("tokens", "", 8), ("layout", "", 9)], _PLACES, [*opened], ["crossing"], parts=parts)
         lines = [
             measuring.how,
             f"hidden {options.hidden} of {options.datatype}, top {options.top_k} of {options.num_experts} experts",
@@ -79,7 +79,7 @@ def main() -> int:
         def measure(row: tuple[int, str]) -> ResultRow:
             return _measure(options, measuring, *row, opened.get("nccl"))
 
-        return Results([*opened]).report(run, NAME, lines, table, rows, measure, [*opened.values()], absent)
+        return report.make(run, f"bench {NAME}", lines, rows, measure, [*opened.values()], absent)
 
 
 def _measure(
@@ -115,8 +115,7 @@ def _measure(
         if peer is not None:
             counts = [int(routes.goes_to(rank).sum()) for rank in range(comm.size)]
             theirs = peer.calls(counts, tokens, options.hidden)
-        outcomes: dict[str, dict[str, Outcome]] = {}
-        silent: dict[str, dict[str, str]] = {}
+        places: dict[str, Measured] = {}
         for place, (call, count_wrong) in calls.items():
             checks = [] if count_wrong is None else [CheckedCall(lambda: None, call, count_wrong)]
             trials = [Trial(OWN, call, checks)]
@@ -125,15 +124,10 @@ def _measure(
             if place in theirs:
                 # The host waits within the other calls, so no graph can have them.
                 trials.append(Trial("nccl", theirs[place], own=False, capturable=place == "even"))
-            outcomes[place], silent[place] = measuring.run(trials)
+            places[place] = measuring.run(trials)
     nbytes = {"dispatch": crossing, "combine": crossing, "even": tokens * (comm.size - 1) * row_nbytes}
-    return ResultRow(
-        f"{tokens} tokens by {layout}",
-        {"tokens": tokens, "layout": layout, "crossing_nbytes": crossing},
-        outcomes,
-        silent,
-        lambda place, time_us: {"crossing": nbytes[place] / time_us * 1e-3},
-    )
+    facts = {"tokens": tokens, "layout": layout, "crossing_nbytes": crossing}
+    return ResultRow(facts, places, lambda place, time_us: {"crossing": nbytes[place] / time_us * 1e-3})
 
 
 def _copies(comm: Communicator, sent: SymmetricArray, taken: SymmetricArray, nbytes: int) -> Call:

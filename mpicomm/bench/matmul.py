@@ -17,9 +17,9 @@ from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.libraries import OPS, Nccl, TorchSymmetric, type_of
-from mpicomm.bench.measure import Call, CheckedCall, Measuring, Outcome, PeerFailureError, Trial, machine_of
+from mpicomm.bench.measure import Call, CheckedCall, Measured, Measuring, PeerFailureError, Trial, machine_of
 from mpicomm.bench.peers import OWN, Peer, open_peers
-from mpicomm.bench.report import ResultRow, Results, Table
+from mpicomm.bench.report import Report, ResultRow
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.errors import InvalidUsageError
@@ -193,24 +193,22 @@ def main() -> int:
         stream = torch.cuda.stream(torch.cuda.ExternalStream(machine.stream.ptr, device=comm.device))
     with stream:
         opened, absent = open_peers(comm, machine, _PEERS, options.compare)
-        results = Results(["serial", *opened], [OWN, "serial"])
-        table = Table([("call", "", 24), ("rows", "", 8)], [NAME], [*_PARTS, *results.compared])
+        compared, own = ["serial", *opened], [OWN, "serial"]
+        report = Report([("call", "", 24), ("rows", "", 8)], [NAME], compared, parts=_PARTS, own=own)
 
         def measure(case: tuple[str, int]) -> ResultRow:
             kind, rows = case
             # The products after an all-gather and before a reduction have transposed shapes, as in a layer.
             shape = (inner, columns) if kind == "allgather_matmul" else (columns, inner)
-            times, silent = _measure(measuring, Matrices(comm, kind, rows, *shape, options.datatype), opened)
+            measured = _measure(measuring, Matrices(comm, kind, rows, *shape, options.datatype), opened)
             facts = {"kind": kind, "rows": rows, "inner": shape[0], "columns": shape[1]}
-            return ResultRow(f"{kind} of {rows}", facts, {NAME: times}, {NAME: silent})
+            return ResultRow(facts, {NAME: measured})
 
         lines, cases = [measuring.how, options.datatype], [*itertools.product(_KINDS, options.rows)]
-        return results.report(run, NAME, lines, table, cases, measure, [*opened.values()], absent)
+        return report.make(run, f"bench {NAME}", lines, cases, measure, [*opened.values()], absent)
 
 
-def _measure(
-    measuring: Measuring, matrices: Matrices, peers: Mapping[str, Any]
-) -> tuple[dict[str, Outcome], dict[str, str]]:
+def _measure(measuring: Measuring, matrices: Matrices, peers: Mapping[str, Any]) -> Measured:
     matrices.fill_as_in_programs()  # before the parts, which have no check
     trials: list[Trial] = []
     silent: dict[str, str] = {}

@@ -178,6 +178,13 @@ class CheckedCall(NamedTuple):
     """Returns the wrong elements on this rank."""
 
 
+class Measured(NamedTuple):
+    """The outcomes by contender, and the reasons of the contenders that failed."""
+
+    outcomes: Mapping[str, Outcome]
+    silent: Mapping[str, str]
+
+
 @dataclass
 class Trial:
     """A way of a contender to carry a case out. Failures of a contender that is not mpicomm's ``own`` are kept."""
@@ -217,10 +224,8 @@ class Measuring:
             return f"{self.rounds} launches of a graph of {self.iterations} calls"
         return f"{self.rounds} times {self.iterations} calls"
 
-    def run(
-        self, trials: Sequence[Trial], failures: Mapping[str, str] | None = None
-    ) -> tuple[dict[str, Outcome], dict[str, str]]:
-        """Return the outcomes by contender, and the reasons of contenders that failed, also of earlier ``failures``."""
+    def run(self, trials: Sequence[Trial], failures: Mapping[str, str] | None = None) -> Measured:
+        """Measure the trials. The earlier ``failures`` of contenders are in the result, too."""
         ready, silent = list(trials), dict(failures or {})
         for step in (self._make_ready, *[self._time] * self.rounds):
             for trial in list(ready):
@@ -229,7 +234,7 @@ class Measuring:
                 except PeerFailureError as failure:
                     silent[trial.name] = f"{trial.way} {failure}".lstrip()
                     ready.remove(trial)
-        return self._outcomes(ready), silent
+        return Measured(self._outcomes(ready), silent)
 
     def step(self, step: Callable[[], T], *, own: bool) -> T:
         """Take a step on all ranks, and let them wait for each other. A failure of mpicomm itself ends the run."""

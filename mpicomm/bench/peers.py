@@ -23,8 +23,8 @@ from mpicomm.bench.measure import (
     Call,
     CheckedCall,
     Machine,
+    Measured,
     Measuring,
-    Outcome,
     PeerFailureError,
     Trial,
     UnsupportedError,
@@ -261,7 +261,7 @@ def close(contenders: Sequence[Peer]) -> None:
 
 def measure(
     measuring: Measuring, contenders: Iterable[Peer], content: Content, case: Case, checks: int, *, vary: bool = False
-) -> tuple[dict[str, Outcome], dict[str, str]]:
+) -> Measured:
     """Measure a case with ``checks`` checked calls, as `Measuring.run`. If calls ``vary``, it is in variations."""
     trials: list[Trial] = []
     silent: dict[str, str] = {}

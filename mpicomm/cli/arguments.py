@@ -119,8 +119,8 @@ def command_parser(
 ) -> argparse.ArgumentParser:
     """Return the parser of a command, with the options that `open_communicator` takes, and with these.
 
-    ``json`` adds an option for a "file" of results, or for JSON in place of all "output"; without that option its value
-    is False, and for standard output, which "-" also names, it is None. ``peers`` are other libraries to compare with.
+    ``json`` adds an option for a "file" of results, or for JSON in place of all "output", in a file or on standard
+    output ("-"). ``peers`` are other libraries to compare with.
     """
     prog = f"python -m mpicomm.{name}"
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=allow_abbrev)
@@ -131,7 +131,7 @@ def command_parser(
         add("-J", "--json", type=output_file, metavar="FILE", help="write the results there")
     elif json == "output":
         written = "write one JSON object, by default to standard output"
-        add("--json", nargs="?", default=False, type=_file_or_output, metavar="FILE", help=written)
+        add("--json", nargs="?", const="-", type=_file_or_output, metavar="FILE", help=written)
     if peers:
         add("--compare", type=names_from(peers, "peer"), default=[], metavar="PEER,...", help=", ".join(peers))
     return parser
@@ -202,8 +202,8 @@ def output_file(text: str) -> Path:
     return path
 
 
-def _file_or_output(text: str) -> Path | None:
-    return None if text == "-" else output_file(text)
+def _file_or_output(text: str) -> Path | str:
+    return text if text == "-" else output_file(text)
 
 
 def _partial(path: Path) -> Path:

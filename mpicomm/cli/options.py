@@ -158,7 +158,8 @@ class Run:
             "ranks": [rank_record(info) for info in self.ranks],
             "handle": self.ranks[0].handle,
         }
-        save(self.options.json, {**setting, **document, "wrong": wrong, "ok": wrong == 0})
+        if self.options.json is not None:
+            save(self.options.json, {**setting, **document, "wrong": wrong, "ok": wrong == 0})
         close()  # after the results are saved, because a library may end the process here
         self.comm.Free()
         show("# OK" if wrong == 0 else f"# FAILED: {wrong} {what}")
@@ -185,18 +186,15 @@ def on_first_rank(comm: MPI.Intracomm, make: Callable[[], T]) -> T:
     return checked
 
 
-def save(path: Path | None, document: object) -> None:
-    """Write a JSON file on rank 0 if a path is given. Collective; all ranks raise `InvalidUsageError` if that fails."""
-    if path is not None:
-        on_first_rank(MPI.COMM_WORLD, lambda: arguments.write_json(path, document))
+def save(path: Path | str, document: object) -> None:
+    """Write JSON on rank 0 to a file, or to standard output ("-"). Collective.
 
-
-def save_or_show(path: Path | None, document: object) -> None:
-    """Do as `save`, or write the JSON to standard output for None. Collective."""
-    if path is None:
+    All ranks raise `InvalidUsageError` if that fails.
+    """
+    if path == "-":
         show(json.dumps(document, indent=2))
     else:
-        save(path, document)
+        on_first_rank(MPI.COMM_WORLD, lambda: arguments.write_json(Path(path), document))
 
 
 def show(*lines: str) -> None:

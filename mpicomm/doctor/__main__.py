@@ -64,7 +64,7 @@ def main() -> NoReturn:
 def _look_at_running(parser: argparse.ArgumentParser) -> NoReturn:
     """Look at jobs that run on this machine, without MPI. Exit code 2 if there is no such job."""
     options = parser.parse_args()
-    if options.json is not False:
+    if options.json is not None:
         parser.error("--json: not allowed with --pid and --job")
     try:
         looks = watch(jobs_of_user if options.pid is None else lambda: [job_of(options.pid)], _LONG_S)
@@ -119,11 +119,11 @@ def _examine_ranks(facts: RankFacts) -> int:
         _end_without(error)
     results = examine(job)
     if MPI.COMM_WORLD.size > 1 or facts.launch.rank == 0:
-        if options.json is False:
+        if options.json is None:
             command_line.show(*lines(results))
         else:
-            command_line.save_or_show(options.json, record(job, results))
-    return int(any(faults for _, faults, _ in results))
+            command_line.save(options.json, record(job, results))
+    return int(any(faults for _, faults in results))
 
 
 def _end_without(error: CollectiveTimeoutError) -> NoReturn:

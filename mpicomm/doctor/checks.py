@@ -19,34 +19,30 @@ Job = Sequence[RankFacts]
 Find = Callable[[Job], Iterable[str]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Check:
-    """A fault that may occur between ranks. mpicomm/docs/troubles.md has a row with its symptom and its fix."""
+    """A fault that may occur between ranks. mpicomm/docs/troubles.md has a row with its symptom and its fix.
+
+    It decorates the function that finds the fault.
+    """
 
     name: str
     title: str
     """The statement that is true without a fault."""
     fix: str
     """A command or a setting."""
-    find: Find
-    """Yields a sentence for each fault, with the ranks and values of this job."""
-    before_mpi: bool
+    before_mpi: bool = False
     """Whether the fault may end the process when MPI starts, so that the doctor must find it before."""
-    skips: Callable[[Job], str]
-    """Returns why there is nothing to check, or ""."""
+    find: Find = dataclasses.field(init=False)
+    """Yields a sentence for each fault, with the ranks and values of this job."""
+
+    def __call__(self, find: Find) -> Find:
+        self.find = find
+        CHECKS.append(self)
+        return find
 
 
 CHECKS: list[Check] = []
-
-
-def _check(
-    name: str, title: str, fix: str, *, before_mpi: bool = False, skips: Callable[[Job], str] = lambda job: ""
-) -> Callable[[Find], Find]:
-    def add(find: Find) -> Find:
-        CHECKS.append(Check(name, title, fix, find, before_mpi, skips))
-        return find
-
-    return add
 
 
 def _by_machine(job: Job) -> list[list[RankFacts]]:
@@ -67,7 +63,7 @@ def _by_reason(job: Job, reason_of: Callable[[RankFacts], str]) -> Iterator[str]
         yield f"{name_ranks(found)}: {reason}"
 
 
-@_check(
+@Check(
     "library",
     "mpi4py finds the library of its MPI",
     '`pip install "mpi4py>=4.1" mpich`, or unset `MPI4PY_MPIABI` and `MPI4PY_LIBMPI`',
@@ -79,7 +75,7 @@ def _library(job: Job) -> Iterator[str]:
             yield f"mpi4py finds no library of an MPI that it is built for: {one.mpi_error}"
 
 
-@_check(
+@Check(
     "launcher",
     "the launcher starts ranks of the MPI of mpi4py",
     "`$(dirname $(which python))/mpiexec -n N ...` for an MPI of pip, else the mpiexec of that MPI; "
@@ -99,7 +95,7 @@ def _launcher(job: Job) -> Iterator[str]:
         yield f"{one.launch.family} has started {one.launch.size} ranks, but mpi4py uses {one.mpi_name}: {became}"
 
 
-@_check(
+@Check(
     "mpiexec",
     "the first mpiexec on the PATH belongs to this MPI",
     "`export PATH=$(dirname $(which python)):$PATH` for an MPI of pip, else the folder of that MPI's mpiexec",
@@ -110,13 +106,13 @@ def _mpiexec(job: Job) -> Iterator[str]:
             yield f"{one.mpiexec} belongs to {one.mpiexec_family}, but mpi4py uses {one.mpi_name}"
 
 
-@_check("threads", "MPI lets several threads call it at once", "unset `MPI4PY_RC_THREAD_LEVEL`")
+@Check("threads", "MPI lets several threads call it at once", "unset `MPI4PY_RC_THREAD_LEVEL`")
 def _threads(job: Job) -> Iterator[str]:
     if found := [one.rank for one in job if not one.threads_multiple]:
         yield f"MPI on {name_ranks(found)} has started with less than MPI.THREAD_MULTIPLE"
 
 
-@_check(
+@Check(
     "shm",
     "/dev/shm is large enough for the ranks",
     "`docker run --shm-size=1g ...`; in Kubernetes an emptyDir with `medium: Memory` at /dev/shm",
@@ -135,7 +131,7 @@ def _shm(job: Job) -> Iterator[str]:
                 yield f"/dev/shm on {first.host} {has}; {needs}"
 
 
-@_check(
+@Check(
     "network",
     "the ranks of a machine share its network",
     "`docker run --network=host --ipc=host --pid=host ...`; in Kubernetes one pod per machine",
@@ -154,7 +150,7 @@ def _networks(job: Job) -> Iterator[str]:
             )
 
 
-@_check(
+@Check(
     "process-memory",
     "MPI may read the memory of other processes",
     "`docker run --pid=host --cap-add=SYS_PTRACE ...`, or `MPIR_CVAR_CH4_CMA_ENABLE=0` for MPICH, "
@@ -176,7 +172,7 @@ def _process_memory(job: Job) -> Iterator[str]:
             )
 
 
-@_check(
+@Check(
     "locked",
     "ranks may lock the memory that they need",
     "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1 ...`",
@@ -188,7 +184,7 @@ def _locked(job: Job) -> Iterator[str]:
             yield f"rank {one.rank} may lock {format_size(one.locked_limit)} of memory, and {who}"
 
 
-@_check(
+@Check(
     "driver",
     "no GPU is unused because a driver or package is missing",
     '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install -e ".[cuda13]"` (or cuda12, as `nvidia-smi` '
@@ -207,7 +203,7 @@ def _driver(job: Job) -> Iterable[str]:
     return _by_reason(job, reason_of)
 
 
-@_check(
+@Check(
     "visible",
     "no cgroup keeps ranks from the GPUs of their peers",
     "in Slurm `--gpus-per-node` in place of `--gpus-per-task` and `--gpu-bind`; `docker run --gpus all ...`",
@@ -230,7 +226,7 @@ def _visible(job: Job) -> Iterator[str]:
                 yield f"rank {one.rank} does not see {gpu} ({how}), and cannot open its memory: {refused}"
 
 
-@_check("shared", "no ranks take turns on a GPU", "`mpirun -np` with one rank per GPU, or `nvidia-cuda-mps-control -d`")
+@Check("shared", "no ranks take turns on a GPU", "`mpirun -np` with one rank per GPU, or `nvidia-cuda-mps-control -d`")
 def _shared(job: Job) -> Iterator[str]:
     users: dict[str, list[int]] = {}
     for one in job:
@@ -242,7 +238,7 @@ def _shared(job: Job) -> Iterator[str]:
             yield f"{name_ranks(found)} share a GPU, {waits}"
 
 
-@_check(
+@Check(
     "mig",
     "no ranks are on different MIG instances",
     "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance",
@@ -258,14 +254,14 @@ def _instances(job: Job) -> Iterator[str]:
             yield f"{name_ranks(list(users.values()))} use different MIG instances, which share no memory"
 
 
-@_check("wsl", "no driver of Windows keeps GPU memory from ranks", "Linux itself, or `MPICOMM_HANDLE=staged`")
+@Check("wsl", "no driver of Windows keeps GPU memory from ranks", "Linux itself, or `MPICOMM_HANDLE=staged`")
 def _windows(job: Job) -> Iterable[str]:
     refused = "the driver of Windows below WSL2 refuses to share GPU memory"
     on_windows = [one for one in job if "microsoft" in one.kernel.lower()]
     return _by_reason(on_windows, lambda one: refused if one.memory.rejected or one.memory.error else "")
 
 
-@_check(
+@Check(
     "access",
     "each GPU has access to the GPUs of its peers",
     "`nvidia-smi topo -p2p r` shows the reason; switch ACS and the IOMMU off in the BIOS (`iommu=off`), or use "
@@ -281,7 +277,7 @@ def _access(job: Job) -> Iterator[str]:
                     yield f"{gpu} has no peer access to the GPU of {name_ranks(peers)}"
 
 
-@_check(
+@Check(
     "memory",
     "ranks open each other's memory in the best way",
     "`docker run --ipc=host --pid=host ...`, or `MPICOMM_HANDLE=fd`; `python -m mpicomm.info` shows all reasons",
@@ -298,11 +294,10 @@ def _memory(job: Job) -> Iterable[str]:
     return _by_reason(job, reason_of)
 
 
-@_check(
+@Check(
     "pytorch",
     "PyTorch allocates memory that peers can open",
     "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`",
-    skips=lambda job: "" if any(one.torch for one in job) else "no rank has PyTorch",
 )
 def _pytorch(job: Job) -> Iterator[str]:
     setting = "backend:cudaMallocAsync"
@@ -311,30 +306,27 @@ def _pytorch(job: Job) -> Iterator[str]:
             yield f"{name} on {name_ranks(ranks)} has {setting}: no peer can open such memory"
 
 
-Results = Sequence[tuple[Check, list[str], str]]
-"""Each check with the faults that it has found, and with why it was skipped, or ""."""
+Results = Sequence[tuple[Check, list[str]]]
+"""Each check with the faults that it has found."""
 
 
 def examine(job: Job, checks: Sequence[Check] = CHECKS) -> Results:
     """Make checks of a job."""
-    return [(check, [*check.find(job)], check.skips(job)) for check in checks]
+    return [(check, [*check.find(job)]) for check in checks]
 
 
 def lines(results: Results) -> list[str]:
     """Return the lines for people."""
     shown = []
-    for check, faults, skipped in results:
+    for check, faults in results:
         if faults:
             shown += [*(f"FAULT {check.name}: {fault}" for fault in faults), f"      fix: {check.fix}"]
         else:
-            shown.append(f"skip  {check.name}: {skipped}" if skipped else f"ok    {check.name}: {check.title}")
+            shown.append(f"ok    {check.name}: {check.title}")
     return shown
 
 
 def record(job: Job, results: Results) -> dict[str, Any]:
     """Return the JSON object."""
-    checks = [
-        {"name": check.name, "faults": faults, "skipped": skipped, "fix": check.fix}
-        for check, faults, skipped in results
-    ]
+    checks = [{"name": check.name, "faults": faults, "fix": check.fix} for check, faults in results]
     return {"checks": checks, "ranks": [dataclasses.asdict(one) for one in job]}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
@@ -92,8 +91,6 @@ class RankFacts:
     no_gpu_reason: str = ""
     driver_cuda: int | None = None
     """The major version of CUDA that the driver is for."""
-    torch: bool = False
-    """Whether PyTorch is installed."""
     cupy: tuple[str, ...] = ()
     """The installed distributions of CuPy."""
     shared_service: bool = False
@@ -179,7 +176,6 @@ def facts_before_mpi() -> RankFacts:
         mpi_error=error,
         driver=any(Path(name).exists() for name in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")),
         driver_cuda=cuda[0] if cuda else None,
-        torch=importlib.util.find_spec("torch") is not None,
         cupy=tuple(cupy),
         shared_service=environment.multi_process_service(),
     )

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.bench.libraries import Nvshmem, SymmetricNccl, TorchSymmetric
-from mpicomm.bench.measure import Call, CallTimes, Machine, Measuring, Outcome
+from mpicomm.bench.measure import Call, CallTimes, Machine, Measured, Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers, Content
 from mpicomm.bench.peers import ROOM_NBYTES, Mpicomm, Peer, draw, mean_share
 from mpicomm.bench.peers import measure as measure_all
@@ -78,7 +78,7 @@ def right(buffers: CaseBuffers) -> None:
 
 def measure(
     comm: mpicomm.Communicator, library: Library, *, name: str = "other", graphs: bool = True, machine: Any = None
-) -> tuple[dict[str, Outcome], dict[str, str]]:
+) -> Measured:
     machine = machine or Replaying()
     library.name, library.first, library.second = name, *(np.empty(CASE.nbytes, np.uint8) for _ in range(2))
     content = Content(np, FLOAT, "sum", 1, CASE.count, reduces=True)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm.bench.__main__ import FACTS, row_of
-from mpicomm.bench.measure import Outcome
+from mpicomm.bench.measure import Measured, Outcome
 from mpicomm.bench.operations import (
     BARRIER,
     OPERATIONS,
@@ -25,7 +25,7 @@ from mpicomm.bench.operations import (
     random_data,
     reduce_in_order,
 )
-from mpicomm.bench.report import ResultRow, Results, Table
+from mpicomm.bench.report import Report, ResultRow
 from mpicomm.mpi.types import covered_dtype
 from tests.helpers.references.reductions import reduced
 
@@ -152,41 +152,30 @@ def outcome(time_us: float, wrong: int | None = 0, eager: str = "", issue_us: fl
     return Outcome(time_us, issue_us, wrong, eager, "", 0.25)
 
 
-def results() -> Results:
+def results() -> Report:
     small, large = {"mpi": "not in place"}, {"mpi": "too large"}
     out_of_place = {"mpicomm": outcome(3.0), "nccl": outcome(9.0), "mpi": outcome(30.0, eager="held")}
     in_place = {"mpicomm": outcome(4200.0, wrong=5), "nccl": outcome(4620.0, wrong=2)}
-    rows = [
-        row_of(
-            dataclasses.replace(CASE, block=256),
-            {
-                "out-of-place": (out_of_place, {}),
-                "in-place": ({"mpicomm": outcome(4.0), "nccl": outcome(2.0)}, small),
-            },
-        ),
-        row_of(
-            CASE,
-            {
-                "out-of-place": ({"mpicomm": outcome(4200.0), "nccl": outcome(4100.0)}, large),
-                "in-place": (in_place, large),
-            },
-        ),
-    ]
-    return Results(["nccl", "mpi"], rows=rows)
+    first = Measured(out_of_place, {}), Measured({"mpicomm": outcome(4.0), "nccl": outcome(2.0)}, small)
+    last = Measured({"mpicomm": outcome(4200.0), "nccl": outcome(4100.0)}, large), Measured(in_place, large)
+    found = report(PLACES, ["nccl", "mpi"])
+    for case, measured in ((dataclasses.replace(CASE, block=256), first), (CASE, last)):
+        found.rows.append(row_of(case, dict(zip(PLACES, measured, strict=True))))
+    return found
 
 
-def table(places: Sequence[str] = PLACES[:1], others: Sequence[str] = (), *, issue: bool = False) -> Table:
-    return Table(FACTS, places, others, ("algbw", "busbw"), issue=issue)
+def report(places: Sequence[str] = PLACES[:1], peers: Sequence[str] = (), *, issue: bool = False) -> Report:
+    return Report(FACTS, places, peers, ("algbw", "busbw"), issue=issue)
 
 
 def one_row(case: Case, found: Outcome) -> ResultRow:
-    return row_of(case, {"out-of-place": ({"mpicomm": found}, {})})
+    return row_of(case, {"out-of-place": Measured({"mpicomm": found}, {})})
 
 
 def test_table_has_nccl_tests_columns_and_a_pair_for_each_peer() -> None:
-    both_peers = table(PLACES, ["nccl", "mpi"])
+    both_peers = results()
     head = both_peers.head()
-    first, last = map(both_peers.line, results().rows)
+    first, last = map(both_peers.line, both_peers.rows)
     own, peers = ["time", "+-", "algbw", "busbw", "#wrong"], ["time", "ratio"] * 2
     assert head[1].split() == ["#", "size", "count", "type", "redop", "root", *(own + peers) * 2]
     assert head[0].split() == ["#", "out-of-place", "nccl", "mpi", "in-place", "nccl", "mpi"]
@@ -198,14 +187,14 @@ def test_table_has_nccl_tests_columns_and_a_pair_for_each_peer() -> None:
 
 
 def test_cells_of_calls_one_by_one_of_a_barrier_and_of_a_broadcast() -> None:
-    with_issue = table(issue=True)
+    with_issue = report(issue=True)
     assert "issue" in with_issue.head()[1]  # what the caller waits
     assert with_issue.line(one_row(CASE, outcome(5.5, issue_us=4.0))).split()[5:7] == ["4.00", "5.50"]
     barrier = dataclasses.replace(CASE, operation=OPERATIONS["barrier"], block=1)
-    cells = table().line(one_row(barrier, outcome(2.0, None))).split()
+    cells = report().line(one_row(barrier, outcome(2.0, None))).split()
     assert cells == ["0", "0", "float32", "-", "-", "2.00", "25", "0.00", "0.00", "N/A"]
     bcast = dataclasses.replace(CASE, operation=OPERATIONS["bcast"])
-    assert table().line(one_row(bcast, outcome(2.0))).split()[3:5] == ["-", "0"]
+    assert report().line(one_row(bcast, outcome(2.0))).split()[3:5] == ["-", "0"]
 
 
 def test_geometric_means_and_lines_below_the_table() -> None:

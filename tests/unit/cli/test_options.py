@@ -21,7 +21,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import info, tune
 from mpicomm.api.communicator import RankInfo
-from mpicomm.bench.measure import Outcome
+from mpicomm.bench.measure import Measured, Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.cli import arguments
 from mpicomm.cli import options as report
@@ -254,9 +254,9 @@ def timed(times_us: Mapping[str, float], *, eager: str = "", wrong: int = 0) -> 
 def played(table: Mapping[int, Mapping[str, float]]) -> Measure:
     """Measure as a machine that takes these times, and that cannot carry out algorithms without a time."""
 
-    def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
+    def measure(case: Case) -> Measured:
         found = table[case.nbytes]
-        return timed(found), {name: "not here" for name in allreduce().algorithms if name not in found}
+        return Measured(timed(found), {name: "not here" for name in allreduce().algorithms if name not in found})
 
     return measure
 
@@ -302,8 +302,9 @@ def test_larger_sizes_keep_the_last_choice_and_the_table_shows_it(capsys: pytest
 
 
 def test_what_is_wrong_and_what_is_no_graph_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
-        return timed({"one_shot": 1.0}, wrong=2) | timed({"copy_engine": 2.0}, eager="it cannot be captured"), {}
+    def measure(case: Case) -> Measured:
+        eager = timed({"copy_engine": 2.0}, eager="it cannot be captured")
+        return Measured(timed({"one_shot": 1.0}, wrong=2) | eager, {})
 
     _, wrong = sweep(allreduce(), allreduce().cases([KIB, MIB], 0, 4), measure, table())
     assert wrong == 4
