@@ -35,8 +35,6 @@ def format_cell(value: object) -> str:
     """Return the text of a cell: "-" for None, floats with two digits."""
     if value is None:
         return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 

@@ -160,7 +160,7 @@ class Routes:
         self.ids = self._xp.asarray(self._ids[rank])
         self.weights = self._xp.asarray(np.random.default_rng(rank).random((self.tokens, top_k), np.float32))
         self._dtype = dtype
-        self.x = self.tokens_of(rank)
+        self.x = self._rows_of(rank, self._xp.arange(self.tokens, dtype=np.int32))
 
     @property
     def crossing(self) -> int:
@@ -171,11 +171,10 @@ class Routes:
         """Return for each token of this rank whether it goes to ``rank``."""
         return (self._owners[self._rank] == rank).any(axis=1)
 
-    def tokens_of(self, rank: int) -> Any:
-        """Return the tokens of a rank: small whole numbers, which all types have."""
-        xp = self._xp
-        rows = xp.arange(self.tokens, dtype=xp.int32)[:, None] * 31 + rank * 17
-        return ((rows + xp.arange(self.hidden, dtype=xp.int32) * 7) % 127 - 63).astype(self._dtype)
+    def _rows_of(self, ranks: Any, tokens: Any) -> Any:
+        """Return these tokens of the ranks: small whole numbers, which all types have."""
+        begin, columns = tokens * 31 + ranks * 17, self._xp.arange(self.hidden, dtype=np.int32)
+        return ((begin[:, None] + columns * 7) % 127 - 63).astype(self._dtype)
 
     def count_wrong_rows(self, received: Received) -> int:
         """Return the number of wrong rows of a dispatch on this rank, with rows that are missing."""
@@ -192,13 +191,11 @@ class Routes:
         if received.rows is not None:
             # Each row has a place, so the places check all rows.
             wrong += abs(int(received.row_count[0]) - len(xp.unique(received.rows[:used])))
-        for rank in range(self._size):
-            mine = xp.flatnonzero(sources[:, 0] == rank)
-            tokens = self.tokens_of(rank)
-            for begin in range(0, len(mine), 4096):
-                places = mine[begin : begin + 4096]
-                rows = places if received.rows is None else received.rows[places]
-                wrong += int(xp.count_nonzero((received.x[rows] != tokens[sources[places, 1]]).any(axis=1)))
+        for begin in range(0, used, 4096):
+            places = slice(begin, min(begin + 4096, used))
+            found = received.x[places if received.rows is None else received.rows[places]]
+            wanted = self._rows_of(sources[places, 0], sources[places, 1])
+            wrong += int(xp.count_nonzero((found != wanted).any(axis=1)))
         return wrong
 
     def count_wrong_sums(self, sums: Any, *, weighted: bool) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -86,7 +85,7 @@ class Peer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything but the two arrays."""
 
     def named(self: P, name: str, nbytes: int) -> P:
         """Return the peer with a name, and with arrays of ``nbytes`` unless 0."""
@@ -248,15 +247,6 @@ def draw(largest: int, wanted: int) -> list[tuple[int, int]]:
 def mean_share(largest: int) -> float:
     """Return the mean block of all variations, divided by ``largest``."""
     return (largest // 2 + 1 + largest) / 2 / largest
-
-
-def close(contenders: Sequence[Peer]) -> None:
-    """Close all contenders, the last one first. Collective."""
-    for contender in reversed(contenders):
-        contender.first = contender.second = None
-        # Keep the results even if closing the peer fails.
-        with suppress(Exception) if not contender.own else nullcontext():
-            contender.close()
 
 
 def measure(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple, TypeVar
 
 from mpicomm.bench.measure import Measured, Outcome
-from mpicomm.bench.peers import OWN, UNCODED, Peer, close
+from mpicomm.bench.peers import OWN, UNCODED, Peer
 from mpicomm.cli import options as command_line
 from mpicomm.sizes import Columns, format_cell
 
@@ -172,7 +173,15 @@ class Report:
             "geometric_means": self.geometric_means(),
         }
         wrong = sum(count for name, count in self.wrong().items() if name in self._own)
-        return run.finish(document, wrong, close=lambda: close(contenders))
+
+        def close() -> None:
+            for contender in reversed(contenders):
+                contender.first = contender.second = None
+                # Keep the results even if closing the peer fails.
+                with nullcontext() if contender.own else suppress(Exception):
+                    contender.close()
+
+        return run.finish(document, wrong, close=close)
 
     def _outcomes(self) -> list[tuple[ResultRow, str, str, Outcome]]:
         return [

@@ -81,8 +81,8 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "mpi4py": mpi4py.__version__,
         "MPI": " ".join(mpi.Get_library_version().splitlines()[0].split()) if mpi else None,
-        "CuPy": _distribution_version("cupy-cuda12x", "cupy-cuda13x", "cupy"),
-        "cuda-bindings": _distribution_version("cuda-bindings"),
+        "CuPy": distribution_version("cupy-cuda12x", "cupy-cuda13x", "cupy"),
+        "cuda-bindings": distribution_version("cuda-bindings"),
         "CUDA driver": ".".join(map(str, newest_cuda() or ())) or None,
         "NVIDIA kernel module": _kernel_module_version(),
         "Linux": platform.release(),
@@ -90,7 +90,8 @@ def versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-def _distribution_version(*names: str) -> str | None:
+def distribution_version(*names: str) -> str | None:
+    """Return the version of the first of these distributions that is installed, or None. Local."""
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)

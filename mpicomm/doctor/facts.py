@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.metadata
 import os
 import platform
 import resource
@@ -22,7 +21,7 @@ from typing import Any
 import mpi4py
 
 from mpicomm import environment
-from mpicomm.cli.arguments import JobLaunch, launch_of
+from mpicomm.cli.arguments import JobLaunch, distribution_version, launch_of
 from mpicomm.devices.cuda.driver import call, newest_cuda, visible_devices
 from mpicomm.errors import InvalidUsageError, MpicommError
 
@@ -152,11 +151,7 @@ def facts_before_mpi() -> RankFacts:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY and not capabilities & _CAN_LOCK_ALL:
         locked_limit = limit
-    cupy = []
-    for name in ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.version(name)
-            cupy.append(name)
+    cupy = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
     cuda = newest_cuda()
     return RankFacts(
         host=socket.gethostname(),
@@ -176,7 +171,7 @@ def facts_before_mpi() -> RankFacts:
         mpi_error=error,
         driver=any(Path(name).exists() for name in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")),
         driver_cuda=cuda[0] if cuda else None,
-        cupy=tuple(cupy),
+        cupy=tuple(name for name in cupy if distribution_version(name)),
         shared_service=environment.multi_process_service(),
     )
 
@@ -227,20 +222,12 @@ def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list
     return group.exchange("doctor: own facts", lambda: own)  # until then the others may read the word
 
 
-class _Part(ctypes.Structure):
-    """``struct iovec``."""
-
-    _fields_ = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
-
-
 def _read(pid: int, address: int) -> str:
     """Read a word of another process as MPI does for large messages. Return the error, or ""."""
-    word = ctypes.c_uint32()
-    here = _Part(ctypes.addressof(word), ctypes.sizeof(word))
-    there = _Part(address, ctypes.sizeof(word))
-    libc, one = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(1)
-    parts = ctypes.byref(here), one, ctypes.byref(there), one
-    if libc.process_vm_readv(pid, *parts, ctypes.c_ulong(0)) < 0:
+    word, one = ctypes.c_uint32(), ctypes.c_ulong(1)
+    iovec, nbytes = ctypes.c_size_t * 2, ctypes.sizeof(word)
+    parts = iovec(ctypes.addressof(word), nbytes), one, iovec(address, nbytes), one
+    if ctypes.CDLL(None, use_errno=True).process_vm_readv(pid, *parts, ctypes.c_ulong(0)) < 0:
         return os.strerror(ctypes.get_errno())
     return "" if word.value == _WORD else "it reads another process"
 

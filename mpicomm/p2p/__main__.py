@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from mpicomm.bench.measure import Call, machine_of
 from mpicomm.bench.operations import POISON, Content
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
-from mpicomm.devices.base import DeviceInfo, Link
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.variant import Variant, u64
 from mpicomm.sizes import format_cell, rich_console, rich_table
@@ -37,33 +35,6 @@ class Copying(ctypes.Structure):
     _fields_ = [*u64("target", "source", "nbytes")]
 
 
-def copier(info: DeviceInfo, stream: int) -> Callable[[int, int, int], None]:
-    """Return the kernel, for the current GPU: it takes a target, a source and a number of bytes. Stream-ordered."""
-    import cupy  # not above, because ranks on the cpu have no CuPy
-
-    from mpicomm.devices.cuda.load import kernels_of
-
-    kernel = kernels_of(info).load(COPY)
-    blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
-
-    def copy(target: int, source: int, nbytes: int) -> None:
-        kernel.launch_structure(stream, Copying(target, source, nbytes), blocks=blocks, threads=COPY_THREADS)
-
-    return copy
-
-
-def link_matrices(links: Sequence[Sequence[Link]]) -> dict[str, list[list[Any]]]:
-    """Return the matrices of links by their titles: the path, and CUDA's attributes if there are any."""
-    titles = {
-        "path": "path to memory",
-        "access": "peer access",
-        "performance_rank": "performance rank (0 is the fastest)",
-        "native_atomics": "native atomics",
-    }
-    found = {title: [[getattr(link, name) for link in row] for row in links] for name, title in titles.items()}
-    return {title: rows for title, rows in found.items() if any(cell is not None for row in rows for cell in row)}
-
-
 class Pairs:
     """Measures all pairs of ranks, pair by pair, and checks the bytes. All methods but `copy` are collective.
 
@@ -80,10 +51,14 @@ class Pairs:
         if comm.device == "cpu":
             self.ways = {"copies to the target": False, "copies from the source": True}
         else:
+            import cupy  # not above, because ranks on the cpu have no CuPy
+
             from mpicomm.devices.cuda.driver import visible_devices
+            from mpicomm.devices.cuda.load import kernels_of
 
             self.ways = {COPY_ENGINES: False, STORES: False, LOADS: True}
-            self._by_kernel = copier(visible_devices()[int(comm.device)], self._machine.stream.ptr)
+            self._kernel = kernels_of(visible_devices()[int(comm.device)]).load(COPY)
+            self._blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
         self._content = Content(self._machine.xp, np.dtype(np.uint8), "sum", comm.size, options.bytes, reduces=False)
         self._content.write(self._data.local, comm.rank)
 
@@ -140,7 +115,8 @@ class Pairs:
             return lambda: np.copyto(to, from_)
         if way == COPY_ENGINES:
             return lambda: self._window.put(from_, peer, stream=self._machine.stream)
-        return lambda: self._by_kernel(to.data.ptr, from_.data.ptr, nbytes)
+        stream, copying = self._machine.stream.ptr, Copying(to.data.ptr, from_.data.ptr, nbytes)
+        return lambda: self._kernel.launch_structure(stream, copying, blocks=self._blocks, threads=COPY_THREADS)
 
     def _bandwidth(self, way: str, both: bool, source: int, target: int) -> float | None:
         if both and source == target:
@@ -185,22 +161,15 @@ def main() -> int:
     console, numbers, matrices = rich_console(sys.stdout), range(comm.size), []
     console.quiet = comm.rank != 0
     columns = [str(number) for number in numbers]
-
-    def report(title: str, unit: str, cells: list[list[Any]]) -> None:
-        matrices.append({"title": title, "unit": unit, "cells": cells})
-        # This is not the title of `Table`, because `Table` folds its title to its width.
-        console.print(f"{title} ({unit})" if unit else title)
-        # An attribute says how a rank accesses another one. A measurement says how fast data goes to the other one.
-        corner = "from rank \\ to rank" if unit else "rank \\ peer"
-        rows = ([number, *map(format_cell, row)] for number, row in zip(columns, cells, strict=True))
-        console.print(rich_table(None, [corner, *columns], rows, right=columns))
-
-    for title, cells in link_matrices([info.links for info in run.ranks]).items():
-        report(title, "", cells)
     pairs = Pairs(comm, options)
     for title, unit, measure in pairs.matrices():
         tracked = command_line.tracked(numbers, title)
-        report(title, unit, [[measure(source, target) for target in numbers] for source in tracked])
+        cells = [[measure(source, target) for target in numbers] for source in tracked]
+        matrices.append({"title": title, "unit": unit, "cells": cells})
+        # This is not the title of `Table`, because `Table` folds its title to its width.
+        console.print(f"{title} ({unit})")
+        rows = ([number, *map(format_cell, row)] for number, row in zip(columns, cells, strict=True))
+        console.print(rich_table(None, ["from rank \\ to rank", *columns], rows, right=columns))
     return run.finish({"matrices": matrices}, pairs.wrong, "wrong bytes")
 
 

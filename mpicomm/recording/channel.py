@@ -145,25 +145,18 @@ class Channel:
             said = f"{len(ranks)} ranks {zlib.crc32(said.encode()):08x}"
         return Channel(self._recorder, f"{self.label}/{said}#{self._children[tuple(ranks)]}")
 
-    def begin(
-        self,
-        operation: str,
-        category: Category,
-        *,
-        numbered: bool = False,
-        nbytes: int | None = None,
-        dtype: str = "",
-        details: dict[str, Any] | None = None,
-    ) -> Record:
-        """Begin the record of a call of this thread; ``numbered`` is for calls that all ranks make in one order."""
+    def begin(self, operation: str, category: Category, *, numbered: bool = False, **facts: Any) -> Record:
+        """Begin the record of a call of this thread, which has these ``facts`` of `Record`.
+
+        ``numbered`` is for calls that all ranks make in one order.
+        """
         records = open_records()
-        number = ""
+        record = Record(self.label, operation, category, nested=bool(records), **facts)
         if numbered and not records:
             self._calls += 1
-            number = str(self._calls)
-        record = Record(self.label, operation, category, 0, number, nbytes, dtype, details or {}, bool(records))
+            record.number = str(self._calls)
         records.append(record)
-        size = "" if nbytes is None else f" {nbytes} B {dtype}".rstrip()
+        size = "" if record.nbytes is None else f" {record.nbytes} B {record.dtype}".rstrip()
         self._recorder.open_range(record, f"{operation}{size}")
         record.start_ns = now_ns()
         return record

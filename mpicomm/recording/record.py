@@ -37,7 +37,7 @@ class Record:
     """The label of the communicator."""
     operation: str
     category: Category
-    start_ns: int
+    start_ns: int = 0
     number: str = ""
     """The number of a collective call in its communicator, the same on all ranks; "" for all other calls."""
     nbytes: int | None = None

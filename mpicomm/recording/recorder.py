@@ -161,7 +161,6 @@ class Recorder:
     """
 
     def __init__(self, settings: environment.Recording, number: int, *, reports: bool) -> None:
-        self.settings = settings
         self._total = Counts()  # of all communicators
         self._reports = reports and settings.stats
         self._process = os.getpid()

@@ -248,9 +248,7 @@ def test_one_direction_and_sizes_that_are_no_multiple_of_anything(job: Callable[
 def test_matrices_of_three_ranks(job: Callable[[int], Job]) -> None:
     said, found = job(3).right("p2p"), job(3).report("p2p")
     assert (found["ok"], found["wrong"], found["options"]["bytes"]) == (True, 0, 100003)
-    paths, access, *measured = found["matrices"]
-    assert paths["cells"] == [["self" if a == b else "host memory" for a in range(3)] for b in range(3)]
-    assert access["cells"] == [[None if a == b else True for a in range(3)] for b in range(3)]
+    measured = found["matrices"]
     ways = ("to the target", "from the source")
     assert [matrix["title"] for matrix in measured] == [
         *(f"Bandwidth, {how}, copies {which}" for how in ("one way", "both ways") for which in ways),
