@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,10 @@ from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.host import array_at
 from mpicomm.domains.mpi_transfers import Direct, Transfers
-from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
-from mpicomm.domains.steps import Combine, DomainLayout, Local, Move, NetworkStep, Pack, Step
+from mpicomm.domains.schedules import DEPTH, carry_out, pieces_of, require_order, schedule_of
+from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack
 from mpicomm.mpi.types import is_narrow
 
-_BYTE = np.dtype(np.uint8)
 _WIDE = np.dtype(np.float32)
 
 
@@ -42,11 +41,7 @@ class HostDomains:
         require_order(call, self._layout)
         buffers = call.buffers(self._engine.scratch(call.scratch_nbytes))
         schedule = schedule_of(call.operation, call.nbytes or 0, self._layout, algorithm)
-
-        def planned() -> Iterator[list[Step]]:
-            for number, part in enumerate(schedule(buffers, self._layout)):
-                yield from steps_of(part, partial(self._memory, number % DEPTH))
-
+        pieces = pieces_of(schedule, buffers, self._layout, [partial(self._memory, turn) for turn in range(DEPTH)])
         signature = call.signature
         comm = self._transfers.comm
 
@@ -54,26 +49,24 @@ class HostDomains:
             return self._transfers.begin(lambda tag: Direct(comm, network_step, tag), signature)
 
         try:
-            self._engine.call(lambda: carry_out(planned(), self._work, start), signature)
+            self._engine.call(lambda: carry_out(pieces, self._work, start), signature)
         except BaseException:
             broken = self._engine.broken  # not after errors of the arguments
             if broken is not None:
                 self._transfers.tell(broken)
             raise
 
-    def _memory(self, part: int, nbytes: int) -> int:
-        if self._scratch[part].nbytes < nbytes:
-            self._scratch[part] = np.empty(nbytes, np.uint8)
-        return int(self._scratch[part].ctypes.data)
+    def _memory(self, turn: int, nbytes: int) -> int:
+        if self._scratch[turn].nbytes < nbytes:
+            self._scratch[turn] = np.empty(nbytes, np.uint8)
+        return int(self._scratch[turn].ctypes.data)
 
-    def _work(self, step: Local | Combine | Move | Pack) -> None:
+    def _work(self, step: Local | Combine | Pack) -> None:
         if isinstance(step, Local):
             self._engine.carry_out(step.operation.one_shot(step.buffers))
-        elif isinstance(step, Move):
-            ctypes.memmove(step.target, step.source, step.nbytes)
         elif isinstance(step, Pack):
             for copy in step.copies():
-                self._work(copy)
+                ctypes.memmove(*copy)
         elif step.count:
             combine(step)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomm.collectives.operations import ALLGATHER, ALLGATHERV, ALLTOALLV, BCAST, GATHERV, SCATTERV
 from mpicomm.collectives.patterns import Buffers, split
-from mpicomm.domains.steps import DomainLayout, Local, Move, NetworkStep, Pack, ScratchAllocator, Step, messages
+from mpicomm.domains.steps import DomainLayout, Local, NetworkStep, Pack, ScratchAllocator, Step
 from mpicomm.mpi.arguments import Span
 
 
@@ -79,10 +79,8 @@ def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], scratc
     places, spans = one_after_the_other(blocks, rows, start, b.dtype)
     received = [rank for distance in exchanged for rank in layout.served(layout.ahead(distance))]
     partners = [layout.partner(b.rank, layout.ahead(-distance)) for distance in exchanged]
-    yield NetworkStep(
-        messages([(rank, send) for rank in partners], b.dtype),
-        messages([(rank, places[rank] if packed else blocks[rank]) for rank in received], b.dtype),
-    )
+    arriving = [(rank, places[rank] if packed else blocks[rank]) for rank in received]
+    yield NetworkStep.of(b.dtype, [(rank, send) for rank in partners], arriving)
     if packed:
         yield allgather_in_domain(layout, b.dtype, spans[layout.index], spans)
         yield Pack.of(packed, start, b.dtype, unpacks=True)
@@ -95,17 +93,13 @@ def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], scratc
 
 def alltoall(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """Every rank sends directly to every rank of the other domains; each byte crosses the network once."""
-    itemsize = b.dtype.itemsize
-    sends = list(b.sends)
+    sends = b.sends
     if not sends:  # in place: a receive would overwrite a block before it is sent
-        for block in b.receives:
-            copy = Span(scratch.take(block.count * itemsize), block.count)
-            yield Move(copy.pointer, block.pointer, block.count * itemsize)
-            sends.append(copy)
-    yield NetworkStep(
-        messages([(rank, sends[rank]) for rank in layout.elsewhere], b.dtype),
-        messages([(rank, b.receives[rank]) for rank in layout.elsewhere], b.dtype),
-    )
+        sends = [scratch.span(block.count, b.dtype) for block in b.receives]
+        for copy, block in zip(sends, b.receives, strict=True):
+            yield Pack.of([block], copy.pointer, b.dtype)
+    leaving, arriving = ([(rank, each[rank]) for rank in layout.elsewhere] for each in (sends, b.receives))
+    yield NetworkStep.of(b.dtype, leaving, arriving)
     here = [sends[rank] for rank in layout.ranks], [b.receives[rank] for rank in layout.ranks]
     cuts = [b.cuts[rank] for rank in layout.ranks] if b.cuts else ()
     yield Local(ALLTOALLV, in_domain(layout, b.dtype, sends=here[0], receives=here[1], cuts=cuts))
@@ -114,11 +108,11 @@ def alltoall(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Ite
 def gather(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The ranks of other domains send directly to the root; the root's domain gathers. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
-        yield NetworkStep(sends=messages([(b.root, b.sends[0])], b.dtype))
+        yield NetworkStep.of(b.dtype, [(b.root, b.sends[0])])
         return
     blocks = list[Span]()
     if b.rank == b.root:
-        yield NetworkStep(receives=messages([(rank, b.receives[rank]) for rank in layout.elsewhere], b.dtype))
+        yield NetworkStep.of(b.dtype, receives=[(rank, b.receives[rank]) for rank in layout.elsewhere])
         blocks = [b.receives[rank] for rank in layout.ranks]
     else:
         yield NetworkStep()
@@ -129,11 +123,11 @@ def gather(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Itera
 def scatter(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The root sends directly to the ranks of other domains, and scatters in its domain. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
-        yield NetworkStep(receives=messages([(b.root, b.receives[0])], b.dtype))
+        yield NetworkStep.of(b.dtype, receives=[(b.root, b.receives[0])])
         return
     blocks = list[Span]()
     if b.rank == b.root:
-        yield NetworkStep(messages([(rank, b.sends[rank]) for rank in layout.elsewhere], b.dtype))
+        yield NetworkStep.of(b.dtype, [(rank, b.sends[rank]) for rank in layout.elsewhere])
         blocks = [b.sends[rank] for rank in layout.ranks]
     else:
         yield NetworkStep()
@@ -146,9 +140,9 @@ def bcast_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllocato
     buffer, home = b.receives[0], layout.domain_of(b.root)
     source = b.root if layout.number == home else layout.partner(b.root, layout.number)
     if b.rank == b.root:
-        yield NetworkStep(messages([(layout.partner(b.root, each), buffer) for each in layout.others], b.dtype))
+        yield NetworkStep.of(b.dtype, [(layout.partner(b.root, each), buffer) for each in layout.others])
     elif b.rank == source:
-        yield NetworkStep(receives=messages([(b.root, buffer)], b.dtype))
+        yield NetworkStep.of(b.dtype, receives=[(b.root, buffer)])
     else:
         yield NetworkStep()
     yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), receives=[buffer]))
@@ -173,13 +167,11 @@ def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, scratch: S
     if number == home:
         if b.receives[0].count:
             yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(b.root), receives=b.receives))
-        yield NetworkStep(messages([(rank, new[domain]) for domain, rank in rail.items()], b.dtype))
+        yield NetworkStep.of(b.dtype, [(rank, new[domain]) for domain, rank in rail.items()])
         return
     others = {domain: rank for domain, rank in rail.items() if domain != number}
     source = [(layout.domains[home][index], new[number])] if rail else []
-    yield NetworkStep(
-        messages([(rank, old[number]) for rank in others.values()], b.dtype),
-        messages([*source, *((rank, old[domain]) for domain, rank in others.items())], b.dtype),
-    )
+    arriving = [*source, *((rank, old[domain]) for domain, rank in others.items())]
+    yield NetworkStep.of(b.dtype, [(rank, old[number]) for rank in others.values()], arriving)
     if before.receives[0].count:
         yield allgather_in_domain(layout, b.dtype, shards_before[index], shards_before)

@@ -35,12 +35,10 @@ from mpicomm.domains.steps import (
     Combine,
     DomainLayout,
     Local,
-    Move,
     NetworkStep,
     Pack,
     ScratchAllocator,
     Step,
-    messages,
 )
 from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.types import is_narrow
@@ -58,10 +56,8 @@ def allreduce_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllo
     yield Local(ALLREDUCE, in_domain(layout, dtype, op, sends=[source], receives=[own]))
     served = [rank for domain in layout.others for rank in layout.served(domain)]
     partners = {domain: layout.partner(layout.rank, domain) for domain in layout.others}
-    yield NetworkStep(
-        messages([(rank, own) for rank in served], dtype),
-        messages([(rank, Span(partials[domain], send.count)) for domain, rank in partners.items()], dtype),
-    )
+    arriving = [(rank, Span(partials[domain], send.count)) for domain, rank in partners.items()]
+    yield NetworkStep.of(dtype, [(rank, own) for rank in served], arriving)
     yield _combined(b, dtype, op, partials, output)
 
 
@@ -76,23 +72,18 @@ def allreduce_in_two_steps(b: Buffers, layout: DomainLayout, scratch: ScratchAll
     number, index, domains, rail = layout.number, layout.index, len(layout.domains), layout.on_my_rail()
     results = rail_shards(output, layout, b.dtype)
     shards = cut_alike(source, results, dtype)
-    shard = Span(scratch.take(shards[index].count * dtype.itemsize), shards[index].count)
+    shard = scratch.span(shards[index].count, dtype)
     yield _reduce_scatter_in_domain(layout, dtype, op, shards, shard)
     places = split(results[index], domains, b.dtype.itemsize)
     parts = cut_alike(shard, places, dtype)
     count = parts[number].count
-    nbytes = count * dtype.itemsize
-    slots = scratch.arrays(domains, nbytes)
-    yield NetworkStep(
-        messages([(rank, parts[domain]) for domain, rank in rail.items()], dtype),
-        messages([(rank, Span(slots[domain], count)) for domain, rank in rail.items()], dtype),
-    )
-    yield Move(slots[number], parts[number].pointer, nbytes)
+    slots = scratch.arrays(domains, count * dtype.itemsize)
+    arriving = [(rank, Span(slots[domain], count)) for domain, rank in rail.items()]
+    yield NetworkStep.of(dtype, [(rank, parts[domain]) for domain, rank in rail.items()], arriving)
+    yield Pack.of([parts[number]], slots[number], dtype)
     yield _combined(b, dtype, op, slots, places[number])
-    yield NetworkStep(
-        messages([(rank, places[number]) for rank in rail.values()], b.dtype),
-        messages([(rank, places[domain]) for domain, rank in rail.items()], b.dtype),
-    )
+    arriving = [(rank, places[domain]) for domain, rank in rail.items()]
+    yield NetworkStep.of(b.dtype, [(rank, places[number]) for rank in rail.values()], arriving)
     yield allgather_in_domain(layout, b.dtype, results[index], results)
 
 
@@ -107,11 +98,10 @@ def reduce(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Itera
     own = Span(slots[layout.number if at_home else 0], count)
     yield _reduce_scatter_in_domain(layout, dtype, op, shards, own)
     if not at_home:
-        yield NetworkStep(sends=messages([(rail[home], own)] if rail else [], dtype))
+        yield NetworkStep.of(dtype, [(rail[home], own)] if rail else [])
         return
-    arriving = [(rank, Span(slots[domain], count)) for domain, rank in rail.items()]
-    yield NetworkStep(receives=messages(arriving, dtype))
-    result = Span(scratch.take(count * b.dtype.itemsize), count)
+    yield NetworkStep.of(dtype, receives=[(rank, Span(slots[domain], count)) for domain, rank in rail.items()])
+    result = scratch.span(count, b.dtype)
     yield _combined(b, dtype, op, slots, result)
     blocks = rail_shards(b.receives[0], layout, b.dtype) if b.rank == b.root else []
     root = layout.index_of(b.root)
@@ -146,11 +136,11 @@ def reduce_scatter(
     else:
         rows = layout.served_by_each(targets)
         count = sum(blocks[rank].count for row in rows for rank in row)
-        packed = Span(scratch.take(count * b.dtype.itemsize), count)
+        packed = scratch.span(count, b.dtype)
         _, given = one_after_the_other(blocks, rows, packed.pointer, b.dtype)
         yield Pack.of((blocks[rank] for row in rows for rank in row), packed.pointer, b.dtype)
         if dtype != b.dtype:
-            wide = Span(scratch.take(count * dtype.itemsize), count)
+            wide = scratch.span(count, dtype)
             yield _converted(b, packed, wide, dtype)
             given = cut_alike(wide, given, dtype)
         first = spans[distances[0] - 1] if exchanged else places[b.rank]
@@ -159,7 +149,7 @@ def reduce_scatter(
     sources = [layout.ahead(-distance) for distance in exchanged]
     arriving = [(layout.partner(b.rank, domain), Span(slots[domain], result.count)) for domain in sources]
     leaving = [(rank, places[rank]) for distance in exchanged for rank in served[distance - 1]]
-    yield NetworkStep(messages(leaving, dtype), messages(arriving, dtype))
+    yield NetworkStep.of(dtype, leaving, arriving)
     if 0 in distances:
         yield _combined(b, dtype, op, slots, result)
 
@@ -170,13 +160,12 @@ def prefix(own: int, b: Buffers, layout: DomainLayout, scratch: ScratchAllocator
     Otherwise the first rank writes nothing.
     """
     ranks, send, output = b.rank + own, b.sends[0], b.receives[0]
-    nbytes = send.count * b.dtype.itemsize
-    slots = scratch.arrays(layout.size, nbytes)
+    slots = scratch.arrays(layout.size, send.count * b.dtype.itemsize)
     gathered = replace(b, receives=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")
     yield from allgather(gathered, layout, [0], scratch)
     yield from allgather(gathered, layout, range(1, len(layout.domains)), scratch)
     if ranks == 1:  # a single contribution is the result, even if the operation would change it
-        yield Move(output.pointer, slots[0], nbytes)
+        yield Pack.of([Span(slots[0], send.count)], output.pointer, b.dtype)
     elif ranks:
         divisor = ranks if b.op == "avg" else 1
         op = "sum" if b.op == "avg" else b.op
@@ -208,7 +197,7 @@ def _widened(
     dtype, op = _accumulated(b.dtype, b.op)
     if dtype == b.dtype:
         return dtype, op, send
-    wide = Span(scratch.take(send.count * dtype.itemsize), send.count)
+    wide = scratch.span(send.count, dtype)
     yield _converted(b, send, wide, dtype)
     return dtype, op, wide
 

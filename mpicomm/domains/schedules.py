@@ -25,7 +25,7 @@ from mpicomm.mpi.ops import Op
 PIECE_NBYTES = 16 << 20
 """The bytes of each rank in one piece of a long call, which bound the scratch memory of the call."""
 SHORTEST_NBYTES = 4 << 20
-"""The least bytes of a piece of a call without scratch memory; see `pipelined`."""
+"""The least bytes of a piece of a call without scratch memory; see `bcast_by_rails`."""
 _LINE_NBYTES = 128
 
 Steps = Callable[..., Iterator[Step]]
@@ -50,50 +50,38 @@ def cut_blocks(steps: Steps) -> Schedule:
     return lambda b, layout: [[partial(steps, part, layout)] for part in _cut(b, PIECE_NBYTES // b.size)]
 
 
-def pipelined(steps: Steps) -> Schedule:
+def bcast_by_rails(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
     """Cut the data of a call without scratch memory; the steps of each piece continue the previous piece.
 
     A piece goes through several levels, one after the other. So k pieces take k times as long as one piece on the
     slowest level, and once as long on the other levels. Long pieces are good for the slowest level, and short pieces
     are good for the others. A piece has the geometric mean of the bytes of the call and of the shortest piece.
     """
-
-    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
-        length = b.longest
-        pieces = _cut(b, math.isqrt(length * b.dtype.itemsize * SHORTEST_NBYTES))
-        pairs = pairwise([b.part(0, 0), *pieces, b.part(length, length)])
-        return [[partial(steps, piece, before, layout)] for before, piece in pairs]
-
-    return schedule
+    length = b.longest
+    pieces = _cut(b, math.isqrt(length * b.dtype.itemsize * SHORTEST_NBYTES))
+    pairs = pairwise([b.part(0, 0), *pieces, b.part(length, length)])
+    return [[partial(movements.bcast_by_rails, piece, before, layout)] for before, piece in pairs]
 
 
-def domains_that_send(steps: Steps) -> Schedule:
+def allgather(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
     """Cut the block of each rank; take the domains one by one or several at once, this rank's domain first."""
-
-    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
-        return [
-            [partial(steps, part, layout, distances)]
-            for part in _cut(b, PIECE_NBYTES)
-            for distances in (range(1), *_runs(part.receives, part, layout))
-        ]
-
-    return schedule
+    return [
+        [partial(movements.allgather, part, layout, distances)]
+        for part in _cut(b, PIECE_NBYTES)
+        for distances in (range(1), *_runs(part.receives, part, layout))
+    ]
 
 
-def domains_that_receive(steps: Steps) -> Schedule:
+def reduce_scatter(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
     """Cut the block of each rank; take the domains one by one or several at once, this rank's domain last.
 
     The pieces of a part share the scratch memory that gathers the partial results of all domains.
     """
-
-    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
-        most = max(len(layout.domains), *map(len, layout.domains))
-        return [
-            [partial(steps, part, layout, each) for each in (*_runs(part.sends, part, layout), range(1))]
-            for part in _cut(b, PIECE_NBYTES // most)
-        ]
-
-    return schedule
+    most, steps = max(len(layout.domains), *map(len, layout.domains)), reductions.reduce_scatter
+    return [
+        [partial(steps, part, layout, each) for each in (*_runs(part.sends, part, layout), range(1))]
+        for part in _cut(b, PIECE_NBYTES // most)
+    ]
 
 
 def _runs(blocks: Sequence[Span], b: Buffers, layout: DomainLayout) -> Iterator[range]:
@@ -118,17 +106,17 @@ _IN_ONE_STEP: dict[Operation, Schedule] = {
     table.BCAST: cut_data(movements.bcast_in_one_step),
 }
 _SCHEDULES: dict[Operation, Schedule] = {
-    table.ALLGATHER: domains_that_send(movements.allgather),
-    table.ALLGATHERV: domains_that_send(movements.allgather),
+    table.ALLGATHER: allgather,
+    table.ALLGATHERV: allgather,
     table.ALLREDUCE: cut_data(reductions.allreduce_in_two_steps),
     table.ALLTOALL: cut_blocks(movements.alltoall),
-    table.BCAST: pipelined(movements.bcast_by_rails),
+    table.BCAST: bcast_by_rails,
     table.EXSCAN: cut_blocks(partial(reductions.prefix, 0)),
     table.GATHER: cut_blocks(movements.gather),
     table.GATHERV: whole(movements.gather),
     table.REDUCE: cut_data(reductions.reduce),
-    table.REDUCE_SCATTER: domains_that_receive(reductions.reduce_scatter),
-    table.REDUCE_SCATTER_BLOCK: domains_that_receive(reductions.reduce_scatter),
+    table.REDUCE_SCATTER: reduce_scatter,
+    table.REDUCE_SCATTER_BLOCK: reduce_scatter,
     table.SCAN: cut_blocks(partial(reductions.prefix, 1)),
     table.SCATTER: cut_blocks(movements.scatter),
     table.SCATTERV: whole(movements.scatter),
@@ -180,6 +168,14 @@ def steps_of(part: Part, memory: Callable[[int], int]) -> list[list[Step]]:
 
 DEPTH = 2
 """The number of pieces that are in progress at once."""
+
+
+def pieces_of(
+    schedule: Schedule, b: Buffers, layout: DomainLayout, memories: Sequence[Callable[[int], int]]
+) -> Iterator[list[Step]]:
+    """Yield this rank's steps of each piece of a call. Its parts take turns with the `DEPTH` memories of `steps_of`."""
+    for number, part in enumerate(schedule(b, layout)):
+        yield from steps_of(part, memories[number % DEPTH])
 
 
 def carry_out(

@@ -39,9 +39,8 @@ class NetworkMessage:
     nbytes: int
 
 
-def messages(spans: Iterable[tuple[int, Span]], dtype: np.dtype[Any]) -> tuple[NetworkMessage, ...]:
-    """Return a message for each rank, with all elements of its span. Both ranks leave out empty messages."""
-    return tuple(NetworkMessage(rank, span.pointer, span.count * dtype.itemsize) for rank, span in spans if span.count)
+Spans = Iterable[tuple[int, Span]]
+"""Elements that go to ranks, or come from them."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,16 @@ class NetworkStep:
 
     sends: tuple[NetworkMessage, ...] = ()
     receives: tuple[NetworkMessage, ...] = ()
+
+    @classmethod
+    def of(cls, dtype: np.dtype[Any], sends: Spans = (), receives: Spans = ()) -> NetworkStep:
+        """Return the step with a message for each span. Both ranks leave out empty messages."""
+
+        def messages(spans: Spans) -> tuple[NetworkMessage, ...]:
+            having = ((rank, span) for rank, span in spans if span.count)
+            return tuple(NetworkMessage(rank, span.pointer, span.count * dtype.itemsize) for rank, span in having)
+
+        return cls(messages(sends), messages(receives))
 
 
 TransportName = Literal["mapped", "nccl", "mpi", "pinned"]
@@ -98,15 +107,6 @@ class Combine:
 
 
 @dataclass(frozen=True)
-class Move:
-    """Copy bytes within this rank's memory."""
-
-    target: int
-    source: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Pack:
     """Copy blocks of this rank's memory to packed memory, one after the other; with ``unpacks`` copy back."""
 
@@ -121,16 +121,16 @@ class Pack:
         in_bytes = (Span(block.pointer, block.count * dtype.itemsize) for block in blocks if block.count)
         return cls(tuple(in_bytes), packed, unpacks)
 
-    def copies(self) -> Iterator[Move]:
-        """Yield the copy of each block."""
+    def copies(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the target, the source and the bytes of the copy of each block."""
         packed = self.packed
         for block in self.blocks:
             target, source = (block.pointer, packed) if self.unpacks else (packed, block.pointer)
-            yield Move(target, source, block.count)
+            yield target, source, block.count
             packed += block.count
 
 
-Step = Local | NetworkStep | Combine | Move | Pack
+Step = Local | NetworkStep | Combine | Pack
 
 
 class ScratchAllocator:
@@ -147,6 +147,10 @@ class ScratchAllocator:
     def take(self, nbytes: int) -> int:
         """Return the address of memory that nothing else of the call uses."""
         return self.arrays(1, nbytes).start
+
+    def span(self, count: int, dtype: np.dtype[Any]) -> Span:
+        """As `take`, for elements."""
+        return Span(self.take(count * dtype.itemsize), count)
 
     def arrays(self, number: int, nbytes: int) -> range:
         """Return the addresses of ``number`` arrays of ``nbytes`` bytes, which nothing else of the call uses."""

@@ -25,8 +25,8 @@ from mpicomm.devices.cuda.events import LocalEvent, Mark
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import MemoryUse
-from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
-from mpicomm.domains.steps import Combine, DomainLayout, Local, Move, NetworkStep, Pack, Step, Transport
+from mpicomm.domains.schedules import DEPTH, carry_out, pieces_of, require_order, schedule_of
+from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack, Step, Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel, reduction_of
 from mpicomm.kernels.variant import Launch
@@ -125,14 +125,8 @@ class DomainsEngine:
         self, operation: Operation, buffers: Buffers, call: Signature, nbytes: int, asked: str
     ) -> list[list[Item]]:
         schedule, facts = schedule_of(operation, nbytes, self._layout, asked), (str(call), call.hash32)
-        planned: list[list[Item]] = []
-        for number, part in enumerate(schedule(buffers, self._layout)):
-            memory = self._scratch[number % DEPTH].of
-            planned += (
-                [item for step in steps for item in self._planned(step, facts, asked)]
-                for steps in steps_of(part, memory)
-            )
-        return planned
+        pieces = pieces_of(schedule, buffers, self._layout, [scratch.of for scratch in self._scratch])
+        return [[item for step in piece for item in self._planned(step, facts, asked)] for piece in pieces]
 
     def _planned(self, step: Step, facts: tuple[str, int], asked: str) -> Iterable[Item]:
         """Yield the plan of a step. ``facts`` are the text and the hash of the whole call."""
@@ -208,13 +202,11 @@ class DomainsEngine:
             self._order.close()
 
 
-def _launch(step: Combine | Move | Pack, backend: GpuBackend) -> Launch | Copy | None:
+def _launch(step: Combine | Pack, backend: GpuBackend) -> Launch | Copy | None:
     """Return the kernel or the copy of a step; None for a step without elements."""
-    if isinstance(step, Move):
-        return Copy(step.target, step.source, step.nbytes, local=True) if step.nbytes else None
     if isinstance(step, Pack):
-        if not step.blocks:
-            return None
+        if len(step.blocks) < 2:
+            return next((Copy(*copy, local=True) for copy in step.copies()), None)
         # The table has only the distances of the blocks, so calls on other memory share it.
         first = step.blocks[0].pointer
         table = table_of_blocks([each.pointer - first for each in step.blocks], [each.count for each in step.blocks])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import numpy.typing as npt
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.domains.schedules import DEPTH, Schedule, carry_out, steps_of
-from mpicomm.domains.steps import Combine, DomainLayout, Local, Move, NetworkStep, Pack, Step
+from mpicomm.domains.schedules import DEPTH, Schedule, carry_out, pieces_of
+from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack, Step
 from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.types import is_narrow
 
@@ -45,8 +46,8 @@ class Memory:
         view: npt.NDArray[Any] = self.bytes[pointer : pointer + count * np.dtype(dtype).itemsize].view(dtype)
         return view
 
-    def move(self, step: Move) -> None:
-        self.view(step.target, step.nbytes, "u1")[:] = self.view(step.source, step.nbytes, "u1").copy()
+    def move(self, target: int, source: int, nbytes: int) -> None:
+        self.view(target, nbytes, "u1")[:] = self.view(source, nbytes, "u1").copy()
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,13 @@ class Cluster:
         """Return a rank's steps in the order in which engines carry them out, with an end for each network step."""
         scratch = [0] * DEPTH  # the parts of a call take turns with it, as in engines
         sizes = [-1] * DEPTH
-        pieces: list[list[Step]] = []
-        for number, part in enumerate(schedule(buffers, self.layouts[rank])):
 
-            def memory(nbytes: int, turn: int = number % DEPTH) -> int:
-                if nbytes > sizes[turn]:
-                    scratch[turn], sizes[turn] = self.memories[rank].scratch(nbytes), nbytes
-                return scratch[turn]
+        def memory(turn: int, nbytes: int) -> int:
+            if nbytes > sizes[turn]:
+                scratch[turn], sizes[turn] = self.memories[rank].scratch(nbytes), nbytes
+            return scratch[turn]
 
-            pieces += steps_of(part, memory)
+        pieces = pieces_of(schedule, buffers, self.layouts[rank], [partial(memory, turn) for turn in range(DEPTH)])
         steps: list[Step | _Arrival] = []
 
         def start(network_step: NetworkStep) -> Callable[[], object]:
@@ -113,9 +112,7 @@ class Cluster:
         for step in steps:
             if isinstance(step, Pack):
                 for copy in step.copies():
-                    memory.move(copy)
-            elif isinstance(step, Move):
-                memory.move(step)
+                    memory.move(*copy)
             elif isinstance(step, Combine):
                 combine(memory, step)
             elif isinstance(step, Local):
