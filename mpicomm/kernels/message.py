@@ -1,4 +1,4 @@
-"""The kernel of message.cu: its argument and its blocks."""
+"""The kernels of message.cu and signal.cu: their arguments and blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.variant import SHARED, Variant, u32, u64
 
-# Constants and a structure of message.cu; a test compares them.
+# Constants and structures of message.cu and signal.cu; a test compares them.
 MESSAGE_THREADS = 512
 MESSAGE_WORDS = 32
 """The words of a message for each side, which is also the largest number of blocks of a step."""
@@ -30,6 +30,16 @@ BLOCK_NBYTES = 16 << 10
 """The bytes that a block copies, if `MESSAGE_WORDS` blocks are enough."""
 
 MESSAGE_KERNEL = Variant(SHARED / "message.cu", "mpicomm_message", options_for(None))
+
+
+class SignalArguments(ctypes.Structure):
+    """The host's copy of ``Signal`` in signal.cu."""
+
+    _fields_ = [*u64("count", "inbox", "timeout_ns", "record", "failed"), *u32("peer", "waits")]
+
+
+SIGNAL_KERNEL = Variant(SHARED / "signal.cu", "mpicomm_signal", options_for(None))
+"""Sends a signal, or waits for one."""
 
 
 def blocks_of_message(nbytes: int) -> int:

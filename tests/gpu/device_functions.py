@@ -9,11 +9,13 @@ from typing import Any
 import cupy
 import numpy as np
 import numpy.typing as npt
+from cuda.bindings import driver
 from mpi4py import MPI
 
 import mpicomm
 from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.devices.cuda.load import Module
+from mpicomm.devices.cuda.driver import call
+from mpicomm.devices.cuda.load import kernel_in
 from tests.kernels.device_functions_rig import (
     FUNCTIONS,
     GROUPS,
@@ -71,7 +73,8 @@ class GpuRig(AnyRig):
     ) -> list[npt.NDArray[np.uint32]]:
         major, minor = divmod(int(cupy.cuda.Device().compute_capability), 10)
         compiler = (f"-I{mpicomm.include_dir()}", f"-DGROUP={self.group}", *options)
-        kernel = Module(compile_kernel(SOURCE, (major, minor), compiler)).kernel(entry, ())
+        module = call(driver.cuModuleLoadData, compile_kernel(SOURCE, (major, minor), compiler))
+        kernel = kernel_in(module, entry)
         failed = cupy.zeros(self.threads, np.uint32)
         addresses = [array.pointers.data.ptr for array in symmetric] + [array.local.data.ptr for array in private]
         values = [self.arguments(self._comm.rank, failed.data.ptr, timeout_s), *map(ctypes.c_uint64, addresses)]

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_WORDS, MessageStep
-from mpicomm.kernels.variant import SHARED, Variant
+from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_WORDS, SIGNAL_KERNEL, MessageStep, SignalArguments
+from mpicomm.kernels.variant import Variant
 from mpicomm.kernels.window import (
     BOARD_NBYTES,
     COMES_FIRST,
@@ -132,8 +132,7 @@ class Signals(WordsRig):
         super().__init__(builds, size, changes, timeout_s)
         # As in a SignalPad, for each of two signals (data and "taken"): sent, expected, inbox.
         self.pads = [[self.machine.allocate(rank, 3 * 8) for rank in range(size)] for _ in range(2)]
-        names = "mpicomm_signal", "mpicomm_wait_signal"
-        self._signal, self._wait = (builds.kernel(SHARED / "signal.cu", name, changes=changes) for name in names)
+        self._signal = kernel_of(builds, SIGNAL_KERNEL, changes)
 
     def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:
         following, previous = self.neighbours(rank)
@@ -146,16 +145,13 @@ class Signals(WordsRig):
 
     def signal(self, rank: int, peer: int, *, pad: int, nap_us: int = 0) -> None:
         inbox = self.machine.address(peer, self.pads[pad][peer], rank) + 16
-        failed = c_uint64(self.machine.faults[rank].failed)
-        parameters = (c_uint64(self.pads[pad][rank].address), c_uint64(inbox), failed)
-        self.machine.launch(rank, self._signal, parameters, blocks=1, threads=1, nap_us=nap_us)
+        arguments = SignalArguments(self.pads[pad][rank].address, inbox, *self.limits(rank))
+        self.machine.launch(rank, self._signal, [arguments], blocks=1, threads=1, nap_us=nap_us)
 
     def wait(self, rank: int, peer: int, *, pad: int, timeout_s: float = 0) -> None:
-        own, (timeout_ns, record, failed) = self.pads[pad][rank].address, self.limits(rank, timeout_s)
-        words = (own + 8, own + 16, timeout_ns, record, failed)
-        expected, inbox, *limits = map(c_uint64, words)
-        parameters = (expected, inbox, c_uint32(peer), *limits)
-        self.machine.launch(rank, self._wait, parameters, blocks=1, threads=1)
+        own = self.pads[pad][rank].address
+        arguments = SignalArguments(own + 8, own + 16, *self.limits(rank, timeout_s), peer, waits=True)
+        self.machine.launch(rank, self._signal, [arguments], blocks=1, threads=1)
 
     def check(self) -> None:
         super().check()
@@ -298,9 +294,9 @@ def test_data_is_there_after_the_synchronisation(builds: Builds, rig: type[Words
 
 
 OF_SIGNALS = {
-    "release turned relaxed": ("mpicomm::store_release(inbox, count);", "mpicomm::store_relaxed(inbox, count);"),
-    "acquire turned relaxed": ("mpicomm::load_acquire(inbox)", "mpicomm::load_relaxed(inbox)"),
-    "no wait": ("if (mpicomm::spin_until(reached, watch)) *expected = target;", "*expected = target;"),
+    "release turned relaxed": ("store_release(x.inbox, count);", "store_relaxed(x.inbox, count);"),
+    "acquire turned relaxed": ("load_acquire(inbox)", "load_relaxed(inbox)"),
+    "no wait": ("if (spin_until(reached, watch)) *x.count = target;", "*x.count = target;"),
 }
 OF_MESSAGES = {
     "release of ready turned relaxed": ("store_release(ready, load_relaxed", "store_relaxed(ready, load_relaxed"),

@@ -30,9 +30,10 @@ from mpicomm.devices.cuda.streams import StreamsOfGpu
 from mpicomm.devices.cuda.virtual_memory import VirtualSegment
 from mpicomm.devices.handle import VIRTUAL_KINDS, Kind, MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
+from mpicomm.kernels.message import SIGNAL_KERNEL, SignalArguments
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
-from mpicomm.kernels.variant import SHARED, Variant
+from mpicomm.kernels.variant import Variant
 from mpicomm.waiting import uninterrupted
 
 
@@ -65,7 +66,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         self.kind: Kind | None = None
         """The handle kind of the communicator; None before its choice. Large scratch memory is of the same kind."""
         self._lock = threading.Lock()
-        self._signals: tuple[Kernel, Kernel] | None = None
+        self._signal: Kernel | None = None
         self._steps: MessageSteps | None = None
         # The tables of datatypes on the device. Each stays until `close`, because a captured graph may read it. Equal
         # tables share memory, so a program that makes the same datatypes again and again needs no more memory.
@@ -165,15 +166,19 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
     def signal(self, sent: int, inbox: int, stream: int) -> None:
         """Add 1 to the counter at ``sent`` and publish it at ``inbox``, after all earlier work of the stream."""
-        with self._context.current():
-            self._signal_kernels()[0].launch(stream, sent, inbox, self.faults.failed)
+        self._launch_signal(stream, sent, inbox, 0, waits=False)
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
         """Add 1 to the counter at ``expected``, and hold the stream until ``inbox`` has reached it or time is up."""
+        self._launch_signal(stream, expected, inbox, peer, waits=True)
+
+    def _launch_signal(self, stream: int, count: int, inbox: int, peer: int, *, waits: bool) -> None:
+        faults = self.faults
+        if self._signal is None:
+            self._signal = self.load(SIGNAL_KERNEL)
+        arguments = SignalArguments(count, inbox, self.timeout_ns, faults.record, faults.failed, peer, waits)
         with self._context.current():
-            faults = self.faults
-            _, wait = self._signal_kernels()
-            wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
+            self._signal.launch_structure(stream, arguments, blocks=1, threads=1)
 
     def message_steps(self) -> MessageSteps:
         """Return the steps of messages. The first call loads their kernel, which blocks."""
@@ -404,13 +409,3 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         if self._faults is None:
             raise HandleError(f"the communicator on GPU {self._ordinal} is freed; create another")
         return self._faults
-
-    def _signal_kernels(self) -> tuple[Kernel, Kernel]:
-        """Return the kernels that signal and that wait. Both are loaded before one of them can spin."""
-        if self._signals is None:
-            with self.loading():
-                module, pointer = kernels_of(self.info).module(SHARED / "signal.cu"), ctypes.c_void_p
-                types = pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer, pointer
-                signal = module.kernel("mpicomm_signal", (pointer, pointer, pointer))
-                self._signals = self._signals or (signal, module.kernel("mpicomm_wait_signal", types))
-        return self._signals

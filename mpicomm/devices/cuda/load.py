@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver
+from cupy.cuda import driver as cupy_driver
 
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.compile import Code, has_kernels, start_compiler
@@ -27,34 +28,26 @@ nine kernels take one thread 3.0 s, three 1.4, five 0.96 and nine 0.87 (NVRTC 13
 
 
 class Kernel:
-    """A kernel whose code is on the device. ``types`` are the ctypes of its parameters."""
+    """A kernel whose code is on the device, and whose one parameter is a structure by value."""
 
-    def __init__(self, function: Any, types: tuple[Any, ...]) -> None:
-        from cupy.cuda import driver as cupy_driver  # not above: tests import this module without CuPy
-
+    def __init__(self, function: Any) -> None:
         self.address = int(function)
-        self._types = types
-        self._pointers = ctypes.c_void_p * len(types)
-        # CuPy's function with pointers of ctypes, because the driver's binding takes three times as long.
-        self._launch_kernel = cupy_driver.launchKernel
-        self._error = cupy_driver.CUDADriverError
-
-    def launch(self, stream: int, *arguments: Any) -> None:
-        """Enqueue the kernel on ``stream`` with one thread. Local, does not block; raises `HandleError`."""
-        values = [kind(argument) for kind, argument in zip(self._types, arguments, strict=True)]
-        pointers = self._pointers(*map(ctypes.addressof, values))
-        self.launch_at(stream, ctypes.addressof(pointers), 1, 1)
 
     def launch_at(self, stream: int, parameters: int, blocks: int, threads: int) -> None:
-        """Enqueue a kernel with parameters at the addresses in the array at address ``parameters``."""
+        """Enqueue the kernel with parameters at the addresses in the array at address ``parameters``.
+
+        Local, does not block; raises `HandleError`.
+        """
+        # CuPy's function, because the driver's binding takes three times as long.
         try:
-            self._launch_kernel(self.address, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
-        except self._error as error:
+            cupy_driver.launchKernel(self.address, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
+        except cupy_driver.CUDADriverError as error:
             raise HandleError(f"cuLaunchKernel failed: {error}") from None
 
     def launch_structure(self, stream: int, arguments: ctypes.Structure, *, blocks: int, threads: int) -> None:
-        """Enqueue a kernel whose one parameter is a structure by value, which is copied before this returns."""
-        self.launcher(arguments, blocks, threads).launch(stream)
+        """Enqueue the kernel with a structure, which is copied before this returns."""
+        pointer = ctypes.c_void_p(ctypes.addressof(arguments))
+        self.launch_at(stream, ctypes.addressof(pointer), blocks, threads)
 
     def launcher(self, arguments: ctypes.Structure, blocks: int, threads: int, *, early: bool = False) -> Launcher:
         """Return a launcher that launches the kernel again and again, each time with the content of ``arguments``.
@@ -117,19 +110,13 @@ def _early() -> Any:
     return attribute
 
 
-class Module:
-    """A compiled image in the current context."""
-
-    def __init__(self, image: bytes) -> None:
-        self._module: Any = call(driver.cuModuleLoadData, image)
-
-    def kernel(self, name: str, types: tuple[Any, ...]) -> Kernel:
-        """Return the kernel ``name``, whose code is on the device when this returns. Local, blocking."""
-        function = call(driver.cuModuleGetFunction, self._module, name.encode())
-        # This query loads the code now. Under lazy loading the first launch would load the code, and loading may wait
-        # for the whole device. It would wait for ever if a kernel spins there for a signal of this launch.
-        call(driver.cuFuncGetAttribute, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)
-        return Kernel(function, types)
+def kernel_in(module: Any, name: str) -> Kernel:
+    """Return the kernel ``name`` of a module, whose code is on the device when this returns. Local, blocking."""
+    function = call(driver.cuModuleGetFunction, module, name.encode())
+    # This query loads the code now. Under lazy loading the first launch would load the code, and loading may wait for
+    # the whole device. It would wait for ever if a kernel spins there for a signal of this launch.
+    call(driver.cuFuncGetAttribute, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)
+    return Kernel(function)
 
 
 class KernelCache:
@@ -147,7 +134,7 @@ class KernelCache:
         call(driver.cuDevicePrimaryCtxRetain, device.ordinal)  # for ever, because the modules stay
         self._compute_capability = device.compute_capability
         self._lock = threading.RLock()
-        self._modules: dict[tuple[Path, tuple[str, ...]], Module] = {}
+        self._modules: dict[tuple[Path, tuple[str, ...]], Any] = {}
         self._kernels: dict[Variant, Kernel] = {}
         self._known: set[Variant] = set()
         self._expected: deque[Variant] = deque()
@@ -173,17 +160,12 @@ class KernelCache:
         """
         with self._lock:
             if variant not in self._kernels:
-                module = self.module(variant.source, variant.options)
-                self._kernels[variant] = module.kernel(variant.entry, (ctypes.Structure,))
+                built = variant.source, variant.options
+                if built not in self._modules:
+                    code = Code(variant.source, self._compute_capability, variant.options)
+                    self._modules[built] = call(driver.cuModuleLoadData, code.get(self._compile_ahead))
+                self._kernels[variant] = kernel_in(self._modules[built], variant.entry)
             return self._kernels[variant]
-
-    def module(self, source: Path, options: tuple[str, ...] = ()) -> Module:
-        """Return the module of a source, compiled and loaded if necessary, like `load`."""
-        with self._lock:
-            if (source, options) not in self._modules:
-                code = Code(source, self._compute_capability, options)
-                self._modules[source, options] = Module(code.get(self._compile_ahead))
-            return self._modules[source, options]
 
     def _compile_ahead(self) -> None:
         """Start the threads that compile the expected kernels."""

@@ -254,7 +254,9 @@ def test_a_rank_moves_bytes_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     gpu, met = Gpu(), []
     device = SimpleNamespace(attributes={"MultiProcessorCount": 2})
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
+    cuda = SimpleNamespace(Device=lambda: device, driver=None)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setattr("mpicomm.devices.cuda.load.kernels_of", lambda info: gpu)
     monkeypatch.setattr("mpicomm.devices.cuda.driver.visible_devices", lambda: [None])
     monkeypatch.setattr(room, "machine_of", lambda comm: gpu)
