@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -27,56 +27,30 @@ def slowest_gb_s(links: Iterable[Link]) -> float | None:
     return min((link.gb_s for link in links if link.gb_s is not None), default=None)
 
 
-@dataclass(frozen=True)
-class Scratch:
-    """Private memory of a device. ``owner`` keeps it allocated; it is None if the backend keeps it until `close`."""
-
-    pointer: int
-    nbytes: int
-    owner: Any
-
-
 class GrowingScratch:
-    """Memory of a device that grows by powers of two. All of it lives as long as this object."""
+    """Memory of a device that grows by powers of two. The backend keeps all of it until `close`."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._parts = [Scratch(0, 0, None)]
-
-    @property
-    def largest(self) -> Scratch:
-        """The part that the next calls use; a part without bytes before the first `of`."""
-        return self._parts[-1]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all memory."""
-        return sum(part.nbytes for part in self._parts)
+        self.pointer = 0
+        """The address of the largest part, which the next calls use."""
+        self.nbytes = 0
+        """The bytes of that part; 0 before the first `of`."""
+        self.total_nbytes = 0
 
     def of(self, nbytes: int) -> int:
         """Return the address of at least ``nbytes`` bytes; 0 for 0 bytes. Local."""
         if nbytes == 0:
             return 0
-        if self.largest.nbytes < nbytes:
+        if self.nbytes < nbytes:
             # Smaller parts stay, because a captured graph may use them. Sizes are powers of two, so all parts together
             # have at most twice the bytes of the largest part.
-            self._parts.append(self._backend.scratch(1 << (nbytes - 1).bit_length()))
-        return self.largest.pointer
-
-
-class Segment(Protocol):
-    """Memory that is mapped into this process: memory of this process, or memory of a peer that it has opened."""
-
-    @property
-    def pointer(self) -> int:
-        """Address of the first byte, for kernels and copies on this backend."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-
-    def close(self) -> None:
-        """Unmap the memory, and free it if this process owns it. A second call does nothing."""
+            grown = 1 << (nbytes - 1).bit_length()
+            # The address first, because another thread may look whether the bytes are enough, and then take it.
+            self.pointer = self._backend.scratch(grown)
+            self.nbytes = grown
+            self.total_nbytes += grown
+        return self.pointer
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class HostSegment:
-    """A `Segment` of shared host memory: memory of this process, or memory of a peer.
+    """Shared host memory, of this process or of a peer, with the methods of `CudaSegment`.
 
     `close` gives up the mapping. The last NumPy view unmaps it, so a view that outlives its array stays readable
     instead of crashing the process. A segment to export has the descriptor of the file, ``fd``. `close` closes the

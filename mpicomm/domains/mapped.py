@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.devices.base import Segment
-from mpicomm.devices.cuda.types import Backend
+from mpicomm.devices.cuda.types import Backend, Segment
 from mpicomm.devices.handle import Kind
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.sharing.segments import SharedMemory, SignalPad, SignalPads, SuspendedContent, share

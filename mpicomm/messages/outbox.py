@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from mpicomm.devices.base import Segment
-from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend, Segment
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import HandleError
 from mpicomm.messages.in_flight import DONE, LINE_NBYTES, MOST_IN_FLIGHT, InFlight, OutboxSlot

@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 from mpicomm.cluster.process import release_before_finalize
 from mpicomm.collectives.packed import table_for
-from mpicomm.devices.base import MessageCopy, Segment
-from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.devices.base import MessageCopy
+from mpicomm.devices.cuda.types import GpuBackend, Segment
 from mpicomm.devices.handle import MemoryHandle, MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
 from mpicomm.kernels.message import blocks_of_message

@@ -11,8 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 from mpicomm.cluster.agreement import Group, require_same
-from mpicomm.devices.base import Segment
-from mpicomm.devices.cuda.types import Backend, VirtualSegment
+from mpicomm.devices.cuda.types import Backend, Segment, VirtualSegment
 from mpicomm.devices.handle import SEALED_KINDS, Descriptor, Exported, Kind, MemoryHandle, MemoryUse
 from mpicomm.devices.host_memory import require_sealed
 from mpicomm.errors import HandleError, MpicommError

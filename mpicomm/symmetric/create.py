@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.cluster.agreement import require_same
-from mpicomm.devices.base import Segment
-from mpicomm.devices.cuda.types import Event
+from mpicomm.devices.cuda.types import Event, Segment
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.session import Session

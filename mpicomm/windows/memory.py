@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpicomm.activity.page import CommunicatorRow
 from mpicomm.cluster.agreement import Group
-from mpicomm.devices.base import Segment
+from mpicomm.devices.cuda.types import Segment
 from mpicomm.devices.handle import PACKET_NBYTES, MemoryHandle, MemoryUse
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import HandleError, InvalidUsageError

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.collectives.packed import table_for
-from mpicomm.devices.base import GrowingScratch, Scratch
+from mpicomm.devices.base import GrowingScratch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
@@ -93,7 +93,6 @@ class Steps:
         self._rank = rank
         self._boards = boards
         self._scratch: dict[int, GrowingScratch] = {}
-        self._captured: list[Scratch] = []
         self.copy = backend.copy
         faults = backend.faults
         self._table = backend.pointer_table(list(boards))
@@ -115,8 +114,7 @@ class Steps:
         A captured graph gets separate memory, because it may run beside the stream.
         """
         if self._backend.is_capturing(stream):
-            self._captured.append(self._backend.scratch(nbytes))
-            return self._captured[-1].pointer
+            return self._backend.scratch(nbytes)
         return self._scratch.setdefault(stream, GrowingScratch(self._backend)).of(max(nbytes, 1))
 
     def meet(self, count: tuple[int, int], signals: int, waits: int, stream: int) -> None:

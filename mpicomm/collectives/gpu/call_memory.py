@@ -14,10 +14,9 @@ from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Range, Request, with_place
 from mpicomm.collectives.gpu.decision import Chosen, Decision
-from mpicomm.devices.base import Segment
 from mpicomm.devices.cuda.faults import called_differently
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, round_up
-from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.devices.cuda.types import GpuBackend, Segment
 from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, PeerError, equal_error, name_ranks
 from mpicomm.kernels.team import ABORT_OPERATION, ABSENT, MISMATCH, Team

@@ -223,10 +223,9 @@ class FinishedTemplate(CollectiveTemplate):
         if count != received[1] * finish.in_element or not finish.place(received[0], count, arrays):
             return False
         if finish.converts:
-            scratch = self._scratch.largest
-            if scratch.nbytes < count * self._unit_nbytes:
+            if self._scratch.nbytes < count * self._unit_nbytes:
                 return False  # `DeviceEngine.prepare_call` makes more
-            received = scratch.pointer, count
+            received = self._scratch.pointer, count
         return super().fill(sent, received)
 
 
@@ -242,10 +241,11 @@ def _add_whole(nbytes: int, buffer: Any, lengths: list[int], begins: list[int]) 
 
 def _add_result(scratch: GrowingScratch, rank: int, buffer: Any, lengths: list[int], begins: list[int]) -> bool:
     """Add the scratch memory for the result, if there is enough. `DeviceEngine.prepare_call` makes more."""
-    part, nbytes = scratch.largest, lengths[rank]
+    nbytes = lengths[rank]
+    is_enough = scratch.nbytes >= nbytes
     lengths.append(nbytes)
-    begins.append(part.pointer if nbytes else 0)
-    return part.nbytes >= nbytes
+    begins.append(scratch.pointer if nbytes else 0)
+    return is_enough
 
 
 def _add_for_neighbors(

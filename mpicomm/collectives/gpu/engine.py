@@ -326,7 +326,7 @@ class DeviceEngine:
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's arena and scratch memory; local."""
         yield from self._arena.memory_use()
-        yield MemoryUse("scratch", device_nbytes=self._scratch.nbytes)
+        yield MemoryUse("scratch", device_nbytes=self._scratch.total_nbytes)
 
     def memories(self) -> Iterable[SharedSegments]:
         """Return the memories of the arena; local."""

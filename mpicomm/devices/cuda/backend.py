@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
-from mpicomm.devices.base import DifferingCalls, Launch, Link, Scratch
+from mpicomm.devices.base import DifferingCalls, Launch, Link
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.events import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
@@ -197,7 +197,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         with self._tables_lock:
             pointer = self._tables.get(table.content)
             if pointer is None:
-                pointer = self.scratch(len(table.content)).pointer
+                pointer = self.scratch(len(table.content))
                 self._copy_table(table.content, pointer)
                 self._tables[table.content] = pointer
             return pointer
@@ -320,8 +320,8 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
         return np.frombuffer(memory, np.uint8, nbytes)
 
-    def scratch(self, nbytes: int) -> Scratch:
-        """Return device memory straight from the driver.
+    def scratch(self, nbytes: int) -> int:
+        """Return the address of device memory straight from the driver.
 
         It stays until `close`, because a captured graph may use it, and a pool could give it to other users. Memory of
         whole blocks can be suspended if the communicator's memory can.
@@ -329,10 +329,10 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         with self.loading(), uninterrupted():
             if self.kind in VIRTUAL_KINDS and nbytes >= BLOCK_NBYTES:
                 self._large_scratch.append(VirtualSegment.allocate(self._context, self.kind, nbytes))
-                return Scratch(self._large_scratch[-1].pointer, nbytes, None)
+                return self._large_scratch[-1].pointer
             pointer = int(call(driver.cuMemAlloc, max(nbytes, 1)))
             CudaSegment(self._context, pointer, nbytes, partial(call, driver.cuMemFree, pointer))
-            return Scratch(pointer, nbytes, None)
+            return pointer
 
     def suspend(self) -> None:
         """Give large scratch memory of `VIRTUAL_KINDS` back, and keep its addresses. No work may use it."""

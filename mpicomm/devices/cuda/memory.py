@@ -12,7 +12,7 @@ from typing import Any
 from cuda.bindings import driver
 from cupy.cuda import driver as cupy_driver
 
-from mpicomm.devices.base import DeviceInfo, Segment
+from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.devices.handle import KEY_NBYTES, Exported, MemoryHandle
 from mpicomm.devices.host_memory import HostSegment
@@ -24,7 +24,7 @@ class PrimaryContext:
 
     def __init__(self, device: DeviceInfo) -> None:
         self.device = device
-        self.segments: set[Segment] = set()
+        self.segments: set[CudaSegment] = set()
         """The open segments. A Ctrl-C may leave the last reference to a segment here: see `CudaBackend.close`."""
         self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
         self._released = False
@@ -84,7 +84,7 @@ _TOO_LARGE = "make the array smaller, or free others (cupy.get_default_memory_po
 
 
 class CudaSegment:
-    """A `Segment` that this process owns or has mapped. Its memory is there already.
+    """Memory of a GPU that this process owns, or a peer's that it has mapped. It is there already.
 
     ``release`` frees or unmaps it, in the context of the device, when `close` comes: at the latest when the backend
     closes. ``export`` returns the parts of this segment. Without it the memory is a peer's. Both keep memory of the

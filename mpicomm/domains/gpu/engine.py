@@ -190,7 +190,7 @@ class DomainsEngine:
         The channels of the transport "mapped" report their slots. The other transports cannot tell the memory of NCCL
         and MPI, or keep none.
         """
-        nbytes = sum(scratch.nbytes for scratch in (*self._scratch, self._packed, self._tokens))
+        nbytes = sum(scratch.total_nbytes for scratch in (*self._scratch, self._packed, self._tokens))
         return (MemoryUse("scratch", device_nbytes=nbytes),)
 
     def close_peers(self) -> None:

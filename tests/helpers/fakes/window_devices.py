@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.collectives.host.reduction import Reducer
-from mpicomm.devices.base import Launch, Scratch
+from mpicomm.devices.base import Launch
 from mpicomm.devices.handle import Descriptor
 from mpicomm.devices.host import array_at, fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
@@ -148,13 +148,13 @@ class WindowDevice(ThreadDevice):
 
     def pointer_table(self, pointers: list[int]) -> Any:
         table = self.scratch(8 * len(pointers))
-        array_at(table.pointer, len(pointers), _WORD)[:] = pointers
-        return SimpleNamespace(data=SimpleNamespace(ptr=table.pointer))
+        array_at(table, len(pointers), _WORD)[:] = pointers
+        return SimpleNamespace(data=SimpleNamespace(ptr=table))
 
-    def scratch(self, nbytes: int) -> Scratch:
+    def scratch(self, nbytes: int) -> int:
         self._scratch.append(np.full(max(nbytes, 1) + 128, 0xDB, np.uint8))
         self.own(self._scratch[-1])
-        return Scratch(-(-self._scratch[-1].ctypes.data // 128) * 128, nbytes, None)
+        return -(-self._scratch[-1].ctypes.data // 128) * 128
 
     def pack_table(self, table: PackTable) -> int:
         self._tables[id(table)] = table

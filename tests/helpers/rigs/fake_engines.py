@@ -14,7 +14,7 @@ import pytest
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.tuning import BUILT_IN
-from mpicomm.devices.base import DeviceInfo, Link, Scratch
+from mpicomm.devices.base import DeviceInfo, Link
 from mpicomm.errors import MpicommError
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
@@ -81,7 +81,7 @@ class Rig:
             loading=contextlib.nullcontext,
             current=contextlib.nullcontext,
             lasting_streams={0},
-            scratch=lambda nbytes: Scratch((3 << 50) + nbytes, nbytes, None),
+            scratch=lambda nbytes: (3 << 50) + nbytes,
             pack_table=lambda table: 5 << 50,
         )
         call_log: Any = SimpleNamespace(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mpicomm.devices.base import Segment
+from mpicomm.devices.cuda.types import Segment
 from mpicomm.devices.handle import Descriptor, MemoryHandle
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.host_memory import HostSegment

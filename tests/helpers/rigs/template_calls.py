@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import Operation
-from mpicomm.devices.base import GrowingScratch, Scratch
+from mpicomm.devices.base import GrowingScratch
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import Team
 from mpicomm.kernels.variant import Launch
@@ -65,7 +65,7 @@ class Device:
             team.arenas[index], team.names[index] = (index + 1) << 40, index + 3
         self.domain = Domain(team, Arena(size, regions=regions), blocks, speed, most_staged_nbytes=1 << 30)
         self.launched: list[Any] = []
-        backend: Any = SimpleNamespace(scratch=lambda nbytes: Scratch((1 << 60) + nbytes, nbytes, None))
+        backend: Any = SimpleNamespace(scratch=lambda nbytes: (1 << 60) + nbytes)
         self.scratch = GrowingScratch(backend)
 
     def enqueuers(self, steps: Sequence[Step]) -> list[Any]:
