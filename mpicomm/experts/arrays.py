@@ -18,7 +18,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K
 from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.mpi.buffers import new_array, read
-from mpicomm.mpi.types import covered_dtype, named_dtype
+from mpicomm.mpi.types import named_dtype
 
 DTYPES = ("float32", "float16", "bfloat16")
 WIRE = "float8_e4m3fn"
@@ -140,13 +140,13 @@ def checked_shape(
         )
     wire = None
     if wire_dtype is not None:
-        if str(getattr(wire_dtype, "name", wire_dtype)).removeprefix("torch.") != WIRE:
+        wire = named_dtype(wire_dtype)
+        if wire is None or wire.name != WIRE:
             raise InvalidUsageError(f"Experts: wire_dtype={wire_dtype!r}: pass {WIRE}, or leave it out")
         if hidden % _HIDDEN_OF_WIRE:
             raise InvalidUsageError(
                 f"Experts: hidden={hidden} with wire_dtype={WIRE}: pass a multiple of {_HIDDEN_OF_WIRE}"
             )
-        wire = covered_dtype(WIRE)
     if top_k > MOST_TOP_K:
         raise InvalidUsageError(f"Experts: top_k={top_k}: pass {MOST_TOP_K} or less")
     if layout not in LAYOUTS:

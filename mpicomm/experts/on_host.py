@@ -53,56 +53,48 @@ class HostWay:
         self._session = session
         self._shape = shape
         self._rank = session.group.rank
-        self._firsts = np.array(shape.firsts)
 
     def dispatch(self, prepare: Callable[[], Dispatched]) -> Received:
         """Return the laid out rows. ``prepare`` reads the arguments, and raises for bad ones."""
-        made: list[Dispatched] = []
+        shape, made = self._shape, list[Dispatched]()
 
         def routes() -> tuple[Array, Array]:
             made.append(given := prepare())
             ids = given.ids.astype(np.int64)
-            wrong = np.argwhere((ids < -1) | (ids >= self._shape.num_experts))
+            wrong = np.argwhere((ids < -1) | (ids >= shape.num_experts))
             if len(wrong):
                 token, slot = wrong[0]
                 raise InvalidUsageError(
                     f"Experts.dispatch: topk_ids of rank {self._rank} has the id {ids[token, slot]} at token {token}: "
-                    f"pass 0 to {self._shape.num_experts - 1}, or -1 for none"
+                    f"pass 0 to {shape.num_experts - 1}, or -1 for none"
                 )
             return ids, np.ones(ids.shape, np.float32) if given.weights is None else given.weights
 
         all_ids, all_weights = zip(*self._session.group.exchange("Experts.dispatch", routes), strict=True)
-        given, received, counts = made[0], made[0].received, list(map(len, all_ids))
+        given, received, tokens_of = made[0], made[0].received, list(map(len, all_ids))
+        ids, weights = self._together(all_ids, -1), self._together(all_weights, 0)
+        owners = np.searchsorted(shape.firsts, ids, side="right") - 1  # the rank of each slot's expert, or -1
+        counts = np.bincount(ids[ids >= 0], minlength=shape.num_experts)
         # Every rank computes the rows of all ranks, so all ranks raise the same error.
-        together = self._together(all_ids, -1)
-        for rank in range(self._shape.size):
-            if self._shape.by_token:
-                rows = int(np.count_nonzero(self._are_of(together, rank).any(axis=2)))
-            else:
-                rows = int(self._layout(together, rank)[2][-1])
-            if rows > self._shape.capacity:
+        for rank in range(shape.size):
+            came = (owners == rank).any(axis=2)
+            rows = np.count_nonzero(came) if shape.by_token else self._offsets(counts, rank)[-1]
+            if rows > shape.capacity:
                 raise InvalidUsageError(
-                    f"Experts.dispatch: rank {rank} gets {rows} rows, more than capacity="
-                    f"{self._shape.capacity} of the Experts: create it with a larger capacity",
+                    f"Experts.dispatch: rank {rank} gets {rows} rows, more than capacity={shape.capacity} of the "
+                    "Experts: create it with a larger capacity",
                     ranks=[rank],
                 )
-        places, tokens, ranks, end = self._describe(received, together, all_weights)
+        host_view(received.tokens)[:] = tokens_of
+        numbers, tokens, ranks, end = self._describe(received, ids, weights, owners, counts)
         if given.scales is not None:
             leaving: tuple[Array, ...] = given.x.view(covered_dtype(WIRE)), given.scales
         else:
-            leaving = quantized(given.x) if self._shape.scales else (given.x,)
+            leaving = quantized(given.x) if shape.scales else (given.x,)
         for array, target in zip(leaving, (received.x, received.scales), strict=False):
-            view, came = host_view(target), self._exchanged([array] * self._shape.size, counts)
+            view, arrived = host_view(target), self._together(self._exchanged([array] * shape.size, tokens_of), 0)
             view[:end] = 0
-            for rank, of_rank in enumerate(came):
-                view[places[ranks == rank]] = of_rank[tokens[ranks == rank]]
-        ids = all_ids[self._rank]
-        slots = np.bitwise_or.reduce(np.where(ids >= 0, 1 << np.arange(self._shape.top_k), 0), axis=1)
-        owners = np.searchsorted(self._firsts[1:], ids, side="right")
-        sets = host_view(received.targets)[: len(ids)]
-        sets[:, 0] = np.bitwise_or.reduce(np.where(ids >= 0, 1 << owners, 0), axis=1)
-        sets[:, 1] = slots.astype(np.uint32).view(np.int32)
-        host_view(received.tokens)[:] = counts
+            view[numbers] = arrived[tokens, ranks]
         return received
 
     def combine(self, prepare: Callable[[], Combined], *, weighted: bool) -> Combined:
@@ -140,50 +132,49 @@ class HostWay:
         return sums.astype(self._shape.dtype)
 
     def _together(self, of_ranks: Sequence[Array], none: float) -> Array:
-        """Return the slots of all ranks: ``[tokens, ranks, slots]``, with ``none`` for tokens that a rank lacks."""
+        """Return the tokens of all ranks: ``[tokens, ranks, ...]``, with ``none`` for tokens that a rank lacks."""
         most = max(map(len, of_ranks))
-        together = np.full((most, self._shape.size, self._shape.top_k), none, of_ranks[0].dtype)
+        together = np.full((most, self._shape.size, *of_ranks[0].shape[1:]), none, of_ranks[0].dtype)
         for rank, mine in enumerate(of_ranks):
             together[: len(mine), rank] = mine
         return together
 
-    def _layout(self, ids: Array, rank: int) -> tuple[Array, Array, Array]:
-        """Return the pairs of a rank by expert, the number of rows of each expert, and the first row of each."""
-        first, end = self._firsts[rank], self._firsts[rank + 1]
-        experts = ids.reshape(-1)
-        pairs = np.flatnonzero((experts >= first) & (experts < end))
-        pairs = pairs[np.argsort(experts[pairs], kind="stable")]
-        counts = np.bincount(experts[pairs] - first, minlength=end - first)
-        aligned = -(-counts // self._shape.alignment) * self._shape.alignment
-        return pairs, counts, np.concatenate([[0], np.cumsum(aligned)])
-
-    def _are_of(self, ids: Array, rank: int) -> npt.NDArray[np.bool_]:
-        """Return for each slot whether its expert is of ``rank``."""
-        there: npt.NDArray[np.bool_] = (ids >= self._firsts[rank]) & (ids < self._firsts[rank + 1])
-        return there
+    def _offsets(self, counts: Array, rank: int) -> Array:
+        """Return the first place of each expert of a rank, then the end. ``counts`` are the pairs of all experts."""
+        first, end = self._shape.firsts[rank : rank + 2]
+        aligned = -(-counts[first:end] // self._shape.alignment) * self._shape.alignment
+        return np.concatenate([[0], np.cumsum(aligned)])
 
     def _describe(
-        self, received: Received, ids: Array, all_weights: Sequence[Array]
+        self, received: Received, ids: Array, weights: Array, owners: Array, counts: Array
     ) -> tuple[Array, Array, Array, int]:
-        """Write all that describes the rows. Return the number, token and rank of each row, and the end of all rows."""
-        weights_of_all = self._together(all_weights, 0)
-        pairs, counts, offsets = self._layout(ids, self._rank)
-        experts = ids.reshape(-1)[pairs] - self._firsts[self._rank]
-        within = np.arange(len(pairs)) - np.concatenate([[0], np.cumsum(counts)])[experts]
+        """Write all that describes the rows. Return the number, token and rank of each row, and the end of all rows.
+
+        ``ids``, ``weights`` and ``owners`` have the slots of all ranks' tokens.
+        """
+        first, last = self._shape.firsts[self._rank : self._rank + 2]
+        here, counts, offsets = owners == self._rank, counts[first:last], self._offsets(counts, self._rank)
+        pairs = np.flatnonzero(here)
+        pairs = pairs[np.argsort(ids.reshape(-1)[pairs], kind="stable")]
+        experts = ids.reshape(-1)[pairs] - first
+        within = np.arange(len(pairs)) - (np.cumsum(counts) - counts)[experts]
         places = offsets[experts] + within
         tokens, ranks, slots = np.unravel_index(pairs, ids.shape)
-        sources, weights = host_view(received.sources), host_view(received.weights)
         host_view(received.counts)[:], host_view(received.offsets)[:] = counts, offsets
-        sources[:], weights[:] = -1, 0
+        sources, of_places = host_view(received.sources), host_view(received.weights)
+        sources[:], of_places[:] = -1, 0
         sources[places] = np.stack([ranks, tokens, slots], axis=1)
-        weights[places] = weights_of_all.reshape(-1)[pairs]
+        of_places[places] = weights[tokens, ranks, slots]
         all_places = host_view(received.places)
         all_places[:] = -1
         all_places[ranks, tokens, slots] = places
+        own = owners[: received.num_tokens, self._rank]
+        sets = host_view(received.targets)[: len(own)]
+        sets[:, 0] = (own[:, :, None] == np.arange(self._shape.size)).any(axis=1) @ (1 << np.arange(self._shape.size))
+        sets[:, 1] = (own >= 0) @ (1 << np.arange(self._shape.top_k))
         if not self._shape.by_token:
             return places, tokens, ranks, int(offsets[-1])
-        here = self._are_of(ids, self._rank)
-        came = np.logical_or.reduce(here, axis=2)
+        came = here.any(axis=2)
         numbers = (np.cumsum(came) - 1).reshape(came.shape)
         received_rows, token_rows = host_view(received.rows), host_view(received.token_rows)
         received_rows[:], token_rows[:] = -1, -1
@@ -191,8 +182,8 @@ class HostWay:
         token_rows[:, : len(came)] = np.where(came, numbers, -1).T
         count = int(np.count_nonzero(came))
         for target, slots_of_all, none in (
-            (received.topk_ids, ids - self._firsts[self._rank], -1),
-            (received.topk_weights, weights_of_all, 0),
+            (received.topk_ids, ids - first, -1),
+            (received.topk_weights, weights, 0),
         ):
             view = host_view(target)
             view[:count], view[count:] = np.where(here, slots_of_all, none)[came], none

@@ -87,12 +87,10 @@ class Library:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream in CUDA's stream protocol."""
-
     address: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the version of the protocol, and the address."""
+        """Return the version of CUDA's protocol, and the address."""
         return 0, self.address
 
 

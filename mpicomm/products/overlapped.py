@@ -136,7 +136,6 @@ class Overlapped:
                 yield action
 
     def _work(self, action: Multiply | AddBias, stream: int) -> None:
-        """Carry out a step of the bound call by its library."""
         operands = self._operands
         assert operands is not None
         stream = self._lane.fork(stream) if isinstance(action, Multiply) else stream

@@ -264,7 +264,6 @@ class Streams:
             return bool(torch.cuda.is_current_stream_capturing())
 
     def _mark(self, work: StreamWork, address: int) -> None:
-        """Let ``work`` end at the work that the stream with this address has so far."""
         work.mark = mark = self.marks.mark(address)
         work.ptr = mark.ptr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -44,23 +43,13 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor
-    if _is_dense(tensor):
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    if tensor.permute(by_stride).is_contiguous():  # the memory has each element once, in another order
         return tensor.as_strided((tensor.numel(),), (1,))
     raise InvalidUsageError(
         f"{name} of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous: pass "
         "tensor.contiguous(), and copy the result back if it receives"
     )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor has each element from the first to the last one in memory exactly once."""
-    following = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length != 1:
-            if stride != following:
-                return False
-            following *= length
-    return True
 
 
 def memory_at(address: int, count: int, like: torch.Tensor) -> torch.Tensor:
@@ -74,15 +63,9 @@ def memory_at(address: int, count: int, like: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(array, device=like.device).view(like.dtype)
 
 
-@cache
-def is_known(dtype: torch.dtype) -> bool:
-    """Return whether mpicomm has the type of these elements. Local."""
-    return types.torch_dtype(dtype) is not None
-
-
 def movable(memory: torch.Tensor) -> torch.Tensor:
     """Return a flat tensor with elements that collectives move: bytes if mpicomm lacks the type. Local."""
-    return memory if is_known(memory.dtype) else memory.view(-1).view(torch.uint8)
+    return memory if types.torch_dtype(memory.dtype) is not None else memory.view(-1).view(torch.uint8)
 
 
 class Pieces:
@@ -320,7 +303,7 @@ def op_of_one_call(op: Any, memory: torch.Tensor, name: str) -> MPI.Op | None:
 
 
 def _checked_reduction(kind: Any, dtype: torch.dtype, name: str) -> TorchReduction:
-    if not is_known(dtype):
+    if types.torch_dtype(dtype) is None:
         raise TensorError(
             f"{name} has elements of {dtype}, which mpicomm cannot reduce: convert it, for example to torch.bfloat16"
         )

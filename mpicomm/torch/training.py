@@ -204,8 +204,6 @@ def matmul_allreduce(
 
 
 class _Product(torch.autograd.Function):
-    """The product ``kind`` of a group's Communicator."""
-
     @staticmethod
     def forward(context: Any, kind: str, a: Tensor, b: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:
         context.kind, context.group = kind, group
@@ -237,7 +235,6 @@ def _rows_of_all(own: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _call(group: ProcessGroup, kind: str, a: Tensor, b: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
-    """Make a call of the group's Communicator in its turn among the calls of the group."""
     call, added = getattr(group.communicator, kind), None if bias is None else bias.detach()
     return cast(Tensor, group.in_turn(kind, lambda: call(a.detach(), b.detach(), bias=added, **more)))
 
