@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomm.activity.reading import printable
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.recording.record import CLOCK, DEVICE
 from mpicomm.sizes import rich_console, rich_table
 
 Event = dict[str, Any]
-_LARGEST = 1e30  # of a number: some way below the largest float
 _LEAST_US = 1.0  # shorter waits do not count, because ranks never come to a call at exactly the same time
 
 
@@ -45,49 +43,25 @@ def read_trace(path: Path) -> Trace:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidUsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    events: list[Event] = []
-    for number, line in enumerate(lines, 1):
-        text = line.strip().strip(",")
-        if text in ("", "[", "]"):
-            continue
-        try:
-            event = json.loads(text)
-        except (ValueError, RecursionError):
-            if number == len(lines) and events:
-                break
-            raise _no_trace(path, number) from None
-        if not _is_event(event):
-            raise _no_trace(path, number)
-        events.append(event)
-    clocks = tuple(event["args"] for event in events if event["name"] == CLOCK)
-    if len({facts["rank"] for facts in clocks} | {event["pid"] for event in events}) != 1 or not clocks:
-        raise _no_trace(path, len(lines))
-    return Trace(path, clocks[0]["rank"], clocks, tuple(event for event in events if event["name"] != CLOCK))
-
-
-def _is_event(event: Any) -> bool:
-    """Return whether an event has all facts that the merge reads. The file may be damaged, or of another program."""
-    if not isinstance(event, dict):
-        return False
-    args = event.get("args", {})
-    if not isinstance(args, dict) or not isinstance(event.get("name"), str):
-        return False
-    texts, numbers = [event.get("ph")], [event.get("pid"), *(event[name] for name in ("ts", "dur") if name in event)]
-    if event["name"] == CLOCK:
-        numbers += map(args.get, ("rank", "reference", "time_ns", "offset_ns", "uncertainty_ns", "wall_ns"))
-    if event.get("ph") == "X":
-        numbers += map(event.get, ("ts", "dur", "tid"))
-        texts += [event.get("cat"), *([args["number"], args.get("comm")] if "number" in args else [])]
-    if not all(isinstance(text, str) for text in texts):
-        return False
-    return all(isinstance(number, int | float) and abs(number) < _LARGEST for number in numbers)  # no NaN either
-
-
-def _no_trace(path: Path, line: int) -> InvalidUsageError:
-    return InvalidUsageError(
-        f"{path} is no trace of one rank, or is damaged (line {line}): name the files that a program has written with "
+    no_trace = InvalidUsageError(
+        f"{path} is no trace of one rank, or is damaged: name the files that a program has written with "
         "MPICOMM_TRACE=trace-%r.json, without the damaged ones"
     )
+    texts = [text for line in lines if (text := line.strip().strip(",")) not in ("", "[", "]")]
+    events: list[Event] = []
+    for text in texts:
+        try:
+            event = json.loads(text)
+        except ValueError:
+            event = None
+        if isinstance(event, dict):
+            events.append(event)
+        elif text is not texts[-1]:
+            raise no_trace
+    clocks = tuple(event["args"] for event in events if event.get("name") == CLOCK)
+    if len({facts["rank"] for facts in clocks} | {event.get("pid") for event in events}) != 1 or not clocks:
+        raise no_trace
+    return Trace(path, clocks[0]["rank"], clocks, tuple(event for event in events if event["name"] != CLOCK))
 
 
 class Clock(NamedTuple):
@@ -240,9 +214,8 @@ def _merge(paths: list[Path], output: Path) -> None:
     merged = {"traceEvents": [*events, *flows(waits)], "displayTimeUnit": "ns"}
     try:
         output.write_text(json.dumps(merged), encoding="utf-8")
-    except (OSError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidUsageError(f"-o {output} cannot be written: {reason}: name another file") from None
+    except OSError as error:
+        raise InvalidUsageError(f"-o {output} cannot be written: {error.strerror}: name another file") from None
     count = sum(event["ph"] == "X" and event["cat"] != DEVICE for event in events)
     said = f"{output}: {count} calls of {name_ranks([trace.rank for trace in traces])}; open it in ui.perfetto.dev\n"
     sys.stdout.write(said)
@@ -286,7 +259,7 @@ def _print(waits: Sequence[Wait]) -> None:
     for total_us, (rank, late), each in sorted(rows, key=lambda row: -row[0]):
         longest = max(each, key=lambda wait: wait.waited_us)
         facts = longest.event["args"]
-        call = printable(f"{longest.operation} number {facts['number']} of communicator {facts['comm']}")
+        call = f"{longest.operation} number {facts['number']} of communicator {facts['comm']}"
         times = f"{total_us / 1000:.3f}", f"{longest.waited_us / 1000:.3f}"
         table.add_row(str(rank), str(late), str(len(each)), *times, call)
     rich_console(sys.stdout, 140).print(table)

@@ -21,14 +21,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from mpicomm.activity import layout
 from mpicomm.activity.layout import CALL, CALL_BITS, CALL_TEXTS, COUNTS, KEPT, OFFSETS, POSTS, READY, SINCE
 from mpicomm.devices.handle import Descriptor
 from mpicomm.devices.host import fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
-from mpicomm.errors import HandleError
 
 _monotonic_ns = time.monotonic_ns
 _REUSED = layout.TEXTS // 2
@@ -89,13 +86,8 @@ class Log:
         words[SINCE] = _monotonic_ns()
 
     def shared(self) -> HostSegment:
-        """Return the memory that a peer needs to read the log: the page from there on.
-
-        Raises `HandleError` if the page is not shared.
-        """
+        """Return the memory that a peer needs to read the log: the page from there on."""
         page = self._page
-        if page.descriptor is None:
-            raise HandleError("this process has no shared memory: the system refused it when mpicomm needed it first")
         fd = Descriptor.of(os.dup, page.descriptor)
         return HostSegment(page.memory[self._at :], fd=fd, size=layout.NBYTES, offset=self._at)
 
@@ -106,15 +98,11 @@ class Log:
 
 
 class Page:
-    """The memory of this process. If the system provides no shared memory, no process reads the page."""
+    """The memory of this process. Raises `HandleError` if the system provides no shared memory."""
 
     def __init__(self, name: str = layout.MEMORY_NAME) -> None:
-        self.descriptor: Descriptor | None = None
-        try:
-            self.descriptor = memfd_create(layout.NBYTES, name)  # the system provides only the parts that are filled
-            self.memory = map_shared(self.descriptor, 0, layout.NBYTES)
-        except HandleError:
-            self.memory = np.zeros(layout.NBYTES, np.uint8)
+        self.descriptor = memfd_create(layout.NBYTES, name)  # the system provides only the parts that are filled
+        self.memory = map_shared(self.descriptor, 0, layout.NBYTES)
         self.bytes = self.memory.data
         self._words = self.bytes[: layout.HEADER_NBYTES].cast("q")
         self._texts = self.bytes[layout.TEXTS_AT :]

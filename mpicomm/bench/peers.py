@@ -273,7 +273,14 @@ def open_peers(
     os.environ.update(_WITHOUT_MULTICAST)
 
     def open_one(name: str) -> Peer:
-        return open_peer(known[name], comm, machine).named(name, nbytes)
+        made = known[name]
+        if machine.stream is None and made is not PlainMpi:
+            raise UnsupportedError("skipped, because it needs GPUs and these ranks are on the cpu")
+        # All ranks check before one of them waits for another rank.
+        reason = next((reason for reason in comm.allgather(made.missing()) if reason is not None), None)
+        if reason is not None:
+            raise UnsupportedError(reason)
+        return made(comm, machine).named(name, nbytes)
 
     opened: dict[str, Any] = {}
     absent: dict[str, str] = {}
@@ -283,17 +290,6 @@ def open_peers(
         except PeerFailureError as failure:
             absent[name] = str(failure)
     return opened, absent
-
-
-def open_peer(made: type[P], comm: Communicator, machine: Machine) -> P:
-    """Open another library by its class. Collective. Raises `UnsupportedError` on all ranks."""
-    if machine.stream is None and made is not PlainMpi:
-        raise UnsupportedError("skipped, because it needs GPUs and these ranks are on the cpu")
-    # All ranks check before one of them waits for another rank.
-    reason = next((reason for reason in comm.allgather(made.missing()) if reason is not None), None)
-    if reason is not None:
-        raise UnsupportedError(reason)
-    return made(comm, machine)
 
 
 def _trials(

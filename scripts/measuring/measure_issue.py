@@ -37,7 +37,7 @@ import mpicomm.torch
 from mpicomm.bench.libraries import Nccl
 from mpicomm.bench.measure import Call, PeerFailureError, machine_of, together
 from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers import Mpicomm, mpi_call, open_peer
+from mpicomm.bench.peers import Mpicomm, mpi_call, open_peers
 
 WORLD = MPI.COMM_WORLD
 ROUNDS = 5
@@ -78,7 +78,7 @@ class Session:
         self.peer_group = dist.new_group(backend=self.peer.lower())
         self.stack = stack
         self.own_arrays = Mpicomm(self.comm, self.machine, symmetric=False, algorithm="auto")
-        self.nccl = open_peer(Nccl, self.comm, self.machine) if device != "cpu" else None
+        self.nccl = open_peers(self.comm, self.machine, {"nccl": Nccl}, ["nccl"])[0].get("nccl")
         if self.nccl is not None:
             stack.callback(self.nccl.close)
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mpicomm.trace import main
-from tests.helpers.jobs.mpiexec import run_command
 
 Event = dict[str, Any]
 
@@ -164,57 +158,6 @@ def test_other_files_are_refused(
         main(["merge", *(str(tmp_path / name) for name in files), "-o", str(tmp_path / "all.json")])
     assert end.value.code == 2
     assert said in capsys.readouterr().err
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["rank", "number", "ts"]), inner),
-    max_leaves=4,
-)
-
-
-@st.composite
-def damaged(draw: st.DrawFn, lines: list[str]) -> str:
-    """A trace in which one fact has another value or none, or whose text has a hole or other characters."""
-    lines = lines.copy()
-    at = draw(st.integers(1, len(lines) - 2))
-    event = json.loads(lines[at].strip(","))
-    place = draw(st.sampled_from([event, event["args"]])) if "args" in event else event
-    if draw(st.booleans()):
-        name = draw(st.sampled_from(sorted(place)))
-        if draw(st.booleans()):
-            place[name] = draw(VALUES)
-        else:
-            del place[name]
-        lines[at] = json.dumps(event) + ","
-    else:
-        begin, end = sorted(draw(st.integers(0, len(lines[at]))) for _ in range(2))
-        lines[at] = lines[at][:begin] + draw(st.sampled_from(["", "[" * 100_000, "\x1b[31m", "{"])) + lines[at][end:]
-    return "\n".join(lines)
-
-
-def test_a_damaged_trace_is_merged_or_refused(tmp_path: Path) -> None:
-    program = "import mpicomm, numpy as n; c = mpicomm.Communicator(device='cpu'); c.Bcast(n.ones(3)); c.Free()"
-    good = tmp_path / "trace-0.json"
-    assert run_command(sys.executable, "-c", program, MPICOMM_TRACE=f"{tmp_path}/trace-%r.json").returncode == 0
-    other = write(tmp_path, clock(1), call(1, 0, 1, "1", "Bcast"))
-    bad = tmp_path / "bad.json"
-
-    @settings(max_examples=200, deadline=None)
-    @given(content=damaged(good.read_text().splitlines()))
-    def merge(content: str) -> None:
-        bad.write_text(content, encoding="utf-8", errors="surrogatepass")
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as output,
-            contextlib.redirect_stderr(io.StringIO()) as errors,
-        ):
-            try:
-                main(["merge", str(bad), str(other), "-o", str(tmp_path / "all.json")])
-            except SystemExit as end:
-                assert end.code == 2 and "bad.json" in errors.getvalue()
-        assert all(line.isprintable() for line in output.getvalue().splitlines())
-
-    merge()
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
