@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -16,7 +16,7 @@ from mpicomm.collectives import checks, patterns
 from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.neighborhood import Neighborhood, blocks_for_ranks
 from mpicomm.collectives.operations import ALLTOALLV, Operation
-from mpicomm.collectives.packed import Packed
+from mpicomm.collectives.packed import CallBlocks, blocks_of
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
@@ -26,6 +26,7 @@ from mpicomm.mpi.arguments import Operand, Span, parse, require_separate
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
 from mpicomm.mpi.device_counts import CountedBuffers, read_counted
 from mpicomm.mpi.host_calls import for_mpi
+from mpicomm.mpi.layout import Elements
 from mpicomm.mpi.ops import Op, check_legal, op_name
 from mpicomm.mpi.spec import Shape
 
@@ -86,7 +87,6 @@ class Call:
         self.neighborhood = neighborhood
         if operation.rooted:
             checks.require_root(operation, arguments.root, size)
-        self._cuts: list[tuple[int, int]] = []
         self.counted: CountedBuffers | None = None
         """The buffers if counts lie on the device; else None. `send` and `receive` are the whole buffers then."""
         self.send, self.receive = self._read_buffers()
@@ -104,10 +104,9 @@ class Call:
         """Whether a blocking call returns only when the stream has come to its end."""
         self.beside: list[tuple[Operand, bool]] = []
         """The host arrays with elements in a call on GPUs, as kernels would see them, and whether each receives."""
-        self.packed: Packed | None = None
-        """The call on memory without gaps or with `Gaps`, if a buffer has a derived datatype; else None."""
-        self._packing: Callable[..., Packed | None] = lambda **given: None
-        self._receives_typed = False
+        self._of_ranks: tuple[Sequence[Elements], Sequence[Elements]] | None = None
+        """The blocks of all ranks if the call is one of neighbours and kernels carry it out."""
+        self._cuts: list[tuple[int, int]] = []
         if self.on_device:
             self._place_for_kernels()
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
@@ -119,7 +118,7 @@ class Call:
         self.wire = arguments.wire
         """The codes as which elements travel; None if they travel as they are."""
         if self.wire is not None:
-            plain = self.packed is None and self.epilogue is None
+            plain = self.epilogue is None and not any(operand.derived for operand in self.operands)
             self.wire.require(operation.name, self.dtype, self.op)
             self.wire.require_plain(operation.name, self.operands, plain=plain)
             if size == 1:
@@ -145,7 +144,7 @@ class Call:
             return None
         assert self.dtype is not None
         unit = self.dtype.itemsize if operation.reduces else 1
-        per_rank = unit * self._most_units
+        per_rank = unit * self._length
         return per_rank * self._size if "blocks" in (operation.send, operation.receive) else per_rank
 
     @property
@@ -158,8 +157,9 @@ class Call:
         """
         operation = self.operation
         input_too = operation.send == "blocks" and self.send is None
-        elsewhere = self._receives_typed or self._converts
-        return self.receive if operation.into_all and not input_too and not elsewhere else None
+        if not operation.into_all or input_too or self._converts or self.receive is None or self.receive.derived:
+            return None
+        return self.receive
 
     @property
     def signature(self) -> checks.Signature:
@@ -171,7 +171,7 @@ class Call:
         if self.counted is not None:  # the numbers of elements travel as bytes
             dtype = f"elements of {self.counted.itemsize} bytes, counts on the GPU"
         if operation.counts == "same":
-            count = self._most_units
+            count = self._length
         root = self.arguments.root if operation.rooted else None
         asked = None if self.algorithm == "auto" else self.algorithm  # ranks with different algorithms never meet
         epilogue = None if self.epilogue is None else self.epilogue.text
@@ -183,53 +183,65 @@ class Call:
     @property
     def scratch_nbytes(self) -> int:
         """Bytes of scratch memory that this rank needs for `buffers`."""
-        if self.packed is not None:
-            return self.packed.nbytes
         if self._converts:
-            assert self.dtype is not None and self.send is not None
-            return max(1, self.send.count * self.dtype.itemsize)
+            assert self.dtype is not None
+            return max(1, self.blocks.sends[0].count * self.dtype.itemsize)
         if not self.in_place or self.operation.send == "one":
-            return 0
+            return self.blocks.nbytes
         if self.operation.send == "blocks" and self.on_device:
             return 0  # blocks are equal, and kernels send a part of each before they overwrite it
-        assert self.dtype is not None and self.send is not None
-        return max(1, self._input_blocks(self.send)[self._rank].count * self.dtype.itemsize)
+        assert self.dtype is not None
+        return max(1, self.blocks.sends[self._rank].count * self.dtype.itemsize)
+
+    @cached_property
+    def blocks(self) -> CallBlocks:
+        """The blocks of this rank's buffers; blocks with `Gaps` stay in place. ``dtype`` must not be None."""
+        return self._blocks(strided=True)
 
     @property
-    def without_gaps(self) -> Packed | None:
-        """Like `packed`, for kernels that move only blocks without gaps."""
-        return self._packing(strided=False)
+    def without_gaps(self) -> CallBlocks:
+        """Like `blocks`, for kernels that move only blocks without gaps."""
+        return self._blocks(strided=False)
 
-    def buffers(self, scratch: int = 0, packed: Packed | None = None) -> Buffers:
+    def _blocks(self, *, strided: bool) -> CallBlocks:
+        operation, send, receive, size = self.operation, self.send, self.receive, self._size
+        is_bcast, is_root = operation.rooted == "bcast", self._rank == self.arguments.root
+        if not operation.reduces:
+            sides = self._of_ranks or [
+                () if operand is None else blocks_of(operand, 1 if shape == "one" else size)
+                for operand, shape in ((send, operation.send), (receive, operation.receive))
+            ]
+            in_receive = is_root if is_bcast else send is None and operation.rooted != "send"
+            unpacks = not (is_bcast and is_root)
+            return CallBlocks.of(*sides, unpacks=unpacks, packs_receives=in_receive, strided=strided)
+        assert send is not None and self.dtype is not None
+        if operation.send == "one":
+            sends = [send.whole()]
+        elif operation.send == "blocks":
+            sends = [send.block(peer) for peer in range(size)]
+        else:
+            counts = checks.read_counts(operation, self.arguments.counts)
+            displs = accumulate(counts[:-1], initial=0)
+            sends = patterns.blocks(send.pointer, counts, [*displs], self.dtype.itemsize)
+        if receive is None:
+            return CallBlocks(sends, ())
+        # In place the buffer has the whole input.
+        count = sends[self._rank].count if self.in_place and len(sends) > 1 else receive.total
+        return CallBlocks(sends, [Span(receive.pointer, count)])
+
+    def buffers(self, scratch: int = 0, blocks: CallBlocks | None = None) -> Buffers:
         """Return this rank's memory for the patterns.
 
-        ``scratch`` is the address of `scratch_nbytes` bytes, 0 for no bytes. With ``packed`` it has the bytes of that.
+        ``scratch`` is the address of `scratch_nbytes` bytes, 0 for no bytes. With ``blocks`` it has the bytes of those.
         """
         assert self.dtype is not None
-        operation = self.operation
-        dtype = self.dtype if operation.reduces else _BYTE
-        given, receive = self.send, self.receive
-        if self.counted is not None:  # any message may have the length of the whole buffer
-            whole, nowhere = self._in_units(self.counted.send.operand, self.counted.send.operand.whole()), Span(0, 0)
-            return Buffers(self._rank, self._size, dtype, [whole] * self._size, [nowhere] * self._size)
-        packed = packed or self.packed
-        if packed is not None:
-            given, receive = packed.placed(scratch)
-        sends, receives = list[Span](), list[Span]()
-        if given is not None:
-            sends = [self._in_units(given, block) for block in self._input_blocks(given)]
-        if receive is not None:
-            if operation.receive != "one":
-                receives = [self._in_units(receive, receive.block(peer)) for peer in range(self._size)]
-            elif operation.reduces and len(sends) > 1:  # in place the buffer has the whole input
-                receives = [Span(receive.pointer, sends[self._rank].count)]
-            else:
-                receives = [self._in_units(receive, receive.whole())]
-        if self._converts and scratch and receives:
-            assert given is not None
-            receives = [Span(scratch, given.count)]  # a byte may hold several elements of the result
-        if self.packed is not None or self._converts:
+        operation, blocks = self.operation, blocks or self.blocks
+        sends, receives = blocks.at(scratch)
+        if self._converts and scratch:
+            receives = [Span(scratch, sends[0].count)]  # a byte may hold several elements of the result
+        if not operation.reduces or self._converts:
             scratch = 0  # it is in use; only reduce-scatters need more
+        dtype = self.dtype if operation.reduces else _BYTE
         root, op = self.arguments.root, self.op or ""
         return Buffers(self._rank, self._size, dtype, sends, receives, op, root, self._cuts, scratch)
 
@@ -238,29 +250,15 @@ class Call:
         """Whether the epilogue makes elements of another type. The reduction then goes to scratch memory."""
         return self.epilogue is not None and self.epilogue.converts
 
-    def _unit(self, operand: Operand) -> int:
-        """Return the units of an element. In a reduction a unit is an element, in other calls a byte.
-
-        The two buffers of a reduction may have different types, because an epilogue may convert.
-        """
-        assert operand.dtype is not None
-        return 1 if self.operation.reduces else operand.dtype.itemsize
-
     @property
-    def _most_units(self) -> int:
-        return max((operand.count * self._unit(operand) for operand in self.operands), default=0)
-
-    def _in_units(self, operand: Operand, span: Span) -> Span:
-        return Span(span.pointer, span.count * self._unit(operand))
-
-    def _input_blocks(self, send: Operand) -> list[Span]:
-        if self.operation.send == "one" and not self.operation.of_neighbors:
-            return [send.whole()]
-        if self.operation.send != "counted":
-            return [send.block(peer) for peer in range(self._size)]
-        assert self.dtype is not None and self.arguments.counts is not None
-        counts = checks.read_counts(self.operation, self.arguments.counts)
-        return patterns.blocks(send.pointer, counts, [*accumulate(counts, initial=0)][:-1], self.dtype.itemsize)
+    def _length(self) -> int:
+        """The bytes of an equal block, or of all blocks if they may differ; in a reduction the elements."""
+        sides = (self.blocks.sends, self.operation.send), (self.blocks.receives, self.operation.receive)
+        return max(
+            spans[0].count if shape in ("one", "blocks") else sum(span.count for span in spans)
+            for spans, shape in sides
+            if spans
+        )
 
     def _read_buffers(self) -> tuple[Operand | None, Operand | None]:
         arguments, operation = self.arguments, self.operation
@@ -327,24 +325,10 @@ class Call:
         self.send = self.receive if in_place else placed(self.send)
         if self.neighborhood is not None:
             assert self.send is not None and self.receive is not None
-            self.send, self.receive, self._cuts = blocks_for_ranks(
+            *of_ranks, self._cuts = blocks_for_ranks(
                 operation, self.send, self.receive, self.neighborhood, self._rank, self._size
             )
-        self._receives_typed = self.receive is not None and self.receive.derived is not None
-        if operation.reduces:
-            return
-        in_receive = is_root if is_bcast else self.send is None and operation.rooted != "send"
-        self._packing = partial(
-            Packed.of,
-            self.send,
-            self.receive,
-            input_in_receive=in_receive,
-            receives=not (is_bcast and is_root),
-            as_bytes=operation.send == "typed" or operation.of_neighbors,
-        )
-        self.packed = self._packing(strided=True)
-        if self.packed is not None:
-            self.send, self.receive = self.packed.send, self.packed.receive
+            self._of_ranks = of_ranks[0], of_ranks[1]
 
     def _keep_for_mpi(self, send: Operand | None, receive: Operand | None) -> None:
         """Let ``arguments`` hold the buffers for MPI: the memory that an object has exported, and bytes for moved data.
@@ -376,6 +360,8 @@ class Call:
         # number.
         having = [operand for operand in self.operands if operand.total or operand.dtype is None]
         dtypes = [operand.dtype for operand in having or self.operands]
+        if self.on_device and not self.operation.reduces:  # kernels move elements of derived datatypes as bytes
+            return next((dtype for dtype in dtypes if dtype is not None), types.BYTE)
         if any(dtype is None for dtype in dtypes):  # `in` compares, and NumPy takes None for float64
             if isinstance(self.arguments.op, Op):  # an error of NumPy inside MPI would end the program
                 raise InvalidUsageError(
@@ -407,9 +393,11 @@ class Call:
         if said is not None and operation.send == "counted":
             checks.require_recvcounts(operation, said, send, receive, self._rank, self._size)
         elif not self.in_place:
+            sides = self.blocks.sends, self.blocks.receives
+            sent, room = (spans[self._rank if len(spans) > 1 else 0].count for spans in sides)
             if self.arguments.epilogue is not None:
-                receive = replace(receive, total=self.arguments.epilogue.elements_in(receive))
-            checks.require_room(operation, send, receive, self._rank, (self._unit(send), self._unit(receive)))
+                room = self.arguments.epilogue.elements_in(receive)
+            checks.require_room(operation, send, receive, sent, room)
 
 
 def _as_on_device(operand: Operand, *, writable: bool) -> ArrayMemory:

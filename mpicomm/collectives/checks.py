@@ -132,20 +132,18 @@ def require_recvcounts(
         )
 
 
-def require_room(operation: Operation, send: Operand, receive: Operand, rank: int, units: tuple[int, int]) -> None:
-    """Raise unless this rank's blocks in both buffers have one length. ``units`` are the bytes of their elements."""
-    if operation.receive == "one":
-        sent, room = send.count if operation.send == "one" else send.block(rank).count, receive.total
-    else:
-        sent = send.total if operation.send == "one" else send.block(rank).count
-        room = receive.block(rank).count
+def require_room(operation: Operation, send: Operand, receive: Operand, sent: int, room: int) -> None:
+    """Raise unless a rank sends itself as much as it has room for: elements if they are reduced, else bytes."""
+    if sent == room:
+        return
     unit = "elements"
-    if units[0] != units[1]:
-        unit, sent, room = "bytes", sent * units[0], room * units[1]
-    if sent != room:
-        raise InvalidUsageError(
-            f"{operation}: sendbuf holds {sent} {unit}, but recvbuf has room for {room}: they must be equal"
-        )
+    if not operation.reduces:
+        sizes = {None if operand.dtype is None else operand.dtype.itemsize for operand in (send, receive)}
+        size = sizes.pop() if len(sizes) == 1 else None
+        unit, sent, room = ("elements", sent // size, room // size) if size else ("bytes", sent, room)
+    raise InvalidUsageError(
+        f"{operation}: sendbuf holds {sent} {unit}, but recvbuf has room for {room}: they must be equal"
+    )
 
 
 def bound_epilogue(

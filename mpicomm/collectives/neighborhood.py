@@ -18,10 +18,11 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives.operations import NEIGHBOR_ALLTOALL, NEIGHBOR_ALLTOALLV, Operation
+from mpicomm.collectives.packed import blocks_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, typed_blocks
-from mpicomm.mpi.layout import Elements, layout_of, run_of, together
+from mpicomm.mpi.arguments import Operand, Span, typed_blocks
+from mpicomm.mpi.layout import Elements, run_of, together
 
 
 @dataclass(frozen=True)
@@ -135,60 +136,41 @@ def _with_places(operand: Operand, order: Sequence[int]) -> Any:
 
 def blocks_for_ranks(
     operation: Operation, send: Operand, receive: Operand, neighborhood: Neighborhood, rank: int, size: int
-) -> tuple[Operand, Operand, list[tuple[int, int]]]:
-    """Return both buffers with blocks for ranks, and how the data to each rank and from it is cut; see `_cut_of`.
+) -> tuple[list[Elements], list[Elements], list[tuple[int, int]]]:
+    """Return the blocks for each rank and from each, and how the data to it and from it is cut; see `_cut_of`.
 
-    The blocks are bytes, because a rank knows only the element types of its neighbours. Raises `InvalidUsageError` if
+    The block of a rank consists of all blocks of that neighbour, one after the other. Raises `InvalidUsageError` if
     this rank is its own neighbour and its blocks to itself differ from its blocks from itself.
     """
-    one = operation.send == "one"
-    outgoing = _blocks_of_ranks(send, neighborhood.outgoing(size), one=one)
-    incoming = _blocks_of_ranks(receive, neighborhood.incoming(size))
-    sent, room = ([block.layout.nbytes for block in blocks[rank]] for blocks in (outgoing, incoming))
+    outgoing, incoming = neighborhood.outgoing(size), neighborhood.incoming(size)
+    if operation.send == "one":  # all neighbours get the first block
+        outgoing = [(0,) * len(numbers) for numbers in outgoing]
+    to_ranks = _blocks_of_ranks(send, outgoing, len(neighborhood.destinations))
+    of_ranks = _blocks_of_ranks(receive, incoming, len(neighborhood.sources))
+    sent, room = ([block.layout.nbytes for block in blocks[rank]] for blocks in (to_ranks, of_ranks))
     if sent != room:
         raise InvalidUsageError(
             f"{operation}: this rank is its own neighbour, and its blocks of {sent} bytes do not fit its blocks of "
             f"{room} bytes: they must be equal"
         )
-    cuts = [(_cut_of(to), _cut_of(of)) for to, of in zip(outgoing, incoming, strict=True)]
-    return _in_bytes(send, outgoing), _in_bytes(receive, incoming), cuts
+    cuts = [(_cut_of(to), _cut_of(of)) for to, of in zip(to_ranks, of_ranks, strict=True)]
+    return _joined(send.pointer, to_ranks), _joined(receive.pointer, of_ranks), cuts
 
 
-def _blocks_of_ranks(operand: Operand, numbers: Sequence[Sequence[int]], *, one: bool = False) -> list[list[Elements]]:
-    """Return the blocks of each rank, as ``numbers`` lists them. With ``one`` all neighbours have the first block."""
-
-    @cache
-    def block(number: int) -> Elements:
-        if operand.dtype is not None:
-            span = operand.block(number)
-            return Elements(span.pointer, run_of(span.count * operand.dtype.itemsize))
-        assert operand.derived is not None
-        if operand.counts is not None:
-            return operand.derived[number]
-        assert operand.mpi_type is not None
-        element = layout_of(operand.mpi_type)
-        assert element is not None
-        return Elements(operand.pointer + number * operand.count * element.extent, element.repeated(operand.count))
-
-    return [[block(0 if one else number) for number in of_rank] for of_rank in numbers]
+def _blocks_of_ranks(operand: Operand, numbers: Sequence[Sequence[int]], blocks: int) -> list[list[Elements]]:
+    """Return the blocks of each rank, as ``numbers`` lists them."""
+    elements = [
+        Elements(block.pointer, run_of(block.count)) if isinstance(block, Span) else block
+        for block in blocks_of(operand, blocks)
+    ]
+    return [[elements[number] for number in of_rank] for of_rank in numbers]
 
 
-def _in_bytes(operand: Operand, blocks: Sequence[Sequence[Elements]]) -> Operand:
-    """Return ``operand`` as bytes. The block of a rank consists of the ``blocks`` of that rank, one after the other.
-
-    If the blocks of each rank are one run of bytes, they stay in place. Else they are elements of a derived datatype,
-    which kernels pack.
-    """
-    base = operand.pointer
+def _joined(base: int, blocks: Sequence[Sequence[Elements]]) -> list[Elements]:
+    """Return the blocks of each rank as one block."""
     # Ranks that get the same blocks, as in an all-gather, have one layout, so a kernel packs these blocks once.
     made = {tuple(of_rank): together((block.address - base, block.layout) for block in of_rank) for of_rank in blocks}
-    layouts = [made[tuple(of_rank)] for of_rank in blocks]
-    counts = tuple(layout.nbytes for layout in layouts)
-    displs, derived = tuple(layout.begin for layout in layouts), None
-    if not all(layout.is_run for layout in layouts):
-        derived = tuple(Elements(base, layout) for layout in layouts)
-    total = sum(counts)
-    return replace(operand, dtype=types.BYTE, count=total, total=total, counts=counts, displs=displs, derived=derived)
+    return [Elements(base, made[tuple(of_rank)]) for of_rank in blocks]
 
 
 def _cut_of(blocks: Sequence[Elements]) -> int:

@@ -15,16 +15,13 @@ from functools import lru_cache
 from itertools import accumulate, islice
 from math import gcd
 from operator import mul
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.kernels import packing
 from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.kernels.variant import Launch
-from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.arguments import Operand, Span
 from mpicomm.mpi.layout import DatatypeLayout, Elements, layout_of, run_of
 from mpicomm.mpi.regions import Region, at_blocks, rounds_of
 
@@ -87,58 +84,80 @@ class PackJob:
     packed: int
 
 
-@dataclass(frozen=True)
-class Packed:
-    """The buffers of a call. Buffers that are packed lie in scratch memory; their pointers are offsets."""
+Block = Span | Elements
+"""A block of a buffer: plain bytes, or elements of a derived datatype."""
 
-    send: Operand | None
-    receive: Operand | None
-    nbytes: int
-    """The bytes of scratch memory."""
-    before: tuple[PackJob, ...]
+
+def blocks_of(operand: Operand, number: int) -> Sequence[Block]:
+    """Return the ``number`` blocks of an operand in device memory."""
+    if operand.derived is None:
+        assert operand.dtype is not None
+        itemsize = operand.dtype.itemsize
+        spans = (operand.block(index) for index in range(number))
+        return [Span(span.pointer, span.count * itemsize) for span in spans]
+    if operand.counts is not None:
+        return operand.derived
+    assert operand.mpi_type is not None
+    element = layout_of(operand.mpi_type)
+    assert element is not None
+    block = element.repeated(operand.count)
+    return [Elements(operand.pointer + index * block.extent, block) for index in range(number)]
+
+
+@dataclass(frozen=True)
+class CallBlocks:
+    """The blocks of the two buffers of a call, as kernels move them: in bytes, or in elements if they are reduced.
+
+    The blocks of a buffer that is packed lie in scratch memory; their pointers are offsets.
+    """
+
+    sends: Sequence[Span]
+    receives: Sequence[Span]
+    packed: tuple[bool, bool] = (False, False)
+    """Whether each buffer is packed."""
+    nbytes: int = 0
+    """The bytes of packed memory."""
+    before: tuple[PackJob, ...] = ()
     """The elements that are packed before the collective."""
-    after: tuple[PackJob, ...]
+    after: tuple[PackJob, ...] = ()
     """The elements that are unpacked after it."""
-    gaps: tuple[tuple[Gaps | None, ...], ...]
-    """The gaps in the blocks of each buffer that stays in place, in the order of the blocks; empty without gaps."""
+    gaps: tuple[Gaps | None, ...] = ()
+    """The gaps in each block, first of the send buffer; empty if no block has gaps."""
 
     @classmethod
     def of(
         cls,
-        send: Operand | None,
-        receive: Operand | None,
+        sends: Sequence[Block],
+        receives: Sequence[Block],
         *,
-        input_in_receive: bool,
-        receives: bool,
-        as_bytes: bool,
+        packs_receives: bool,
+        unpacks: bool,
         strided: bool,
-    ) -> Packed | None:
-        """Return the call on packed memory; None if no buffer has a derived datatype.
+    ) -> CallBlocks:
+        """Return the blocks of a call that moves data. With ``strided`` a buffer stays in place if `Gaps` describe it.
 
-        With ``strided`` a buffer stays in place if `Gaps` describe its blocks.
-
-        ``input_in_receive`` is whether this rank's input lies in its receive buffer. ``receives`` is whether this rank
-        receives into that buffer. ``as_bytes`` is for calls in which each pair of ranks may use other types.
+        ``unpacks`` is whether this rank receives into its receive buffer. ``packs_receives`` is whether its input lies
+        there.
         """
-        given = [operand for operand in (send, receive) if operand is not None]
-        if not any(operand.derived for operand in given):
-            return None
-        dtype = types.BYTE if as_bytes else _common_dtype(given)
-        packed_send, sent, of_send, nbytes = _pack(send, dtype, 0, strided=strided)
-        packed_receive, received, of_receive, nbytes = _pack(receive, dtype, nbytes, strided=strided)
-        before = (*sent, *(received if input_in_receive else ()))
-        after = received if receives else ()
-        return cls(packed_send, packed_receive, nbytes, before, after, (of_send, of_receive))
-
-    def placed(self, scratch: int) -> tuple[Operand | None, Operand | None]:
-        """Return the buffers. Packed buffers get addresses in the memory at ``scratch``."""
-        send, receive = (
-            operand
-            if operand is None or operand.derived is None
-            else replace(operand, pointer=operand.pointer + scratch)
-            for operand in (self.send, self.receive)
+        sent, jobs, of_sent, nbytes = _placed(sends, 0, strided=strided)
+        received, more_jobs, of_received, nbytes = _placed(receives, nbytes, strided=strided)
+        gaps = (*of_sent, *of_received)
+        return cls(
+            sent,
+            received,
+            (bool(jobs), bool(more_jobs)),
+            nbytes,
+            (*jobs, *(more_jobs if packs_receives else ())),
+            more_jobs if unpacks else (),
+            gaps if any(gaps) else (),
         )
-        return send, receive
+
+    def at(self, scratch: int) -> list[list[Span]]:
+        """Return the blocks of each buffer. Packed blocks get addresses in the memory at ``scratch``."""
+        return [
+            [Span(span.pointer + scratch, span.count) for span in spans] if packed else [*spans]
+            for spans, packed in zip((self.sends, self.receives), self.packed, strict=True)
+        ]
 
     def launches(self, backend: GpuBackend, scratch: int) -> tuple[list[Launch], list[Launch]]:
         """Return the launches that pack before the collective, and those that unpack after it. Local."""
@@ -146,78 +165,32 @@ class Packed:
         return before, pack_launches(backend, self.after, scratch, unpacks=True)
 
 
-def _common_dtype(operands: list[Operand]) -> np.dtype[Any]:
-    """Return the type of all basic elements; ``types.BYTE`` if there are several types."""
-    found: set[np.dtype[Any]] = set()
-    for operand in operands:
-        if operand.derived is None:
-            assert operand.dtype is not None
-            found.add(operand.dtype)
-        else:
-            found.update(block.layout.dtype or types.BYTE for block in operand.derived)
-    return found.pop() if len(found) == 1 else types.BYTE
-
-
-def _pack(
-    operand: Operand | None, dtype: np.dtype[Any], at: int, *, strided: bool
-) -> tuple[Operand | None, tuple[PackJob, ...], tuple[Gaps | None, ...], int]:
-    """Return an operand in elements of ``dtype``, the jobs that pack it, its gaps, and the offset behind packed memory.
+def _placed(
+    blocks: Sequence[Block], at: int, *, strided: bool
+) -> tuple[Sequence[Span], tuple[PackJob, ...], Sequence[Gaps | None], int]:
+    """Return the blocks of a buffer in bytes, the jobs that pack it, its gaps, and the offset behind packed memory.
 
     The jobs pack it from offset ``at`` on. It has gaps only if it stays in place with ``strided``.
     """
-    if operand is None:
-        return None, (), (), at
-    if operand.derived is None:
-        assert operand.dtype is not None
-        factor = operand.dtype.itemsize // dtype.itemsize
-        counts, displs = (
-            None if numbers is None else tuple(number * factor for number in numbers)
-            for numbers in (operand.counts, operand.displs)
-        )
-        count, total = operand.count * factor, operand.total * factor
-        return replace(operand, dtype=dtype, count=count, total=total, counts=counts, displs=displs), (), (), at
-    lengths = [block.layout.nbytes for block in operand.derived]
-    if all(block.layout.is_run for block in operand.derived):
-        starts = [block.address + block.layout.begin - operand.pointer for block in operand.derived]
-        return _in_elements(operand, lengths, starts, dtype), (), (), at
-    in_place = _strided(operand, operand.derived, dtype) if strided else None
-    if in_place is not None:
-        return in_place[0], (), in_place[1], at
-    places, end = dict[Elements, int](), 0
-    for block, nbytes in zip(operand.derived, lengths, strict=True):
-        if block not in places:  # the same elements for several ranks are packed once
-            places[block] = end
-            end += nbytes
-    starts = [places[block] for block in operand.derived]
-    jobs = tuple(
-        PackJob(block.address, block.layout, at + start) for block, start in places.items() if block.layout.regions
-    )
-    packed = replace(_in_elements(replace(operand, pointer=at), lengths, starts, dtype), derived=operand.derived)
-    return packed, jobs, (), at + -(-end // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
-
-
-def _strided(
-    operand: Operand, blocks: Sequence[Elements], dtype: np.dtype[Any]
-) -> tuple[Operand, tuple[Gaps | None, ...]] | None:
-    """Return an operand whose ``blocks`` stay in place, and their gaps; None if kernels need it packed."""
-    counts = operand.counts
-    if counts is None and operand.total > operand.count > 0:  # equal blocks, which one layout describes up to here
-        assert operand.mpi_type is not None
-        element = layout_of(operand.mpi_type)
-        assert element is not None
-        block, counts = element.repeated(operand.count), (operand.count,) * (operand.total // operand.count)
-        blocks = [Elements(operand.pointer + number * block.extent, block) for number in range(len(counts))]
-    layouts = [block.layout for block in blocks]
-    gaps = tuple(None if layout.is_run else Gaps.of(layout) for layout in layouts)
+    elements = [block for block in blocks if isinstance(block, Elements)]
+    if not elements:
+        plain = [block for block in blocks if isinstance(block, Span)]
+        return plain, (), [None] * len(plain), at
+    layouts = [each.layout for each in elements]
+    gaps = [None if layout.is_run or not strided else Gaps.of(layout) for layout in layouts]
     described = all(each or layout.is_run for each, layout in zip(gaps, layouts, strict=True))
-    if not described or sum(len(each.regions) for each in {*gaps} if each) > _MOST_OF_BUFFER:
-        return None
-    firsts = [layout.regions[0].offset if layout.regions else 0 for layout in layouts]
-    starts = [block.address + first - operand.pointer for block, first in zip(blocks, firsts, strict=True)]
-    in_place = _in_elements(replace(operand, counts=counts), [layout.nbytes for layout in layouts], starts, dtype)
-    if operand.counts is None:  # a count is the count of one block
-        in_place = replace(in_place, count=in_place.total // len(blocks))
-    return in_place, gaps if any(gaps) else ()
+    if described and sum(len(each.regions) for each in {*gaps} if each) <= _MOST_OF_BUFFER:
+        firsts = [layout.regions[0].offset if layout.regions else 0 for layout in layouts]
+        starts = (each.address + first for each, first in zip(elements, firsts, strict=True))
+        return [Span(start, layout.nbytes) for start, layout in zip(starts, layouts, strict=True)], (), gaps, at
+    places, end = dict[Elements, int](), at
+    for each in elements:
+        if each not in places:  # the same elements for several ranks are packed once
+            places[each] = end
+            end += each.layout.nbytes
+    jobs = tuple(PackJob(each.address, each.layout, start) for each, start in places.items() if each.layout.regions)
+    spans = [Span(places[each], each.layout.nbytes) for each in elements]
+    return spans, jobs, [None] * len(spans), -(-end // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
 
 
 def _without_lists(region: Region) -> Iterator[Region]:
@@ -227,19 +200,6 @@ def _without_lists(region: Region) -> Iterator[Region]:
     else:
         for number in range(region.loops[0].rounds):
             yield from _without_lists(rounds_of(region, number, number + 1))
-
-
-def _in_elements(operand: Operand, lengths: Sequence[int], starts: Sequence[int], dtype: np.dtype[Any]) -> Operand:
-    """Return an operand with blocks of ``lengths`` bytes, ``starts`` bytes from its pointer on, in plain elements."""
-    if any(start % dtype.itemsize for start in starts):
-        dtype = types.BYTE  # an extent need not be a multiple of the elements
-    counts, displs = (tuple(number // dtype.itemsize for number in numbers) for numbers in (lengths, starts))
-    total = sum(counts)
-    if operand.counts is not None:
-        return replace(operand, dtype=dtype, count=total, total=total, counts=counts, displs=displs, derived=None)
-    parts = operand.total // operand.count if operand.count else 1
-    first, count = operand.pointer + starts[0], total // parts
-    return replace(operand, pointer=first, dtype=dtype, count=count, total=total, derived=None)
 
 
 def pack_launches(backend: GpuBackend, jobs: Sequence[PackJob], packed: int, *, unpacks: bool) -> list[Launch]:

@@ -16,7 +16,7 @@ from mpicomm.collectives.gpu.algorithms.memory import with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.decision import NO_END, Decision, choice_at, enqueuers_of
 from mpicomm.devices.base import GrowingScratch
-from mpicomm.mpi.buffers import any_overlap, array_of
+from mpicomm.mpi.buffers import any_overlap
 from mpicomm.mpi.layout import run_of
 from mpicomm.mpi.plain_arrays import is_counted, plain_array
 from mpicomm.mpi.spec import Shape
@@ -323,10 +323,9 @@ def _add_with_gaps(
 
 def _element_nbytes(call: Call) -> list[int]:
     """Return the bytes of an element of the send buffer and of the receive buffer, as the caller passed them."""
-    if call.operation.of_neighbors:  # the call counts bytes
-        return [int(array_of(spec).itemsize) for spec in (call.given.send, call.given.receive)]
-    dtypes = (None if operand is None else operand.dtype for operand in (call.send, call.receive))
-    return [0 if dtype is None else dtype.itemsize for dtype in dtypes]
+    operands = call.send, call.receive
+    # Blocks with a datatype each are in bytes.
+    return [each.dtype.itemsize if each and each.dtype is not None else int(each is not None) for each in operands]
 
 
 def has_template(call: Call) -> bool:
@@ -338,7 +337,7 @@ def has_template(call: Call) -> bool:
         # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two
         # blocks.
         readable = neighborhood.names_ranks_once and not any(operand.by_address for operand in call.operands)
-    return readable and (typed or call.packed is None) and call.counted is None
+    return readable and (typed or not any(operand.derived for operand in call.operands)) and call.counted is None
 
 
 def template_of(call: Call, decision: Decision, mappings: Mappings, scratch: GrowingScratch) -> CollectiveTemplate:

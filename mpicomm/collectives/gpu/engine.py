@@ -28,7 +28,7 @@ from mpicomm.collectives.gpu.decision import Decision, usual_kernels
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.packed import Packed, PackJob, pack_launches
+from mpicomm.collectives.packed import CallBlocks, PackJob, pack_launches
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.devices.base import GrowingScratch, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
@@ -139,8 +139,8 @@ class DeviceEngine:
         output, memory, signature = call.common_output, None, call.signature
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
-        decision, buffers, packed, scratch = self._decided(call, asked, symmetric=memory is not None)
-        before, after = ([], []) if packed is None else packed.launches(self._backend, scratch)
+        decision, buffers, blocks, scratch = self._decided(call, asked, symmetric=memory is not None)
+        before, after = blocks.launches(self._backend, scratch)
         call_facts = str(signature), signature.hash32
         plan = self._prepare(decision, buffers, call_facts, memory, call.epilogue, before, after)
         if not (before or after) and has_template(call):  # a template has no steps that pack
@@ -154,22 +154,22 @@ class DeviceEngine:
         """
         return self._prepare(self._decision(Form.of_buffers(operation, buffers), asked), buffers, call)
 
-    def _decided(self, call: Call, asked: str, *, symmetric: bool) -> tuple[Decision, Buffers, Packed | None, int]:
-        """Return the decision of a read call, its memory, what of it is packed, and the address of scratch memory.
+    def _decided(self, call: Call, asked: str, *, symmetric: bool) -> tuple[Decision, Buffers, CallBlocks, int]:
+        """Return the decision of a read call, its memory, its blocks, and the address of scratch memory.
 
         ``symmetric`` is whether the output of all ranks is symmetric memory.
         """
-        packed = call.packed
+        blocks = call.blocks
         while True:
-            nbytes = call.scratch_nbytes if packed is None else packed.nbytes
+            nbytes = blocks.nbytes or call.scratch_nbytes
             scratch = self._scratch.of(nbytes) if nbytes else 0
-            buffers = call.buffers(scratch, packed)
-            form = Form.of_call(call, buffers, () if packed is None else packed.gaps)
+            buffers = call.buffers(scratch, blocks)
+            form = Form.of_call(call, buffers, blocks.gaps)
             decision, longest = self._decision(form, asked), max(form.numbers(buffers)[0], default=0)
             # The choice of a launcher does not depend on gaps, so all ranks make the same one.
             if not form.gaps or decision.at(longest, symmetric=symmetric).launcher.moves_gaps:
-                return decision, buffers, packed, scratch
-            packed = call.without_gaps
+                return decision, buffers, blocks, scratch
+            blocks = call.without_gaps
 
     def _decision(self, form: Form, asked: str) -> Decision:
         key = form.key, asked

@@ -84,16 +84,16 @@ class DomainsEngine:
                 f"{call.operation}: counts on the GPU are for the GPUs of one peer domain, and the ranks are in "
                 f"{len(self._layout.domains)}: pass counts in host memory, such as counts.get() or counts.cpu()"
             )
-        packed = call.without_gaps
-        scratch = self._packed.of(call.scratch_nbytes if packed is None else packed.nbytes)
-        buffers = call.buffers(scratch, packed)
+        blocks = call.without_gaps
+        scratch = self._packed.of(blocks.nbytes or call.scratch_nbytes)
+        buffers = call.buffers(scratch, blocks)
         if call.operation.reduces:
             reduction_of(buffers.dtype, buffers.op)  # it raises here if the reduction is not defined
         signature = call.signature
         planned = self._plan(call.operation, buffers, signature, call.nbytes or 0, asked)
         before = after = None
-        if packed is not None and scratch:
-            launches = packed.launches(self._backend, scratch)
+        if blocks.nbytes:
+            launches = blocks.launches(self._backend, scratch)
             before, after = (self._engine.plan(str(signature), steps, collective=False) for steps in launches)
         if call.epilogue is not None:
             backend, output = self._backend, buffers.receives[0]

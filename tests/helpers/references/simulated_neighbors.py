@@ -39,14 +39,14 @@ class Part:
     """
 
     def __init__(self, call: Call, *, strided: bool = False) -> None:
-        self.call, self.packed = call, call.packed if strided else call.without_gaps
-        nbytes = call.scratch_nbytes if self.packed is None else self.packed.nbytes
+        self.call, self.blocks = call, call.blocks if strided else call.without_gaps
+        nbytes = self.blocks.nbytes
         self._scratch = np.full(max(1, nbytes), 0xDB, np.uint8)
-        buffers = call.buffers(self._scratch.ctypes.data if nbytes else 0, self.packed)
+        buffers = call.buffers(self._scratch.ctypes.data if nbytes else 0, self.blocks)
         self.exchange: Exchange = call.operation.one_shot(buffers)
         self._of_gaps: tuple[list[_Block], list[_Block]] = [], []
-        if self.packed is not None and any(self.packed.gaps):
-            form, sides = Form.of_call(call, buffers, self.packed.gaps), list[tuple[Span | None, ...]]()
+        if self.blocks.gaps:
+            form, sides = Form.of_call(call, buffers, self.blocks.gaps), list[tuple[Span | None, ...]]()
             for blocks, side in zip(self._of_gaps, ("sends", "receives"), strict=True):
                 spans: list[Span | None] = list(getattr(self.exchange, side))
                 for peer, of_form in enumerate(getattr(form.one_shot, side)):
@@ -64,7 +64,7 @@ class Part:
 
     def pack(self) -> None:
         """Bring data that has to be packed to scratch memory."""
-        for job in self.packed.before if self.packed is not None else ():
+        for job in self.blocks.before:
             packed = pack(job.layout, *_memory_of(job))
             self._scratch[job.packed : job.packed + packed.size] = packed
         for block in self._of_gaps[0]:
@@ -72,7 +72,7 @@ class Part:
 
     def unpack(self) -> None:
         """Bring packed data to its places."""
-        for job in self.packed.after if self.packed is not None else ():
+        for job in self.blocks.after:
             unpack(job.layout, self._scratch[job.packed : job.packed + job.layout.nbytes], *_memory_of(job))
         for block in self._of_gaps[1]:
             block.memory[block.places] = block.packed

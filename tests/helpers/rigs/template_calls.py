@@ -79,7 +79,7 @@ class Device:
 
     def decision(self, call: Call, asked: str) -> Decision:
         made = call.buffers(self.scratch.of(call.scratch_nbytes))
-        form = Form.of_call(call, made, () if call.packed is None else call.packed.gaps)
+        form = Form.of_call(call, made, call.blocks.gaps)
         return Decision(form, asked, BUILT_IN, self.domain, cast(Any, self))
 
     def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:

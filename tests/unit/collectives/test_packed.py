@@ -20,6 +20,7 @@ from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of, require_symmetric
 from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.mpi.arguments import Span
 from tests.helpers.references.simulated_neighbors import OnDevice, Part, exchange
 
 ELEMENT, ELEMENTS = MPI.INT16_T, np.dtype(np.int16)
@@ -95,8 +96,7 @@ class Buffer:
             self.spec = [self.array, counts, places, datatypes[0]]
         elif shape == "typed":
             self.spec = [self.array, counts, starts, datatypes]
-        whole = [np.concatenate(self.blocks)] if shape in ("one", "blocks") else self.blocks
-        self.stays = all(map(is_run, whole))
+        self.stays = all(map(is_run, self.blocks))
 
     def bytes(self, block: int) -> npt.NDArray[np.uint8]:
         return self.array.memory[self.blocks[block]]
@@ -149,9 +149,8 @@ def test_ranks_with_gaps_meet_ranks_without(datatypes: dict[str, MPI.Datatype], 
         parts.append(Part(call, strided=strided))
         sends.append(send)
         receives.append(receive)
-        packed, buffers = parts[-1].packed, [each for each in (send, receive) if each is not None]
-        stays = strided or all(each.stays for each in buffers)
-        assert row.of_neighbors or (packed is None or packed.nbytes == 0) == stays
+        stays = strided or all(each.stays for each in (send, receive) if each is not None)
+        assert row.of_neighbors or (parts[-1].blocks.nbytes == 0) == stays
 
     def sent(source: int, target: int) -> npt.NDArray[np.uint8]:
         """The bytes from one rank to another."""
@@ -195,12 +194,10 @@ def test_a_buffer_without_gaps_is_an_array_of_its_elements(
     for name in names:
         offset = 4 if name == "run at an offset" else 0
         call = call_of([send, 2, datatypes[name]], [receive, 2, datatypes[name]])
-        assert call.packed is not None and not call.packed.before and not call.packed.after
-        assert call.scratch_nbytes == 0
-        assert [(each.pointer, each.dtype, each.total) for each in call.operands] == [
-            (send.memory.ctypes.data + offset, ELEMENTS, 2 * UNIT),
-            (receive.memory.ctypes.data + offset, ELEMENTS, 4 * UNIT),
-        ]
+        assert not call.blocks.before and not call.blocks.after and call.scratch_nbytes == 0
+        at, first, nbytes = send.memory.ctypes.data, receive.memory.ctypes.data, 2 * UNIT * ELEMENTS.itemsize
+        assert call.blocks.sends == [Span(at + offset, nbytes)]
+        assert call.blocks.receives == [Span(first + offset, nbytes), Span(first + offset + nbytes, nbytes)]
 
 
 def test_ranks_agree_about_output_of_which_some_of_them_have_derived_datatypes(
@@ -309,21 +306,24 @@ def call(operation: str, buffers: Sequence[Any], neighbors: Neighborhood) -> Cal
 def test_blocks_stay_in_place_if_the_blocks_for_each_rank_are_one_run() -> None:
     apart, often = Neighborhood((1, 2), (1, 2)), Neighborhood((1, 1), (1, 1))
     both = OnDevice(np.zeros(6)), OnDevice(np.zeros(6))
-    assert call("Neighbor_alltoall", both, apart).packed is None
-    assert call("Neighbor_alltoall", both, often).packed is None  # the two blocks follow each other
-    assert call("Neighbor_alltoall", both, Neighborhood((1, 1), (1, 1), crossed=True)).packed is not None
+    crossed = Neighborhood((1, 1), (1, 1), crossed=True)
     of_places = [[array, [2, 2], [4, 0], MPI.DOUBLE] for array in both]
-    assert call("Neighbor_alltoallv", of_places, apart).packed is None
-    assert call("Neighbor_alltoallv", of_places, often).packed is not None
     of_types = [[array, [1, 1], [0, 8], [MPI.DOUBLE] * 2] for array in both]
-    assert call("Neighbor_alltoallw", of_types, apart).packed is None
+    for operation, buffers, neighbors, stays in (
+        ("Neighbor_alltoall", both, apart, True),
+        ("Neighbor_alltoall", both, often, True),  # the two blocks follow each other
+        ("Neighbor_alltoall", both, crossed, False),
+        ("Neighbor_alltoallv", of_places, apart, True),
+        ("Neighbor_alltoallv", of_places, often, False),
+        ("Neighbor_alltoallw", of_types, apart, True),
+    ):
+        assert (call(operation, buffers, neighbors).without_gaps.nbytes == 0) == stays
 
 
 def test_an_all_gather_packs_its_block_once() -> None:
     column, receive = MPI.DOUBLE.Create_vector(32, 1, 2).Commit(), OnDevice(np.zeros(96))
     send, three = [OnDevice(np.zeros(64)), 1, column], Neighborhood((1, 2, 3), (1, 2, 3))
     packed = call("Neighbor_allgather", (send, receive), three).without_gaps
-    assert packed is not None
     assert len(packed.before) == 1 and not packed.after and packed.nbytes == 256
     column.Free()
 

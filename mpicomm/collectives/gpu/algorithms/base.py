@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any, ClassVar, NamedTuple
@@ -155,18 +155,15 @@ class Form:
     """The gaps in each block; empty if no block has gaps."""
 
     @classmethod
-    def of_call(cls, call: Call, buffers: Buffers, gaps: Sequence[tuple[Gaps | None, ...]] = ((), ())) -> Form:
-        """Return the form of a read call; ``buffers`` is its memory, with these gaps in the blocks of each buffer."""
+    def of_call(cls, call: Call, buffers: Buffers, gaps: tuple[Gaps | None, ...] = ()) -> Form:
+        """Return the form of a read call; ``buffers`` is its memory, with these gaps in its blocks."""
         assert call.dtype is not None
         wire = None if call.wire is None else (call.wire, call.dtype)
         in_place = call.in_place and call.operation.reduces and not buffers.scratch
         epilogue = None if call.epilogue is None else call.epilogue.without_owners()
         # Empty arrays share address 0, but later calls of their kind have two buffers.
-        form = cls._of(call.operation, buffers, call.send is None, in_place=in_place, epilogue=epilogue, wire=wire)
-        if not any(gaps):
-            return form
-        numbers = zip(gaps, (form.sends, form.receives), strict=True)
-        return replace(form, gaps=tuple(each for of, blocks in numbers for each in of or (None,) * blocks))
+        others: dict[str, Any] = {"epilogue": epilogue, "wire": wire, "gaps": gaps}
+        return cls._of(call.operation, buffers, call.send is None, in_place=in_place, **others)
 
     @classmethod
     def of_buffers(cls, operation: Operation, buffers: Buffers) -> Form:
