@@ -87,12 +87,13 @@ class Call:
         self.neighborhood = neighborhood
         if operation.rooted:
             checks.require_root(operation, arguments.root, size)
+        self._only_sends = operation.rooted == "bcast" and rank == arguments.root
+        """Whether this rank only reads its receive buffer."""
         self.counted: CountedBuffers | None = None
         """The buffers if counts lie on the device; else None. `send` and `receive` are the whole buffers then."""
         self.send, self.receive = self._read_buffers()
         own = checks.location_of(operation, self.send, self.receive)
-        self.place = place or own
-        self.on_device = self.place == "gpu"
+        self.on_device = (place or own) == "gpu"
         self.joins = self.on_device and own != "gpu"
         """Whether this rank takes part with host memory in a call on GPUs of other ranks."""
         self.has_voted = False
@@ -119,8 +120,7 @@ class Call:
         """The codes as which elements travel; None if they travel as they are."""
         if self.wire is not None:
             plain = self.epilogue is None and not any(operand.derived for operand in self.operands)
-            self.wire.require(operation.name, self.dtype, self.op)
-            self.wire.require_plain(operation.name, self.operands, plain=plain)
+            self.wire.require(operation.name, self.dtype, self.op, self.operands, plain=plain)
             if size == 1:
                 self.wire = None  # one rank sends nothing
         self.of_call: checks.Signature | None = None
@@ -205,15 +205,13 @@ class Call:
 
     def _blocks(self, *, strided: bool) -> CallBlocks:
         operation, send, receive, size = self.operation, self.send, self.receive, self._size
-        is_bcast, is_root = operation.rooted == "bcast", self._rank == self.arguments.root
         if not operation.reduces:
             sides = self._of_ranks or [
                 () if operand is None else blocks_of(operand, 1 if shape == "one" else size)
                 for operand, shape in ((send, operation.send), (receive, operation.receive))
             ]
-            in_receive = is_root if is_bcast else send is None and operation.rooted != "send"
-            unpacks = not (is_bcast and is_root)
-            return CallBlocks.of(*sides, unpacks=unpacks, packs_receives=in_receive, strided=strided)
+            in_receive = self._only_sends or (send is None and operation.rooted in ("", "receive"))
+            return CallBlocks.of(*sides, unpacks=not self._only_sends, packs_receives=in_receive, strided=strided)
         assert send is not None and self.dtype is not None
         if operation.send == "one":
             sends = [send.whole()]
@@ -266,32 +264,27 @@ class Call:
             self.counted = read_counted(arguments.send, arguments.receive, size=self._size, algorithm=self.algorithm)
             if self.counted is not None:
                 return self.counted.send.operand, self.counted.receive.operand
-        rooted = operation.rooted
-        at_root = bool(rooted) and self._rank == arguments.root
-        if rooted == "bcast":
-            buf = parse(arguments.receive, writable=not at_root, name="buf")
-            self._keep_for_mpi(None, buf)
-            return None, buf
-        has_send = rooted != "send" or at_root
+        rooted, at_root = operation.rooted, self._rank == arguments.root
         has_receive = rooted != "receive" or at_root
-        for name, given in (("sendbuf", arguments.send), ("recvbuf", arguments.receive)):
-            if operation.of_neighbors and given is MPI.IN_PLACE:
-                raise InvalidUsageError(
-                    f"{operation}: {name}=MPI.IN_PLACE: neighbours exchange no data in place: pass a buffer"
-                )
-        may_be_in_place = has_send and rooted != "send" and not operation.of_neighbors
+        may_be_in_place = rooted in ("", "receive") and not operation.of_neighbors
         send_in_place = may_be_in_place and checks.is_in_place(arguments.send)
         receive_in_place = rooted == "send" and at_root and checks.is_in_place(arguments.receive)
-        if send_in_place and rooted == "receive" and not at_root:
+        if send_in_place and not has_receive:
             raise InvalidUsageError(f"{operation}: sendbuf=MPI.IN_PLACE is only for the root: pass a buffer")
         send = receive = None
         if has_receive and not receive_in_place:
             # In place, the receive buffer of a reduction holds the input.
             shape = operation.send if send_in_place and operation.reduces else operation.receive
-            receive = self._read(arguments.receive, shape, writable=True, name="recvbuf")
-        if has_send and not send_in_place:
+            name = "buf" if rooted == "bcast" else "recvbuf"
+            receive = self._read(arguments.receive, shape, writable=not self._only_sends, name=name)
+        if not send_in_place and (rooted in ("", "receive") or (rooted == "send" and at_root)):
             send = self._read(arguments.send, operation.send, writable=False, name="sendbuf")
-        self._keep_for_mpi(send, receive)
+        # MPI gets the memory that an object has exported, and bytes for moved data, which needs no MPI type.
+        of = attrgetter("spec") if operation.reduces else for_mpi
+        sent = arguments.send if send is None else of(send)
+        received = arguments.receive if receive is None else of(receive)
+        if sent is not arguments.send or received is not arguments.receive:
+            self.arguments = replace(arguments, send=sent, receive=received)
         if send is not None and receive is not None:
             require_separate(send, receive, reduction=operation.reduces)
             same = operation.reduces and send.pointer == receive.pointer
@@ -305,12 +298,11 @@ class Call:
     def _place_for_kernels(self) -> None:
         """Take host arrays beside device arrays, blocks of neighbours and derived datatypes as kernels see them."""
         operation, in_place, given = self.operation, self.in_place, self.receive
-        is_bcast, is_root = operation.rooted == "bcast", self._rank == self.arguments.root
 
         def placed(operand: Operand | None) -> Operand | None:
             if operand is None or operand.on_device:
                 return operand
-            receives = operand is given and not (is_bcast and is_root)
+            receives = operand is given and not self._only_sends
             if operand.dtype is not None:
                 made = replace(operand, on_device=True)
             else:
@@ -330,18 +322,6 @@ class Call:
             )
             self._of_ranks = of_ranks[0], of_ranks[1]
 
-    def _keep_for_mpi(self, send: Operand | None, receive: Operand | None) -> None:
-        """Let ``arguments`` hold the buffers for MPI: the memory that an object has exported, and bytes for moved data.
-
-        Data that is only moved needs no MPI type.
-        """
-        given = self.arguments
-        of = attrgetter("spec") if self.operation.reduces else for_mpi
-        sent = given.send if send is None else of(send)
-        received = given.receive if receive is None else of(receive)
-        if sent is not given.send or received is not given.receive:
-            self.arguments = replace(given, send=sent, receive=received)
-
     def _read(
         self, spec: Any, shape: Shape, *, writable: bool, name: str, memory: ArrayMemory | None = None
     ) -> Operand:
@@ -349,6 +329,10 @@ class Call:
             raise TypeError(f"{self.operation}: {name} is None: pass a buffer")
         size, peer = self._size, "rank"
         if self.neighborhood is not None:
+            if spec is MPI.IN_PLACE:
+                raise InvalidUsageError(
+                    f"{self.operation}: {name}=MPI.IN_PLACE: neighbours exchange no data in place: pass a buffer"
+                )
             neighbors = self.neighborhood.sources if writable else self.neighborhood.destinations
             size, peer = len(neighbors), "neighbour"
         return parse(spec, shape=shape, blocks=size, writable=writable, name=name, peer=peer, memory=memory)

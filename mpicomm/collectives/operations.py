@@ -282,9 +282,8 @@ Both buffers have n elements for each neighbour, in MPI's order of neighbours.
         grid.Neighbor_alltoall(x, y)
 """
 NEIGHBOR_ALLTOALLV = Operation(
-
-    "Neighbor_alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True,
-)  # fmt: skip
+    "Neighbor_alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
+)
 DOCS[NEIGHBOR_ALLTOALLV] = """\
 Receive a block from each neighbour, and send another block to each. Blocks differ in length.
 
@@ -307,18 +306,10 @@ A buffer is ``[array, counts, displacements, types]``, with an entry for each ne
         blocks = [1, 1], [0, x.nbytes // 2], [MPI.DOUBLE.Create_contiguous(3).Commit()] * 2
         grid.Neighbor_alltoallw([x, *blocks], [y, *blocks])
 """
-REDUCE = Operation(
-    "Reduce",
-    "one",
-    "one",
-    patterns.reduce,
-    rooted="receive",
-    reduces=True,
-    two_shot=patterns.two_shot_reduce,
-    chain=patterns.chain_reduce,
-    tree=True,
-    copies="one_shot",  # only the root has memory for a shard that copy engines would send on
-)
+REDUCE = Operation(  # only the root has memory for a shard that copy engines would send on
+    "Reduce", "one", "one", patterns.reduce, rooted="receive", reduces=True, two_shot=patterns.two_shot_reduce,
+    chain=patterns.chain_reduce, tree=True, copies="one_shot",
+)  # fmt: skip
 DOCS[REDUCE] = """\
 Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element.
 

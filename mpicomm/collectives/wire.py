@@ -44,8 +44,16 @@ class Wire:
         one = ERRORS[self.codes]
         return one * (2 + one) if self.again else one
 
-    def require(self, operation: str, dtype: np.dtype[Any] | None, op: str | None) -> None:
-        """Raise `InvalidUsageError` for elements and operations that no codes can carry."""
+    def require(
+        self,
+        operation: str,
+        dtype: np.dtype[Any] | None,
+        op: str | None,
+        operands: Sequence[Operand] = (),
+        *,
+        plain: bool = True,
+    ) -> None:
+        """Raise `InvalidUsageError` for a call that no codes can carry, also for a call that is not ``plain``."""
         if dtype is None or dtype.name not in CODED:
             raise InvalidUsageError(
                 f'{operation}: wire_dtype="{self}" is for elements of {", ".join(CODED)}, and these are '
@@ -55,9 +63,6 @@ class Wire:
             raise InvalidUsageError(
                 f'{operation}: wire_dtype="{self}" is for SUM and AVG, and op is {op}: leave it out'
             )
-
-    def require_plain(self, operation: str, operands: Sequence[Operand], *, plain: bool) -> None:
-        """Raise `InvalidUsageError` for two types, or for a call that is not ``plain``: see the text of the error."""
         if not plain or len({operand.dtype for operand in operands if operand.total}) > 1:
             kinds = " and ".join(str(operand.dtype) for operand in operands)
             raise InvalidUsageError(
@@ -127,25 +132,17 @@ def encode(values: Array, codes: str, out: npt.NDArray[np.uint8]) -> None:
                 coded[rows] = np.rint(part).astype(np.int8).view(np.uint8) ^ _FLIPPED
 
 
-def decode(coded: npt.NDArray[np.uint8], codes: str, out: Array) -> None:
-    """Write the values of codes into ``out``; ``coded`` is the result of `encode`."""
-    _each_decoded(coded, codes, out.size, lambda part, values: np.copyto(out[part], values, casting="unsafe"))
-
-
-def add(coded: npt.NDArray[np.uint8], codes: str, total: npt.NDArray[np.float32]) -> None:
-    """Add the values of codes to ``total``."""
-    _each_decoded(coded, codes, total.size, lambda part, values: np.add(total[part], values, out=total[part]))
-
-
-def _each_decoded(coded: npt.NDArray[np.uint8], codes: str, count: int, take: Any) -> None:
-    blocks = blocks_of(count)
+def decode(coded: npt.NDArray[np.uint8], codes: str, out: npt.NDArray[np.float32], *, adds: bool = False) -> None:
+    """Write the values of codes into ``out``, or add them to it; ``coded`` is the result of `encode`."""
+    blocks = blocks_of(out.size)
     table, scales = _TABLES[codes], coded[blocks * BLOCK :]
     with np.errstate(all="ignore"):
         for start in range(0, blocks, _AT_ONCE):
             stop = min(start + _AT_ONCE, blocks)
             values = table[coded[start * BLOCK : stop * BLOCK]].reshape(-1, BLOCK) * _SCALES[scales[start:stop], None]
-            part = slice(start * BLOCK, min(stop * BLOCK, count))
-            take(part, values.reshape(-1)[: part.stop - part.start])
+            part = out[start * BLOCK : stop * BLOCK]
+            values = values.reshape(-1)[: part.size]
+            part[:] = part + values if adds else values
 
 
 def _encoded_float8(part: npt.NDArray[np.float32]) -> Array:

@@ -132,7 +132,7 @@ def as_codes(reader: Reader, call: Call) -> Steps:
                 return
             wire.decode(received[0], codes, values)
             for coded in received[1:]:
-                wire.add(coded, codes, values)
+                wire.decode(coded, codes, values, adds=True)
             if call.op == "avg":
                 values /= np.float32(size)
             if call.operation is ALLREDUCE and again:

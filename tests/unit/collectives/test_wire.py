@@ -33,7 +33,7 @@ def summed(parts: list[Array], codes: str, *, again: bool) -> Array:
     for part in parts[1:]:
         coded = np.empty(wire.coded_nbytes(part.size), np.uint8)
         wire.encode(part, codes, coded)
-        wire.add(coded, codes, total)
+        wire.decode(coded, codes, total, adds=True)
     return (decoded(total, codes) if again else total).astype(parts[0].dtype)
 
 
@@ -100,7 +100,7 @@ def test_any_number_of_elements_and_of_blocks() -> None:
             total = np.ones(count, np.float32)
             coded = np.empty(wire.coded_nbytes(count), np.uint8)
             wire.encode(values, codes, coded)
-            wire.add(coded, codes, total)
+            wire.decode(coded, codes, total, adds=True)
             assert np.array_equal(total, np.float32(1) + got)
 
 
