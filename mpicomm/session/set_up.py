@@ -86,7 +86,7 @@ class SetUp:
     _part_error: CollectiveTimeoutError | PeerError | None = None  # of `await_some`
     _row: CommunicatorRow | None = None
     _suspension: Suspension | None = None
-    _has_device = _missed = _freed = _left_messages = False
+    _has_device = _missed = _freed = _left_messages = _is_patient = False
     _shared: tuple[Shared, ...] = ()
     _beside: tuple[Shared, ...] = ()
     _is_shut = False  # freed or suspended: every call on a device array reads it
@@ -151,10 +151,7 @@ class SetUp:
                 channel = Channel.open(group, private, wanted)
             placement = find_placement(group, device, handle, completes, reductions, leaves)
             session = cls(comm, placement, channel=channel)
-            with session._opened_on_all_ranks(group):
-                session.backend.make_current()
-                session.placement = choose_handles(group, session.placement, session.backend)
-                session._join(private, group)
+            session._open(private, group, is_first=True)
         return session
 
     @property
@@ -167,24 +164,21 @@ class SetUp:
         """Whether all ranks still answered in the last exchange; collective MPI calls would hang otherwise."""
         return not (self._missed or (self._groups and any(group.broken for group in self._groups)))
 
-    def set_up(self, what: str, *, patient: bool = False) -> Self:
+    def set_up(self, what: str) -> Self:
         """Return this session with its device and groups. Collective the first time, else local.
 
-        ``what`` names the call in errors. A failure raises the same error on all ranks. A ``patient`` rank waits for
-        the others as long as MPI does, because its call is a call on host arrays.
+        ``what`` names the call in errors. A failure raises the same error on all ranks.
         """
         # Else another thread may begin them during this call. It would set up memory in exchanges that other ranks make
         # before this call, and enqueue kernels after those of this call.
         self.begin_started()
         if not self._groups:
             self._require_open(what)
-            limit_s = _PATIENCE_S if patient else self.placement.here.timeout_s
+            limit_s = _PATIENCE_S if self._is_patient else self.placement.here.timeout_s
             private = private_copy(self._comm, what, limit_s, self.absence_reason)
             group = Group(private, range(private.size), limit_s)
-            with _freed_on_failure(private, group), self._opened_on_all_ranks(group):
-                self._join(private, group)
-            for each in self._groups:
-                each.timeout_s = self.placement.here.timeout_s
+            with _freed_on_failure(private, group):
+                self._open(private, group)
         return self
 
     def await_all(self, what: str) -> None:
@@ -234,15 +228,16 @@ class SetUp:
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
-        """Give a ``with`` block in which this rank waits for the others as long as MPI does."""
-        before = [group.timeout_s for group in self._groups]
+        """Give a ``with`` block in which this rank waits for the others as long as MPI does, also in `set_up`."""
+        self._is_patient = True
         for group in self._groups:
             group.timeout_s = _PATIENCE_S
         try:
             yield
         finally:
-            for group, timeout_s in zip(self._groups, before, strict=True):
-                group.timeout_s = timeout_s
+            self._is_patient = False
+            for group in self._groups:
+                group.timeout_s = self.placement.here.timeout_s
 
     @property
     def private(self) -> MPI.Intracomm:
@@ -374,25 +369,24 @@ class SetUp:
 
             self.work = DeviceWork(self.channel, backend)
 
-    @contextlib.contextmanager
-    def _opened_on_all_ranks(self, group: Group) -> Iterator[None]:
-        """Open the device of every rank. Close it again if that, or the block, raises on any rank. Collective.
+    def _open(self, private: MPI.Intracomm, group: Group, *, is_first: bool = False) -> None:
+        """Open the device of every rank, and take over ``private`` and ``group``. Collective.
 
-        A device that was open before stays open.
+        The ``is_first`` of its ranks chooses the handle kinds. If a rank fails, all ranks close a device that this has
+        opened.
         """
-        was_open = self._has_device
+        had_device = self._has_device
         try:
             group.agree("Communicator: bind device", self._open_device)
-            yield
+            if is_first:
+                self.backend.make_current()
+                self.placement = choose_handles(group, self.placement, self.backend)
         except Exception:
-            if self._has_device and not was_open:
+            if self._has_device and not had_device:
                 self._has_device = False
                 with contextlib.suppress(MpicommError):  # a device that has failed refuses this, too
                     self.backend.close()
             raise
-
-    def _join(self, private: MPI.Intracomm, group: Group) -> None:
-        """Take over the groups, and the communicator that carries their messages; local."""
         self.group = group
         self.node = node_of(group, self.placement)
         if not isinstance(self.backend, HostBackend):

@@ -50,7 +50,7 @@ def with_epilogue(reader: Reader, call: Call) -> Steps:
     reduced, target = made, given.receive
     if epilogue.converts:
         reduced = target = np.empty(call.send.total, epilogue.dtype)
-    part = reader.read(call.operation, Arguments(given.send, target, given.op), call.algorithm)
+    part = reader.call(call.operation, Arguments(given.send, target, given.op), call.algorithm)
     part.of_call = call.signature  # with the epilogue, so that ranks compare it
     return part, partial(epilogue.on_host, reduced, made)
 
@@ -86,7 +86,7 @@ def as_packed(reader: Reader, call: Call) -> Steps:
         for as_bytes, elements in pieces:
             MPI.COMM_SELF.Sendrecv(as_bytes, 0, 0, elements, 0, 0)
 
-    return reader.read(operation, given, call.algorithm), unpack
+    return reader.placed(reader.call(operation, given, call.algorithm), "host"), unpack
 
 
 def as_codes(reader: Reader, call: Call) -> Steps:
@@ -119,7 +119,7 @@ def as_codes(reader: Reader, call: Call) -> Steps:
         wire.encode(block, codes, coded)
     received = np.empty((size, sent.shape[1]), np.uint8)
     # MPI would neither notice that ranks call different things, nor limit the wait.
-    part = reader.read(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot")
+    part = reader.call(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot")
     part.of_call = call.signature
 
     def finish() -> None:
@@ -153,7 +153,7 @@ def on_copies(reader: Reader, call: Call) -> Steps:
     arrays would not take part.
     """
     copies, given = copied(reader, call)
-    return reader.read(call.operation, given, call.algorithm), copies.back
+    return reader.call(call.operation, given, call.algorithm), copies.back
 
 
 def on_pinned(reader: Reader, call: Call) -> Steps:

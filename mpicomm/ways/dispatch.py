@@ -100,7 +100,7 @@ class Dispatcher:
                 begun = self._start(self._reader.look(operation, arguments, algorithm, stream))
             elif votes.are_needed:
                 number = number or votes.vote(operation, on_host=True)
-                begun = votes.start(number, lambda place: self._begin_plain(operation, arguments, place))
+                begun = votes.start(number, partial(self._begin_plain, operation, arguments), "host")
             else:
                 begun = self._mpi.call(operation, arguments, 1)
             if not isinstance(begun, DeferredRequest):
@@ -118,7 +118,7 @@ class Dispatcher:
             # Started calls of neighbours go over the same communicator of MPI, which matches its calls by their order.
             self._votes.settle()
         call = self._reader.look(operation, arguments, algorithm, stream)
-        if self._votes.are_needed and call.on_device and not call.is_mpis:
+        if call.on_device and not call.is_mpis:
             self._votes.vote(operation, on_host=False)
         return self._prepare(self._located(call, blocking=False), info)
 
@@ -174,7 +174,7 @@ class Dispatcher:
                         self.engines.on_host(name).give_up(call.signature, number)
 
                 place = self._votes.agree(call.operation, give_up)
-        elif self._votes.are_needed:
+        else:
             self._votes.vote(call.operation, on_host=True)
         return self._reader.placed(call, place)
 
@@ -242,7 +242,7 @@ class Dispatcher:
         for operand in call.operands:
             require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
         session.require_usable(operation.name)
-        if self._votes.are_needed and not (call.has_voted or call.joins):
+        if not (call.has_voted or call.joins):
             self._votes.vote(operation, on_host=False)  # first, because ranks with host arrays take part in the set-up
         gpu, backend = self.engines.on_gpu(operation.name), session.gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
@@ -266,17 +266,13 @@ class Dispatcher:
 
     def _start(self, call: Call) -> MPI.Request:
         """Start a nonblocking call that was read, after a vote if the ranks vote."""
-        votes, begin = self._votes, partial(self._begin, call)
+        votes, number = self._votes, 0
         here: CallLocation = "gpu" if call.on_device else "host"
-        if not votes.are_needed:
-            return begin(here)
         if not call.on_device or call.is_mpis:
             number = votes.vote(call.operation, on_host=True)
-            if not call.is_mpis:
-                return votes.start(number, begin)
-            call = self._reader.placed(call, here)
-            return votes.start(0, lambda _: self._begin(call, here))
-        if votes.queue:
+            if call.is_mpis:
+                call, number = self._reader.placed(call, here), 0
+        elif votes.queue:
             device = self._session.gpu(call.operation.name)
             # The thread in which its turn comes may have another current stream.
             call.stream = device.stream(call.stream, call.device_array)
@@ -285,7 +281,7 @@ class Dispatcher:
             else:
                 votes.vote(call.operation, on_host=False)
                 call.has_voted = True
-        return votes.start(0, begin)
+        return votes.start(number, partial(self._begin, call), here)
 
     def _begin(self, call: Call, place: CallLocation) -> MPI.Request:
         begun = self._post(self._reader.placed(call, place), blocking=False)
@@ -306,7 +302,7 @@ class Dispatcher:
         carrier = self._carrier(call, blocking=False)
         if carrier == on_copies:  # the other ranks have MPI's request
             copies, made = copied(self._reader, call)
-            prepared = self._prepare(self._reader.read(operation, made, algorithm), info)
+            prepared = self._prepare(self._reader.call(operation, made, algorithm), info)
             backend = self._session.backend
 
             def begin_on_copies() -> DeferredRequest:
@@ -334,7 +330,7 @@ class Dispatcher:
             # This reads the arguments again, because symmetric memory among them may have been closed.
             again = self._reader.look(operation, arguments, algorithm, stream, place=place)
             again.has_voted = True
-            begun = votes.start(0, lambda _: self._begin(again, place))
+            begun = votes.start(0, partial(self._begin, again), place)
             return begun if isinstance(begun, DeferredRequest) else self._deferred(begun.Test, lambda: None)
 
         return PersistentRequest.of(begin)

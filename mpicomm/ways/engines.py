@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -64,14 +63,10 @@ class Engines:
             self.on_gpu(operation)
         return self._internode
 
-    def node_log(self, operation: str, *, patient: bool) -> CallLog:
-        """Return the call log of this rank's node. Collective over all ranks the first time, else local.
-
-        ``patient`` is as in `Session.set_up`.
-        """
-        session = self._session.set_up(operation, patient=patient)
-        with session.patience() if patient else nullcontext():
-            return self._shared_call_log(session, session.node)
+    def node_log(self, operation: str) -> CallLog:
+        """Return the call log of this rank's node. Collective over all ranks the first time, else local."""
+        session = self._session.set_up(operation)
+        return self._shared_call_log(session, session.node)
 
     def on_host(self, operation: str) -> HostEngine:
         """Return the engine for host arrays of this rank's node. Collective over the node the first time, else local.
@@ -82,8 +77,7 @@ class Engines:
             try:
                 session = self._session.set_up(operation)
                 session.require_usable(operation)
-                call_log = self._shared_call_log(session, session.node)
-                self._host = session.keep(HostEngine(session.node, call_log))
+                self._host = session.keep(HostEngine(session.node, self.node_log(operation)))
                 session.timeout_on_host = self._timeout_on_host
             except CollectiveTimeoutError as error:
                 text = str(error).removeprefix(f"{operation}: ")

@@ -41,6 +41,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from mpi4py import MPI
 
@@ -74,8 +75,8 @@ class LocationVotes:
         self._engines = engines
         self._log: CallLog | None = None
         self.are_needed = needs_votes(placement)
-        self.queue: deque[tuple[int, Callable[[CallLocation], None]]] = deque()
-        """The started calls that have not begun yet: the numbers of their votes, and what begins them."""
+        self.queue: deque[tuple[int, CallLocation, Callable[[CallLocation], None]]] = deque()
+        """The started calls that have not begun yet: what `start` got, and what begins them."""
         self._turn = threading.Lock()  # `Wait`, the next call and the completer's thread all advance the queue
         self._taker: int | None = None  # the thread that has the turn
         session.begin_started = self._begin_started
@@ -87,7 +88,12 @@ class LocationVotes:
         return self._session.private if self.are_needed and not operation.of_neighbors else self._given
 
     def vote(self, operation: Operation, *, on_host: bool) -> int:
-        """Vote on the next call; return the number of the vote. Local, except that the first one sets up the log."""
+        """Vote on the next call; return the number of the vote, 0 if the ranks need none.
+
+        Local, except that the first vote sets up the log.
+        """
+        if not self.are_needed:
+            return 0
         return self._opened(operation, patient=on_host).vote(FOR_HOST if on_host else FOR_GPUS)
 
     def vote_for_gpus(self) -> None:
@@ -132,7 +138,8 @@ class LocationVotes:
 
     def _opened(self, operation: Operation, *, patient: bool) -> CallLog:
         if self._log is None:
-            self._log = self._engines.node_log(operation.name, patient=patient)
+            with self._session.patience() if patient else nullcontext():
+                self._log = self._engines.node_log(operation.name)
         return self._log
 
     def vote_and_look(self, operation: Operation) -> int:
@@ -149,12 +156,12 @@ class LocationVotes:
                     return 0 if place == "host" else number
         return number
 
-    def start(self, number: int, begin: Begin) -> MPI.Request:
+    def start(self, number: int, begin: Begin, here: CallLocation) -> MPI.Request:
         """Call ``begin`` when all started calls before have begun and the votes of this number are there. Local.
 
-        The number is 0 for a call on GPUs. Return the request of the call.
+        The number is 0 for a call that needs no votes, because it is ``here``. Return the request of the call.
         """
-        if not self.queue and (place := self._place(number)):
+        if not self.queue and (place := self._place(number, here)):
             return begin(place)
         begun: list[MPI.Request] = []
         errors: list[BaseException] = []  # the wait for the request raises the first one
@@ -172,7 +179,7 @@ class LocationVotes:
                 raise errors[0]
             return bool(begun) and begun[0].Test()
 
-        self.queue.append((number, turn))
+        self.queue.append((number, here, turn))
         return self.completer.add(DeferredRequest.of(done, lambda: None), self._session.backend.prepare_thread)
 
     def settle(self) -> None:
@@ -188,8 +195,8 @@ class LocationVotes:
         """Begin the started calls whose location is known, in order. Return whether none is left."""
         with self._turn:
             while self.queue:
-                number, turn = self.queue[0]
-                place = self._place(number)
+                number, here, turn = self.queue[0]
+                place = self._place(number, here)
                 if place is None:
                     return False
                 self._taker = threading.get_ident()
@@ -200,8 +207,8 @@ class LocationVotes:
                 self.queue.popleft()  # last: another thread that finds the queue empty launches its call at once
         return True
 
-    def _place(self, number: int) -> CallLocation | None:
+    def _place(self, number: int, here: CallLocation) -> CallLocation | None:
         if number == 0:
-            return "gpu"
+            return here
         assert self._log is not None
         return self._log.location(number)

@@ -39,11 +39,6 @@ class Reader:
         placement = session.placement
         self._on_gpus = isinstance(placement.here.device, int) and len(placement.places) > 1
 
-    def read(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
-        """Return a call of which all ranks know that it lies where this rank's arrays lie. See `look` and `placed`."""
-        call = self.look(operation, arguments, algorithm, None)
-        return self.placed(call, "gpu" if call.on_device else "host")
-
     def look(
         self,
         operation: Operation,
@@ -234,11 +229,25 @@ class ByMpi:
         mpi4py may refuse the format of a buffer, such as an unaligned NumPy array, before it communicates. Other ranks
         may be in MPI with aligned arrays. So this rank gives MPI the same memory with a datatype. In a reduction mpi4py
         also refuses two names of one type.
+
+        The error is the same as for larger buffers: only mpi4py looks at the buffers of small calls, because that takes
+        the least time. An error of MPI that is no fault of this rank's arguments stays as it is.
         """
-        if not isinstance(error, MPI.Exception):
-            with contextlib.suppress(BufferError, KeyError, ValueError):  # `_refused` finds the words for them
-                return self._made(operation, self._named(operation, arguments), form, info, arguments)
-        refused = self._refused(error, operation, arguments)  # raises errors that MPI has while it communicates
+        try:
+            call = self._reader.call(operation, arguments)
+            if not isinstance(error, MPI.Exception):
+                with contextlib.suppress(BufferError, KeyError, ValueError):  # the words for them follow
+                    return self._made(operation, self._named(call), form, info, arguments)
+            if operation.send == "typed":
+                self._require_blocks(call)
+            text = f"{operation}: MPI refuses an argument: {error}"
+            refused = BufferRefusedError(text) if isinstance(error, BufferError) else InvalidUsageError(text)
+            if isinstance(error, MPI.Exception):
+                if error.Get_error_class() not in _FAULTS_OF_ARGUMENTS:
+                    raise error  # MPI has it while it communicates
+                refused = RefusedByMpiError(text, error.Get_error_class())
+        except InvalidUsageError as named:
+            refused = named
         self._row.words[CALLS_BY_MPI] -= 1  # the other ranks' counts do not have this call before it is made
         self._votes.withdraw()
         raise refused from error
@@ -250,14 +259,13 @@ class ByMpi:
         request = getattr(operation.mpi_class, operation.methods[form])(comm, *operation.passed(arguments), *info)
         return holding(request, held) if form else None  # MPI uses the buffers until the request is complete
 
-    def _named(self, operation: Operation, arguments: Arguments) -> Arguments:
-        """Return the arguments with the datatypes that MPI has for host arrays. Local. Raises as `Call`.
+    def _named(self, call: Call) -> Arguments:
+        """Return the arguments of a call with the datatypes that MPI has for host arrays. Local.
 
         In a reduction MPI wants one name for one type, and a program may name it ``LONG`` here and ``INT64_T`` there.
         """
-        call = self._reader.call(operation, arguments)
         given = call.arguments
-        if not operation.reduces:
+        if not call.operation.reduces:
             return given
 
         def named(operand: Operand | None, argument: Any) -> Any:
@@ -271,27 +279,6 @@ class ByMpi:
 
         send = given.send if call.in_place else named(call.send, given.send)
         return replace(given, send=send, receive=named(call.receive, given.receive))
-
-    def _refused(
-        self, error: BufferError | KeyError | ValueError | MPI.Exception, operation: Operation, arguments: Arguments
-    ) -> InvalidUsageError:
-        """Return the error for arguments that mpi4py has refused with ``error``: the same error as for larger buffers.
-
-        Local. Only mpi4py looks at the buffers of small calls, because that takes the least time. If ``error`` is MPI's
-        and no fault of this rank's arguments, this raises ``error`` itself.
-        """
-        try:
-            call = self._reader.call(operation, arguments)
-            if operation.send == "typed":
-                self._require_blocks(call)
-        except InvalidUsageError as named:
-            return named
-        if isinstance(error, MPI.Exception):
-            if error.Get_error_class() not in _FAULTS_OF_ARGUMENTS:
-                raise error
-            return RefusedByMpiError(f"{operation}: MPI refuses an argument: {error}", error.Get_error_class())
-        cls = BufferRefusedError if isinstance(error, BufferError) else InvalidUsageError
-        return cls(f"{operation}: MPI refuses an argument: {error}")
 
     def _require_blocks(self, call: Call) -> None:
         """Raise the error of counts, displacements and datatypes in host memory, which otherwise only MPI reads."""

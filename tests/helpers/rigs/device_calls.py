@@ -71,7 +71,7 @@ def on_host_engine(comm: Any) -> Iterator[Engine]:
     made = engine_of(MPI.COMM_WORLD, timeout_s=session.placement.here.timeout_s, by_mpi=session.call_by_mpi)
     with made as (host, _, _), pytest.MonkeyPatch.context() as patch:
         engines = comm._collectives.engines
-        engine = Engine(host, lambda text: engines.node_log("test", patient=False).post(text))
+        engine = Engine(host, lambda text: engines.node_log("test").post(text))
         cache = PlanCache(comm._session, engine)  # type: ignore[arg-type]
 
         def on_gpu(operation: str) -> PlanCache:
