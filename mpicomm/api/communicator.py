@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
@@ -32,8 +33,8 @@ from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.products.calls import Products
 from mpicomm.session import Session
+from mpicomm.ways import in_stream_order
 from mpicomm.ways.dispatch import Dispatcher, checks_of
-from mpicomm.ways.in_stream_order import InStreamOrder
 from mpicomm.ways.location_votes import needs_votes
 
 if TYPE_CHECKING:
@@ -228,8 +229,8 @@ class Communicator(
         return messages
 
     @AtFirstUse
-    def _in_stream_order(self) -> InStreamOrder:
-        return InStreamOrder(self._collectives.engines, self._session)
+    def _in_stream_order(self) -> Callable[..., None]:
+        return partial(in_stream_order.exchange, self._collectives.engines)
 
     @AtFirstUse
     def _door(self) -> Door:

@@ -14,7 +14,6 @@ from mpicomm.mpi.arguments import refuse_stream
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.requests import PersistentRequest
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
-from mpicomm.ways.in_stream_order import InStreamOrder
 
 if TYPE_CHECKING:
     from mpicomm.messages.calls import Messages
@@ -103,7 +102,7 @@ class PointToPoint(MPI.Intracomm):
     """
 
     _messages: Messages
-    _in_stream_order: InStreamOrder
+    _in_stream_order: Callable[..., None]
 
     def Send(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Send ``buf`` to rank ``dest``. Return when MPI has taken the message, or its header for a device array.
@@ -332,7 +331,7 @@ class PointToPoint(MPI.Intracomm):
             if not messages.on_gpu:
                 raise _for_device_arrays(operation, algorithm)
             if algorithm == "stream":
-                return self._in_stream_order.exchange(operation, stream, send, receive, *status)
+                return self._in_stream_order(operation, stream, send, receive, *status)
         if send is not None:
             buf, dest, tag = send
             buf, sent = messages.read(operation, buf, stream, dest, "buf" if receive is None else "sendbuf")
@@ -353,7 +352,7 @@ class PointToPoint(MPI.Intracomm):
                 return host_calls.call_on_two(by_mpi, self, send, receive, *status)
             return host_calls.call(by_mpi, self, *(send or receive or ()), *status, writable=send is None)
         if first.captured and algorithm == "auto" and operation in _IN_STREAM_ORDER:
-            return self._in_stream_order.exchange(operation, stream, send, receive, *status)
+            return self._in_stream_order(operation, stream, send, receive, *status)
         name = by_mpi.__name__
         if name.endswith("_init"):
             start = getattr(MPI.Intracomm, f"I{name.removesuffix('_init').lower()}")

@@ -62,6 +62,8 @@ class Dispatcher:
         self._plain = checks = checks_of(placement)
         self.at_once = after_votes(checks, self._is_on_host, self._starts_on_host) if votes.are_needed else checks
         """The checks of the calls that methods hand to MPI. If one fails, the method calls `run` or `start`."""
+        self.starts_on = partial(votes.comm, ALLREDUCE)
+        """Returns the communicator on which MPI starts the calls of `at_once`."""
         # What the checks have found out meanwhile, for the call of `run` or `start` that follows.
         self._joins = False
         self._voted = 0
@@ -156,10 +158,6 @@ class Dispatcher:
         """As `_is_on_host`, for a start: vote, and return whether the call is known to be on the host. Local."""
         self._voted = self._votes.vote_and_look(operation)
         return not self._voted
-
-    def starts_on(self) -> MPI.Intracomm:
-        """Return the communicator on which MPI starts the calls of `at_once`; see `LocationVotes.comm`."""
-        return self._votes.comm(ALLREDUCE)
 
     def _located(self, call: Call, *, blocking: bool) -> Call:
         """Vote in a call that waits for the votes of all ranks; return it at its location. Collective, blocking."""

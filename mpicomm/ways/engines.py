@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mpicomm.collectives.gpu.plan_cache import PlanCache
     from mpicomm.domains.gpu.engine import DomainsEngine
     from mpicomm.domains.host import HostDomains
-    from mpicomm.domains.mapped import MappedChannels
     from mpicomm.domains.mpi_transfers import Transfers
     from mpicomm.domains.steps import DomainLayout
 
@@ -32,7 +31,7 @@ class Engines:
     """
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self.session = session
         self.channel = session.channel
         """It takes the records of calls, if the communicator records."""
         self._call_logs: dict[Group, CallLog] = {}
@@ -50,22 +49,22 @@ class Engines:
     @property
     def on_one_node(self) -> bool:
         """Whether all ranks are on one node."""
-        return len(self._session.placement.nodes) == 1
+        return len(self.session.placement.nodes) == 1
 
     def internode(self, operation: str) -> tuple[str, dict[str, str]]:
         """Return the name of the transport between peer domains, "" in one domain, and the reasons against better ones.
 
         Collective if it sets up the engine, else local.
         """
-        if len(self._session.placement.domains) > 1 and isinstance(self._session.placement.here.device, str):
+        if len(self.session.placement.domains) > 1 and isinstance(self.session.placement.here.device, str):
             return "mpi", {}
-        if len(self._session.placement.domains) > 1 and not self._session.is_suspended:  # it makes no engine
+        if len(self.session.placement.domains) > 1 and not self.session.is_suspended:  # it makes no engine
             self.on_gpu(operation)
         return self._internode
 
     def node_log(self, operation: str) -> CallLog:
         """Return the call log of this rank's node. Collective over all ranks the first time, else local."""
-        session = self._session.set_up(operation)
+        session = self.session.set_up(operation)
         return self._shared_call_log(session, session.node)
 
     def on_host(self, operation: str) -> HostEngine:
@@ -75,7 +74,7 @@ class Engines:
         """
         if self._host is None:
             try:
-                session = self._session.set_up(operation)
+                session = self.session.set_up(operation)
                 session.require_usable(operation)
                 self._host = session.keep(HostEngine(session.node, self.node_log(operation)))
                 session.timeout_on_host = self._timeout_on_host
@@ -90,12 +89,12 @@ class Engines:
     def of_hosts(self, operation: str) -> Callable[[Call, str], None]:
         """Return what carries out a call on the host arrays of all ranks. Collective the first time, else local."""
         if self.on_one_node:
-            return partial(selection.carry_out, self.on_host(operation), len(self._session.placement.places))
+            return partial(selection.carry_out, self.on_host(operation), len(self.session.placement.places))
         if self._host_domains is None:
             from mpicomm.domains.host import HostDomains
             from mpicomm.domains.steps import DomainLayout
 
-            session = self._session.set_up(operation)
+            session = self.session.set_up(operation)
             layout = DomainLayout(session.placement.nodes, session.placement.rank)
             # On all nodes together: if one node fails, the others would wait for its messages.
             engine = session.group.agree(f"{operation}: set-up", lambda: self.on_host(operation))
@@ -108,7 +107,7 @@ class Engines:
         """Return the engine for device arrays, with the calls that it knows. Collective the first time, else local."""
         if self.gpu is None:
             # Before the lock, because it waits for started calls, for which another thread may need the engine.
-            session = self._session.set_up(operation)
+            session = self.session.set_up(operation)
             with self._making:
                 if self.gpu is None:
                     self.gpu = self._make_on_gpu(session, operation)
@@ -138,7 +137,6 @@ class Engines:
         """Return an engine for all peer domains, on top of the engine of one domain that ``make`` makes. Collective."""
         from mpicomm.domains.gpu.engine import DomainsEngine
         from mpicomm.domains.gpu.transports import choose_transport
-        from mpicomm.domains.mapped import MappedChannels
         from mpicomm.domains.steps import DomainLayout
 
         layout = DomainLayout(session.placement.domains, session.placement.rank)
@@ -146,14 +144,8 @@ class Engines:
         engine = session.group.agree("collectives: set-up", make)
         transfers = self._transfers_of(session, layout, self._call_logs[session.domain])
         backend = session.gpu("collectives")
-        uuids = tuple(place.device_uuid for place in session.placement.places)
-
-        def channels() -> MappedChannels:
-            # Not in `backend.loading()`, because the first signal enters this block to load its kernel.
-            return session.keep(MappedChannels(session.node, backend, session.kind, session.pads))
-
-        on_one_node = channels if len(session.placement.nodes) == 1 else None
-        transport, rejected = choose_transport(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
+        # Not in `backend.loading()`, because the first signal enters this block to load its kernel.
+        transport, rejected = choose_transport(session, backend, transfers, engine.give_up)
         self._internode = transport.name, rejected
         return session.keep(DomainsEngine(layout, engine, backend, transport))
 
@@ -183,4 +175,4 @@ class Engines:
         if failed:
             return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
         ahead = (said for call_log in [*self._call_logs.values()] if (said := call_log.absence_reason()))
-        return next(ahead, "") or self._session.absence_reason(ranks)
+        return next(ahead, "") or self.session.absence_reason(ranks)

@@ -25,49 +25,42 @@ _NAMES = {
 }
 
 
-class InStreamOrder:
-    """The messages of one communicator that sendrecv.cu matches.
+def exchange(
+    engines: Engines, operation: str, stream: Any, send: End | None, receive: End | None, status: Any = None
+) -> None:
+    """Enqueue a message to one rank and a message from another rank, which sendrecv.cu matches. Stream-ordered.
 
-    The first message of a communicator of GPUs sets up the engine that launches the kernel, collectively.
+    The first call of a communicator sets up the engine, and is collective over the node. Later calls are local. It
+    fills ``status`` with the length and the source that the caller names, because the host does not see the message.
     """
-
-    def __init__(self, engines: Engines, session: Session) -> None:
-        self._engines = engines
-        self._session = session
-
-    def exchange(self, operation: str, stream: Any, send: End | None, receive: End | None, status: Any = None) -> None:
-        """Enqueue a message to one rank and a message from another rank. Stream-ordered.
-
-        The first call of a communicator sets up memory and is collective over the node. Later calls are local. It fills
-        ``status`` with the length and the source that the caller names, because the host does not see the message.
-        """
-        send, receive = send or _NO_SEND, receive or _NO_RECEIVE
-        (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
-        route = dest, sendtag, source, recvtag
-        gpu = self._engines.gpu
-        plan = None if gpu is None else gpu.find_message(operation, sendbuf, recvbuf, route)
-        if gpu is None or plan is None:
-            # After the first message a call waits for no rank: other ranks may enqueue theirs in another order.
-            session = self._session.set_up(operation) if gpu is None else self._session
-            outward, inward = _NAMES[operation]
-            sent = _read_end(operation, send, outward, session)
-            received = _read_end(operation, receive, inward, session, receives=True)
-            if sent is not None and received is not None:
-                require_separate(sent[0], received[0])
-            messages = sent and sent[1], received and received[1]
-            session.require_usable(operation)
-            gpu = self._engines.on_gpu(operation)
-            made = plan = gpu.engine.prepare_messages(operation, *messages)
-            plan.by_output = sendbuf is None
-            gpu.add_message(made, operation, sendbuf, recvbuf, route, *messages)
-        gpu.enqueue(plan, stream, sendbuf, recvbuf)
-        if status is not None:
-            status.Set_source(source)
-            status.Set_tag(recvtag)  # MPI.ANY_TAG stays: the host does not learn the sender's tag
-            nothing = source == MPI.PROC_NULL
-            nbytes = 0 if nothing else parse(recvbuf, writable=True, name="recvbuf").packed_nbytes
-            status.Set_elements(MPI.BYTE, nbytes)
-            status.Set_cancelled(False)
+    send, receive = send or _NO_SEND, receive or _NO_RECEIVE
+    (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
+    route = dest, sendtag, source, recvtag
+    gpu = engines.gpu
+    plan = None if gpu is None else gpu.find_message(operation, sendbuf, recvbuf, route)
+    if gpu is None or plan is None:
+        # After the first message a call waits for no rank: other ranks may enqueue theirs in another order.
+        session, (outward, inward) = engines.session, _NAMES[operation]
+        if gpu is None:
+            session.set_up(operation)
+        sent = _read_end(operation, send, outward, session)
+        received = _read_end(operation, receive, inward, session, receives=True)
+        if sent is not None and received is not None:
+            require_separate(sent[0], received[0])
+        messages = sent and sent[1], received and received[1]
+        session.require_usable(operation)
+        gpu = engines.on_gpu(operation)
+        made = plan = gpu.engine.prepare_messages(operation, *messages)
+        plan.by_output = sendbuf is None
+        gpu.add_message(made, operation, sendbuf, recvbuf, route, *messages)
+    gpu.enqueue(plan, stream, sendbuf, recvbuf)
+    if status is not None:
+        status.Set_source(source)
+        status.Set_tag(recvtag)  # MPI.ANY_TAG stays: the host does not learn the sender's tag
+        nothing = source == MPI.PROC_NULL
+        nbytes = 0 if nothing else parse(recvbuf, writable=True, name="recvbuf").packed_nbytes
+        status.Set_elements(MPI.BYTE, nbytes)
+        status.Set_cancelled(False)
 
 
 def _read_end(

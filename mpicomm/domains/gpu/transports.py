@@ -27,6 +27,7 @@ from mpicomm.domains.mpi_transfers import CudaAwareTransport, PinnedTransport, T
 from mpicomm.domains.steps import NetworkStep, Transport, TransportName
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.log import logger
+from mpicomm.session import Session
 
 T = TypeVar("T")
 
@@ -201,12 +202,14 @@ def bounded(act: Callable[[], T], timeout_s: float, what: str) -> T:
 
 
 class MappedTransport(Transport):
-    """The `Transport` for ranks of one node, which map each other's memory. Construction is local."""
+    """The `Transport` for ranks of one node, which map each other's memory. Construction is collective."""
 
     name: TransportName = "mapped"
 
-    def __init__(self, channels: MappedChannels, backend: GpuBackend) -> None:
-        self._channels = channels
+    def __init__(self, session: Session, backend: GpuBackend) -> None:
+        if len(session.placement.nodes) > 1:
+            raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
+        self._channels = session.keep(MappedChannels(session.node, backend, session.kind, session.pads))
         self._backend = backend
         with backend.current():
             # Two streams, because a rank must receive while it waits for a slot.
@@ -236,29 +239,25 @@ class MappedTransport(Transport):
 
 
 def choose_transport(
-    group: Group,
-    transfers: Transfers,
+    session: Session,
     backend: GpuBackend,
-    uuids: tuple[bytes, ...],
-    channels: Callable[[], MappedChannels] | None,
+    transfers: Transfers,
     on_failure: Callable[[CollectiveTimeoutError | PeerError], None],
 ) -> tuple[Transport, dict[str, str]]:
     """Return the best transport that works on all ranks, or that of MPICOMM_INTERNODE, and why not better ones.
 
-    Collective, with the same answer on all ranks. ``transfers`` carry messages of MPI, and ``uuids`` are the GPUs of
-    all ranks. ``channels`` makes memory that all ranks map, collectively; it is None if ranks are on several nodes.
+    Collective, with the same answer on all ranks. ``transfers`` carry messages of MPI.
 
     Raises on all ranks alike: `InvalidUsageError` if MPICOMM_INTERNODE is bad or differs, `BackendUnavailableError` if
     the engine that it names does not work.
     """
+    group, uuids = session.group, [place.device_uuid for place in session.placement.places]
     requests = group.exchange("MPICOMM_INTERNODE", environment.internode)
     require_same("MPICOMM_INTERNODE", requests)
 
     def opened(name: str) -> Transport:
         if name == "mapped":
-            if channels is None:
-                raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
-            return MappedTransport(channels(), backend)
+            return MappedTransport(session, backend)
         if name == "mpi":
             group.agree("engine mpi", require_cuda_aware)
             return CudaAwareTransport(transfers, backend)

@@ -20,6 +20,13 @@ Choose = Callable[[Callable[[], Any] | None], Any]
 """Chooses with a function that makes channels, which is None if the ranks are on several nodes."""
 
 
+def session_of(group: Group, nodes: int) -> Any:
+    """A session of one GPU for each node."""
+    places = [SimpleNamespace(device_uuid=bytes([node])) for node in range(nodes)]
+    placement = SimpleNamespace(nodes=[[node] for node in range(nodes)], places=places)
+    return SimpleNamespace(group=group, node=group, kind="ipc", pads=None, placement=placement, keep=lambda made: made)
+
+
 @pytest.fixture
 def choose(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Choose:
     """Choose for one rank, without NCCL, and with an MPI that takes no device pointers."""
@@ -30,7 +37,13 @@ def choose(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Choose:
     backend: Any = SimpleNamespace(current=contextlib.nullcontext, side_streams=SimpleNamespace(take=lambda: 1))
     transfers: Any = None
     group = Group(MPI.COMM_SELF, [0], 5.0)
-    return lambda channels: module.choose_transport(group, transfers, backend, (b"",), channels, lambda error: None)
+
+    def choose(channels: Callable[[], Any] | None) -> Any:
+        monkeypatch.setattr(module, "MappedChannels", lambda *arguments: channels and channels())
+        session = session_of(group, nodes=1 if channels else 2)
+        return module.choose_transport(session, backend, transfers, lambda error: None)
+
+    return choose
 
 
 def test_mapped_memory_is_first_on_one_node(choose: Choose) -> None:
@@ -84,7 +97,7 @@ def test_nccl_is_aborted_if_another_rank_could_not_start_it(cuda: FakeCuda, monk
     backend: Any = SimpleNamespace(current=contextlib.nullcontext, prepare_thread=lambda: None)
     group, transfers = AnotherRankFails(MPI.COMM_SELF, [0], 5.0), None
     with pytest.raises(BackendUnavailableError, match="rank 1 could not start NCCL"):
-        transports.choose_transport(group, transfers, backend, (b"",), None, lambda error: None)
+        transports.choose_transport(session_of(group, nodes=1), backend, transfers, lambda error: None)
     assert calls == ["abort"]
 
 
