@@ -206,8 +206,7 @@ class DeviceWork:
         channel.ordinal = int(backend.device)
         for name in ("signal", "wait_signal", "pack", "launch"):
             _replace(backend, name, self._on_stream)
-        for name in ("launcher", "fixed_launch"):
-            _replace(backend, name, self._maker)
+        _replace(backend, "launcher", self._maker)
         _replace(backend, "graph_of", lambda make: lambda enqueue: enqueue)  # its launches are measured one by one
         _replace(backend, "copy", functools.partial(self._on_stream, of_memory="copy_engine"))
         _replace(backend, "message_steps", lambda steps: lambda: _RecordedSteps(steps(), self))

@@ -64,8 +64,10 @@ class RunUpdate:
                 self._last, self._times = update, 0
             self._times += 1
             if self._times >= _TIMES and not captures:  # for example a counter from which a program draws
-                self._repeat = self._backend.fixed_launch(
-                    self._kernel, self._arguments, blocks=blocks, threads=kernels.ACCUMULATE_THREADS
+                arguments = type(self._arguments).from_buffer_copy(self._arguments)
+                launch = partial(self._backend.launch, self._kernel, arguments)
+                self._repeat = self._backend.graph_of(
+                    partial(launch, blocks=blocks, threads=kernels.ACCUMULATE_THREADS)
                 )
                 self._repeated = update
             self._enqueue(stream, blocks, kernels.ACCUMULATE_THREADS)

@@ -13,9 +13,9 @@ from cuda.bindings import driver
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.devices.cuda.compile import compile_kernel
 from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.load import kernel_in
+from tests.helpers.inputs.kernel_sources import compile_kernel
 from tests.kernels.device_functions_rig import (
     FUNCTIONS,
     GROUPS,

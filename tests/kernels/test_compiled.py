@@ -19,7 +19,6 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import chain_kernel
 from mpicomm.collectives.gpu.algorithms.chunks.plan import exchange_kernel
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction_kernel
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, counted_step_kernel, packet_kernel, wire_options
-from mpicomm.devices.cuda.compile import compile_kernel
 from mpicomm.kernels.epilogue import epilogue_options, norm_options
 from mpicomm.kernels.experts import DISPATCH_FEW_KERNEL, DISPATCH_KERNEL, combine_experts_kernel
 from mpicomm.kernels.reductions import combine_kernel
@@ -33,7 +32,7 @@ from mpicomm.kernels.window import (
     accumulate_kernel,
     swap_kernel,
 )
-from tests.helpers.inputs.kernel_sources import INCLUDES, SOURCES
+from tests.helpers.inputs.kernel_sources import INCLUDES, SOURCES, compile_kernel
 from tests.helpers.jobs.mpiexec import ROOT
 
 WANTED = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]

@@ -20,7 +20,7 @@ from mpicomm.devices.base import DifferingCalls, Launch, Link
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.events import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
-from mpicomm.devices.cuda.launches import MessageSteps, launch_again
+from mpicomm.devices.cuda.launches import LaunchGraph, MessageSteps
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment, PrimaryContext
@@ -253,20 +253,12 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
         return enqueue
 
-    def fixed_launch(
-        self, variant: Variant, arguments: ctypes.Structure, *, blocks: int, threads: int
-    ) -> Callable[[int], None]:
-        """Return a function that launches a kernel with this content of ``arguments`` on a stream; not capturable.
-
-        It takes half the time of a launch by `launcher`. One thread calls it at a time.
-        """
-        kernel = self.load(variant)
-        again = partial(kernel.launch_structure, arguments=arguments, blocks=blocks, threads=threads)
-        return launch_again(self._context, again)
-
     def graph_of(self, enqueue: Callable[[int], object]) -> Callable[[int], None]:
-        """Return a function that makes the launches of ``enqueue`` again, on a stream; as `fixed_launch`."""
-        return launch_again(self._context, enqueue)
+        """Return a function that makes the launches of ``enqueue`` again, on a stream; not capturable.
+
+        A single launch takes half the time of a launch by `launcher`. One thread calls it at a time.
+        """
+        return LaunchGraph(self._context, enqueue).launch
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time. It does not wait for the device."""

@@ -28,15 +28,6 @@ _LONGEST_WAIT_S = 10.0
 """The time after which a rank compiles a kernel itself, because a process that has stopped keeps its lock."""
 
 
-def compile_kernel(source: Path, compute_capability: tuple[int, int], extra_options: Sequence[str] = ()) -> bytes:
-    """Return ``source`` (a .cu file) compiled for a device: CUBIN, or PTX for a device newer than this NVRTC.
-
-    Local, blocking (up to some seconds the first time). Raises `KernelCompileError` with NVRTC's log, and
-    `BackendUnavailableError` if NVRTC is missing.
-    """
-    return Code(source, compute_capability, extra_options).get()
-
-
 def start_compiler(compute_capability: tuple[int, int]) -> None:
     """Let NVRTC do what it does before its first kernel, which takes 0.3 s (NVRTC 13.0); blocking. Raises as `Code`."""
     _run_nvrtc(b"", "nothing.cu", [f"-arch={_architecture(compute_capability, _nvrtc_version())}"])
@@ -49,9 +40,12 @@ def has_kernels(compute_capability: tuple[int, int]) -> bool:
 
 
 class Code:
-    """The code of a kernel for a device, compiled once per machine. Construction raises `BackendUnavailableError`."""
+    """The code of a kernel for a device, compiled once per machine: CUBIN, or PTX for a device newer than this NVRTC.
 
-    def __init__(self, source: Path, compute_capability: tuple[int, int], extra_options: Sequence[str]) -> None:
+    ``source`` is a .cu file. Construction raises `BackendUnavailableError` if NVRTC is missing.
+    """
+
+    def __init__(self, source: Path, compute_capability: tuple[int, int], extra_options: Sequence[str] = ()) -> None:
         self._text, self._name = source.read_bytes(), source.name
         self._compute_capability = compute_capability
         self._version = _nvrtc_version()
@@ -65,7 +59,7 @@ class Code:
         self._kept = directory and directory / f"{source.stem}-{_device_name(compute_capability)}-{digest[:32]}"
 
     def get(self, meanwhile: Callable[[], None] = lambda: None) -> bytes:
-        """Return the code; blocking. Raises `KernelCompileError`.
+        """Return the code; blocking, up to some seconds the first time. Raises `KernelCompileError` with NVRTC's log.
 
         If it is not in the cache, call ``meanwhile`` while somebody else compiles it, or after compiling it here: other
         kernels that this process compiles would make this one late.
@@ -143,10 +137,10 @@ class _Lock:
             self._file.close()
 
 
-def _headers(text: bytes, directories: tuple[Path, ...]) -> dict[str, bytes]:
+def _headers(text: bytes, directories: tuple[Path, ...]) -> dict[bytes, bytes]:
     """Return digests of the headers that a source includes, and of those that these include, by their names."""
-    found: dict[str, bytes] = {}
-    names = _included(text)
+    found: dict[bytes, bytes] = {}
+    names = {*_INCLUDE.findall(text)}
     while names:
         name = names.pop()
         if name not in found:
@@ -155,28 +149,23 @@ def _headers(text: bytes, directories: tuple[Path, ...]) -> dict[str, bytes]:
     return found
 
 
-def _included(text: bytes) -> set[str]:
-    return {*map(bytes.decode, _INCLUDE.findall(text))}
-
-
 @lru_cache  # kernels share most headers, and their text takes a while to read
-def _header(name: str, directories: tuple[Path, ...]) -> tuple[bytes, set[str]]:
+def _header(name: bytes, directories: tuple[Path, ...]) -> tuple[bytes, set[bytes]]:
     """Return the digest of a header, and the names of the headers that it includes."""
     for directory in directories:
         with contextlib.suppress(OSError):
-            text = (directory / name).read_bytes()
-            return hashlib.sha256(text).digest(), _included(text)
+            text = (directory / name.decode()).read_bytes()
+            return hashlib.sha256(text).digest(), {*_INCLUDE.findall(text)}
     return b"", set()  # an error of the compiler
 
 
 def _nvrtc_version() -> tuple[int, int]:
     try:
-        status, major, minor = nvrtc.nvrtcVersion()
+        major, minor = _call(nvrtc.nvrtcVersion)
     except RuntimeError as error:  # cuda-bindings raises it if it cannot load the library
         raise BackendUnavailableError(
             f'NVRTC cannot be loaded: {error}; run: pip install -e ".[cuda12]" (or cuda13, as CuPy is)'
         ) from error
-    _check(status)
     return major, minor
 
 
@@ -193,8 +182,7 @@ def _build(library: str) -> str:
 
 
 def _architecture(compute_capability: tuple[int, int], version: tuple[int, int]) -> str:
-    status, supported = nvrtc.nvrtcGetSupportedArchs()
-    _check(status)
+    (supported,) = _call(nvrtc.nvrtcGetSupportedArchs)
     major, minor = compute_capability
     wanted = 10 * major + minor
     if wanted in supported:
@@ -210,8 +198,7 @@ def _architecture(compute_capability: tuple[int, int], version: tuple[int, int])
 
 
 def _run_nvrtc(text: bytes, name: str, options: list[str]) -> bytes:
-    status, program = nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], [])
-    _check(status)
+    (program,) = _call(nvrtc.nvrtcCreateProgram, text, name.encode(), 0, [], [])
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if int(status) != 0:
@@ -227,18 +214,19 @@ def _run_nvrtc(text: bytes, name: str, options: list[str]) -> bytes:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _output(get_size: Any, get: Any, program: Any) -> bytes:
-    status, size = get_size(program)
-    _check(status)
+def _output(get_size: Callable[..., Any], get: Callable[..., Any], program: Any) -> bytes:
+    (size,) = _call(get_size, program)
     buffer = bytearray(size)
-    (status,) = get(program, buffer)
-    _check(status)
+    _call(get, program, buffer)
     return bytes(buffer)
 
 
-def _check(status: Any) -> None:
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of ``cuda.bindings.nvrtc``, and return its results without its status."""
+    status, *results = function(*arguments)
     if int(status) != 0:
         raise KernelCompileError(f"NVRTC failed: {status.name}")
+    return results
 
 
 def _store(path: Path, image: bytes) -> None:

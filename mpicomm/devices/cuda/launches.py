@@ -23,26 +23,35 @@ class LaunchGraph:
     """Makes the launches that ``enqueue`` enqueues on a stream, again and again.
 
     The driver launches a graph in about half the time of a kernel launch. It runs a graph once at a time. The last
-    reference destroys the graph, after its launches are over. At construction the device's context is current, the
-    thread is relaxed, and all kernels are loaded.
+    reference destroys the graph, after its launches are over. All kernels are loaded before the construction.
     """
 
-    def __init__(self, enqueue: Callable[[int], object]) -> None:
+    def __init__(self, context: PrimaryContext, enqueue: Callable[[int], object]) -> None:
+        self._context = context
         self._executable = 0
-        stream = cupy.cuda.Stream(non_blocking=True)
-        call(driver.cuStreamBeginCapture, stream.ptr, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-        try:
-            enqueue(stream.ptr)
-        finally:
-            # Also after a Ctrl-C: a stream that still captures cannot be destroyed, and would invalidate later work.
-            graph = call(driver.cuStreamEndCapture, stream.ptr)
-        try:
-            self._executable = int(call(driver.cuGraphInstantiate, graph, 0))
-        finally:
-            driver.cuGraphDestroy(graph)
+        with context.current(), relaxed():  # another stream of this thread may capture a graph
+            stream = cupy.cuda.Stream(non_blocking=True)
+            call(driver.cuStreamBeginCapture, stream.ptr, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            try:
+                enqueue(stream.ptr)
+            finally:
+                # Also after a Ctrl-C: a stream that captures cannot be destroyed, and would invalidate later work.
+                graph = call(driver.cuStreamEndCapture, stream.ptr)
+            try:
+                self._executable = int(call(driver.cuGraphInstantiate, graph, 0))
+            finally:
+                driver.cuGraphDestroy(graph)
 
     def launch(self, stream: int) -> None:
-        """Enqueue the launches. Local; raises `HandleError`."""
+        """Enqueue the launches, in any context. Local; raises `HandleError`."""
+        if self._context.is_current():
+            self.launch_here(stream)
+        else:
+            with self._context.current():
+                self.launch_here(stream)
+
+    def launch_here(self, stream: int) -> None:
+        """Enqueue the launches in the context of the graph. Local; raises `HandleError`."""
         try:
             runtime.graphLaunch(self._executable, stream)
         except runtime.CUDARuntimeError as error:
@@ -51,21 +60,6 @@ class LaunchGraph:
     def __del__(self) -> None:
         if self._executable:
             driver.cuGraphExecDestroy(self._executable)  # its status may say that the driver shut down with the process
-
-
-def launch_again(context: PrimaryContext, enqueue: Callable[[int], object]) -> Callable[[int], None]:
-    """Return a function that makes the launches of ``enqueue`` again, on a stream, in a context."""
-    with context.current(), relaxed():  # another stream of this thread may capture a graph
-        graph = LaunchGraph(enqueue)
-
-    def launch(stream: int) -> None:
-        if context.is_current():
-            graph.launch(stream)
-        else:
-            with context.current():
-                graph.launch(stream)
-
-    return launch
 
 
 _MOST_WAITING_BLOCKS = 4
@@ -132,9 +126,7 @@ class MessageSteps:
 
     def graph(self, launches: Sequence[MessageLaunch]) -> LaunchGraph:
         """Return a graph of launches."""
-        # Relaxed, because another stream of this thread may capture a graph.
-        with self._context.current(), relaxed():
-            return LaunchGraph(lambda stream: self.enqueue(stream, launches))
+        return LaunchGraph(self._context, lambda stream: self.enqueue(stream, launches))
 
 
 class Argument:
@@ -175,7 +167,7 @@ class PlaceCopy:
     def __call__(self, stream: int, pointer: int, nbytes: int, /) -> None:
         steps, copied = self._steps, (pointer, nbytes)
         if copied == self._graphed and self._graph is not None and runtime.getDevice() == steps.ordinal:
-            self._graph.launch(stream)
+            self._graph.launch_here(stream)
             return
         blocks, copy, wait = blocks_of_message(nbytes), self._copy, self._wait
         launches: tuple[MessageLaunch, ...] = ((blocks, MESSAGE_THREADS, copy),)

@@ -120,7 +120,7 @@ class WindowDevice(ThreadDevice):
         self.faults = Faults(0, 0)
         self.loaded: set[Variant] = set()
         self.launchers: list[Variant] = []
-        self.fixed: list[Variant] = []
+        self.graphs = 0
         self.shared: weakref.WeakSet[SharedArray] = weakref.WeakSet()
         self._tables: dict[int, PackTable] = {}
         self._scratch: list[npt.NDArray[np.uint8]] = []
@@ -184,17 +184,14 @@ class WindowDevice(ThreadDevice):
         self.launchers.append(variant)
         return lambda stream, blocks, threads: self.launch(variant, arguments, stream, blocks=blocks, threads=threads)
 
-    def fixed_launch(
-        self, variant: Variant, arguments: ctypes.Structure, *, blocks: int, threads: int
-    ) -> Callable[[int], None]:
-        given = type(arguments).from_buffer_copy(arguments)
-        self.fixed.append(variant)
+    def graph_of(self, enqueue: Callable[[int], object]) -> Callable[[int], object]:
+        self.graphs += 1
 
-        def enqueue(stream: int) -> None:
+        def launch(stream: int) -> None:
             assert not self.capturing, "a graph in a capture"
-            self.launch(variant, given, stream, blocks=blocks, threads=threads)
+            enqueue(stream)
 
-        return enqueue
+        return launch
 
     def _meet(self, x: SynchronisationArguments, _: Variant) -> None:
         inbox, sent, expected = self._rows(x, x.rank)

@@ -392,7 +392,7 @@ def compile_reductions(comm: mpicomm.Communicator, names: Sequence[str]) -> None
         return
     from mpicomm.collectives.gpu.algorithms.chunks.plan import exchange_kernel
     from mpicomm.collectives.gpu.algorithms.packets.arguments import flags_can_carry, packet_kernel
-    from mpicomm.devices.cuda.compile import compile_kernel
+    from tests.helpers.inputs.kernel_sources import compile_kernel
 
     capability = comm._session.gpu("compile_reductions").info.compute_capability
     variants = []

@@ -232,7 +232,7 @@ def test_updates_that_repeat_are_made_ready_and_other_updates_come_between() -> 
         for turn in range(30):
             win.Fetch_and_op(one, before, rig.rank, 3)
             assert before.get().tolist() == [turn - 1]
-        assert len(rig.device.fixed) == 1
+        assert rig.device.graphs == 1
         for turn in range(4):
             win.Fetch_and_op(one, before, rig.rank, 4)
             win.Fetch_and_op(one, before, rig.rank, 3)
@@ -242,4 +242,4 @@ def test_updates_that_repeat_are_made_ready_and_other_updates_come_between() -> 
         rig.device.capturing = False
         win.Unlock(rig.rank)
         assert rig.mine()[3:5] == [33 + 1, 3]
-        assert len(rig.device.fixed) == 1
+        assert rig.device.graphs == 1

@@ -22,10 +22,10 @@ from mpicomm.kernels.window import COMES_FIRST, LOCK
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
 from mpicomm.devices.cuda import compile as kernel_compile  # noqa: E402
-from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
 from mpicomm.devices.cuda.faults import FaultPage, FaultRecord  # noqa: E402
 from mpicomm.kernels.variant import SHARED, Variant  # noqa: E402
 from tests.helpers.fakes.fake_cuda import FakeCuda  # noqa: E402
+from tests.helpers.inputs.kernel_sources import compile_kernel  # noqa: E402
 
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
 
@@ -236,7 +236,7 @@ def test_the_compiler_starts_early_only_if_it_will_be_needed(
 
     monkeypatch.setattr(compiler, "_run_nvrtc", run_nvrtc)
     if kept:
-        compiler.compile_kernel(SHARED / "signal.cu", (9, 0))
+        compile_kernel(SHARED / "signal.cu", (9, 0))
     load.kernels_of(DeviceInfo(0, "a GPU", b"0" * 16, "", -1, (9, 0)))
     join_helpers()
     assert compiled == ["signal.cu" if kept else "nothing.cu"]

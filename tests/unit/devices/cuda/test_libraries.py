@@ -12,7 +12,7 @@ import pytest
 
 from mpicomm.devices.base import Link, slowest_gb_s
 from mpicomm.devices.cuda import nccl
-from mpicomm.devices.cuda.links import nvlink_gb_s, nvml_link, pcie_gb_s
+from mpicomm.devices.cuda.links import ask_nvml, nvlink_gb_s, nvml_link, pcie_gb_s
 
 ID = bytes(range(100, 228))
 
@@ -163,30 +163,31 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_nvlinks_that_lead_to_the_peer_count(install: Any, nvml: Nvml, gb_s: float | None) -> None:
     install(nvml)
-    assert nvlink_gb_s(A, B) == gb_s
+    assert ask_nvml(nvlink_gb_s, A, B) == gb_s
     assert nvml.open == 0
 
 
 def test_pcie_is_as_fast_as_the_slower_end(install: Any) -> None:
     install(Nvml([], pcie=((5, 16), (4, 8))))
-    assert pcie_gb_s(A) == pytest.approx(63.0, rel=0.01)
-    assert pcie_gb_s(A, B) == pytest.approx(15.75, rel=0.01)
+    assert ask_nvml(pcie_gb_s, A) == pytest.approx(63.0, rel=0.01)
+    assert ask_nvml(pcie_gb_s, A, B) == pytest.approx(15.75, rel=0.01)
     install(Nvml([], pcie=((9, 16), (4, 8))))  # a future generation
-    assert pcie_gb_s(A) is None
+    assert ask_nvml(pcie_gb_s, A) is None
 
 
 def test_a_link_is_nvlink_or_pcie(install: Any) -> None:
     install(Nvml([B]))
-    assert nvml_link(A, B) == Link("NVLink", None, True, True)
+    assert ask_nvml(nvml_link, A, B) == Link("NVLink", None, True, True)
     install(Nvml([]))
-    assert nvml_link(A, B) == Link("PCIe", None, True, True)
+    assert ask_nvml(nvml_link, A, B) == Link("PCIe", None, True, True)
 
 
 def test_what_nvml_does_not_say_is_unknown(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml([SWITCH])
     install(nvml)
     stranger = bytes(16)
-    assert (nvml_link(A, stranger), nvlink_gb_s(A, stranger), pcie_gb_s(stranger)) == (Link("unknown"), None, None)
+    for question in (nvml_link, nvlink_gb_s, pcie_gb_s):
+        assert ask_nvml(question, A, stranger) is None
     assert nvml.open == 0
 
     def fails() -> None:
@@ -194,9 +195,9 @@ def test_what_nvml_does_not_say_is_unknown(install: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(nvml, "nvmlInit", fails)
     monkeypatch.setattr(nvml, "nvmlShutdown", fails)
-    assert (nvml_link(A, B), nvlink_gb_s(A, B), pcie_gb_s(A)) == (Link("unknown"), None, None)
+    assert ask_nvml(nvml_link, A, B) is None
     install(None)
-    assert (nvml_link(A, B), nvlink_gb_s(A, B), pcie_gb_s(A)) == (Link("unknown"), None, None)
+    assert ask_nvml(nvml_link, A, B) is None
 
 
 def test_the_slowest_known_link_counts() -> None:

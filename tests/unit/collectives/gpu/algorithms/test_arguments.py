@@ -21,11 +21,10 @@ from mpicomm.collectives.gpu.algorithms.packets import arguments as packets
 from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
 from mpicomm.collectives.wire import BLOCK
-from mpicomm.devices.cuda.compile import compile_kernel
 from mpicomm.kernels import epilogue, experts, message, packing, reductions, team, window
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.p2p import __main__ as p2p
-from tests.helpers.inputs.kernel_sources import INCLUDES, SOURCES
+from tests.helpers.inputs.kernel_sources import INCLUDES, SOURCES, compile_kernel
 from tests.helpers.references.reductions import SENTINELS
 
 # For a device newer than NVRTC the result is PTX. The compiler has checked all assertions by then.
