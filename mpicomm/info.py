@@ -156,7 +156,7 @@ def main() -> int:
         json="output",
     )
     options = command_line.parse_args(parser)
-    comm = command_line.open_communicator(options.device, options.handle)
+    comm = Communicator(device=options.device, handle=options.handle)
     found, rank = collect(comm), comm.rank
     comm.Free()
     if options.json is not None:

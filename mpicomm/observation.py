@@ -165,10 +165,7 @@ def _waiting(cls: Any, name: str) -> Callable[..., Any]:
 
 def reader_of(name: str, method: Callable[..., Any]) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Facts]:
     """Return a function that reads the facts of a call of a method. It raises nothing: the call reports all faults."""
-    try:
-        parameters = [*inspect.signature(method).parameters.values()][1:]
-    except ValueError:  # a method of C that does not tell its arguments
-        parameters = []
+    parameters = [*inspect.signature(method).parameters.values()][1:]
     names: tuple[str, ...] = ()  # the other methods take objects
     if name in _PRODUCTS:
         names = ("a",)
@@ -205,7 +202,7 @@ def _size_of(call: str, name: str, buffer: Any, called: Any) -> tuple[int, str] 
         return None
     nbytes, dtype = getattr(buffer, "nbytes", None), getattr(buffer, "dtype", None)
     if isinstance(nbytes, int) and dtype is not None:  # an array of any library, which only the call exports
-        return nbytes, _type_name(dtype)
+        return nbytes, str(dtype).removeprefix("torch.")
     row, blocks = _ROWS.get(call), 1
     shape: Shape = "one" if row is None or name == "buf" else row.send if name == "sendbuf" else row.receive
     try:
@@ -219,8 +216,3 @@ def _size_of(call: str, name: str, buffer: Any, called: Any) -> tuple[int, str] 
     of_mpi = operand.mpi_type  # only MPI knows the bytes of some datatypes
     named = of_mpi.name if operand.dtype is None and of_mpi else str(operand.dtype or "")
     return operand.packed_nbytes or (operand.total * of_mpi.Get_size() if of_mpi else 0), named
-
-
-@functools.lru_cache
-def _type_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")  # NumPy takes a microsecond for the text

@@ -78,7 +78,7 @@ def main() -> int:
     )
     arguments.add_sweep_arguments(parser, smallest=1 << 10, factor=4)
     parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: both")
-    run = command_line.Run(parser, one_node="the ring goes through mapped memory and needs all ranks on one node")
+    run = command_line.Run(parser, one_node=True)
     options, comm, swept = run.options, run.comm, run.swept_sizes()
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
     machine = machine_of(comm)

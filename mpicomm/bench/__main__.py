@@ -87,7 +87,7 @@ def main() -> int:
         return matmul.main()
     if sys.argv[1:2] == [experts.NAME]:
         return experts.main()
-    run = command_line.Run(parser(), one_node="the bench is for ranks of one node")
+    run = command_line.Run(parser(), one_node=True)
     options, comm = run.options, run.comm
     operation, dtype = OPERATIONS[options.collective], covered_dtype(options.datatype)
     if operation.reduces:

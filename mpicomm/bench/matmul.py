@@ -169,7 +169,7 @@ class Matrices:
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    run = command_line.Run(parser(), one_node="the bench is for ranks of one node")
+    run = command_line.Run(parser(), one_node=True)
     options, comm = run.options, run.comm
     on_host = comm.device == "cpu"
     options.rows = options.rows or ([256, 512] if on_host else [1024, 4096, 16384])

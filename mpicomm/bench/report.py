@@ -181,7 +181,7 @@ class Report:
                 with nullcontext() if contender.own else suppress(Exception):
                     contender.close()
 
-        return run.finish(document, wrong, close=close)
+        return run.finish(document, wrong, close)
 
     def _outcomes(self) -> list[tuple[ResultRow, str, str, Outcome]]:
         return [

@@ -111,20 +111,15 @@ T = TypeVar("T")
 
 
 def command_parser(
-    name: str,
-    description: str,
-    *,
-    json: Literal["file", "output", ""] = "file",
-    peers: Collection[str] = (),
-    allow_abbrev: bool = True,
+    name: str, description: str, *, json: Literal["file", "output", ""] = "file", peers: Collection[str] = ()
 ) -> argparse.ArgumentParser:
-    """Return the parser of a command, with the options that `open_communicator` takes, and with these.
+    """Return the parser of a command, with the options of a `Communicator`, and with these.
 
     ``json`` adds an option for a "file" of results, or for JSON in place of all "output", in a file or on standard
     output ("-"). ``peers`` are other libraries to compare with.
     """
     prog = f"python -m mpicomm.{name}"
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=allow_abbrev)
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     add = parser.add_argument_group("ranks and results").add_argument
     add("-D", "--device", choices=("auto", "cpu"), default="auto", help="default: auto")
     add("--handle", choices=environment.HANDLES, default="auto", help="how memory is opened; default: auto")

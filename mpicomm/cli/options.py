@@ -10,8 +10,6 @@ import shlex
 import signal
 import socket
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,7 +23,7 @@ from mpicomm import environment
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.cli import arguments
 from mpicomm.cli.arguments import format_uuid
-from mpicomm.cluster.process import FORWARD_S
+from mpicomm.cluster.process import end_job_if_uncaught
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.sizes import format_size
 from mpicomm.waiting import wait_until
@@ -34,17 +32,15 @@ T = TypeVar("T")
 
 _TOGETHER_S = 0.5
 
-_device: int | str | None = None  # `_abort` names the device, but has no communicator
-
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run ``main`` on every rank and exit with the status that it returns.
 
     If all ranks raise an error together (a wrong argument, memory that cannot be shared), rank 0 prints it once. If
-    only some ranks raise an error, each prints it with its traceback. It ends the whole job, because the other ranks
-    would wait for ever.
+    only some ranks raise an error, each prints it with its traceback, and it ends the whole job.
     """
     private = MPI.COMM_WORLD.Dup()
+    end_job_if_uncaught()
     try:
         status = main()
     except KeyboardInterrupt:
@@ -53,28 +49,14 @@ def run(main: Callable[[], int]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         raise
-    except MpicommError as error:
-        if not wait_until(private.Ibarrier().Test, _TOGETHER_S):
-            _abort()
+    except Exception as error:
+        if not isinstance(error, MpicommError) or not wait_until(private.Ibarrier().Test, _TOGETHER_S):
+            sys.stderr.write(f"mpicomm: rank {private.rank} on {socket.gethostname()} failed\n")
+            raise
         if private.rank == 0:
             sys.stderr.write(f"error: {error}\n")
         status = 2 if isinstance(error, InvalidUsageError) else 1
-    except Exception:
-        _abort()
     sys.exit(status)
-
-
-def _abort() -> NoReturn:
-    device = "no device yet" if _device is None else f"device {_device}"
-    # This is one write, because lines of ranks that fail at the same time must not mix.
-    sys.stderr.write(
-        f"mpicomm: rank {MPI.COMM_WORLD.rank} on {socket.gethostname()} ({device}) failed\n{traceback.format_exc()}"
-    )
-    sys.stderr.flush()
-    sys.stdout.flush()
-    time.sleep(FORWARD_S)
-    MPI.COMM_WORLD.Abort(1)
-    os._exit(1)  # MPICH's MPI_Abort may return before the job has ended
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -92,27 +74,19 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     sys.exit(outcome)
 
 
-def open_communicator(device: str, handle: str) -> Communicator:
-    """Return a communicator of all ranks. Collective."""
-    global _device
-    comm = Communicator(MPI.COMM_WORLD, device=device, handle=handle)
-    _device = comm.device
-    return comm
-
-
 class Run:
     """A measurement on all ranks: its options, a communicator, and what the ranks say of themselves.
 
-    Its creation is collective. Raises `InvalidUsageError`, on all ranks, if they are on several nodes and ``one_node``
-    says why they must not be.
+    Its creation is collective. Raises `InvalidUsageError`, on all ranks, if they are on several nodes and must be on
+    ``one_node``.
     """
 
-    def __init__(self, parser: argparse.ArgumentParser, *, one_node: str = "") -> None:
+    def __init__(self, parser: argparse.ArgumentParser, *, one_node: bool = False) -> None:
         self.options = parse_args(parser)
-        self.comm = comm = open_communicator(self.options.device, self.options.handle)
+        self.comm = comm = Communicator(device=self.options.device, handle=self.options.handle)
         if one_node and comm.num_nodes > 1:
             nodes = f"these {comm.size} ranks are on {comm.num_nodes} nodes"
-            raise InvalidUsageError(f"{one_node}; {nodes}: start them on one")
+            raise InvalidUsageError(f"this command needs mapped memory; {nodes}: start them on one")
         self.ranks: list[RankInfo] = comm.allgather(comm.describe())
 
     def swept_sizes(self) -> list[int]:
@@ -136,14 +110,7 @@ class Run:
         """Print the command, the ranks, and ``lines``."""
         show(*(f"# {line}".rstrip() for line in (*header(title, self.ranks, self.options.handle), *lines)))
 
-    def finish(
-        self,
-        document: dict[str, Any],
-        wrong: int,
-        what: str = "wrong",
-        *,
-        close: Callable[[], object] = lambda: None,
-    ) -> int:
+    def finish(self, document: dict[str, Any], wrong: int, close: Callable[[], object] = lambda: None) -> int:
         """Save the results, ``close``, free the communicator, and say on rank 0 how it ended. Collective.
 
         Return the exit code. ``wrong`` counts the errors on all ranks.
@@ -162,7 +129,7 @@ class Run:
             save(self.options.json, {**setting, **document, "wrong": wrong, "ok": wrong == 0})
         close()  # after the results are saved, because a library may end the process here
         self.comm.Free()
-        show("# OK" if wrong == 0 else f"# FAILED: {wrong} {what}")
+        show("# OK" if wrong == 0 else f"# FAILED: {wrong} wrong")
         return int(wrong > 0)
 
 

@@ -137,7 +137,7 @@ def _release_all(*_: object) -> None:
 
 
 _SILENT_S = 2.0  # ranks that fail alike leave a block at about the same time, and none of them waits
-FORWARD_S = 0.2  # an MPI launcher that has to abort drops output that it has not forwarded yet
+_FORWARD_S = 0.2  # an MPI launcher that has to abort drops output that it has not forwarded yet
 
 
 @cache  # once per process
@@ -155,7 +155,7 @@ def end_job_if_uncaught() -> None:
             from mpi4py import run
 
             sys.stderr.flush()
-            time.sleep(FORWARD_S)
+            time.sleep(_FORWARD_S)
             run.set_abort_status(error)
 
     sys.excepthook = hook

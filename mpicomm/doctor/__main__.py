@@ -146,7 +146,6 @@ def _parser() -> argparse.ArgumentParser:
         "Find why ranks do not work, and show the fix. Exit code 1 for a fault. "
         "python -m mpicomm.info shows devices, paths and versions.",
         json="output",
-        allow_abbrev=False,
     )
     running = result.add_argument_group(
         "a job that hangs",

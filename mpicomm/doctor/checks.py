@@ -294,11 +294,7 @@ def _memory(job: Job) -> Iterable[str]:
     return _by_reason(job, reason_of)
 
 
-@Check(
-    "pytorch",
-    "PyTorch allocates memory that peers can open",
-    "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`",
-)
+@Check("pytorch", "PyTorch allocates memory that peers can open", "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`")
 def _pytorch(job: Job) -> Iterator[str]:
     setting = "backend:cudaMallocAsync"
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

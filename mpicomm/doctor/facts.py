@@ -233,10 +233,10 @@ def _read(pid: int, address: int) -> str:
 
 
 def _open_memory(device: str, handle: str) -> MemoryFacts:
-    from mpicomm.cli.options import open_communicator
+    from mpicomm.api.communicator import Communicator
 
     try:
-        comm = open_communicator(device, handle)
+        comm = Communicator(device=device, handle=handle)
     except InvalidUsageError:
         raise
     except MpicommError as error:

@@ -154,7 +154,7 @@ def main() -> int:
     add("-b", "--bytes", type=nbytes, metavar="SIZE", help="of a copy; default: 256M, 16M on the host")
     add("-n", "--iters", type=count(1), default=10, metavar="N", help="copies in a round; default: 10")
     add("-r", "--rounds", type=count(1), default=5, metavar="N", help="median of N; default: 5")
-    run = command_line.Run(parser, one_node="the matrices are of mapped memory and need all ranks on one node")
+    run = command_line.Run(parser, one_node=True)
     options, comm = run.options, run.comm
     options.bytes = options.bytes or (16 << 20 if comm.device == "cpu" else 256 << 20)
     run.introduce("p2p", *_EXPLAINED)
@@ -170,7 +170,7 @@ def main() -> int:
         console.print(f"{title} ({unit})")
         rows = ([number, *map(format_cell, row)] for number, row in zip(columns, cells, strict=True))
         console.print(rich_table(None, ["from rank \\ to rank", *columns], rows, right=columns))
-    return run.finish({"matrices": matrices}, pairs.wrong, "wrong bytes")
+    return run.finish({"matrices": matrices}, pairs.wrong)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,11 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import boot_id, namespace, process_number
-from mpicomm.cluster.roll_call import abandoned, did_not_arrive
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError, MpicommError
 from mpicomm.log import logger
 from mpicomm.recording.record import Category, Counts, Reading, Record, current, note_slow_way, now_ns, open_records
 from mpicomm.recording.recorder import Recorder
-from mpicomm.waiting import wait_until
 
 if TYPE_CHECKING:
     from mpicomm.devices.cuda.timeline import Timeline
@@ -43,7 +41,8 @@ def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
     """Compare this rank's clock with the clock of the first rank of ``group``. Collective, blocking.
 
     ``comm`` carries the group's messages. Ranks of one kernel have the same clock. Each other rank asks the first rank
-    for its time, again and again, and believes the fastest answer. Raises as `Group.exchange`.
+    for its time, again and again, and believes the fastest answer. Raises as `Group.exchange`. If a rank dies between
+    two answers, ranks hang in MPI.
     """
     told = group.exchange("clocks: ranks", lambda: (clock_key(), process_number()))
     others = [index for index, (key, _) in enumerate(told) if key != told[0][0]]
@@ -51,41 +50,28 @@ def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
 
     def compare() -> Reading:
         if group.rank in others:
-            return _ask(group, comm, reference)
+            return _ask(comm, group.ranks[0], reference)
         if group.rank == 0:
             question = np.zeros(1, np.int64)
             for rank in [group.ranks[index] for index in others for _ in range(_ROUNDS)]:
-                _complete(group, rank, [comm.Irecv(question, rank, _TAG)])
-                _complete(group, rank, [comm.Isend(np.array([now_ns()], np.int64), rank, _TAG)])
+                comm.Recv(question, rank, _TAG)
+                comm.Send(np.array([now_ns()], np.int64), rank, _TAG)
         return Reading(reference, now_ns(), 0, 0)
 
     return group.exchange("clocks: times", compare)[group.rank] if others else compare()
 
 
-def _ask(group: Group, comm: MPI.Intracomm, reference: int) -> Reading:
-    answer, question, first = np.zeros(1, np.int64), np.zeros(1, np.int64), group.ranks[0]
-    shortest, found = None, Reading(reference, now_ns(), 0, 0)
+def _ask(comm: MPI.Intracomm, first: int, reference: int) -> Reading:
+    answer, question = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    rounds = []
     for _ in range(_ROUNDS):
         begin = now_ns()
-        _complete(group, first, [comm.Isend(question, first, _TAG), comm.Irecv(answer, first, _TAG)])
-        taken = now_ns() - begin
-        if shortest is None or taken < shortest:
-            # The first rank read its clock at some time between the two, and at no other time.
-            shortest, middle = taken, begin + taken // 2
-            found = Reading(reference, middle, int(answer[0]) - middle, -(-taken // 2))
-    return found
-
-
-def _complete(group: Group, rank: int, requests: list[MPI.Request]) -> None:
-    """Wait for messages to and from ``rank``. Raises `CollectiveTimeoutError`."""
-    try:
-        done = wait_until(lambda: MPI.Request.Testall(requests), group.timeout_s)
-    except BaseException:  # above all a Ctrl-C
-        abandoned.extend(requests)
-        raise
-    if not done:
-        abandoned.extend(requests)
-        raise did_not_arrive("clocks: times", [rank], group.timeout_s, group.absence_reason([rank]))
+        comm.Sendrecv(question, first, _TAG, answer, first, _TAG)
+        rounds.append((now_ns() - begin, begin, int(answer[0])))
+    taken, begin, first_ns = min(rounds)
+    # The first rank read its clock at some time between the two, and at no other time.
+    middle = begin + taken // 2
+    return Reading(reference, middle, first_ns - middle, -(-taken // 2))
 
 
 _MOST_NAMED = 8  # ranks in the label of a communicator

@@ -240,7 +240,7 @@ def wrong_cells(said: str) -> list[list[str]]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(job: Job, name: str) -> None:
     fault, (said, code) = FAULTS[name], job.ended[name]
-    match = re.fullmatch(r"# FAILED: (\d+) wrong( bytes)?", said.splitlines()[-1])
+    match = re.fullmatch(r"# FAILED: (\d+) wrong", said.splitlines()[-1])
     assert match and code == 1 and "# OK" not in said, said
     total, cells = int(match[1]), wrong_cells(said)
     assert total > 0 and fault.total in (None, total)
@@ -310,12 +310,12 @@ def test_tune_writes_the_fastest_algorithms_unless_one_is_wrong(job: Job) -> Non
 ENDS = {
     "InvalidUsageError: planted": (
         then("SymmetricArray.put", "if RANK == 1: raise mpicomm.InvalidUsageError('planted')"),
-        r"rank 1 on {host} \(device cpu\)",
+        "rank 1 on {host}",
     ),
     # All ranks raise it at once.
     "ZeroDivisionError": (
         "command_line.Communicator = lambda *args, **options: 1 / 0",
-        r"rank [01] on {host} \(no device yet\)",
+        "rank [01] on {host}",
     ),
 }
 
@@ -327,7 +327,7 @@ def test_an_error_on_one_rank_ends_the_job(error: str, tmp_path: Path) -> None:
     job, ended = run_in_turn(2, program, MPICOMM_TIMEOUT=f"{2 * HANG_S:g}")  # which no rank waits
     assert job.returncode != 0 and not ended
     assert "# OK" not in job.stdout and "# FAILED" not in job.stdout
-    said = re.findall(r"mpicomm: (.+) failed\nTraceback", job.stderr)
+    said = re.findall(r"mpicomm: (.+) failed\n", job.stderr)
     assert said and all(re.fullmatch(who.format(host=re.escape(socket.gethostname())), each) for each in said), (
         job.stderr
     )
