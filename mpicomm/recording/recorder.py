@@ -47,34 +47,29 @@ class TraceFile:
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._written_ns = now_ns()
-        self._threads: dict[int, int] = {}
-        self._streams: dict[tuple[int, int], int] = {}
+        self._threads: dict[Any, int] = {}
+        self._streams: dict[Any, int] = {}
         self._file = open_file("MPICOMM_TRACE", path, "w")
         self._separator = "["
-        self._name("process_name", 0, f"rank {rank} ({socket.gethostname()}:{os.getpid()})")
-        self._add({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
+        self._describe("process_name", name=f"rank {rank} ({socket.gethostname()}:{os.getpid()})")
+        self._describe("process_sort_index", sort_index=rank)
         self.flush()
 
     def add_clock(self, reading: Reading) -> None:
         """Write a reading of this rank's clock."""
-        facts = {
-            "rank": self._rank,
-            "host": socket.gethostname(),
-            "wall_ns": time.time_ns() - now_ns() + reading.time_ns,
-            **asdict(reading),
-        }
-        self._add({"ph": "M", "name": CLOCK, "pid": self._rank, "tid": 0, "args": facts})
+        wall_ns = time.time_ns() - now_ns() + reading.time_ns
+        self._describe(CLOCK, rank=self._rank, host=socket.gethostname(), wall_ns=wall_ns, **asdict(reading))
 
     def add_call(self, record: Record) -> None:
         """Write the time of a call on the host, in the track of the calling thread."""
-        self._add(self._slice(record, self._thread(), record.start_ns, record.stop_ns, record.category))
+        thread = threading.current_thread()
+        track = self._track(self._threads, thread.ident, 0, f"host calls, thread {thread.name}")
+        self._add(self._slice(record, track, record.start_ns, record.stop_ns, record.category))
 
     def add_device_time(self, record: Record, ordinal: int, stream: int, start_ns: int, stop_ns: int) -> None:
         """Write the time of a call on a device, in the track of its stream."""
-        track = self._streams.get((ordinal, stream))
-        if track is None:
-            track = self._streams[ordinal, stream] = _FIRST_DEVICE_TRACK + len(self._streams)
-            self._name("thread_name", track, f"GPU {ordinal}, " + (f"stream {stream:#x}" if stream else "stream 0"))
+        name = f"GPU {ordinal}, stream {stream:#x}"
+        track = self._track(self._streams, (ordinal, stream), _FIRST_DEVICE_TRACK, name)
         self._add(self._slice(record, track, start_ns, stop_ns, DEVICE))
 
     def flush(self) -> None:
@@ -127,17 +122,14 @@ class TraceFile:
             "args": {**{name: value for name, value in facts.items() if value is not None}, **record.details},
         }
 
-    def _thread(self) -> int:
-        ident = threading.get_ident()
-        track = self._threads.get(ident)
-        if track is None:
-            track = self._threads[ident] = len(self._threads)
-            name = "host calls" if track == 0 else f"host calls, thread {threading.current_thread().name}"
-            self._name("thread_name", track, name)
-        return track
+    def _track(self, tracks: dict[Any, int], key: Any, first: int, name: str) -> int:
+        if key not in tracks:
+            tracks[key] = first + len(tracks)
+            self._describe("thread_name", tracks[key], name=name)
+        return tracks[key]
 
-    def _name(self, what: str, track: int, name: str) -> None:
-        self._add({"ph": "M", "name": what, "pid": self._rank, "tid": track, "args": {"name": name}})
+    def _describe(self, what: str, track: int = 0, **facts: Any) -> None:
+        self._add({"ph": "M", "name": what, "pid": self._rank, "tid": track, "args": facts})
 
     def _add(self, event: dict[str, Any]) -> None:
         line = json.dumps(event)
