@@ -380,9 +380,7 @@ class Communicator(
         Calls of a freed communicator raise `InvalidUsageError`. The error is also MPI's exception if MPI refuses the
         call.
         """
-        if self._name_in_mpi or self._close():
-            super().Free()
-            mark_freed(self)
+        self._end(super().Free)
 
     def free(self) -> None:
         """Free as `Free` does, for mpi4py's clean-up. Do nothing if the communicator is freed or MPI frees it."""
@@ -391,17 +389,18 @@ class Communicator(
 
     def Disconnect(self) -> None:
         """Free as `Free` does, after MPI has completed pending communication. Collective, blocking."""
-        if self._name_in_mpi or self._close():
-            super().Disconnect()
-            mark_freed(self)
+        self._end(super().Disconnect)
 
-    def _close(self) -> bool:
-        """Close the session. Return whether MPI's own free, which is collective, may follow."""
-        self._unfreed = False  # MPI keeps its part of a broken communicator, because only a collective call frees it
-        if self == MPI.COMM_NULL or MPI.Is_finalized() or process.is_forked:
-            return False
-        self._session.close()
-        return self._session.intact
+    def _end(self, by_mpi: Callable[[], None]) -> None:
+        self._unfreed = False
+        if not self._name_in_mpi:
+            if self == MPI.COMM_NULL or MPI.Is_finalized() or process.is_forked:
+                return
+            self._session.close()
+            if not self._session.intact:
+                return  # MPI keeps its part of a broken communicator, because only a collective call frees it
+        by_mpi()
+        mark_freed(self)
 
 
 class CartCommunicator(Communicator, NeighborCollectives, MPI.Cartcomm):

@@ -14,6 +14,7 @@ from mpicomm.mpi.arguments import refuse_stream
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.requests import PersistentRequest
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
+from mpicomm.ways.in_stream_order import End
 
 if TYPE_CHECKING:
     from mpicomm.messages.calls import Messages
@@ -26,8 +27,6 @@ _isendrecv_replace = MPI.Intracomm.Isendrecv_replace
 _send = sending(MPI.Intracomm.Send)
 
 Sent = TypeVar("Sent", covariant=True)
-Side = tuple[Any, int, int]
-"""A buffer, the rank to which or from which it goes, and the tag."""
 _IN_STREAM_ORDER = ("Send", "Recv", "Sendrecv")
 """The calls whose messages kernels can match."""
 _ALGORITHMS = ("auto", "stream", "copy_engine")
@@ -313,8 +312,8 @@ class PointToPoint(MPI.Intracomm):
         self,
         operation: str,
         by_mpi: Callable[..., Any],
-        send: Side | None,
-        receive: Side | None,
+        send: End | None,
+        receive: End | None,
         stream: Any,
         algorithm: str = "auto",
         *status: MPI.Status | None,
@@ -379,7 +378,7 @@ class PointToPoint(MPI.Intracomm):
         self,
         operation: str,
         by_mpi: Callable[..., Any],
-        send: Side,
+        send: End,
         posted: tuple[int, int],
         stream: Any,
         *status: MPI.Status | None,

@@ -160,7 +160,8 @@ class Redistribution(AbstractContextManager["Redistribution"]):
         shape = _extents(box, self.shape)
         offsets = [tuple(begin - start for (begin, _), (start, _) in zip(piece, box, strict=True)) for piece in pieces]
         extents = [_extents(piece, self.shape) for piece in pieces]
-        if len(pieces) == 1 and _is_one_run(extents[0], shape):
+        cut = next((axis for axis, length in enumerate(extents[0]) if length > 1), len(shape))
+        if len(pieces) == 1 and extents[0][cut + 1 :] == shape[cut + 1 :]:  # one run of the array
             strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
             first = sum(map(operator.mul, offsets[0], strides))
             return volume(pieces[0]), first * self.dtype.itemsize, element
@@ -270,12 +271,6 @@ def _cut_evenly(shape: tuple[int, ...], boxes: _Boxes) -> int | None:
         if length % len(boxes) == 0 and boxes_of("", Split(axis), shape, len(boxes)) == boxes:
             return axis
     return None
-
-
-def _is_one_run(extents: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a part with these lengths is one run of an array of ``shape``."""
-    axis = next((axis for axis, length in enumerate(extents) if length > 1), len(shape))
-    return extents[axis + 1 :] == shape[axis + 1 :]
 
 
 def _shape(shape: Any) -> tuple[int, ...]:

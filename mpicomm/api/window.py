@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpi4py import MPI
@@ -221,7 +221,7 @@ class Win(_Calls):
             )
         parts = [part for _, part in offers]
         if session is None or not (found["device"] or place == "device"):
-            return _on_host(_create(cls, memory, disp_unit, info, comm), comm, parts)
+            return _ready(_create(cls, memory, disp_unit, info, comm), comm, parts)
         array = memory if offers[comm.rank][0] == "device" else None
         return _on_device(comm, info, what, parts, provide or allocated(session, 0), MPI.WIN_FLAVOR_CREATE, array)
 
@@ -250,7 +250,7 @@ class Win(_Calls):
         own = parts[comm.rank]
         if session is None:
             by_mpi = _allocate_shared if shared or place == "device" else _allocate
-            return _on_host(by_mpi(cls, *own, info, comm), comm, parts)
+            return _ready(by_mpi(cls, *own, info, comm), comm, parts)
         return _on_device(comm, info, what, parts, allocated(session, own.nbytes), flavor)
 
     @classmethod
@@ -259,7 +259,7 @@ class Win(_Calls):
         what = "Win.Create_dynamic"
         comm, session, _ = _of_all_ranks(what, comm, info, place, lambda _: None)
         if session is None:
-            return _observed(_create_dynamic(cls, info, comm), comm)
+            return _ready(_create_dynamic(cls, info, comm), comm)
         require_one_node(session, what)
         memory = share_dynamic_window(session, what)
         return _made(comm, info, memory, session.backend.view(memory.own_board, (0,), BYTES), MPI.WIN_FLAVOR_DYNAMIC)
@@ -334,19 +334,16 @@ def _made(comm: Any, info: Info, memory: WindowMemory, array: Any, flavor: int) 
         for win in made:
             _free(win)
         raise
-    _observed(made[0], comm)
-    return made[0]
+    return _ready(made[0], comm)
 
 
-def _on_host(win: Win, comm: Any, parts: list[Part]) -> Win:
-    """Let the calls of a window of MPI know the parts of all ranks, because MPI does not check them. Local."""
-    if isinstance(win, HostWindowCalls):
+def _ready(win: Win, comm: Any, parts: Sequence[Part] = ()) -> Win:
+    """Return a window that knows the ``parts`` of all ranks, which MPI does not check, and that records its calls.
+
+    It records them if its communicator does. Local.
+    """
+    if isinstance(win, HostWindowCalls):  # else of a class of the program
         win._parts = dict(enumerate(parts))
-    return _observed(win, comm)
-
-
-def _observed(win: Win, comm: Any) -> Win:
-    """Let the calls of a window be recorded if the calls of its communicator are recorded. Local."""
     if isinstance(comm, Communicator) and comm._session.channel is not None:
         from mpicomm.observation import record_calls  # few programs record
 
