@@ -15,8 +15,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm import environment
+from mpicomm.api.calls_by_mpi import Wrapped, buffers_of, diverted, on_host_copies, refuse, wrap
 from mpicomm.api.communicator import Communicator, named
-from mpicomm.api.host_staging import Wrapped, buffers_of, diverted, on_host_copies, refuse, wrap
 from mpicomm.api.lifetime import communicator_of
 from mpicomm.api.window import Win
 from mpicomm.mpi.arguments import is_on_device

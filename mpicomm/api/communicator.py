@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
+from mpicomm.api.calls_by_mpi import HostStaging, ObjectCalls, Probes
 from mpicomm.api.collectives import (
     BlockingCollectives,
     NeighborCollectives,
@@ -18,10 +19,8 @@ from mpicomm.api.collectives import (
     PersistentCollectives,
 )
 from mpicomm.api.constructors import Constructors
-from mpicomm.api.host_staging import HostStaging
 from mpicomm.api.lifetime import AtFirstUse, handle_of, mark_freed, remember
 from mpicomm.api.memory import MemoryCalls
-from mpicomm.api.objects import ObjectCalls, Probes
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.products import ProductCalls
 from mpicomm.api.redistribution import RedistributionCalls

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.api.host_staging import wrap
+from mpicomm.api.calls_by_mpi import wrap
 from tests.helpers.fakes.fake_driver import OnGpu
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.communicators import array_module, awaited, communicator
