@@ -70,7 +70,7 @@ class LocalEvent:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.ptr and not is_finalizing():
             # An error means that CUDA has ended in this process, or that this is a fork: the event is gone, too.
-            with suppress(HandleError, runtime.CUDARuntimeError), CurrentContext(self._context):
+            with suppress(HandleError, runtime.CUDARuntimeError), CurrentContext(self._context, cupy_driver):
                 runtime.eventDestroy(self.ptr)
 
 

@@ -6,12 +6,13 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cuda.bindings import driver
 
 from mpicomm.devices.base import DifferingCalls
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
+from mpicomm.devices.cuda.memory import PrimaryContext
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import fence
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
@@ -19,9 +20,6 @@ from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
 from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, EXCHANGE, MESSAGE, MISMATCH, OF_RECEIVE, Faults
 from mpicomm.kernels.variant import u32, u64
 from mpicomm.kernels.window import COMES_FIRST, FENCE, LOCK, START, WAIT
-
-if TYPE_CHECKING:
-    from mpicomm.devices.cuda.memory import PrimaryContext
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
 _OPERATIONS = {

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from cuda.bindings import driver
-from cupy.cuda import driver as cupy_driver
 
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
@@ -23,21 +22,24 @@ class PrimaryContext:
     """The context of one device that CuPy, PyTorch and the CUDA runtime use, too. It lives until `release`."""
 
     def __init__(self, device: DeviceInfo) -> None:
+        from cupy.cuda import driver as cupy_driver  # not above: faults.py imports this module without CuPy, too
+
         self.device = device
         self.segments: set[CudaSegment] = set()
         """The open segments. A Ctrl-C may leave the last reference to a segment here: see `CudaBackend.close`."""
+        self._driver = cupy_driver
         self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
         self._released = False
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """Return a ``with`` block in which this context is current on the calling thread."""
-        return CurrentContext(self._context)
+        return CurrentContext(self._context, self._driver)
 
     def is_current(self) -> bool:
         """Return whether this context is current on the calling thread."""
         try:
-            return bool(cupy_driver.ctxGetCurrent() == self._context)
-        except cupy_driver.CUDADriverError:  # a thread that has not used CUDA
+            return bool(self._driver.ctxGetCurrent() == self._context)
+        except self._driver.CUDADriverError:  # a thread that has not used CUDA
             return False
 
     def release(self) -> None:
@@ -49,29 +51,33 @@ class PrimaryContext:
 
 
 class CurrentContext(contextlib.AbstractContextManager[None]):
-    """A ``with`` block in which a context is current on the calling thread. Its end restores the previous context."""
+    """A ``with`` block in which a context is current on the calling thread. Its end restores the previous context.
+
+    ``cupy_driver`` is ``cupy.cuda.driver``.
+    """
 
     # Every device call goes through here, so speed counts. A generator takes longer than all this code, and the
     # driver's binding takes ten times as long as CuPy's functions.
-    __slots__ = ("_before", "_context")
+    __slots__ = ("_before", "_context", "_driver")
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, context: int, cupy_driver: Any) -> None:
+        self._driver = cupy_driver
         self._context = context
         self._before = context
 
     def __enter__(self) -> None:
         try:
-            self._before = cupy_driver.ctxGetCurrent()  # 0 on a thread that has not used CUDA
+            self._before = self._driver.ctxGetCurrent()  # 0 on a thread that has not used CUDA
             if self._before != self._context:
-                cupy_driver.ctxSetCurrent(self._context)
-        except cupy_driver.CUDADriverError as error:
+                self._driver.ctxSetCurrent(self._context)
+        except self._driver.CUDADriverError as error:
             if int(error.status) == int(driver.CUresult.CUDA_ERROR_DEINITIALIZED):
                 raise DriverShutDownError(str(error)) from None
             raise HandleError(f"the context of a GPU cannot be made current: {error}") from None
 
     def __exit__(self, *_: object) -> None:
         if self._before != self._context:
-            cupy_driver.ctxSetCurrent(self._before)
+            self._driver.ctxSetCurrent(self._before)
 
 
 # The driver allocates and shares whole blocks of 2 MiB. An allocation of a multiple of 2 MiB shares no block, so its
