@@ -7,7 +7,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.activity.page import begin_by_mpi, by_mpi
-from mpicomm.api.methods import add_methods
+from mpicomm.api.methods import UncompiledMethod
 from mpicomm.collectives.operations import OPERATIONS
 
 # MPI's own method, looked up once, because `super()` takes a tenth of the time of a small call.
@@ -157,8 +157,7 @@ class NeighborCollectives(MPI.Topocomm):
     """
 
 
-_of_all = [row for row in OPERATIONS.values() if not row.of_neighbors]
-_of_neighbors = [row for row in OPERATIONS.values() if row.of_neighbors]
-for _form, _cls in enumerate((BlockingCollectives, NonblockingCollectives, PersistentCollectives)):
-    add_methods(_cls, _of_all, _form)
-    add_methods(NeighborCollectives, _of_neighbors, _form)
+for _row in OPERATIONS.values():
+    for _form, _of_all in enumerate((BlockingCollectives, NonblockingCollectives, PersistentCollectives)):
+        _cls = NeighborCollectives if _row.of_neighbors else _of_all
+        setattr(_cls, _row.methods[_form], UncompiledMethod(_cls, _row, _form))

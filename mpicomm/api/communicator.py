@@ -200,23 +200,17 @@ class Communicator(
 
             record_calls(self, session.channel)
 
-    @AtFirstUse
-    def _row(self) -> memoryview:
-        return self._session.row.words
-
-    @AtFirstUse
-    def _collectives(self) -> Dispatcher:
-        return Dispatcher(self, self._session)
+    _row = AtFirstUse(lambda comm: comm._session.row.words)
+    _collectives = AtFirstUse(lambda comm: Dispatcher(comm, comm._session))
+    _starts_on = AtFirstUse(lambda comm: comm._collectives.starts_on())
+    _in_stream_order = AtFirstUse(lambda comm: partial(in_stream_order.exchange, comm._collectives.engines))
+    _products = AtFirstUse(lambda comm: Products(comm._collectives, comm._session))
 
     @AtFirstUse
     def _plain(self) -> dict[str, PlainCheck]:
         # Many duplicates carry a few small calls of the host, which need no dispatcher.
         placement = self._session.placement
         return self._collectives.at_once if needs_votes(placement) else checks_of(placement)
-
-    @AtFirstUse
-    def _starts_on(self) -> MPI.Intracomm:
-        return self._collectives.starts_on()
 
     @AtFirstUse
     def _messages(self) -> Messages:
@@ -228,18 +222,10 @@ class Communicator(
         return messages
 
     @AtFirstUse
-    def _in_stream_order(self) -> Callable[..., None]:
-        return partial(in_stream_order.exchange, self._collectives.engines)
-
-    @AtFirstUse
     def _door(self) -> Door:
         from mpicomm.api.door import Door  # few programs use it
 
         return Door(self, self._session, self._collectives.engines)
-
-    @AtFirstUse
-    def _products(self) -> Products:
-        return Products(self._collectives, self._session)
 
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
@@ -64,17 +64,11 @@ def _freed_class(cls: Any) -> Any:
     def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
         if name.startswith("_") or name in _WORKING or not hasattr(cls, name):
             return cls.__getattribute__(self, name)
-        if callable(getattr(cls, name)):
-            return functools.partial(_refuse, name)
-        raise _error(name)
+
+        def refuse(*arguments: Any, **keywords: Any) -> NoReturn:
+            raise RefusedByMpiError(f"{name}: the communicator was freed; create another", MPI.ERR_COMM)
+
+        return refuse if callable(getattr(cls, name)) else refuse()
 
     members = {"__getattribute__": __getattribute__, "__del__": lambda self: None, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), members)
-
-
-def _refuse(call: str, *arguments: Any, **keywords: Any) -> Any:
-    raise _error(call)
-
-
-def _error(call: str) -> RefusedByMpiError:
-    return RefusedByMpiError(f"{call}: the communicator was freed; create another", MPI.ERR_COMM)

@@ -38,14 +38,11 @@ _KEPT_BY_MPI4PY = ("Allgather", "Alltoall", "Alltoallv", "Bcast")
 """The collectives with nonblocking methods in mpi4py whose requests keep all buffers, on every rank."""
 
 
-def add_methods(cls: type, rows: Sequence[Operation], form: int) -> None:
-    """Add the methods of ``rows`` to a class. ``form`` is the index of a method in `Operation.methods`."""
-    for row in rows:
-        setattr(cls, row.methods[form], _UncompiledMethod(cls, row, form))
+class UncompiledMethod:
+    """The method ``row.methods[form]`` of a class, until it is first looked up and compiled.
 
-
-class _UncompiledMethod:
-    """Compiles the method when it is first looked up, because all of them would take a tenth of the import's time."""
+    To compile all methods at once would take a tenth of the import's time.
+    """
 
     def __init__(self, cls: type, row: Operation, form: int) -> None:
         self._cls, self._row, self._form = cls, row, form

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 # These are MPI's own methods, looked up once, because `super()` takes a tenth of the time of a small call.
 _irecv = MPI.Intracomm.Irecv
 _isend = MPI.Intracomm.Isend
-_isendrecv = MPI.Intracomm.Isendrecv
-_isendrecv_replace = MPI.Intracomm.Isendrecv_replace
 _send = sending(MPI.Intracomm.Send)
 
 Sent = TypeVar("Sent", covariant=True)
@@ -229,7 +227,7 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> None:
         """Send ``buf`` and receive into it; see mpi4py."""
-        self._replace("Sendrecv_replace", sendrecv_replace, (buf, dest, sendtag), (source, recvtag), stream, status)
+        self._replace(sendrecv_replace, (buf, dest, sendtag), (source, recvtag), stream, status)
 
     Isend = _sender(
         _isend,
@@ -278,7 +276,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
         send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
-        request: MPI.Request = self._carry("Isendrecv", _isendrecv, send, receive, stream)
+        request: MPI.Request = self._carry("Isendrecv", MPI.Intracomm.Isendrecv, send, receive, stream)
         return request
 
     def Isendrecv_replace(
@@ -293,7 +291,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py."""
         sent, posted = (buf, dest, sendtag), (source, recvtag)
-        request: MPI.Request = self._replace("Isendrecv_replace", _isendrecv_replace, sent, posted, stream)
+        request: MPI.Request = self._replace(MPI.Intracomm.Isendrecv_replace, sent, posted, stream)
         return request
 
     Send_init = _sender(MPI.Intracomm.Send_init, "Create a persistent `Send`; see mpi4py.")
@@ -375,16 +373,10 @@ class PointToPoint(MPI.Intracomm):
         return messages.start_exchange(sent, dest, tag, received, messages.posted_beside_send(source, recvtag))
 
     def _replace(
-        self,
-        operation: str,
-        by_mpi: Callable[..., Any],
-        send: End,
-        posted: tuple[int, int],
-        stream: Any,
-        *status: MPI.Status | None,
+        self, by_mpi: Callable[..., Any], send: End, posted: tuple[int, int], stream: Any, *status: MPI.Status | None
     ) -> Any:
         """Send a buffer and receive into it. ``posted`` is the source and the tag of the received message."""
-        (buf, dest, tag), messages, end = send, self._messages, None
+        (buf, dest, tag), operation, messages, end = send, by_mpi.__name__, self._messages, None
         is_host = type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf))
         if messages.by_rendezvous or not is_host:
             buf, end = messages.read(operation, buf, stream, dest, other=posted[0], receives=True)

@@ -31,13 +31,7 @@ from mpicomm.windows.memory import (
 )
 from mpicomm.windows.window import WindowCalls
 
-# MPI's calls without their class, because `install` replaces some of the names.
-_create = MPI.Win.Create.__func__  # type: ignore[attr-defined]
-_allocate = MPI.Win.Allocate.__func__  # type: ignore[attr-defined]
-_allocate_shared = MPI.Win.Allocate_shared.__func__  # type: ignore[attr-defined]
-_free = MPI.Win.Free
-_get_attr = MPI.Win.Get_attr
-_create_dynamic = MPI.Win.Create_dynamic.__func__  # type: ignore[attr-defined]
+_create = MPI.Win.Create.__func__  # type: ignore[attr-defined]  # before `install` replaces it
 Given = TypeVar("Given")
 _PLACES = ("auto", "device", "mpi")
 
@@ -61,7 +55,7 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
             session.close_shared(memory, "Win")
             self._array = None  # the caller may free its memory now
         if self:
-            _free(self)
+            super().Free()
             self._group.Free()
 
     def free(self) -> None:
@@ -145,7 +139,7 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
         """Return an attribute of the window; see mpi4py."""
         names = MPI.WIN_BASE, MPI.WIN_SIZE, MPI.WIN_DISP_UNIT, MPI.WIN_CREATE_FLAVOR, MPI.WIN_MODEL
         own = dict(zip(names, (*self.attrs, self._flavor, MPI.WIN_UNIFIED), strict=True))
-        return own[keyval] if keyval in own else _get_attr(self, keyval)
+        return own[keyval] if keyval in own else super().Get_attr(keyval)
 
 
 if TYPE_CHECKING:  # the methods of windows on host memory are made from a table, which type checkers do not read
@@ -249,8 +243,8 @@ class Win(_Calls):
         comm, session, parts = _of_all_ranks(what, comm, info, place, lambda _: checked_part(size, disp_unit, what))
         own = parts[comm.rank]
         if session is None:
-            by_mpi = _allocate_shared if shared or place == "device" else _allocate
-            return _ready(by_mpi(cls, *own, info, comm), comm, parts)
+            by_mpi: Any = super().Allocate_shared if shared or place == "device" else super().Allocate
+            return _ready(by_mpi(*own, info, comm), comm, parts)
         return _on_device(comm, info, what, parts, allocated(session, own.nbytes), flavor)
 
     @classmethod
@@ -259,7 +253,7 @@ class Win(_Calls):
         what = "Win.Create_dynamic"
         comm, session, _ = _of_all_ranks(what, comm, info, place, lambda _: None)
         if session is None:
-            return _ready(_create_dynamic(cls, info, comm), comm)
+            return _ready(super().Create_dynamic(info, comm), comm)
         require_one_node(session, what)
         memory = share_dynamic_window(session, what)
         return _made(comm, info, memory, session.backend.view(memory.own_board, (0,), BYTES), MPI.WIN_FLAVOR_DYNAMIC)
@@ -332,7 +326,7 @@ def _made(comm: Any, info: Info, memory: WindowMemory, array: Any, flavor: int) 
     except Exception:
         session.close_shared(memory, "Win")  # all ranks fail together
         for win in made:
-            _free(win)
+            MPI.Win.Free(win)
         raise
     return _ready(made[0], comm)
 

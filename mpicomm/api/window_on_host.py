@@ -22,7 +22,6 @@ from mpicomm.mpi.types import is_covered, is_narrow
 from mpicomm.windows.buffers import as_pairs, elements_of, name_of, target_elements, update_of
 from mpicomm.windows.memory import Part, require_inside
 
-_shared_query, _tomemory, _attach = MPI.Win.Shared_query, MPI.Win.tomemory, MPI.Win.Attach
 _CHECKED = (
     "Put Get Rput Rget Accumulate Raccumulate Get_accumulate Rget_accumulate Fetch_and_op Compare_and_swap "
     "Fence Post Start Complete Wait Test Lock Unlock Lock_all Unlock_all Flush Flush_all Flush_local Flush_local_all "
@@ -45,17 +44,17 @@ class HostWindowCalls(MPI.Win):
 
     def Shared_query(self, rank: int) -> tuple[Any, int]:
         """Return the part of ``rank`` of `Allocate_shared`, a NumPy array of bytes, and its disp_unit. Local."""
-        memory, disp_unit = _shared_query(self, index_of(rank, "rank", "Win.Shared_query"))
+        memory, disp_unit = super().Shared_query(index_of(rank, "rank", "Win.Shared_query"))
         return np.asarray(memory), disp_unit
 
     def tomemory(self) -> Any:
         """Return this rank's part: a NumPy array of bytes. Local."""
-        return np.asarray(_tomemory(self))
+        return np.asarray(super().tomemory())
 
     def Attach(self, memory: Any) -> None:
         """Add host memory to a window of `Create_dynamic`; see mpi4py."""
         require_on_host("Attach", None, memory=memory)
-        _attach(self, memory)
+        super().Attach(memory)
 
 
 def require_on_host(what: str, stream: Any, **buffers: Any) -> None:
