@@ -12,7 +12,7 @@ from itertools import chain, islice
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x38796C706D6F6368
+MAGIC = 0x39796C706D6F6368
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -30,10 +30,9 @@ NBYTES = TEXTS_AT + TEXTS * TEXT_NBYTES
 # Words of the header.
 PID = 1
 WORLD_RANK = 2
-WORLD_SIZE = 3
-STEP = 4  # the number of the text of a step, with its ranks of MPI.COMM_WORLD before it; 0 outside of a step
-STEP_SINCE = 5  # when the step began, in nanoseconds of the monotonic clock
-HEADER_WORDS = 6
+STEP = 3  # the number of the text of a step, with its ranks of MPI.COMM_WORLD before it; 0 outside of a step
+STEP_SINCE = 4  # when the step began, in nanoseconds of the monotonic clock
+HEADER_WORDS = 5
 # The names of the collective calls that MPI carries out, in the order of their numbers, each with a zero byte behind.
 NAMES = slice(512, HEADER_NBYTES)
 

@@ -115,7 +115,7 @@ class Page:
         self.rows = list(reversed(range(layout.ROWS)))
         """The free rows."""
         self._words[layout.PID] = os.getpid()
-        self._words[layout.WORLD_RANK] = -1
+        self.introduce(-1, 0)
         self._words[0] = layout.MAGIC
         self.is_own = True
         """Whether this process has made the page; a forked child has not, its parent has."""
@@ -123,12 +123,7 @@ class Page:
 
     def introduce(self, world_rank: int, world_size: int) -> None:
         """Say which rank of MPI.COMM_WORLD this process is."""
-        self._words[layout.WORLD_RANK], self._words[layout.WORLD_SIZE] = world_rank, world_size
-
-    @property
-    def world_size(self) -> int:
-        """The ranks of MPI.COMM_WORLD."""
-        return self._words[layout.WORLD_SIZE]
+        self._words[layout.WORLD_RANK], self.world_size = world_rank, world_size
 
     @contextmanager
     def step(self, text: str, ranks: str) -> Iterator[None]:

@@ -92,7 +92,6 @@ class Activity(NamedTuple):
     """The process number of the process that has made the page, in its own namespace."""
     world_rank: int
     """Its rank in MPI.COMM_WORLD; -1 if that is not known yet."""
-    world_size: int
     step: Step | None
     communicators: tuple[RankCalls, ...]
 
@@ -111,8 +110,8 @@ def read_activity(pid: int) -> Activity | None:
         step = Step(printable(text), header[layout.STEP_SINCE], ranks_of_text(ranks)) if text else None
         names = _names(memory)
         calls = (_calls(memory, row, names) for row in _ROWS)
-        who = header[layout.PID], header[layout.WORLD_RANK], header[layout.WORLD_SIZE]
-        return Activity(*who, step, tuple(found for found in calls if found is not None))
+        communicators = tuple(found for found in calls if found is not None)
+        return Activity(header[layout.PID], header[layout.WORLD_RANK], step, communicators)
 
 
 def calls_of(pid: int, key: int) -> RankCalls | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import shlex
 import signal
 import socket
@@ -39,16 +38,13 @@ def run(main: Callable[[], int]) -> NoReturn:
     If all ranks raise an error together (a wrong argument, memory that cannot be shared), rank 0 prints it once. If
     only some ranks raise an error, each prints it with its traceback, and it ends the whole job.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Ctrl-C ends the process, as in a program without a handler: quietly, and the shell and mpiexec see the reason.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     private = MPI.COMM_WORLD.Dup()
     end_job_if_uncaught()
     try:
         status = main()
-    except KeyboardInterrupt:
-        # The signal ends the process, as in a program without a handler. It prints nothing, and the shell and mpiexec
-        # see the reason.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-        raise
     except Exception as error:
         if not isinstance(error, MpicommError) or not wait_until(private.Ibarrier().Test, _TOGETHER_S):
             sys.stderr.write(f"mpicomm: rank {private.rank} on {socket.gethostname()} failed\n")

@@ -56,7 +56,7 @@ def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
             for rank in [group.ranks[index] for index in others for _ in range(_ROUNDS)]:
                 comm.Recv(question, rank, _TAG)
                 comm.Send(np.array([now_ns()], np.int64), rank, _TAG)
-        return Reading(reference, now_ns(), 0, 0)
+        return {"reference": reference, "time_ns": now_ns(), "offset_ns": 0, "uncertainty_ns": 0}
 
     return group.exchange("clocks: times", compare)[group.rank] if others else compare()
 
@@ -71,7 +71,8 @@ def _ask(comm: MPI.Intracomm, first: int, reference: int) -> Reading:
     taken, begin, first_ns = min(rounds)
     # The first rank read its clock at some time between the two, and at no other time.
     middle = begin + taken // 2
-    return Reading(reference, middle, first_ns - middle, -(-taken // 2))
+    offset_ns, uncertainty_ns = first_ns - middle, -(-taken // 2)
+    return {"reference": reference, "time_ns": middle, "offset_ns": offset_ns, "uncertainty_ns": uncertainty_ns}
 
 
 _MOST_NAMED = 8  # ranks in the label of a communicator

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpicomm.devices.cuda.timeline import StreamInterval
 
 CLOCK = "mpicomm_clock"
-"""The event with a reading of the rank's clock."""
+"""The event with a `Reading` of the rank's clock."""
 DEVICE = "device"
 """The category of the work of calls on a device."""
 
@@ -59,17 +59,11 @@ class Record:
     """The NVTX ranges that are open."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """This rank's clock, compared with the clock of another rank."""
+Reading = dict[str, int]
+"""This rank's clock, compared with the clock of the process with the number ``reference``.
 
-    reference: int
-    """The number of the process that has the reference clock."""
-    time_ns: int
-    """The time of the measurement, by this rank's clock."""
-    offset_ns: int
-    """The nanoseconds by which this rank's clock is late: add them to its times."""
-    uncertainty_ns: int
+At ``time_ns`` of this rank's clock it is late by ``offset_ns``, give or take ``uncertainty_ns``.
+"""
 
 
 def now_ns() -> int:

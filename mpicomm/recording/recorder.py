@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +56,8 @@ class TraceFile:
 
     def add_clock(self, reading: Reading) -> None:
         """Write a reading of this rank's clock."""
-        wall_ns = time.time_ns() - now_ns() + reading.time_ns
-        self._describe(CLOCK, rank=self._rank, host=socket.gethostname(), wall_ns=wall_ns, **asdict(reading))
+        wall_ns = time.time_ns() - now_ns() + reading["time_ns"]
+        self._describe(CLOCK, rank=self._rank, host=socket.gethostname(), wall_ns=wall_ns, **reading)
 
     def add_call(self, record: Record) -> None:
         """Write the time of a call on the host, in the track of the calling thread."""

@@ -221,7 +221,7 @@ def calls(rank: int, made: int, last: str = SUM, *, ago_s: float | None = 10.0, 
 
 def rank(number: int, *communicators: RankCalls, step: Step | None = None, **process: object) -> Rank:
     facts = replace(Process(1000 + number, 1, "python"), **process)  # type: ignore[arg-type]
-    return Rank(facts, Activity(1000 + number, number, 3, step, communicators), 1, NOW_NS)
+    return Rank(facts, Activity(1000 + number, number, step, communicators), 1, NOW_NS)
 
 
 def earlier(one: Rank, seconds: float = 3.0) -> Rank:

@@ -211,7 +211,7 @@ def test_the_page_of_another_user_may_hold_anything(monkeypatch: pytest.MonkeyPa
         row.open(Heading(number, [Member("host", each, each) for each in range(4)], "cpu"), 1)
         row.log(number % layout.LOGS).post("Allreduce(float64, count=4)")
     with subprocess.Popen(["sleep", str(HANG_S)], stdin=subprocess.DEVNULL, pass_fds=[memory]) as process:
-        struct.pack_into("6q", empty, 0, layout.MAGIC, process.pid, 0, 9999, 1, 1)
+        struct.pack_into("5q", empty, 0, layout.MAGIC, process.pid, 0, 1, 1)
         put_text(empty, b"0-9999 \x1b[31m[blink]x")
         listdir = os.listdir  # without the other processes, which take most of the time
         only = [str(process.pid)]
