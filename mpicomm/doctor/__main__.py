@@ -123,7 +123,7 @@ def _examine_ranks(facts: RankFacts) -> int:
             command_line.show(*lines(results))
         else:
             command_line.save(options.json, record(job, results))
-    return int(any(faults for _, faults in results))
+    return int(any(faults for _, faults, _ in results))
 
 
 def _end_without(error: CollectiveTimeoutError) -> NoReturn:

@@ -33,6 +33,8 @@ class Check:
     """A command or a setting."""
     before_mpi: bool = False
     """Whether the fault may end the process when MPI starts, so that the doctor must find it before."""
+    skips: Callable[[Job], str] = lambda job: ""
+    """Returns why there is nothing to check, or ""."""
     find: Find = dataclasses.field(init=False)
     """Yields a sentence for each fault, with the ranks and values of this job."""
 
@@ -294,7 +296,12 @@ def _memory(job: Job) -> Iterable[str]:
     return _by_reason(job, reason_of)
 
 
-@Check("pytorch", "PyTorch allocates memory that peers can open", "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`")
+@Check(
+    "pytorch",
+    "PyTorch allocates memory that peers can open",
+    "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`",
+    skips=lambda job: "" if any(one.torch for one in job) else "no rank has PyTorch",
+)
 def _pytorch(job: Job) -> Iterator[str]:
     setting = "backend:cudaMallocAsync"
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -302,27 +309,30 @@ def _pytorch(job: Job) -> Iterator[str]:
             yield f"{name} on {name_ranks(ranks)} has {setting}: no peer can open such memory"
 
 
-Results = Sequence[tuple[Check, list[str]]]
-"""Each check with the faults that it has found."""
+Results = Sequence[tuple[Check, list[str], str]]
+"""Each check with the faults that it has found, and with why it was skipped, or ""."""
 
 
 def examine(job: Job, checks: Sequence[Check] = CHECKS) -> Results:
     """Make checks of a job."""
-    return [(check, [*check.find(job)]) for check in checks]
+    return [(check, [*check.find(job)], check.skips(job)) for check in checks]
 
 
 def lines(results: Results) -> list[str]:
     """Return the lines for people."""
     shown = []
-    for check, faults in results:
+    for check, faults, skipped in results:
         if faults:
             shown += [*(f"FAULT {check.name}: {fault}" for fault in faults), f"      fix: {check.fix}"]
         else:
-            shown.append(f"ok    {check.name}: {check.title}")
+            shown.append(f"skip  {check.name}: {skipped}" if skipped else f"ok    {check.name}: {check.title}")
     return shown
 
 
 def record(job: Job, results: Results) -> dict[str, Any]:
     """Return the JSON object."""
-    checks = [{"name": check.name, "faults": faults, "fix": check.fix} for check, faults in results]
+    checks = [
+        {"name": check.name, "faults": faults, "skipped": skipped, "fix": check.fix}
+        for check, faults, skipped in results
+    ]
     return {"checks": checks, "ranks": [dataclasses.asdict(one) for one in job]}

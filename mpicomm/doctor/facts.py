@@ -90,6 +90,8 @@ class RankFacts:
     no_gpu_reason: str = ""
     driver_cuda: int | None = None
     """The major version of CUDA that the driver is for."""
+    torch: bool = False
+    """Whether PyTorch is installed."""
     cupy: tuple[str, ...] = ()
     """The installed distributions of CuPy."""
     shared_service: bool = False
@@ -171,6 +173,7 @@ def facts_before_mpi() -> RankFacts:
         mpi_error=error,
         driver=any(Path(name).exists() for name in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")),
         driver_cuda=cuda[0] if cuda else None,
+        torch=distribution_version("torch") is not None,
         cupy=tuple(name for name in cupy if distribution_version(name)),
         shared_service=environment.multi_process_service(),
     )

@@ -59,7 +59,7 @@ def other_namespace(*names: str) -> dict[str, str]:
 
 
 def found(job: list[RankFacts]) -> dict[str, list[str]]:
-    return {check.name: faults for check, faults in examine(job) if faults}
+    return {check.name: faults for check, faults, _ in examine(job) if faults}
 
 
 HIDDEN = [replace(one, gpus=(GPUS[one.rank],), variables={"CUDA_VISIBLE_DEVICES": "0"}) for one in healthy()]
@@ -208,6 +208,12 @@ def test_a_report_has_the_cause_and_the_fix() -> None:
     assert "--shm-size" in report[at + 1]
     assert "ok    library: mpi4py finds the library of its MPI" in report
     assert len(report) == len(CHECKS) + 1
+
+
+def test_a_check_of_what_no_rank_has_is_skipped() -> None:
+    skipped, asked = "skip  pytorch: no rank has PyTorch", "ok    pytorch: PyTorch allocates memory that peers can open"
+    assert [line for line in lines(examine(healthy())) if " pytorch:" in line] == [skipped]
+    assert [line for line in lines(examine(with_last(torch=True))) if " pytorch:" in line] == [asked]
 
 
 NOW_NS = 100_000_000_000
