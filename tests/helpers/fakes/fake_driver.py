@@ -39,7 +39,7 @@ class _Driver:
         return self._answer
 
     def _answer(self, count: int, attributes: Any, targets: Any, pointer: int) -> int:
-        for start, (nbytes, device) in _ranges.items():
+        for start, (nbytes, device) in _ranges.copy().items():
             if start <= pointer < start + max(nbytes, 1):
                 # `memory_location` asks in this order: type, managed, ordinal, start and size of the allocation.
                 for target, value in zip(targets, (_DEVICE, 0, device, start, nbytes), strict=True):
