@@ -27,19 +27,21 @@ COVERED = (
 
 _NOT_NUMPYS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # the package ml_dtypes adds them to NumPy
 
-_covered = {np.dtype(name) for name in COVERED if name not in _NOT_NUMPYS}
-_plain = _covered | {np.dtype(code) for code in ("g", "G", "S1", "U1")}
-
-
-def is_covered(dtype: np.dtype[Any]) -> bool:
-    """Return whether the engines reduce and move this type without conversion."""
-    return dtype in _covered or _learn(dtype)
-
-
-_NARROW = {"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+_numpys = {np.dtype(name) for name in COVERED if name not in _NOT_NUMPYS}
+_others = {np.dtype(code) for code in ("g", "G", "S1", "U1")}
 
 
 @lru_cache  # NumPy takes some microseconds for a name
+def is_covered(dtype: np.dtype[Any]) -> bool:
+    """Return whether the engines reduce and move this type without conversion."""
+    # The name is not enough, because a structured type may have the same name.
+    return dtype in _numpys or (dtype.isbuiltin == 2 and dtype.isnative and dtype.name in _NOT_NUMPYS)
+
+
+_NARROW = {"float16", *_NOT_NUMPYS}
+
+
+@lru_cache
 def is_narrow(dtype: np.dtype[Any]) -> bool:
     """Return whether ``dtype`` is a float that reductions accumulate in float32."""
     return dtype.name in _NARROW
@@ -47,17 +49,7 @@ def is_narrow(dtype: np.dtype[Any]) -> bool:
 
 def is_plain(dtype: np.dtype[Any] | None) -> bool:
     """Return whether a buffer of this type needs no datatype, because the type itself names the elements."""
-    return dtype in _plain or (dtype is not None and _learn(dtype))
-
-
-def _learn(dtype: np.dtype[Any]) -> bool:
-    """Return whether ``dtype`` is a type of ml_dtypes, and remember it. A program with such a dtype has the package."""
-    # The name is not enough, because a structured type may have the same name.
-    known = dtype.isbuiltin == 2 and dtype.isnative and dtype.name in _NOT_NUMPYS
-    if known:
-        _covered.add(dtype)
-        _plain.add(dtype)
-    return known
+    return dtype is not None and (dtype in _others or is_covered(dtype))
 
 
 def covered_dtype(name: str) -> np.dtype[Any]:
@@ -65,30 +57,25 @@ def covered_dtype(name: str) -> np.dtype[Any]:
     if name not in _NOT_NUMPYS:
         return np.dtype(name)
     try:
-        # The import is here, because few programs need the package.
-        dtype: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
+        added: Any = importlib.import_module("ml_dtypes")  # not above, because few programs need the package
     except ImportError as error:
         raise InvalidUsageError(f"NumPy knows {name} only with the package ml_dtypes: pip install ml_dtypes") from error
-    _learn(dtype)
+    dtype: np.dtype[Any] = np.dtype(getattr(added, name))
     return dtype
 
 
 _TORCH_NAMES = {"half": "float16", "float": "float32", "double": "float64", "cfloat": "complex64"}
-_torch: dict[Any, np.dtype[Any] | None] = {}
 
 
+@lru_cache
 def torch_dtype(dtype: Any) -> np.dtype[Any] | None:
     """Return a ``torch.dtype`` as a NumPy dtype, or None if NumPy has none. Raises the errors of `covered_dtype`."""
-    try:
-        return _torch[dtype]
-    except KeyError:
-        pass
     name = str(dtype).removeprefix("torch.")
     name = _TORCH_NAMES.get(name, name)
-    return _torch.setdefault(dtype, covered_dtype(name) if name in COVERED else None)
+    return covered_dtype(name) if name in COVERED else None
 
 
-@lru_cache  # NumPy takes some microseconds for a name
+@lru_cache
 def name_of(dtype: Any) -> str:
     """Return the name of an element type of NumPy or PyTorch, as NumPy or ml_dtypes names it."""
     known = dtype if isinstance(dtype, np.dtype) else torch_dtype(dtype)
@@ -148,7 +135,7 @@ def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
             with suppress(TypeError):
                 dtype = np.dtype(datatype.typestr)
             # The sizes differ for a type that NumPy lacks, such as REAL16 in some builds of MPI.
-            if dtype not in _plain or dtype.itemsize != datatype.extent:
+            if dtype is None or not is_plain(dtype) or dtype.itemsize != datatype.extent:
                 dtype = None
         return _from_mpi.setdefault(handle, dtype)
     if datatype.combiner != MPI.COMBINER_DUP:
@@ -161,21 +148,17 @@ def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
             base.Free()
 
 
-_to_mpi: dict[np.dtype[Any], MPI.Datatype | None] = {BYTE: MPI.BYTE}
-
-
+@lru_cache
 def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
     """Return the predefined MPI datatype of an element type, or None if MPI has none (bfloat16, often float16)."""
-    try:
-        return _to_mpi[dtype]
-    except KeyError:
-        found = None
-        # Types that a package has added to NumPy have none. The char of bfloat16 is "E", which some MPI libraries take
-        # for a complex number of two halves.
-        if dtype.isbuiltin != 2 and is_plain(dtype):
-            with suppress(ValueError):
-                found = MPI.Datatype.fromcode(dtype.char)
-        return _to_mpi.setdefault(dtype, found)
+    if dtype == BYTE:
+        return MPI.BYTE
+    # Types that a package has added to NumPy have none. The char of bfloat16 is "E", which some MPI libraries take for
+    # a complex number of two halves.
+    if dtype.isbuiltin != 2 and is_plain(dtype):
+        with suppress(ValueError):
+            return MPI.Datatype.fromcode(dtype.char)
+    return None
 
 
 def from_code(code: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:
