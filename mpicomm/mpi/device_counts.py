@@ -6,7 +6,6 @@ of its ``recvbuf``. Each buffer has room for the most elements that may come.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,40 +21,19 @@ _TYPES = ("int32", "int64")
 
 
 @dataclass(frozen=True)
-class DeviceIndices:
-    """An array of one integer for each rank, in device memory."""
-
-    pointer: int
-    is_wide: bool
-    """Whether integers have 64 bits."""
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class CountedBuffer:
     """A buffer with a block for each rank."""
 
     operand: Operand
     """The whole buffer."""
-    counts: DeviceIndices
-    displs: DeviceIndices | tuple[int, ...] | None
+    counts: ArrayMemory
+    """The memory of an integer for each rank."""
+    displs: ArrayMemory | tuple[int, ...] | None
     """The start of each block, in elements; None if each block follows the block before."""
 
-    @property
-    def pointer(self) -> int:
-        """The address of the buffer."""
-        return self.operand.pointer
-
-    @property
-    def room(self) -> int:
-        """The elements that the buffer holds."""
-        return self.operand.total
-
-    def indices(self) -> Iterator[DeviceIndices]:
-        """Return the arrays of counts and displacements on the device."""
-        yield self.counts
-        if isinstance(self.displs, DeviceIndices):
-            yield self.displs
+    def indices(self) -> list[ArrayMemory]:
+        """Return the memory of counts and displacements on the device."""
+        return [each for each in (self.counts, self.displs) if isinstance(each, ArrayMemory)]
 
 
 @dataclass(frozen=True)
@@ -70,6 +48,11 @@ class CountedBuffers:
         """The bytes of an element, the same in both buffers."""
         assert self.send.operand.dtype is not None
         return self.send.operand.dtype.itemsize
+
+
+def is_wide(indices: ArrayMemory) -> bool:
+    """Return whether counts or displacements on the device have 64 bits."""
+    return indices.dtype == np.int64
 
 
 def read_counted(send: Any, receive: Any, *, size: int, algorithm: str) -> CountedBuffers | None:
@@ -94,9 +77,10 @@ def read_counted(send: Any, receive: Any, *, size: int, algorithm: str) -> Count
             f"Alltoallv: sendbuf has elements of {types[0]}, recvbuf of {types[1]}: pass elements of one size if "
             "counts are on the GPU"
         )
-    if not received.counts.is_wide and received.room > np.iinfo(np.int32).max:
+    room = received.operand.total
+    if not is_wide(received.counts) and room > np.iinfo(np.int32).max:
         raise InvalidUsageError(
-            f"Alltoallv: recvbuf holds {received.room} elements, more than its counts of type int32 can say: pass "
+            f"Alltoallv: recvbuf holds {room} elements, more than its counts of type int32 can say: pass "
             "counts of type int64"
         )
     _require_apart(sent, received)
@@ -141,7 +125,7 @@ def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> 
             f"Alltoallv: {name} has a derived datatype beside counts on the GPU: pass a predefined datatype, or counts "
             "in host memory"
         )
-    places: DeviceIndices | tuple[int, ...] | None = None
+    places: ArrayMemory | tuple[int, ...] | None = None
     if _is_on_device(displs):
         places = _indices(displs, size, f"the displacements of {name}", operand, writable=False)
     elif displs is not None:
@@ -149,8 +133,8 @@ def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> 
     return CountedBuffer(operand, _indices(counts, size, f"the counts of {name}", operand, writable=writable), places)
 
 
-def _indices(array: Any, size: int, what: str, operand: Operand, *, writable: bool) -> DeviceIndices:
-    memory: ArrayMemory = read(array, writable, what)
+def _indices(array: Any, size: int, what: str, operand: Operand, *, writable: bool) -> ArrayMemory:
+    memory = read(array, writable, what)
     if memory.dtype is None or memory.dtype.name not in _TYPES:
         raise InvalidUsageError(f"Alltoallv: {what} have type {memory.dtype}: pass {' or '.join(_TYPES)}")
     number = memory.nbytes // memory.dtype.itemsize
@@ -161,20 +145,20 @@ def _indices(array: Any, size: int, what: str, operand: Operand, *, writable: bo
             f"Alltoallv: {what} are on GPU {memory.device}, and {operand.name} is on GPU {operand.device}: pass both "
             "on one GPU"
         )
-    return DeviceIndices(memory.pointer, memory.dtype.itemsize == 8, memory.nbytes)
+    return memory
 
 
 def _require_apart(send: CountedBuffer, receive: CountedBuffer) -> None:
     """Raise if the call would write into an array that it reads."""
-    arrays = [(send.pointer, send.operand.nbytes, "sendbuf")]
+    data, output = send.operand, receive.operand
+    arrays = [(data.pointer, data.nbytes, "sendbuf")]
     arrays += [(each.pointer, each.nbytes, "counts or displacements of sendbuf") for each in send.indices()]
-    arrays += [(each.pointer, each.nbytes, "displacements of recvbuf") for each in [*receive.indices()][1:]]
-    for written, name in (
-        ((receive.pointer, receive.operand.nbytes), "recvbuf"),
-        ((receive.counts.pointer, receive.counts.nbytes), "the counts of recvbuf"),
+    arrays += [(each.pointer, each.nbytes, "displacements of recvbuf") for each in receive.indices()[1:]]
+    for start, length, name in (
+        (output.pointer, output.nbytes, "recvbuf"),
+        (receive.counts.pointer, receive.counts.nbytes, "the counts of recvbuf"),
     ):
-        start, end = written[0], sum(written)
         for other, nbytes, its_name in arrays:
-            if start < end and nbytes and start < other + nbytes and other < end:
+            if length and nbytes and start < other + nbytes and other < start + length:
                 raise InvalidUsageError(f"Alltoallv: {name} and {its_name} overlap: copy one of them")
-        arrays.append((*written, name))
+        arrays.append((start, length, name))

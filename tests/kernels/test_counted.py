@@ -17,7 +17,8 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.kernels.team import ABSENT, COUNTED_ROOM, COUNTS, MISMATCH, OF_RECEIVE
 from mpicomm.kernels.variant import Launch
-from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
+from mpicomm.mpi.buffers import ArrayMemory
+from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers
 from tests.helpers.references.reductions import require_same
 from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import Calls
@@ -88,7 +89,7 @@ class CountedRig(Rig):
                 self._buffer(rank, self.machine.place(rank, data, offset=8).address, size, dtype,
                              self._indices(rank, counts[rank], wide=call.wide[0]), call, call.send_displs),
                 self._buffer(rank, output.address, room, dtype,
-                             DeviceIndices(said.address, call.wide[1], said.bytes.nbytes), call, call.receive_displs),
+                             _indices_at(said, wide=call.wide[1]), call, call.receive_displs),
             )  # fmt: skip
             if rank not in without:
                 made = self._launch(rank, buffers, call)
@@ -113,8 +114,8 @@ class CountedRig(Rig):
     def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
         plain: list[tuple[Any, ...]] = []
         for side in (buffers.send, buffers.receive):
-            displs = side.displs.pointer if isinstance(side.displs, DeviceIndices) else side.displs
-            plain.append((side.pointer, side.room, None, side.counts.pointer, displs))
+            displs = side.displs.pointer if isinstance(side.displs, ArrayMemory) else side.displs
+            plain.append((side.operand.pointer, side.operand.total, None, side.counts.pointer, displs))
         key = rank, call.dtype, call.wide, call.tag, *(type(displs) for *_, displs in plain)
         if key not in self._templates:
             loader: Any = SimpleNamespace(enqueuers=lambda steps: [lambda stream, step=step: step for step in steps])
@@ -127,9 +128,9 @@ class CountedRig(Rig):
         launch: Any = template.launch
         return cast(Launch, launch(7))
 
-    def _indices(self, rank: int, values: Array, *, wide: bool) -> DeviceIndices:
+    def _indices(self, rank: int, values: Array, *, wide: bool) -> ArrayMemory:
         place = self.machine.place(rank, np.asarray(values, np.int64 if wide else np.int32))
-        return DeviceIndices(place.address, wide, place.bytes.nbytes)
+        return _indices_at(place, wide=wide)
 
     def _buffer(
         self,
@@ -137,7 +138,7 @@ class CountedRig(Rig):
         pointer: int,
         room: int,
         dtype: np.dtype[Any],
-        counts: DeviceIndices,
+        counts: ArrayMemory,
         call: CountedCall,
         displs: Array | None,
     ) -> CountedBuffer:
@@ -146,6 +147,10 @@ class CountedRig(Rig):
         if displs is not None:
             known = tuple(map(int, displs[rank])) if call.host_displs else self._indices(rank, displs[rank], wide=True)
         return CountedBuffer(cast(Any, operand), counts, known)
+
+
+def _indices_at(place: Any, *, wide: bool) -> ArrayMemory:
+    return ArrayMemory(place.address, place.bytes.nbytes, np.dtype(np.int64 if wide else np.int32), True, 0, place)
 
 
 def _starts(counts: Array) -> Array:

@@ -14,7 +14,8 @@ from mpicomm.collectives.gpu.call_templates import CallTemplate
 from mpicomm.collectives.gpu.decision import NO_END, enqueuers_of
 from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.kernels.variant import Variant
-from mpicomm.mpi.device_counts import CountedBuffers, DeviceIndices
+from mpicomm.mpi.buffers import ArrayMemory
+from mpicomm.mpi.device_counts import CountedBuffers, is_wide
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.plan import StepLoader
@@ -54,8 +55,8 @@ class CountedTemplate(CallTemplate, KernelTemplate):
         counted.itemsize = self._itemsize = buffers.itemsize
         self._sides = counted.send, counted.receive
         for side, buffer in zip(self._sides, (buffers.send, buffers.receive), strict=True):
-            side.wide_counts, side.follows = buffer.counts.is_wide, buffer.displs is None
-            side.wide_displs = isinstance(buffer.displs, DeviceIndices) and buffer.displs.is_wide
+            side.wide_counts, side.follows = is_wide(buffer.counts), buffer.displs is None
+            side.wide_displs = isinstance(buffer.displs, ArrayMemory) and is_wide(buffer.displs)
         self._follow = all(side.follows for side in self._sides)
         self._size, self._host_slots = domain.size, domain.host_slots
         config = config or any_length_config(domain)
@@ -65,7 +66,7 @@ class CountedTemplate(CallTemplate, KernelTemplate):
         self._shape = config.blocks, config.workers + kernels.OVERSEERS
         self._most_of_step = config.step_nbytes // self._itemsize if self._follow else -1
         """The most elements of a buffer for the kernel of one step; -1 if no call takes it."""
-        self._most = NO_END if buffers.receive.counts.is_wide else (1 << 31) - 1
+        self._most = NO_END if is_wide(buffers.receive.counts) else (1 << 31) - 1
         send, receive = ([each.nbytes for each in side.indices()] for side in (buffers.send, buffers.receive))
         self._nbytes = send[0], send[-1], receive[0], receive[-1]
         """The bytes of counts and of displacements to send, and of those to receive."""
@@ -98,8 +99,8 @@ class CountedTemplate(CallTemplate, KernelTemplate):
         """Return the steps of a read call, which later calls do not overwrite."""
         sides = []
         for side in (buffers.send, buffers.receive):
-            displs = side.displs.pointer if isinstance(side.displs, DeviceIndices) else side.displs
-            sides.append((side.pointer, side.room, None, side.counts.pointer, displs))
+            displs = side.displs.pointer if isinstance(side.displs, ArrayMemory) else side.displs
+            sides.append((side.operand.pointer, side.operand.total, None, side.counts.pointer, displs))
         return self.steps_of(self._write(*sides))
 
     def _write(self, sent: Any, received: Any) -> Filled:

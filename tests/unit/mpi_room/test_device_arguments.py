@@ -14,7 +14,7 @@ from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.device_counts import CountedBuffers, DeviceIndices, read_counted
+from mpicomm.mpi.device_counts import CountedBuffers, is_wide, read_counted
 from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.fake_driver import DeviceArray, read_device_arrays
 
@@ -270,12 +270,13 @@ def test_counts_in_host_memory_are_read_as_before() -> None:
 def test_both_buffers_with_counts() -> None:
     found = read_both([X, COUNTS], [Y, (CAME, DISPLS), "f"])
     assert found is not None
-    send, receive = found.send, found.receive
-    assert (send.pointer, send.room, send.displs) == (0x1000, 20, None)
-    assert send.counts == DeviceIndices(0x3000, is_wide=False, nbytes=12)
-    assert (receive.pointer, receive.room) == (0x2000, 30)
-    assert receive.counts == DeviceIndices(0x4000, is_wide=True, nbytes=24)
-    assert receive.displs == DeviceIndices(0x5000, is_wide=True, nbytes=24)
+    data, output = found.send.operand, found.receive.operand
+    assert (data.pointer, data.total, found.send.displs) == (0x1000, 20, None)
+    assert (output.pointer, output.total) == (0x2000, 30)
+    indices = [*found.send.indices(), *found.receive.indices()]
+    assert [(each.pointer, is_wide(each), each.nbytes) for each in indices] == [
+        (0x3000, False, 12), (0x4000, True, 24), (0x5000, True, 24),
+    ]  # fmt: skip
     assert found.itemsize == 4
 
 
