@@ -117,7 +117,7 @@ def pauses() -> Iterator[None]:
 
 
 Found = tuple[bool, list[Any]]
-"""Whether a wait is over, and what mpi4py's test answers without this flag: places and objects of messages."""
+"""Whether a wait is over, and the items of the answer of mpi4py's test: places, flag and objects of messages."""
 
 
 def _answer(
@@ -130,14 +130,12 @@ def _answer(
 ) -> Any:
     """Answer as mpi4py's wait for requests, or as ``test``, its test of them. A call that ``takes`` ends requests."""
     for _ in pauses():
-        over, found = find(test, takes, requests, statuses)
+        over, answer = find(test, takes, requests, statuses)
         if over or not waits:
             break
-    if not waits and find is not _some:
-        found.insert(0 if find is _all else 1, over)
-    if len(found) > 1:
-        return tuple(found)
-    return found[0] if found else True
+    if waits and find is _any:
+        del answer[1]  # the flag
+    return tuple(answer) if len(answer) > 1 else answer[0]
 
 
 def _wait_all(wait: Callable[..., Any], requests: Requests, statuses: Any = None) -> Any:
@@ -166,57 +164,55 @@ def _wait_all(wait: Callable[..., Any], requests: Requests, statuses: Any = None
     return objects
 
 
-# MPI gets the list without the requests that are open here. It gets those that have failed only with all others or
-# when it finds no others, because a call that raises returns no request.
+# MPI gets MPI.REQUEST_NULL, which it passes over, for each request that is open here, and for those that have failed:
+# a call that raises returns no request, so they raise when MPI finds no others.
 
 
 def _all(test: Callable[..., Any], takes: bool, requests: Requests, statuses: Any) -> Found:
-    in_mpi, places, failed, is_open = _sort(requests, takes)
+    in_mpi, failed, is_open = _sort(requests, takes)
     if is_open:
-        for place in places:  # MPI goes on with them: work may wait for that
-            _get_status(in_mpi[place])
-        return False, [None] * (test.__name__ == "testall")
-    over, *objects = _items(test(in_mpi, statuses))
-    if over:
+        for request in in_mpi:  # MPI goes on with them: work may wait for that
+            _get_status(request)
+        return False, [False, None] if test.__name__ == "testall" else [False]
+    answer = _items(test(in_mpi, statuses))
+    if answer[0]:
         _raise(failed)
-    return over, objects
+    return answer[0], answer
 
 
 def _any(test: Callable[..., Any], takes: bool, requests: Requests, status: Any) -> Found:
-    in_mpi, places, failed, is_open = _sort(requests, takes)
-    place, over, *objects = test([in_mpi[place] for place in places], status)
-    if place != MPI.UNDEFINED:
-        return True, [places[place], *objects]
-    _raise(failed)
-    return over and not is_open, [place, *objects]
+    in_mpi, failed, is_open = _sort(requests, takes)
+    answer = _items(test(in_mpi, status))
+    if answer[0] == MPI.UNDEFINED:
+        _raise(failed)
+        answer[1] = answer[1] and not is_open
+    return answer[1], answer
 
 
 def _some(test: Callable[..., Any], takes: bool, requests: Requests, statuses: Any) -> Found:
-    in_mpi, places, failed, is_open = _sort(requests, takes)
-    found, *objects = _items(test([in_mpi[place] for place in places], statuses))
-    if found:
-        return True, [[places[place] for place in found], *objects]
-    _raise(failed)
-    if is_open and found is None:  # MPI has seen no active request
-        found, objects = [], [[] for _ in objects]
-    return found is None, [found, *objects]
+    in_mpi, failed, is_open = _sort(requests, takes)
+    answer = _items(test(in_mpi, statuses))
+    if not answer[0]:
+        _raise(failed)
+        if is_open and answer[0] is None:  # MPI has seen no active request
+            answer = [[] for _ in answer]
+    return answer[0] != [], answer
 
 
-def _sort(requests: Requests, takes: bool) -> tuple[list[Any], list[int], list[Any], bool]:
-    """Return the requests that MPI knows, the places of those for MPI, the failed ones, and whether one is open."""
-    in_mpi, places, failed, is_open = list[Any](), list[int](), list[Any](), False
-    for place, request in enumerate(requests):  # all of them, because each advances only when it is asked
+def _sort(requests: Requests, takes: bool) -> tuple[list[Any], list[Any], bool]:
+    """Return the requests for MPI, the failed ones, and whether one is open."""
+    in_mpi, failed, is_open = list[Any](), list[Any](), False
+    for request in requests:  # all of them, because each advances only when it is asked
         known = _in_mpi(request)
-        in_mpi.append(known)
         is_own = isinstance(known, Driven)
         if not (known.advance() if is_own else not isinstance(known, MPI.Grequest) or _get_status(known)):
-            is_open = True
+            is_open, known = True, MPI.REQUEST_NULL
         elif is_own and takes and known.error is not None:
             known.silent = True
             failed.append(known)
-        else:
-            places.append(place)
-    return in_mpi, places, failed, is_open
+            known = MPI.REQUEST_NULL
+        in_mpi.append(known)
+    return in_mpi, failed, is_open
 
 
 def _in_mpi(request: Any) -> Any:
@@ -236,8 +232,8 @@ def _raise(failed: list[Any]) -> None:
         failed[0].wait()
 
 
-def _items(answer: Any) -> Any:
-    return answer if isinstance(answer, tuple) else (answer,)
+def _items(answer: Any) -> list[Any]:
+    return list(answer) if isinstance(answer, tuple) else [answer]
 
 
 # Looked up once, because `super()` and attributes add their time to each request.

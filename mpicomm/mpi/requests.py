@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mpi4py import MPI
 
@@ -160,12 +160,6 @@ class DeferredRequest(Driven, MPI.Grequest):
             if isinstance(self.error, MPI.Exception):
                 raise self.error  # mpi4py hands it to MPI, which raises it in the waiting thread
 
-    def withdraw(self) -> None:
-        """Cancel a message that has not come yet, if that is possible."""
-        with self._turn:
-            if self._cancel is not None and not self.over:
-                self._cancel()
-
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises the error of the work."""
         if not self.over:
@@ -194,24 +188,18 @@ class DeferredRequest(Driven, MPI.Grequest):
     def Cancel(self) -> None:
         """Cancel a receive if its message has not come yet, as in mpi4py. Other work is left unchanged."""
         super().Cancel()
-        self.withdraw()
+        with self._turn:
+            if self._cancel is not None and not self.over:
+                self._cancel()
 
 
-class Completable(Protocol):
-    """The work of a `Completer`: a `DeferredRequest`, or a message of a torch group."""
-
-    over: bool
-    driven: bool
-
-    def advance(self) -> bool:
-        """See `DeferredRequest.advance`."""
-
-
-AnyWork = TypeVar("AnyWork", bound=Completable)
+Work = TypeVar("Work")
 
 
 class Completer:
     """The thread that completes the work of one communicator. It lives as long as there is work.
+
+    Work has ``over``, ``driven`` and ``advance()``: a `DeferredRequest`, or a message of a torch group.
 
     The thread advances work, such as a message on its way, without a call of the program. It also completes requests
     for waits inside MPI, because MPI does not notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's
@@ -230,12 +218,12 @@ class Completer:
     def __init__(self, *, by_itself: bool = False) -> None:
         self._shortest_s = _FIRST_PAUSE_S if by_itself else PAUSE_S
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._pending: deque[Completable] = deque()
+        self._pending: deque[Any] = deque()
         self._prepare: Callable[[], None] | None = None
         self._running = False
         self._beginning_or_ending = threading.Lock()
 
-    def add(self, work: AnyWork, prepare_thread: Callable[[], None] | None) -> AnyWork:
+    def add(self, work: Work, prepare_thread: Callable[[], None] | None) -> Work:
         """Complete ``work`` as soon as it is done, and return it. The thread calls ``prepare_thread`` before.
 
         On a thread without a device any call of the CUDA runtime makes a context on the first GPU. For each rank with
