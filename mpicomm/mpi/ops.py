@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,7 +198,6 @@ _LEGAL = {
     "avg": ("float", "complex"),
 }
 _KINDS = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}
-_checked: set[tuple[str, np.dtype[Any]]] = set()
 
 
 def op_name(op: MPI.Op) -> str | None:
@@ -223,6 +222,7 @@ def op_name(op: MPI.Op) -> str | None:
     )
 
 
+@cache
 def check_legal(name: str, dtype: np.dtype[Any]) -> None:
     """Raise unless the operation ``name`` is defined for the element type ``dtype``.
 
@@ -234,12 +234,9 @@ def check_legal(name: str, dtype: np.dtype[Any]) -> None:
             f'order="tree" of {dtype}: each rank would round its sum, so the bits would depend on the number of ranks: '
             'pass the float32 that mpicomm.tree_sum returns, and to Allreduce also epilogue="v", which rounds once'
         )
-    if (name, dtype) in _checked:
-        return
     shown = "MPI.BYTE" if dtype == types.BYTE else str(dtype)
     if is_own(name):
         own_op(name).require_defined(shown)
-        _checked.add((name, dtype))
         return
     kind: str | None = _KINDS.get(dtype.kind)
     if dtype == types.BYTE:
@@ -247,7 +244,6 @@ def check_legal(name: str, dtype: np.dtype[Any]) -> None:
     elif dtype.isbuiltin == 2:  # a type that a package has added to NumPy; the engines know only floats among these
         kind = "float" if types.is_covered(dtype) else None
     if kind in _LEGAL[name] or (dtype.kind in "SU" and name not in ("avg", "tree")):
-        _checked.add((name, dtype))
         return
     legal = [other for other, kinds in _LEGAL.items() if kind in kinds and other != "tree"]  # an order of sum
     raise RefusedByMpiError(
