@@ -21,8 +21,9 @@ from mpicomm.collectives.operations import NEIGHBOR_ALLTOALL, NEIGHBOR_ALLTOALLV
 from mpicomm.collectives.packed import blocks_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, Span, typed_blocks
+from mpicomm.mpi.arguments import Operand, Span
 from mpicomm.mpi.layout import Elements, run_of, together
+from mpicomm.mpi.spec import typed_blocks
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.buffers import ArrayMemory, any_overlap, array_of, is_host_view, read
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.layout import Elements, elements_at, require_types
+from mpicomm.mpi.layout import Elements, elements_at
 from mpicomm.mpi.spec import (
     Shape,
     datatype_of,
@@ -31,6 +31,7 @@ from mpicomm.mpi.spec import (
     is_sequence,
     items,
     no_type,
+    typed_blocks,
     with_buffer,
 )
 
@@ -51,31 +52,31 @@ class Operand:
     name: str
     pointer: int
     """The address of element 0, with the displacement; in vector forms the start of the buffer."""
-    dtype: np.dtype[Any] | None
-    """None if only MPI can handle the argument: a derived datatype, ``MPI.BOTTOM``, or a format of a buffer."""
-    count: int
-    """The elements of one block; in vector forms of all blocks."""
-    total: int
-    """The elements of all blocks."""
-    counts: tuple[int, ...] | None
-    """The elements of each block in vector forms; else None."""
-    displs: tuple[int, ...] | None
-    """The start of each block in vector forms, in elements from ``pointer``; else None."""
     on_device: bool
     device: int | None
     """The ordinal of the GPU; None on the host."""
     owner: Any = field(repr=False)
     """The object that keeps the memory alive."""
-    mpi_type: MPI.Datatype | None
-    """The datatype that the caller named."""
     spec: Any = field(repr=False)
     """The argument for MPI: as the caller passed it, or with the exported memory in place of the object."""
-    by_address: bool = False
+    by_address: bool
     """Whether it is device memory of no known library, so that the stream of later work on it is unknown."""
+    nowhere: bool
+    """Whether it has no memory: see `ArrayMemory.nowhere`."""
+    dtype: np.dtype[Any] | None = None
+    """None if only MPI can handle the argument: a derived datatype, ``MPI.BOTTOM``, or a format of a buffer."""
+    mpi_type: MPI.Datatype | None = None
+    """The datatype that the caller named."""
+    count: int = 0
+    """The elements of one block; in vector forms of all blocks."""
+    total: int = 0
+    """The elements of all blocks."""
+    counts: tuple[int, ...] | None = None
+    """The elements of each block in vector forms; else None."""
+    displs: tuple[int, ...] | None = None
+    """The start of each block in vector forms, in elements from ``pointer``; else None."""
     derived: tuple[Elements, ...] | None = None
     """The elements of a derived datatype in device memory, of each block in vector forms; else None."""
-    nowhere: bool = False
-    """Whether it has no memory: see `ArrayMemory.nowhere`."""
 
     @property
     def nbytes(self) -> int:
@@ -138,75 +139,52 @@ def parse(
     Raises `TypeError` for objects that are no buffers and for counts that are no integers, `InvalidUsageError` for all
     other faults.
     """
-    buffer, counts, displs, datatype = spec, None, None, None
-    if shape == "typed" or isinstance(spec, (list, tuple)):
-        buffer, counts, displs, datatype = items(spec, name, shape)
+    buffer, counts, displs, datatype = items(spec, name, shape)
     if spec is buffer or not (buffer is None or buffer is MPI.BOTTOM):
         memory = memory or read(buffer, writable, name)
     elif datatype is None:
         raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
     elif buffer is MPI.BOTTOM:  # its addresses are addresses of a GPU or of the host
         found = device_address(spec)
-        memory = ArrayMemory(0, 0, None, found is not None, found and found[1], None, by_address=found is not None)
+        memory = ArrayMemory(0, 0, None, found is not None, found and found[1], by_address=found is not None)
     else:
-        memory = memory or ArrayMemory(0, 0, None, False, None, None, nowhere=True)
-    derived: tuple[Elements, ...] | None
-    pointer, on_device, owner = memory.pointer, memory.on_device, memory.owner
-    if not on_device and (shape == "typed" or (datatype is None and memory.dtype is None)):  # MPI may know the type
-        for_mpi = spec if memory.exported is None or datatype is None else [memory.exported, *spec[1:]]
-        return Operand(name, pointer, None, 0, 0, None, None, False, None, owner, None, for_mpi, nowhere=memory.nowhere)
-    number = 1 if shape in ("one", "counted") else blocks
-    room = pointer, memory.nbytes if memory.room is None else memory.room
-    gpu = memory.device if buffer is MPI.BOTTOM else None
-    if shape == "typed":
-        each, places, datatypes = typed_blocks(spec, size=number, name=name, peer=peer)
-        typed = zip(datatypes, places, each, strict=True)
-        derived = tuple(elements_at(one, room, [(place, n)], name=name, gpu=gpu)[0] for one, place, n in typed)
-        return Operand(
-            name, pointer, None, sum(each), sum(each), each, places, True, memory.device, owner, None, spec,
-            memory.by_address, derived,
-        )  # fmt: skip
-    elements = _Elements(memory, buffer, datatype, name, peer)
-    dtype, mpi_type, extent = elements.dtype, elements.mpi_type, elements.extent
-    sizes, starts, derived = None, None, None
-    if shape == "vector":
-        sizes, starts = elements.vector(counts, displs, number)
-        count = total = sum(sizes)
-        extents = [*zip(starts, sizes, strict=True)]
-    else:
-        start, count = elements.even(counts, displs, number)
-        total, extents = count * number, [(start, count * number)]
-        pointer += start * extent
-    if (dtype is None or buffer is MPI.BOTTOM) and on_device and mpi_type is not None:
-        derived = elements_at(mpi_type, room, [(place * extent, n) for place, n in extents], name=name, gpu=gpu)
-    if buffer is MPI.BOTTOM:
-        dtype = None
+        memory = memory or ArrayMemory(0, 0, None, nowhere=True)
     for_mpi = spec
-    if memory.exported is not None and not on_device:  # a second export would take as long again
+    if memory.exported is not None and not memory.on_device:  # a second export would take as long again
         with suppress(InvalidUsageError):  # the engines may know a type that MPI lacks
             for_mpi = with_buffer(spec, memory.exported, memory.dtype)
-    return Operand(
-        name, pointer, dtype, count, total, sizes, starts, on_device, memory.device, owner, mpi_type, for_mpi,
-        memory.by_address, derived, memory.nowhere,
-    )  # fmt: skip
-
-
-def typed_blocks(
-    spec: Any, *, size: int, name: str, peer: str
-) -> tuple[tuple[int, ...], tuple[int, ...], list[MPI.Datatype]]:
-    """Return the counts, the displacements and the datatypes of an argument of Alltoallw. Local.
-
-    Raises the errors of `parse`.
-    """
-    buffer, counts, displs, datatypes = items(spec, name, "typed")
-    if buffer is MPI.BOTTOM and (counts is None or displs is None):
-        raise InvalidUsageError(f"{name}: MPI.BOTTOM needs counts and displacements: pass one of each for each {peer}")
-    if counts is None and displs is None:
-        each, places = (1,) * size, (0,) * size
+    operand = Operand(
+        name, memory.pointer, memory.on_device, memory.device, memory.owner, for_mpi, memory.by_address, memory.nowhere
+    )
+    if not memory.on_device and (shape == "typed" or (datatype is None and memory.dtype is None)):
+        return operand  # MPI may know the type
+    number = 1 if shape in ("one", "counted") else blocks
+    room = memory.pointer, memory.nbytes if memory.room is None else memory.room
+    gpu = memory.device if buffer is MPI.BOTTOM else None
+    if shape == "typed":
+        operand.counts, operand.displs, datatypes = typed_blocks(spec, size=number, name=name, peer=peer)
+        operand.count = operand.total = sum(operand.counts)
+        typed = zip(datatypes, operand.displs, operand.counts, strict=True)
+        operand.derived = tuple(elements_at(one, room, place, n, name=name, gpu=gpu) for one, place, n in typed)
+        return operand
+    elements = _Elements(memory, buffer, datatype, name, peer)
+    operand.dtype, operand.mpi_type, extent = elements.dtype, elements.mpi_type, elements.extent
+    if shape == "vector":
+        operand.counts, operand.displs = elements.vector(counts, displs, number)
+        operand.count = operand.total = sum(operand.counts)
+        places = [*zip(operand.displs, operand.counts, strict=True)]
     else:
-        each = indices_of(counts, size, "counts", name, peer)
-        places = indices_of(displs, size, "displacements", name, peer)
-    return each, places, require_types(datatypes, each, name, peer)
+        start, operand.count = elements.even(counts, displs, number)
+        operand.total = operand.count * number
+        operand.pointer += start * extent
+        places = [(start, operand.total)]
+    datatype = operand.mpi_type
+    if operand.on_device and datatype is not None and (operand.dtype is None or gpu is not None):
+        blocks_at = [(place * extent, n) for place, n in places]
+        operand.derived = tuple(elements_at(datatype, room, at, n, name=name, gpu=gpu) for at, n in blocks_at)
+    if buffer is MPI.BOTTOM:
+        operand.dtype = None
+    return operand
 
 
 class _Elements:

@@ -14,6 +14,7 @@ import sys
 from array import array as standard_array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,10 @@ class ArrayMemory:
     nbytes: int
     dtype: np.dtype[Any] | None
     """None if the object does not name a type, or names a type that NumPy does not have."""
-    on_device: bool
-    device: int | None
+    on_device: bool = False
+    device: int | None = None
     """The ordinal of the GPU; None on the host."""
-    owner: Any
+    owner: Any = None
     """The object that keeps the memory alive."""
     by_address: bool = False
     """Whether only an address names the device memory. Then no library says which stream the later work is on."""
@@ -233,8 +234,13 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> ArrayMemory:
     try:
         buffer = _exported(array, writable, "DLPack", name)
     except BufferRefusedError as refusal:
+        # mpi4py takes a capsule of DLPack's first version only from an object that knows no later one. JAX knows both
+        # versions and exports the first one.
+        unversioned = SimpleNamespace(
+            __dlpack_device__=array.__dlpack_device__, __dlpack__=lambda stream=None: array.__dlpack__(stream=stream)
+        )
         try:
-            buffer = MPI.buffer.frombuffer(Unversioned(array), readonly=not writable)
+            buffer = MPI.buffer.frombuffer(unversioned, readonly=not writable)
         except Exception:
             raise refusal from refusal.__cause__
     # As for a CUDA array interface, the driver knows better. Empty memory has no address to ask for.
@@ -367,22 +373,3 @@ def any_overlap(ranges: Iterable[tuple[int, int, int]]) -> bool:
             if end > last_end:
                 last_end = end
     return False
-
-
-class Unversioned:
-    """An object that exports ``array`` by the first version of DLPack.
-
-    mpi4py takes such a capsule only from an object that knows no later version. JAX knows both versions and exports the
-    first one.
-    """
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-    def __dlpack__(self, **stream: int) -> Any:
-        if not stream.keys() <= {"stream"}:
-            raise TypeError("the first version of DLPack has no other argument than stream")
-        return self._array.__dlpack__(**stream)

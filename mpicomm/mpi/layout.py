@@ -13,7 +13,6 @@ from mpi4py import MPI
 from mpicomm.devices import memory_location
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.regions import Region, Regions, at_blocks, joined, packed_nbytes, repeated
 
 
@@ -238,14 +237,9 @@ class Elements:
 
 
 def elements_at(
-    datatype: MPI.Datatype,
-    memory: tuple[int, int],
-    blocks: Sequence[tuple[int, int]],
-    *,
-    name: str,
-    gpu: int | None = None,
-) -> tuple[Elements, ...]:
-    """Return the elements of each block. A block is a displacement in bytes and a count. Local.
+    datatype: MPI.Datatype, memory: tuple[int, int], displ: int, count: int, *, name: str, gpu: int | None = None
+) -> Elements:
+    """Return ``count`` elements, ``displ`` bytes after the begin of ``memory``. Local.
 
     ``memory`` is the address and the bytes of the argument ``name``. ``gpu`` is for MPI.BOTTOM, whose elements lie at
     any addresses of that GPU. Raises `InvalidUsageError` for elements that exceed the memory. Kernels need no committed
@@ -253,25 +247,15 @@ def elements_at(
     """
     layout = layout_of(datatype)
     assert layout is not None, "DATATYPE_NULL"
-    pointer, nbytes = memory
-    found = []
-    for displ, count in blocks:
-        block = layout.repeated(count)
-        begin, end = displ + block.begin, displ + block.end
-        if gpu is None and block.regions and (begin < 0 or end > nbytes):
-            raise InvalidUsageError(
-                f"{name}: {count} elements of the datatype reach from byte {begin} to byte {end} of a buffer of "
-                f"{nbytes} bytes: pass a larger buffer or another count"
-            )
-        for region in block.regions if gpu is not None else ():
-            first, after = region.ends
-            _require_on_gpu((pointer + displ + first, pointer + displ + after - 1), gpu, name)
-        found.append(Elements(pointer + displ, block))
-    return tuple(found)
-
-
-def _require_on_gpu(addresses: Iterable[int], gpu: int | None, name: str) -> None:
-    for at in addresses:
+    (pointer, nbytes), block = memory, layout.repeated(count)
+    begin, end, address = displ + block.begin, displ + block.end, pointer + displ
+    if gpu is None and block.regions and (begin < 0 or end > nbytes):
+        raise InvalidUsageError(
+            f"{name}: {count} elements of the datatype reach from byte {begin} to byte {end} of a buffer of "
+            f"{nbytes} bytes: pass a larger buffer or another count"
+        )
+    ends = [region.ends for region in block.regions] if gpu is not None else []
+    for at in (address + byte for first, after in ends for byte in (first, after - 1)):
         place = memory_location.place_of(at)
         if place is None or place.managed or place.device != gpu:
             lies = "in no memory of a GPU" if place is None or place.managed else f"on GPU {place.device}"
@@ -279,33 +263,4 @@ def _require_on_gpu(addresses: Iterable[int], gpu: int | None, name: str) -> Non
                 f"{name}: MPI.BOTTOM with address {at:#x}, which lies {lies}, and another address on GPU {gpu}: let "
                 "all elements lie in memory of one GPU, and none beyond its allocation"
             )
-
-
-def require_types(types: Any, counts: Sequence[int], name: str, peer: str) -> list[MPI.Datatype]:
-    """Return the datatypes of an argument of Alltoallw, with MPI.BYTE for each DATATYPE_NULL without elements.
-
-    Raises `InvalidUsageError` unless each ``peer`` has a datatype and a count of 0 or more, and `TypeError` for what is
-    no datatype.
-    """
-    if not isinstance(types, Sequence):
-        raise TypeError(f"{name}: {types!r} are no datatypes: pass a sequence with an MPI.Datatype for each {peer}")
-    datatypes = list(types)
-    if len(datatypes) != len(counts):
-        raise InvalidUsageError(
-            f"{name}: {len(datatypes)} datatypes for {len(counts)} {peer}s: pass one for each {peer}"
-        )
-    for datatype in datatypes:
-        if not isinstance(datatype, MPI.Datatype):
-            raise TypeError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype for each {peer}")
-    for number, (datatype, count) in enumerate(zip(datatypes, counts, strict=True)):
-        if count < 0:
-            raise RefusedByMpiError(f"{name}: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
-        if datatype == MPI.DATATYPE_NULL:
-            if count > 0:
-                raise RefusedByMpiError(
-                    f"{name}: the datatype for {peer} {number} is MPI.DATATYPE_NULL, but its count is {count}: pass "
-                    "another datatype or count 0",
-                    MPI.ERR_TYPE,
-                )
-            datatypes[number] = MPI.BYTE
-    return datatypes
+    return Elements(address, block)

@@ -92,9 +92,9 @@ def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
     datatype = None if dtype is None else types.mpi_datatype(dtype)
     if datatype is None:
         raise InvalidUsageError(f"elements of type {dtype} have no type in MPI")
-    more = list(spec[1:]) if is_list else []
+    more = spec[1:] if is_list else ()
     if more and more[-1] is None:  # it is the missing type, as in [array, (counts, displacements), None]
-        more.pop()
+        more = more[:-1]
     return [buffer, *more, datatype]
 
 
@@ -156,6 +156,43 @@ def displacements(values: Any, size: int, name: str, peer: str) -> tuple[int, ..
         return indices_of(values, size, "displacements", name, peer)
     distance = index_of(values, "displacement", name)
     return tuple(distance * number for number in range(size))
+
+
+def typed_blocks(
+    spec: Any, *, size: int, name: str, peer: str
+) -> tuple[tuple[int, ...], tuple[int, ...], list[MPI.Datatype]]:
+    """Return the counts, the displacements and the datatypes of an argument of Alltoallw. Local.
+
+    The datatype is MPI.BYTE for each DATATYPE_NULL without elements. Raises `TypeError` and `InvalidUsageError`.
+    """
+    buffer, counts, displs, given = items(spec, name, "typed")
+    if buffer is MPI.BOTTOM and (counts is None or displs is None):
+        raise InvalidUsageError(f"{name}: MPI.BOTTOM needs counts and displacements: pass one of each for each {peer}")
+    if counts is None and displs is None:
+        each, places = (1,) * size, (0,) * size
+    else:
+        each = indices_of(counts, size, "counts", name, peer)
+        places = indices_of(displs, size, "displacements", name, peer)
+    if not isinstance(given, Sequence):
+        raise TypeError(f"{name}: {given!r} are no datatypes: pass a sequence with an MPI.Datatype for each {peer}")
+    datatypes = list(given)
+    if len(datatypes) != size:
+        raise InvalidUsageError(f"{name}: {len(datatypes)} datatypes for {size} {peer}s: pass one for each {peer}")
+    for datatype in datatypes:
+        if not isinstance(datatype, MPI.Datatype):
+            raise TypeError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype for each {peer}")
+    for number, count in enumerate(each):
+        if count < 0:
+            raise RefusedByMpiError(f"{name}: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
+        if datatypes[number] == MPI.DATATYPE_NULL:
+            if count > 0:
+                raise RefusedByMpiError(
+                    f"{name}: the datatype for {peer} {number} is MPI.DATATYPE_NULL, but its count is {count}: pass "
+                    "another datatype or count 0",
+                    MPI.ERR_TYPE,
+                )
+            datatypes[number] = MPI.BYTE
+    return each, places, datatypes
 
 
 def no_type(memory: ArrayMemory, name: str) -> UnknownElementsError:

@@ -21,11 +21,12 @@ from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, parse, refuse_stream, typed_blocks
+from mpicomm.mpi.arguments import Operand, parse, refuse_stream
 from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError
 from mpicomm.mpi.host_calls import BESIDE, out_of_place, require_no_graph
 from mpicomm.mpi.ops import AVG, TREE, Op, op_name
 from mpicomm.mpi.request_lists import holding
+from mpicomm.mpi.spec import typed_blocks
 from mpicomm.session import Session
 from mpicomm.ways.location_votes import LocationVotes
 

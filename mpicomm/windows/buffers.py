@@ -119,7 +119,7 @@ def _elements_of(operand: Operand, array: Any, writable: bool) -> TypedElements:
         raise no_type(memory, operand.name)
     room = memory.pointer, memory.nbytes if memory.room is None else memory.room
     start = operand.pointer - memory.pointer
-    (found,) = elements_at(operand.mpi_type, room, [(start, operand.total)], name=operand.name)
+    found = elements_at(operand.mpi_type, room, start, operand.total, name=operand.name)
     return derived(operand.mpi_type, operand.total, found.layout)
 
 
@@ -183,7 +183,7 @@ def _of_type(datatype: Any, count: int, name: str) -> TypedElements:
         return TypedElements(count, dtype.itemsize, dtype, None)
     assert mpi_type is not None
     # The room is for any target, whose bounds `read_target` compares with the part of the rank.
-    (found,) = elements_at(mpi_type, (0, 1 << 62), [(1 << 61, count)], name=name)
+    found = elements_at(mpi_type, (0, 1 << 62), 1 << 61, count, name=name)
     return derived(mpi_type, count, found.layout)
 
 

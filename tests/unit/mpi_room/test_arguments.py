@@ -18,10 +18,10 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.host.selection import goes_to_mpi, plain_calls
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import plain_arrays
-from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate, typed_blocks
+from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate
 from mpicomm.mpi.buffers import any_overlap
 from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, is_counted, plain_array
-from mpicomm.mpi.spec import Shape
+from mpicomm.mpi.spec import Shape, typed_blocks
 from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.fake_driver import OnGpu
 from tests.helpers.references.reference_packing import pack
