@@ -143,7 +143,7 @@ def _receiving_bytes(method: Method) -> Method:
 
     @functools.wraps(method)
     def receive(self: MPI.Message, buf: Any, *rest: Any, **keywords: Any) -> Any:
-        return host_calls.call(functools.partial(method, **keywords), self, buf, *rest, writable=True)
+        return host_calls.call(functools.partial(method, **keywords), self, buf, *rest, receives=0)
 
     return receive
 

@@ -345,9 +345,8 @@ class PointToPoint(MPI.Intracomm):
             if algorithm != "auto" and all(side is None or side[0] is not None for side in (send, receive)):
                 raise _for_device_arrays(operation, algorithm)
         if first is None:
-            if send is not None and receive is not None:
-                return host_calls.call_on_two(by_mpi, self, send, receive, *status)
-            return host_calls.call(by_mpi, self, *(send or receive or ()), *status, writable=send is None)
+            receives = None if receive is None else 3 if send else 0
+            return host_calls.call(by_mpi, self, *(send or ()), *(receive or ()), *status, receives=receives)
         if first.captured and algorithm == "auto" and operation in _IN_STREAM_ORDER:
             return self._in_stream_order(operation, stream, send, receive, *status)
         name = by_mpi.__name__
@@ -383,7 +382,7 @@ class PointToPoint(MPI.Intracomm):
         if end is None or not end.on_device:
             refuse_stream(operation, stream)
         if end is None:
-            return host_calls.call(by_mpi, self, buf, dest, tag, *posted, *status, writable=True)
+            return host_calls.call(by_mpi, self, buf, dest, tag, *posted, *status, receives=0)
         if operation == "Sendrecv_replace":
             return messages.exchange(end, dest, tag, end, posted, *status, replace=True)
         return messages.start_exchange(end, dest, tag, end, messages.posted_beside_send(*posted), replace=True)

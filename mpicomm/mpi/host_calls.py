@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,41 +55,22 @@ def as_bytes(spec: Any, writable: bool, name: str) -> Any:
 
 
 def call(
-    method: Callable[..., Result], called: MPI.Intracomm | MPI.Message, buf: Any, *rest: Any, writable: bool = False
+    method: Callable[..., Result], called: MPI.Intracomm | MPI.Message, *arguments: Any, receives: int | None = None
 ) -> Result:
-    """Call MPI's ``method`` of ``called`` on a host buffer.
+    """Call MPI's ``method`` of ``called``, whose first argument is a host buffer.
 
-    Raises MPI's errors, and the errors of `as_bytes` for a buffer that MPI refuses.
+    The argument number ``receives`` is a buffer that receives: the first one, or a second one. Raises MPI's errors, and
+    the errors of `as_bytes` for a buffer that MPI refuses.
     """
     try:
-        return method(called, buf, *rest)
+        return method(called, *arguments)
     except REFUSALS:
-        return method(called, as_bytes(buf, writable, "buf"), *rest)
-
-
-def call_on_two(
-    method: Callable[..., Result],
-    comm: MPI.Intracomm,
-    send: tuple[Any, int, int],
-    receive: tuple[Any, int, int],
-    *rest: Any,
-) -> Result:
-    """As `call`, for a buffer with its destination and tag, and a buffer with its source and tag."""
-    try:
-        return method(comm, *send, *receive, *rest)
-    except REFUSALS:  # MPI ignores a buffer for MPI.PROC_NULL
-        sent = None if send[1] == MPI.PROC_NULL else as_bytes(send[0], False, "sendbuf")
-        received = None if receive[1] == MPI.PROC_NULL else as_bytes(receive[0], True, "recvbuf")
-    return method(comm, sent, *send[1:], received, *receive[1:], *rest)
-
-
-@dataclass(frozen=True)
-class HostCopy:
-    """A device buffer, its copy in pinned host memory, and whether the call writes it."""
-
-    memory: ArrayMemory
-    host: npt.NDArray[np.uint8]
-    written: bool
+        given = [*arguments]
+    for place in sorted({0, receives or 0}):
+        name = ("recvbuf" if place else "sendbuf") if receives else "buf"
+        ignored = receives and given[place + 1] == MPI.PROC_NULL  # MPI ignores one of two buffers
+        given[place] = None if ignored else as_bytes(given[place], place == receives, name)
+    return method(called, *given)
 
 
 class HostCopies:
@@ -98,7 +78,8 @@ class HostCopies:
 
     def __init__(self, backend: Backend, stream: int) -> None:
         self._backend, self._stream = backend, stream
-        self.made: list[HostCopy] = []
+        self.made: list[tuple[ArrayMemory, npt.NDArray[np.uint8], bool]] = []
+        """Each device buffer, its copy in pinned host memory, and whether the call writes it."""
 
     def spec(self, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> Any:
         """Return the argument ``name`` for MPI: ``spec`` itself, or an argument with a pinned copy of its device array.
@@ -127,21 +108,20 @@ class HostCopies:
                 f"{name}: {error}, and only MPI can carry out this call: convert it, or move it as bytes with "
                 "[buffer, MPI.BYTE]"
             ) from None
-        copy = HostCopy(memory, host, writable)
-        self._fill(copy)
-        self.made.append(copy)
+        self._fill(memory, host)
+        self.made.append((memory, host, writable))
         return copied
 
     def again(self, stream: int) -> None:
         """Make the copies once more, in the order of ``stream``. They hold the data after `ready`."""
         self._stream = stream
-        for copy in self.made:
-            self._fill(copy)
+        for memory, host, _ in self.made:
+            self._fill(memory, host)
 
-    def _fill(self, copy: HostCopy) -> None:
+    def _fill(self, memory: ArrayMemory, host: npt.NDArray[np.uint8]) -> None:
         # The copy includes receive buffers, because elements that MPI does not write, such as the gaps of a Gatherv,
         # must come back unchanged.
-        self._backend.copy(copy.host.ctypes.data, copy.memory.pointer, copy.memory.nbytes, self._stream)
+        self._backend.copy(host.ctypes.data, memory.pointer, memory.nbytes, self._stream)
 
     def ready(self) -> None:
         """Wait until the copies hold the data. Blocking."""
@@ -149,9 +129,9 @@ class HostCopies:
 
     def back(self) -> None:
         """Copy the receive buffers to the device. Blocking, because the pinned memory is released afterwards."""
-        for copy in self.made:
-            if copy.written:
-                self._backend.copy(copy.memory.pointer, copy.host.ctypes.data, copy.memory.nbytes, self._stream)
+        for memory, host, written in self.made:
+            if written:
+                self._backend.copy(memory.pointer, host.ctypes.data, memory.nbytes, self._stream)
         self._backend.synchronize(self._stream)
 
 

@@ -11,7 +11,7 @@ from mpicomm.devices.cuda.types import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.host_calls import HostCopies, HostCopy
+from mpicomm.mpi.host_calls import HostCopies
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ class PartitionedRequest(PersistentRequest):
 
     _request: MPI.Prequest
     _backend: Backend
-    _copy: HostCopy
+    _copies: HostCopies
     _array: Any
-    _parts: list[tuple[int, int]]
-    """The first byte of each partition in the array, and its bytes; all of the array for a datatype with gaps."""
+    _parts: list[tuple[int, int, int]]
+    """The address of each partition, that of its copy, and its bytes; all of the array for a datatype with gaps."""
     _taken: set[int]
     """The partitions of a receive that are in the device array since the last start."""
 
@@ -61,13 +61,15 @@ class PartitionedRequest(PersistentRequest):
             return DeferredRequest.of(lambda: request.Test(status), finish, status)
 
         self = cls.of(begin)
-        self._request, self._backend, self._copy = request, backend, copies.made[0]
-        self._array, number = array, arguments["partitions"]
+        self._request, self._backend, self._copies, self._array = request, backend, copies, array
+        ((memory, host, _),) = copies.made
+        there, here, number = memory.pointer, host.ctypes.data, arguments["partitions"]
         operand = parse(arguments["buf"], blocks=number, writable=receives, name="buf")
-        self._parts = [(0, self._copy.memory.nbytes)] * number
+        self._parts = [(there, here, memory.nbytes)] * number
         if operand.dtype is not None:
-            start, step = operand.pointer - self._copy.memory.pointer, operand.count * operand.dtype.itemsize
-            self._parts = [(start + partition * step, step) for partition in range(number)]
+            begin_at, step = operand.pointer - there, operand.count * operand.dtype.itemsize
+            starts = [begin_at + partition * step for partition in range(number)]
+            self._parts = [(there + start, here + start, step) for start in starts]
         self._taken = set()
         return self
 
@@ -118,8 +120,7 @@ class PartitionedRequest(PersistentRequest):
     def _move(self, partitions: Iterable[int], stream: int, *, to_device: bool) -> None:
         """Copy partitions to the other memory. Blocking."""
         for partition in partitions:
-            start, nbytes = self._parts[partition]
-            there, here = self._copy.memory.pointer + start, self._copy.host.ctypes.data + start
+            there, here, nbytes = self._parts[partition]
             target, source = (there, here) if to_device else (here, there)
             self._backend.copy(target, source, nbytes, stream)
         self._backend.synchronize(stream)
