@@ -85,8 +85,9 @@ class HostCopies:
         """Return the argument ``name`` for MPI: ``spec`` itself, or an argument with a pinned copy of its device array.
 
         The copy is stream-ordered: it holds the data after `ready`. ``operand`` is the argument after `parse`. With it
-        the copy holds all elements, which may reach beyond the bytes of an address. Raises `InvalidUsageError` if MPI
-        has no type for the elements, and for an array of another GPU.
+        the copy holds all elements, which may reach beyond the bytes of an address, and the result names a type that
+        MPI lacks, for mapped memory. Raises `InvalidUsageError` if MPI has no type for the elements otherwise, and for
+        an array of another GPU.
         """
         array = array_of(spec)
         if array is None or array is MPI.IN_PLACE:
@@ -102,7 +103,7 @@ class HostCopies:
             memory.nbytes = max([memory.nbytes, *(end - memory.pointer for _, end in operand.extents)])
         host = self._backend.pinned(memory.nbytes)
         try:
-            copied = with_buffer(spec, host, memory.dtype)
+            copied = with_buffer(spec, host, memory.dtype, by_name=operand is not None)
         except InvalidUsageError as error:
             raise InvalidUsageError(
                 f"{name}: {error}, and only MPI can carry out this call: convert it, or move it as bytes with "

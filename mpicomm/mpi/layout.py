@@ -102,7 +102,7 @@ def known_of(datatype: MPI.Datatype) -> Known:
     if kept is not None and kept.handle == datatype.handle:
         return kept
     if len(known) % 32 == 0:  # seldom, because it looks at all of them
-        for number, each in [*known.items()]:
+        for number, each in known.copy().items():
             if each.handle != each.datatype.handle:  # the program has freed it
                 known.pop(number, None)
         if len(known) >= _MOST_KNOWN:

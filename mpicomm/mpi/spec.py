@@ -80,16 +80,18 @@ def items(spec: Any, name: str, shape: Shape = "blocks") -> Sequence[Any]:
     )
 
 
-def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
+def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None, *, by_name: bool = False) -> Any:
     """Return a buffer argument with another buffer, and with the type of its elements if it names none.
 
-    Raises `InvalidUsageError` if MPI has no type for the elements.
+    If MPI has no type for the elements, it has the name of the type ``by_name``, or this raises `InvalidUsageError`.
     """
     is_list = isinstance(spec, _LISTS)
     # The last of three or four items is the type. The types of Alltoallw are a sequence, which may be empty.
     if is_list and (spec[-1] is not None if len(spec) > 2 else isinstance(array_of(spec[-1]), _TYPES)):
         return [buffer, *spec[1:]]
-    datatype = None if dtype is None else types.mpi_datatype(dtype)
+    datatype: Any = None if dtype is None else types.mpi_datatype(dtype)
+    if datatype is None and dtype is not None and by_name:
+        datatype = dtype.name
     if datatype is None:
         raise InvalidUsageError(f"elements of type {dtype} have no type in MPI")
     more = spec[1:] if is_list else ()

@@ -24,7 +24,6 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL, EXSCAN, SCAN
 from mpicomm.devices.host import array_at
 from mpicomm.errors import PeerError
-from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, Span, require_here
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.host_calls import BESIDE, BY_MPI, HostCopies, announce, require_no_graph, warn_of_host_array
@@ -218,19 +217,11 @@ def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
     copies, send, receive = HostCopies(backend, stream), given.send, given.receive
     # MPI ignores, as `Call` does, what other ranks pass for the root's buffer.
     if call.send is not None:
-        send = copies.spec(_with_type(send, call.send), writable=False, name="sendbuf", operand=call.send)
+        send = copies.spec(send, writable=False, name="sendbuf", operand=call.send)
     if call.receive is not None:
-        receive = copies.spec(_with_type(receive, call.receive), writable=True, name="recvbuf", operand=call.receive)
+        receive = copies.spec(receive, writable=True, name="recvbuf", operand=call.receive)
     copies.ready()
     return copies, replace(given, send=send, receive=receive)
-
-
-def _with_type(spec: Any, operand: Operand) -> Any:
-    """Return an argument that names the type of its elements if MPI lacks it. Mapped memory reduces such a copy."""
-    dtype, named = operand.dtype, list(spec) if isinstance(spec, (list, tuple)) else [spec]
-    if dtype is None or types.mpi_datatype(dtype) is not None or isinstance(named[-1], (str, MPI.Datatype)):
-        return spec
-    return [*named, dtype.name]
 
 
 def start_exchange(call: Call, comm: MPI.Intracomm, session: Session) -> tuple[Callable[[], bool], Callable[[], None]]:
