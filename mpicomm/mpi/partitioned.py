@@ -60,7 +60,7 @@ class PartitionedRequest(PersistentRequest):
 
             return DeferredRequest.of(lambda: request.Test(status), finish, status)
 
-        self = cls.of(begin)
+        self = cls.of(begin, request.Free)
         self._request, self._backend, self._copies, self._array = request, backend, copies, array
         ((memory, host, _),) = copies.made
         there, here, number = memory.pointer, host.ctypes.data, arguments["partitions"]
@@ -98,12 +98,6 @@ class PartitionedRequest(PersistentRequest):
                 return False
             self._take([partition], self._stream())
         return True
-
-    def Free(self) -> None:
-        """Free the request, after a wait for the started call. A second call does nothing."""
-        super().Free()
-        if self._request:
-            self._request.Free()
 
     def _require_known(self, partitions: Iterable[int]) -> None:
         for partition in partitions:  # Open MPI 5 ends the program at a partition that does not exist

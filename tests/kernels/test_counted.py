@@ -129,8 +129,7 @@ class CountedRig(Rig):
         return cast(Launch, launch(7))
 
     def _indices(self, rank: int, values: Array, *, wide: bool) -> ArrayMemory:
-        place = self.machine.place(rank, np.asarray(values, np.int64 if wide else np.int32))
-        return _indices_at(place, wide=wide)
+        return _indices_at(self.machine.place(rank, np.asarray(values, np.int64 if wide else np.int32)), wide=wide)
 
     def _buffer(
         self,
