@@ -86,7 +86,9 @@ class Elementwise(Epilogue):
         said += "".join(f", {name}={array.dtype}" for name, array in arrays.items())
         text = f"{expression.text!r}{said}, to {result.dtype}"
         bound = BoundElementwise(text, dtype, result, expression, self._numbers, arrays)
-        bound.require_within(operation, result.total)
+        outside = bound.outside(result.total)
+        if outside is not None:
+            raise InvalidUsageError(f"{operation}: epilogue={shown(expression.text)}: {outside}")
         return bound
 
     def _parse(self, arrays: dict[str, Operand]) -> Expression:
@@ -147,31 +149,24 @@ class BoundElementwise(BoundEpilogue):
         self.output, self._operands.count = output, count
         for place, (pointer, _) in enumerate(arrays, len(self._numbers)):
             self._operands.words[place] = pointer
-        try:
-            self.require_within("", count)
-        except InvalidUsageError:
-            return False
-        return True
+        return self.outside(count) is None
 
-    def require_within(self, operation: str, count: int) -> None:
-        """Raise `InvalidUsageError` if an index is outside its array for one of ``count`` elements."""
-        expression, arrays = self._expression, self._arrays
+    def outside(self, count: int) -> str | None:
+        """Return why an index is outside its array for one of ``count`` elements; None if each is within."""
         ranges = {name: (number, number) for name, number in self._numbers.items() if isinstance(number, int)}
         ranges["i"] = (0, count - 1)
-        for element in elements_of(expression.tree) if count else ():
+        for element in elements_of(self._expression.tree) if count else ():
+            name, size = element.array.name, self._arrays[element.array.name].total
             try:
                 least, largest = bounds(element.index, ranges)
             except OverflowError:
-                raise InvalidUsageError(
-                    f"{operation}: epilogue={shown(expression.text)}: the index of {element.array.name} may need more "
-                    "than 64 bits: use smaller numbers"
-                ) from None
-            size = arrays[element.array.name].total
+                return f"the index of {name} may need more than 64 bits: use smaller numbers"
             if least < 0 or largest >= size:
-                raise InvalidUsageError(
-                    f"{operation}: epilogue={shown(expression.text)}: {element.array.name} has {size} elements, and "
-                    f"its index goes from {least} to {largest} for {count} elements: pass more, or use i % {size}"
+                return (
+                    f"{name} has {size} elements, and its index goes from {least} to {largest} for {count} elements: "
+                    f"pass more, or use i % {size}"
                 )
+        return None
 
     def fused(self, reduced: int, shards: int = 1) -> Fused:
         options = epilogue.epilogue_options(self._code, self.result.name if self.converts else None)

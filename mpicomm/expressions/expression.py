@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -351,22 +352,17 @@ def bounds(node: ExpressionNode, ranges: Mapping[str, Range]) -> Range:
     return low, high
 
 
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv}
+
+
 def _bounds_of(label: str, operands: list[Range]) -> Range:
     if len(operands) == 1:
         return -operands[0][1], -operands[0][0]
-    (low, high), (low_of_other, high_of_other) = operands
-    if label == "+":
-        return low + low_of_other, high + high_of_other
-    if label == "-":
-        return low - high_of_other, high - low_of_other
-    if label == "*":
-        ends = [x * y for x in (low, high) for y in (low_of_other, high_of_other)]
-    elif low_of_other <= 0:  # so that no quotient or rest is larger than these
-        most = max(abs(each) for operand in operands for each in operand)
+    left, right = operands
+    if label in ("//", "%") and right[0] <= 0:  # no quotient or rest is larger than these
+        most = max(map(abs, (*left, *right)))
         return -most, most
-    elif label == "//":
-        ends = [x // y for x in (low, high) for y in (low_of_other, high_of_other)]
-    else:
-        within = low >= 0 and high < low_of_other
-        return (low, high) if within else (0, high_of_other - 1)
+    if label == "%":
+        return left if left[0] >= 0 and left[1] < right[0] else (0, right[1] - 1)
+    ends = [_OPERATIONS[label](x, y) for x in left for y in right]
     return min(ends), max(ends)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -75,14 +74,12 @@ class Library:
         if bias is not None:
             out += bias
 
-    def current(self, stream: int) -> AbstractContextManager[Any]:
+    def current(self, stream: int) -> Any:
         """Return a ``with`` block in which the library works on a stream."""
         streams: Any = self._module.cuda
         if hasattr(streams.Stream, "from_external"):  # CuPy 14, which warns of an ExternalStream
-            context: AbstractContextManager[Any] = streams.Stream.from_external(_Stream(stream))
-        else:
-            context = streams.ExternalStream(stream)
-        return context
+            return streams.Stream.from_external(_Stream(stream))
+        return streams.ExternalStream(stream)
 
 
 @dataclass(frozen=True)
@@ -123,9 +120,8 @@ class _Torch(Library):
         else:
             self._module.addmm(bias, a, b, out=out)
 
-    def current(self, stream: int) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._module.cuda.stream(self._module.cuda.ExternalStream(stream))
-        return context
+    def current(self, stream: int) -> Any:
+        return self._module.cuda.stream(self._module.cuda.ExternalStream(stream))
 
 
 def library_of(array: Any, gpu: Callable[[], GpuBackend] | None) -> Library:

@@ -93,9 +93,17 @@ class CallQueue:
     def begin(self, call: Callable[[], None], outputs: Tensors, name: str) -> HostWork:
         """Begin a call. The work raises its errors, `translated`. Local."""
         work = HostWork(self, call, outputs, name)
+        if not self.is_here():
+            with self._lock:
+                if not self._is_closed:
+                    if self._thread is None:
+                        self._thread = start_thread(self._work, self._name, lambda: self.close(0))
+                        self._thread_id = self._thread.ident
+                    self._waiting += 1
+                    self._items.put(work.carry_out)
+                    return work
         # A callback may wait for the work of its call, so the thread would never come to the call in the queue.
-        if self.is_here() or not self._put(work.carry_out):
-            work.carry_out()
+        work.carry_out()
         return work
 
     def call(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
@@ -144,18 +152,6 @@ class CallQueue:
     def is_here(self) -> bool:
         """Return whether the thread of the queue calls this. Local."""
         return threading.get_ident() == self._thread_id
-
-    def _put(self, item: Callable[[], object]) -> bool:
-        """Give an item to the thread. Return False if the queue is closed."""
-        with self._lock:
-            if self._is_closed:
-                return False
-            if self._thread is None:
-                self._thread = start_thread(self._work, self._name, lambda: self.close(0))
-                self._thread_id = self._thread.ident
-            self._waiting += 1
-            self._items.put(item)
-        return True
 
     def _work(self) -> None:
         while not self._has_ended:

@@ -58,8 +58,7 @@ class CollectiveCalls(c10d.ProcessGroup):
             future = self._queue.call("all_reduce", self._streams.bucket, self._all_reduce, tensor, opts.reduceOp)
             if future is not None:
                 self._sequence += 1
-                of_cpp: Any = c10d._create_work_from_future(future)
-                return of_cpp  # type: ignore[no-any-return]
+                return c10d._create_work_from_future(future)  # type: ignore[no-any-return]
         return self._run("all_reduce", opts, (tensor, opts.reduceOp, "tensor", None), tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:
@@ -222,8 +221,7 @@ class CollectiveCalls(c10d.ProcessGroup):
                     # reads a tensor and a list of tensors alike.
                     value = outputs[0] if len(outputs) == 1 else list(outputs)
                     future = streams.future(call, given, value, (*outputs, *inputs), beside=True)
-                    of_cpp: Any = c10d._create_work_from_future(future)
-                    return of_cpp  # type: ignore[no-any-return]
+                    return c10d._create_work_from_future(future)  # type: ignore[no-any-return]
                 if begin:
                     work = streams.begin(call, given, outputs, inputs, name)
                 else:

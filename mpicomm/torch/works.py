@@ -110,7 +110,8 @@ class Work(c10d.Work):
         For tensors of a GPU the future is complete, and a stream that takes its value waits for the call. If the call
         has an error, the future raises RuntimeError with its text.
         """
-        return self._future or self._keep(self._complete())
+        # Another thread may have been faster.
+        return self._future or self.__dict__.setdefault("_future", self._complete())
 
     def kept_by_cpp(self) -> c10d.Work:
         """Return a work of PyTorch's own for this one, which lives as long as code in C++ keeps it."""
@@ -126,10 +127,6 @@ class Work(c10d.Work):
         # them.
         future.set_result(self.value)
         return future
-
-    def _keep(self, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
-        """Return the future of the work: ``future``, or the future of another thread that was faster."""
-        return self.__dict__.setdefault("_future", future)
 
     def _new_future(self) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=list({output.device for output in self._outputs if output.is_cuda}))
@@ -162,7 +159,7 @@ class PendingWork(Work):
         # PyTorch's code in C++ would take an exception of `set_exception` for a value, and DDP takes that for tensors.
         # An exception of a callback is an error there, too.
         future = ended.then(self._outcome)
-        kept = self._keep(future)
+        kept: torch.futures.Future[Any] = self.__dict__.setdefault("_future", future)
         if kept is future:
             self._settle(ended)
         return kept
