@@ -160,7 +160,8 @@ class CollectiveCalls(c10d.ProcessGroup):
                 return ended(())
             work: StreamWork | HostWork = self._queue.begin(meet, (), "barrier")
         else:
-            work = self._queue.call("barrier", self._streams.barrier)
+            call = TensorCall(partial(self.communicator.Barrier, stream=self._streams.stream))
+            work = self._queue.call("barrier", self._streams.begin, call, (), (), (), "barrier")
         work.limit = limit
         if not begin:
             work.wait()

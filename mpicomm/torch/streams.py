@@ -57,8 +57,6 @@ class StreamWork(Work):
     """The address of the current stream when the call began, and the tensors of the call."""
     name: str
     mark: Any = None
-    stream: torch.cuda.Stream | None = None
-    """The stream of the call; None for the stream of the group."""
     limit: timedelta | None = None
     """The time that the host waits in `wait`. `FOREVER` is no limit. If it is None, the host does not wait."""
 
@@ -103,7 +101,7 @@ class StreamWork(Work):
 
     def _complete(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self.side.devices if self._outputs else None)
-        call_on(self.stream or self.side.stream, future.set_result, self.value)
+        call_on(self.side.stream, future.set_result, self.value)
         return future
 
 
@@ -111,14 +109,13 @@ class Streams:
     """Enqueues calls: on PyTorch's current stream, or asynchronous calls on a stream of the group, after its work.
 
     A group has one such stream, because its calls follow each other on every stream. No method waits for the GPU.
-    `enqueue`, `begin`, `future`, `barrier` and `allocate` are collective. They wait on the host only if ranks set up
-    memory.
+    `enqueue`, `begin`, `future` and `allocate` are collective. They wait on the host only if ranks set up memory.
     """
 
     def __init__(self, comm: Communicator) -> None:
         assert isinstance(comm.device, int)
         self.gpu = comm.device
-        self._comm, self.door = comm, comm._door
+        self.door = comm._door
         self.door.expect_alike()
         self._known: PlanCache | None = None  # `Door.known`, after the first call
         self._pool = SymmetricPool(comm)
@@ -174,7 +171,8 @@ class Streams:
             if self._pool.is_in_use:
                 self._note_use((*outputs, *inputs))
             if not is_recorded:
-                self._mark(work, address)
+                work.mark = mark = self.marks.mark(address)
+                work.ptr = mark.ptr
                 self.idle.append(event.ptr)
         except BaseException:
             self.marks.wait_stream(current, address)  # a capture can end only after its streams have joined again
@@ -239,16 +237,6 @@ class Streams:
             gpu.remember(key, plan)
         return self.future(call, (), tensor, (tensor,), beside=True, known=plan)
 
-    def barrier(self) -> StreamWork:
-        """Enqueue a barrier on the current stream. Collective."""
-        stream = torch.cuda.current_stream(self.gpu)
-        self._comm.Barrier(stream=stream)
-        work = StreamWork()  # not before a call that may raise, because __del__ reads the attributes below
-        work.side, work.name, work.ptr, work.kept, work._outputs = self, "barrier", 0, None, []
-        self._mark(work, stream.cuda_stream)
-        work.stream = stream
-        return work
-
     def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor in symmetric memory for the current stream: see `SymmetricPool.allocate`.
 
@@ -262,10 +250,6 @@ class Streams:
         """Return whether the current stream captures a graph."""
         with torch.cuda.device(self.gpu):
             return bool(torch.cuda.is_current_stream_capturing())
-
-    def _mark(self, work: StreamWork, address: int) -> None:
-        work.mark = mark = self.marks.mark(address)
-        work.ptr = mark.ptr
 
     def _note_use(self, tensors: Tensors) -> None:
         """Let the pool reuse the memory of ``tensors`` only after the work that the group's stream has now."""
