@@ -160,7 +160,5 @@ def bound_epilogue(
     bound = given.bind(operation.name, dtype, receive)
     for written in bound.writes:
         if send is not None and overlaps(written, send):  # a kernel may write it before it has read sendbuf
-            raise InvalidUsageError(
-                f"{operation}: epilogue={given!r}: {written.name} overlaps {send.name}: copy one of them"
-            )
+            raise InvalidUsageError(f"{operation}: {written.name} overlaps {send.name}: copy one of them")
     return bound

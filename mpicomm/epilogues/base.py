@@ -139,17 +139,13 @@ class Epilogue(ABC):
 
     def read(self, name: str, array: Any, result: Operand, *, writable: bool = False) -> Operand:
         """Return an array that it uses. Raises `InvalidUsageError` and TypeError for others."""
-        try:
-            operand = parse(array, writable=writable, name=name)
-        except (TypeError, InvalidUsageError) as error:
-            said = f"epilogue={self!r}: {name} is no array of numbers: {error}"
-            raise (TypeError(said) if isinstance(error, TypeError) else error.like(said, error.ranks)) from error
+        operand = parse(array, writable=writable, name=f"epilogue={self!r}: {name}")
         if operand.dtype is None or not is_covered(operand.dtype) or kind_of(operand.dtype.name) is None:
-            raise InvalidUsageError(f"epilogue={self!r}: {name} has no elements that are numbers: convert it")
+            raise InvalidUsageError(f"{operand.name} has no elements that are numbers: convert it")
         if operand.on_device != result.on_device or operand.device != result.device:
-            raise InvalidUsageError(f"epilogue={self!r}: {name} is not on the device of {result.name}: move it there")
+            raise InvalidUsageError(f"{operand.name} is not on the device of {result.name}: move it there")
         if overlaps(operand, result):
-            raise InvalidUsageError(f"epilogue={self!r}: {name} overlaps {result.name}: copy one of them")
+            raise InvalidUsageError(f"{operand.name} overlaps {result.name}: copy one of them")
         return operand
 
     def require_kind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 import struct
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, Memory, host_array
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.expression import Expression, Variable, bounds, elements_of, parse, shown
+from mpicomm.expressions.expression import Element, Expression, Variable, bounds, parse
 from mpicomm.expressions.functions import FUNCTIONS, kind_of
 from mpicomm.kernels import epilogue
 from mpicomm.kernels.reductions import blocks_for, cpp_name
@@ -49,15 +48,15 @@ class Elementwise(Epilogue):
     def __init__(self, expression: str, /, **operands: Any) -> None:
         if len(operands) > epilogue.MOST_OPERANDS:
             raise InvalidUsageError(
-                f"epilogue={shown(expression)} has {len(operands)} operands: pass up to {epilogue.MOST_OPERANDS}"
+                f"epilogue={expression!r} has {len(operands)} operands: pass up to {epilogue.MOST_OPERANDS}"
             )
         self.expression = expression
         self._numbers: dict[str, int | float] = {}
         self.arrays = {}
         for name, operand in operands.items():
-            if name in ("v", "i") or name in FUNCTIONS or keyword.iskeyword(name):
+            if name in ("v", "i") or name in FUNCTIONS:
                 raise InvalidUsageError(
-                    f"epilogue={shown(expression)}: the operand {name} has a name that means something else: rename it"
+                    f"epilogue={expression!r}: the operand {name} has a name that means something else: rename it"
                 )
             number = number_of(operand)
             if number is None:
@@ -69,7 +68,7 @@ class Elementwise(Epilogue):
 
     def __repr__(self) -> str:
         operands = "".join(f", {name}={operand!r}" for name, operand in self._numbers.items())
-        return f"Elementwise({shown(self.expression)}{operands}{''.join(f', {name}=...' for name in self.arrays)})"
+        return f"Elementwise({self.expression!r}{operands}{''.join(f', {name}=...' for name in self.arrays)})"
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
         assert result.dtype is not None
@@ -78,7 +77,7 @@ class Elementwise(Epilogue):
         for name in (*self._numbers, *arrays):
             if name not in expression.names:
                 raise InvalidUsageError(
-                    f"{operation}: epilogue={shown(self.expression)} does not use the operand {name}: leave it out"
+                    f"{operation}: epilogue={self.expression!r} does not use the operand {name}: leave it out"
                 )
         expression.require_defined(dtype.name)
         self.require_kind(operation, dtype, result)
@@ -88,7 +87,7 @@ class Elementwise(Epilogue):
         bound = BoundElementwise(text, dtype, result, expression, self._numbers, arrays)
         outside = bound.outside(result.total)
         if outside is not None:
-            raise InvalidUsageError(f"{operation}: epilogue={shown(expression.text)}: {outside}")
+            raise InvalidUsageError(f"{operation}: epilogue={expression.text!r}: {outside}")
         return bound
 
     def _parse(self, arrays: dict[str, Operand]) -> Expression:
@@ -155,7 +154,9 @@ class BoundElementwise(BoundEpilogue):
         """Return why an index is outside its array for one of ``count`` elements; None if each is within."""
         ranges = {name: (number, number) for name, number in self._numbers.items() if isinstance(number, int)}
         ranges["i"] = (0, count - 1)
-        for element in elements_of(self._expression.tree) if count else ():
+        for element in self._expression.tree.walk() if count else ():
+            if not isinstance(element, Element):
+                continue
             name, size = element.array.name, self._arrays[element.array.name].total
             try:
                 least, largest = bounds(element.index, ranges)

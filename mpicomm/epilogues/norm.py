@@ -62,19 +62,17 @@ class Norm(Epilogue):
         return result.total * (2 if self._has_four_bits(result) else 1)
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
-        assert result.dtype is not None
         said, count = f"{operation}: epilogue={self!r}", self.elements_in(result)
         read = {
             name: self.read(name, array, result, writable=name in self.grows) for name, array in self.arrays.items()
         }
         residual, weight = read["residual"], read["weight"]
-        assert residual.dtype is not None and weight.dtype is not None
         four = self._has_four_bits(result)
         if not four:
             self.require_kind(operation, dtype, result)
         types = [("sendbuf", dtype), ("weight", weight.dtype), *([] if four else [("recvbuf", result.dtype)])]
         for name, each in types:
-            if kind_of(each.name) != "float":
+            if kind_of(str(each)) != "float":
                 raise InvalidUsageError(f"{said}: {name} has elements of {each}: pass floats")
         if residual.dtype != dtype or residual.total != count:
             raise InvalidUsageError(
@@ -91,26 +89,23 @@ class Norm(Epilogue):
                     f"{like}, as a row has"
                 )
         codes = self._codes(said, dtype, result, read, count // weight.total)
-        bound = BoundNorm(self, dtype, result, read, codes)
-        for changed in bound.writes:
-            for other in read.values():
-                if other is not changed and overlaps(changed, other):
-                    raise InvalidUsageError(f"{said}: {changed.name} and {other.name} overlap: copy one of them")
-        return bound
+        for changed in [each for each in self.grows if each in read]:
+            for other, array in read.items():
+                if other != changed and overlaps(read[changed], array):
+                    raise InvalidUsageError(f"{said}: {changed} and {other} overlap: copy one of them")
+        return BoundNorm(self, dtype, result, read, codes)
 
     def _has_four_bits(self, result: Operand) -> bool:
-        assert result.dtype is not None
-        return "scales" in self.arrays and result.dtype.name == "uint8"
+        return "scales" in self.arrays and result.dtype == np.uint8
 
     def _codes(
         self, said: str, dtype: np.dtype[Any], result: Operand, read: dict[str, Operand], rows: int
     ) -> Codes | None:
         """Return the codes of the call. ``read`` has the arrays by name."""
-        assert result.dtype is not None
         scales, scale, hidden = read.get("scales"), read.get("scale"), read["weight"].total
         if scales is None and scale is None and self.scale is None:
             return None
-        code = "float4_e2m1fn" if self._has_four_bits(result) else result.dtype.name
+        code = "float4_e2m1fn" if self._has_four_bits(result) else str(result.dtype)
         named = "scale" if scales is None else "scales"
         if code not in LARGEST:
             raise InvalidUsageError(
@@ -127,8 +122,7 @@ class Norm(Epilogue):
             )
         if scales is None:
             return Codes(code)
-        assert scales.dtype is not None
-        kind, tiled = SCALES.get(scales.dtype.name), self._layout == "128x4"
+        kind, tiled = SCALES.get(str(scales.dtype)), self._layout == "128x4"
         if kind is None:
             raise InvalidUsageError(
                 f"{said}: scales has elements of {scales.dtype}: pass float32, float8_e4m3fn, or uint8 for "

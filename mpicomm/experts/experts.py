@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -128,9 +128,6 @@ class Experts(AbstractContextManager["Experts"]):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         close_after(error, self.close)
-
-    def __reduce__(self) -> NoReturn:
-        raise InvalidUsageError("an Experts object cannot be pickled: every rank creates it")
 
     @property
     def local_experts(self) -> range:

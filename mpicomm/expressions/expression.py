@@ -25,7 +25,7 @@ LONGEST = 300
 MOST_EXPONENT = 64
 """The largest constant exponent that becomes multiplications."""
 _LARGEST = 2**64 - 1
-_MOST_SHOWN = 80  # letters of an expression in an error
+_MOST_SHOWN = 80  # letters of a text that is too long
 _LARGEST_INDEX = 2**63 - 1
 _INDEX_TYPE = np.dtype(np.int64)
 
@@ -155,12 +155,7 @@ class Expression:
         """Raise `InvalidUsageError` unless it is defined on numbers of the dtype with this name."""
         reason = undefined(self, dtype)
         if reason is not None:
-            raise InvalidUsageError(f"{self.argument}={shown(self.text)} is not defined for {dtype}: {reason}")
-
-
-def shown(text: Any) -> str:
-    """Return an expression as errors show it: in quotes, and cut off if it is long."""
-    return f"{text[:_MOST_SHOWN]!r}..." if isinstance(text, str) and len(text) > _MOST_SHOWN else repr(text)
+            raise InvalidUsageError(f"{self.argument}={self.text!r} is not defined for {dtype}: {reason}")
 
 
 @lru_cache
@@ -202,9 +197,10 @@ def parse(
     """
     if not isinstance(text, str):
         raise TypeError(f"{argument}={text!r} is no expression: pass text such as {'a + b'!r}")
-    reader = _Reader(text, numbers, argument, arrays, indices)
     if len(text) > LONGEST:
-        raise reader.error(f"it has {len(text)} letters: write it with at most {LONGEST}")
+        begin = text[:_MOST_SHOWN]
+        raise InvalidUsageError(f"{argument}={begin!r}...: it has {len(text)} letters: write it with at most {LONGEST}")
+    reader = _Reader(text, numbers, argument, arrays, indices)
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -232,7 +228,7 @@ class _Reader:
         self._names = ", ".join([*self._numbers, *(f"{name}[...]" for name in self._arrays)])
 
     def error(self, reason: str) -> InvalidUsageError:
-        return InvalidUsageError(f"{self._argument}={shown(self._text)}: {reason}")
+        return InvalidUsageError(f"{self._argument}={self._text!r}: {reason}")
 
     def read(self, tree: ast.expr, sort: Sort = "number") -> ExpressionNode:
         """Return a part as a number or as a truth value. A truth value becomes the number 1 or 0."""
@@ -321,11 +317,6 @@ class _Reader:
 def _joined(function: Function, operands: Sequence[ExpressionNode]) -> ExpressionNode:
     """Return a function of two operands, applied to several operands from the left to the right."""
     return reduce(lambda before, operand: Apply(function, (before, operand)), operands)
-
-
-def elements_of(node: ExpressionNode) -> list[Element]:
-    """Return the elements of arrays that an expression uses."""
-    return [each for each in node.walk() if isinstance(each, Element)]
 
 
 def is_index(node: ExpressionNode) -> bool:

@@ -71,10 +71,8 @@ class Op(MPI.Op):
             try:
                 made = super().__new__(cls, MPI.Op.Create(partial(_reduce, parsed), bool(commute)))
             except RuntimeError as error:
-                from mpicomm.expressions.expression import shown
-
                 raise InvalidUsageError(
-                    f"op={shown(expression)}: {error}: call Free of operations that are not used"
+                    f"op={expression!r}: {error}: call Free of operations that are not used"
                 ) from error
             made._expression, made._name, made._commute = parsed, name, bool(commute)
             _made[key] = made
@@ -116,9 +114,7 @@ def _reduce(expression: Expression, a: Any, b: Any, datatype: MPI.Datatype) -> N
     """Reduce ``a`` and ``b`` into ``b``, as MPI's callback. An error here ends the program, as mpi4py says."""
     dtype = numpy_dtype(datatype)
     if dtype is None:
-        from mpicomm.expressions.expression import shown
-
-        raise InvalidUsageError(f"op={shown(expression.text)}: it is for plain element types, not for {datatype.name}")
+        raise InvalidUsageError(f"op={expression.text!r}: it is for plain element types, not for {datatype.name}")
     expression.require_defined(dtype.name)
     result = np.frombuffer(b, dtype)
     np.copyto(result, _reduced(expression, np.frombuffer(a, dtype), result), casting="unsafe")

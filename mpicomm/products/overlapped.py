@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -42,7 +41,7 @@ class Overlapped:
     def __init__(self, calls: PlanCache) -> None:
         self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
         self._calls = calls
-        self._known: OrderedDict[Any, tuple[Plan, dict[str, Any]]] = OrderedDict()
+        self._known: dict[Any, tuple[Plan, dict[str, Any]]] = {}
         """The plans, each with its matrices over memory of the communicator."""
         self._lane = ForkedStream()
         # Each enqueue binds its call here, because a plan must not keep the memory of the caller.
@@ -81,10 +80,8 @@ class Overlapped:
         if known is None:
             known = self._plan(operands, way, kept)
             if len(self._known) >= _MOST_PLANS:
-                self._known.popitem(last=False)
+                self._known.clear()
             self._known[key] = known
-        else:
-            self._known.move_to_end(key)
         plan, own = known
         self._operands, self._stream = operands, stream
         self._matrices = {"a": operands.a, "out": operands.out, **own}

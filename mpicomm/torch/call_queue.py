@@ -85,7 +85,7 @@ class CallQueue:
         self._items: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
-        self._is_closed = self._has_ended = False
+        self._is_closed = False
         # A call holds it, because the engine of a group carries out one call at a time.
         self.turn = threading.Lock()
         self.end_turn = self.turn.release
@@ -129,20 +129,14 @@ class CallQueue:
         self.turn.acquire()  # the call of a callback comes before all calls in the queue
 
     def close(self, limit_s: float) -> bool:
-        """End the thread after the calls that it has. Return whether it has ended within ``limit_s`` seconds. Local.
-
-        In a callback the thread cannot wait for its end, so it carries out the calls at once.
-        """
+        """End the thread after the calls that it has. Return whether it has ended within ``limit_s`` seconds. Local."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 self._items.put(None)
-        if self.is_here():
-            self._work()
-        elif self._thread is not None and not self._has_ended:
+        if self._thread is not None:
             self._thread.join(limit_s)
-            return not self._thread.is_alive()
-        return True
+        return self._thread is None or not self._thread.is_alive()
 
     def hurry(self, over: threading.Event) -> None:
         """In a callback, carry out calls until ``over``, because the thread comes to none before it returns. Local."""
@@ -154,19 +148,21 @@ class CallQueue:
         return threading.get_ident() == self._thread_id
 
     def _work(self) -> None:
-        while not self._has_ended:
-            self._carry_out_next()
+        while self._carry_out_next():
+            pass
+        self._thread_id = None  # the system may give the number to another thread
 
-    def _carry_out_next(self) -> None:
+    def _carry_out_next(self) -> bool:
+        """Carry out the next call. Return False at the end of the queue."""
         item = self._items.get()
         if item is None:
-            self._has_ended, self._thread_id = True, None  # the system may give the number to another thread
-            return
+            return False
         item()
         # Callbacks make their calls before a call of the program may come. Otherwise two ranks could carry these calls
         # out in different orders.
         with self._lock:
             self._waiting -= 1
+        return True
 
 
 class JoinedWork(Work):

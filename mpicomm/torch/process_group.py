@@ -217,8 +217,7 @@ class ProcessGroup(CollectiveCalls):
                 f"{comm.size - 1}"
             )
         (tensor,) = tensors
-        # Autograd may make the tensor require a gradient while it receives a message.
-        memory = movable(flat(tensor.detach(), "tensor"))
+        memory = movable(flat(tensor, "tensor"))
         if memory.is_cuda and self._streams is not None and self._streams.capture():
             self._queue.call(name, comm.Recv if receives else comm.Send, memory, rank, tag)
             return self._joined(ended([tensor]))

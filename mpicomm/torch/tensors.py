@@ -93,7 +93,6 @@ class Pieces:
         receive: bool = False,
     ) -> None:
         self._name, self._size = name, size
-        self._is_list = not isinstance(given, torch.Tensor)
         self.counts: list[int] | None = None
         self._displs: list[int] | None = None
         """The first elements of the pieces in the memory; None if each piece follows the piece before."""
@@ -179,17 +178,6 @@ class Pieces:
         elif count != self.counts[rank]:
             raise InvalidUsageError(
                 f"{own._name} has {count} elements, but {self._name}[{rank}] has {self.counts[rank]}: they must agree"
-            )
-
-    def require_same_of(self, rank: int, sent: Pieces) -> None:
-        """Raise unless ``rank`` receives here as many elements from itself as it sends itself of ``sent``. Local."""
-        assert self.counts is not None and sent.counts is not None
-        received, given = self.counts[rank], sent.counts[rank]
-        if received != given:
-            what = "" if self._is_list else "_split_sizes"
-            raise TensorError(
-                f"{self._name}{what}[{rank}] stands for {received} elements, but {sent._name}{what}[{rank}] for "
-                f"{given}: rank {rank} sends itself as many as it receives from itself, so both must agree"
             )
 
     def require_type_of(self, other: Pieces) -> None:

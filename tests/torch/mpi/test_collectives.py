@@ -272,8 +272,8 @@ BAD = {
     ),
     "splits of which a rank's own part differs": Misuse(
         lambda size: dist.all_to_all_single(torch.ones(2 * size + 2), torch.ones(2 * size), _all_from_me(2 * size + 2)),
-        RuntimeError,
-        r"output_split_sizes\[(\d)\] stands for \d+ elements, but input_split_sizes\[\1\] for 2: .* must agree",
+        ValueError,
+        r"sendbuf holds 2 elements, but recvbuf has room for \d+: they must be equal",
     ),
     "a destination that is no rank": Misuse(
         lambda size: dist.send(torch.ones(1), size + 7),

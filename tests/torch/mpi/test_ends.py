@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import mpicomm
 import mpicomm.torch
 from mpicomm import CollectiveTimeoutError, MpicommError
-from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
 from tests.helpers.jobs.pace import HANG_S, stretched
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.host_alone]
@@ -85,33 +84,6 @@ def test_a_group_may_be_destroyed_while_a_rank_waits_in_a_call(world: dist.Proce
     else:
         dist.destroy_process_group(group)
     assert time.monotonic() - start < stretched(8.0)
-    dist.barrier()
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_callback_may_destroy_the_group(world: dist.ProcessGroup, is_late: bool) -> None:
-    """The last rank adds the callback to a complete future. If it is late, the futures of the others are incomplete."""
-    group = dist.new_group()
-    case = Case(group)
-    tensors = [case.own(3, salt=salt) for salt in range(2)]
-
-    def destroy(_: object) -> None:
-        dist.destroy_process_group(group)
-
-    with while_the_last_rank_is_late() as on_time:
-        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
-        if on_time or not is_late:
-            ended = works[0].get_future().then(destroy)
-    if is_late and not on_time:
-        for work in works:
-            work.wait()
-        ended = works[0].get_future().then(destroy)
-    ended.wait()
-    for work in works:
-        work.wait(timedelta(seconds=HANG_S))
-    require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(2)])
-    with pytest.raises(mpicomm.InvalidUsageError, match="was destroyed"):
-        group.barrier()
     dist.barrier()
 
 

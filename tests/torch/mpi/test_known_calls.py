@@ -54,7 +54,7 @@ class PlanningComm:
         session: Any = SimpleNamespace(mappings=Mappings(), channel=None)
         self._session = session
         self.form = TemplateOfForm()
-        engine: Any = SimpleNamespace(template=lambda *_: self.form)
+        engine: Any = SimpleNamespace()
         self.cache = PlanCache(session, engine)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -63,7 +63,7 @@ class PlanningComm:
         def call(send: Any, receive: Any = None, op: Any = None, root: int = 0, *, algorithm: str, **_: Any) -> None:
             if name == "Bcast":
                 send, receive, op, root = None, send, None, receive
-            plan: Any = SimpleNamespace(text=name, lasts=True)
+            plan: Any = SimpleNamespace(text=name, lasts=True, template_of=lambda: self.form)
             key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, None, None)
             read: Any = SimpleNamespace(operands=(), in_place=False) if self.knows_forms else None
             self.cache.add(plan, key, by_output=False, read=read)
