@@ -28,11 +28,6 @@ from mpicomm.session import Session
 _attach = MPI.Attach_buffer
 _detach = MPI.Detach_buffer
 _create = MPI.Intracomm.Create_intercomm
-_LOCAL = (
-    (MPI.Op, "Reduce_local"),
-    *((MPI.Datatype, name) for name in ("Pack", "Unpack", "Pack_external", "Unpack_external")),
-)
-"""Methods that use buffers only during the call, so that host copies can stand for the buffers."""
 _attached: list[Any] = []
 
 
@@ -49,8 +44,10 @@ def replacements(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
     yield MPI.Intracomm, "Create_intercomm", _create_intercomm
     for name in ("fromhandle", "fromint", "f2py"):
         yield MPI.Comm, name, classmethod(_from_number(getattr(MPI.Comm, name)))
-    for owner, name in _LOCAL:
-        yield owner, name, diverted(getattr(owner, name), _on_copies)
+    # These use buffers only during the call, so that host copies can stand for the buffers.
+    yield MPI.Op, "Reduce_local", diverted(MPI.Op.Reduce_local, _on_copies)
+    for name in ("Pack", "Unpack", "Pack_external", "Unpack_external"):
+        yield MPI.Datatype, name, diverted(getattr(MPI.Datatype, name), _on_copies)
     yield MPI.Session, "Attach_buffer", diverted(MPI.Session.Attach_buffer, refuse)
     yield MPI.Win, "Create", classmethod(_create_window)
     for cls in (MPI.Win, MPI.File):
@@ -80,11 +77,8 @@ def _initialization(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
         return MPI.Query_thread() if begins() else init_thread(required)
 
     yield MPI, "Init_thread", start
-    yield (
-        MPI,
-        "Is_initialized",
-        functools.wraps(is_initialized)(lambda: is_initialized() and (by_program or mpi4py.rc.initialize)),
-    )
+    runs = functools.wraps(is_initialized)(lambda: is_initialized() and (by_program or mpi4py.rc.initialize))
+    yield MPI, "Is_initialized", runs
 
 
 def _attach_buffer(buf: Any) -> None:

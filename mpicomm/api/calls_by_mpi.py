@@ -170,7 +170,7 @@ def _through_host(cls: type, method: Method, given: dict[str, Any], on_device: l
         given.pop("info", None)  # hints are for MPI's persistent requests
         started = f"I{operation.removesuffix('_init').lower()}"
         return PersistentRequest.of(lambda: _start(called, cls, started, given, buffers, backend))
-    if operation[0] == "I" and operation != "Improbe":
+    if operation[0] == "I":
         return _start(called, cls, operation, given, buffers, backend)
     return on_host_copies(functools.partial(getattr(cls, operation), called), operation, given, buffers, backend)
 

@@ -137,13 +137,10 @@ def normal(name: str, split: Any) -> Any:
 
 def _range(part: Any) -> tuple[int, int | None]:
     """Return the start and the stop of a part of an axis; None as the stop means the end of the axis."""
-    if not isinstance(part, slice):
-        start, stop = part
-        return operator.index(start), operator.index(stop)
-    if part.step not in (None, 1):
-        raise ValueError(part)
-    first = 0 if part.start is None else operator.index(part.start)
-    return first, None if part.stop is None else operator.index(part.stop)
+    if isinstance(part, slice) and part.step in (None, 1):
+        part = 0 if part.start is None else part.start, part.stop
+    start, stop = part  # raises TypeError for a slice with a step
+    return operator.index(start), None if stop is None else operator.index(stop)
 
 
 def boxes_of(name: str, split: Any, shape: tuple[int, ...], size: int) -> list[Box | None]:

@@ -48,15 +48,11 @@ def linked_well(
     """
     comm = MPI.Intracomm(given)
     costs = costs_between(comm, session, what) if reorder else None
-    if costs is None:
-        yield comm, reorder
-        return
-    order = best_order(costs, edges())
-    if order == sorted(order):
-        yield comm, False
+    order = None if costs is None else best_order(costs, edges())
+    if order is None or order == sorted(order):
+        yield comm, reorder and order is None
         return
     moved = comm.Split(0, order.index(comm.rank))
-    assert isinstance(moved, MPI.Intracomm)
     try:
         yield moved, False
     finally:
@@ -70,9 +66,7 @@ def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list
     order but do not expect to get it.
     """
     placement = session.placement
-    if len(placement.nodes) > 1 or not isinstance(placement.here.device, int):
-        return None
-    if len({place.device_uuid for place in placement.places}) < len(placement.places):
+    if len(placement.nodes) > 1 or not isinstance(placement.here.device, int) or placement.most_on_a_device > 1:
         return None
     return comm.allgather([cost_of(link) for link in session.set_up(what).links()])
 

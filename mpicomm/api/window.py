@@ -121,9 +121,7 @@ class DeviceWindowCalls(WindowCalls, HostWindowCalls):
     def attrs(self) -> tuple[int, int, int]:  # type: ignore[override]
         """The address, the bytes and the displacement unit of this rank's part."""
         memory, rank = self._memory, self._rank
-        if isinstance(memory, DynamicMemory):
-            return 0, 0, 1
-        return memory.pointers[rank], memory.parts[rank].nbytes, memory.parts[rank].disp_unit
+        return 0 if isinstance(memory, DynamicMemory) else memory.pointers[rank], *memory.parts[rank]
 
     @property
     def flavor(self) -> int:  # type: ignore[override]
