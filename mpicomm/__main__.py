@@ -27,7 +27,7 @@ MPICOMM_TIMEOUT stand for the arguments of Communicator.
 Tools, each with --help: python -m mpicomm.info, .doctor, .bench, .tune, .p2p, .ring, .trace
 """
 _TOOLS = ("info", "doctor", "bench", "tune", "p2p", "ring", "trace")
-_OPTIONS = ("-m", "-c", "-")
+_HELP = "see python -m mpicomm --help"
 
 
 def main(arguments: list[str]) -> int:
@@ -41,25 +41,14 @@ def main(arguments: list[str]) -> int:
 
         sys.stdout.write(f"mpicomm {__version__}\n")
         return 0
-    wrong = None
     stream_order = True if first == "--stream-order" else None
     if stream_order:
         del sys.argv[1]  # mpi4py's runner reads the rest
         arguments = arguments[1:]
-        first = arguments[0] if arguments else ""
-    if not arguments:
-        wrong = "no program is named"
-    elif first.startswith("-") and first not in _OPTIONS:
-        wrong = f"unknown option {first}"
-    elif first in ("-m", "-c") and len(arguments) < 2:
-        wrong = f"{first} needs an argument"
-    if wrong:
-        sys.stderr.write(f"mpicomm: {wrong}\n{USAGE}")
-        return 2
-    missing = _missing(*arguments[:2])
-    if missing:
+    fault = _fault(arguments)
+    if fault:
         if environment.local_id() == 0:
-            sys.stderr.write(f"mpicomm: {missing}\n")
+            sys.stderr.write(f"mpicomm: {fault}\n")
         return 2
     try:
         from mpicomm.world import install
@@ -72,14 +61,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _missing(first: str, second: str = "") -> str:
-    """Return that there is no such program, and the way out, or ""."""
-    if first in ("-c", "-"):
-        return ""
+def _fault(arguments: list[str]) -> str:
+    """Return why the arguments name no program, and the way out, or ""."""
+    if not arguments:
+        return f"no program is named: {_HELP}"
+    first = arguments[0]
+    if first in ("-m", "-c") and len(arguments) == 1:
+        return f"{first} needs an argument: {_HELP}"
     if first == "-m":
-        return (
-            "" if _is_there(second) else f"there is no module {second!r} on the path of this Python: correct the name"
-        )
+        there = _is_there(arguments[1])
+        return "" if there else f"there is no module {arguments[1]!r} on the path of this Python: correct the name"
+    if first.startswith("-"):
+        return "" if first in ("-c", "-") else f"unknown option {first}: {_HELP}"
     tool = f", or start the tool by python -m mpicomm.{first}" if first in _TOOLS else ""
     return "" if Path(first).exists() else f"there is no file {first!r}: name the file of a program{tool}"
 
