@@ -149,8 +149,7 @@ def read_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> Edges:
                 )
         if starts[-1] > len(peers):
             raise InvalidUsageError(f"edges has {len(peers)} items, but index says {starts[-1]}: pass all of them")
-        _require_ranks("edges", peers, nodes)
-        return starts, peers
+        return starts, _ranks("edges", peers, nodes)
 
     starts, peers = of_all(comm, "Create_graph", read)[comm.rank]
     spans = enumerate(itertools.pairwise(starts))
@@ -161,13 +160,11 @@ def read_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: An
     """Return the edges of a graph, of which each rank passes any. Collective."""
 
     def read() -> tuple[list[int], list[int], Weights]:
-        starts = _integers("sources", sources)
+        starts = _ranks("sources", sources, comm.size)
         counts = _integers("degrees", degrees, len(starts))
         if min(counts, default=0) < 0:
             raise InvalidUsageError(f"degrees={counts!r} has a negative number: pass 0 or more")
-        ends = _integers("destinations", destinations, sum(counts))
-        _require_ranks("sources", starts, comm.size)
-        _require_ranks("destinations", ends, comm.size)
+        ends = _ranks("destinations", destinations, comm.size, sum(counts))
         froms = [source for source, degree in zip(starts, counts, strict=True) for _ in range(degree)]
         return froms, ends, _weights("weights", weights, len(ends))
 
@@ -185,16 +182,10 @@ def read_neighbors(
     what, size = "Create_dist_graph_adjacent", comm.size
 
     def read() -> Neighbors:
-        lists, weights = [], []
-        for name, ranks, of_weights, given in (
-            ("sources", sources, "sourceweights", sourceweights),
-            ("destinations", destinations, "destweights", destweights),
-        ):
-            peers = _integers(name, () if ranks is None else ranks)
-            _require_ranks(name, peers, size, or_null=True)
-            lists.append(peers)
-            weights.append(_weights(of_weights, given, len(peers)))
-        return lists[0], lists[1], weights[0], weights[1]
+        froms = _ranks("sources", () if sources is None else sources, size, or_null=True)
+        from_weights = _weights("sourceweights", sourceweights, len(froms))
+        ends = _ranks("destinations", () if destinations is None else destinations, size, or_null=True)
+        return froms, ends, from_weights, _weights("destweights", destweights, len(ends))
 
     everyone = of_all(comm, what, read)
     named = Counter((rank, peer) for rank, lists in enumerate(everyone) for peer in lists[1])
@@ -241,7 +232,8 @@ def _integers(name: str, values: Any, count: int | None = None) -> list[int]:
     return list(found)
 
 
-def _require_ranks(name: str, ranks: list[int], size: int, *, or_null: bool = False) -> None:
+def _ranks(name: str, values: Any, size: int, count: int | None = None, *, or_null: bool = False) -> list[int]:
+    ranks = _integers(name, values, count)
     for place, rank in enumerate(ranks):
         if or_null and rank == MPI.PROC_NULL and not _TAKES_NULL:
             raise InvalidUsageError(
@@ -251,6 +243,7 @@ def _require_ranks(name: str, ranks: list[int], size: int, *, or_null: bool = Fa
         if not (0 <= rank < size or (or_null and rank == MPI.PROC_NULL)):
             way_out = f"use 0 to {size - 1}" + (" or MPI.PROC_NULL" if or_null else "")
             raise InvalidUsageError(f"{name}[{place}]={rank} is no rank of the communicator: {way_out}")
+    return ranks
 
 
 def _weights(name: str, weights: Any, count: int) -> Weights:
