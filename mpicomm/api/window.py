@@ -23,7 +23,6 @@ from mpicomm.windows.memory import (
     Provider,
     WindowMemory,
     adopted,
-    allocated,
     checked_part,
     require_one_node,
     share_dynamic_window,
@@ -215,7 +214,7 @@ class Win(_Calls):
         if session is None or not (found["device"] or place == "device"):
             return _ready(_create(cls, memory, disp_unit, info, comm), comm, parts)
         array = memory if offers[comm.rank][0] == "device" else None
-        return _on_device(comm, info, what, parts, provide or allocated(session, 0), MPI.WIN_FLAVOR_CREATE, array)
+        return _on_device(comm, info, what, parts, MPI.WIN_FLAVOR_CREATE, provide, array)
 
     @classmethod
     def Allocate(
@@ -239,11 +238,10 @@ class Win(_Calls):
         shared = flavor == MPI.WIN_FLAVOR_SHARED
         what = "Win.Allocate_shared" if shared else "Win.Allocate"
         comm, session, parts = _of_all_ranks(what, comm, info, place, lambda _: checked_part(size, disp_unit, what))
-        own = parts[comm.rank]
         if session is None:
             by_mpi: Any = super().Allocate_shared if shared or place == "device" else super().Allocate
-            return _ready(by_mpi(*own, info, comm), comm, parts)
-        return _on_device(comm, info, what, parts, allocated(session, own.nbytes), flavor)
+            return _ready(by_mpi(*parts[comm.rank], info, comm), comm, parts)
+        return _on_device(comm, info, what, parts, flavor)
 
     @classmethod
     def Create_dynamic(cls, info: Info = INFO_NULL, comm: Intracomm = COMM_SELF, *, place: str = "auto") -> Win:
@@ -298,9 +296,9 @@ def _of_all_ranks(
 
 
 def _on_device(
-    comm: Any, info: Info, what: str, parts: list[Part], provide: Provider, flavor: int, array: Any = None
+    comm: Any, info: Info, what: str, parts: list[Part], flavor: int, provide: Provider | None = None, array: Any = None
 ) -> Win:
-    """Make a window of device memory. Collective. ``array`` is memory of the caller."""
+    """Make a window of device memory. Collective. ``array`` is memory of the caller, which ``provide`` returns."""
     session: Session = comm._session
     require_one_node(session, what)
     memory = share_window(session, what, parts, provide, allocated=flavor != MPI.WIN_FLAVOR_CREATE)

@@ -244,11 +244,6 @@ class Update:
         named: str = kernel_types().get(self.dtype, self.dtype.name)
         return named
 
-    @property
-    def reads_only(self) -> bool:
-        """Whether it has no contributions."""
-        return self.op == "no_op"
-
 
 def name_of(op: MPI.Op, what: str) -> str:
     """Return the name of an operation. Raises for an operation that accumulates do not have. Local."""

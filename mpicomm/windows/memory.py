@@ -141,17 +141,19 @@ def adopted(owner: Session, array: Any) -> tuple[int, Provider]:
     return view.nbytes, lambda: backend.adopt(view)
 
 
-def allocated(owner: Session, nbytes: int) -> Provider:
-    """Return a provider of new memory."""
-    return lambda: owner.backend.allocate(owner.kind, nbytes)
+def share_window(
+    owner: Session, what: str, parts: list[Part], provide: Provider | None, *, allocated: bool
+) -> WindowMemory:
+    """Let all ranks open each other's parts. Collective, blocking; a failure raises the same error on all ranks.
 
-
-def share_window(owner: Session, what: str, parts: list[Part], provide: Provider, *, allocated: bool) -> WindowMemory:
-    """Let all ranks open each other's parts. Collective, blocking; a failure raises the same error on all ranks."""
+    Without ``provide`` this rank's part is new memory. If the window is ``allocated``, so are the parts of all ranks.
+    """
     owner.require_usable(what)
+    nbytes = parts[owner.node.rank].nbytes
+    provide = provide or (lambda: owner.backend.allocate(owner.kind, nbytes))
     segments = share(owner.node, owner.backend, what, provide, lambda: what, sealed=allocated)
     if allocated:
-        segments.content = SuspendedContent(parts[owner.node.rank].nbytes, of_user=True)
+        segments.content = SuspendedContent(nbytes, of_user=True)
     try:
         boards = share_boards(owner, what)
     except Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.types import is_covered
 from mpicomm.windows.buffers import LocalBuffer, Target, Update, is_aligned
 
-_LINE_NBYTES = 128
 _BYTE = np.dtype(np.uint8)
 _TIMES = 8
 """A launch that a program has made so many times, one after the other, is made ready for more."""
@@ -94,7 +93,7 @@ class Steps:
         self._backend = backend
         self._rank = rank
         self._boards = boards
-        self._scratch: dict[int, GrowingScratch] = {}
+        self._scratch: dict[tuple[int, int], GrowingScratch] = {}  # by stream and number
         self.copy = backend.copy
         faults = backend.faults
         self._table = backend.pointer_table(list(boards))
@@ -106,18 +105,21 @@ class Steps:
         self.run_update = cache(partial(RunUpdate, backend))
         """Returns the launches that update consecutive elements. The first call loads their kernel."""
 
-    def pack(self, layout: DatatypeLayout, memory: int, packed: int, stream: int, *, unpacks: bool = False) -> None:
+    def move(self, layout: DatatypeLayout, memory: int, packed: int, stream: int, *, unpacks: bool = False) -> None:
         """Pack elements, which lie from ``memory`` on, to ``packed``; with ``unpacks`` move them back."""
         self._backend.pack(table_for(layout), memory, packed, stream, unpacks=unpacks)
 
-    def scratch(self, nbytes: int, stream: int) -> int:
-        """Return the address of private memory, which is valid for the next steps on the stream.
+    def place(self, local: LocalBuffer, stream: int, itemsize: int = 1, number: int = 0) -> int:
+        """Return where kernels access the elements of a buffer, one after the other, in memory of the device.
 
-        A captured graph gets separate memory, because it may run beside the stream.
+        That is where they lie, or scratch memory ``number``, which is valid for the next steps on the stream. A
+        captured graph gets separate memory, because it may run beside the stream.
         """
+        if local.on_device and local.elements.layout is None and local.pointer % itemsize == 0:
+            return local.pointer
         if self._backend.is_capturing(stream):
-            return self._backend.scratch(nbytes)
-        return self._scratch.setdefault(stream, GrowingScratch(self._backend)).of(max(nbytes, 1))
+            return self._backend.scratch(local.nbytes)
+        return self._scratch.setdefault((stream, number), GrowingScratch(self._backend)).of(max(local.nbytes, 1))
 
     def meet(self, count: tuple[int, int], signals: int, waits: int, stream: int) -> None:
         """Signal ranks, after all earlier work of the stream, and then wait for ranks."""
@@ -195,53 +197,35 @@ class Steps:
         swap = kernels.SwapArguments(target.address, value, compare, result, self._backend.faults.failed)
         self._backend.launch(kernels.swap_kernel(target.elements.nbytes), swap, stream, blocks=1, threads=1)
 
-    def packed(self, local: LocalBuffer, stream: int, place: int = 0) -> int:
-        """Return the address of the elements of a buffer, one after the other, in memory of the device.
-
-        That is the address of the buffer if it is so already, else ``place`` or scratch memory.
-        """
+    def pack(self, local: LocalBuffer, place: int, stream: int) -> None:
+        """Copy the elements of a buffer, one after the other, to memory of the device, unless they lie there."""
         layout, backend = local.elements.layout, self._backend
-        if local.on_device and layout is None and not place:
-            return local.pointer
-        place = place or self.scratch(local.nbytes, stream)
         if layout is None:
-            backend.copy(place, local.pointer, local.nbytes, stream)
+            if place != local.pointer:
+                backend.copy(place, local.pointer, local.nbytes, stream)
         elif local.on_device:
-            self.pack(layout, local.pointer, place, stream)
+            self.move(layout, local.pointer, place, stream)
         else:
             self._require_no_capture(local, stream)
             # CUDA reads pageable memory before the call returns, so the staging memory may go afterwards.
             staging = np.empty(local.nbytes, np.uint8)
             pack_on_host(layout, local.pointer, staging.ctypes.data)
             backend.copy(place, staging.ctypes.data, local.nbytes, stream)
-        return place
 
-    def unpack(self, local: LocalBuffer, source: int, stream: int) -> None:
-        """Copy elements that lie one after the other in memory of a device into a buffer. Blocking for host memory."""
+    def unpack(self, local: LocalBuffer, place: int, stream: int) -> None:
+        """Do the reverse of `pack`. Blocking for host memory."""
         layout, backend = local.elements.layout, self._backend
         if not local.on_device:
             self._require_no_capture(local, stream)
             staging = None if layout is None else np.empty(local.nbytes, np.uint8)
-            backend.copy(local.pointer if staging is None else staging.ctypes.data, source, local.nbytes, stream)
+            backend.copy(local.pointer if staging is None else staging.ctypes.data, place, local.nbytes, stream)
             backend.synchronize(stream)
             if layout is not None and staging is not None:
                 pack_on_host(layout, local.pointer, staging.ctypes.data, unpacks=True)
-        elif layout is None:
-            backend.copy(local.pointer, source, local.nbytes, stream)
-        else:
-            self.pack(layout, local.pointer, source, stream, unpacks=True)
-
-    def places(self, buffers: Sequence[LocalBuffer | None], itemsize: int, stream: int) -> list[int]:
-        """Return a place in scratch memory for each buffer whose elements kernels cannot access as they lie, else 0."""
-        sizes = [0] * len(buffers)
-        for number, each in enumerate(buffers):
-            if each is not None:
-                lies_ready = each.on_device and each.elements.layout is None and each.pointer % itemsize == 0
-                sizes[number] = 0 if lies_ready else -(-each.nbytes // _LINE_NBYTES) * _LINE_NBYTES
-        if not any(sizes):
-            return sizes
-        start = self.scratch(sum(sizes), stream)
-        return [start + sum(sizes[:number]) if size else 0 for number, size in enumerate(sizes)]
+        elif layout is not None:
+            self.move(layout, local.pointer, place, stream, unpacks=True)
+        elif place != local.pointer:
+            backend.copy(local.pointer, place, local.nbytes, stream)
 
     def _require_no_capture(self, local: LocalBuffer, stream: int) -> None:
         if self._backend.is_capturing(stream):

@@ -56,8 +56,7 @@ class WindowCalls(Synchronisation):
         """Copy ``origin`` into the part of ``target_rank``. Local, stream-ordered."""
         known = self._begin_known("Win.Put", "put", origin, None, target_rank, target, stream)
         if known is None:
-            local = self._access("Win.Put", origin, target_rank, target, stream, puts=True)
-            self._learn("put", origin, target_rank, target, local, None)
+            self._access("Win.Put", origin, target_rank, target, stream, puts=True)
         else:
             address, pointer, _, nbytes, _, where = known
             self._steps.copy(address, pointer, nbytes, where)
@@ -67,8 +66,7 @@ class WindowCalls(Synchronisation):
         """Copy from the part of ``target_rank`` into ``origin``. Local, stream-ordered."""
         known = self._begin_known("Win.Get", "get", origin, None, target_rank, target, stream)
         if known is None:
-            local = self._access("Win.Get", origin, target_rank, target, stream, puts=False)
-            self._learn("get", origin, target_rank, target, local, None)
+            self._access("Win.Get", origin, target_rank, target, stream, puts=False)
         else:
             address, pointer, _, nbytes, _, where = known
             self._steps.copy(pointer, address, nbytes, where)
@@ -161,12 +159,14 @@ class WindowCalls(Synchronisation):
         self._steps.require_updatable(update, there, what)
         self._require_access(what, target_rank)
         where, captures = self._begin_access(stream, before)
-        places = self._steps.places([value, expected, before], there.elements.nbytes, where)
-        new = self._steps.packed(value, where, places[0])
-        old = self._steps.packed(expected, where, places[1])
-        self._steps.compare_and_swap(there, new, old, places[2] or before.pointer, where)
-        if places[2]:
-            self._steps.unpack(before, places[2], where)
+        steps, buffers = self._steps, (value, expected, before)
+        new, old, previous = (
+            steps.place(each, where, there.elements.nbytes, number) for number, each in enumerate(buffers)
+        )
+        steps.pack(value, new, where)
+        steps.pack(expected, old, where)
+        steps.compare_and_swap(there, new, old, previous, where)
+        steps.unpack(before, previous, where)
         self._streams.after_access(where, captures=captures)
 
     def _started(self, local: LocalBuffer | None, stream: Any) -> MPI.Request:
@@ -202,18 +202,19 @@ class WindowCalls(Synchronisation):
             where, captures = self._begin_access(stream, local)
             steps, layout, address = self._steps, there.elements.layout, there.address
             if layout is None and puts:
-                steps.packed(local, where, address)
+                steps.pack(local, address, where)
             elif layout is None:
                 steps.unpack(local, address, where)
             elif puts:
-                steps.pack(layout, address, steps.packed(local, where), where, unpacks=True)
+                place = steps.place(local, where)
+                steps.pack(local, place, where)
+                steps.move(layout, address, place, where, unpacks=True)
             else:
-                lies_ready = local.on_device and local.elements.layout is None
-                packed = local.pointer if lies_ready else steps.scratch(local.nbytes, where)
-                steps.pack(layout, address, packed, where)
-                if not lies_ready:
-                    steps.unpack(local, packed, where)
+                place = steps.place(local, where)
+                steps.move(layout, address, place, where)
+                steps.unpack(local, place, where)
             self._streams.after_access(where, captures=captures)
+            self._learn("put" if puts else "get", origin, target_rank, target, local, None)
         return local
 
     def _update_elements(
@@ -230,7 +231,7 @@ class WindowCalls(Synchronisation):
         values = None
         if name != "no_op" or before is None:
             values = self._read_pairs(origin, "origin")
-        local = before or values if values is None else values
+        local = before if values is None else values
         assert local is not None
         there = read_target(target, target_rank, self._memory, local, what, pairs=True)
         if before is not None and values is not None and before.nbytes != values.nbytes:
@@ -250,14 +251,17 @@ class WindowCalls(Synchronisation):
         self._require_access(what, target_rank)
         if before is not None or name != "no_op":
             where, captures = self._begin_access(stream, local)
-            places = self._steps.places([values, before], update.dtype.itemsize, where)
-            source = 0 if values is None or update.reads_only else self._steps.packed(values, where, places[0])
-            previous = 0 if before is None else places[1] or before.pointer
-            self._steps.accumulate(update, there, source, previous, where)
-            if before is not None and places[1]:
-                self._steps.unpack(before, previous, where)
+            steps, itemsize, source, previous = self._steps, update.dtype.itemsize, 0, 0
+            if values is not None:
+                source = steps.place(values, where, itemsize)
+                steps.pack(values, source, where)
+            if before is not None:
+                previous = steps.place(before, where, itemsize, number=1)
+            steps.accumulate(update, there, source, previous, where)
+            if before is not None:
+                steps.unpack(before, previous, where)
             self._streams.after_access(where, captures=captures)
-        if values is not None and not update.reads_only:
+        if values is not None and name != "no_op":
             self._learn(_key_of(op), origin, target_rank, target, values, update)
         return local
 
@@ -321,14 +325,14 @@ class WindowCalls(Synchronisation):
         return address, pointer, previous, nbytes, update, where
 
     def _learn(
-        self, key: Any, origin: Any, target_rank: int, target: Any, local: LocalBuffer | None, update: Update | None
+        self, key: Any, origin: Any, target_rank: int, target: Any, local: LocalBuffer, update: Update | None
     ) -> None:
         """Learn the form of a call that has passed all checks. ``local`` is the buffer ``origin``.
 
         ``key`` is the ``operation`` of `_begin_known`.
         """
         # The memory of a dynamic window has no fixed parts.
-        if key is None or local is None or not local.on_device or isinstance(self._memory, DynamicMemory):
+        if key is None or not local.on_device or isinstance(self._memory, DynamicMemory):
             return
         plain, datatype = plain_array(origin), items_of(target)[2]
         if plain is None or len(plain) != 3 or not plain[1]:
