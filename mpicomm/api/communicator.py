@@ -217,8 +217,8 @@ class Communicator(
         from mpicomm.messages.calls import Messages  # few programs send messages of GPU arrays
 
         messages = Messages(self, self._session.placement, self._session.gpu)
-        self._session.keep_beside(messages.memory)
-        self._session.before_suspension = messages.memory.give_back
+        self._session.keep_beside(messages.rendezvous)
+        self._session.before_suspension = messages.rendezvous.give_back
         return messages
 
     @AtFirstUse

@@ -164,7 +164,7 @@ class PointToPoint(MPI.Intracomm):
             and algorithm == "auto"
         ):
             if messages.by_rendezvous:
-                messages.receive_array("Recv", buf, messages.posted(source, tag), status)
+                messages.receive_array(buf, messages.posted(source, tag).recv_into, status)
                 return
             try:
                 recv(self, buf, source, tag, status)

@@ -12,7 +12,6 @@ in place of the array. A receive into a host array must also look for a header.
 
 - `calls`, `reader`, `endpoint`: the calls of one communicator, and the buffers of one call.
 - `outgoing`, `receive_buffer`: the host memory that MPI gets for a buffer, and receives in flight.
-- `array_receive`: receives into plain NumPy arrays, where most messages are data.
 - `rendezvous_header`, `outbox`, `in_flight`, `rendezvous`: the rendezvous, from the copy into the outbox to its
   teardown.
 - `matched`: messages that a probe has matched before a call receives them.

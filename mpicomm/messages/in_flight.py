@@ -79,9 +79,10 @@ class InFlight:
 
     def __init__(self, device: GpuBackend) -> None:
         self._device = device
-        self.outbox_nbytes = 0
-        """The size of the outbox."""
-        self._lines = list(reversed(range(MOST_IN_FLIGHT)))  # the free lines; the lowest go first
+        self.total_nbytes = 0
+        """The bytes of all blocks with slots."""
+        self.lines = list(reversed(range(MOST_IN_FLIGHT)))
+        """The free lines; the lowest go first."""
         self._used = 0  # no message has used this line or a later one
         # The counts of the words of a line when its last message is over. The two names are views of one array.
         self._last = np.zeros((MOST_IN_FLIGHT, 1), np.uint64)
@@ -108,20 +109,11 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._places)
 
-    @property
-    def has_lines(self) -> bool:
-        """Whether a line is free."""
-        return bool(self._lines)
-
     def take_line(self) -> int:
         """Return a free line."""
-        line = self._lines.pop()
+        line = self.lines.pop()
         self._used = max(self._used, line + 1)
         return line
-
-    def give_up_line(self, place: OutboxSlot) -> None:
-        """Free the line of a slot after its message is over."""
-        self._lines.append(place.line)
 
     def add(self, place: OutboxSlot) -> None:
         """Add the message of a slot. Begin a look if it is worth it."""
@@ -131,12 +123,6 @@ class InFlight:
         self._nbytes += place.room
         if self._copied is None and (len(places) >= self._look_from or self._nbytes >= self._look_from_nbytes):
             self._begin_copy()
-
-    def remove(self, place: OutboxSlot) -> None:
-        """Remove a message that no rank sends. No rank has added to its words."""
-        del self._places[place.line]
-        self._last_of[place.line] -= place.counts
-        self._nbytes -= place.room
 
     def over(self) -> list[OutboxSlot]:
         """Return, once, the slots of messages that are over by the begun look. It does not wait."""
@@ -184,5 +170,5 @@ class InFlight:
         self._nbytes = sum(place.room for place in left.values())
         # So all looks together cost each message a bounded time, even if many messages stay in flight.
         self._look_from = max(_FEW, 2 * len(left))
-        self._look_from_nbytes = max(self.outbox_nbytes // 2, 2 * self._nbytes, _FEW_NBYTES)
+        self._look_from_nbytes = max(self.total_nbytes // 2, 2 * self._nbytes, _FEW_NBYTES)
         return list(places.values())

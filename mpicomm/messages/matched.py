@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from mpicomm.mpi.shown import mprobe, probe, recv
 Content = npt.NDArray[np.uint8]
 
 _lock = threading.Lock()  # so that no thread receives the message of another thread
-_comm: list[MPI.Intracomm] = []
 
 
 def unpack(content: Content, spec: Any) -> None:
@@ -43,11 +43,10 @@ def start_unpickling(content: Content) -> MPI.Request:
         return request
 
 
+@cache  # the caller has the lock
 def _self_comm() -> MPI.Intracomm:
-    if not _comm:
-        # This is a duplicate, because the program itself may receive on MPI.COMM_SELF, which may be a Communicator.
-        _comm.append(MPI.Intracomm(MPI.COMM_SELF).Dup())
-    return _comm[0]
+    # This is a duplicate, because the program itself may receive on MPI.COMM_SELF, which may be a Communicator.
+    return MPI.Intracomm(MPI.COMM_SELF).Dup()
 
 
 Correct = Callable[[MPI.Status], None]
@@ -199,6 +198,7 @@ class UnexpectedQueue:
         return None
 
 
+# It is no named tuple, because every receive makes one, and a named tuple takes twice as long to make.
 class Posted:
     """A receive of the next message of a source and a tag. It looks into the queue when it begins, then asks MPI."""
 

@@ -104,12 +104,6 @@ class Outbox:
             self._in_flight.add(place)
             return place
 
-    def put_back(self, place: OutboxSlot) -> None:
-        """Make a slot idle if this rank does not send its message and has enqueued nothing for it."""
-        with self._lock:
-            self._in_flight.remove(place)
-            self._idle[place.room].append(place)
-
     def find(self, packet: bytes) -> Segment | None:
         """Return the block of this outbox with that packed handle, or None for a block of a peer."""
         return self._segments.get(packet)
@@ -149,9 +143,9 @@ class Outbox:
         if place is None:
             few_nbytes = max(_LARGE_PLACES * room, min(_SMALL_PLACES * room, _SMALL_NBYTES))
             # A wait for so few slots would be a wait for most messages.
-            grows = self._in_flight.has_lines and self._total_nbytes + room <= min(few_nbytes, self._most_nbytes)
+            grows = self._in_flight.lines and self._in_flight.total_nbytes + room <= min(few_nbytes, self._most_nbytes)
             place = None if grows else self._await_place(room)
-        if place is None and self._in_flight.has_lines:
+        if place is None and self._in_flight.lines:
             self._grow(room)
             place = self._new_place(room)
         if place is None:
@@ -164,7 +158,7 @@ class Outbox:
 
     def _new_place(self, room: int) -> OutboxSlot | None:
         """Return a new slot, or None if memory or lines are missing."""
-        for block in self._blocks if self._in_flight.has_lines else ():
+        for block in self._blocks if self._in_flight.lines else ():
             offset = block.take(room)
             if offset is not None:
                 break
@@ -191,7 +185,8 @@ class Outbox:
             # The next message would have to look, too, because slots of other lengths have the memory.
             for places in self._idle.values():
                 for each in places:
-                    self._give_up(each)
+                    each.block.give_back(each.offset, each.offset + each.room)
+                    self._in_flight.lines.append(each.line)
             self._idle.clear()
             place = place or self._new_place(room)
         return place
@@ -202,13 +197,13 @@ class Outbox:
 
     def _grow(self, room: int) -> None:
         """Allocate a block with room for a message. Double the outbox while it is small, so that blocks are few."""
-        total = self._total_nbytes
+        total = self._in_flight.total_nbytes
         wanted = max(room, min(total, LARGEST_BLOCK_NBYTES), FIRST_BLOCK_NBYTES)
         size = min(-(-wanted // BLOCK_NBYTES) * BLOCK_NBYTES, self._most_nbytes - total)
         if size < room:
             raise self._too_small_for(room)
         self._blocks.append(self._allocate(size))
-        self._in_flight.outbox_nbytes = self._total_nbytes
+        self._in_flight.total_nbytes += size
 
     def _too_small_for(self, room: int) -> OutboxFullError:
         bound = "" if self._bound is None else f"; MPICOMM_MEMORY leaves {self._bound} bytes for the outbox: raise it"
@@ -242,11 +237,3 @@ class Outbox:
             if len(self._in_flight) < left:
                 until = time.monotonic() + _PATIENCE_S
         return None
-
-    @property
-    def _total_nbytes(self) -> int:
-        return sum(block.segment.nbytes for block in self._blocks)
-
-    def _give_up(self, place: OutboxSlot) -> None:
-        place.block.give_back(place.offset, place.offset + place.room)
-        self._in_flight.give_up_line(place)

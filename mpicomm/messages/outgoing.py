@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -10,19 +11,24 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.devices.cuda.stream_threads import SideStream
+from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
 from mpicomm.log import log_once, logger, tell_slow_way
+from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.in_flight import OutboxSlot
 from mpicomm.messages.outbox import OutboxFullError
-from mpicomm.messages.rendezvous import MessageMemory
+from mpicomm.messages.reader import EndpointReader
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.host_calls import HostCopies, announce
+from mpicomm.mpi.requests import Completer, DeferredRequest
 
 Send = Callable[..., Any]
 """One of MPI's methods for sends, with a communicator, a buffer, a destination and a tag."""
 
 _BUFFERED = frozenset((MPI.Intracomm.Bsend, MPI.Intracomm.Ibsend))
+_isend = MPI.Intracomm.Isend
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -46,16 +52,20 @@ class SendBuffer:
 
 
 class Outgoing:
-    """The sends of communicator ``comm``. ``near`` are the ranks that share memory with this rank. Local.
+    """The sends of communicator ``comm``. ``near`` are the ranks that share memory with this rank. Local."""
 
-    ``refused`` is the kind of handles if messages cannot have headers, else empty.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, near: Collection[int], memory: MessageMemory, refused: str) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, near: Collection[int], handle: str, reader: EndpointReader, completer: Completer
+    ) -> None:
         self._comm = comm
         self._near = near
-        self._memory = memory
-        self._refused = refused
+        self._handle = handle
+        self._reader = reader
+        self._rendezvous = reader.rendezvous
+        self._completer = completer
+        # The thread that completes sends must not take them for receives, which it would begin to look for more often.
+        # Each look keeps the interpreter's lock from a thread that waits for a receive.
+        self._sends = Completer(by_itself=True)
 
     def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
         """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
@@ -66,34 +76,81 @@ class Outgoing:
             self._eager(sent, dest, stream).hand_over(send, self._comm, dest, tag)
             return
         assert device is not None and stream is not None
-        rendezvous = self._memory.made or self._memory.rendezvous(device)
+        rendezvous = self._rendezvous
         # The copy is enqueued after MPI's call, so that the receiver works at the same time: its kernel waits for this
         # copy. Until then this thread defers the copy, because no work of another thread may come before it.
         threads = device.threads(stream)
         threads.defer(rendezvous.fill, place, sent, stream)
         try:
             send(self._comm, place.message, dest, tag)
-        except Exception:  # MPI has refused the message
-            if threads.cancel():
-                rendezvous.outbox.put_back(place)
-            else:
-                rendezvous.withdraw(place, stream)
-            raise
-        except BaseException:
+        except BaseException as error:
             threads.flush()  # a Ctrl-C may come after MPI has sent the message
+            if isinstance(error, Exception):  # MPI has refused it
+                rendezvous.withdraw(place, stream)
             raise
         threads.flush()
         if sent.blocks:
             wait_for_copies(sent)
+
+    def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
+        """Start to send a device array as ``send`` does. The request is complete when the array may be overwritten."""
+        device, stream = sent.device, sent.stream
+        assert device is not None and stream is not None
+        if sent.captured:
+            raise refused_capture(sent)
+        # Later work of the user's stream does not wait for the copies of a message in several pieces, which takes long
+        # enough to be worth a side stream.
+        streams, aside = device.side_streams, sent.is_flat and sent.nbytes > rendezvous_header.LEAST_PIECE_NBYTES
+        with SideStream(streams, streams.mark(stream)) if aside else contextlib.nullcontext(stream) as copies:
+            buffer = self.buffer(send, sent, dest, copies)
+            return self._sending(buffer.hand_over(send, self._comm, dest, tag), device, copies, buffer)
+
+    def start_send_array(self, buf: Any, dest: int, tag: int, stream: Any) -> DeferredRequest | None:
+        """As `read` and `start_send` of a plain device array that kernels copy. Return None for other calls.
+
+        This is straight-line code, as `Messages.exchange_arrays` is.
+        """
+        rendezvous = self._rendezvous
+        if not rendezvous.has_begun or not rendezvous.expects_headers or dest not in self._near:
+            return None
+        sent = self._reader.plain("Isend", buf, stream)
+        if sent is None or sent.stream is None or sent.nbytes > rendezvous_header.KERNEL_NBYTES:
+            return None
+        resolved, nbytes = sent.stream, sent.nbytes
+        try:
+            place = rendezvous.reserve(nbytes)
+        except (OutboxFullError, HandleError):
+            return None
+        (place.copy_in or rendezvous.copy_into(place))(resolved, sent.pointer, nbytes)
+        try:
+            request = _isend(self._comm, place.message, dest, tag)
+        except BaseException:
+            rendezvous.withdraw(place, resolved)
+            raise
+        return self._sending(request, rendezvous.device, resolved, (sent, place))
+
+    def _sending(self, request: MPI.Request, device: GpuBackend, copies: int, kept: Any) -> DeferredRequest:
+        """Return the request of a send that MPI has, and whose copy is enqueued on the stream ``copies``."""
+        # Most headers leave at once. A later call of MPI may take long, because a thread that waits in MPI keeps other
+        # threads out.
+        left, copied = request.Test(), device.completion(copies)
+
+        def done() -> bool:
+            nonlocal left
+            left = left or request.Test()
+            return left and copied()
+
+        work = DeferredRequest.of(copied if left else done, device.check)
+        work.kept = kept  # MPI and the device still read its memory
+        return (self._sends if left else self._completer).add(work, device.prepare_thread)
 
     def buffer(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
         """Copy a device array, on ``stream``, to memory that MPI or the receiver finds. Leave host memory to MPI."""
         place = self._place(send, sent, dest)
         if place is None or sent.device is None or stream is None:
             return self._eager(sent, dest, stream)
-        rendezvous = self._memory.made or self._memory.rendezvous(sent.device)
-        rendezvous.fill(place, sent, stream)
-        return SendBuffer(place.message, sent, partial(rendezvous.withdraw, place, stream))
+        self._rendezvous.fill(place, sent, stream)
+        return SendBuffer(place.message, sent, partial(self._rendezvous.withdraw, place, stream))
 
     def _place(self, send: Send, sent: Endpoint, dest: int) -> OutboxSlot | None:
         """Return a slot in the outbox for a message, or None if MPI carries the data or the outbox has no room."""
@@ -103,13 +160,15 @@ class Outgoing:
         if dest not in self._near:
             announce("Send", "the ranks are on several nodes")
             return None
-        if self._refused:
-            reason = f"memory is opened as {self._refused!r}, not by IPC handles"
+        if not self._rendezvous.expects_headers:
+            reason = f"memory is opened as {self._handle!r}, not by IPC handles"
         elif nbytes < HEADER_NBYTES and send in _BUFFERED:
             return None  # the user's buffer of a buffered send has room for the data, but perhaps not for a header
         else:
             try:
-                rendezvous = self._memory.made or self._memory.rendezvous(device)
+                rendezvous = self._rendezvous
+                if not rendezvous.has_begun:
+                    rendezvous.begin(sent.operation)
                 if not sent.is_flat:
                     rendezvous.load(sent.elements)
                 return rendezvous.reserve(nbytes)

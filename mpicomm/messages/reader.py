@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.rendezvous import MessageMemory
+from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.mpi import host_calls, types
 from mpicomm.mpi.arguments import Operand, is_on_device, parse, parse_on_device, require_here
 from mpicomm.mpi.buffers import array_of
@@ -26,15 +24,10 @@ SPECIFICATIONS = frozenset((list, tuple))
 
 
 class EndpointReader:
-    """The reader of one communicator's buffers. ``gpu`` returns its device. Local.
+    """The reader of one communicator's buffers. Local."""
 
-    With ``by_rendezvous`` a receive into host memory may meet a rendezvous header.
-    """
-
-    def __init__(self, gpu: Callable[[str], GpuBackend], memory: MessageMemory, *, by_rendezvous: bool) -> None:
-        self._gpu = gpu
-        self._memory = memory
-        self._by_rendezvous = by_rendezvous
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous = rendezvous
 
     def read(
         self,
@@ -68,9 +61,9 @@ class EndpointReader:
 
         ``beside`` is as in `read`. Raises the error of an earlier call.
         """
-        made = self._memory.made
-        plain = None if made is None else plain_array(buf)
-        if made is None or plain is None or not plain[1] or len(plain) != 3:  # another buffer, or an empty array
+        rendezvous = self.rendezvous
+        plain = plain_array(buf) if rendezvous.has_begun else None
+        if plain is None or not plain[1] or len(plain) != 3:  # another buffer, or an empty array
             return None
         pointer, count, kind = plain
         array = buf
@@ -79,7 +72,7 @@ class EndpointReader:
             if type(kind) is not tuple:  # of an address
                 return None
         dtype, ordinal = kind
-        device, nbytes = made.device, count * element_nbytes(dtype)
+        device, nbytes = rendezvous.device, count * element_nbytes(dtype)
         if not nbytes or ordinal != device.device:
             return None
         if beside is not None and beside.operand is None and type(beside.spec) is type(array):
@@ -90,29 +83,19 @@ class EndpointReader:
             return None
         return Endpoint(operation, array, pointer, nbytes, resolved, device, True, blocks=device.completes)
 
-    def parse_receive(self, operation: str, buf: Any, stream: Any, name: str) -> Endpoint:
-        """Parse the buffer of a receive that may meet a rendezvous header."""
-        operand = parse_any(buf, True, name)
-        if operand.on_device:
-            return self._on_device(operation, buf, operand, stream)
-        return Endpoint(operation, host_calls.for_mpi(operand), device=self.device(operation), operand=operand)
-
-    def device(self, operation: str) -> GpuBackend:
-        """Return the device of the communicator. Raises the error of an earlier call."""
-        device = self._gpu(operation)
-        device.check()
-        return device
-
     def _parse_end(self, operation: str, buf: Any, stream: Any, name: str, *, receives: bool) -> Endpoint | None:
-        if receives and self._by_rendezvous:
-            return self.parse_receive(operation, buf, stream, name)
-        operand = parse_on_device(buf, receives, name)
-        return None if operand is None else self._on_device(operation, buf, operand, stream)
-
-    def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
-        if not self._by_rendezvous:
+        by_rendezvous = self.rendezvous.expects_headers
+        if receives and by_rendezvous:
+            operand: Operand | None = parse_any(buf, True, name)
+        else:
+            operand = parse_on_device(buf, receives, name)
+        if operand is None:
+            return None
+        if operand.on_device and not by_rendezvous:
             require_host_addresses(buf, operand.name)  # because MPI would get the addresses
-        device = self.device(operation)
+        device = self.rendezvous.device_for(operation)
+        if not operand.on_device:
+            return Endpoint(operation, host_calls.for_mpi(operand), device=device, operand=operand)
         require_here(f"{operation}: {operand.name}", operand.device, device.device)
         resolved = device.stream(stream, array_of(buf))
         return Endpoint(

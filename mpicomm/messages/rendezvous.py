@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
@@ -28,12 +29,14 @@ from mpicomm.messages.rendezvous_header import (
     START,
     RendezvousHeader,
     counts_of,
-    is_for_kernels,
     pieces,
     require_room,
 )
 from mpicomm.mpi.layout import Elements
 from mpicomm.waiting import wait_until
+
+if TYPE_CHECKING:
+    from mpicomm.devices.cuda.launches import MessageSteps
 
 _MOST_KNOWN = 4096
 """The largest number of slots of peers that a rank keeps, and of messages that repeat."""
@@ -55,28 +58,57 @@ class PeerSlot:
 
 
 class Rendezvous:
-    """The outbox of this rank, and the blocks of peers' outboxes that this rank has opened.
+    """The outbox of this rank, and the blocks of peers' outboxes that this rank has opened: a `Shared`.
 
     All methods are local, from any thread. Ranks set nothing up together. A header holds the handle of the block with
     its message, and the receiver opens the block and keeps it open. If a wait on the device runs out of time, the
     device's `check` raises the error.
 
-    The outbox has at most ``most_nbytes``. Without a ``secret`` no message has a header.
+    The outbox has at most ``most_nbytes``. Without a ``secret`` no message has a header. ``gpu`` returns the device of
+    the communicator. There is no reference to the communicator itself. A symmetric array refers to its domain, and the
+    domain to this object. So the reference would keep the communicator alive as long as any of its arrays.
     """
 
-    def __init__(self, device: GpuBackend, secret: bytes | None, most_nbytes: int | None = None) -> None:
-        self.device = device
+    device: GpuBackend
+    outbox: Outbox
+    reserve: Callable[[int], OutboxSlot]
+    _steps: MessageSteps
+
+    def __init__(
+        self, gpu: Callable[[str], GpuBackend], timeout_s: float, secret: bytes | None, most_nbytes: int | None
+    ) -> None:
+        self._gpu = gpu
+        self._timeout_s = timeout_s
         self._secret = secret or b""
+        self._most_nbytes = most_nbytes
         self.expects_headers = secret is not None
         """Whether headers can arrive."""
-        self._steps = device.message_steps()
-        self.outbox = Outbox(device, self._secret, most_nbytes)
-        self.reserve = self.outbox.reserve
-        self._lock = threading.Lock()  # so that two threads do not open one block twice
+        self.has_begun = False
+        """Whether there is an outbox."""
+        # Two threads must not open one block twice, or make two outboxes. One would replace the other, which holds
+        # messages in flight and is then never closed.
+        self._lock = threading.Lock()
         self._opened: dict[bytes, Segment] = {}
         self._known: dict[bytes, PeerSlot] = {}  # by the known bytes of their headers
         self._repeats: dict[Hashable, int | Callable[[int], object]] = {}
         self._closed = False
+
+    def device_for(self, operation: str) -> GpuBackend:
+        """Return the device of the communicator. Raises the error of an earlier call."""
+        device = self._gpu(operation)
+        device.check()
+        return device
+
+    def begin(self, operation: str) -> None:
+        """Make the outbox, if a message needs it for the first time. Raises the error of an earlier call."""
+        device = self.device_for(operation)
+        with self._lock:
+            if not self.has_begun:
+                self.device, self._steps = device, device.message_steps()
+                self.outbox = Outbox(device, self._secret, self._most_nbytes)
+                self.reserve = self.outbox.reserve
+                self.has_begun = True
+                release_before_finalize(self)
 
     def arrived(self, content: Content, source: int) -> tuple[PeerSlot, int] | None:
         """Return the slot and the bytes of the message whose header MPI has received into ``content``.
@@ -90,6 +122,8 @@ class Rendezvous:
             header = RendezvousHeader.unpack(content[:HEADER_NBYTES].tobytes(), self._secret)
             if header is None:
                 return None
+            if not self.has_begun:
+                self.begin("Recv")
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
             slot = self._known[known] = self._reach(header, source)
@@ -175,18 +209,18 @@ class Rendezvous:
             self._repeats.clear()
         self._repeats[key] = known + 1 if known + 1 < _TIMES else self.device.graph_of(enqueue)
 
-    def unpack_part(self, nbytes: int, fill: Callable[[int], None], elements: Elements, stream: int) -> None:
+    def unpack_part(self, nbytes: int, fill: Callable[[int, int], None], elements: Elements, stream: int) -> None:
         """Unpack a message of ``nbytes`` bytes, which may be shorter than ``elements``, through this rank's outbox.
 
         ``fill`` enqueues the copy of the message to an address. Raises the errors of `reserve`.
         """
-        layout = elements.layout
-        place = self.reserve(layout.nbytes)
+        table, address = table_for(elements.layout), elements.address
+        place = self.reserve(elements.layout.nbytes)
         try:
-            if nbytes < layout.nbytes:  # the kernel unpacks all elements: elements without data keep their values
-                self.device.pack(table_for(layout), elements.address, place.pointer, stream, unpacks=False)
-            fill(place.pointer)
-            self.device.pack(table_for(layout), elements.address, place.pointer, stream, unpacks=True)
+            if nbytes < place.nbytes:  # the kernel unpacks all elements: elements without data keep their values
+                self.device.pack(table, address, place.pointer, stream, unpacks=False)
+            fill(place.pointer, stream)
+            self.device.pack(table, address, place.pointer, stream, unpacks=True)
         finally:
             # This rank counts for sender and receiver, because the slot is its own. The counts follow all use of the
             # slot in the same stream. They pair with the read of the counts in Outbox; without them the slot would be
@@ -204,17 +238,8 @@ class Rendezvous:
         self._wait(slot, nbytes, counts, stream)
         self._steps.release(stream, done=slot.done, count=counts)
 
-    def close_peers(self) -> None:
-        """Unmap the peers' blocks. Copies out of them must be over. A second call does nothing."""
-        with self._lock:
-            self._closed = True
-            self._known.clear()
-            self._repeats.clear()
-            while self._opened:
-                self._opened.popitem()[1].close()
-
     def _wait(self, slot: PeerSlot, nbytes: int, count: int, stream: int) -> None:
-        blocks = blocks_of_message(nbytes) if is_for_kernels(nbytes) else 1
+        blocks = blocks_of_message(nbytes) if nbytes <= rendezvous_header.KERNEL_NBYTES else 1
         self._steps.wait(stream, ready=slot.ready, done=slot.done, count=count, blocks=blocks, peer=slot.source)
 
     def _reach(self, header: RendezvousHeader, source: int) -> PeerSlot:
@@ -251,51 +276,30 @@ class Rendezvous:
             )
         return segment.pointer
 
-
-class MessageMemory:
-    """This rank's outbox and the blocks that it has opened in peers' outboxes. All methods are local.
-
-    It has no reference to the communicator. A symmetric array refers to its domain, and the domain to this memory. So
-    the reference would keep the communicator alive as long as any of its arrays.
-    """
-
-    def __init__(self, timeout_s: float, secret: bytes | None, most_nbytes: int | None) -> None:
-        self._timeout_s = timeout_s
-        self._secret = secret
-        self._most_nbytes = most_nbytes
-        # A thread that completes receives may ask for the rendezvous at the same time as the program. Of two, one would
-        # replace the other, whose outbox holds messages in flight and is then never closed.
-        self._lock = threading.Lock()
-        self.made: Rendezvous | None = None
-        """The rendezvous of the communicator; None until a message needs it."""
-
-    def rendezvous(self, device: GpuBackend) -> Rendezvous:
-        """Return the rendezvous of the communicator. ``device`` is the communicator's device."""
-        with self._lock:
-            if self.made is None:
-                self.made = Rendezvous(device, self._secret, self._most_nbytes)
-                release_before_finalize(self)
-            return self.made
-
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of the outbox. Blocks of peers that this rank has opened count as the peers' memory."""
-        return () if self.made is None else (self.made.outbox.memory_use(),)
+        return (self.outbox.memory_use(),) if self.has_begun else ()
 
     def close_peers(self) -> None:
-        """Unmap the peers' outboxes. This rank's copies must be over. A second call does nothing."""
-        if self.made is not None:
-            self.made.close_peers()
+        """Unmap the peers' blocks. Copies out of them must be over. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            self._known.clear()
+            self._repeats.clear()
+            while self._opened:
+                self._opened.popitem()[1].close()
 
     def close_own(self) -> None:
         """Free this rank's outbox, after every peer's `close_peers`. A second call does nothing."""
-        rendezvous, self.made = self.made, None
-        if rendezvous is not None:
-            rendezvous.outbox.close()
+        if self.has_begun:
+            self.has_begun = False
+            self.outbox.close()
 
     def give_back(self) -> None:
-        """Free the outbox, which the next call that needs it allocates again. No peer may have opened it."""
+        """Free the outbox, which the next call that needs it makes again. No peer may have opened it."""
         self.close_peers()
         self.close_own()
+        self._closed = False
 
     def release(self) -> None:
         """Wait until the receivers have copied all messages, and unmap the peers' outboxes, before MPI_Finalize.
@@ -303,13 +307,12 @@ class MessageMemory:
         MPI_Finalize also lets earlier messages arrive. The process may end after it, and its outbox ends with the
         process.
         """
-        rendezvous = self.made
-        if rendezvous is None:
+        if not self.has_begun:
             return
         with contextlib.suppress(MpicommError):  # after an error no message is sure to arrive
-            rendezvous.device.synchronize()  # this rank's copies out of outboxes, because their senders wait for them
-            rendezvous.device.check()
+            self.device.synchronize()  # this rank's copies out of outboxes, because their senders wait for them
+            self.device.check()
             # The wait calls MPI, because MPI may not have sent a header yet.
-            if not wait_until(rendezvous.outbox.is_drained, self._timeout_s, MPI.Intracomm(MPI.COMM_SELF).Iprobe):
+            if not wait_until(self.outbox.is_drained, self._timeout_s, MPI.Intracomm(MPI.COMM_SELF).Iprobe):
                 logger.warning("messages of GPU arrays were not received within %g s of the end", self._timeout_s)
-            rendezvous.close_peers()
+            self.close_peers()

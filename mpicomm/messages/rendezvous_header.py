@@ -23,7 +23,7 @@ from mpicomm.errors import HandleError
 KERNEL_NBYTES = 16 << 20
 """The longest message that kernels copy.
 
-Copy engines take longer to start, and carry more bytes per second.
+Copy engines, which copy longer messages, take longer to start, and carry more bytes per second.
 """
 MOST_PIECES = 4
 # A piece costs both hosts the enqueuing of its copy and of its count, and costs the link a pause. The copy into the
@@ -48,11 +48,6 @@ put_nbytes = struct.Struct("<Q").pack_into
 """Writes the bytes of a message into the packed header of its slot, after the known bytes."""
 
 
-def is_for_kernels(nbytes: int) -> bool:
-    """Return whether kernels copy a message of ``nbytes`` bytes. Copy engines copy longer messages."""
-    return nbytes <= KERNEL_NBYTES
-
-
 def pieces(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Cut a message in a slot into pieces that are copied and counted one by one: the address and bytes of each piece.
 
@@ -65,7 +60,7 @@ def pieces(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 def counts_of(nbytes: int) -> int:
     """Return the number that sender and receiver of a message add to the words."""
-    return 1 if is_for_kernels(nbytes) else sum(1 for _ in pieces(0, nbytes))
+    return 1 if nbytes <= KERNEL_NBYTES else sum(1 for _ in pieces(0, nbytes))
 
 
 @dataclass(frozen=True)

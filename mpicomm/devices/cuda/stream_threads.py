@@ -80,12 +80,6 @@ class StreamThreads:
                 enqueue(*arguments)
                 self._deferred = None  # after the call: if the call raises, the thread that has deferred it raises, too
 
-    def cancel(self) -> bool:
-        """Drop the deferred call, and return whether that was possible: else the work is enqueued already."""
-        with self._lock:
-            deferred, self._deferred = self._deferred, None
-            return deferred is not None
-
     def join(self) -> None:
         """Count the calling thread among the users of the stream, before it enqueues anything there."""
         # From here on Python also knows a thread that it has not started, and `_has_ended` finds the thread.

@@ -32,9 +32,7 @@ def warm_up(rig: Rig) -> None:
     for _ in range(3):
         rig.comm.Send(rig.of(rig.rank, COUNT), rig.right)
         rig.comm.Recv(rig.empty(COUNT), rig.left)
-    rendezvous = rig.comm._messages.memory.made
-    assert rendezvous is not None
-    settle(rendezvous.outbox.is_drained)
+    settle(rig.comm._messages.rendezvous.outbox.is_drained)
 
 
 class Held:

@@ -28,7 +28,7 @@ from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.messages.matched import Matched, UnexpectedQueue
-from mpicomm.messages.rendezvous import MessageMemory
+from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
@@ -186,17 +186,22 @@ def test_a_communicator_has_one_device(placement: Placement, monkeypatch: pytest
 
 
 def test_a_communicator_has_one_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, device = MessageMemory(5.0, bytes(32), None), ThreadDevice(0, 5.0)
-    gpu, steps = cast(GpuBackend, device), device.message_steps
-    second = Second(lambda: memory.rendezvous(gpu))
+    device = ThreadDevice(0, 5.0)
+    rendezvous, steps = Rendezvous(lambda _: cast(GpuBackend, device), 5.0, bytes(32), None), device.message_steps
+
+    def outbox(operation: str) -> Any:
+        rendezvous.begin(operation)
+        return rendezvous.outbox
+
+    second = Second(lambda: outbox("Recv"))
 
     def message_steps() -> Any:
         second.meanwhile()
         return steps()
 
     monkeypatch.setattr(device, "message_steps", message_steps)
-    assert memory.rendezvous(gpu) is second.joined()
-    memory.give_back()
+    assert outbox("Send") is second.joined()
+    rendezvous.give_back()
     device.close()
 
 

@@ -110,7 +110,7 @@ class LateDevice(ThreadDevice):
 def test_messages_do_not_overlap_and_nothing_is_lost(
     no_leaks: None, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], late: int, reads_first: bool
 ) -> None:
-    """Messages in flight, those that were put back, and looks that were begun before a message was read."""
+    """Messages in flight, and looks that were begun before a message was read."""
     monkeypatch.setattr(outbox, "FIRST_BLOCK_NBYTES", 2 << 20)
     device, rng = LateDevice(0, 5.0, total_nbytes=PART * MOST, slowest_s=0), random.Random(late)
     device.late, device.reads_first = late, reads_first
@@ -129,10 +129,7 @@ def test_messages_do_not_overlap_and_nothing_is_lost(
         taken = sorted(place_of(box, each) for each in (*in_flight, slot))
         ends = [0, *(stop for _, stop in taken)]
         assert all(end <= start for end, (start, _) in zip(ends, taken, strict=False)), number
-        if rng.random() < 0.1:
-            box.put_back(slot)
-        else:
-            in_flight.append(slot)
+        in_flight.append(slot)
         while in_flight and rng.random() < 0.5:
             finish(box, in_flight.pop(rng.randrange(len(in_flight))))
         if rng.random() < 0.1:
