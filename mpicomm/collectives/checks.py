@@ -100,7 +100,7 @@ def location_of(operation: Operation, send: Operand | None, receive: Operand | N
         return "gpu"
     # If all ranks have the same count, this rank's other buffer is empty too, and its class says where it lies.
     enough = all if operation.counts == "same" else any
-    return "anywhere" if enough(operand.nowhere for operand in given) else "host"
+    return "anywhere" if enough(operand.memory.nowhere for operand in given) else "host"
 
 
 def is_in_place(buffer: Any) -> bool:

@@ -17,6 +17,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import KINDS, kind_of
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Operand, overlaps, parse
+from mpicomm.mpi.buffers import NOWHERE
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.types import is_covered
 
@@ -70,7 +71,7 @@ class BoundEpilogue(ABC):
     def without_owners(self) -> Self:
         """Return a copy that keeps no array alive. Kernels can apply it after `place`, and the host cannot."""
         kept = copy(self)
-        kept._arrays = {name: replace(array, owner=None, spec=None) for name, array in self._arrays.items()}
+        kept._arrays = {name: replace(array, memory=NOWHERE, spec=None) for name, array in self._arrays.items()}
         kept.writes = ()
         return kept
 

@@ -108,7 +108,7 @@ class EndpointReader:
             is_flat=operand.dtype is not None,
             operand=operand,
             captured=device.is_capturing(resolved),
-            blocks=device.completes or (operand.by_address and stream is None),
+            blocks=device.completes or (operand.memory.by_address and stream is None),
         )
 
 

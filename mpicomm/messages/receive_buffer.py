@@ -23,7 +23,6 @@ from mpicomm.messages.matched import unpack
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import PeerSlot, Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from mpicomm.mpi.buffers import read
 from mpicomm.mpi.host_calls import HostCopies
 
 _byte = MPI.BYTE
@@ -224,7 +223,7 @@ def receive_buffer(
         capacity = operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF)
         return ReceiveBuffer("derived", rendezvous, capacity, 0, stage(capacity), None, endpoint)
     else:  # NumPy lacks the element type of a host array, and MPI may know it; MPI.BYTE stands for it in the endpoint
-        capacity = read(operand.owner, True, operand.name).nbytes
+        capacity = operand.memory.nbytes
     # A header may come, which does not fit into the user's memory.
     stages = replace or (rendezvous.expects_headers and capacity < HEADER_NBYTES)
     staging = stage(capacity) if stages else None

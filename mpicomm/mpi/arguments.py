@@ -18,7 +18,7 @@ from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.buffers import ArrayMemory, any_overlap, array_of, is_host_view, read
+from mpicomm.mpi.buffers import NOWHERE, ArrayMemory, any_overlap, array_of, is_host_view, read
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import Elements, elements_at
 from mpicomm.mpi.spec import (
@@ -55,14 +55,10 @@ class Operand:
     on_device: bool
     device: int | None
     """The ordinal of the GPU; None on the host."""
-    owner: Any = field(repr=False)
-    """The object that keeps the memory alive."""
+    memory: ArrayMemory = field(repr=False)
+    """The memory of the array."""
     spec: Any = field(repr=False)
     """The argument for MPI: as the caller passed it, or with the exported memory in place of the object."""
-    by_address: bool
-    """Whether it is device memory of no known library, so that the stream of later work on it is unknown."""
-    nowhere: bool
-    """Whether it has no memory: see `ArrayMemory.nowhere`."""
     dtype: np.dtype[Any] | None = None
     """None if only MPI can handle the argument: a derived datatype, ``MPI.BOTTOM``, or a format of a buffer."""
     mpi_type: MPI.Datatype | None = None
@@ -148,14 +144,12 @@ def parse(
         found = device_address(spec)
         memory = ArrayMemory(0, 0, None, found is not None, found and found[1], by_address=found is not None)
     else:
-        memory = memory or ArrayMemory(0, 0, None, nowhere=True)
+        memory = memory or NOWHERE
     for_mpi = spec
     if memory.exported is not None and not memory.on_device:  # a second export would take as long again
         with suppress(InvalidUsageError):  # the engines may know a type that MPI lacks
             for_mpi = with_buffer(spec, memory.exported, memory.dtype)
-    operand = Operand(
-        name, memory.pointer, memory.on_device, memory.device, memory.owner, for_mpi, memory.by_address, memory.nowhere
-    )
+    operand = Operand(name, memory.pointer, memory.on_device, memory.device, memory, for_mpi)
     if not memory.on_device and (shape == "typed" or (datatype is None and memory.dtype is None)):
         return operand  # MPI may know the type
     number = 1 if shape in ("one", "counted") else blocks

@@ -55,6 +55,9 @@ class ArrayMemory:
     """Whether it is no memory: no bytes at address 0, of an object that does not say where its memory lies."""
 
 
+NOWHERE = ArrayMemory(0, 0, None, nowhere=True)
+"""No memory."""
+
 Reader = Callable[[Any, bool, str], ArrayMemory]
 
 _readers: dict[type, Reader] = {ArrayMemory: lambda memory, writable, name: memory}

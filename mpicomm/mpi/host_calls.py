@@ -39,7 +39,7 @@ def for_mpi(operand: Operand) -> Any:
     if operand.on_device:
         memory: Any = MPI.memory.fromaddress(operand.pointer, nbytes)
     else:
-        memory = array_at(operand.pointer, nbytes, np.dtype(np.uint8), operand.owner)
+        memory = array_at(operand.pointer, nbytes, np.dtype(np.uint8), operand.memory.owner)
     if operand.counts is None or operand.displs is None:
         return [memory, MPI.BYTE]
     counts, displs = ([n * dtype.itemsize for n in numbers] for numbers in (operand.counts, operand.displs))

@@ -276,7 +276,7 @@ class ByMpi:
             datatype = types.mpi_datatype(dtype)
             if datatype is None:
                 return argument
-            return [array_at(operand.pointer, operand.total, dtype, operand.owner), datatype]
+            return [array_at(operand.pointer, operand.total, dtype, operand.memory.owner), datatype]
 
         send = given.send if call.in_place else named(call.send, given.send)
         return replace(given, send=send, receive=named(call.receive, given.receive))

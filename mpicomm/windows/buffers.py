@@ -14,7 +14,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.window import LOCATING, MOVING
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, require_here
-from mpicomm.mpi.buffers import array_of, read
+from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import DatatypeLayout, elements_at, known_of, made_layout, made_of
 from mpicomm.mpi.ops import check_legal, op_name
@@ -95,7 +95,7 @@ def read_buffer(spec: Any, backend: Backend, *, writable: bool, name: str) -> Lo
     operand = parse(spec, writable=writable, name=name)
     if operand.on_device:
         require_here(name, operand.device, backend.device)
-    return LocalBuffer(name, operand.pointer, _elements_of(operand, array, writable), operand.on_device, array)
+    return LocalBuffer(name, operand.pointer, _elements_of(operand), operand.on_device, array)
 
 
 def elements_of(spec: Any, name: str, *, only_type: bool = False) -> TypedElements:
@@ -105,17 +105,14 @@ def elements_of(spec: Any, name: str, *, only_type: bool = False) -> TypedElemen
     """
     if only_type and isinstance(spec, (list, tuple)) and spec and isinstance(spec[-1], (MPI.Datatype, str)):
         return _of_type(spec[-1], 1, name)  # also of MPI.BOTTOM, which has addresses in its datatype
-    return _elements_of(parse(spec, writable=False, name=name), array_of(spec), False)
+    return _elements_of(parse(spec, writable=False, name=name))
 
 
-def _elements_of(operand: Operand, array: Any, writable: bool) -> TypedElements:
+def _elements_of(operand: Operand) -> TypedElements:
     if operand.dtype is not None:
         return TypedElements(operand.total, operand.dtype.itemsize, operand.dtype, None)
-    memory = read(array, writable, operand.name) if array is not None else None
-    if operand.mpi_type is None or memory is None:
-        if operand.total == 0 and memory is None:
-            return TypedElements(0, 1, None, None)
-        assert memory is not None
+    memory = operand.memory
+    if operand.mpi_type is None:
         raise no_type(memory, operand.name)
     room = memory.pointer, memory.nbytes if memory.room is None else memory.room
     start = operand.pointer - memory.pointer

@@ -336,7 +336,7 @@ def has_template(call: Call) -> bool:
     if neighborhood is not None and readable:
         # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two
         # blocks.
-        readable = neighborhood.names_ranks_once and not any(operand.by_address for operand in call.operands)
+        readable = neighborhood.names_ranks_once and not any(operand.memory.by_address for operand in call.operands)
     return readable and (typed or not any(operand.derived for operand in call.operands)) and call.counted is None
 
 

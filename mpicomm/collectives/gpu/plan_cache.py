@@ -299,7 +299,7 @@ class PlanCache:
         ``read`` is the same call, as read. With it, `find` also finds other calls of its kind from now on.
         """
         plan.by_output = by_output
-        plan.by_address = read is not None and any(operand.by_address for operand in read.operands)
+        plan.by_address = read is not None and any(operand.memory.by_address for operand in read.operands)
         operation, algorithm, send, receive, op, root, counts, epilogue, wire = call
         finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
         if finish is None:

@@ -49,7 +49,7 @@ def test_fields_and_forms_of_cuda_arrays() -> None:
     a = CudaArray((4, 6))
     operand = read(a, blocks=4)
     assert (operand.pointer, operand.dtype, operand.count, operand.total) == (0x7000_0000, np.dtype("f4"), 6, 24)
-    assert (operand.on_device, operand.device, operand.owner is a) == (True, 0, True)
+    assert (operand.on_device, operand.device, operand.memory.owner is a) == (True, 0, True)
     for strides in ((24, 4), (4, 16), None):  # in either order
         assert read(CudaArray((4, 6), strides=strides)).total == 24
     for strides in (None, (4, 4), (999, 4)):  # an empty array may lie nowhere
@@ -207,7 +207,7 @@ def test_cupy_array() -> None:
     a = cupy.ndarray((4, 6), "f4", memptr=cupy.cuda.MemoryPointer(memory, 0))
     operand = read(a, blocks=4)
     assert (operand.pointer, operand.dtype, operand.count, operand.total) == (0x7000_0000, np.dtype("f4"), 6, 24)
-    assert (operand.on_device, operand.device, operand.owner is a) == (True, 2, True)
+    assert (operand.on_device, operand.device, operand.memory.owner is a) == (True, 2, True)
     assert read(a.T).total == 24
     assert read(a[1:]).pointer == 0x7000_0000 + 24
     with pytest.raises(InvalidUsageError, match="neither C- nor Fortran-contiguous"):

@@ -58,7 +58,7 @@ def test_buffers_around_device_memory_are_device_arrays(memory: npt.NDArray[np.u
     ):
         operand = parse_on_device([buffer, MPI.FLOAT], True, "buf")
         assert operand is not None
-        assert (operand.pointer, operand.total, operand.device, operand.by_address) == (address, 64, 0, True)
+        assert (operand.pointer, operand.total, operand.device, operand.memory.by_address) == (address, 64, 0, True)
     view = around(memory)[4:]
     assert not is_host_view(view) and is_on_device(view)
     assert read_argument(view).pointer == address + 16

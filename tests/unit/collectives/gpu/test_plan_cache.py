@@ -318,7 +318,8 @@ def test_a_blocking_call_waits_where_calls_complete_on_return_and_on_an_address(
     known, waited = Known(), list[Any]()
     known.backend.completes, known.backend.complete = completes, waited.append
     known.backend.stream = lambda stream, array: stream or "current"
-    read: Any = SimpleNamespace(operands=[SimpleNamespace(by_address=by_address)], in_place=False)
+    operand = SimpleNamespace(memory=SimpleNamespace(by_address=by_address))
+    read: Any = SimpleNamespace(operands=[operand], in_place=False)
     plan = known.add("Allreduce", SUM, read=read)
     for blocking in (True, False):
         for stream in (None, 7):
