@@ -113,7 +113,7 @@ def test_a_missing_buffer_is_a_type_error_in_every_call(host_comm: mpicomm.Commu
         if operation.send == "counted":
             keywords["recvcounts"] = [1] * host_comm.size
         for form in operation.methods:
-            with pytest.raises(TypeError, match=f"{name}: (sendbuf|recvbuf) is None: pass a|buf is a NoneType, which"):
+            with pytest.raises(TypeError, match=f"{name}: (sendbuf|recvbuf|buf) is None: pass a"):
                 getattr(host_comm, form)(*given, **keywords)
 
 
