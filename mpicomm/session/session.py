@@ -68,7 +68,7 @@ class Session(SetUp):
             return
         self.require_whole("resume")
 
-        suspension.take_back(self._groups)
+        suspension.take_back()
         self._suspension, self._is_shut = None, False
 
     def close(self) -> None:

@@ -118,13 +118,12 @@ def share(
     shared = SharedSegments(node)
     segments = shared._segments
 
-    def export() -> tuple[Hashable, list[Exported]]:
+    def export() -> tuple[Hashable, Exported]:
         mine = signature()
         segments[node.rank] = segment = produce()
-        return mine, [backend.export(segment)]
+        return mine, backend.export(segment)
 
-    def open_peer(index: int, memories: list[Exported]) -> None:
-        (parts,) = memories
+    def open_peer(index: int, parts: Exported) -> None:
         segments[index] = backend.open(parts)
 
     try:
@@ -135,67 +134,60 @@ def share(
     return shared
 
 
-def reopen(node: Group, backend: Backend, what: str, memories: Sequence[SharedSegments]) -> None:
-    """Let every rank of ``node`` open the new memory that a suspension has taken for all peers. Collective, blocking.
+def reopen(shared: SharedSegments, backend: Backend, what: str) -> None:
+    """Let every rank open the new memory that a suspension has taken for all peers. Collective, blocking.
 
-    All ranks pass the same memories. A failure on any rank raises the same error on all ranks.
+    A failure on any rank raises the same error on all ranks.
     """
 
-    def open_peer(index: int, exported: list[Exported]) -> None:
-        for shared, parts in zip(memories, exported, strict=True):
-            shared.virtual(index).reopen(parts)
+    def open_peer(index: int, parts: Exported) -> None:
+        shared.virtual(index).reopen(parts)
 
-    _exchange(node, what, lambda: (len(memories), (backend.export(shared.own) for shared in memories)), open_peer)
+    _exchange(shared.node, what, lambda: (None, backend.export(shared.own)), open_peer)
 
 
 class _Offer(NamedTuple):
-    """The description of a rank's memories for the other ranks."""
+    """The description of a rank's memory for the other ranks."""
 
     signature: Hashable
-    handles: tuple[tuple[MemoryHandle, ...], ...]
-    """The handles of each memory."""
+    handles: tuple[MemoryHandle, ...]
     descriptors: int
-    address: Address | None  # for the exchange of descriptors, if the memories have any
+    address: Address
 
 
 def _exchange(
     node: Group,
     what: str,
-    export: Callable[[], tuple[Hashable, Iterable[Exported]]],
-    open_peer: Callable[[int, list[Exported]], None],
+    export: Callable[[], tuple[Hashable, Exported]],
+    open_peer: Callable[[int, Exported], None],
     *,
     sealed: bool = True,
 ) -> None:
-    """Call ``open_peer`` with the index of each other rank and the parts of its memories. Collective, blocking.
+    """Call ``open_peer`` with the index of each other rank and the parts of its memory. Collective, blocking.
 
-    ``export`` returns a signature, which has to be the same on all ranks, and the parts of each memory. A failure on
-    any rank raises the same error on all ranks, and no rank opens memory before all have exported theirs. All
-    descriptors and sockets are closed at the end.
+    ``export`` returns a signature, which has to be the same on all ranks, and the parts of this rank's memory. A
+    failure on any rank raises the same error on all ranks, and no rank opens memory before all have exported theirs.
+    All descriptors and sockets are closed at the end.
     """
     swaps: list[FdExchange] = []
     own_fds: list[Descriptor] = []
 
-    def listen() -> Address:
-        if not swaps:
-            swaps.append(temporary.enter_context(FdExchange(node.rank, node.size)))
-        return swaps[0].address
-
     def offer() -> _Offer:
-        signature, memories = export()
-        handles: list[tuple[MemoryHandle, ...]] = []
-        for parts in memories:  # the next memory may fail, so the descriptors of this memory get their owner first
-            for _, fd in parts:
-                if fd is not None:
-                    own_fds.append(fd)
-                    temporary.callback(fd.close)
-            handles.append(tuple(handle for handle, _ in parts))
-        return _Offer(signature, tuple(handles), len(own_fds), listen() if own_fds else None)
+        # Also without descriptors: memory of another kind, which another rank registers, may have some.
+        swaps.append(temporary.enter_context(FdExchange(node.rank, node.size)))
+        signature, parts = export()
+        for _, fd in parts:
+            if fd is not None:
+                own_fds.append(fd)
+                temporary.callback(fd.close)
+        return _Offer(signature, tuple(handle for handle, _ in parts), len(own_fds), swaps[0].address)
 
     def open_all() -> None:
+        counts = [offer.descriptors for offer in offers]
         received: dict[int, list[Descriptor]] = {}
-        if swaps:
-            counts = [offer.descriptors for offer in offers]
+        if any(counts):
             # Half the deadline, so that the ranks have time to agree that a descriptor has not come.
+            addresses = [offer.address for offer in offers]
             received = swaps[0].swap(addresses, own_fds, counts, node.timeout_s / 2)
             for fd in (fd for fds in received.values() for fd in fds):
                 temporary.callback(fd.close)
@@ -203,17 +195,13 @@ def _exchange(
             if index != node.rank:
                 fds = iter(received.get(index, []))
                 try:
-                    memories = [tuple(_part(part, fds, sealed) for part in each) for each in offer.handles]
-                    open_peer(index, memories)
+                    open_peer(index, tuple(_part(handle, fds, sealed) for handle in offer.handles))
                 except HandleError as error:
                     raise HandleError(f"memory of rank {node.ranks[index]}: {error}") from error
 
     with contextlib.ExitStack() as temporary:
         offers = node.exchange(f"{what}: allocate and export", offer)
         require_same(what, [offer.signature for offer in offers], node.ranks)
-        addresses = [offer.address for offer in offers if offer.address]
-        if 0 < len(addresses) < node.size:  # ranks have memory of different kinds
-            addresses = node.exchange(f"{what}: exchange descriptors", listen)
         node.agree(f"{what}: open", open_all)
 
 

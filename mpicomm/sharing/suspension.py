@@ -13,7 +13,7 @@ The order of its steps matters:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -81,30 +81,24 @@ class Suspension:
         self._group.agree("suspend: unmap", self._unmap_peers)
         self._group.agree("suspend: give back", self._unmap_own)
 
-    def take_back(self, groups: Sequence[Group]) -> None:
+    def take_back(self) -> None:
         """Take new memory at the same addresses, with the bytes that come back. Collective, blocking.
 
-        ``groups`` are the groups of the communicator that share memory. If this raises, the memory is given back as
-        before, and another attempt may follow.
+        If this raises, the memory is given back as before, and another attempt may follow.
         """
-
-        def map_peers() -> None:
-            for group in groups:
-                memories = [shared for shared in self._open() if shared.node is group]
-                if memories:
-                    reopen(group, self._backend, "resume", memories)
-
         try:
             self._group.agree("resume: take memory", self._take)
-            if len(groups) > 1:  # if the ranks of one group fail, the ranks of the others must not go on
-                self._group.agree("resume: on all nodes", map_peers)
-            else:
-                map_peers()
+            # If the ranks of one node fail, the ranks of the others must not go on.
+            self._group.agree("resume: on all nodes", self._map_peers)
         except Exception:
             for step in (self._unmap_peers, self._unmap_own):
                 with contextlib.suppress(MpicommError):
                     step()
             raise
+
+    def _map_peers(self) -> None:
+        for shared in self._open():
+            reopen(shared, self._backend, "resume")
 
     def _unmap_peers(self) -> None:
         for shared in self._open():
