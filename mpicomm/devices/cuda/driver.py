@@ -53,19 +53,20 @@ def cuda_major() -> int:
 
 def event_is_over(event: int) -> bool:
     """Return whether the work before an event is over; local."""
-    return _is_over(_library().cuEventQuery(ctypes.c_void_p(event)), "cuEventQuery")
+    return _is_over(library().cuEventQuery(ctypes.c_void_p(event)), "cuEventQuery")
 
 
 def stream_is_over(stream: int) -> bool:
     """Return whether the work of a stream is over; local."""
-    return _is_over(_library().cuStreamQuery(ctypes.c_void_p(stream)), "cuStreamQuery")
+    return _is_over(library().cuStreamQuery(ctypes.c_void_p(stream)), "cuStreamQuery")
 
 
 @lru_cache
-def _library() -> Any:
-    # The driver's binding takes four times as long. CuPy's functions keep the interpreter's lock, as PyDLL would. A
-    # tool that watches each call, such as compute-sanitizer, lets a query wait for a launch of another thread. If that
-    # thread waits for the lock, both threads hang.
+def library() -> Any:
+    """Return the driver's library, for calls that count: the driver's binding takes two to four times as long."""
+    # CuPy's queries keep the interpreter's lock, as PyDLL would. A tool that watches each call, such as
+    # compute-sanitizer, lets a query wait for a launch of another thread, and a launch waits if too many launches are
+    # in flight. If the thread that has to go on waits for the lock, all threads hang.
     return ctypes.CDLL("libcuda.so.1")
 
 

@@ -41,6 +41,9 @@ class LaunchGraph:
                 self._executable = int(call(driver.cuGraphInstantiate, graph, 0))
             finally:
                 driver.cuGraphDestroy(graph)
+                # In this context: on a thread without a device, CUDA would make a context on the first GPU. Relaxed,
+                # because another thread may capture a graph.
+                del stream
 
     def launch(self, stream: int) -> None:
         """Enqueue the launches, in any context. Local; raises `HandleError`."""

@@ -17,7 +17,7 @@ from cupy.cuda import driver as cupy_driver
 
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.compile import Code, has_kernels, start_compiler
-from mpicomm.devices.cuda.driver import call, check
+from mpicomm.devices.cuda.driver import call, check, library
 from mpicomm.errors import HandleError, MpicommError
 from mpicomm.kernels.variant import Variant
 
@@ -86,7 +86,7 @@ class Launcher:
             self._config.attributes, self._config.num_attributes = _early().getPtr(), 1
         pointers = ctypes.addressof(self._config), function, ctypes.addressof(self._parameters), None
         self._passed = tuple(map(ctypes.c_void_p, pointers))
-        self._launch = _driver_library().cuLaunchKernelEx
+        self._launch = library().cuLaunchKernelEx
 
     def launch(self, stream: int) -> None:
         """Enqueue the kernel on ``stream`` with a copy of its argument. Local, does not block; raises `HandleError`."""
@@ -94,12 +94,6 @@ class Launcher:
         status = self._launch(*self._passed)
         if status:
             check("cuLaunchKernelEx", driver.CUresult(status))
-
-
-@lru_cache
-def _driver_library() -> ctypes.CDLL:
-    # Not PyDLL, which would keep the interpreter's lock: a launch waits if too many launches are in flight.
-    return ctypes.CDLL("libcuda.so.1")
 
 
 @lru_cache

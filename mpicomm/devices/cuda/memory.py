@@ -29,7 +29,6 @@ class PrimaryContext:
         """The open segments. A Ctrl-C may leave the last reference to a segment here: see `CudaBackend.close`."""
         self._driver = cupy_driver
         self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
-        self._released = False
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """Return a ``with`` block in which this context is current on the calling thread."""
@@ -43,11 +42,9 @@ class PrimaryContext:
             return False
 
     def release(self) -> None:
-        """Release the context; it lives on while others use it. A second call does nothing."""
-        if not self._released:
-            self._released = True
-            with contextlib.suppress(DriverShutDownError):
-                call(driver.cuDevicePrimaryCtxRelease, self.device.ordinal)
+        """Release the context, once; it lives on while others use it."""
+        with contextlib.suppress(DriverShutDownError):
+            call(driver.cuDevicePrimaryCtxRelease, self.device.ordinal)
 
 
 class CurrentContext(contextlib.AbstractContextManager[None]):
