@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -30,7 +29,7 @@ from mpicomm.devices.cuda.streams import StreamsOfGpu
 from mpicomm.devices.cuda.virtual_memory import VirtualSegment
 from mpicomm.devices.handle import VIRTUAL_KINDS, Kind, MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
-from mpicomm.kernels.message import SIGNAL_KERNEL, SignalArguments
+from mpicomm.kernels.message import MESSAGE_KERNEL, SIGNAL_KERNEL, SignalArguments
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
@@ -144,16 +143,16 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
     def fill(self, pointer: int, nbytes: int, byte: int) -> None:
         """Set bytes to ``byte``, and wait only for that, not for other work of the device."""
-        if nbytes > 0:
-            with self._context.current():
-                call(driver.cuMemsetD8Async, pointer, byte, nbytes, self._stream)
-                call(driver.cuStreamSynchronize, self._stream)
+        self._set(driver.cuMemsetD8Async, pointer, byte, nbytes)
 
     def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
         """Like `fill`, with a word of four bytes."""
-        if nbytes > 0:
+        self._set(driver.cuMemsetD32Async, pointer, word, nbytes // 4)
+
+    def _set(self, function: Callable[..., Any], pointer: int, value: int, count: int) -> None:
+        if count > 0:
             with self._context.current():
-                call(driver.cuMemsetD32Async, pointer, word, nbytes // 4, self._stream)
+                call(function, pointer, value, count, self._stream)
                 call(driver.cuStreamSynchronize, self._stream)
 
     def synchronize(self, stream: int | None = None) -> None:
@@ -183,10 +182,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
     def message_steps(self) -> MessageSteps:
         """Return the steps of messages. The first call loads their kernel, which blocks."""
         if self._steps is None:
-            with self.loading():
-                self._steps = self._steps or MessageSteps(
-                    self._context, kernels_of(self.info), self.faults, self.timeout_ns
-                )
+            self._steps = MessageSteps(self._context, self.load(MESSAGE_KERNEL), self.faults, self.timeout_ns)
         return self._steps
 
     def pack_table(self, table: PackTable) -> int:
@@ -380,7 +376,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             next(iter(self._context.segments)).close()
         # In the context of this device, whichever thread closes: on a thread without a device, CUDA would make a
         # context on the first GPU.
-        with suppress(DriverShutDownError), self._context.current():
+        with contextlib.suppress(DriverShutDownError), self._context.current():
             self.side_streams.close()
             if self._stream is not None:
                 call(driver.cuStreamDestroy, self._stream)

@@ -11,11 +11,11 @@ from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.load import KernelCache
+from mpicomm.devices.cuda.load import Kernel
 from mpicomm.devices.cuda.memory import PrimaryContext
 from mpicomm.devices.cuda.stream_order import relaxed
 from mpicomm.errors import HandleError
-from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_STEP, MESSAGE_THREADS, blocks_of_message
+from mpicomm.kernels.message import MESSAGE_STEP, MESSAGE_THREADS, blocks_of_message
 from mpicomm.kernels.team import LANES, Faults
 
 
@@ -73,19 +73,17 @@ _TIMES = 4
 
 
 class MessageSteps:
-    """Enqueues steps of messages; local, stream-ordered, not capturable. Construction loads the kernel, which may wait.
+    """Enqueues steps of messages; local, stream-ordered, not capturable. ``kernel`` is the loaded `MESSAGE_KERNEL`.
 
     A message has `MESSAGE_WORDS` words from ``ready`` on, and as many from ``done`` on. Its sender adds to the first
     ones when the data is there. Its receiver adds to the others after it has read the data. After a timeout no step
     copies or adds anything, and `check` of the backend names rank ``peer``.
     """
 
-    def __init__(self, context: PrimaryContext, kernels: KernelCache, faults: Faults, timeout_ns: int) -> None:
+    def __init__(self, context: PrimaryContext, kernel: Kernel, faults: Faults, timeout_ns: int) -> None:
         self._context = context
         self.ordinal = context.device.ordinal
-        with context.current():
-            self._kernel = kernels.load(MESSAGE_KERNEL)
-        self._launch_at = self._kernel.launch_at
+        self._launch_at = kernel.launch_at
         self._limits = timeout_ns, faults.record, faults.failed
 
     def copy_in(self, place: int, *, ready: int) -> PlaceCopy:

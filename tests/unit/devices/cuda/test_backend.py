@@ -137,7 +137,7 @@ def steps(cuda: FakeCuda, kernel: Launches) -> Any:
     module = importlib.import_module("mpicomm.devices.cuda.launches")
     context = SimpleNamespace(device=SimpleNamespace(ordinal=0), current=contextlib.nullcontext)
     faults = SimpleNamespace(record=11, failed=12)
-    return module.MessageSteps(context, SimpleNamespace(load=lambda variant: kernel), faults, 10**9)
+    return module.MessageSteps(context, kernel, faults, 10**9)
 
 
 def test_the_same_copy_becomes_a_graph(cuda: FakeCuda, kernel: Launches, steps: Any) -> None:
