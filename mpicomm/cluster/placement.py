@@ -340,7 +340,6 @@ def _announce(placement: Placement, *, automatic: bool) -> None:
 
 
 def _bind_cpu(place: RankPlace) -> None:
-    """Keep this process on the cores of its GPU's NUMA node; local."""
     if not isinstance(place.device, int):
         return
     node = place.devices[place.device].numa_node

@@ -5,21 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.host import array_at
 from mpicomm.domains.mpi_transfers import Direct, Transfers
+from mpicomm.domains.reductions import combine
 from mpicomm.domains.schedules import DEPTH, carry_out, pieces_of, require_order, schedule_of
 from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack
-from mpicomm.mpi.types import is_narrow
-
-_WIDE = np.dtype(np.float32)
 
 
 class HostDomains:
@@ -68,20 +63,5 @@ class HostDomains:
             for copy in step.copies():
                 ctypes.memmove(*copy)
         elif step.count:
-            combine(step)
-
-
-def combine(step: Combine) -> None:
-    """Carry out a `Combine` on host memory. Local."""
-    narrow = is_narrow(step.dtype) or is_narrow(step.result)
-    wide = _WIDE if narrow else step.dtype
-    parts: list[npt.NDArray[Any]] = [
-        array_at(source, step.count, step.dtype).astype(wide, copy=False) for source in step.sources
-    ]
-    output = array_at(step.output, step.count, step.result)
-    total = output if step.result == wide else np.empty(step.count, wide)
-    Reducer(step.op, wide).reduce(parts, total)
-    if step.divisor != 1:
-        np.divide(total, wide.type(step.divisor), out=total)
-    if total is not output:
-        np.copyto(output, total, casting="unsafe")
+            parts = [array_at(source, step.count, step.dtype) for source in step.sources]
+            combine(step.op, parts, array_at(step.output, step.count, step.result), step.divisor)

@@ -225,7 +225,6 @@ class Direct:
         abandoned.extend(message.request for message in (*self._receives, *self._sends) if message.request is not None)
 
     def _arrived(self, message: MessageInFlight) -> bool:
-        """Return whether a message has arrived; raises `LengthError` if it has another length than its receive."""
         status, rank, nbytes = MPI.Status(), message.of.rank, message.of.nbytes
         assert message.request is not None
         try:

@@ -172,16 +172,24 @@ def prefix(own: int, b: Buffers, layout: DomainLayout, scratch: ScratchAllocator
         yield Combine(op, b.dtype, slots[:ranks], send.count, output.pointer, b.dtype, divisor)
 
 
+def combine(op: str, parts: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any], divisor: int = 1) -> None:
+    """Carry out a `Combine` on arrays of the host. Local."""
+    wide = _WIDE if is_narrow(parts[0].dtype) or is_narrow(out.dtype) else parts[0].dtype
+    total = out if out.dtype == wide else np.empty(out.size, wide)
+    Reducer(op, wide).reduce([part.astype(wide, copy=False) for part in parts], total)
+    if divisor != 1:
+        np.divide(total, wide.type(divisor), out=total)
+    if total is not out:
+        np.copyto(out, total, casting="unsafe")
+
+
 def reduce_on_host(op: str, domains: Sequence[Sequence[npt.NDArray[Any]]], out: npt.NDArray[Any]) -> None:
     """Reduce the contributions of the ranks of each domain, with the bits of the schedules. Local."""
     dtype, partial_op = _accumulated(out.dtype, op)
     partials = [np.empty(out.size, dtype) for _ in domains]
     for parts, partial in zip(domains, partials, strict=True):
-        Reducer(partial_op, dtype).reduce([part.astype(dtype, copy=False) for part in parts], partial)
-    Reducer(partial_op, dtype).reduce(partials, partials[0])
-    if op == "avg":
-        np.divide(partials[0], sum(map(len, domains)), out=partials[0])
-    np.copyto(out, partials[0], casting="unsafe")
+        combine(partial_op, parts, partial)
+    combine(partial_op, partials, out, sum(map(len, domains)) if op == "avg" else 1)
 
 
 def _accumulated(dtype: np.dtype[Any], op: str) -> tuple[np.dtype[Any], str]:
@@ -208,7 +216,6 @@ def _converted(b: Buffers, source: Span, target: Span, dtype: np.dtype[Any]) -> 
 
 
 def _combined(b: Buffers, dtype: np.dtype[Any], op: str, slots: range, output: Span) -> Combine:
-    """Reduce the partial results of all domains, one in each slot, to the result."""
     return Combine(op, dtype, slots, output.count, output.pointer, b.dtype, b.size if b.op == "avg" else 1)
 
 

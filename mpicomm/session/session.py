@@ -177,29 +177,24 @@ class Session(SetUp):
         because no rank uses the same memory again before the next exchange.
         """
 
-        def stop_and_unmap() -> None:
+        def stop_and_unmap() -> bool:
+            """Return whether this rank may have sent messages that no receive takes."""
             with contextlib.ExitStack() as then:
                 for member in reversed(shared):
                     then.callback(member.close_peers)
                 if self._has_device:
                     self.backend.synchronize()
                     self._tell_error(step)
+            return self._left_messages or self.leaves_messages()
 
         with contextlib.ExitStack() as last:
             for member in reversed(shared):
                 last.callback(member.close_own)  # whatever fails before, because a peer that is gone maps nothing
-            if not self._groups:
-                if self._opened_unasked:
-                    last.callback(self._meet_without_groups, step)
-                stop_and_unmap()
-            elif self.intact:
-
-                def stop_and_tell() -> bool:
-                    stop_and_unmap()
-                    return self._left_messages or self.leaves_messages()
-
-                self._left_messages |= any(self.group.exchange(f"{step}: unmap", stop_and_tell))
+            if self._groups and self.intact:
+                self._left_messages |= any(self.group.exchange(f"{step}: unmap", stop_and_unmap))
             else:
+                if self._opened_unasked and not self._groups:
+                    last.callback(self._meet_without_groups, step)
                 stop_and_unmap()
             if late is not None:
                 raise late

@@ -263,7 +263,6 @@ class Dispatcher:
         return self._votes.completer.add(DeferredRequest.of(done, finish), prepare_thread)
 
     def _start(self, call: Call) -> MPI.Request:
-        """Start a nonblocking call that was read, after a vote if the ranks vote."""
         votes, number = self._votes, 0
         here: CallLocation = "gpu" if call.on_device else "host"
         if not call.on_device or call.is_mpis:
@@ -293,7 +292,6 @@ class Dispatcher:
         return begun
 
     def _prepare(self, call: Call, info: MPI.Info) -> MPI.Prequest:
-        """Return a persistent collective that was read, at its location."""
         operation, arguments, stream, algorithm = call.operation, call.given, call.stream, call.algorithm
         if stream is not None and call.device_array is not None:
             self._session.gpu(operation.name).stream(stream, call.device_array)  # raises for what is no stream

@@ -48,7 +48,6 @@ class Engines:
 
     @property
     def on_one_node(self) -> bool:
-        """Whether all ranks are on one node."""
         return len(self.session.placement.nodes) == 1
 
     def internode(self, operation: str) -> tuple[str, dict[str, str]]:
@@ -170,7 +169,6 @@ class Engines:
         return error if isinstance(error, CollectiveTimeoutError) else None
 
     def _absence_reason(self, ranks: Sequence[int]) -> str:
-        """Return why ranks that still run may not come to an exchange, and the way out; local."""
         failed = self._host and self._host.broken
         if failed:
             return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"

@@ -128,7 +128,6 @@ class Reader:
 
 
 def _require_known(operation: Operation, algorithm: str) -> None:
-    """Raise for an algorithm that does not exist, or that does not serve this collective."""
     from mpicomm.collectives.gpu import decision  # here, because few programs name an algorithm
 
     known = ("auto", "mpi", *decision.NAMES)

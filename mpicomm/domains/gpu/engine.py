@@ -194,7 +194,6 @@ class DomainsEngine:
         return (MemoryUse("scratch", device_nbytes=nbytes),)
 
     def close_peers(self) -> None:
-        """Close the transport; local. This rank's work must be over."""
         self._transport.close()
 
     def close_own(self) -> None:

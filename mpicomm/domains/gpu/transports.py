@@ -147,7 +147,6 @@ class NcclTransport(Transport):
                 return
 
     def _late(self, now: float) -> _Watched | None:
-        """Return the network step that has taken too long, or None."""
         passed = self._backend.side_streams.passed
         while self._watched and passed(self._watched[0].end):
             self._watched.popleft()
@@ -216,7 +215,6 @@ class MappedTransport(Transport):
             self._out, self._into = ForkedStream(), ForkedStream()
 
     def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
-        """See `Transport`; it does not block."""
         side = self._backend.side_streams
         with self._backend.current():
             out, into = self._out.of(stream), self._into.of(stream)
