@@ -202,12 +202,12 @@ class Group:
 
     def _judge(self, outcomes: list[_Outcome]) -> MpicommError | None:
         """Return the error that all ranks raise. It depends only on the outcomes, so all ranks compute the same one."""
-        self.are_apart = len({outcome.step for outcome in outcomes}) > 1
-        if self.are_apart:
-            return PeerError(self._different(dict(zip(self.ranks, outcomes, strict=True))), ranks=self.ranks)
-        failed = {
-            rank: outcome.error for rank, outcome in zip(self.ranks, outcomes, strict=True) if outcome.error is not None
-        }
+        by_rank = dict(zip(self.ranks, outcomes, strict=True))
+        different = self._different(by_rank)
+        self.are_apart = different != ""
+        if different:
+            return PeerError(different, ranks=self.ranks)
+        failed = {rank: outcome.error for rank, outcome in by_rank.items() if outcome.error is not None}
         if not failed:
             return None
         reasons: dict[str, list[int]] = {}

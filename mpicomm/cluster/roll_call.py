@@ -171,10 +171,7 @@ def roll_call(
 
 
 def private_copy(
-    comm: MPI.Intracomm,
-    step: str,
-    timeout_s: float,
-    absence_reason: Callable[[Sequence[int]], str] = lambda ranks: "",
+    comm: MPI.Intracomm, step: str, timeout_s: float, absence_reason: Callable[[Sequence[int]], str] = lambda ranks: ""
 ) -> MPI.Intracomm:
     """Return a communicator of the ranks of ``comm`` in their order, after all ranks have come. Collective, blocking.
 

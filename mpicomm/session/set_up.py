@@ -133,9 +133,7 @@ class SetUp:
         end_job_if_uncaught()
         page().introduce(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         limit_s = environment.usable_timeout_s(timeout_s)
-        private = private_copy(comm, "Communicator", limit_s)
-        group = Group(private, range(comm.size), limit_s)
-        with _freed_on_failure(private, group):
+        with _private_group(comm, "Communicator", limit_s) as (private, group):
             # A rank with a bad value must still be able to tell the others, so exchanges check the values.
             group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
 
@@ -175,10 +173,8 @@ class SetUp:
         if not self._groups:
             self._require_open(what)
             limit_s = _PATIENCE_S if self._is_patient else self.placement.here.timeout_s
-            private = private_copy(self._comm, what, limit_s, self.absence_reason)
-            group = Group(private, range(private.size), limit_s)
-            with _freed_on_failure(private, group):
-                self._open(private, group)
+            with _private_group(self._comm, what, limit_s, self.absence_reason) as made:
+                self._open(*made)
         return self
 
     def await_all(self, what: str) -> None:
@@ -404,11 +400,18 @@ class SetUp:
 
 
 @contextlib.contextmanager
-def _freed_on_failure(comm: MPI.Intracomm, group: Group) -> Iterator[None]:
-    """Free ``comm`` if the block raises on all ranks alike. With a rank missing, the call would wait for ever."""
+def _private_group(
+    comm: MPI.Intracomm, what: str, limit_s: float, absence_reason: Callable[[Sequence[int]], str] = lambda ranks: ""
+) -> Iterator[tuple[MPI.Intracomm, Group]]:
+    """Give a ``with`` block a private copy of ``comm``, and the group of its ranks. Collective.
+
+    The copy is freed if the block raises on all ranks alike. With a rank missing, that would wait for ever.
+    """
+    private = private_copy(comm, what, limit_s, absence_reason)
+    group = Group(private, range(private.size), limit_s)
     try:
-        yield
+        yield private, group
     except Exception:
         if group.broken is None:
-            comm.Free()
+            private.Free()
         raise

@@ -228,7 +228,7 @@ class Dispatcher:
                 name, why = call.algorithm, f'algorithm="{call.algorithm}"'
                 if name == "auto":
                     name, why = selection.best_mapped(call.operation, call.nbytes or 0), "by size, on mapped memory"
-                engines.channel.choose(name if engines.on_one_node else "groups, mpi", why)
+                engines.channel.choose(name if self._nodes == 1 else "groups, mpi", why)
             engines.of_hosts(call.operation.name)(call, call.algorithm)
         return begun
 

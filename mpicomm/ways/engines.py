@@ -46,10 +46,6 @@ class Engines:
         self._transfers: list[Transfers] = []
         session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
 
-    @property
-    def on_one_node(self) -> bool:
-        return len(self.session.placement.nodes) == 1
-
     def internode(self, operation: str) -> tuple[str, dict[str, str]]:
         """Return the name of the transport between peer domains, "" in one domain, and the reasons against better ones.
 
@@ -87,7 +83,7 @@ class Engines:
 
     def of_hosts(self, operation: str) -> Callable[[Call, str], None]:
         """Return what carries out a call on the host arrays of all ranks. Collective the first time, else local."""
-        if self.on_one_node:
+        if len(self.session.placement.nodes) == 1:
             return partial(selection.carry_out, self.on_host(operation), len(self.session.placement.places))
         if self._host_domains is None:
             from mpicomm.domains.host import HostDomains

@@ -115,11 +115,7 @@ class Reader:
         return ""
 
     def call(
-        self,
-        operation: Operation,
-        arguments: Arguments,
-        algorithm: str = "auto",
-        place: CallLocation | None = None,
+        self, operation: Operation, arguments: Arguments, algorithm: str = "auto", place: CallLocation | None = None
     ) -> Call:
         """Return a call as `Call` reads it. Local."""
         neighborhood, places = self.neighbors if operation.of_neighbors else None, self.session.placement
