@@ -39,9 +39,8 @@ class Operation:
     counts: Literal["same", "vector", "private"] = "same"
     """The ranks that know a count. "same": all ranks pass the same count. "vector": every rank passes its own count and
     knows the counts of all ranks. "private": only the two ranks of a message know its count."""
-    traffic: Literal["even", "uneven", "one-way"] = "one-way"
-    """The bytes that ranks send. "even": all ranks send the same number of bytes to all others. "uneven": all ranks
-    send to all others, and some send more. "one-way": a rank mostly either sends or receives."""
+    to_all: bool = False
+    """Whether all ranks send to all others. Else a rank mostly either sends or receives."""
     of_neighbors: bool = False
     """Whether each rank exchanges data only with its neighbours in a topology. The pattern gets a block for each rank,
     as in an all-to-all; a rank that is no neighbour has an empty block. The collective is never in place."""
@@ -104,7 +103,7 @@ DOCS: dict[Operation, str] = {}
 """The text of the blocking method's docstring: what it does, its buffers, and an example."""
 
 ALLGATHER = Operation(
-    "Allgather", "one", "blocks", patterns.allgather, traffic="even", into_all=True, coded=True, copies="one_shot"
+    "Allgather", "one", "blocks", patterns.allgather, to_all=True, into_all=True, coded=True, copies="one_shot"
 )
 DOCS[ALLGATHER] = """\
 Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``.
@@ -117,7 +116,7 @@ Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``.
 With ``wire_dtype`` elements travel as fp8 or int8: see `Allreduce`. Each rank also stores its own block as it has sent
 it, so all ranks have the same bits. An element differs from its input by at most e * A.
 """
-ALLGATHERV = Operation("Allgatherv", "one", "vector", patterns.allgather, counts="vector", traffic="uneven")
+ALLGATHERV = Operation("Allgatherv", "one", "vector", patterns.allgather, counts="vector", to_all=True)
 DOCS[ALLGATHERV] = """\
 Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``. Blocks differ in length.
 
@@ -129,7 +128,7 @@ Counts and displacements have an entry for each rank, in elements, and are the s
     comm.Allgatherv(x, [y, counts])
 """
 ALLREDUCE = Operation(
-    "Allreduce", "one", "one", patterns.allreduce, reduces=True, traffic="even", into_all=True,
+    "Allreduce", "one", "one", patterns.allreduce, reduces=True, to_all=True, into_all=True,
     two_shot=patterns.two_shot_allreduce, ring=patterns.ring_allreduce, coded=True, tree=True, copies="two_shot",
 )  # fmt: skip
 DOCS[ALLREDUCE] = """\
@@ -163,9 +162,7 @@ calls on the host, may take longer than without ``wire_dtype``.
 of two or exceeds ``leaves``, elements of 16 bits or fewer, and the algorithms "ring", "chain" and "mpi" raise
 `InvalidUsageError`.
 """
-ALLTOALL = Operation(
-    "Alltoall", "blocks", "blocks", patterns.alltoall, traffic="even", into_all=True, copies="one_shot"
-)
+ALLTOALL = Operation("Alltoall", "blocks", "blocks", patterns.alltoall, to_all=True, into_all=True, copies="one_shot")
 DOCS[ALLTOALL] = """\
 Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s.
 
@@ -174,7 +171,7 @@ Both buffers have n elements for each rank, in rank order, and n is the same on 
     x, y = cp.arange(2 * comm.size), cp.empty(2 * comm.size, int)
     comm.Alltoall(x, y)
 """
-ALLTOALLV = Operation("Alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven")
+ALLTOALLV = Operation("Alltoallv", "vector", "vector", patterns.alltoall, counts="private", to_all=True)
 DOCS[ALLTOALLV] = """\
 Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``. Blocks differ in length.
 
@@ -191,7 +188,7 @@ call reads the counts of ``sendbuf`` in stream order, and writes the counts that
 ``(counts, displacements)`` say other places. If a rank has too little room, or a count does not fit ``sendbuf``, all
 ranks raise `InvalidUsageError` in the next call or in ``check``, and the communicator is unusable.
 """
-ALLTOALLW = Operation("Alltoallw", "typed", "typed", patterns.alltoall, counts="private", traffic="uneven")
+ALLTOALLW = Operation("Alltoallw", "typed", "typed", patterns.alltoall, counts="private", to_all=True)
 DOCS[ALLTOALLW] = """\
 Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``. Blocks differ in datatype.
 
@@ -245,9 +242,8 @@ elements. Other ranks pass None for it.
     x, y = cp.full(comm.rank + 1, comm.rank), cp.empty(sum(counts), int)
     comm.Gatherv(x, [y, counts] if comm.rank == 0 else None, root=0)
 """
-NEIGHBOR_ALLGATHER = Operation(
-    "Neighbor_allgather", "one", "blocks", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
-)
+_OF_NEIGHBORS: dict[str, Any] = {"counts": "private", "to_all": True, "of_neighbors": True}
+NEIGHBOR_ALLGATHER = Operation("Neighbor_allgather", "one", "blocks", patterns.alltoall, **_OF_NEIGHBORS)
 DOCS[NEIGHBOR_ALLGATHER] = """\
 Receive a block from each neighbour, and send the same block to each.
 
@@ -257,9 +253,7 @@ Receive a block from each neighbour, and send the same block to each.
         x, y = cp.full(3, grid.rank), cp.empty((2, 3), int)
         grid.Neighbor_allgather(x, y)
 """
-NEIGHBOR_ALLGATHERV = Operation(
-    "Neighbor_allgatherv", "one", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
-)
+NEIGHBOR_ALLGATHERV = Operation("Neighbor_allgatherv", "one", "vector", patterns.alltoall, **_OF_NEIGHBORS)
 DOCS[NEIGHBOR_ALLGATHERV] = """\
 Receive a block from each neighbour, and send the same block to each. Blocks differ in length.
 
@@ -269,9 +263,7 @@ Receive a block from each neighbour, and send the same block to each. Blocks dif
         x, y = cp.full(3, grid.rank), cp.empty((2, 3), int)
         grid.Neighbor_allgatherv(x, [y, [3, 3]])
 """
-NEIGHBOR_ALLTOALL = Operation(
-    "Neighbor_alltoall", "blocks", "blocks", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
-)
+NEIGHBOR_ALLTOALL = Operation("Neighbor_alltoall", "blocks", "blocks", patterns.alltoall, **_OF_NEIGHBORS)
 DOCS[NEIGHBOR_ALLTOALL] = """\
 Receive a block from each neighbour, and send another block to each.
 
@@ -281,9 +273,7 @@ Both buffers have n elements for each neighbour, in MPI's order of neighbours.
         x, y = cp.full((2, 3), grid.rank), cp.empty((2, 3), int)
         grid.Neighbor_alltoall(x, y)
 """
-NEIGHBOR_ALLTOALLV = Operation(
-    "Neighbor_alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
-)
+NEIGHBOR_ALLTOALLV = Operation("Neighbor_alltoallv", "vector", "vector", patterns.alltoall, **_OF_NEIGHBORS)
 DOCS[NEIGHBOR_ALLTOALLV] = """\
 Receive a block from each neighbour, and send another block to each. Blocks differ in length.
 
@@ -293,9 +283,7 @@ A buffer is ``[array, counts]`` or ``[array, (counts, displacements)]``, with an
         x, y = cp.full((2, 3), grid.rank), cp.empty((2, 3), int)
         grid.Neighbor_alltoallv([x, [3, 3]], [y, [3, 3]])
 """
-NEIGHBOR_ALLTOALLW = Operation(
-    "Neighbor_alltoallw", "typed", "typed", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
-)
+NEIGHBOR_ALLTOALLW = Operation("Neighbor_alltoallw", "typed", "typed", patterns.alltoall, **_OF_NEIGHBORS)
 DOCS[NEIGHBOR_ALLTOALLW] = """\
 Receive a block from each neighbour, and send another block to each. Blocks differ in datatype.
 
@@ -306,7 +294,8 @@ A buffer is ``[array, counts, displacements, types]``, with an entry for each ne
         blocks = [1, 1], [0, x.nbytes // 2], [MPI.DOUBLE.Create_contiguous(3).Commit()] * 2
         grid.Neighbor_alltoallw([x, *blocks], [y, *blocks])
 """
-REDUCE = Operation(  # only the root has memory for a shard that copy engines would send on
+# Copy engines carry it out in one shot: only the root has memory for a shard that they would send on.
+REDUCE = Operation(
     "Reduce", "one", "one", patterns.reduce, rooted="receive", reduces=True, two_shot=patterns.two_shot_reduce,
     chain=patterns.chain_reduce, tree=True, copies="one_shot",
 )  # fmt: skip
@@ -320,7 +309,7 @@ Both buffers have n elements of one type, and n is the same on all ranks. Other 
 
 With ``order="tree"`` the bits of a sum do not depend on the number of ranks: see `Allreduce`.
 """
-REDUCE_SCATTER = Operation("Reduce_scatter", "counted", "one", patterns.reduce_scatter, reduces=True, traffic="uneven")
+REDUCE_SCATTER = Operation("Reduce_scatter", "counted", "one", patterns.reduce_scatter, reduces=True, to_all=True)
 DOCS[REDUCE_SCATTER] = """\
 Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``. Blocks differ in length.
 
@@ -333,7 +322,7 @@ arrays.
     comm.Reduce_scatter(x, y, recvcounts=counts)
 """
 REDUCE_SCATTER_BLOCK = Operation(
-    "Reduce_scatter_block", "blocks", "one", patterns.reduce_scatter, reduces=True, traffic="even", coded=True,
+    "Reduce_scatter_block", "blocks", "one", patterns.reduce_scatter, reduces=True, to_all=True, coded=True,
     tree=True, copies="one_shot",
 )  # fmt: skip
 DOCS[REDUCE_SCATTER_BLOCK] = """\

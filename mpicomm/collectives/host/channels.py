@@ -33,10 +33,9 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend, fence
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
-from mpicomm.sharing.segments import share
+from mpicomm.sharing.segments import SharedMemory, share
 from mpicomm.waiting import wait_until
 
 _WORD = 8
@@ -71,7 +70,7 @@ class Stopped(Exception):
         self.reason, self.index, self.sent, self.expected = reason, index, sent, expected
 
 
-class Channels:
+class Channels(SharedMemory):
     """This rank's ends of the channels of a node. Construction is collective and raises as `share` does.
 
     Each reader reads the messages of a sender in the order of sending. Methods that block raise `Stopped`: as
@@ -97,10 +96,11 @@ class Channels:
         self._stride = _round_up(slot_nbytes, _CACHE_LINE) + _CACHE_LINE
         nbytes = slots_at + slots * self._stride
         backend = HostBackend(node.timeout_s)
-        self._segments = share(
+        segments = share(
             node, backend, "host arena", lambda: backend.allocate("memfd", nbytes), lambda: (slot_nbytes, slots, first)
         )
-        views = [backend.view(self._segments[index], (nbytes,), np.dtype(np.uint8)) for index in range(node.size)]
+        super().__init__("host arena", "memfd", segments)
+        views = [backend.view(segments[index], (nbytes,), np.dtype(np.uint8)) for index in range(node.size)]
         self._addresses = [view.ctypes.data + slots_at for view in views]
         self._words = [view[:slots_at].data.cast("Q") for view in views]
         self.agreed_error = AgreedError(node, views[0][agreed_error_at:slots_at].data)
@@ -149,20 +149,12 @@ class Channels:
         for source in sources:
             self._words[source][self._returns_at + self._rank * _LINE // _WORD] = self._read[source]
 
-    def memory_use(self) -> MemoryUse:
-        """Return the memory of this rank's arena; local."""
-        return MemoryUse("host arena", host_nbytes=self._segments.own.nbytes)
-
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank cannot send or receive afterwards."""
         self._words.clear()
         self._addresses.clear()
         self.agreed_error.close()
-        self._segments.close_peers()
-
-    def close_own(self) -> None:
-        """Free this rank's arena; local, after every peer's `close_peers`."""
-        self._segments.close_own()
+        super().close_peers()
 
     def _announce(self, readers: Sequence[int], place: int, nbytes: int) -> list[tuple[int, int]]:
         """Write to readers where in this rank's slots a message is; return its number on each channel. Never blocks."""

@@ -112,7 +112,7 @@ class HostEngine:
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's arena and scratch memory; local."""
         scratch = 0 if self._scratch is None else self._scratch.nbytes
-        return self._channels.memory_use(), MemoryUse("scratch", host_nbytes=scratch)
+        return *self._channels.memory_use(), MemoryUse("scratch", host_nbytes=scratch)
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. `run` raises `InvalidUsageError` afterwards."""

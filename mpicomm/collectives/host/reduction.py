@@ -93,40 +93,34 @@ class Reducer:
             block = [part[start:stop] for part in parts]
             if self._tree:
                 np.copyto(out[start:stop], self._sum_of_tree(block, 0), casting="unsafe")
-            elif self._narrow:
-                self._reduce_narrow_block(block, out[start:stop])
             else:
                 self._reduce_block(block, out[start:stop])
 
     def _reduce_block(self, parts: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any]) -> None:
-        ufunc = self._ufunc
-        if out.size == 1:
+        ufunc, size = self._ufunc, out.size
+        result = self._widened(parts[0], 0)
+        if size == 1:
             # For one element in place NumPy has another loop, which rounds complex products differently.
-            result = parts[0]
             for part in parts[1:]:
-                result = ufunc(result, part)
+                result = ufunc(result, self._widened(part, 1))
         else:
-            result = out
-            accumulator = parts[0]
             for part in parts[1:-1]:
                 # Not into `out`, because `out` may be a part that this loop has yet to read.
-                accumulator = ufunc(accumulator, part, out=self._scratch_array(0, out.size))
-            ufunc(accumulator, parts[-1], out=out)
+                result = ufunc(result, self._widened(part, 1), out=self._scratch_array(0, size))
+            last = self._scratch_array(0, size) if self._narrow else out
+            result = ufunc(result, self._widened(parts[-1], 1), out=last)
         if self._average:
             result = np.divide(result, len(parts), out=result)
         if result is not out:
             np.copyto(out, result, casting="unsafe")
 
-    def _reduce_narrow_block(self, parts: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any]) -> None:
-        accumulator = self._scratch_array(0, out.size)
-        operand = self._scratch_array(1, out.size)
-        np.copyto(accumulator, parts[0])
-        for part in parts[1:]:
-            np.copyto(operand, part)
-            self._ufunc(accumulator, operand, out=accumulator)
-        if self._average:
-            np.divide(accumulator, len(parts), out=accumulator)
-        np.copyto(out, accumulator, casting="unsafe")
+    def _widened(self, part: npt.NDArray[Any], index: int) -> npt.NDArray[Any]:
+        """Return a part in the type in which it is accumulated, if it has another one in scratch array ``index``."""
+        if not self._narrow:
+            return part
+        wide = self._scratch_array(index, part.size)
+        np.copyto(wide, part)
+        return wide
 
     def _sum_of_tree(self, parts: Sequence[npt.NDArray[Any]], level: int) -> npt.NDArray[Any]:
         if len(parts) == 1:

@@ -55,7 +55,7 @@ def test_a_protocol_carries_the_type_and_as_much_as_it_may(
 ) -> None:
     reduction = (dtype, "sum") if dtype else None
     node = node_of(0, 4, link_speed=link_speed)
-    limits = limits_of(reduction, node, to_all=operation.traffic == "even")
+    limits = limits_of(reduction, node, to_all=operation.to_all)
     config = sized_configs(limits, node).of(nbytes)
     assert config is not None
     assert (config.protocol == "flagged") == (nbytes <= limits.flagged)
@@ -145,7 +145,7 @@ def choice(call: CallOf, asked: str, node: Domain) -> tuple[Any, ...]:
     """The launcher of a call, its memory, and its launches if every rank has the same."""
     chosen, operation = call.chosen(asked, node), call.form.operation
     # By copy engines, in a ring and in chunks a rank without a part launches less.
-    alike = chosen.choice.algorithm in ("one_shot", "two_shot") and operation.traffic == "even"
+    alike = chosen.choice.algorithm in ("one_shot", "two_shot") and operation.to_all and operation.is_even
     launches = call.launches(asked, node) if alike else []
     same = [(step.variant.source.name, step.blocks, step.threads) for step in launches]
     memory = chosen.launcher.memory(call.longest, symmetric=call.memory is not None)

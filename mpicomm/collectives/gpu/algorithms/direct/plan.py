@@ -123,6 +123,6 @@ def most_copied_nbytes(operation: Operation, domain: Domain) -> float:
     """
     size = domain.size
     most_copied = (76 << 20 if size == 2 else (36 << 20) // (size - 1) ** 2) * domain.link_speed
-    if operation.traffic == "one-way":  # packets refuse longer messages of such calls
+    if not operation.to_all:  # packets refuse longer messages of such calls
         return min(most_copied, domain.arena.layout.most_inbox_nbytes)
     return most_copied

@@ -328,7 +328,7 @@ def serve_one_shot(form: Form, domain: Domain) -> list[FormLauncher] | str:
     if form.is_private:
         return "only two ranks know the length of a message"
     operation = form.operation
-    limits = limits_of(form.reduction, domain, to_all=operation.traffic != "one-way")
+    limits = limits_of(form.reduction, domain, to_all=operation.to_all)
     if domain.size == 2 and "blocks" in (operation.send, operation.receive):
         # Packets take up to 3 % longer than chunks for long messages of a Gather or a Scatter (H200s). But chunks need
         # blocks with gaps packed, which takes up to half as long again, and perhaps only the root has gaps.
