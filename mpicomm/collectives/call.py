@@ -377,11 +377,7 @@ class Call:
         if said is not None and operation.send == "counted":
             checks.require_recvcounts(operation, said, send, receive, self._rank, self._size)
         elif not self.in_place:
-            sides = self.blocks.sends, self.blocks.receives
-            sent, room = (spans[self._rank if len(spans) > 1 else 0].count for spans in sides)
-            if self.arguments.epilogue is not None:
-                room = self.arguments.epilogue.elements_in(receive)
-            checks.require_room(operation, send, receive, sent, room)
+            checks.require_room(operation, send, receive, self._rank, self.arguments.epilogue)
 
 
 def _as_on_device(operand: Operand, *, writable: bool) -> ArrayMemory:

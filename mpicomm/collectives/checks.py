@@ -17,11 +17,13 @@ from mpi4py import MPI
 from mpicomm.activity.layout import COUNT_IN_TEXT
 from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.packed import blocks_of
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, overlaps
 from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.layout import Elements
 
 
 @dataclass(frozen=True)
@@ -132,18 +134,29 @@ def require_recvcounts(
         )
 
 
-def require_room(operation: Operation, send: Operand, receive: Operand, sent: int, room: int) -> None:
-    """Raise unless a rank sends itself as much as it has room for: elements if they are reduced, else bytes."""
-    if sent == room:
-        return
-    unit = "elements"
-    if not operation.reduces:
-        sizes = {None if operand.dtype is None else operand.dtype.itemsize for operand in (send, receive)}
-        size = sizes.pop() if len(sizes) == 1 else None
-        unit, sent, room = ("elements", sent // size, room // size) if size else ("bytes", sent, room)
-    raise InvalidUsageError(
-        f"{operation}: sendbuf holds {sent} {unit}, but recvbuf has room for {room}: they must be equal"
-    )
+def require_room(operation: Operation, send: Operand, receive: Operand, rank: int, epilogue: Epilogue | None) -> None:
+    """Raise unless this rank's blocks for itself in both buffers have one length."""
+    lengths, sizes = list[int](), list[int]()
+    for operand, shape in ((send, operation.send), (receive, operation.receive)):
+        index = 0 if shape == "one" else rank
+        if operand.derived is None:
+            assert operand.dtype is not None
+            lengths.append(operand.block(index).count)
+            sizes.append(operand.dtype.itemsize)
+        else:
+            block = blocks_of(operand, index + 1)[index]
+            assert isinstance(block, Elements)
+            lengths.append(block.layout.nbytes)
+            sizes.append(0)
+    unit, (sent, room) = "elements", lengths
+    if epilogue is not None:
+        room = epilogue.elements_in(receive)
+    elif not operation.reduces and (sizes[0] != sizes[1] or not sizes[0]):
+        unit, sent, room = "bytes", sent * (sizes[0] or 1), room * (sizes[1] or 1)
+    if sent != room:
+        raise InvalidUsageError(
+            f"{operation}: sendbuf holds {sent} {unit}, but recvbuf has room for {room}: they must be equal"
+        )
 
 
 def bound_epilogue(

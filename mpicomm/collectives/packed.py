@@ -92,9 +92,8 @@ def blocks_of(operand: Operand, number: int) -> Sequence[Block]:
     """Return the ``number`` blocks of an operand in device memory."""
     if operand.derived is None:
         assert operand.dtype is not None
-        itemsize = operand.dtype.itemsize
         spans = (operand.block(index) for index in range(number))
-        return [Span(span.pointer, span.count * itemsize) for span in spans]
+        return [Span(span.pointer, span.count * operand.dtype.itemsize) for span in spans]
     if operand.counts is not None:
         return operand.derived
     assert operand.mpi_type is not None

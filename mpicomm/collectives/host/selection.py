@@ -97,7 +97,8 @@ def goes_to_mpi(call: Call, size: int, nodes: int, *, blocking: bool, ordered: b
     lacks = op in ("avg", "tree") or (op and is_own(op)) or dtype == np.float16 or types.mpi_datatype(dtype) is None
     if op is not None and (ordered or lacks):
         return False
-    return not blocking or call.nbytes is None or call.nbytes < mapped_from(operation, size, nodes)
+    least = mapped_from(operation, size, nodes)
+    return not blocking or least == NEVER or (call.nbytes or 0) < least
 
 
 def algorithms_for(operation: Operation) -> tuple[str, ...]:
