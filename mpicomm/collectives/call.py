@@ -155,11 +155,9 @@ class Call:
         read it. It is None if a derived datatype describes the buffer, because no rank knows whether the peers pack
         theirs.
         """
-        operation = self.operation
-        input_too = operation.send == "blocks" and self.send is None
-        if not operation.into_all or input_too or self._converts or self.receive is None or self.receive.derived:
-            return None
-        return self.receive
+        input_too = self.operation.send == "blocks" and self.send is None
+        elsewhere = self.receive is None or self.receive.derived or (self.epilogue and self.epilogue.converts)
+        return self.receive if self.operation.into_all and not input_too and not elsewhere else None
 
     @property
     def signature(self) -> checks.Signature:
@@ -179,19 +177,6 @@ class Call:
         if wire is not None and not operation.reduces:
             dtype = str(self.dtype)  # codes stand for elements, not for bytes
         return checks.Signature(operation.name, dtype, count, self.op, root, asked, epilogue, wire)
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """Bytes of scratch memory that this rank needs for `buffers`."""
-        if self._converts:
-            assert self.dtype is not None
-            return max(1, self.blocks.sends[0].count * self.dtype.itemsize)
-        if not self.in_place or self.operation.send == "one":
-            return self.blocks.nbytes
-        if self.operation.send == "blocks" and self.on_device:
-            return 0  # blocks are equal, and kernels send a part of each before they overwrite it
-        assert self.dtype is not None
-        return max(1, self.blocks.sends[self._rank].count * self.dtype.itemsize)
 
     @cached_property
     def blocks(self) -> CallBlocks:
@@ -223,30 +208,22 @@ class Call:
             sends = patterns.blocks(send.pointer, counts, [*displs], self.dtype.itemsize)
         if receive is None:
             return CallBlocks(sends, ())
-        # In place the buffer has the whole input.
-        count = sends[self._rank].count if self.in_place and len(sends) > 1 else receive.total
-        return CallBlocks(sends, [Span(receive.pointer, count)])
+        count = sends[self._rank if len(sends) > 1 else 0].count  # in place the buffer has the whole input
+        nbytes = max(1, count * self.dtype.itemsize)
+        if self.epilogue is not None and self.epilogue.converts:  # a byte may hold several elements of the result
+            return CallBlocks(sends, [Span(0, count)], (False, True), nbytes)
+        # If blocks are equal, kernels send a part of each before they overwrite it.
+        moves = self.in_place and (operation.send == "counted" or (operation.send == "blocks" and not self.on_device))
+        return CallBlocks(sends, [Span(receive.pointer, count)], nbytes=nbytes if moves else 0)
 
     def buffers(self, scratch: int = 0, blocks: CallBlocks | None = None) -> Buffers:
-        """Return this rank's memory for the patterns.
-
-        ``scratch`` is the address of `scratch_nbytes` bytes, 0 for no bytes. With ``blocks`` it has the bytes of those.
-        """
+        """Return this rank's memory for the patterns. ``scratch`` is the address of scratch memory for the blocks."""
         assert self.dtype is not None
-        operation, blocks = self.operation, blocks or self.blocks
+        blocks = blocks or self.blocks
         sends, receives = blocks.at(scratch)
-        if self._converts and scratch:
-            receives = [Span(scratch, sends[0].count)]  # a byte may hold several elements of the result
-        if not operation.reduces or self._converts:
-            scratch = 0  # it is in use; only reduce-scatters need more
-        dtype = self.dtype if operation.reduces else _BYTE
-        root, op = self.arguments.root, self.op or ""
-        return Buffers(self._rank, self._size, dtype, sends, receives, op, root, self._cuts, scratch)
-
-    @property
-    def _converts(self) -> bool:
-        """Whether the epilogue makes elements of another type. The reduction then goes to scratch memory."""
-        return self.epilogue is not None and self.epilogue.converts
+        dtype = self.dtype if self.operation.reduces else _BYTE
+        root, op, for_result = self.arguments.root, self.op or "", 0 if any(blocks.in_scratch) else scratch
+        return Buffers(self._rank, self._size, dtype, sends, receives, op, root, self._cuts, for_result)
 
     @property
     def _length(self) -> int:

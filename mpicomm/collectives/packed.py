@@ -105,17 +105,18 @@ def blocks_of(operand: Operand, number: int) -> Sequence[Block]:
 
 @dataclass(frozen=True)
 class CallBlocks:
-    """The blocks of the two buffers of a call, as kernels move them: in bytes, or in elements if they are reduced.
+    """The blocks of the two buffers of a call, as engines move them: in bytes, or in elements if they are reduced.
 
-    The blocks of a buffer that is packed lie in scratch memory; their pointers are offsets.
+    The blocks of a buffer that is packed, and results of which an epilogue converts the type, lie in scratch memory.
+    Their pointers are offsets.
     """
 
     sends: Sequence[Span]
     receives: Sequence[Span]
-    packed: tuple[bool, bool] = (False, False)
-    """Whether each buffer is packed."""
+    in_scratch: tuple[bool, bool] = (False, False)
+    """Whether the blocks of each buffer lie in scratch memory."""
     nbytes: int = 0
-    """The bytes of packed memory."""
+    """The bytes of scratch memory."""
     before: tuple[PackJob, ...] = ()
     """The elements that are packed before the collective."""
     after: tuple[PackJob, ...] = ()
@@ -152,10 +153,10 @@ class CallBlocks:
         )
 
     def at(self, scratch: int) -> list[list[Span]]:
-        """Return the blocks of each buffer. Packed blocks get addresses in the memory at ``scratch``."""
+        """Return the blocks of each buffer, with addresses in the scratch memory at ``scratch``."""
         return [
-            [Span(span.pointer + scratch, span.count) for span in spans] if packed else [*spans]
-            for spans, packed in zip((self.sends, self.receives), self.packed, strict=True)
+            [Span(span.pointer + scratch, span.count) for span in spans] if there else [*spans]
+            for spans, there in zip((self.sends, self.receives), self.in_scratch, strict=True)
         ]
 
     def launches(self, backend: GpuBackend, scratch: int) -> tuple[list[Launch], list[Launch]]:

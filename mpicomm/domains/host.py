@@ -34,7 +34,7 @@ class HostDomains:
         raise the error of that rank.
         """
         require_order(call, self._layout)
-        buffers = call.buffers(self._engine.scratch(call.scratch_nbytes))
+        buffers = call.buffers(self._engine.scratch(call.blocks.nbytes))
         schedule = schedule_of(call.operation, call.nbytes or 0, self._layout, algorithm)
         pieces = pieces_of(schedule, buffers, self._layout, [partial(self._memory, turn) for turn in range(DEPTH)])
         signature = call.signature

@@ -85,14 +85,14 @@ class DomainsEngine:
                 f"{len(self._layout.domains)}: pass counts in host memory, such as counts.get() or counts.cpu()"
             )
         blocks = call.without_gaps
-        scratch = self._packed.of(blocks.nbytes or call.scratch_nbytes)
+        scratch = self._packed.of(blocks.nbytes)
         buffers = call.buffers(scratch, blocks)
         if call.operation.reduces:
             reduction_of(buffers.dtype, buffers.op)  # it raises here if the reduction is not defined
         signature = call.signature
         planned = self._plan(call.operation, buffers, signature, call.nbytes or 0, asked)
         before = after = None
-        if blocks.nbytes:
+        if blocks.before or blocks.after:
             launches = blocks.launches(self._backend, scratch)
             before, after = (self._engine.plan(str(signature), steps, collective=False) for steps in launches)
         if call.epilogue is not None:

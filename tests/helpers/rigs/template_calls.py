@@ -78,7 +78,7 @@ class Device:
         return self.launched
 
     def decision(self, call: Call, asked: str) -> Decision:
-        made = call.buffers(self.scratch.of(call.scratch_nbytes))
+        made = call.buffers(self.scratch.of(call.blocks.nbytes))
         form = Form.of_call(call, made, call.blocks.gaps)
         return Decision(form, asked, BUILT_IN, self.domain, cast(Any, self))
 
@@ -100,7 +100,7 @@ class Device:
         decision, output, memory = self.decision(call, asked), call.common_output, None
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
-        made, text = call.buffers(self.scratch.of(call.scratch_nbytes)), str(call.signature)
+        made, text = call.buffers(self.scratch.of(call.blocks.nbytes)), str(call.signature)
         chosen = decision.at(max(decision.form.numbers(made)[0], default=0), symmetric=memory is not None)
         steps = decision.steps(chosen, made, call.signature.hash32, memory, call.epilogue)
         if chosen.launcher.into_memory and memory is not None:

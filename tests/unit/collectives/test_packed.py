@@ -194,7 +194,7 @@ def test_a_buffer_without_gaps_is_an_array_of_its_elements(
     for name in names:
         offset = 4 if name == "run at an offset" else 0
         call = call_of([send, 2, datatypes[name]], [receive, 2, datatypes[name]])
-        assert not call.blocks.before and not call.blocks.after and call.scratch_nbytes == 0
+        assert not call.blocks.before and not call.blocks.after and call.blocks.nbytes == 0
         at, first, nbytes = send.memory.ctypes.data, receive.memory.ctypes.data, 2 * UNIT * ELEMENTS.itemsize
         assert call.blocks.sends == [Span(at + offset, nbytes)]
         assert call.blocks.receives == [Span(first + offset, nbytes), Span(first + offset + nbytes, nbytes)]
