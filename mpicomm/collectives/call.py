@@ -222,7 +222,8 @@ class Call:
         blocks = blocks or self.blocks
         sends, receives = blocks.at(scratch)
         dtype = self.dtype if self.operation.reduces else _BYTE
-        root, op, for_result = self.arguments.root, self.op or "", 0 if any(blocks.in_scratch) else scratch
+        root, op = self.arguments.root, self.op or ""
+        for_result = 0 if any(blocks.in_scratch) or not blocks.nbytes else scratch
         return Buffers(self._rank, self._size, dtype, sends, receives, op, root, self._cuts, for_result)
 
     @property

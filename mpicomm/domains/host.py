@@ -34,7 +34,8 @@ class HostDomains:
         raise the error of that rank.
         """
         require_order(call, self._layout)
-        buffers = call.buffers(self._engine.scratch(call.blocks.nbytes))
+        scratch = np.empty(call.blocks.nbytes, np.uint8)
+        buffers = call.buffers(scratch.ctypes.data)
         schedule = schedule_of(call.operation, call.nbytes or 0, self._layout, algorithm)
         pieces = pieces_of(schedule, buffers, self._layout, [partial(self._memory, turn) for turn in range(DEPTH)])
         signature = call.signature

@@ -235,7 +235,7 @@ def start_exchange(call: Call, comm: MPI.Intracomm, session: Session) -> tuple[C
     begin_by_mpi(session.row.words, call.operation.number)
     rank, size = comm.rank, comm.size
     scratch = np.empty(call.blocks.nbytes, _BYTE)
-    exchange = call.operation.one_shot(call.buffers(scratch.ctypes.data if scratch.size else 0))
+    exchange = call.operation.one_shot(call.buffers(scratch.ctypes.data))
     lengths = [exchange.nbytes_with(peer) if peer != rank else (0, 0) for peer in range(size)]
     sent, received = zip(*lengths, strict=True)
     starts = [sum(received[:peer]) for peer in range(size)]

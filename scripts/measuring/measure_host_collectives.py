@@ -61,7 +61,8 @@ def by_engine(engine: HostEngine, operation: Operation, arguments: Arguments, wa
     """Return the call through mapped memory by the algorithm ``way``."""
     call = Call(operation, arguments, RANK, SIZE, way)
     signature = call.signature
-    return lambda: engine.run(selection.schedule(call, way, SIZE, engine.scratch(call.blocks.nbytes)), signature)
+    scratch = np.empty(call.blocks.nbytes, np.uint8)
+    return lambda: engine.run(selection.schedule(call, way, SIZE, scratch.ctypes.data), signature)
 
 
 def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int) -> dict[str, float]:

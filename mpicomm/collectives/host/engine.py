@@ -8,7 +8,6 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import require_own_process
@@ -73,7 +72,6 @@ class HostEngine:
         self._peers = [(node.rank + step) % node.size for step in range(1, node.size)]
         self._reducer = cache(Reducer)
         self._slot = cache(lambda pointer, dtype: array_at(pointer, slot_nbytes // dtype.itemsize, dtype))
-        self._scratch: npt.NDArray[np.uint8] | None = None
         self._open = True
         self._broken: MpicommError | None = None
         self.awaited_beyond: Callable[[], list[int]] = list
@@ -101,18 +99,9 @@ class HostEngine:
 
         self.call(work, signature)
 
-    def scratch(self, nbytes: int) -> int:
-        """Return the address of memory that only this rank uses, valid until the next call; 0 for 0 bytes. Local."""
-        if nbytes == 0:
-            return 0
-        if self._scratch is None or self._scratch.nbytes < nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
-        return int(self._scratch.ctypes.data)
-
     def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the memory of this rank's arena and scratch memory; local."""
-        scratch = 0 if self._scratch is None else self._scratch.nbytes
-        return *self._channels.memory_use(), MemoryUse("scratch", host_nbytes=scratch)
+        """Return the memory of this rank's arena; local."""
+        return self._channels.memory_use()
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. `run` raises `InvalidUsageError` afterwards."""

@@ -133,8 +133,8 @@ def schedule(call: Call, algorithm: str, size: int, scratch: int) -> list[Exchan
 
 def carry_out(engine: HostEngine, size: int, call: Call, algorithm: str) -> None:
     """Carry out a call that was read, among the ``size`` ranks of a node. Collective, blocking; raises as `run`."""
-    scratch = engine.scratch(call.blocks.nbytes)
-    engine.run(schedule(call, algorithm, size, scratch), call.signature)
+    scratch = np.empty(call.blocks.nbytes, np.uint8)
+    engine.run(schedule(call, algorithm, size, scratch.ctypes.data), call.signature)
 
 
 @lru_cache(maxsize=64)
