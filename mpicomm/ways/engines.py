@@ -84,7 +84,7 @@ class Engines:
     def of_hosts(self, operation: str) -> Callable[[Call, str], None]:
         """Return what carries out a call on the host arrays of all ranks. Collective the first time, else local."""
         if len(self.session.placement.nodes) == 1:
-            return partial(selection.carry_out, self.on_host(operation), len(self.session.placement.places))
+            return partial(selection.carry_out, self.on_host(operation))
         if self._host_domains is None:
             from mpicomm.domains.host import HostDomains
             from mpicomm.domains.steps import DomainLayout

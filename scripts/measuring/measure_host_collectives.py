@@ -62,7 +62,7 @@ def by_engine(engine: HostEngine, operation: Operation, arguments: Arguments, wa
     call = Call(operation, arguments, RANK, SIZE, way)
     signature = call.signature
     scratch = np.empty(call.blocks.nbytes, np.uint8)
-    return lambda: engine.run(selection.schedule(call, way, SIZE, scratch.ctypes.data), signature)
+    return lambda: engine.run(selection.schedule(call, way, scratch.ctypes.data), signature)
 
 
 def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int) -> dict[str, float]:

@@ -161,7 +161,7 @@ class DeviceEngine:
         """
         blocks = call.blocks
         while True:
-            scratch = self._scratch.of(blocks.nbytes) if blocks.nbytes else 0
+            scratch = self._scratch.of(blocks.nbytes)
             buffers = call.buffers(scratch, blocks)
             form = Form.of_call(call, buffers, blocks.gaps)
             decision, longest = self._decision(form, asked), max(form.numbers(buffers)[0], default=0)

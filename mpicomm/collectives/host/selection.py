@@ -115,7 +115,7 @@ def best_mapped(operation: Operation, nbytes: int) -> str:
     return "two_shot" if nbytes >= _TWO_SHOT_FROM.get(operation.name, NEVER) else "one_shot"
 
 
-def schedule(call: Call, algorithm: str, size: int, scratch: int) -> list[Exchange]:
+def schedule(call: Call, algorithm: str, scratch: int) -> list[Exchange]:
     """Return a call on mapped memory as exchanges."""
     operation, buffers = call.operation, call.buffers(scratch)
     if algorithm == "ring":
@@ -124,17 +124,17 @@ def schedule(call: Call, algorithm: str, size: int, scratch: int) -> list[Exchan
     two_shot = operation.two_shot
     if algorithm == "auto":
         algorithm = best_mapped(operation, call.nbytes or 0)
-    if two_shot is None or size == 1 or algorithm == "one_shot":
+    if two_shot is None or buffers.size == 1 or algorithm == "one_shot":
         return [operation.one_shot(buffers)]
     # A piece has a shard for each rank. A shard is small enough to stay in the cache until the second exchange reads
     # it.
-    return [exchange for piece in buffers.pieces(_SHARD_NBYTES * size) for exchange in two_shot(piece)]
+    return [exchange for piece in buffers.pieces(_SHARD_NBYTES * buffers.size) for exchange in two_shot(piece)]
 
 
-def carry_out(engine: HostEngine, size: int, call: Call, algorithm: str) -> None:
-    """Carry out a call that was read, among the ``size`` ranks of a node. Collective, blocking; raises as `run`."""
+def carry_out(engine: HostEngine, call: Call, algorithm: str) -> None:
+    """Carry out a call that was read, among the ranks of a node. Collective, blocking; raises as `run`."""
     scratch = np.empty(call.blocks.nbytes, np.uint8)
-    engine.run(schedule(call, algorithm, size, scratch.ctypes.data), call.signature)
+    engine.run(schedule(call, algorithm, scratch.ctypes.data), call.signature)
 
 
 @lru_cache(maxsize=64)

@@ -42,7 +42,7 @@ def exchanges(operation: Operation, nbytes: int, size: int, algorithm: str = "au
     """The number of exchanges of a call."""
     array = np.zeros(nbytes, np.uint8)
     call = Call(operation, Arguments(array, array.copy(), MPI.SUM if operation.reduces else None), 0, size, algorithm)
-    return len(schedule(call, algorithm, size, 0))
+    return len(schedule(call, algorithm, 0))
 
 
 def test_large_allreduces_take_two_shots_of_pieces_whose_shards_fit_a_slot() -> None:
