@@ -1,4 +1,4 @@
-"""Derived datatypes on GPUs: a collective on packed memory, and the tables of the kernel that packs and unpacks.
+"""The blocks of a call, of which derived datatypes on GPUs are packed, and the tables of the kernel that packs them.
 
 MPI lets the ranks of a call use datatypes of different layout if they name the same basic elements. Packed memory holds
 these elements one after the other. So all algorithms serve all datatypes, and ranks with plain arrays can meet ranks
