@@ -375,15 +375,16 @@ class PointToPoint(MPI.Intracomm):
         self, by_mpi: Callable[..., Any], send: End, posted: tuple[int, int], stream: Any, *status: MPI.Status | None
     ) -> Any:
         """Send a buffer and receive into it. ``posted`` is the source and the tag of the received message."""
-        (buf, dest, tag), operation, messages, end = send, by_mpi.__name__, self._messages, None
+        (buf, dest, tag), messages, end = send, self._messages, None
         is_host = type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf))
         if messages.by_rendezvous or not is_host:
+            operation = by_mpi.__name__
             buf, end = messages.read(operation, buf, stream, dest, other=posted[0], receives=True)
-        if end is None or not end.on_device:
-            refuse_stream(operation, stream)
+            if end is None or not end.on_device:
+                refuse_stream(operation, stream)
         if end is None:
             return host_calls.call(by_mpi, self, buf, dest, tag, *posted, *status, receives=0)
-        if operation == "Sendrecv_replace":
+        if by_mpi is sendrecv_replace:
             return messages.exchange(end, dest, tag, end, posted, *status, replace=True)
         return messages.start_exchange(end, dest, tag, end, messages.posted_beside_send(*posted), replace=True)
 
