@@ -55,7 +55,7 @@ in_order: Callable[[Arguments], Given] = attrgetter(*Arguments.__slots__)
 class Call:
     """One collective call of one rank: read and checked. Local.
 
-    ``place`` is the location of the call; by default `location_of` decides.
+    ``place`` is the location of the call; by default `is_on_gpus` decides.
 
     ``dtype`` is None if only MPI can carry out the call: with a derived datatype, with ``MPI.BOTTOM``, or with an
     operation or element type that the engines do not know. It is also None in a collective of neighbours on host
@@ -92,9 +92,9 @@ class Call:
         self.counted: CountedBuffers | None = None
         """The buffers if counts lie on the device; else None. `send` and `receive` are the whole buffers then."""
         self.send, self.receive = self._read_buffers()
-        own = checks.location_of(operation, self.send, self.receive)
-        self.on_device = (place or own) == "gpu"
-        self.joins = self.on_device and own != "gpu"
+        own = checks.is_on_gpus(operation, self.send, self.receive)
+        self.on_device = own if place is None else place == "gpu"
+        self.joins = self.on_device and not own
         """Whether this rank takes part with host memory in a call on GPUs of other ranks."""
         self.has_voted = False
         """Whether this rank has told the others where the call is: see `mpicomm.ways.location_votes`."""

@@ -17,7 +17,7 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.sharing.segments import SharedMemory, share
 from mpicomm.waiting import wait_until
 
-CallLocation = Literal["gpu", "host", "anywhere"]
+CallLocation = Literal["gpu", "host"]
 """Where a call is, as `mpicomm.ways.location_votes` explains."""
 FOR_GPUS, FOR_HOST = 1, 3
 _VOTES_OF_WORD = (1 << VOTE_BITS) - 1

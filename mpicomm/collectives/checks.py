@@ -15,7 +15,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.activity.layout import COUNT_IN_TEXT
-from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.packed import blocks_of
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue
@@ -87,8 +86,8 @@ def require_root(operation: Operation, root: Any, size: int) -> None:
         raise RefusedByMpiError(f"{operation}: root={root} is no rank: use 0 to {size - 1}", MPI.ERR_ROOT)
 
 
-def location_of(operation: Operation, send: Operand | None, receive: Operand | None) -> CallLocation:
-    """Return where a call with these buffers is, as far as this rank can know. Local.
+def is_on_gpus(operation: Operation, send: Operand | None, receive: Operand | None) -> bool:
+    """Return whether a call with these buffers is on GPUs, as far as this rank can know. Local.
 
     A buffer is None if this rank ignores it, or if the input is in place.
     """
@@ -97,12 +96,7 @@ def location_of(operation: Operation, send: Operand | None, receive: Operand | N
         deciding = [send]
     elif operation.rooted == "send" and receive is not None:
         deciding = [receive]
-    given = [operand for operand in deciding if operand is not None]
-    if any(operand.on_device for operand in given):
-        return "gpu"
-    # If all ranks have the same count, this rank's other buffer is empty too, and its class says where it lies.
-    enough = all if operation.counts == "same" else any
-    return "anywhere" if enough(operand.memory.nowhere for operand in given) else "host"
+    return any(operand.on_device for operand in deciding if operand is not None)
 
 
 def is_in_place(buffer: Any) -> bool:

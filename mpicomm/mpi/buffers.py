@@ -51,11 +51,9 @@ class ArrayMemory:
     """
     exported: MPI.buffer | None = None
     """The memory for MPI in place of the object, which mpi4py refuses or would export once more."""
-    nowhere: bool = False
-    """Whether it is no memory: no bytes at address 0, of an object that does not say where its memory lies."""
 
 
-NOWHERE = ArrayMemory(0, 0, None, nowhere=True)
+NOWHERE = ArrayMemory(0, 0, None)
 """No memory."""
 
 Reader = Callable[[Any, bool, str], ArrayMemory]
@@ -219,7 +217,6 @@ def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Array
     with contextlib.suppress(ValueError):  # MPI has no type for the format or byte order, so the caller must name one
         dtype, _ = types.from_code(view.format.lstrip("@=<" if sys.byteorder == "little" else "@=>"))
     memory = _host_or_by_address(array, _get_address(array), view.nbytes, dtype, array)
-    memory.nowhere = not memory.pointer and not memory.nbytes
     if dtype is not None and view.format.startswith("="):  # as in JAX's arrays; mpi4py does not know this character
         memory.dtype = np.dtype(f"{dtype.kind}{view.itemsize}")  # a long has 4 bytes there
         memory.exported = MPI.buffer.frombuffer(array, readonly=not writable)

@@ -9,7 +9,7 @@ learn:
 * Datatypes, counts, addresses, contiguity and known plans may differ. They change how a rank packs and launches, and
   never where the call is. Kernels move elements of every datatype, as bytes if only two ranks know the lengths.
 * The memory may differ, too. A rank decides by both buffers, or in a rooted call by the buffer that every rank passes,
-  because other ranks do not see the root's second buffer (`location_of`). One array on a GPU of any rank makes it a
+  because other ranks do not see the root's second buffer (`is_on_gpus`). One array on a GPU of any rank makes it a
   call on GPUs. A buffer without elements at address 0 belongs to no kind of memory.
 
 If MPI carries out a call wherever its arrays are, each rank copies its own device arrays, and makes the same call of
