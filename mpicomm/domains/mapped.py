@@ -66,10 +66,9 @@ class MappedChannels(SharedMemory):
                 self._signal(self._free[channel], peer, into)
 
     def _chunks(self, messages: Iterable[NetworkMessage], start: int) -> Iterable[tuple[int, int, int]]:
-        for message in messages:
-            if start < message.nbytes:
-                peer = self._node.ranks.index(message.rank)
-                yield peer, message.pointer + start, min(SLOT_NBYTES, message.nbytes - start)
+        for rank, pointer, nbytes in messages:
+            if start < nbytes:
+                yield self._node.ranks.index(rank), pointer + start, min(SLOT_NBYTES, nbytes - start)
 
     def _slot(self, channel: int, owner: int, sender: int) -> int:
         return self.pointers[owner] + (channel * self._node.size + sender) * SLOT_NBYTES

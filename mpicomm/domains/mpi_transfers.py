@@ -354,6 +354,6 @@ class _Pinned(Direct):
 
 
 def _chunks_of(messages: tuple[NetworkMessage, ...]) -> Iterator[NetworkMessage]:
-    for message in messages:
-        for start in range(0, message.nbytes, CHUNK_NBYTES):
-            yield NetworkMessage(message.rank, message.pointer + start, min(CHUNK_NBYTES, message.nbytes - start))
+    for rank, pointer, nbytes in messages:
+        for start in range(0, nbytes, CHUNK_NBYTES):
+            yield NetworkMessage(rank, pointer + start, min(CHUNK_NBYTES, nbytes - start))

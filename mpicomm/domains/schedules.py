@@ -155,17 +155,6 @@ def schedule_of(operation: Operation, nbytes: int, layout: DomainLayout, algorit
     return _SCHEDULES.get(operation, _ALL_TO_ALL)
 
 
-def steps_of(part: Part, memory: Callable[[int], int]) -> list[list[Step]]:
-    """Return this rank's steps of each piece of a part of a call. Local.
-
-    ``memory`` takes a number of bytes, and returns the address of as much scratch memory. All pieces share it.
-    """
-    needed = [ScratchAllocator() for _ in part]
-    without_memory = [list(piece(scratch)) for piece, scratch in zip(part, needed, strict=True)]
-    start = memory(max(scratch.nbytes for scratch in needed))
-    return [list(piece(ScratchAllocator(start))) for piece in part] if start else without_memory
-
-
 DEPTH = 2
 """The number of pieces that are in progress at once."""
 
@@ -173,9 +162,16 @@ DEPTH = 2
 def pieces_of(
     schedule: Schedule, b: Buffers, layout: DomainLayout, memories: Sequence[Callable[[int], int]]
 ) -> Iterator[list[Step]]:
-    """Yield this rank's steps of each piece of a call. Its parts take turns with the `DEPTH` memories of `steps_of`."""
+    """Yield this rank's steps of each piece of a call. Local.
+
+    The parts of the call take turns with the `DEPTH` ``memories``, and the pieces of a part share one. A memory takes a
+    number of bytes, and returns the address of as much scratch memory.
+    """
     for number, part in enumerate(schedule(b, layout)):
-        yield from steps_of(part, memories[number % DEPTH])
+        needed = [ScratchAllocator() for _ in part]
+        without_memory = [list(piece(scratch)) for piece, scratch in zip(part, needed, strict=True)]
+        start = memories[number % DEPTH](max(scratch.nbytes for scratch in needed))
+        yield from [list(piece(ScratchAllocator(start))) for piece in part] if start else without_memory
 
 
 def carry_out(

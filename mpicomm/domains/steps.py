@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ class Local:
     buffers: Buffers
 
 
-@dataclass(frozen=True)
-class NetworkMessage:
+class NetworkMessage(NamedTuple):
     """Bytes that go to a rank of another domain, or come from it."""
 
     rank: int

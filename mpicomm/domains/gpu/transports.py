@@ -93,12 +93,8 @@ class NcclTransport(Transport):
         ranks = tuple(sorted({message.rank for message in (*network_step.sends, *network_step.receives)}))
 
         def exchange() -> None:
-            sends, receives = (
-                [(message.rank, message.pointer, message.nbytes) for message in messages]
-                for messages in (network_step.sends, network_step.receives)
-            )
             with backend.current():
-                self._nccl.exchange(sends, receives, beside)
+                self._nccl.exchange(network_step.sends, network_step.receives, beside)
 
         with self._lock:
             if self._failed:

@@ -18,7 +18,7 @@ from mpicomm.collectives import operations as table
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains import schedules
-from mpicomm.domains.schedules import schedule_of, steps_of
+from mpicomm.domains.schedules import schedule_of
 from mpicomm.domains.steps import DomainLayout
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span
@@ -257,8 +257,7 @@ def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[A
         counts = [block_nbytes // dtype.itemsize * (size if name == "Bcast" else 1)] * size
         buffers = buffers_of(operation, 0, counts, dtype, 1 << 40, 1 << 50)
         schedule = schedule_of(operation, size * block_nbytes, layout, "two_shot")
-        for part in schedule(buffers, layout):
-            steps_of(part, memory)
+        list(schedules.pieces_of(schedule, buffers, layout, [memory] * schedules.DEPTH))
     # Two arrays of partial results and converted blocks, all in twice as many bytes, and packed blocks.
     assert max(taken) <= 7 * schedules.PIECE_NBYTES
 
