@@ -77,8 +77,8 @@ class Reader:
             arguments = replace(given, counts=call.arguments.counts)
             call = self.call(call.operation, arguments, call.algorithm, place)
             call.given, call.stream = given, stream
-        if call.algorithm != "auto":
-            _require_possible(call)
+        if call.algorithm != "auto" and (refusal := _refusal(call)):
+            raise InvalidUsageError(refusal)
         return call
 
     @cached_property
@@ -134,43 +134,34 @@ def _require_known(operation: Operation, algorithm: str) -> None:
         raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
 
 
-def _require_possible(call: Call) -> None:
-    """Raise if the named algorithm does not support the type, the operation, or the location of the buffers."""
+def _refusal(call: Call) -> str:
+    """Return why the named algorithm does not support the type, the operation or the place of a call; else ""."""
     operation, algorithm, wire = call.operation, call.algorithm, call.arguments.wire
+    named = f'algorithm="{algorithm}" of {operation}'
     if wire is not None and algorithm not in ("one_shot", "two_shot"):
-        raise InvalidUsageError(
-            f'algorithm="{algorithm}" of {operation} sends no codes of 8 bits for wire_dtype="{wire}": use "auto"'
-        )
+        return f'{named} sends no codes of 8 bits for wire_dtype="{wire}": use "auto"'
     if algorithm == "mpi":
         if call.op in ("avg", "tree"):
             lacking = "AVG" if call.op == "avg" else 'order="tree"'
-            raise InvalidUsageError(
-                f'algorithm="mpi": MPI has no {lacking} for {operation}: leave algorithm= out, or use SUM'
-            )
+            return f'algorithm="mpi": MPI has no {lacking} for {operation}: leave algorithm= out, or use SUM'
         if call.epilogue is not None and call.on_device:
-            raise InvalidUsageError(
-                f'algorithm="mpi": MPI applies no epilogue to device arrays of {operation}: use "auto"'
-            )
+            return f'algorithm="mpi": MPI applies no epilogue to device arrays of {operation}: use "auto"'
         if operation.reduces and call.dtype is not None and types.mpi_datatype(call.dtype) is None:
-            raise InvalidUsageError(
-                f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out'
-            )
+            return f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out'
     elif (operation.of_neighbors or operation.send == "typed") and not call.on_device:
-        raise InvalidUsageError(
-            f"algorithm={algorithm!r} of {operation} is for device arrays, and MPI carries it out on host arrays: "
-            "leave algorithm= out"
-        )
+        return f"{named} is for device arrays, and MPI carries it out on host arrays: leave algorithm= out"
     elif call.dtype is None:
-        return  # only MPI can carry it out, as with algorithm="auto"
+        return ""  # only MPI can carry it out, as with algorithm="auto"
     elif algorithm == "ring" and isinstance(op := call.arguments.op, Op) and not op.commute:
-        raise InvalidUsageError(
-            f'algorithm="ring" of {operation}: the ring does not reduce in rank order, and {op!r} does not commute: '
-            'use "two_shot", or commute=True'
+        return (
+            f'{named}: the ring does not reduce in rank order, and {op!r} does not commute: use "two_shot", or '
+            "commute=True"
         )
     elif algorithm == "ring" and (refusal := ring_refusal(call.op or "")):
-        raise InvalidUsageError(f'algorithm="ring" of {operation}: {refusal}: use "auto"')
+        return f'{named}: {refusal}: use "auto"'
     elif not call.on_device and algorithm not in selection.algorithms_for(operation):
-        raise InvalidUsageError(f'algorithm="{algorithm}" of {operation} is for device arrays: use "one_shot"')
+        return f'{named} is for device arrays: use "one_shot"'
+    return ""
 
 
 REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
