@@ -110,13 +110,9 @@ def gather(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Itera
     if layout.number != layout.domain_of(b.root):
         yield NetworkStep.of(b.dtype, [(b.root, b.sends[0])])
         return
-    blocks = list[Span]()
-    if b.rank == b.root:
-        yield NetworkStep.of(b.dtype, receives=[(rank, b.receives[rank]) for rank in layout.elsewhere])
-        blocks = [b.receives[rank] for rank in layout.ranks]
-    else:
-        yield NetworkStep()
-    root = layout.index_of(b.root)
+    is_root, root = b.rank == b.root, layout.index_of(b.root)
+    yield NetworkStep.of(b.dtype, receives=[(rank, b.receives[rank]) for rank in layout.elsewhere if is_root])
+    blocks = [b.receives[rank] for rank in layout.ranks if is_root]
     yield Local(GATHERV, in_domain(layout, b.dtype, root=root, sends=b.sends, receives=blocks))
 
 
@@ -125,13 +121,9 @@ def scatter(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iter
     if layout.number != layout.domain_of(b.root):
         yield NetworkStep.of(b.dtype, receives=[(b.root, b.receives[0])])
         return
-    blocks = list[Span]()
-    if b.rank == b.root:
-        yield NetworkStep.of(b.dtype, [(rank, b.sends[rank]) for rank in layout.elsewhere])
-        blocks = [b.sends[rank] for rank in layout.ranks]
-    else:
-        yield NetworkStep()
-    root = layout.index_of(b.root)
+    is_root, root = b.rank == b.root, layout.index_of(b.root)
+    yield NetworkStep.of(b.dtype, [(rank, b.sends[rank]) for rank in layout.elsewhere if is_root])
+    blocks = [b.sends[rank] for rank in layout.ranks if is_root]
     yield Local(SCATTERV, in_domain(layout, b.dtype, root=root, sends=blocks, receives=b.receives))
 
 
@@ -139,12 +131,9 @@ def bcast_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllocato
     """The root sends to its partner in every other domain; each domain broadcasts. For small data."""
     buffer, home = b.receives[0], layout.domain_of(b.root)
     source = b.root if layout.number == home else layout.partner(b.root, layout.number)
-    if b.rank == b.root:
-        yield NetworkStep.of(b.dtype, [(layout.partner(b.root, each), buffer) for each in layout.others])
-    elif b.rank == source:
-        yield NetworkStep.of(b.dtype, receives=[(b.root, buffer)])
-    else:
-        yield NetworkStep()
+    leaving = [(layout.partner(b.root, domain), buffer) for domain in layout.others if b.rank == b.root]
+    arriving = [(b.root, buffer)] if b.rank == source != b.root else []
+    yield NetworkStep.of(b.dtype, leaving, arriving)
     yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), receives=[buffer]))
 
 
