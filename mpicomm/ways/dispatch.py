@@ -162,18 +162,17 @@ class Dispatcher:
     def _located(self, call: Call, *, blocking: bool) -> Call:
         """Vote in a call that waits for the votes of all ranks; return it at its location. Collective, blocking."""
         place: CallLocation = "gpu" if call.on_device else "host"
-        if not call.is_mpis:
-            if not call.on_device:
-                name, give_up = call.operation.name, None
-                # Mapped memory alone limits the time of calls on host arrays, and has no nonblocking calls.
-                if blocking and self._carrier(call, blocking=True) not in ("mpi", on_copies):
-
-                    def give_up(number: int) -> None:
-                        self.engines.on_host(name).give_up(call.signature, number)
-
-                place = self._votes.agree(call.operation, give_up)
-        else:
+        if call.is_mpis:
             self._votes.vote(call.operation, on_host=True)
+        elif not call.on_device:
+            name, give_up = call.operation.name, None
+            # Mapped memory alone limits the time of calls on host arrays, and has no nonblocking calls.
+            if blocking and self._carrier(call, blocking=True) not in ("mpi", on_copies):
+
+                def give_up(number: int) -> None:
+                    self.engines.on_host(name).give_up(call.signature, number)
+
+            place = self._votes.agree(call.operation, give_up)
         return self._reader.placed(call, place)
 
     def _carrier(self, call: Call, *, blocking: bool) -> Literal["gpu", "mpi", "mapped", "exchange"] | Around:
