@@ -23,6 +23,7 @@ from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, overlaps
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import Elements
+from mpicomm.mpi.spec import Shape
 
 
 @dataclass(frozen=True)
@@ -130,23 +131,23 @@ def require_recvcounts(
 
 def require_room(operation: Operation, send: Operand, receive: Operand, rank: int, epilogue: Epilogue | None) -> None:
     """Raise unless this rank's blocks for itself in both buffers have one length."""
-    lengths, sizes = list[int](), list[int]()
-    for operand, shape in ((send, operation.send), (receive, operation.receive)):
+
+    def own_block(operand: Operand, shape: Shape) -> tuple[int, int]:
+        """Return the length of a block and the bytes of its unit: an element, or a byte of a derived datatype."""
         index = 0 if shape == "one" else rank
         if operand.derived is None:
             assert operand.dtype is not None
-            lengths.append(operand.block(index).count)
-            sizes.append(operand.dtype.itemsize)
-        else:
-            block = blocks_of(operand, index + 1)[index]
-            assert isinstance(block, Elements)
-            lengths.append(block.layout.nbytes)
-            sizes.append(0)
-    unit, (sent, room) = "elements", lengths
+            return operand.block(index).count, operand.dtype.itemsize
+        block = blocks_of(operand, index + 1)[index]
+        assert isinstance(block, Elements)
+        return block.layout.nbytes, 1
+
+    (sent, nbytes), (room, room_nbytes) = own_block(send, operation.send), own_block(receive, operation.receive)
+    unit = "elements"
     if epilogue is not None:
         room = epilogue.elements_in(receive)
-    elif not operation.reduces and (sizes[0] != sizes[1] or not sizes[0]):
-        unit, sent, room = "bytes", sent * (sizes[0] or 1), room * (sizes[1] or 1)
+    elif not operation.reduces and (nbytes != room_nbytes or send.derived or receive.derived):
+        unit, sent, room = "bytes", sent * nbytes, room * room_nbytes
     if sent != room:
         raise InvalidUsageError(
             f"{operation}: sendbuf holds {sent} {unit}, but recvbuf has room for {room}: they must be equal"

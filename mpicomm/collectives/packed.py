@@ -89,7 +89,7 @@ Block = Span | Elements
 
 
 def blocks_of(operand: Operand, number: int) -> Sequence[Block]:
-    """Return the ``number`` blocks of an operand in device memory."""
+    """Return the first ``number`` blocks of an operand. Only one in device memory may have a derived datatype."""
     if operand.derived is None:
         assert operand.dtype is not None
         spans = (operand.block(index) for index in range(number))

@@ -107,6 +107,7 @@ class Rendezvous:
                 self.device, self._steps = device, device.message_steps()
                 self.outbox = Outbox(device, self._secret, self._most_nbytes)
                 self.reserve = self.outbox.reserve
+                # Last: messages of other threads look at it without the lock, and then take what is set above.
                 self.has_begun = True
                 release_before_finalize(self)
 
