@@ -26,11 +26,11 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.arguments import is_on_device
 from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.doctor_rows import probe, receiving, recv_object, sending, sendrecv_object
 from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.partitioned import PartitionedRequest
 from mpicomm.mpi.request_lists import replace
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
-from mpicomm.mpi.shown import probe, receiving, recv_object, sending, sendrecv_object
 from mpicomm.mpi.spec import require_host_addresses
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from mpicomm.api.collectives import (
     PersistentCollectives,
 )
 from mpicomm.api.constructors import Constructors
-from mpicomm.api.lifetime import AtFirstUse, handle_of, mark_freed, remember
+from mpicomm.api.lifetime import Lazy, handle_of, mark_freed, remember
 from mpicomm.api.memory import MemoryCalls
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.products import ProductCalls
@@ -29,17 +29,17 @@ from mpicomm.cluster.process import close_after
 from mpicomm.collectives.host.selection import PlainCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.handle import MemoryUse
+from mpicomm.dispatch import in_stream_order
+from mpicomm.dispatch.dispatcher import Dispatcher, checks_of
+from mpicomm.dispatch.location_votes import needs_votes
 from mpicomm.errors import InvalidUsageError
 from mpicomm.products.calls import Products
 from mpicomm.session import Session
-from mpicomm.ways import in_stream_order
-from mpicomm.ways.dispatch import Dispatcher, checks_of
-from mpicomm.ways.location_votes import needs_votes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from mpicomm.api.door import Door
+    from mpicomm.api.internals import Internals
     from mpicomm.messages.calls import Messages
     from mpicomm.recording.record import Statistics
 
@@ -200,19 +200,19 @@ class Communicator(
 
             record_calls(self, session.channel)
 
-    _row = AtFirstUse(lambda comm: comm._session.row.words)
-    _collectives = AtFirstUse(lambda comm: Dispatcher(comm, comm._session))
-    _starts_on = AtFirstUse(lambda comm: comm._collectives.starts_on())
-    _in_stream_order = AtFirstUse(lambda comm: partial(in_stream_order.exchange, comm._collectives.engines))
-    _products = AtFirstUse(lambda comm: Products(comm._collectives, comm._session))
+    _row = Lazy(lambda comm: comm._session.row.words)
+    _collectives = Lazy(lambda comm: Dispatcher(comm, comm._session))
+    _starts_on = Lazy(lambda comm: comm._collectives.starts_on())
+    _in_stream_order = Lazy(lambda comm: partial(in_stream_order.exchange, comm._collectives.engines))
+    _products = Lazy(lambda comm: Products(comm._collectives, comm._session))
 
-    @AtFirstUse
+    @Lazy
     def _plain(self) -> dict[str, PlainCheck]:
         # Many duplicates carry a few small calls of the host, which need no dispatcher.
         placement = self._session.placement
         return self._collectives.at_once if needs_votes(placement) else checks_of(placement)
 
-    @AtFirstUse
+    @Lazy
     def _messages(self) -> Messages:
         from mpicomm.messages.calls import Messages  # few programs send messages of GPU arrays
 
@@ -221,11 +221,11 @@ class Communicator(
         self._session.before_suspension = messages.rendezvous.give_back
         return messages
 
-    @AtFirstUse
-    def _door(self) -> Door:
-        from mpicomm.api.door import Door  # few programs use it
+    @Lazy
+    def _internals(self) -> Internals:
+        from mpicomm.api.internals import Internals  # few programs use it
 
-        return Door(self, self._session, self._collectives.engines)
+        return Internals(self, self._session, self._collectives.engines)
 
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:

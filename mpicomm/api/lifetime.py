@@ -22,7 +22,7 @@ _WORKING = frozenset(("Compare", "Disconnect", "Free", "free", "handle", "py2f",
 """The attributes that work on a freed communicator."""
 
 
-class AtFirstUse(functools.cached_property[Part]):
+class Lazy(functools.cached_property[Part]):
     """An attribute that is made at its first use, because many communicators of a program carry no call.
 
     All threads get the same object, even if their first calls come at once.

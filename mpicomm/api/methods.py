@@ -18,9 +18,9 @@ from mpicomm.activity.layout import CALL, CALLS_BY_MPI
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.operations import ALLREDUCE, DOCS, Operation
 from mpicomm.collectives.wire import as_wire
+from mpicomm.dispatch.reader import REFUSALS
 from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.request_lists import holding
-from mpicomm.ways.reader import REFUSALS
 
 _SCOPE = {
     "Any": Any, "Arguments": Arguments, "MPI": MPI, "REFUSALS": REFUSALS, "Sequence": Sequence,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from mpi4py import MPI
 from numpy import ndarray
 
+from mpicomm.dispatch.in_stream_order import End
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.arguments import refuse_stream
 from mpicomm.mpi.buffers import is_host_view
+from mpicomm.mpi.doctor_rows import recv, sending, sendrecv, sendrecv_replace
 from mpicomm.mpi.requests import PersistentRequest
-from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
-from mpicomm.ways.in_stream_order import End
 
 if TYPE_CHECKING:
     from mpicomm.messages.calls import Messages

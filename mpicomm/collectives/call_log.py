@@ -18,7 +18,7 @@ from mpicomm.sharing.segments import SharedMemory, share
 from mpicomm.waiting import wait_until
 
 CallLocation = Literal["gpu", "host"]
-"""Where a call is, as `mpicomm.ways.location_votes` explains."""
+"""Where a call is, as `mpicomm.dispatch.location_votes` explains."""
 FOR_GPUS, FOR_HOST = 1, 3
 _VOTES_OF_WORD = (1 << VOTE_BITS) - 1
 _NEVER_CALLED = "nothing yet"

@@ -23,9 +23,9 @@ from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import array_of, is_host_view
+from mpicomm.mpi.doctor_rows import sendrecv
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.requests import Completer, DeferredRequest
-from mpicomm.mpi.shown import sendrecv
 
 _byte = MPI.BYTE
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`

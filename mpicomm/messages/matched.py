@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, RendezvousHeader
-from mpicomm.mpi.shown import mprobe, probe, recv
+from mpicomm.mpi.doctor_rows import mprobe, probe, recv
 
 Content = npt.NDArray[np.uint8]
 

@@ -16,11 +16,11 @@ from mpi4py import MPI
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments, in_order
 from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.dispatch.dispatcher import Dispatcher
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi.arguments import refuse_stream, require_here
 from mpicomm.session import Session
-from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from mpicomm.products.choose import ProductKind, ProductWay

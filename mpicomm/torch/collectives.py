@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.api.door import AnyPlan, PlanCache, mapped_algorithm
+from mpicomm.api.internals import AnyPlan, PlanCache, mapped_algorithm
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError, MpicommError

@@ -192,7 +192,7 @@ class ProcessGroup(CollectiveCalls):
             logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
             return
         try:
-            self.communicator._door.free_within(limit_s)
+            self.communicator._internals.free_within(limit_s)
         except MpicommError as error:
             logger.warning("a process group is not freed on all ranks: %s", error)
         finally:
@@ -205,7 +205,7 @@ class ProcessGroup(CollectiveCalls):
         """
         self._open = False
         self._queue.close(0)
-        self.communicator._door.abandon()
+        self.communicator._internals.abandon()
 
     def _message(self, name: str, tensors: Tensors, rank: int, tag: int) -> Work:
         """Begin to send or receive a message. In a capture it is enqueued."""
@@ -226,7 +226,7 @@ class ProcessGroup(CollectiveCalls):
         except WAITS as error:
             raise translated(error, name) from error
         other = "any rank" if rank == MPI.ANY_SOURCE else f"rank {rank}"
-        prepare_thread, name = comm._door.prepare_thread, f"{name} {'from' if receives else 'to'} {other}"
+        prepare_thread, name = comm._internals.prepare_thread, f"{name} {'from' if receives else 'to'} {other}"
         work = MessageWork(request, tensor, name, self._timeout_s, prepare_thread, receives=receives)
         if not isinstance(request, DeferredRequest):
             self._messages.add(work, prepare_thread)

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.api.door import AnyPlan, PlanCache
+from mpicomm.api.internals import AnyPlan, PlanCache
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.torch.collectives import Given, TensorCall
 from mpicomm.torch.works import FOREVER, Tensors, Work, too_late, translated
@@ -94,7 +94,7 @@ class StreamWork(Work):
         self.kept = None
         if self._error is None:
             try:
-                self.side.door.check_at_once()
+                self.side.internals.check_at_once()
             except Exception as error:
                 self._error = translated(error, self.name)
         return True
@@ -115,16 +115,16 @@ class Streams:
     def __init__(self, comm: Communicator) -> None:
         assert isinstance(comm.device, int)
         self.gpu = comm.device
-        self.door = comm._door
-        self.door.expect_alike()
-        self._known: PlanCache | None = None  # `Door.known`, after the first call
+        self.internals = comm._internals
+        self.internals.expect_alike()
+        self._known: PlanCache | None = None  # `Internals.known`, after the first call
         self._pool = SymmetricPool(comm)
         # The constructor makes the stream, because the first call may be in a capture.
         self.stream = torch.cuda.Stream(comm.device)
         self._address = int(self.stream.cuda_stream)
         # PyTorch never destroys the streams of its pool. Marks order streams by their addresses, because PyTorch's own
         # methods take several times as long.
-        self.marks = self.door.use_stream("init_process_group", self._address)
+        self.marks = self.internals.use_stream("init_process_group", self._address)
         self._begin = self.marks.mark(self._address)
         """The mark by which an asynchronous call follows earlier work of the caller's stream.
 
@@ -143,7 +143,7 @@ class Streams:
         """
         gpu = self._known
         if gpu is None:
-            gpu = self._known = self.door.known
+            gpu = self._known = self.internals.known
         known = None if gpu is None else call.find(gpu, given)
         if known:
             assert gpu is not None

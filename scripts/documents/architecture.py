@@ -23,7 +23,7 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
         [["ring", "p2p", "tune"], ["__main__", "info", "doctor", "bench", "trace"], ["cli"]],
     ),
     ("Interface", "methods as in mpi4py, PyTorch", [["torch", "world"], ["experts"], ["api"]]),
-    ("Calls", "read a call, choose its way", [["products"], ["ways", "messages", "windows", "observation"]]),
+    ("Calls", "read a call, choose its way", [["products"], ["dispatch", "messages", "windows", "observation"]]),
     (
         "Engines",
         "carry a collective out",
@@ -56,7 +56,7 @@ USES_MPI = {
     "api",
     "observation",
     "messages",
-    "ways",
+    "dispatch",
 }
 USES_MPI |= {"domains", "collectives.gpu", "collectives.gpu.algorithms", "collectives.host", "collectives", "session"}
 USES_MPI |= {"recording", "cluster", "mpi", "windows", "products"}
@@ -134,7 +134,7 @@ def way_of_a_call() -> str:
             x1,
             164,
             whole,
-            "ways/dispatch.py",
+            "dispatch/dispatcher.py",
             "asks gpu/plan_cache.py for the form of the call, then for the arrays",
         ),
     ]
@@ -147,8 +147,8 @@ def way_of_a_call() -> str:
             text(middle, 274, words, size=13, fill=GREY),
         ]
     ends = [
-        (x1, 284, "ways/reader.py", ("reads and checks the arguments", "into a Call")),
-        (x1, 372, "ways/dispatch.py", ("chooses the way: MPI, mapped", "memory, pinned copies, or GPUs")),
+        (x1, 284, "dispatch/reader.py", ("reads and checks the arguments", "into a Call")),
+        (x1, 372, "dispatch/dispatcher.py", ("chooses the way: MPI, mapped", "memory, pinned copies, or GPUs")),
         (
             x1,
             460,

@@ -44,7 +44,7 @@ ROOMS = [
     {"collectives.host", "collectives.gpu.algorithms"},
     {"collectives.gpu"},
     {"domains"},
-    {"ways", "messages", "windows", "observation"},
+    {"dispatch", "messages", "windows", "observation"},
     {"products"},
     {"api"},
     {"experts"},
@@ -56,7 +56,7 @@ ROOMS = [
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 
 MPI_USERS = {
-    *("mpi", "cluster", "recording", "session", "ways", "messages", "windows", "products", "observation", "api"),
+    *("mpi", "cluster", "recording", "session", "dispatch", "messages", "windows", "products", "observation", "api"),
     *("experts", "world", "torch", "__main__", "cli", "bench", "doctor", "p2p"),
     *(name for name in ROOM if name.startswith(("collectives", "domains"))),
 }
@@ -66,10 +66,10 @@ COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "t
 
 NEVER = [
     ("mpi/", "mpicomm.kernels.packing"),
-    *(("torch/", f"mpicomm.{name}") for name in ("collectives.gpu", "collectives.host", "session", "ways")),
+    *(("torch/", f"mpicomm.{name}") for name in ("collectives.gpu", "collectives.host", "session", "dispatch")),
 ]
 """Rooms that import nothing of a module below them."""
-DOORS = {"torch/": "_door"}
+INTERNALS = {"torch/": "_internals"}
 """The only private attribute of Communicators that a room uses."""
 PRIVATE = {name for name in (*dir(mpicomm.Communicator), "_session") if re.match("_[a-z]", name)}
 
@@ -112,10 +112,10 @@ def check(module: str, tree: ast.Module) -> None:
             assert own in MPI_USERS, f"{module} imports {name}"
         elif top in {"cupy", "cuda"}:
             assert module.startswith(CUDA_USERS), f"{module} imports {name}"
-    doors = [door for room, door in DOORS.items() if module.startswith(room)]
-    for node in ast.walk(tree) if doors else ():
+    allowed = [name for room, name in INTERNALS.items() if module.startswith(room)]
+    for node in ast.walk(tree) if allowed else ():
         if isinstance(node, ast.Attribute) and node.attr in PRIVATE and ast.unparse(node.value) != "self":
-            assert node.attr in doors, f"{module} uses {ast.unparse(node)}"
+            assert node.attr in allowed, f"{module} uses {ast.unparse(node)}"
 
 
 def test_modules_import_from_rooms_below_their_own() -> None:
@@ -132,8 +132,8 @@ def test_modules_import_from_rooms_below_their_own() -> None:
         ("kernels/variant.py", "from mpicomm.devices.cuda import memory"),
         ("devices/base.py", "from mpicomm.devices.cuda import memory"),
         ("mpi/regions.py", "from mpicomm.kernels.packing import ENTRY_NBYTES"),
-        ("messages/calls.py", "from mpicomm.ways.dispatch import Dispatcher"),
-        ("observation.py", "from mpicomm.ways import engines"),
+        ("messages/calls.py", "from mpicomm.dispatch.dispatcher import Dispatcher"),
+        ("observation.py", "from mpicomm.dispatch import engines"),
         ("torch/streams.py", "from mpicomm.collectives.gpu.plan_cache import PlanCache"),
         ("torch/streams.py", "self.comm._session.backend"),
         ("torch/collectives.py", "engines = comm._collectives.engines"),

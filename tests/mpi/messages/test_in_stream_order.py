@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.collectives.exchange import Message
-from mpicomm.ways.engines import Engines
+from mpicomm.dispatch.engines import Engines
 from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import Rig

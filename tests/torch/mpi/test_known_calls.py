@@ -185,7 +185,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
     comm.cache.engine.enqueue = lambda plan, *_: enqueued.append(plan)
     comm._session.require_usable = lambda plan: None
     marks = SimpleNamespace(mark=lambda stream: None, wait_stream=lambda *_: None)
-    comm._door = SimpleNamespace(expect_alike=lambda: None, use_stream=lambda *_: marks, known=comm.cache)
+    comm._internals = SimpleNamespace(expect_alike=lambda: None, use_stream=lambda *_: marks, known=comm.cache)
     calls, ours = collectives_of(comm)["all_reduce"], streams.Streams(comm)
     ours.devices, ours._known = [], comm.cache  # futures of this PyTorch may have no GPU
 

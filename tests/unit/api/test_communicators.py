@@ -22,16 +22,16 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import HandleError
 from mpicomm.api.communicator import DistGraphCommunicator
-from mpicomm.api.lifetime import AtFirstUse
+from mpicomm.api.lifetime import Lazy
 from mpicomm.api.topologies import edges_of_grid
 from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.dispatch.engines import Engines
 from mpicomm.messages.matched import Matched, UnexpectedQueue
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.session import Session
-from mpicomm.ways.engines import Engines
 from tests.helpers.fakes.message_devices import ThreadDevice
 from tests.helpers.faults.raising import raising
 from tests.helpers.jobs.pace import HANG_S
@@ -74,7 +74,7 @@ def test_children_that_fail_free_their_communicators() -> None:
 
 
 class Owner:
-    @AtFirstUse
+    @Lazy
     def part(self) -> object:
         time.sleep(0.01)  # so that all threads come meanwhile
         return object()

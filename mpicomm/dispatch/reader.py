@@ -19,6 +19,7 @@ from mpicomm.collectives.neighborhood import Neighborhood, crossed_by_places, mp
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.devices.host import array_at
+from mpicomm.dispatch.location_votes import LocationVotes
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, refuse_stream
@@ -28,7 +29,6 @@ from mpicomm.mpi.ops import AVG, TREE, Op, op_name
 from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.spec import typed_blocks
 from mpicomm.session import Session
-from mpicomm.ways.location_votes import LocationVotes
 
 
 class Reader:

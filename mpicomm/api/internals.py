@@ -1,4 +1,4 @@
-"""Door: what a client with streams of its own, such as `mpicomm.torch`, uses of a Communicator beside its methods."""
+"""What clients with streams of their own, such as `mpicomm.torch`, use of a Communicator beside its methods."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mpicomm.collectives.gpu.algorithms.base import AnyPlan
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.host.selection import best_mapped as mapped_algorithm
 from mpicomm.devices.cuda.types import SideStreams
+from mpicomm.dispatch.engines import Engines
 from mpicomm.session import Session
-from mpicomm.ways.engines import Engines
 
-__all__ = ["AnyPlan", "Door", "PlanCache", "mapped_algorithm"]
+__all__ = ["AnyPlan", "Internals", "PlanCache", "mapped_algorithm"]
 
 
-class Door:
+class Internals:
     """The known calls, the device and the end of the communicator ``comm``. All methods but `free_within` are local."""
 
     def __init__(self, comm: MPI.Intracomm, session: Session, engines: Engines) -> None:

@@ -1,6 +1,6 @@
 """Calls that become simpler calls: with an epilogue or codes on the host, on pinned copies, or as one exchange by MPI.
 
-All but the exchange return a call on other buffers, and a last step that fills the buffers of the user; see `Around`.
+All but the exchange return a call on other buffers, and a last step that fills the buffers of the user; see `Rewrite`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import ALLGATHER, ALLREDUCE, ALLTOALL, EXSCAN, SCAN
 from mpicomm.devices.host import array_at
+from mpicomm.dispatch.reader import Reader
 from mpicomm.errors import PeerError
 from mpicomm.mpi.arguments import Operand, Span, require_here
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.host_calls import BESIDE, BY_MPI, HostCopies, announce, require_no_graph, warn_of_host_array
 from mpicomm.mpi.spec import Shape, items
 from mpicomm.session import Session
-from mpicomm.ways.reader import Reader
 
 Steps = tuple[Call, Callable[[], None]]
 """The call on other buffers, and the step after it, which is local."""
-Around = Callable[[Reader, Call], Steps]
+Rewrite = Callable[[Reader, Call], Steps]
 _BYTE = np.dtype(np.uint8)
 _ALIGNED_NBYTES = 16
 _TEXT_NBYTES = 512  # longer calls differ by their hash
@@ -146,7 +146,7 @@ def on_copies(reader: Reader, call: Call) -> Steps:
     """Carry a call out on copies of this rank's device arrays in pinned memory. Blocking.
 
     It is a call that MPI carries out wherever the arrays are, or a rooted call in which only the root's second buffer
-    is a device array: see `mpicomm.ways.location_votes`. The other ranks do not notice the copies, and may pass
+    is a device array: see `mpicomm.dispatch.location_votes`. The other ranks do not notice the copies, and may pass
     host arrays. So this rank makes MPI's call in the same form as a rank with host arrays: MPI does not match a
     blocking collective with a nonblocking or persistent one. No rank sets anything up here, because ranks with host
     arrays would not take part.

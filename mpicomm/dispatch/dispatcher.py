@@ -3,7 +3,7 @@
 Kernels carry out collectives on device arrays. Between peer domains an engine of room `domains` moves the data. Host
 arrays go through mapped memory if mapped memory is faster than MPI, or if MPI lacks the element type or the operation.
 Otherwise host arrays go to MPI itself, and so do all collectives of neighbours on host arrays. All other calls on
-device arrays go through pinned host copies and MPI. `mpicomm.ways.location_votes` has the rule of the location, and
+device arrays go through pinned host copies and MPI. `mpicomm.dispatch.location_votes` has the rule of the location, and
 says why all ranks choose alike.
 """
 
@@ -22,15 +22,24 @@ from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.selection import PlainCheck, after_votes, plain_calls
 from mpicomm.collectives.operations import ALLREDUCE, Operation
+from mpicomm.dispatch.engines import Engines
+from mpicomm.dispatch.location_votes import LocationVotes
+from mpicomm.dispatch.reader import ByMpi, Reader
+from mpicomm.dispatch.rewrites import (
+    Rewrite,
+    as_codes,
+    as_packed,
+    copied,
+    on_copies,
+    on_pinned,
+    start_exchange,
+    with_epilogue,
+)
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import require_here
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
-from mpicomm.ways.around import Around, as_codes, as_packed, copied, on_copies, on_pinned, start_exchange, with_epilogue
-from mpicomm.ways.engines import Engines
-from mpicomm.ways.location_votes import LocationVotes
-from mpicomm.ways.reader import ByMpi, Reader
 
 
 def checks_of(placement: Placement) -> dict[str, PlainCheck]:
@@ -175,7 +184,7 @@ class Dispatcher:
             place = self._votes.agree(call.operation, give_up)
         return self._reader.placed(call, place)
 
-    def _carrier(self, call: Call, *, blocking: bool) -> Literal["gpu", "mpi", "mapped", "exchange"] | Around:
+    def _carrier(self, call: Call, *, blocking: bool) -> Literal["gpu", "mpi", "mapped", "exchange"] | Rewrite:
         """Return who carries a call out at its location, or the function that turns it into a simpler call. Local.
 
         The answer depends only on facts that all ranks share, so that no rank waits elsewhere for the others.

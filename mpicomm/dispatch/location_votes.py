@@ -13,7 +13,7 @@ learn:
   call on GPUs. A buffer without elements at address 0 belongs to no kind of memory.
 
 If MPI carries out a call wherever its arrays are, each rank copies its own device arrays, and makes the same call of
-MPI as the others: see `mpicomm.ways.around.on_copies`.
+MPI as the others: see `mpicomm.dispatch.rewrites.on_copies`.
 
 On a communicator of GPUs every collective call is one vote of each rank: its buffers lie on its GPU, or in host memory,
 or nowhere. One vote for GPUs makes it a call on GPUs. Votes are words in shared memory, in the order of the calls,
@@ -21,7 +21,7 @@ which is the same on all ranks. So a vote says to which call it belongs.
 
 * A rank with a device array votes and goes on. It waits for nobody, and pays a store.
 * Any other rank waits until a rank votes for GPUs, or all ranks have voted. In a call on GPUs it takes part with pinned
-  copies of its arrays: see `mpicomm.ways.around.on_pinned`. Otherwise the call goes to MPI or mapped memory.
+  copies of its arrays: see `mpicomm.dispatch.rewrites.on_pinned`. Otherwise the call goes to MPI or mapped memory.
 * Such a wait lets MPI make progress. Before a call of MPI it has no limit either: all ranks make the call, so it ends.
   Before a call in mapped memory it ends after ``timeout_s``, as that call would.
 * A nonblocking call votes at its start and waits for nobody. If votes are missing, `start` queues it. The queue begins
@@ -50,10 +50,10 @@ from mpicomm.activity.page import begin_by_mpi
 from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.call_log import FOR_GPUS, FOR_HOST, CallLocation, CallLog
 from mpicomm.collectives.operations import Operation
+from mpicomm.dispatch.engines import Engines
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.session import Session
 from mpicomm.waiting import wait_until
-from mpicomm.ways.engines import Engines
 
 Begin = Callable[[CallLocation], MPI.Request]
 """Begins a nonblocking call at its location."""

@@ -1,6 +1,6 @@
-"""All ranks of a call go one way, whatever memory, datatypes and counts each of them passes.
+"""All ranks of a call take one carrier, whatever memory, datatypes and counts each of them passes.
 
-The engine of the host stands for the engine of GPUs, so a rank that goes another way than the others waits for them.
+The engine of the host stands for the engine of GPUs, so a rank that takes another carrier leaves the others waiting.
 """
 
 from __future__ import annotations

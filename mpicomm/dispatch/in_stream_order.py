@@ -7,10 +7,10 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.collectives.exchange import Message
+from mpicomm.dispatch.engines import Engines
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, Span, parse, require_here, require_separate
 from mpicomm.session import Session
-from mpicomm.ways.engines import Engines
 
 End = tuple[Any, int, int]
 """A buffer, the rank that gets or fills it, and the tag. It is a plain tuple, because every message makes two."""
