@@ -283,10 +283,9 @@ def _own_dtype(array: Any, kind: int) -> np.dtype[Any] | None:
     # Warp's vectors have subarrays as types. A vector of float16 names integers, because ctypes has no float16.
     if hasattr(array, "__cuda_array_interface__"):
         return types.interface_dtype(array.__cuda_array_interface__["typestr"], array)
-    if kind not in _DLPACK_HOST:
-        return None
+    library: Any = np if kind in _DLPACK_HOST else sys.modules.get("cupy")
     try:
-        return np.from_dlpack(array).dtype
+        return library.from_dlpack(array).dtype  # type: ignore[no-any-return]
     except Exception:  # of any class: NumPy takes no long doubles from DLPack, so the caller must name their type
         return None
 

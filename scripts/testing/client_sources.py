@@ -68,6 +68,7 @@ def needs_of(package: str) -> Path:
 def _repair_cupy_arrays(folder: Path) -> None:
     # Its CuPy arrays begin with -1 in each element, and NumPy 2 refuses -1 for unsigned types.
     arrays = folder / "test" / "arrayimpl.py"
-    cast = "self.array.fill(cupy.asarray(numpy.asarray(arg).astype(typecode)))"
+    cast = "cupy.asarray(numpy.asarray(arg).astype(typecode))"
     numpys, cupys = arrays.read_text().split("class GPUArrayCuPy")
-    arrays.write_text("class GPUArrayCuPy".join((numpys, cupys.replace("self.array.fill(arg)", cast))))
+    cupys = cupys.replace("fill(arg)", f"fill({cast})").replace("cupy.asarray(arg, typecode)", cast)
+    arrays.write_text("class GPUArrayCuPy".join((numpys, cupys)))

@@ -20,6 +20,7 @@ from mpicomm.devices.cuda.backend import CudaBackend
 from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.handle import FD_KINDS, Descriptor, Kind, MemoryHandle
 from mpicomm.errors import HandleError, InvalidUsageError
+from mpicomm.mpi import buffers
 from tests.gpu import DEVICES
 
 MIB = 1 << 20
@@ -183,6 +184,22 @@ def test_views_arrays_without_copying(backend: CudaBackend) -> None:
     for other in (np.arange(8), [1, 2], None):
         with pytest.raises(InvalidUsageError, match="on GPU 0"):
             backend.asarray(other)
+
+
+@pytest.mark.parametrize("count", [0, 4])
+@pytest.mark.parametrize("typecode", ["?", "B", "e", "D"])
+def test_reads_the_type_of_an_array_that_speaks_only_dlpack(backend: CudaBackend, typecode: str, count: int) -> None:
+    array = cupy.zeros(count, typecode)
+
+    class OnlyDlpack:
+        def __dlpack_device__(self) -> Any:
+            return array.__dlpack_device__()
+
+        def __dlpack__(self, stream: int | None = None) -> Any:
+            return array.__dlpack__(stream=stream)
+
+    memory = buffers.read(OnlyDlpack(), writable=True, name="x")
+    assert (memory.dtype, memory.nbytes, memory.on_device) == (array.dtype, array.nbytes, True)
 
 
 def test_resolves_streams(backend: CudaBackend) -> None:

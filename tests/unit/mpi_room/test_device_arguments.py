@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,6 +161,13 @@ def test_dlpack_array_of_the_host_without_a_type_exports_it(typecode: str) -> No
     del array.dtype
     operand = read(array)
     assert (operand.dtype, operand.total) == (np.dtype(typecode), 6)
+
+
+def test_dlpack_array_of_a_gpu_without_a_type_exports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(from_dlpack=lambda given: given.array))
+    array = DlpackArray(np.zeros(6, "i2"), (2, 0))
+    del array.dtype
+    assert (read(array).dtype, read(array).total) == (np.dtype("i2"), 6)
 
 
 def test_elements_that_numpy_does_not_take_from_dlpack_have_the_type_that_is_named() -> None:
