@@ -3,7 +3,7 @@
 Each rank computes the gradients of its share of every batch, and all ranks take the mean of these gradients. `--mode`
 chooses who averages: `comm`, this program by one Allreduce; `ddp`, PyTorch's DistributedDataParallel; `fsdp`, PyTorch's
 fully_shard, which also leaves each rank only a part of the parameters. `--wire-dtype` lets the gradients of `comm` and
-`ddp` travel as codes of 8 bits. `--check` also trains on one rank, and compares the losses of all steps. The program
+`ddp` travel as fp8 or int8. `--check` also trains on one rank, and compares the losses of all steps. The program
 runs on GPUs, or on the host if there are no GPUs.
 """
 
@@ -35,7 +35,7 @@ except ImportError as error:
     sys.exit(f'this example needs PyTorch and scikit-learn ({error}): pip install -e ".[torch,examples]"')
 
 TOLERANCE = 1e-4  # of a loss, because ranks add the samples of a batch in another order than one rank does, in float32
-TOLERANCE_OF_CODES = {"float8_e4m3fn": 0.02, "int8": 0.005}  # because each step rounds the gradients
+QUANTIZED_TOLERANCE = {"float8_e4m3fn": 0.02, "int8": 0.005}  # because each step rounds the gradients
 TRAINED = 1440  # of the 1797 digits; the others show how well the network reads new digits
 BATCH = 240  # of all ranks together
 
@@ -104,15 +104,15 @@ def main() -> None:
     """Train, and print the results on rank 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=("comm", "ddp", "fsdp"), default="comm")
-    parser.add_argument("--wire-dtype", choices=tuple(TOLERANCE_OF_CODES), help="gradients travel as codes of 8 bits")
+    parser.add_argument("--wire-dtype", choices=tuple(QUANTIZED_TOLERANCE), help="gradients travel quantized")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--check", action="store_true", help="compare with the losses of one rank")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses, as in --plot loss.svg")
     options = parser.parse_args()
     if options.plot and not importlib.util.find_spec("matplotlib"):
         sys.exit("--plot needs matplotlib: pip install matplotlib")
-    codes = options.wire_dtype
-    if codes and options.mode == "fsdp":
+    wire_dtype = options.wire_dtype
+    if wire_dtype and options.mode == "fsdp":
         sys.exit("--wire-dtype is for the modes comm and ddp, because PyTorch itself averages in fsdp")
 
     if options.mode == "comm":
@@ -129,8 +129,8 @@ def main() -> None:
         gradients = gradients_in_one_tensor(model)
     elif options.mode == "ddp":
         model = DistributedDataParallel(model)
-        if codes:
-            state = mpicomm.torch.AllreduceState(wire_dtype=getattr(torch, codes))
+        if wire_dtype:
+            state = mpicomm.torch.AllreduceState(wire_dtype=getattr(torch, wire_dtype))
             model.register_comm_hook(state, mpicomm.torch.allreduce_hook)
     else:
         mesh = init_device_mesh(device.type, (comm.size,))
@@ -139,7 +139,7 @@ def main() -> None:
 
     def average() -> None:
         if gradients is not None:  # DDP and FSDP average them in backward()
-            comm.Allreduce(MPI.IN_PLACE, gradients, op=mpicomm.AVG, wire_dtype=codes)
+            comm.Allreduce(MPI.IN_PLACE, gradients, op=mpicomm.AVG, wire_dtype=wire_dtype)
 
     # All ranks draw the same batches, and each rank takes its share of them.
     order = torch.Generator().manual_seed(2)
@@ -154,7 +154,7 @@ def main() -> None:
     rate = comm.allreduce(TRAINED / seconds) / comm.size
     lines = [f"{comm.size} ranks, {options.mode}: {rate:.0f} samples/s, loss {losses[-1]:.4f}, {right:.1%} read right"]
 
-    difference, tolerance = 0.0, TOLERANCE_OF_CODES.get(codes, TOLERANCE)
+    difference, tolerance = 0.0, QUANTIZED_TOLERANCE.get(wire_dtype, TOLERANCE)
     if options.check:
         curves["one rank"], _ = train(network().to(device), batches, data, lambda: None)
         difference = (losses - curves["one rank"]).abs().max().item()

@@ -66,7 +66,7 @@ def head(row: Operation, form: int, join: Callable[[list[str]], str] = ", ".join
     names = [*row.arguments, *["info"] * (form == 2)]
     parameters = ["self", *(f"{name}: {_TYPES.get(name, 'Any')}" for name in names)]
     parameters += ["*", "stream: Any = None", 'algorithm: str = "auto"']
-    parameters += ["epilogue: Any = None"] * (row is ALLREDUCE) + ["wire_dtype: Any = None"] * row.coded
+    parameters += ["epilogue: Any = None"] * (row is ALLREDUCE) + ["wire_dtype: Any = None"] * row.quantizable
     parameters += ['order: str = "auto"'] * row.tree
     parameters += ["**operands: Any"] * (row is ALLREDUCE)
     return f"{row.methods[form]}({join(parameters)}) -> {_RETURNED[form]}"
@@ -77,11 +77,11 @@ def _body(row: Operation, form: int) -> list[str]:
     send, receive = ("None", "buf") if row.rooted == "bcast" else ("sendbuf", "recvbuf")
     op, root = "op" if row.reduces else "None", "root" if row.rooted else "0"
     fields = ", ".join([send, receive, op, root, "recvcounts" if row.send == "counted" else "None"])
-    asked, epilogue = ["wire_dtype is not None"] * row.coded, "None"
+    asked, epilogue = ["wire_dtype is not None"] * row.quantizable, "None"
     if row is ALLREDUCE:
         asked += ["epilogue is not None", "operands"]
         epilogue = "as_epilogue(epilogue, operands)"
-    with_options = f"{fields}, {epilogue}, {'as_wire(wire_dtype)' if row.coded else 'None'}"
+    with_options = f"{fields}, {epilogue}, {'as_wire(wire_dtype)' if row.quantizable else 'None'}"
     lines = ["    if order != 'auto':", "        op = self._collectives.in_order(row, op, order)"] * row.tree
     if form == 2:
         return [

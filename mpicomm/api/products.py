@@ -19,7 +19,7 @@ class ProductCalls(MPI.Intracomm):
     blocks.
 
     **Matrices** are arrays of NumPy, CuPy or PyTorch, of one element type, and the same shapes on all ranks. CuPy
-    multiplies neither bfloat16 nor floats of 8 bits. Arrays of other libraries on GPUs become CuPy arrays. ``out``
+    multiplies neither bfloat16 nor fp8. Arrays of other libraries on GPUs become CuPy arrays. ``out``
     is C-contiguous; without it the call makes the result. ``bias`` is a row that is added to each row of the result.
 
     **Product.** The library of the arrays multiplies: ``cupy.matmul``, ``torch.mm`` or ``numpy.matmul``. A function

@@ -11,12 +11,12 @@ from mpicomm.bench import experts, matmul
 from mpicomm.bench.libraries import Nccl, Nvshmem, SymmetricNccl, TorchSymmetric
 from mpicomm.bench.measure import Measured, Measuring, machine_of
 from mpicomm.bench.operations import BARRIER, DTYPES, OPERATIONS, OPS, ROOT, Case, Content, blocks_of
-from mpicomm.bench.peers import OWN, ROOM_NBYTES, UNCODED, Mpicomm, Peer, PlainMpi, mean_share, measure, open_peers
+from mpicomm.bench.peers import OWN, ROOM_NBYTES, UNQUANTIZED, Mpicomm, Peer, PlainMpi, mean_share, measure, open_peers
 from mpicomm.bench.report import Report, ResultRow
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.collectives.gpu.decision import NAMES
-from mpicomm.collectives.wire import CODES, as_wire
+from mpicomm.collectives.wire import WIRE_DTYPES, as_wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import check_legal
 from mpicomm.mpi.types import covered_dtype
@@ -56,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     add("--vary", action="store_true", help=vary)
     names = ", ".join(("auto", *NAMES, "mpi"))
     add("--algorithm", default="auto", metavar="NAME", help=f"of mpicomm's calls: {names}; default: auto")
-    coded = "elements of mpicomm's calls travel as fp8 or int8; mpicomm-uncoded is mpicomm without it"
-    add("--wire-dtype", choices=CODES, help=coded)
+    quantized = "elements of mpicomm's calls travel as fp8 or int8; mpicomm-unquantized is mpicomm without it"
+    add("--wire-dtype", choices=WIRE_DTYPES, help=quantized)
     add("--buffers", choices=("symmetric", "ordinary"), default="symmetric", help="default: symmetric")
     return result
 
@@ -67,7 +67,7 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
     row = OPERATIONS[options.collective].collective
     wire = as_wire(options.wire_dtype)
     if wire is not None:
-        if row is None or not row.coded:
+        if row is None or not row.quantizable:
             raise InvalidUsageError("--wire-dtype is for allreduce, allgather and reduce_scatter: leave it out")
         wire.require(options.collective, covered_dtype(options.datatype), options.op if row.reduces else None)
     barrier = OPERATIONS[options.collective] is BARRIER
@@ -105,7 +105,7 @@ def main() -> int:
     wire = as_wire(options.wire_dtype)
     contenders: list[Peer] = [Mpicomm(comm, machine, **how_called, wire=wire).named(OWN, longest)]
     if wire is not None:
-        contenders.append(Mpicomm(comm, machine, **how_called).named(UNCODED, longest))
+        contenders.append(Mpicomm(comm, machine, **how_called).named(UNQUANTIZED, longest))
     opened, absent = open_peers(comm, machine, PEERS, options.compare, longest)
     contenders += opened.values()
 

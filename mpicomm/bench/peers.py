@@ -43,7 +43,7 @@ _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "avg":
 
 P = TypeVar("P", bound="Peer")
 OWN = "mpicomm"
-UNCODED = "mpicomm-uncoded"
+UNQUANTIZED = "mpicomm-unquantized"
 
 
 class Peer:
@@ -69,7 +69,7 @@ class Peer:
     @property
     def own(self) -> bool:
         """Whether it is mpicomm. Failures of mpicomm end the run."""
-        return self.name in (OWN, UNCODED)
+        return self.name in (OWN, UNQUANTIZED)
 
     @staticmethod
     def missing() -> str | None:
@@ -130,7 +130,7 @@ class Mpicomm(Peer):
         if algorithm != "auto":
             self._options["algorithm"] = algorithm
         if wire is not None:
-            self._options["wire_dtype"] = wire.codes
+            self._options["wire_dtype"] = wire.dtype
             self.error = wire.error
 
     def allocate(self, nbytes: int) -> Any:

@@ -9,7 +9,7 @@ from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple, TypeVar
 
 from mpicomm.bench.measure import Measured, Outcome
-from mpicomm.bench.peers import OWN, UNCODED, Peer
+from mpicomm.bench.peers import OWN, UNQUANTIZED, Peer
 from mpicomm.cli import options as command_line
 from mpicomm.sizes import Columns, format_cell
 
@@ -167,7 +167,7 @@ class Report:
         document = {
             "collective": command.removeprefix("bench "),
             "multicast": False,
-            "peers": {each.name: each.version for each in contenders if each in libraries or each.name == UNCODED},
+            "peers": {each.name: each.version for each in contenders if each in libraries or each.name == UNQUANTIZED},
             "missing": absent,
             "results": self.document(),
             "geometric_means": self.geometric_means(),

@@ -117,7 +117,7 @@ class Call:
         finish = None if self.beside else arguments.epilogue  # kernels apply it to other memory
         self.epilogue = checks.bound_epilogue(operation, finish, self.dtype, self.send, self.receive)
         self.wire = arguments.wire
-        """The codes as which elements travel; None if they travel as they are."""
+        """How elements travel quantized; None if they travel as they are."""
         if self.wire is not None:
             plain = self.epilogue is None and not any(operand.derived for operand in self.operands)
             self.wire.require(operation.name, self.dtype, self.op, self.operands, plain=plain)
@@ -175,7 +175,7 @@ class Call:
         epilogue = None if self.epilogue is None else self.epilogue.text
         wire = None if self.wire is None else str(self.wire)
         if wire is not None and not operation.reduces:
-            dtype = str(self.dtype)  # codes stand for elements, not for bytes
+            dtype = str(self.dtype)  # blocks with scales are of elements, not of bytes
         return checks.Signature(operation.name, dtype, count, self.op, root, asked, epilogue, wire)
 
     @cached_property

@@ -43,7 +43,7 @@ class Signature:
     """The algorithm that the caller named."""
     epilogue: str | None = None
     wire_dtype: str | None = None
-    """The codes as which elements travel."""
+    """The quantized type as which elements travel."""
 
     def __str__(self) -> str:
         return self._text(self.count)

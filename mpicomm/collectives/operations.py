@@ -49,8 +49,8 @@ class Operation:
     two_shot: Callable[[Buffers], TwoShot] | None = None
     ring: Callable[[Buffers], list[Exchange]] | None = None
     chain: Callable[[Buffers], Chain] | None = None
-    coded: bool = False
-    """Whether elements may travel as codes of 8 bits: the argument ``wire_dtype``."""
+    quantizable: bool = False
+    """Whether elements may travel quantized: the argument ``wire_dtype``."""
     tree: bool = False
     """Whether it can add in the order of a binary tree: the argument ``order``."""
     copies: Literal["", "one_shot", "two_shot"] = ""
@@ -103,7 +103,7 @@ DOCS: dict[Operation, str] = {}
 """The text of the blocking method's docstring: what it does, its buffers, and an example."""
 
 ALLGATHER = Operation(
-    "Allgather", "one", "blocks", patterns.allgather, to_all=True, into_all=True, coded=True, copies="one_shot"
+    "Allgather", "one", "blocks", patterns.allgather, to_all=True, into_all=True, quantizable=True, copies="one_shot"
 )
 DOCS[ALLGATHER] = """\
 Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``.
@@ -129,7 +129,7 @@ Counts and displacements have an entry for each rank, in elements, and are the s
 """
 ALLREDUCE = Operation(
     "Allreduce", "one", "one", patterns.allreduce, reduces=True, to_all=True, into_all=True,
-    two_shot=patterns.two_shot_allreduce, ring=patterns.ring_allreduce, coded=True, tree=True, copies="two_shot",
+    two_shot=patterns.two_shot_allreduce, ring=patterns.ring_allreduce, quantizable=True, tree=True, copies="two_shot",
 )  # fmt: skip
 DOCS[ALLREDUCE] = """\
 Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element.
@@ -322,7 +322,7 @@ arrays.
     comm.Reduce_scatter(x, y, recvcounts=counts)
 """
 REDUCE_SCATTER_BLOCK = Operation(
-    "Reduce_scatter_block", "blocks", "one", patterns.reduce_scatter, reduces=True, to_all=True, coded=True,
+    "Reduce_scatter_block", "blocks", "one", patterns.reduce_scatter, reduces=True, to_all=True, quantizable=True,
     tree=True, copies="one_shot",
 )  # fmt: skip
 DOCS[REDUCE_SCATTER_BLOCK] = """\

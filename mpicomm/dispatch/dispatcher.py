@@ -27,11 +27,11 @@ from mpicomm.dispatch.location_votes import LocationVotes
 from mpicomm.dispatch.reader import ByMpi, Reader
 from mpicomm.dispatch.rewrites import (
     Rewrite,
-    as_codes,
     as_packed,
     copied,
     on_copies,
     on_pinned,
+    quantized,
     start_exchange,
     with_epilogue,
 )
@@ -196,7 +196,7 @@ class Dispatcher:
         if call.epilogue is not None:
             return with_epilogue
         if call.wire is not None:
-            return as_codes
+            return quantized
         moves = not (call.operation.reduces or call.operation.of_neighbors or call.operation.send == "typed")
         if (
             moves

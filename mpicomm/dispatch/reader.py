@@ -139,7 +139,7 @@ def _refusal(call: Call) -> str:
     operation, algorithm, wire = call.operation, call.algorithm, call.arguments.wire
     named = f'algorithm="{algorithm}" of {operation}'
     if wire is not None and algorithm not in ("one_shot", "two_shot"):
-        return f'{named} sends no codes of 8 bits for wire_dtype="{wire}": use "auto"'
+        return f'{named} does not support wire_dtype="{wire}": use "auto"'
     if algorithm == "mpi":
         if call.op in ("avg", "tree"):
             lacking = "AVG" if call.op == "avg" else 'order="tree"'

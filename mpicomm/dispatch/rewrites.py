@@ -1,4 +1,4 @@
-"""Calls that become simpler calls: with an epilogue or codes on the host, on pinned copies, or as one exchange by MPI.
+"""Calls that become simpler calls: epilogues and wire_dtype on the host, pinned copies, or one exchange by MPI.
 
 All but the exchange return a call on other buffers, and a last step that fills the buffers of the user; see `Rewrite`.
 """
@@ -88,15 +88,16 @@ def as_packed(reader: Reader, call: Call) -> Steps:
     return reader.placed(reader.call(operation, given, call.algorithm), "host"), unpack
 
 
-def as_codes(reader: Reader, call: Call) -> Steps:
-    """Send the codes of elements. NumPy codes, adds and decodes, with the bits of the kernels.
+def quantized(reader: Reader, call: Call) -> Steps:
+    """Send elements quantized. NumPy quantizes, adds and dequantizes, with the bits of the kernels.
 
-    Each rank computes all of its result from the codes of all ranks, so it needs memory for them.
+    Each rank computes all of its result from the quantized elements of all ranks, so it needs memory for them.
     """
     placement = reader.session.placement
     rank, size = placement.rank, len(placement.places)
     assert call.receive is not None and call.dtype is not None and call.wire is not None
-    ranks, dtype, codes, again = range(size), call.dtype, call.wire.codes, call.wire.again
+    ranks, dtype, wire_dtype = range(size), call.dtype, call.wire.dtype
+    quantizes_result = call.operation is ALLREDUCE and call.wire.quantizes_result
 
     def view(span: Span) -> npt.NDArray[Any]:
         return array_at(span.pointer, span.count, dtype)
@@ -113,9 +114,9 @@ def as_codes(reader: Reader, call: Call) -> Steps:
     else:
         assert whole is not None
         operation, given = ALLGATHER, [whole]
-    sent = np.empty((len(given), wire.coded_nbytes(given[0].size)), np.uint8)
-    for block, coded in zip(given, sent, strict=True):
-        wire.encode(block, codes, coded)
+    sent = np.empty((len(given), wire.quantized_nbytes(given[0].size)), np.uint8)
+    for block, message in zip(given, sent, strict=True):
+        wire.quantize(block, wire_dtype, message)
     received = np.empty((size, sent.shape[1]), np.uint8)
     # MPI would neither notice that ranks call different things, nor limit the wait.
     part = reader.call(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot")
@@ -125,18 +126,18 @@ def as_codes(reader: Reader, call: Call) -> Steps:
         values = np.empty(given[0].size, np.float32)
         with np.errstate(all="ignore"):
             if not call.operation.reduces:
-                for output, coded in zip(outputs, received, strict=True):
-                    wire.decode(coded, codes, values)
+                for output, message in zip(outputs, received, strict=True):
+                    wire.dequantize(message, wire_dtype, values)
                     np.copyto(output, values, casting="unsafe")
                 return
-            wire.decode(received[0], codes, values)
-            for coded in received[1:]:
-                wire.decode(coded, codes, values, adds=True)
+            wire.dequantize(received[0], wire_dtype, values)
+            for message in received[1:]:
+                wire.dequantize(message, wire_dtype, values, adds=True)
             if call.op == "avg":
                 values /= np.float32(size)
-            if call.operation is ALLREDUCE and again:
-                wire.encode(values, codes, received[0])
-                wire.decode(received[0], codes, values)
+            if quantizes_result:
+                wire.quantize(values, wire_dtype, received[0])
+                wire.dequantize(received[0], wire_dtype, values)
             np.copyto(outputs[0], values, casting="unsafe")
 
     return part, finish

@@ -26,15 +26,15 @@ __all__ = ["Elementwise", "Epilogue", "fp8", "layer_norm", "rms_norm"]
 
 
 def fp8(scale: Any, dtype: str = "float8_e4m3fn") -> Epilogue:
-    """Return the epilogue that multiplies by ``scale`` and converts to 8 bits, with saturation. Local.
+    """Return the epilogue that multiplies by ``scale`` and converts to fp8, with saturation. Local.
 
     NaN stays NaN. ``scale`` is a number, or an array of one element on the device of the result. The array may change
     between replays of a CUDA graph. ``recvbuf`` has elements of ``dtype``: "float8_e4m3fn" or "float8_e5m2". A call
     with another ``recvbuf`` raises `InvalidUsageError`.
     """
-    from mpicomm.epilogues.elementwise import ToEightBits
+    from mpicomm.epilogues.elementwise import ToFp8
 
-    return ToEightBits(scale, dtype)
+    return ToFp8(scale, dtype)
 
 
 def rms_norm(
@@ -56,16 +56,16 @@ def rms_norm(
     because one rank may compute h for all. The arrays share no memory, and the call's ``sendbuf`` shares none with
     residual and scales.
 
-    With ``scale`` or ``scales`` the row becomes codes, with saturation. ``recvbuf`` has float8_e4m3fn or float8_e5m2,
-    or uint8 with two codes float4_e2m1fn in each byte, the first in the lower half. These need ``scales``. ``scale``, a
+    With ``scale`` or ``scales`` the row is quantized, with saturation. ``recvbuf`` has float8_e4m3fn or float8_e5m2,
+    or uint8 with two float4_e2m1fn in each byte, the first in the lower half. These need ``scales``. ``scale``, a
     number or one element of float32, multiplies the row first. Each group of a row has an element of ``scales``. A
     group is the row, or 16, 32, 64 or 128 elements. The number of scales says which. A scale is the largest magnitude
-    of its group, after ``scale``, divided by the largest code. A code is the value divided by its scale. The type of
-    scales is one of these:
+    of its group, after ``scale``, divided by the largest value of the quantized type. The elements of the group are
+    divided by it. The type of scales is one of these:
 
     - float32, rounded to nearest;
-    - uint8 for float8_e8m0fnu, rounded up to a power of two: MXFP8 for 32 elements of 8 bits;
-    - float8_e4m3fn, rounded to nearest: NVFP4 for 16 elements of 4 bits. ``scale`` is the global scale then.
+    - uint8 for float8_e8m0fnu, rounded up to a power of two: MXFP8 for groups of 32 elements of fp8;
+    - float8_e4m3fn, rounded to nearest: NVFP4 for groups of 16 elements. ``scale`` is the global scale then.
 
     ``scale_layout`` is "linear", [rows, groups of a row], or for the last two "128x4", the tiles of cuBLAS, padded
     to multiples of 128 rows and 4 groups. The padding stays as it is. The scale of a group with NaN or infinity is NaN.

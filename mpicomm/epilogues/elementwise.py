@@ -104,13 +104,13 @@ class Elementwise(Epilogue):
         return parse(self.expression, (_VALUE, _INDEX, *numbers), "epilogue", tuple(named), (_INDEX, *whole_numbers))
 
 
-class ToEightBits(Elementwise):
-    """Multiplies by ``scale`` and converts to 8 bits, with saturation, as `mpicomm.epilogues.fp8` says."""
+class ToFp8(Elementwise):
+    """Multiplies by ``scale`` and converts to fp8, with saturation, as `mpicomm.epilogues.fp8` says."""
 
     def __init__(self, scale: Any, dtype: str) -> None:
         largest = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype)
         if largest is None:
-            raise InvalidUsageError(f"dtype={dtype!r} is no float of 8 bits: use float8_e4m3fn or float8_e5m2")
+            raise InvalidUsageError(f"dtype={dtype!r} is no fp8 type: use float8_e4m3fn or float8_e5m2")
         factor = "scale[0]" if number_of(scale) is None else "scale"
         super().__init__(f"max(min(v * {factor}, {largest}), -{largest})", scale=scale)
         self._dtype = dtype

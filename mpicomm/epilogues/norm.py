@@ -1,4 +1,4 @@
-"""Norm: an epilogue that adds a residual to the result and normalises its rows, also to codes with scales."""
+"""Norm: an epilogue that adds a residual to the result, normalises its rows, and can quantize them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, Memory, host_array
+from mpicomm.epilogues.block_scaled import (
+    GROUPS,
+    LARGEST,
+    SCALES,
+    TILED_GROUPS,
+    QuantizedFormat,
+    quantize,
+    scales_of,
+    tiles_of,
+)
 from mpicomm.epilogues.elementwise import number_of
-from mpicomm.epilogues.scaled_codes import GROUPS, LARGEST, SCALES, TILED_GROUPS, Codes, encode, scales_of, tiles_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import kind_of
 from mpicomm.kernels.epilogue import NORM_THREADS, NormArguments, NormKernelArguments, norm_kernel, norm_options
@@ -58,7 +67,7 @@ class Norm(Epilogue):
         return f"{self.name}(..., eps={self.eps})"
 
     def elements_in(self, result: Operand) -> int:
-        """See `Epilogue`. Two codes of 4 bits lie in a byte."""
+        """See `Epilogue`. Two float4_e2m1fn lie in a byte."""
         return result.total * (2 if self._has_four_bits(result) else 1)
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
@@ -88,29 +97,29 @@ class Norm(Epilogue):
                     f"{said}: {name} has {read[name].total} elements of {read[name].dtype}: pass {weight.total} of "
                     f"{like}, as a row has"
                 )
-        codes = self._codes(said, dtype, result, read, count // weight.total)
+        quantized = self._quantized_format(said, dtype, result, read, count // weight.total)
         for changed in [each for each in self.grows if each in read]:
             for other, array in read.items():
                 if other != changed and overlaps(read[changed], array):
                     raise InvalidUsageError(f"{said}: {changed} and {other} overlap: copy one of them")
-        return BoundNorm(self, dtype, result, read, codes)
+        return BoundNorm(self, dtype, result, read, quantized)
 
     def _has_four_bits(self, result: Operand) -> bool:
         return "scales" in self.arrays and result.dtype == np.uint8
 
-    def _codes(
+    def _quantized_format(
         self, said: str, dtype: np.dtype[Any], result: Operand, read: dict[str, Operand], rows: int
-    ) -> Codes | None:
-        """Return the codes of the call. ``read`` has the arrays by name."""
+    ) -> QuantizedFormat | None:
+        """Return the format of the result; None if it is not quantized. ``read`` has the arrays by name."""
         scales, scale, hidden = read.get("scales"), read.get("scale"), read["weight"].total
         if scales is None and scale is None and self.scale is None:
             return None
-        code = "float4_e2m1fn" if self._has_four_bits(result) else str(result.dtype)
+        kind = "float4_e2m1fn" if self._has_four_bits(result) else str(result.dtype)
         named = "scale" if scales is None else "scales"
-        if code not in LARGEST:
+        if kind not in LARGEST:
             raise InvalidUsageError(
-                f"{said}: {named} is for codes, and recvbuf has {result.dtype}: pass float8_e4m3fn or float8_e5m2, or "
-                "uint8 with two codes of 4 bits in a byte"
+                f"{said}: {named} is for quantized results, and recvbuf has {result.dtype}: pass float8_e4m3fn or "
+                "float8_e5m2, or uint8 with two float4_e2m1fn in a byte"
             )
         if dtype.name == "float64":
             raise InvalidUsageError(
@@ -121,25 +130,25 @@ class Norm(Epilogue):
                 f"{said}: scale has {scale.total} elements of {scale.dtype}: pass a number, or one element of float32"
             )
         if scales is None:
-            return Codes(code)
-        kind, tiled = SCALES.get(str(scales.dtype)), self._layout == "128x4"
-        if kind is None:
+            return QuantizedFormat(kind)
+        scale_kind, tiled = SCALES.get(str(scales.dtype)), self._layout == "128x4"
+        if scale_kind is None:
             raise InvalidUsageError(
                 f"{said}: scales has elements of {scales.dtype}: pass float32, float8_e4m3fn, or uint8 for "
                 "float8_e8m0fnu"
             )
-        sizes = TILED_GROUPS.get(kind, ()) if tiled else GROUPS
+        sizes = TILED_GROUPS.get(scale_kind, ()) if tiled else GROUPS
         counts = {size: hidden // size for size in sizes if hidden % size == 0}
         if not tiled and hidden * dtype.itemsize % PACKET_NBYTES == 0 and hidden not in counts:
             counts[0] = 1
         expected = {size: scales_of(rows, columns, tiled=tiled) for size, columns in counts.items()}
         for size, total in expected.items():
             if total == scales.total:
-                return Codes(code, kind, size, tiled)
+                return QuantizedFormat(kind, scale_kind, size, tiled)
         known = ", or ".join(f"{total} for each {size or 'row'}" for size, total in expected.items())
         raise InvalidUsageError(
-            f"{said}: scales has {scales.total} elements of {kind} in the layout {self._layout}, for {rows} rows of "
-            f"{hidden} elements: pass {known or 'rows of whole groups'}"
+            f"{said}: scales has {scales.total} elements of {scale_kind} in the layout {self._layout}, for {rows} rows "
+            f"of {hidden} elements: pass {known or 'rows of whole groups'}"
         )
 
 
@@ -147,28 +156,35 @@ class BoundNorm(BoundEpilogue):
     """The normalisation of a call with a result that has the rows of ``weight``. ``arrays`` are its arrays by name."""
 
     def __init__(
-        self, norm: Norm, dtype: np.dtype[Any], result: Operand, arrays: dict[str, Operand], codes: Codes | None
+        self,
+        norm: Norm,
+        dtype: np.dtype[Any],
+        result: Operand,
+        arrays: dict[str, Operand],
+        quantized: QuantizedFormat | None,
     ) -> None:
         weight, self._eps, scale = arrays["weight"], norm.eps, norm.scale
         has = "".join(f", {each}" for each in ("bias", "linear_bias", "scale") if each in arrays)
-        made = result.dtype if codes is None else f"{codes}, scale={scale}"
+        made = result.dtype if quantized is None else f"{quantized}, scale={scale}"
         text = f"{norm.name}, {weight.total} {weight.dtype}{has}, eps={self._eps}, to {made}"
         super().__init__(text, dtype, result, arrays)
         self.writes = tuple(array for name, array in arrays.items() if name in Norm.grows)
         self.row_nbytes = weight.total * dtype.itemsize
-        self.in_element = 1 if codes is None else codes.in_byte
+        self.in_element = 1 if quantized is None else quantized.per_byte
         self._centred = norm.name == "layer_norm"
-        self._codes = codes
+        self._quantized = quantized
         self._scale = 1.0 if scale is None else float(scale)
         self._hidden = weight.total
-        self._columns = 0 if codes is None or codes.scales is None else self._hidden // (codes.group or self._hidden)
-        self._tiled = codes is not None and codes.tiled
+        scaled = None
+        if quantized is not None and quantized.scales is not None:
+            scaled = quantized.scales, quantized.group
+        self._columns = 0 if scaled is None else self._hidden // (scaled[1] or self._hidden)
+        self._tiled = quantized is not None and quantized.tiled
         assert weight.dtype is not None
         wanted = {"CENTRED": self._centred, "BIAS": "bias" in arrays, "LINEAR_BIAS": "linear_bias" in arrays}
         flags = [flag for flag, is_wanted in wanted.items() if is_wanted]
-        scaled = None if codes is None or codes.scales is None else (codes.scales, codes.group)
         self._options = [
-            norm_options(self.result.name, weight.dtype.name, each, codes and codes.type, scaled)
+            norm_options(self.result.name, weight.dtype.name, each, quantized and quantized.type, scaled)
             for each in (flags, [*flags, "ALIGNED"])
         ]
         memory = [(array.pointer, array.total) for array in arrays.values()]
@@ -220,8 +236,8 @@ class BoundNorm(BoundEpilogue):
                 normal = h * (wide.type(1) / np.sqrt(self._mean(h * h) + wide.type(self._eps))) * weight
                 if bias is not None:
                     normal = normal + bias
-                if self._codes is not None:
-                    encode(self._codes, normal * scale, start, results[rows].view(np.uint8), scales)
+                if self._quantized is not None:
+                    quantize(self._quantized, normal * scale, start, results[rows].view(np.uint8), scales)
                     continue
                 if is_narrow(self.result):
                     normal = normal.astype(_FLOAT32)

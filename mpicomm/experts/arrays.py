@@ -228,7 +228,7 @@ class Received:
     x: Any
     """Rows: ``[capacity, hidden]``, of the dtype of the Experts or of ``wire_dtype``.
 
-    CuPy has no floats of 8 bits, so its arrays have bytes instead.
+    CuPy has no fp8, so its arrays have bytes instead.
 
     In the layout by expert each place has a row. Rows between the end of an expert and the start of the next are zero.
     In the layout by token each token with an expert here has one row, by the number of the token, then by its rank.
@@ -237,7 +237,7 @@ class Received:
     scales: Any
     """With ``wire_dtype`` the scales of the rows: float32 ``[capacity, hidden // 128]``; else None.
 
-    A group of 128 elements is its floats of 8 bits, multiplied by its scale.
+    A group of 128 elements is its fp8 values, multiplied by their scale.
     """
     counts: Any
     """The number of places of each expert of this rank: int32.

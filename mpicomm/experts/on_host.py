@@ -205,7 +205,7 @@ class HostWay:
 
 
 def quantized(x: Array) -> tuple[Array, Array]:
-    """Return rows as floats of 8 bits, and their scales: see experts_quantize.cu."""
+    """Return rows as fp8, and their scales: see experts_quantize.cu."""
     groups = x.astype(np.float32).reshape(len(x), x.shape[1] // GROUP, GROUP)
     largest = np.maximum(np.abs(groups).max(axis=2, initial=0), np.float32(_LEAST_LARGEST))
     values = groups * (np.float32(_LARGEST) / largest)[:, :, None]

@@ -59,15 +59,19 @@ def epilogue_options(expression: str, result: str | None = None) -> tuple[str, .
 
 
 def norm_options(
-    result: str, weight: str, flags: Iterable[str] = (), codes: str | None = None, scales: tuple[str, int] | None = None
+    result: str,
+    weight: str,
+    flags: Iterable[str] = (),
+    quantized: str | None = None,
+    scales: tuple[str, int] | None = None,
 ) -> tuple[str, ...]:
     """Return the options for a kernel that normalises rows of reduced elements: see norm.cuh.
 
     ``flags`` are some of CENTRED, BIAS, LINEAR_BIAS and ALIGNED, which says that all arrays lie at multiples of 16
-    bytes, and that rows are whole packets. ``codes`` is the type of codes, and ``scales`` the type of their scales and
-    the elements of a group, 0 for a row.
+    bytes, and that rows are whole packets. ``quantized`` is the quantized type of the results, and ``scales`` the type
+    of their scales and the elements of a group, 0 for a row.
     """
-    scaled: tuple[str, ...] = () if codes is None else (f"-DMPICOMM_CODES={codes}",)
+    scaled: tuple[str, ...] = () if quantized is None else (f"-DMPICOMM_QUANTIZED={quantized}",)
     if scales is not None:
         scaled += (f"-DMPICOMM_SCALES={scales[0]}", f"-DMPICOMM_GROUP={scales[1]}")
     types = f"-DMPICOMM_RESULT={cpp_name(result)}", f"-DMPICOMM_WEIGHT={cpp_name(weight)}"

@@ -1,6 +1,6 @@
-// Quantises tokens for a dispatch: each group of 128 elements becomes floats of 8 bits and a scale.
-// The largest magnitude of a group becomes the largest float of 8 bits. An element is about its float
-// of 8 bits, multiplied by the scale.
+// Quantizes tokens for a dispatch: each group of 128 elements becomes fp8 values and a scale. The largest
+// magnitude of a group becomes the largest fp8 value. An element is about its fp8 value, multiplied by
+// the scale.
 //
 // Half a warp computes a group. No other thread touches the group's memory, so the kernel needs no flags.
 

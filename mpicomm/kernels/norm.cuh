@@ -8,7 +8,7 @@
 //
 // One division serves a row, because a division takes many instructions.
 //
-// With MPICOMM_CODES the row becomes codes of `out * scale` (scaled_codes.cuh).
+// With MPICOMM_QUANTIZED the results are `out * scale`, quantized (block_scaled.cuh).
 //
 // kNormThreads threads take a row together. Thread t adds the numbers of packets t, t + kNormThreads
 // and so on, one element after the other. Then they add the sums of all threads by halves. So the
@@ -18,8 +18,8 @@
 #include "expressions.cuh"
 #include "reduce_packets.cuh"
 #include "runs.cuh"
-#if defined(MPICOMM_CODES)
-#include "scaled_codes.cuh"
+#if defined(MPICOMM_QUANTIZED)
+#include "block_scaled.cuh"
 #endif
 
 namespace mpicomm {
@@ -58,10 +58,10 @@ constexpr bool kLinearBias = true;
 #else
 constexpr bool kLinearBias = false;
 #endif
-#if defined(MPICOMM_CODES)
-constexpr bool kCodes = true;
+#if defined(MPICOMM_QUANTIZED)
+constexpr bool kQuantizes = true;
 #else
-constexpr bool kCodes = false;
+constexpr bool kQuantizes = false;
 constexpr bool kScales = false;
 constexpr u32 kGroup = 1;
 #endif
@@ -194,7 +194,7 @@ struct StatisticsOf {
 template <>
 struct StatisticsOf<double> {
   double mean = 0, scale = 1;
-  static constexpr float inverse = 1;  // only sums of up to 32 bits become codes
+  static constexpr float inverse = 1;  // only sums of up to 32 bits are quantized
 };
 using Statistics = StatisticsOf<State>;
 static_assert(sizeof(Statistics) == kPacketNbytes);
@@ -203,10 +203,10 @@ static_assert(sizeof(Statistics) == kPacketNbytes);
 struct Weights {
   Run<Weight, kElements> weight{};
   Run<Weight, kElements> bias{};
-  float factor = 1;  // of the results before they become codes
+  float factor = 1;  // of the results before they are quantized
 
   MPICOMM_DEVICE Weights(const Norm& norm, u64 at, u64 count) {
-    if constexpr (kCodes) factor = norm.scale_at != nullptr ? *norm.scale_at : static_cast<float>(norm.scale);
+    if constexpr (kQuantizes) factor = norm.scale_at != nullptr ? *norm.scale_at : static_cast<float>(norm.scale);
     if (count == 0) return;
     weight = load_elements<Weight>(norm.weight, at, count);
     if constexpr (kBias) bias = load_elements<Weight>(norm.bias, at, count);
@@ -227,16 +227,16 @@ struct Normals {
       if constexpr (kCentred) value -= row.mean;
       value = value * row.scale * fn::element<State>(weights.weight.of, e);
       if constexpr (kBias) value += fn::element<State>(weights.bias.of, e);
-      if constexpr (kCodes) value *= weights.factor;
+      if constexpr (kQuantizes) value *= weights.factor;
       of[e] = value;
     }
   }
 };
 
-#if defined(MPICOMM_CODES)
-// Stores the codes of the first `count` values of a packet at element `at` of row `row`. All threads
-// of the warp call it together if groups have scales.
-MPICOMM_DEVICE void store_codes(const Norm& norm, u64 row, u64 at, const Normals& normals, u64 count, float inverse) {
+#if defined(MPICOMM_QUANTIZED)
+// Quantizes and stores the first `count` values of a packet at element `at` of row `row`. All threads of
+// the warp call it together if groups have scales.
+MPICOMM_DEVICE void store_quantized(const Norm& norm, u64 row, u64 at, const Normals& normals, u64 count, float inverse) {
 #if defined(MPICOMM_SCALES)
   if constexpr (kScaledGroups) {
     static_assert(kGroup % kElements == 0 && kGroup / kElements <= kLanes, "the lanes of a warp have whole groups");
@@ -248,12 +248,12 @@ MPICOMM_DEVICE void store_codes(const Norm& norm, u64 row, u64 at, const Normals
     }
   }
 #endif
-  Run<u8, kElements / kCodesOfByte> out{};
+  Run<u8, kElements / kQuantizedOfByte> out{};
 #pragma unroll
   for (u32 e = 0; e < kElements; ++e) {
-    out.of[e / kCodesOfByte] |= static_cast<u8>(code_of(normals.of[e] * inverse) << e % kCodesOfByte * 4);
+    out.of[e / kQuantizedOfByte] |= static_cast<u8>(quantized_bits(normals.of[e] * inverse) << e % kQuantizedOfByte * 4);
   }
-  store_elements(norm.output + (row * norm.hidden + at) / kCodesOfByte, out, count / kCodesOfByte);
+  store_elements(norm.output + (row * norm.hidden + at) / kQuantizedOfByte, out, count / kQuantizedOfByte);
 }
 #endif
 
@@ -268,8 +268,8 @@ MPICOMM_DEVICE void store_normal(
     u64 count,
     const Statistics& statistics) {
   const Normals normals(weights, h, count, statistics);
-#if defined(MPICOMM_CODES)
-  store_codes(norm, row, at, normals, count, statistics.inverse);
+#if defined(MPICOMM_QUANTIZED)
+  store_quantized(norm, row, at, normals, count, statistics.inverse);
 #else
   Run<Finished, kElements> out{};
 #pragma unroll

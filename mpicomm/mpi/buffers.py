@@ -349,7 +349,7 @@ def new_array(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any] | None = N
     dtype = like.dtype if dtype is None else dtype
     if not on_device:
         return np.empty(shape, dtype)
-    # The backend of a GPU has imported CuPy, which has no floats of 8 bits.
+    # The backend of a GPU has imported CuPy, which has no fp8.
     return sys.modules["cupy"].empty(shape, dtype if types.name_of(dtype) != "float8_e4m3fn" else np.uint8)
 
 

@@ -302,7 +302,7 @@ def _read_scales(
         return None
     if library.name != "torch" or dtype not in _NARROW or product is not None:
         raise InvalidUsageError(
-            f"{kind}: scale_a, scale_b and out_dtype are for PyTorch's product of tensors with elements of 8 bits, and "
+            f"{kind}: scale_a, scale_b and out_dtype are for PyTorch's product of fp8 tensors, and "
             f"a has {dtype}: leave them out"
         )
     rows, columns = int(a.shape[0]), int(b.shape[1])

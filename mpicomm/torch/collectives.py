@@ -76,13 +76,13 @@ class Collective(TensorCall):
 
 
 class AllReduce(Collective):
-    """Reduces ``tensor`` over all ranks, in place. Elements travel as codes of ``wire``, if it is not None."""
+    """Reduces ``tensor`` over all ranks, in place. Elements travel quantized by ``wire``, if it is not None."""
 
     def carry_out(self, tensor: torch.Tensor, op: Any, name: str, wire: Wire | None) -> None:
         memory = flat(tensor, name)
         reduction = reduction_of(op, memory, name)
         send = MPI.IN_PLACE if reduction.factor is None else reduction.given(memory)
-        self._call(memory, send, memory, reduction.op, wire_dtype=None if wire is None else wire.codes)
+        self._call(memory, send, memory, reduction.op, wire_dtype=None if wire is None else wire.dtype)
         reduction.finish(memory, self._size)
 
     def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:

@@ -22,7 +22,7 @@ from mpicomm.torch.collectives import TensorCall
 from mpicomm.torch.process_group import ProcessGroup, group_of
 
 _AVG = dist.ReduceOp.AVG
-_CODES = {torch.float8_e4m3fn: Wire("float8_e4m3fn"), torch.int8: Wire("int8")}
+_WIRES = {torch.float8_e4m3fn: Wire("float8_e4m3fn"), torch.int8: Wire("int8")}
 _ROWS_AT_ONCE = 4096  # of a product in float32, which is larger than its factors
 
 
@@ -31,21 +31,21 @@ class AllreduceState:
 
     ``group`` is a group of the backend ``mpicomm``, by default the group of all ranks. Without ``wire_dtype`` gradients
     travel in their type. With ``torch.bfloat16`` or ``torch.float16`` gradients of float32 travel in half of the bytes.
-    Kernels add in float32 and round once. With ``torch.float8_e4m3fn`` or ``torch.int8`` gradients travel as codes of 8
-    bits: see ``wire_dtype`` of `mpicomm.Communicator.Allreduce`, which also states the error. A NaN or an infinity
+    Kernels add in float32 and round once. With ``torch.float8_e4m3fn`` or ``torch.int8`` gradients travel
+    quantized: see ``wire_dtype`` of `mpicomm.Communicator.Allreduce`, which also states the error. A NaN or an infinity
     makes its block of 128 elements NaN on all ranks, so ``torch.amp.GradScaler`` notices it. The constructor is local,
     and raises `InvalidUsageError` for other types and groups.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, wire_dtype: torch.dtype | None = None) -> None:
-        if wire_dtype not in (None, torch.bfloat16, torch.float16, *_CODES):
+        if wire_dtype not in (None, torch.bfloat16, torch.float16, *_WIRES):
             raise InvalidUsageError(
                 f"wire_dtype={wire_dtype}: pass torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, or "
                 "leave it out"
             )
         self.group = group_of(group)
         self.wire_dtype = wire_dtype
-        self._wire = None if wire_dtype is None else _CODES.get(wire_dtype)
+        self._wire = None if wire_dtype is None else _WIRES.get(wire_dtype)
         self._converted: dict[int, Tensor] = {}
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -10,7 +10,7 @@ from cells import microseconds, nbytes, table
 Bench = dict[str, Any]
 
 OWN = "mpicomm"
-UNCODED = "mpicomm-uncoded"
+UNQUANTIZED = "mpicomm-unquantized"
 NOISE = 0.03
 COLLECTIVES = {
     "allreduce": "All-reduce",
@@ -32,10 +32,10 @@ PEERS = {
     "torch": "torch",
     "nvshmem": "NVSHMEM",
     "mpi": "MPI",
-    UNCODED: "without codes",
+    UNQUANTIZED: "not quantized",
 }
 PLACES = {"out-of-place": "", "in-place": "in place: "}
-CODED = "The elements travel as codes of 8 bits. Bandwidths count the bytes of the elements."
+QUANTIZED = "The elements travel quantized. Bandwidths count the bytes of the elements."
 UNEVEN = "The blocks are uneven: 1/4, 3/4, 5/4 and 7/4 of an even block with 4 ranks, 1/2 and 3/2 with 2 ranks."
 REMARKS = {
     "allgatherv": UNEVEN,
@@ -72,7 +72,7 @@ def bench_title(bench: Bench) -> str:
     if bench["collective"] != "barrier":
         parts += [f"{options['buffers']} arrays", options["datatype"]]
     if options.get("wire_dtype"):
-        parts.append(f"codes of {options['wire_dtype']}")
+        parts.append(f"quantized as {options['wire_dtype']}")
     if options["eager"]:
         parts.append("call by call")
     if options.get("vary"):
@@ -82,7 +82,7 @@ def bench_title(bench: Bench) -> str:
 
 def versions_of(bench: Bench) -> dict[str, str]:
     """Return the versions of mpicomm, of its dependencies, and of its peers."""
-    peers = {PEERS[name]: version for name, version in bench["peers"].items() if name != UNCODED}
+    peers = {PEERS[name]: version for name, version in bench["peers"].items() if name != UNQUANTIZED}
     return {**bench["versions"], **peers}
 
 
@@ -133,7 +133,7 @@ def bench_section(bench: Bench, versions: dict[str, str]) -> list[str]:
     if bench["collective"] in REMARKS:
         lines += [REMARKS[bench["collective"]], ""]
     if bench["options"].get("wire_dtype"):
-        lines += [CODED, ""]
+        lines += [QUANTIZED, ""]
     notes = [line for note in bench.get("notes", []) for line in (note, "")]
     return [*lines, *_times(bench), "", *_footer(bench), *notes]
 

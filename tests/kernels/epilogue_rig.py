@@ -70,7 +70,7 @@ def run_after(
     """
     moved, places = on_rank(epilogue, machine, 0)
     made = dtype_named(result)
-    count = values.size // (2 if result == "uint8" else 1)  # two codes of 4 bits lie in a byte
+    count = values.size // (2 if result == "uint8" else 1)  # two float4_e2m1fn lie in a byte
     source = target = machine.place(0, values, offset=offset * values.itemsize)
     if not in_place:
         target = machine.place(0, np.zeros(count, made), offset=offset * made.itemsize)
@@ -116,7 +116,7 @@ class FusedCalls:
         rank, by name. ``values`` makes the ranks' inputs.
         """
         size, machine, rng, (name, op) = self._rig.size, self._rig.machine, self._rng, reduction
-        # Two codes of 4 bits lie in a byte.
+        # Two float4_e2m1fn lie in a byte.
         room = count // 2 if result == "uint8" else count
         whole = bound(epilogue, name, result, room)
         moved = [on_rank(epilogue, machine, rank, offset=self._offset(whole.dtype)) for rank in range(size)]

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives import operations
-from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, parts_of
+from mpicomm.collectives.gpu.algorithms.packets.arguments import QUANTIZED_OF_PACKET, parts_of
 from mpicomm.collectives.wire import Wire
 from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.reductions import (
-    coded_sum,
     dtype_named,
+    quantized_sum,
     reduced,
     require_same,
     ring_reduced,
+    round_trip,
     samples,
-    through_codes,
     with_sentinels,
 )
 from tests.kernels.machine import Array, Place
@@ -299,8 +299,8 @@ def random_counts(rng: np.random.Generator, size: int, choices: Sequence[int]) -
 
 
 def elements_of_step(size: int) -> int:
-    """Return the elements of a step between ``size`` ranks, and the bytes of its codes."""
-    return SMALL.threads * CODES_OF_PACKET * parts_of(size, one_step=False)
+    """Return the elements of a step between ``size`` ranks, and the bytes of them quantized."""
+    return SMALL.threads * QUANTIZED_OF_PACKET * parts_of(size, one_step=False)
 
 
 def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
@@ -314,8 +314,8 @@ def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array
     return made
 
 
-class CodedCalls(Calls):
-    """Calls with codes between the ranks of a rig."""
+class QuantizedCalls(Calls):
+    """Quantized calls between the ranks of a rig."""
 
     def __init__(self, rig: Rig, rng: np.random.Generator, wire: Wire, dtype: str, **options: Any) -> None:
         super().__init__(rig, rng, **options)
@@ -332,10 +332,10 @@ class CodedCalls(Calls):
         return numbers(self._dtype, nbytes // self._dtype.itemsize, self._rng).view(np.uint8)
 
     def _reduced(self, op: str, parts: Sequence[Array], *, shards: bool = False) -> Array:
-        return coded_sum(parts, self._wire.codes, op, again=self._wire.again and not shards)
+        return quantized_sum(parts, self._wire.dtype, op, results=self._wire.quantizes_result and not shards)
 
     def _moved(self, part: Array) -> Array:
-        return through_codes(part.view(self._dtype), self._wire.codes).astype(self._dtype)
+        return round_trip(part.view(self._dtype), self._wire.dtype).astype(self._dtype)
 
     def _require(self, places: Sequence[Place], expected: Sequence[Array]) -> None:
         for rank, (place, right) in enumerate(zip(places, expected, strict=True)):

@@ -35,9 +35,9 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
     Configs,
     Geometry,
     PacketConfig,
-    coding_of,
     large_inboxes,
     row_configs,
+    wire_format_of,
 )
 from mpicomm.collectives.gpu.algorithms.packets.plan import PacketLauncher
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import (
@@ -205,8 +205,8 @@ class Rig:
         """Enqueue a rank's part of a collective; ``symmetric`` if its output lies in `outputs`."""
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
         form = replace(pattern.form, epilogue=finish, wire=wire)
-        text, codes = None if finish is None else finish.text, wire and str(wire[0])
-        signature = replace(pattern.signature, epilogue=text, wire_dtype=codes)
+        text, wire_dtype = None if finish is None else finish.text, wire and str(wire[0])
+        signature = replace(pattern.signature, epilogue=text, wire_dtype=wire_dtype)
         for step in self.steps(rank, pattern, form, signature.hash32, memory):
             self.enqueue(rank, step, nap_us=nap_us)
             nap_us = 0
@@ -262,8 +262,8 @@ def packet_rig(
         if finish and finish.row_nbytes:
             configs = row_configs(finish.row_nbytes, domain, fan_out=fans)
         else:
-            coding, longer = coding_of(form), form.is_private
-            config = PacketConfig(protocol, inboxes, SMALL, coding, domain.size, others_are_longer=longer)
+            wire_format, longer = wire_format_of(form), form.is_private
+            config = PacketConfig(protocol, inboxes, SMALL, wire_format, domain.size, others_are_longer=longer)
             configs = Configs(lambda nbytes: config)
         return PacketLauncher(form, domain, configs, (0, 0), two_shot=fans, finishes=finish is not None)
 

@@ -24,7 +24,7 @@ from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds
 from tests.kernels.epilogue_rig import FusedCalls, normal
-from tests.kernels.kernel_calls import SUM, Calls, CodedCalls, elements_of_step, play, random_counts, sizes_around
+from tests.kernels.kernel_calls import SUM, Calls, QuantizedCalls, elements_of_step, play, random_counts, sizes_around
 from tests.kernels.machine import Machine, RunFailedError
 from tests.kernels.rig import INBOX_NBYTES, SMALL, ProgramRig, Rig, chain_rig, direct_rig, exchange_rig, packet_rig
 from tests.kernels.rig import LARGE_INBOX_NBYTES as LARGE
@@ -181,20 +181,20 @@ def test_every_class_of_types(
 # Ranks that are missing, and ranks whose calls differ.
 
 Of = Callable[..., Calls]
-INBOX_OF_CODES = 6 * elements_of_step(3)
+QUANTIZED_INBOX = 6 * elements_of_step(3)
 
 
-def with_codes(codes: str, dtype: str = "bfloat16") -> Of:
-    return partial(CodedCalls, wire=Wire(codes), dtype=dtype)
+def quantized_as(wire: str, dtype: str = "bfloat16") -> Of:
+    return partial(QuantizedCalls, wire=Wire(wire), dtype=dtype)
 
 
 @pytest.mark.parametrize(
     ("inbox_nbytes", "of", "given"),
     [
         (INBOX_NBYTES, Calls, (*SUM, 700)),
-        (INBOX_OF_CODES, with_codes("int8", "float32"), ("float32", "avg", 9 * elements_of_step(3), "two_shot")),
+        (QUANTIZED_INBOX, quantized_as("int8", "float32"), ("float32", "avg", 9 * elements_of_step(3), "two_shot")),
     ],
-    ids=["plain", "codes"],
+    ids=["plain", "quantized"],
 )
 def test_rank_that_is_missing_in_packets_is_named(builds: Builds, inbox_nbytes: int, of: Of, given: Any) -> None:
     rig = packet_rig(Machine(builds, 3), inbox_nbytes=inbox_nbytes, timeout_s=0.3)
@@ -245,11 +245,11 @@ def different() -> Iterator[tuple[str, Different]]:
     both_ways = np.array([[0, 100], [100, 0]])
     yield "cuts of a message", Different(packets, "alltoallv", [(both_ways, [cut] * 2) for cut in ((0, 7), (8, 0))])
     packets, given = (
-        partial(packet_rig, timeout_s=5, inbox_nbytes=INBOX_OF_CODES),
+        partial(packet_rig, timeout_s=5, inbox_nbytes=QUANTIZED_INBOX),
         [("bfloat16", "sum", 700, "two_shot")],
     )
-    of_codes = [with_codes(codes) for codes in ("int8", "float8_e4m3fn")]
-    yield "codes", Different(packets, "allreduce", given * 2, of_codes)
+    quantized = [quantized_as(wire) for wire in ("int8", "float8_e4m3fn")]
+    yield "quantized", Different(packets, "allreduce", given * 2, quantized)
     # Rank 2 takes from rank 1, which agrees with it. No rank takes from rank 0.
     packets, roots = partial(packet_rig, protocol="flagged"), [partial(Calls, root=root) for root in (0, 1, 1)]
     yield "roots", Different(packets, "bcast", [(8,)] * 3, roots, later=True)

@@ -72,7 +72,11 @@ BANDWIDTH = [
     *(packets(None, 4, "paced", **kind) for kind in ({"counted": True}, {"strided": True})),
     counted_step_kernel(4),
     packets(
-        (BF16, "sum"), 8, "laps", fan_out=True, wire=wire_options("int8", moves=False, codes_result=True, alike=False)
+        (BF16, "sum"),
+        8,
+        "laps",
+        fan_out=True,
+        wire=wire_options("int8", moves=False, quantizes_result=True, same_to_all=False),
     ),
     # The loads of a type, not the stores, need the registers.
     *(combine_experts_kernel("float16", BF16, by_token=way, in_packets=way) for way in (False, True)),

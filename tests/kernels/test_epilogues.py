@@ -59,9 +59,9 @@ def test_conversions_to_fewer_bits_round_once(builds: Builds, dtype: str, result
     """A float32 between would make ties of many of these numbers, which lie beside ties."""
     machine, narrow = Machine(builds, 1), dtype_named(result)
     if dtype == "float64":
-        codes = RNG.integers(0, 1 << 8 * narrow.itemsize, 1000).astype(f"u{narrow.itemsize}")
+        bits = RNG.integers(0, 1 << 8 * narrow.itemsize, 1000).astype(f"u{narrow.itemsize}")
         with np.errstate(all="ignore"):
-            below, above = (each.view(narrow).astype(np.float64) for each in (codes, codes + codes.dtype.type(1)))
+            below, above = (each.view(narrow).astype(np.float64) for each in (bits, bits + bits.dtype.type(1)))
             middles = (below + above) / 2
         ties = np.concatenate([middles, [0.0, -0.0, 464.0, 65520.0, 61440.0, 3.4e38, 1e300, 1e-300]])
         ties = ties[np.isfinite(ties)]

@@ -67,7 +67,7 @@ def test_any_routing(builds: Builds, data: st.DataObject) -> None:
 
 
 def quantised(rows: Array) -> tuple[Array, Array]:
-    """Return rows as floats of 8 bits, and the scale of each 128 elements."""
+    """Return rows as fp8, and the scale of each 128 elements."""
     values = np.zeros(rows.shape, ml_dtypes.float8_e4m3fn)
     scales = np.zeros((len(rows), rows.shape[1] // 128), np.float32)
     for row, numbers in enumerate(rows.astype(np.float32)):

@@ -1,4 +1,4 @@
-"""Norms of rows, to codes with scales too: in the kernels that reduce, and in the kernel after them, with its bits."""
+"""Norms of rows, also quantized with scales: in the kernels that reduce and in the kernel after them, the same bits."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def run_norms(
 
 
 # The way decides which rank makes a row, and the types decide how the row is made. The kernel after the reduction has
-# all types. These are each kind of codes and scales, and each norm.
+# all types. These are each quantized type and type of scales, and each norm.
 # Arrays that may lie anywhere take twice as many kernels.
 FUSED = [
     (Case("bfloat16", "bfloat16", 0, weight="bfloat16"), 3, "one_shot", True),

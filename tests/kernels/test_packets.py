@@ -1,4 +1,4 @@
-"""Packets that tell whether they have come, with LL flags and without, and packets of codes of 8 bits."""
+"""Packets that tell whether they have come, with LL flags and without, and quantized packets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import SENTINELS, dtype_named
 from tests.kernels.build import Builds
-from tests.kernels.kernel_calls import BOTH, Calls, CodedCalls, elements_of_step, play, random_counts
+from tests.kernels.kernel_calls import BOTH, Calls, QuantizedCalls, elements_of_step, play, random_counts
 from tests.kernels.late_resets import LATE, LOST
 from tests.kernels.machine import Array, Machine, RunFailedError, controls, without_mistake
 from tests.kernels.mistakes import Change, Changes
@@ -256,7 +256,7 @@ def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -
         run_uneven(builds, 3, laps, moves_only=True, changes=uneven, timeout_s=20)
 
 
-# Packets that carry codes of 8 bits.
+# Packets that carry quantized elements.
 
 STEP = elements_of_step(2)
 BOTH_WAYS = "allreduce:two_shot allreduce"
@@ -281,11 +281,11 @@ def run_all(
     changes: Changes = (),
     limit_s: float = 60,
 ) -> None:
-    """Calls with codes, with inboxes of ``laps`` steps. The compiler takes most of the time."""
+    """Quantized calls, with inboxes of ``laps`` steps. The compiler takes most of the time."""
     step = elements_of_step(size)
     rig = packet_rig(Machine(builds, size), inbox_nbytes=laps * step, changes=changes)
     sizes = [count * dtype_named(dtype).itemsize for count in counts or counts_of(step)]
-    of = partial(CodedCalls, wire=wire, dtype=dtype)
+    of = partial(QuantizedCalls, wire=wire, dtype=dtype)
     play(rig, kinds, sizes, reduction=(dtype, op), seed=seed, of=of, nap_us=500, limit_s=limit_s)
 
 
@@ -294,7 +294,7 @@ def run_all(
     [
         (2, Wire("float8_e4m3fn"), "bfloat16", "sum", BOTH_WAYS),
         (3, Wire("int8"), "float32", "avg", "allreduce:two_shot allgather"),
-        (2, Wire("int8", again=False), "float16", "avg", "allreduce"),
+        (2, Wire("int8", quantizes_result=False), "float16", "avg", "allreduce"),
         (4, Wire("float8_e4m3fn"), "float32", "sum", "reduce_scatter"),
     ],
     ids=str,
@@ -308,7 +308,7 @@ def test_results_have_the_bits_of_the_host(
 INT8 = Wire("int8")
 
 
-def test_no_race_with_codes(watched_builds: Builds) -> None:
+def test_no_race_if_quantized(watched_builds: Builds) -> None:
     run_all(watched_builds, 2, INT8, "bfloat16", "allreduce:two_shot", counts=(129, 8 * STEP + 77))
     run_all(watched_builds, 2, INT8, "bfloat16", "allreduce allgather", counts=(8 * STEP + 77,))
 
@@ -333,7 +333,7 @@ WITH_SCALES = {
     ),
     "not waited for": Change(SCALES, "if (took && missing() != 0) took = await_ranks", "if (false) took = await_ranks"),
     "of one thread": Change(
-        "eight_bits.cuh", "distance < kThreadsOfBlock; distance *= 2", "distance < 2; distance *= 2"
+        "wire_quantization.cuh", "distance < kThreadsOfBlock; distance *= 2", "distance < 2; distance *= 2"
     ),
 }
 

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 ALGORITHMS = (
     Algorithm("one_shot", lambda operation: operation.into_all and not operation.reduces, serve_direct),
-    Algorithm("one_shot", lambda operation: True, serve_any_length, sends_codes=True),
-    Algorithm("one_shot", lambda operation: True, serve_one_shot, sends_codes=True),
-    Algorithm("one_shot", lambda operation: True, serve_chunks, sends_codes=True),
-    Algorithm("two_shot", lambda operation: operation.two_shot is not None, serve_two_shot, sends_codes=True),
+    Algorithm("one_shot", lambda operation: True, serve_any_length, quantizes=True),
+    Algorithm("one_shot", lambda operation: True, serve_one_shot, quantizes=True),
+    Algorithm("one_shot", lambda operation: True, serve_chunks, quantizes=True),
+    Algorithm("two_shot", lambda operation: operation.two_shot is not None, serve_two_shot, quantizes=True),
     Algorithm("chain", lambda operation: operation.chain is not None, serve_chain),
     Algorithm("copy_engine", lambda operation: bool(operation.copies), lambda *given: [CopyLauncher(*given)]),
     Algorithm("ring", lambda operation: operation.ring is not None, serve_ring, in_rank_order=False),
@@ -151,8 +151,8 @@ class Decision:
             # "one_shot" carries out the calls with nothing to choose.
             may_be_taken = algorithm.in_rank_order if asked == "auto" else algorithm.name in (asked, "one_shot")
             if may_be_taken and algorithm.serves(form.operation):
-                offered: Sequence[FormLauncher] | str = "it sends no codes of 8 bits"
-                if form.wire is None or algorithm.sends_codes:
+                offered: Sequence[FormLauncher] | str = "it does not support wire_dtype"
+                if form.wire is None or algorithm.quantizes:
                     offered = algorithm.serve(form, domain)
                 if isinstance(offered, str):
                     refusals[algorithm.name] = offered
@@ -254,9 +254,11 @@ class Decision:
     def _table(self, without: Collection[str], symmetric: bool) -> list[tuple[int, str]]:
         """Return the table's choices without some algorithms, by the bytes of the longest message."""
         form = self.form
-        coded = form.wire[1].itemsize if form.wire is not None else 0
+        itemsize = form.wire[1].itemsize if form.wire is not None else 0
         operation, size = form.operation.name, form.size
-        choices = self._tuning.choices(operation, size, registered=symmetric, coded=coded, without=without)
+        choices = self._tuning.choices(
+            operation, size, registered=symmetric, quantized_itemsize=itemsize, without=without
+        )
         # A table chooses by the bytes of all blocks.
         blocks = size if "blocks" in (form.operation.send, form.operation.receive) else 1
         return [(-(-nbytes // blocks), name) for nbytes, name in choices]

@@ -40,13 +40,13 @@ class Kind(NamedTuple):
     operation: str
     registered: bool
     """Whether the output of all ranks is symmetric memory."""
-    coded: bool = False
-    """Whether elements travel as codes of 8 bits. Then all bytes are bytes of codes."""
+    quantized: bool = False
+    """Whether elements travel quantized. Then all bytes are bytes of quantized elements."""
 
 
-def kind_of(operation: str, *, registered: bool, coded: bool = False) -> Kind:
+def kind_of(operation: str, *, registered: bool, quantized: bool = False) -> Kind:
     """Return the kind of a call. ``registered`` counts only if peers may store into the collective's output."""
-    return Kind(operation, registered and OPERATIONS[operation].into_all and not coded, coded)
+    return Kind(operation, registered and OPERATIONS[operation].into_all and not quantized, quantized)
 
 
 @dataclass(frozen=True)
@@ -86,25 +86,25 @@ class Tuning:
     """The speed of the slowest link between the ranks, relative to the links on which `BUILT_IN` was measured."""
 
     def choices(
-        self, operation: str, size: int, *, registered: bool, coded: int = 0, without: Collection[str] = ()
+        self, operation: str, size: int, *, registered: bool, quantized_itemsize: int = 0, without: Collection[str] = ()
     ) -> list[tuple[int, str]]:
         """Return pairs of the fewest bytes of a call and the algorithm from there on, ascending. Local.
 
         Bytes count as in `Call.nbytes`. ``registered`` is whether the output lies in a SymmetricArray on all ranks. If
-        the table has no row for that, the row for any output decides. ``coded`` is the size of an element if elements
-        travel as codes, else 0. ``without`` are algorithms, any but "one_shot", that the calls cannot take.
+        the table has no row for that, the row for any output decides. ``quantized_itemsize`` is the size of an element
+        if elements travel quantized, else 0. ``without`` are algorithms, except "one_shot", that the calls cannot take.
 
         If a number of ranks has no row, the row of the next smaller number decides, with scaled bounds. The bounds of
         "one_shot" and "two_shot" keep the bytes that one rank sends in one hop, nbytes * (size - 1). The bounds of the
         other algorithms keep the bytes of one copy, nbytes / size. Rows of 2 ranks are only for 2 ranks, because a
         second hop saves nothing between them. Without any row the algorithm is "one_shot".
         """
-        row = self._find(kind_of(operation, registered=registered, coded=coded > 0), size)
+        row = self._find(kind_of(operation, registered=registered, quantized=quantized_itemsize > 0), size)
         found = [(0, "one_shot")]
         if row is not None:
             begins = {0: "one_shot", **{begin: name for begin, name in row.choices if name not in without}}
             found = replace(row, choices=tuple(begins.items())).choices_above(-1, size)
-        return [(begin * (coded or 1), name) for begin, name in found]
+        return [(begin * (quantized_itemsize or 1), name) for begin, name in found]
 
     def updated(self, rows: Iterable[Row]) -> Tuning:
         """Return the table with ``rows`` in place of its rows for the same calls."""
@@ -136,8 +136,8 @@ class Tuning:
         """Return the table as lines of text; numbers of ranks with the same choices share a line."""
         sizes: dict[tuple[str, str], list[int]] = {}
         for row in self.rows:
-            operation, registered, coded = row.kind
-            calls = operation + ", symmetric output" * registered + ", codes of 8 bits" * coded
+            operation, registered, quantized = row.kind
+            calls = operation + ", symmetric output" * registered + ", quantized" * quantized
             choices: list[str] = []
             for begin, name in row.choices:
                 unit, text = (_MIB, "MiB") if begin >= _MIB else (_KIB, "KiB")
@@ -201,7 +201,7 @@ def to_json(table: Tuning) -> dict[str, Any]:
         {
             "operation": row.kind.operation,
             "registered": row.kind.registered,
-            **({"coded": True} if row.kind.coded else {}),
+            **({"quantized": True} if row.kind.quantized else {}),
             "ranks": row.size,
             "choices": [{"from_nbytes": begin, "algorithm": name} for begin, name in row.choices],
             "measured": row.measured,
@@ -240,7 +240,7 @@ def _row_from_json(record: Any) -> Row:
     for _, name in choices:
         if name not in algorithms_of(operation):  # such as the ring, which reduces in another order
             raise ValueError(f"a table cannot choose {name} for {operation}")
-    kind = kind_of(operation, registered=bool(record["registered"]), coded=bool(record.get("coded", False)))
+    kind = kind_of(operation, registered=bool(record["registered"]), quantized=bool(record.get("quantized", False)))
     return Row(kind, size, choices, record["measured"])
 
 

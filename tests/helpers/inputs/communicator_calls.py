@@ -20,7 +20,7 @@ from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.host.selection import algorithms_for
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from tests.helpers.inputs.buffers import JUNK, Blocks, Placed, one_of, values
-from tests.helpers.references.reductions import OWN, Array, Groups, coded_sum, reduced, require_same, through_codes
+from tests.helpers.references.reductions import OWN, Array, Groups, quantized_sum, reduced, require_same, round_trip
 
 MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in MPI_OPS} | {"avg": mpicomm.AVG}
@@ -82,7 +82,7 @@ class Case:
     order.
     """
     wire: str | tuple[str, None] | None = None
-    """The codes as which elements travel, as the callers of an all-reduce pass them: results do so, too, or not."""
+    """The argument ``wire_dtype``, also as the callers of an all-reduce pass it for unquantized results."""
     derived: bool = True
     """Whether datatypes of movements may be derived ones."""
     copies: bool = False
@@ -243,7 +243,7 @@ class Prepared:
         case, row = self.case, self.case.row
         blocks = [each[0 if row.send == "one" else self._rank] for each in sent]
         if isinstance(case.wire, str) and self._size > 1:
-            blocks = [through_codes(block, case.wire).astype(case.dtype) for block in blocks]
+            blocks = [round_trip(block, case.wire).astype(case.dtype) for block in blocks]
         return [blocks[case.root]] if row.receive == "one" else blocks
 
     def _reduced(self, sent: list[list[Array]]) -> list[Array] | None:
@@ -256,8 +256,8 @@ class Prepared:
         if len(parts) == 1:  # a single contribution is the result, even if x / 1 is not x
             return [parts[0].copy()]
         if case.wire is not None:
-            codes, again = (case.wire, row.send == "one") if isinstance(case.wire, str) else (case.wire[0], False)
-            return [coded_sum(parts, codes, case.op, again=again)]
+            wire, results = (case.wire, row.send == "one") if isinstance(case.wire, str) else (case.wire[0], False)
+            return [quantized_sum(parts, wire, case.op, results=results)]
         return [reduced(case.op, parts, case.groups if prefix is None else None)]
 
     def _lengths(self, shape: str, peer: int, *, receives: bool) -> list[int]:
@@ -284,7 +284,7 @@ class Prepared:
 
     def _values(self, count: int, *key: int) -> Array:
         case = self.case
-        if case.wire is not None:  # numbers of which codes round most
+        if case.wire is not None:  # numbers that quantization rounds most
             tame = values(case.dtype, count, case.seed, *key).astype(np.float32)
             numbers: Array = (tame * np.geomspace(1e-3, 1e3, count, dtype=np.float32)).astype(case.dtype)
             return numbers

@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.host.selection import MPI_TYPES
 from mpicomm.collectives.operations import ALLREDUCE, ALLTOALLV, OPERATIONS
-from mpicomm.collectives.wire import CODED, CODED_OPS, CODES
+from mpicomm.collectives.wire import QUANTIZABLE, QUANTIZABLE_OPS, WIRE_DTYPES
 from mpicomm.mpi.types import COVERED
 from tests.helpers.inputs.communicator_calls import MPI_OPS, Case, Prepared, algorithms, legal_ops, may_be_in_place
 from tests.helpers.references.reductions import dtype_named
@@ -163,8 +163,14 @@ class Player:
         elif self._family.device == "cuda" and row is ALLTOALLV and self._rng.random() < 0.6:
             form, in_place, algorithm, mixed = "arrays", False, "auto", ""
         offset = dtype.itemsize * int(self._rng.integers(4))
-        travels = row.coded and name in CODED and (moves or op in CODED_OPS) and self._rng.random() < 0.4
-        wire = self._choose((*CODES, (CODES[0], None)) if row is ALLREDUCE else CODES) if travels else None
+        travels = (
+            row.quantizable and name in QUANTIZABLE and (moves or op in QUANTIZABLE_OPS) and self._rng.random() < 0.4
+        )
+        wire = (
+            self._choose((*WIRE_DTYPES, (WIRE_DTYPES[0], None)) if row is ALLREDUCE else WIRE_DTYPES)
+            if travels
+            else None
+        )
         tree = row.tree and op == "sum" and name in SUMMED and self._rng.random() < 0.4
         # Nothing is drawn from here on, because only members know the size.
         mixed = mixed if size > 1 else ""
@@ -193,7 +199,7 @@ class Player:
     def _call(self, member: Member, case: Case, mode: str, what: str) -> None:
         groups = groups_of(member.comm)
         if groups is not None and len(groups) > 1 and member.comm.device != "cpu":
-            # GPUs of several peer domains refuse codes and counts on the GPU, and perhaps a tree.
+            # GPUs of several peer domains refuse wire_dtype and counts on the GPU, and perhaps a tree.
             form, op = "any" if case.form == "arrays" else case.form, "sum" if case.op == "tree" else case.op
             case = replace(case, wire=None, form=form, op=op)
         prepared = Prepared(replace(case, groups=groups), member.rank, member.size, self._xp)

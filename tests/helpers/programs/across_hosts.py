@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
-from mpicomm.collectives.wire import CODES
+from mpicomm.collectives.wire import WIRE_DTYPES
 from tests.helpers.inputs.buffers import Placed, values
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, REDUCTIONS, Case, Prepared
 from tests.helpers.references.reductions import dtype_named
@@ -127,8 +127,10 @@ def collectives(ranks: Ranks) -> None:
         cases = [Case(name, np.dtype(np.float64), count, root=root) for name in OF_ONE_TYPE]
         cases += [Case(name, narrow, count, "avg" if name in REDUCTIONS else "sum", root) for name in OF_ONE_TYPE]
         run(ranks.comm, way, cases)
-    coded = [row.name for row in OPERATIONS.values() if row.coded]
-    run(ranks.comm, "run", [Case(name, np.dtype(np.float32), 1025, wire=codes) for name in coded for codes in CODES])
+    names = [row.name for row in OPERATIONS.values() if row.quantizable]
+    run(
+        ranks.comm, "run", [Case(name, np.dtype(np.float32), 1025, wire=wire) for name in names for wire in WIRE_DTYPES]
+    )
 
 
 def barrier(ranks: Ranks) -> None:

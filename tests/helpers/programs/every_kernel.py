@@ -95,20 +95,22 @@ def finished(comm: mpicomm.Communicator) -> None:
         norm = mpicomm.epilogues.rms_norm(residual, cupy.ones(hidden, np.float32), 0.0)
         comm.Allreduce(mine, normal, algorithm=algorithm, epilogue=norm)
         check([(residual, np.full(count, total + 1, np.float32)), (normal, np.ones(count, np.float32))])
-        codes, scales = (
+        quantized, scales = (
             cupy.zeros(count // 2, np.uint8),
             cupy.zeros(rows, np.float32),
         )  # of 4 bits, a scale for each row
         ones, zeros = (make(hidden, np.float32) for make in (cupy.ones, cupy.zeros))
         norm = mpicomm.epilogues.layer_norm(residual, zeros, ones, linear_bias=ones, scales=scales)
-        comm.Allreduce(mine, codes, algorithm=algorithm, epilogue=norm)
-        check([(codes, np.full(count // 2, 0x77, np.uint8)), (scales, np.full(rows, np.float32(1) / 6, np.float32))])
+        comm.Allreduce(mine, quantized, algorithm=algorithm, epilogue=norm)
+        check(
+            [(quantized, np.full(count // 2, 0x77, np.uint8)), (scales, np.full(rows, np.float32(1) / 6, np.float32))]
+        )
 
 
-def coded(comm: mpicomm.Communicator) -> None:
-    """Send codes of 8 bits: in one hop and in two, in few steps and in inboxes used again."""
-    for count, codes in ((5003, "int8"), (700_001, "float8_e4m3fn"), (17_000_011, "int8")):
-        sums = Case("Allreduce", np.dtype(np.float32), count, wire=codes)
+def quantized(comm: mpicomm.Communicator) -> None:
+    """Send quantized elements: in one hop and in two, in few steps and in inboxes used again."""
+    for count, wire in ((5003, "int8"), (700_001, "float8_e4m3fn"), (17_000_011, "int8")):
+        sums = Case("Allreduce", np.dtype(np.float32), count, wire=wire)
         for algorithm in ("one_shot", "two_shot"):
             run(comm, [replace(sums, algorithm=algorithm)])
         if count < 1 << 20:  # NumPy takes long for more
@@ -354,7 +356,7 @@ def main() -> None:
         movements(comm, *COUNTS, 300007)
         each_way(comm)
         finished(comm)
-        coded(comm)
+        quantized(comm)
         uneven(comm)
         symmetric(comm)
         signals(comm)

@@ -1,4 +1,4 @@
-"""The right results of reductions by NumPy, also of elements that travel as codes, and arrays worth reducing."""
+"""The right results of reductions by NumPy, also of elements that travel quantized, and arrays worth reducing."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def dtype_or_skip(name: str, xp: Any = np) -> np.dtype[Any]:
 
 def rounded_once(values: Array, dtype: np.dtype[Any]) -> Array:
     """Return finite numbers as narrow floats: the nearest ones, of two the one with an even last bit."""
-    codes = np.arange(1 << (8 * dtype.itemsize - 1)).astype(f"u{dtype.itemsize}")
+    bits = np.arange(1 << (8 * dtype.itemsize - 1)).astype(f"u{dtype.itemsize}")
     with np.errstate(all="ignore"):
-        floats = codes.view(dtype).astype(np.float64)
-    finite = floats[np.isfinite(floats)].tolist()  # NaN and infinity have the codes above
+        floats = bits.view(dtype).astype(np.float64)
+    finite = floats[np.isfinite(floats)].tolist()  # NaN and infinity have the bits above
     finite.append(2 * finite[-1] - finite[-2])
     found = []
     for value in values.tolist():  # Python compares integers and floats exactly
@@ -75,7 +75,7 @@ def rounded_once(values: Array, dtype: np.dtype[Any]) -> Array:
         middle = (finite[above - 1] + finite[above]) / 2 if above else 0.0
         down = above > 0 and (abs(value) < middle or (abs(value) == middle and above % 2 == 1))
         found.append(above - down | (math.copysign(1, value) < 0) << (8 * dtype.itemsize - 1))
-    return np.array(found, codes.dtype).view(dtype)
+    return np.array(found, bits.dtype).view(dtype)
 
 
 Groups = Sequence[Sequence[int]]
@@ -176,13 +176,13 @@ def require_same(actual: Array, expected: Array) -> None:
 
 
 BLOCK = 128
-"""Elements that share a scale if elements travel as codes of 8 bits."""
+"""Elements that share a scale if elements travel quantized."""
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
 ERROR = {"float8_e4m3fn": 1 / 16, "int8": 1 / 127}  # as the docstring of Allreduce says
 
 
-def through_codes(values: Array, codes: str) -> npt.NDArray[np.float32]:
-    """Return the values for which the codes of ``values`` stand."""
+def round_trip(values: Array, wire: str) -> npt.NDArray[np.float32]:
+    """Return ``values``, quantized and dequantized."""
     blocks = np.zeros((-(-values.size // BLOCK), BLOCK), np.float32)
     with np.errstate(all="ignore"):
         blocks.reshape(-1)[: values.size] = values
@@ -190,43 +190,43 @@ def through_codes(values: Array, codes: str) -> npt.NDArray[np.float32]:
     finite = np.isfinite(largest)
     largest[~finite] = 0
     exponents = np.maximum(-126, np.frexp(largest)[1] - 12)
-    while (too_large := largest > LARGEST[codes] * 2.0**exponents).any():
+    while (too_large := largest > LARGEST[wire] * 2.0**exponents).any():
         exponents += too_large
     scaled = np.where(finite, blocks, 0) / 2.0**exponents
-    if codes == "int8":
-        coded = np.rint(scaled) + 0.0  # codes of integers have one zero
+    if wire == "int8":
+        quantized = np.rint(scaled) + 0.0  # integers have one zero
     else:
         import ml_dtypes
 
-        coded = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    decoded = np.where(finite, coded * 2.0**exponents, np.nan).astype(np.float32)
-    return decoded.reshape(-1)[: values.size]
+        quantized = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    dequantized = np.where(finite, quantized * 2.0**exponents, np.nan).astype(np.float32)
+    return dequantized.reshape(-1)[: values.size]
 
 
-def coded_sum(parts: Sequence[Array], codes: str, op: str = "sum", *, again: bool = True) -> Array:
-    """Return the reduction of ``parts``, which travel as codes; with ``again`` the result does so, too."""
-    total = through_codes(parts[0], codes)
+def quantized_sum(parts: Sequence[Array], wire: str, op: str = "sum", *, results: bool = True) -> Array:
+    """Return the reduction of ``parts``, which travel quantized, and so do the ``results``, or not."""
+    total = round_trip(parts[0], wire)
     with np.errstate(all="ignore"):
         for part in parts[1:]:
-            total = total + through_codes(part, codes)
+            total = total + round_trip(part, wire)
         if op == "avg":
             total = total / np.float32(len(parts))
-        if again:
-            total = through_codes(total, codes)
+        if results:
+            total = round_trip(total, wire)
         return total.astype(parts[0].dtype)
 
 
-def bound(parts: Sequence[Array], codes: str, *, again: bool = True) -> npt.NDArray[np.float64]:
-    """Return the most by which each element of `coded_sum` may differ from the exact sum, as the docstring says."""
-    error, count = ERROR[codes], parts[0].size
+def bound(parts: Sequence[Array], wire: str, *, results: bool = True) -> npt.NDArray[np.float64]:
+    """Return the most by which each element of `quantized_sum` may differ from the exact sum, as the docstring says."""
+    error, count = ERROR[wire], parts[0].size
     rows = -(-count // BLOCK)
     largest = np.zeros(rows)
     for part in parts:
         padded = np.zeros(rows * BLOCK)
         padded[:count] = np.abs(part.astype(np.float64))
         largest += padded.reshape(rows, BLOCK).max(axis=1)
-    coded = error * (2 + error) if again else error
-    limit = np.repeat(largest * coded, BLOCK)[:count]
+    relative = error * (2 + error) if results else error
+    limit = np.repeat(largest * relative, BLOCK)[:count]
     # The sum in float32, the elements' type, and the least scale.
     rounding = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}[parts[0].dtype.name]
     least = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}[parts[0].dtype.name]

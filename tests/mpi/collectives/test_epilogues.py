@@ -1,4 +1,4 @@
-"""Reductions with an epilogue, with codes of 8 bits or in a promised order: the same bits by every algorithm."""
+"""Reductions with an epilogue, quantized or in a promised order: the same bits by every algorithm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.inputs.communicator_calls import REDUCTIONS, Case, Prepared
 from tests.helpers.jobs.pace import stretched
-from tests.helpers.references.reductions import Array, coded_sum, dtype_or_skip, reduced, require_same
+from tests.helpers.references.reductions import Array, dtype_or_skip, quantized_sum, reduced, require_same
 from tests.helpers.rigs.communicators import FORMS, array_module, complete, groups_on, method_name, on_hosts, to_host
 
 COUNTS = (5, 3001, 70_001)
@@ -72,7 +72,7 @@ def test_every_algorithm_has_the_same_bits_in_every_form_of_call(
 
 
 @pytest.mark.parametrize(("name", "result"), [("float32", "float8_e4m3fn"), ("bfloat16", "float8_e5m2")])
-def test_conversion_to_eight_bits(comm: mpicomm.Communicator, xp: Any, name: str, result: str) -> None:
+def test_conversion_to_fp8(comm: mpicomm.Communicator, xp: Any, name: str, result: str) -> None:
     dtype = dtype_or_skip(result)
     limit = np.float32(448 if result == "float8_e4m3fn" else 57344)
     for count, algorithm in ((5, "auto"), (3001, "one_shot"), (3001, "two_shot"), (70_001, "auto")):
@@ -125,7 +125,7 @@ def test_norms(comm: mpicomm.Communicator, xp: Any, name: str, hidden: int, laye
         ("uint8", "float8_e4m3fn", 16, 0.25),
     ],
 )
-def test_norms_to_codes_with_scales(
+def test_quantized_norms_with_scales(
     comm: mpicomm.Communicator, xp: Any, result: str, kind: str, group: int, error: float
 ) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -156,14 +156,14 @@ def test_norms_to_codes_with_scales(
         assert (np.abs(factors.astype(np.float64)[:, None]) > peaks / 1e5).all()
 
 
-CODES = ("float8_e4m3fn", "int8")
+WIRE_DTYPES = ("float8_e4m3fn", "int8")
 
 
 @pytest.mark.gpu_alone  # graphs are CUDA's
 def test_a_graph_is_replayed(comm: mpicomm.Communicator, xp: Any) -> None:
     for count in (3001, 700_001):
         given = [np.random.default_rng([rank, count]).standard_normal(count, np.float32) for rank in range(comm.size)]
-        total = given[0] if comm.size == 1 else coded_sum(given, "int8", "sum", again=True)
+        total = given[0] if comm.size == 1 else quantized_sum(given, "int8", "sum", results=True)
         send, receive = xp.asarray(given[comm.rank]), xp.zeros(count, xp.float32)
         stream = xp.cuda.Stream(non_blocking=True)
         with stream:
@@ -192,9 +192,9 @@ def test_a_block_with_a_nan_or_an_infinity_is_nan_on_all_ranks(comm: mpicomm.Com
     send, receive = Placed(xp, content), Placed(xp, np.zeros_like(content))
     expected = np.full(1000, comm.size, np.float32)
     expected[128:256] = expected[384:512] = expected[640:768] = np.nan
-    for codes in CODES:
+    for wire_dtype in WIRE_DTYPES:
         for algorithm in ("one_shot", "two_shot"):
-            comm.Allreduce(send.array, receive.array, algorithm=algorithm, wire_dtype=codes)
+            comm.Allreduce(send.array, receive.array, algorithm=algorithm, wire_dtype=wire_dtype)
             comm.check()
             got = receive.get()
             assert np.array_equal(np.isnan(got), np.isnan(expected))

@@ -102,8 +102,8 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = {
         ("epilogue='v * n', n=0", "epilogue='v * n', n=1"),
     ),
     "epilogue": ({"more": {"epilogue": "v * n", "n": 0}}, {}, ("epilogue='v * n', n=0", "op=sum, algorithm")),
-    "codes": ({"wire": "int8"}, {"wire": "float8_e4m3fn"}, ("wire_dtype=int8", "wire_dtype=float8_e4m3fn")),
-    "codes of results": ({"wire": "int8"}, {"more": {"wire_dtype": ("int8", None)}}, ("wire_dtype=int8", "None")),
+    "wire types": ({"wire": "int8"}, {"wire": "float8_e4m3fn"}, ("wire_dtype=int8", "wire_dtype=float8_e4m3fn")),
+    "wire types of results": ({"wire": "int8"}, {"more": {"wire_dtype": ("int8", None)}}, ("wire_dtype=int8", "None")),
     **{
         f"root of {name}": ({"operation": name}, {"operation": name, "root": 1}, ("root=0", "root=1"))
         for name in ("Bcast", "Gather", "Reduce", "Scatter")

@@ -177,14 +177,14 @@ def norms(xp: Any, size: int, n: int) -> list[Row]:
         return rows
     send, residual, weight = xp.ones(128, xp.float32), xp.ones(128, xp.float32), xp.ones(64, xp.float32)
     eight, four, plain = ones(xp, 128, "float8_e4m3fn"), xp.zeros(64, xp.uint8), xp.zeros(128, xp.float32)
-    few, codes = xp.zeros(3, xp.float32), xp.zeros(4, xp.uint8)
+    few, bytes_ = xp.zeros(3, xp.float32), xp.zeros(4, xp.uint8)
     linear = "scales has 3 elements of float32 in the layout linear, for 2 rows of 64 .* 8 for each 16"
     tiles = "layout 128x4, for 2 rows of 64 elements: pass 512 for each 32"
     more: list[tuple[str, Any, dict[str, Any]]] = [
-        ("scales is for codes, and recvbuf has float32: pass float8_e4m3fn", plain, {"scales": few}),
-        ("scale is for codes, and recvbuf has float32", plain, {"scale": 2.0}),
+        ("scales is for quantized results, and recvbuf has float32: pass float8_e4m3fn", plain, {"scales": few}),
+        ("scale is for quantized results, and recvbuf has float32", plain, {"scale": 2.0}),
         (linear, eight, {"scales": few}),
-        (tiles, eight, {"scales": codes, "scale_layout": "128x4"}),
+        (tiles, eight, {"scales": bytes_, "scale_layout": "128x4"}),
         ("scales has elements of int32: pass float32", eight, {"scales": xp.zeros(4, xp.int32)}),
         ("scale has 3 elements of float32: pass a number", eight, {"scale": few}),
         ("bias has 3 elements of float32: pass 64 of float32, as a row has", plain, {"linear_bias": few}),
@@ -222,7 +222,7 @@ def wires(xp: Any, size: int, n: int) -> list[Row]:
             for bad in ("int4", ("int8", "float8_e4m3fn"))
         ),
         *(
-            row(f'algorithm="{name}" of Allreduce sends no codes', x, y, algorithm=name, wire_dtype="int8")
+            row(f'algorithm="{name}" of Allreduce does not support wire_dtype', x, y, algorithm=name, wire_dtype="int8")
             for name in ("mpi", "ring")
         ),
         row("derived datatype and no epilogue", x, y, epilogue="v", wire_dtype="int8"),
@@ -270,7 +270,7 @@ def test_operands_that_no_call_takes() -> None:
             lambda: rms_norm(residual, weight, scale_layout="rows"),  # type: ignore[arg-type]
         ),
         ("eps=-1 of rms_norm is no small number", lambda: rms_norm(residual, weight, -1)),
-        ("dtype='float32' is no float of 8 bits", lambda: fp8(1.0, "float32")),
+        ("dtype='float32' is no fp8 type", lambda: fp8(1.0, "float32")),
     ]
     for text, make in makers:
         with pytest.raises(InvalidUsageError, match=text):

@@ -183,10 +183,10 @@ def test_messages_of_a_failed_call_reach_no_later_communicator(placement: str) -
                 comm.Allreduce(array, total, op)
 
 
-def test_codes_of_eight_bits(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
+def test_quantized_elements(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
     if comm.device == "cpu":
         for row in OPERATIONS.values():
-            if row.coded:
+            if row.quantizable:
                 check(comm, xp, Case(row.name, np.dtype(np.float32), 1025, wire="int8"))
     elif len(groups_on(placement, comm.size, str(comm.device))) > 1:
         array = xp.ones(5, np.float16)

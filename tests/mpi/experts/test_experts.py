@@ -268,14 +268,14 @@ def test_tensors_of_pytorch(comm: mpicomm.Communicator, name: str) -> None:
         comm.check()
 
 
-@pytest.mark.parametrize("given", ["numbers", "eight bits"])
+@pytest.mark.parametrize("given", ["numbers", "fp8"])
 def test_tokens_travel_as_floats_of_8_bits(comm: mpicomm.Communicator, given: str) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("ml_dtypes")
     hidden, rank, size = 512, comm.rank, comm.size
     where = torch.device("cpu" if comm.device == "cpu" else f"cuda:{comm.device}")
     routing = Routing(np.random.default_rng(9), experts_of(size), hidden, MAX_TOKENS, TOP_K, np.dtype(np.float32))
-    # Powers of two and zeros, which floats of 8 bits have exactly.
+    # Powers of two and zeros, which fp8 has exactly.
     routing.xs = [np.ldexp(1, (each * 2).astype(int).clip(-6, 6)).astype("float32") for each in routing.xs]
     with Experts(comm, experts_of(size), hidden, MAX_TOKENS, TOP_K, "float32", wire_dtype=WIRE) as experts:
         ids = torch.from_numpy(routing.ids[rank]).to(where)

@@ -140,7 +140,7 @@ def test_layers_in_a_graph(world: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_elements_of_eight_bits_are_scaled(world: dist.ProcessGroup, device: torch.device, by_rows: bool) -> None:
+def test_fp8_elements_are_scaled(world: dist.ProcessGroup, device: torch.device, by_rows: bool) -> None:
     comm, rank, size = mpicomm.torch.communicator(), dist.get_rank(), dist.get_world_size()
     rows, inner, columns = 16 * size, 32, 64
 
@@ -168,7 +168,7 @@ def test_elements_of_eight_bits_are_scaled(world: dist.ProcessGroup, device: tor
         comm.allgather_matmul(a, b.t(), scale_b=scale_b)
     with pytest.raises(InvalidUsageError, match="a has dtype float8_e4m3fn: pass scale_a and scale_b"):
         comm.allgather_matmul(a, b.t())
-    with pytest.raises(InvalidUsageError, match="are for PyTorch's product of tensors with elements of 8 bits"):
+    with pytest.raises(InvalidUsageError, match="are for PyTorch's product of fp8 tensors"):
         comm.allgather_matmul(a.float(), b.float().t(), **scales)
 
 
@@ -281,7 +281,7 @@ def test_rows_without_a_token_are_zero(comm: mpicomm.Communicator, mixture: mpic
     assert not seen[0].any()
 
 
-def test_eight_bits_have_no_gradients(comm: mpicomm.Communicator) -> None:
+def test_fp8_has_no_gradients(comm: mpicomm.Communicator) -> None:
     with mpicomm.Experts(comm, comm.size, 512, 1, 1, torch.float32, wire_dtype=torch.float8_e4m3fn) as mixture:
         x, ids, weights = torch.ones(1, 512), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
         with pytest.raises(mpicomm.InvalidUsageError, match="wire_dtype=float8_e4m3fn, which has no gradients"):

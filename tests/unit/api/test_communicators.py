@@ -105,7 +105,7 @@ def test_a_method_has_mpi4pys_arguments_and_own_ones_by_name_and_a_docstring(row
     expected = [(each.name, each.default) for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     assert list(positional.items()) == expected
     own: dict[str, object] = {"stream": None, "algorithm": "auto"}
-    own |= {"wire_dtype": None} if row.coded else {}
+    own |= {"wire_dtype": None} if row.quantizable else {}
     own |= {"order": "auto"} if row.tree else {}
     own |= {"epilogue": None} if row.name == "Allreduce" else {}
     assert by_name == own

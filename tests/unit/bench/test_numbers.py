@@ -92,7 +92,7 @@ def test_a_right_result_is_right_and_a_wrong_element_is_found(name: str, in_plac
 
 
 @pytest.mark.parametrize(("op", "allowed"), [("sum", 0.3), ("avg", 0.1)])
-def test_codes_may_differ_by_their_error(op: str, allowed: float) -> None:
+def test_quantized_results_may_differ_by_their_error(op: str, allowed: float) -> None:
     content = Content(np, FLOAT, op, 3, 1000, reduces=True)
     one = dataclasses.replace(case("allreduce", rank=0, size=3, block=1000), op=op)
     place = CaseBuffers(np.empty(one.nbytes, np.uint8), np.empty(one.nbytes, np.uint8))

@@ -37,7 +37,7 @@ ONCE = ("ring", *DEVICE, "-n", "1", "-w", "0")
 P2P = ("p2p", *DEVICE, "-b", "100003", "-n", "3", "-r", "2")
 BENCHES = {
     "sums": ("allreduce", *SHORT, "-b", "8", "-e", "1M", "-f", "8", "--compare", "mpi,nccl"),
-    "coded": ("allreduce", *SHORT, "-b", "1K", "-e", "1K", "--wire-dtype", "int8", "--buffers", "ordinary"),
+    "quantized": ("allreduce", *SHORT, "-b", "1K", "-e", "1K", "--wire-dtype", "int8", "--buffers", "ordinary"),
     "experts": (*EXPERTS, "--tokens", "5,9", "--hidden", "16", "--experts", "7", "--top-k", "3"),
     "experts by default": EXPERTS,
     "products": (*MATMUL, "--rows", "8,64", "--compare", "nccl,torch"),
@@ -272,12 +272,12 @@ def test_the_bench_of_sums_and_its_peers(job: Callable[[int], Job]) -> None:
     assert [each["nbytes"] for each in report["results"]] == [int(row[0]) for row in shown]
 
 
-def test_the_bench_of_calls_with_codes_beside_calls_without(job: Callable[[int], Job]) -> None:
-    job(2).right("coded")
-    report = job(2).report("coded")
+def test_the_bench_of_quantized_calls_beside_others(job: Callable[[int], Job]) -> None:
+    job(2).right("quantized")
+    report = job(2).report("quantized")
     assert report["options"]["wire_dtype"] == "int8"
-    assert set(report["results"][0]["places"]["out-of-place"]) == {"mpicomm", "mpicomm-uncoded"}
-    assert list(report["peers"]) == list(report["geometric_means"]) == ["mpicomm-uncoded"]
+    assert set(report["results"][0]["places"]["out-of-place"]) == {"mpicomm", "mpicomm-unquantized"}
+    assert list(report["peers"]) == list(report["geometric_means"]) == ["mpicomm-unquantized"]
 
 
 def test_the_bench_of_experts_and_its_defaults_on_the_host(job: Callable[[int], Job]) -> None:

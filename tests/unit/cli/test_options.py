@@ -223,7 +223,7 @@ def test_a_change_has_to_gain_three_per_cent(current: str | None, times_us: Mapp
 
 def test_all_that_has_a_choice_is_a_subject() -> None:
     kinds = [subject.kind for subject in subjects_of(EVERY_NAME)]
-    assert not any(kind.coded for kind in kinds)
+    assert not any(kind.quantized for kind in kinds)
     found = [(kind.operation, kind.registered) for kind in kinds]
     names = ("Allreduce", "Reduce_scatter_block", "Allgather", "Bcast", "Reduce", "Gather", "Scatter", "Alltoall")
     mapped = ("Allreduce", "Allgather", "Bcast", "Alltoall")

@@ -1,4 +1,4 @@
-"""Codes of 8 bits by NumPy: the values of a plain reference, and the error bound that the docstrings state."""
+"""Quantization by NumPy: the values of a plain reference, and the error bound that the docstrings state."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ pytest.importorskip("ml_dtypes")
 from mpicomm.activity.layout import filled
 from mpicomm.collectives import wire
 from mpicomm.collectives.checks import Signature, counted_hash
-from mpicomm.collectives.wire import CODED, CODES
-from tests.helpers.references.reductions import BLOCK, ERROR, Array, bound, coded_sum, dtype_named, through_codes
+from mpicomm.collectives.wire import QUANTIZABLE, WIRE_DTYPES
+from tests.helpers.references.reductions import BLOCK, ERROR, Array, bound, dtype_named, quantized_sum, round_trip
 
 
-def decoded(values: Array, codes: str) -> Array:
-    coded = np.empty(wire.coded_nbytes(values.size), np.uint8)
-    wire.encode(values, codes, coded)
-    assert not (coded[: -(values.size // -BLOCK) * BLOCK] == 0xFF).any()
-    assert (coded[-(values.size // -BLOCK) * BLOCK :] != 0).all()
+def dequantized(values: Array, wire_dtype: str) -> Array:
+    quantized = np.empty(wire.quantized_nbytes(values.size), np.uint8)
+    wire.quantize(values, wire_dtype, quantized)
+    assert not (quantized[: -(values.size // -BLOCK) * BLOCK] == 0xFF).any()
+    assert (quantized[-(values.size // -BLOCK) * BLOCK :] != 0).all()
     result = np.empty(values.size, np.float32)
-    wire.decode(coded, codes, result)
+    wire.dequantize(quantized, wire_dtype, result)
     return result
 
 
-def summed(parts: list[Array], codes: str, *, again: bool) -> Array:
+def summed(parts: list[Array], wire_dtype: str, *, results: bool) -> Array:
     """Return the sum of the parts of several ranks, as the way of host arrays computes it."""
-    total = decoded(parts[0], codes)
+    total = dequantized(parts[0], wire_dtype)
     for part in parts[1:]:
-        coded = np.empty(wire.coded_nbytes(part.size), np.uint8)
-        wire.encode(part, codes, coded)
-        wire.decode(coded, codes, total, adds=True)
-    return (decoded(total, codes) if again else total).astype(parts[0].dtype)
+        quantized = np.empty(wire.quantized_nbytes(part.size), np.uint8)
+        wire.quantize(part, wire_dtype, quantized)
+        wire.dequantize(quantized, wire_dtype, total, adds=True)
+    return (dequantized(total, wire_dtype) if results else total).astype(parts[0].dtype)
 
 
 bits_of_floats = st.integers(0, 300).flatmap(lambda count: arrays.arrays(np.uint32, count))
@@ -44,7 +44,7 @@ bits_of_floats = st.integers(0, 300).flatmap(lambda count: arrays.arrays(np.uint
 @st.composite
 def contributions(draw: st.DrawFn) -> list[Array]:
     """Finite numbers of several ranks, of magnitudes whose sum is finite in the element type."""
-    dtype = dtype_named(draw(st.sampled_from(CODED)))
+    dtype = dtype_named(draw(st.sampled_from(QUANTIZABLE)))
     size, count = draw(st.integers(1, 5)), draw(st.integers(1, 300))
     low, high = (-20, 10) if dtype.name == "float16" else (-130, 100)
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
@@ -52,55 +52,55 @@ def contributions(draw: st.DrawFn) -> list[Array]:
     return [*(rng.uniform(-1, 1, (size, count)) * np.exp2(exponents)).astype(dtype)]
 
 
-@given(bits=bits_of_floats, codes=st.sampled_from(CODES))
-@example(bits=np.array([0x7F77FFFF, 0x7F780000], np.uint32), codes="float8_e4m3fn")
-@example(bits=np.array([0x7F7DFFFF, 0x7F7FFFFF], np.uint32), codes="int8")
-def test_codes_stand_for_the_values_of_the_reference(bits: Array, codes: str) -> None:
+@given(bits=bits_of_floats, wire_dtype=st.sampled_from(WIRE_DTYPES))
+@example(bits=np.array([0x7F77FFFF, 0x7F780000], np.uint32), wire_dtype="float8_e4m3fn")
+@example(bits=np.array([0x7F7DFFFF, 0x7F7FFFFF], np.uint32), wire_dtype="int8")
+def test_values_are_those_of_the_reference(bits: Array, wire_dtype: str) -> None:
     values = bits.view(np.float32)
     with np.errstate(over="ignore"):  # the nearest code of the largest numbers stands for 2**128
-        expected = through_codes(values, codes)
-    got = decoded(values, codes)
+        expected = round_trip(values, wire_dtype)
+    got = dequantized(values, wire_dtype)
     assert np.array_equal(np.isnan(got), np.isnan(expected))
     finite = ~np.isnan(expected)
     assert np.array_equal(got[finite].view(np.uint32), expected[finite].view(np.uint32))
 
 
 @given(values=arrays.arrays(np.float32, st.integers(1, 300), elements=st.floats(-(2.0**127), 2.0**127, width=32)))
-@pytest.mark.parametrize("codes", CODES)
-def test_codes_of_codes_are_the_same(values: Array, codes: str) -> None:
-    once = decoded(values, codes)
-    assert np.array_equal(decoded(once, codes), once)
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_quantized_values_stay_the_same(values: Array, wire_dtype: str) -> None:
+    once = dequantized(values, wire_dtype)
+    assert np.array_equal(dequantized(once, wire_dtype), once)
 
 
-@given(parts=contributions(), codes=st.sampled_from(CODES), again=st.booleans())
-def test_sums_keep_the_stated_bound(parts: list[Array], codes: str, again: bool) -> None:
-    sums = summed(parts, codes, again=again)
-    assert np.array_equal(sums, coded_sum(parts, codes, again=again))
+@given(parts=contributions(), wire_dtype=st.sampled_from(WIRE_DTYPES), results=st.booleans())
+def test_sums_keep_the_stated_bound(parts: list[Array], wire_dtype: str, results: bool) -> None:
+    sums = summed(parts, wire_dtype, results=results)
+    assert np.array_equal(sums, quantized_sum(parts, wire_dtype, results=results))
     got = sums.astype(np.float64)
     exact = np.sum([part.astype(np.float64) for part in parts], axis=0)
-    assert (np.abs(got - exact) <= bound(parts, codes, again=again)).all()
+    assert (np.abs(got - exact) <= bound(parts, wire_dtype, results=results)).all()
 
 
-@pytest.mark.parametrize("codes", CODES)
-def test_the_bound_is_no_larger_than_needed(codes: str) -> None:
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_the_bound_is_no_larger_than_needed(wire_dtype: str) -> None:
     values = np.zeros(BLOCK, np.float32)
-    # With int8, 63.6 needs the scale 1, and 10.5 lies between two codes. With float8, 264 lies between 256 and 288.
-    values[:2] = (63.6, 10.5) if codes == "int8" else (272, 272)
-    worst = float(np.abs(decoded(values, codes) - values).max()) / float(values[0])
-    assert ERROR[codes] * 0.9 < worst <= ERROR[codes]
+    # With int8, 63.6 needs the scale 1, and 10.5 lies between two integers. With float8, 264 lies between 256 and 288.
+    values[:2] = (63.6, 10.5) if wire_dtype == "int8" else (272, 272)
+    worst = float(np.abs(dequantized(values, wire_dtype) - values).max()) / float(values[0])
+    assert ERROR[wire_dtype] * 0.9 < worst <= ERROR[wire_dtype]
 
 
 def test_any_number_of_elements_and_of_blocks() -> None:
     rng = np.random.default_rng(1)
     for count in (0, 1, 127, 128, 129, 70_000, 200_001):
         values = rng.standard_normal(count).astype(np.float32)
-        for codes in CODES:
-            got = decoded(values, codes)
-            assert np.array_equal(got, through_codes(values, codes))
+        for wire_dtype in WIRE_DTYPES:
+            got = dequantized(values, wire_dtype)
+            assert np.array_equal(got, round_trip(values, wire_dtype))
             total = np.ones(count, np.float32)
-            coded = np.empty(wire.coded_nbytes(count), np.uint8)
-            wire.encode(values, codes, coded)
-            wire.decode(coded, codes, total, adds=True)
+            quantized = np.empty(wire.quantized_nbytes(count), np.uint8)
+            wire.quantize(values, wire_dtype, quantized)
+            wire.dequantize(quantized, wire_dtype, total, adds=True)
             assert np.array_equal(total, np.float32(1) + got)
 
 

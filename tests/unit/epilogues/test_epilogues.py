@@ -1,4 +1,4 @@
-"""Norms by NumPy are close to exact norms, and codes with scales stand for values within the error of their types."""
+"""Norms by NumPy are close to exact norms, and block-scaled values are within the error of their types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("ml_dtypes")
 
 from mpicomm.epilogues import layer_norm, rms_norm
-from mpicomm.epilogues.scaled_codes import GROUPS, LARGEST, Codes, encode, scales_of
+from mpicomm.epilogues.block_scaled import GROUPS, LARGEST, QuantizedFormat, quantize, scales_of
 from mpicomm.mpi.arguments import parse
 from tests.helpers.references.reductions import dtype_named
 
@@ -77,22 +77,22 @@ def test_norms_are_close_to_exact_norms(
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-FORMATS = [(codes, scales) for codes in LARGEST for scales in ("float32", "float8_e8m0fnu", "float8_e4m3fn")]
+FORMATS = [(type_, scales) for type_ in LARGEST for scales in ("float32", "float8_e8m0fnu", "float8_e4m3fn")]
 STORED = {"float32": np.float32, "float8_e8m0fnu": np.uint8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 
 
-def encoded(codes: Codes, values: Any) -> tuple[Any, Any]:
-    """Return the values of the codes and of the scales of rows, as ml_dtypes reads them."""
+def dequantized(kind: QuantizedFormat, values: Any) -> tuple[Any, Any]:
+    """Return the quantized values and the scales of rows, as ml_dtypes reads them."""
     rows, hidden = values.shape
-    columns = hidden // (codes.group or hidden)
-    out = np.zeros((rows, hidden // codes.in_byte), np.uint8)
-    scales = np.zeros(scales_of(rows, columns, tiled=codes.tiled), STORED[codes.scales or ""])
+    columns = hidden // (kind.group or hidden)
+    out = np.zeros((rows, hidden // kind.per_byte), np.uint8)
+    scales = np.zeros(scales_of(rows, columns, tiled=kind.tiled), STORED[kind.scales or ""])
     with np.errstate(all="ignore"):
-        encode(codes, values, 0, out, scales)
-    if codes.in_byte == 2:
+        quantize(kind, values, 0, out, scales)
+    if kind.per_byte == 2:
         out = np.stack([out & 15, out >> 4], axis=2).reshape(rows, hidden)
-    read = scales.view(ml_dtypes.float8_e8m0fnu) if codes.scales == "float8_e8m0fnu" else scales
-    return out.view(getattr(ml_dtypes, codes.type)).astype(np.float64), read.astype(np.float64)
+    read = scales.view(ml_dtypes.float8_e8m0fnu) if kind.scales == "float8_e8m0fnu" else scales
+    return out.view(getattr(ml_dtypes, kind.type)).astype(np.float64), read.astype(np.float64)
 
 
 @pytest.mark.parametrize(("type_", "kind"), FORMATS, ids="-".join)
@@ -102,11 +102,11 @@ def encoded(codes: Codes, values: Any) -> tuple[Any, Any]:
     group=st.sampled_from((0, *GROUPS)),
     exponent=st.integers(-6, 6),
 )
-def test_codes_stand_for_the_values(type_: str, kind: str, seed: int, rows: int, group: int, exponent: int) -> None:
+def test_block_scaled_values_are_close(type_: str, kind: str, seed: int, rows: int, group: int, exponent: int) -> None:
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal((rows, 384)) * 2.0**exponent).astype(np.float32)
     values[0, :128] = 0
-    read, scales = encoded(Codes(type_, kind, group), values)
+    read, scales = dequantized(QuantizedFormat(type_, kind, group), values)
     groups = values.reshape(rows, -1, group or 384).astype(np.float64)
     factors = scales.reshape(rows, -1, 1)
     peaks = np.abs(groups).max(axis=2, keepdims=True)
@@ -117,7 +117,7 @@ def test_codes_stand_for_the_values(type_: str, kind: str, seed: int, rows: int,
         assert (factors >= exact).all() and ((factors < 2 * exact) | (peaks == 0)).all()
     else:
         assert np.allclose(factors, np.minimum(exact, 448), rtol=2.0**-4, atol=2.0**-10)
-    # The step between codes is at most this part of a code, or a fixed part of the smallest ones.
+    # The step between quantized values is at most this part of a value, or a fixed part of the smallest ones.
     part, least = {"float8_e4m3fn": (2**-3, 2**-9), "float8_e5m2": (2**-2, 2**-16), "float4_e2m1fn": (0.5, 0.5)}[type_]
     reached = np.minimum(np.abs(groups), factors * largest)  # larger values saturate
     error = np.abs(np.copysign(reached, groups) - read.reshape(groups.shape) * factors)
@@ -129,7 +129,7 @@ def test_codes_stand_for_the_values(type_: str, kind: str, seed: int, rows: int,
 def test_the_scale_of_a_group_that_is_not_finite_is_nan(type_: str, kind: str, value: float) -> None:
     values = np.ones((2, 64), np.float32)
     values[1, 40] = value
-    _, scales = encoded(Codes(type_, kind, 32), values)
+    _, scales = dequantized(QuantizedFormat(type_, kind, 32), values)
     assert np.isnan(scales).tolist() == [False, False, False, True]
 
 
@@ -138,10 +138,10 @@ def test_four_bits_round_to_the_nearest_code_and_ties_to_even() -> None:
     values = np.concatenate([np.nextafter(bounds, np.float32(0)), bounds, np.nextafter(bounds, np.float32(9))])
     values = np.concatenate([values, -values]).reshape(3, 16)
     out = np.zeros((3, 8), np.uint8)
-    encode(Codes("float4_e2m1fn"), values, 0, out, None)
-    codes = np.stack([out & 15, out >> 4], axis=2).reshape(values.shape)
+    quantize(QuantizedFormat("float4_e2m1fn"), values, 0, out, None)
+    bits = np.stack([out & 15, out >> 4], axis=2).reshape(values.shape)
     expected = np.clip(values, -6, 6).astype(ml_dtypes.float4_e2m1fn)
-    assert (codes == expected.view(np.uint8) & 15).all()
+    assert (bits == expected.view(np.uint8) & 15).all()
 
 
 def test_scales_in_tiles_lie_as_the_products_of_cublas_take_them() -> None:
@@ -149,9 +149,9 @@ def test_scales_in_tiles_lie_as_the_products_of_cublas_take_them() -> None:
     values = np.repeat(2.0 ** np.arange(1, 6), 32)[None, :] * np.ones((rows, 1))
     values[64:] *= 2.0**8
     values[129:] *= 2.0**8
-    codes = Codes("float8_e4m3fn", "float8_e8m0fnu", 32, tiled=True)
-    _, tiled = encoded(codes, values.astype(np.float32))
-    _, linear = encoded(codes._replace(tiled=False), values.astype(np.float32))
+    kind = QuantizedFormat("float8_e4m3fn", "float8_e8m0fnu", 32, tiled=True)
+    _, tiled = dequantized(kind, values.astype(np.float32))
+    _, linear = dequantized(kind._replace(tiled=False), values.astype(np.float32))
     # torch and vLLM describe it so: tiles of [32, 4, 4], in which 4 rows with a distance of 32 are neighbours.
     padded = np.full((256, 8), 2.0**-127)
     padded[:rows, :5] = linear.reshape(rows, 5)

@@ -149,7 +149,7 @@ class Form:
     """Whether the block that this rank sends to itself already lies where it belongs."""
     epilogue: BoundEpilogue | None = None
     wire: tuple[Wire, np.dtype[Any]] | None = None
-    """How elements travel, and their type; None if they travel as they are."""
+    """How elements travel quantized, and their type; None if they travel as they are."""
     cuts: tuple[tuple[int, int], ...] = ()
     gaps: tuple[Gaps | None, ...] = ()
     """The gaps in each block; empty if no block has gaps."""
@@ -354,5 +354,5 @@ class Algorithm(NamedTuple):
     """Returns launchers for calls of a form of a collective that it `serves`; else the reason, for an error."""
     in_rank_order: bool = True
     """Whether it reduces in the order of ranks; "auto" takes no other algorithm."""
-    sends_codes: bool = False
-    """Whether elements may travel as codes of 8 bits."""
+    quantizes: bool = False
+    """Whether elements may travel quantized."""

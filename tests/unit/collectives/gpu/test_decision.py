@@ -171,7 +171,7 @@ def test_all_ranks_choose_alike(operation: Operation, asked: str, symmetric: boo
         assert (chosen[0][0] is DirectLauncher) == (symmetric and 4 * count > 4 * MIB)
 
 
-@pytest.mark.parametrize("wire", [None, Wire("int8"), Wire("int8", again=False)], ids=str)
+@pytest.mark.parametrize("wire", [None, Wire("int8"), Wire("int8", quantizes_result=False)], ids=str)
 @pytest.mark.parametrize("operation", [row for row in OPERATIONS.values() if row.counts != "private"], ids=str)
 def test_a_call_without_elements_needs_neither_launches_nor_memory(operation: Operation, wire: Wire | None) -> None:
     for size in (1, 3):

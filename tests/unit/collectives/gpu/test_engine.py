@@ -19,7 +19,7 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, FEWEST_LAPS, OVERSEERS
+from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, OVERSEERS, QUANTIZED_OF_PACKET
 from mpicomm.collectives.gpu.decision import usual_kernels
 from mpicomm.collectives.operations import ALLREDUCE, ALLTOALLV, OPERATIONS
 from mpicomm.collectives.wire import Wire
@@ -157,7 +157,7 @@ def test_what_one_shot_lacks_memory_for_goes_in_the_arena_and_is_never_tried_aga
     _, (launch,), (shape,) = allreduce(three, count, wire=Wire("int8"))
     assert {"-DMPICOMM_WIRE=int8", "-DMPICOMM_LAPS"} <= {*shape["variant"].options}
     assert launch.inbox_nbytes == 2 * three.engine.domain.arena.sentinels.nbytes and launch.laps >= FEWEST_LAPS
-    assert launch.steps * shape["blocks"] * (shape["threads"] - OVERSEERS) * CODES_OF_PACKET >= count
+    assert launch.steps * shape["blocks"] * (shape["threads"] - OVERSEERS) * QUANTIZED_OF_PACKET >= count
 
 
 def test_without_room_below_the_bound_another_algorithm_is_taken_before_the_ranks_are_told(

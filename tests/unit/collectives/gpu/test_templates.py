@@ -70,7 +70,7 @@ EPILOGUES: dict[str, tuple[str, Callable[[Make, int, int], Epilogue]]] = {
     "layer": ("bfloat16", norm_of(lambda make, rows, hidden: {"bias": make(hidden, BF16)}, layer_norm)),
     "scaled rows": ("float8_e4m3fn", norm_of(lambda make, rows, n: {"scales": make(rows * (n // 64), FLOAT)})),
     "tiles of 4 bits": ("uint8", norm_of(tiles)),
-    "codes": ("float8_e5m2", norm_of(lambda *_: {"scale": 0.5})),
+    "fp8": ("float8_e5m2", norm_of(lambda *_: {"scale": 0.5})),
     "elements": (
         "bfloat16",
         lambda make, rows, hidden: Elementwise("v * f + b[i % n]", f=0.5, n=hidden, b=make(hidden, BF16)),
@@ -103,9 +103,9 @@ class Kind:
         self._in_place = may_be_in_place and draw.choice(EITHER)
         twice = any(len({*side} - {MPI.PROC_NULL}) + side.count(MPI.PROC_NULL) != len(side) for side in peers)
         self.has_template = not (operation.of_neighbors and (operation.send == "typed" or twice))
-        coded = operation.coded and self._dtype == FLOAT and self._op in (None, MPI.SUM)
-        wires = [None, Wire("int8"), Wire("float8_e4m3fn", again=False)]
-        self._wire = draw.choice(wires) if coded and not special else None
+        quantizable = operation.quantizable and self._dtype == FLOAT and self._op in (None, MPI.SUM)
+        wires = [None, Wire("int8"), Wire("float8_e4m3fn", quantizes_result=False)]
+        self._wire = draw.choice(wires) if quantizable and not special else None
         self.asked = draw.choice(["auto", "auto", *names_for(operation)])
         self._forms = [draw.randint(0, 3) for _ in range(2)]
         is_typed = "typed" in shapes

@@ -34,12 +34,12 @@ from tests.helpers.inputs.tuning import GPU, KIB, MIB, NEVER, chosen, row, table
 
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_rows_of_calls_with_codes_count_codes(itemsize: int, registered: bool) -> None:
+def test_rows_of_quantized_calls_count_quantized_bytes(itemsize: int, registered: bool) -> None:
     bounds = (0, "one_shot"), (MIB, "two_shot")
-    measured = table(Row(kind_of("Allreduce", registered=registered, coded=True), 2, bounds), row("Allreduce", 2))
-    choices = measured.choices("Allreduce", 2, registered=registered, coded=itemsize)
-    assert choices == [(codes * itemsize, name) for codes, name in bounds]
-    assert measured.choices("Allgather", 2, registered=registered, coded=itemsize) == [(0, "one_shot")]
+    measured = table(Row(kind_of("Allreduce", registered=registered, quantized=True), 2, bounds), row("Allreduce", 2))
+    choices = measured.choices("Allreduce", 2, registered=registered, quantized_itemsize=itemsize)
+    assert choices == [(nbytes * itemsize, name) for nbytes, name in bounds]
+    assert measured.choices("Allgather", 2, registered=registered, quantized_itemsize=itemsize) == [(0, "one_shot")]
 
 
 def test_more_ranks_than_measured_take_scaled_bounds() -> None:

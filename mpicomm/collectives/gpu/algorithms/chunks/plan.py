@@ -179,8 +179,8 @@ def _links_of(size: int) -> struct.Struct:
 
 
 def serve_chunks(form: Form, domain: Domain) -> list[FormLauncher]:
-    """Ranks exchange data of any size and kind in chunks: this carries out every call, except with codes."""
-    # Calls without elements have no launch, also with codes.
+    """Ranks exchange data of any size and kind in chunks: this carries out every call, except quantized ones."""
+    # Calls without elements have no launch, also if they are quantized.
     most = inf if form.wire is None else 0
     return [ChunkLauncher(form, domain, lambda buffers: [form.operation.one_shot(buffers)], most)]
 

@@ -19,8 +19,8 @@ _SOURCE = Path(__file__).with_name("packets.cu")
 OVERSEERS = 32
 SLOT_NBYTES = 16
 FENCES_NBYTES = 3072  # for each block: see fences.cuh
-CODES_OF_PACKET = 16
-"""The elements that a packet carries as codes of 8 bits: ``kPartElements`` in eight_bits.cuh."""
+QUANTIZED_OF_PACKET = 16
+"""The quantized elements that a packet carries: ``kPartElements`` in wire_quantization.cuh."""
 STAGES = 2
 """The inboxes for one source and parity of calls with fan-out. Others need one."""
 UNIT_NBYTES = {"flagged": 8, "sentinel": 16}
@@ -117,18 +117,18 @@ def finished_packet_arguments(finish: type[ctypes.Structure]) -> type[PacketArgu
 
 
 def parts_of(size: int, *, one_step: bool) -> int:
-    """Return the packets of a unit of codes between ``size`` ranks: ``kParts`` in units.cuh."""
+    """Return the packets of a quantized unit between ``size`` ranks: ``kParts`` in units.cuh."""
     return 1 if one_step or size > 2 else 2
 
 
-def most_workers(size: int, *, fan_out: bool, one_step: bool, coded: bool = False) -> int:
+def most_workers(size: int, *, fan_out: bool, one_step: bool, quantized: bool = False) -> int:
     """Return the most worker threads of a block between ``size`` ranks: ``kWorkers`` in packet_worker.cuh.
 
-    ``coded`` is whether packets carry codes.
+    ``quantized`` is whether packets carry quantized elements.
     """
     if one_step:
         threads = 512 if size > 4 else 768
-    elif coded:
+    elif quantized:
         threads = 256 if size > 4 else 384 if size > 2 or fan_out else 512
     else:
         threads = 256 if size > 4 else 512 if fan_out else 640 if size > 2 else 768
@@ -173,13 +173,14 @@ def counted_step_kernel(size: int) -> Variant:
     return Variant(_SOURCE.with_name("counted_step.cu"), "mpicomm_counted_step", options)
 
 
-def wire_options(wire: str, *, moves: bool, codes_result: bool, alike: bool = False) -> tuple[str, ...]:
-    """Return the options of a kernel whose packets have codes of the type ``wire``: see units.cuh.
+def wire_options(wire: str, *, moves: bool, quantizes_result: bool, same_to_all: bool = False) -> tuple[str, ...]:
+    """Return the options of a kernel whose packets have elements quantized as ``wire``: see units.cuh.
 
-    The kernel only ``moves`` data, or it reduces. ``codes_result`` is whether it codes the result again. ``alike`` is
-    whether the rank sends all ranks the same elements, which are also its contribution to a reduction.
+    The kernel only ``moves`` data, or it reduces. ``quantizes_result`` is whether the result travels quantized, too.
+    ``same_to_all`` is whether the rank sends all ranks the same elements, which are also its contribution to a
+    reduction.
     """
-    flags = {"MOVES": moves, "CODES_RESULT": codes_result, "ALIKE": alike}
+    flags = {"MOVES": moves, "QUANTIZES_RESULT": quantizes_result, "SAME_TO_ALL": same_to_all}
     return (f"-DMPICOMM_WIRE={wire}", *(f"-DMPICOMM_{name}" for name, wanted in flags.items() if wanted))
 
 

@@ -1,4 +1,4 @@
-"""Packet configurations: protocol, inboxes and launch geometry by message size, also for packets of 8-bit codes.
+"""Packet configurations: protocol, inboxes and launch geometry by message size, also for quantized packets.
 
 All of it is the same on all ranks.
 """
@@ -15,9 +15,9 @@ from typing import NamedTuple
 from mpicomm.collectives.gpu.algorithms.base import Filled, Form
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, Domain, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
-    CODES_OF_PACKET,
     FEWEST_LAPS,
     OVERSEERS,
+    QUANTIZED_OF_PACKET,
     SLOT_NBYTES,
     STAGES,
     UNIT_NBYTES,
@@ -48,12 +48,13 @@ class Geometry(NamedTuple):
 
 @cache
 def geometries_of(
-    most_blocks: int, size: int, *, fan_out: bool, coded: bool = False
+    most_blocks: int, size: int, *, fan_out: bool, quantized: bool = False
 ) -> tuple[list[int], list[Geometry]]:
     """Return the most packets that geometries between ``size`` ranks move in one step, and these geometries.
 
     The last geometry, which has no such number, is for all longer messages. The choice is measured on H200s: one step
-    if possible, with as many blocks as there are, each as small as one step allows. ``coded`` is as in `most_workers`.
+    if possible, with as many blocks as there are, each as small as one step allows. ``quantized`` is as in
+    `most_workers`.
     """
     most, units, geometries = most_workers(size, fan_out=fan_out, one_step=True), [0], list[Geometry]()
     for workers in (*(each for each in _WORKERS if each < most), most):
@@ -62,20 +63,20 @@ def geometries_of(
             if geometry.threads > units[-1]:
                 units.append(geometry.threads)
                 geometries.append(geometry)
-    workers = most_workers(size, fan_out=fan_out, one_step=False, coded=coded)
+    workers = most_workers(size, fan_out=fan_out, one_step=False, quantized=quantized)
     return units[1:], [*geometries, Geometry(most_blocks, workers)]
 
 
 @cache
-def geometry_within(inbox_nbytes: int, most_blocks: int, size: int, *, coded: bool = False) -> Geometry:
+def geometry_within(inbox_nbytes: int, most_blocks: int, size: int, *, quantized: bool = False) -> Geometry:
     """Return the geometry for messages of any length in inboxes of that size; the same on all ranks.
 
-    It has the most threads for which an inbox still holds `FEWEST_LAPS` steps, because a launch reuses slots. ``coded``
-    is as in `most_workers`.
+    It has the most threads for which an inbox still holds `FEWEST_LAPS` steps, because a launch reuses slots.
+    ``quantized`` is as in `most_workers`.
     """
-    slots = inbox_nbytes // SLOT_NBYTES // (parts_of(size, one_step=False) if coded else 1)
+    slots = inbox_nbytes // SLOT_NBYTES // (parts_of(size, one_step=False) if quantized else 1)
     room = slots // (FEWEST_LAPS * most_blocks) // LANES * LANES
-    return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False, coded=coded)))
+    return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False, quantized=quantized)))
 
 
 _STEP_NBYTES = NORM_THREADS * SLOT_NBYTES  # of a row
@@ -144,19 +145,19 @@ def limits_of(reduction: Reduction | None, domain: Domain, *, to_all: bool) -> P
 
 
 @dataclass(frozen=True)
-class Coding:
-    """How packets carry elements as codes."""
+class WireFormat:
+    """How packets carry quantized elements."""
 
     element: str
     itemsize: int
-    codes: str
-    codes_result: bool
-    """Whether the result of a reduction becomes codes again."""
+    dtype: str
+    quantizes_result: bool
+    """Whether the result of a reduction travels quantized, too."""
 
     @property
     def packet_nbytes(self) -> int:
         """The bytes of memory that one packet carries."""
-        return CODES_OF_PACKET * self.itemsize
+        return QUANTIZED_OF_PACKET * self.itemsize
 
 
 Stepped = tuple[Filled, int, int, int]
@@ -166,7 +167,7 @@ Stepped = tuple[Filled, int, int, int]
 class PacketConfig:
     """How a launch carries messages of some lengths; the same on all ranks. Nothing changes it.
 
-    With ``coding`` the messages are between ``size`` ranks. If the kernel normalises rows, all messages count as
+    With ``wire_format`` the messages are between ``size`` ranks. If the kernel normalises rows, all messages count as
     ``row_nbytes``, the bytes of all slots; else it is 0. If other ranks may have longer messages than this rank, a
     launch of one step has as many ``laps`` as theirs.
     """
@@ -176,7 +177,7 @@ class PacketConfig:
         protocol: Protocol,
         inboxes: Inboxes,
         geometry: Geometry,
-        coding: Coding | None = None,
+        wire_format: WireFormat | None = None,
         size: int = 0,
         *,
         row_nbytes: int = 0,
@@ -186,8 +187,8 @@ class PacketConfig:
         self.blocks, self.workers = blocks, workers = geometry
         packet_nbytes, slots, parts = UNIT_NBYTES[protocol], inboxes.nbytes // SLOT_NBYTES, 1
         packets = slots
-        if coding is not None:  # the slots of a warp lie side by side
-            packet_nbytes, parts = coding.packet_nbytes, parts_of(size, one_step=False)
+        if wire_format is not None:  # the slots of a warp lie side by side
+            packet_nbytes, parts = wire_format.packet_nbytes, parts_of(size, one_step=False)
             packets, slots = packets // LANES * LANES, packets // (parts * LANES) * LANES
         self.parts, self.unit_nbytes = parts, parts * packet_nbytes
         """The packets of a unit, if messages take several steps, and its bytes of memory. A unit is the work of a
@@ -213,25 +214,30 @@ ANY_NBYTES = 1 << 62
 """The length that all ranks assume for a message if only two ranks know its length."""
 
 
-def coding_of(form: Form) -> Coding | None:
-    """Return how packets carry the elements of a form; None if they carry them as they are."""
+def wire_format_of(form: Form) -> WireFormat | None:
+    """Return how packets carry the quantized elements of a form; None if elements travel as they are."""
     if form.wire is None:
         return None
     wire, dtype = form.wire
-    return Coding(dtype.name, dtype.itemsize, wire.codes, wire.again and form.operation.two_shot is not None)
+    return WireFormat(
+        dtype.name, dtype.itemsize, wire.dtype, wire.quantizes_result and form.operation.two_shot is not None
+    )
 
 
 def sized_configs(
-    limits: ProtocolLimits, domain: Domain, *, fan_out: bool = False, coding: Coding | None = None
+    limits: ProtocolLimits, domain: Domain, *, fan_out: bool = False, wire_format: WireFormat | None = None
 ) -> Configs:
     """Return the configs of calls in which all ranks know the longest message, within the limits, and at least 1 byte.
 
-    Codes have no limits.
+    Quantized messages have no limits.
     """
     arena, layout, sentinels, size = domain.arena, domain.arena.layout, domain.arena.sentinels, domain.size
-    most_units, geometries = geometries_of(domain.most_blocks, size, fan_out=fan_out, coded=coding is not None)
-    most_flagged = limits.flagged if coding is None else 0
-    flag_nbytes, sentinel_nbytes = UNIT_NBYTES["flagged"], coding.packet_nbytes if coding else UNIT_NBYTES["sentinel"]
+    most_units, geometries = geometries_of(domain.most_blocks, size, fan_out=fan_out, quantized=wire_format is not None)
+    most_flagged = limits.flagged if wire_format is None else 0
+    flag_nbytes, sentinel_nbytes = (
+        UNIT_NBYTES["flagged"],
+        wire_format.packet_nbytes if wire_format else UNIT_NBYTES["sentinel"],
+    )
     room = sentinels.nbytes
     slots_of_unit = parts_of(size, one_step=False) * LANES  # of the unit of a warp
     stages = STAGES if fan_out else 1
@@ -239,7 +245,7 @@ def sized_configs(
 
     def packed(nbytes: int) -> int:
         """Return the bytes that a message takes in an inbox."""
-        if coding is None:
+        if wire_format is None:
             return nbytes
         return -(-nbytes // (sentinel_nbytes * slots_of_unit)) * slots_of_unit * SLOT_NBYTES
 
@@ -248,7 +254,7 @@ def sized_configs(
         if nbytes <= most_flagged:
             kind, of_packet = 0, flag_nbytes
         else:
-            of_packet, in_inbox = sentinel_nbytes, nbytes if coding is None else packed(nbytes)
+            of_packet, in_inbox = sentinel_nbytes, nbytes if wire_format is None else packed(nbytes)
             kind = 1 if in_inbox <= room else layout.large_inbox_nbytes(in_inbox)
         key = kind, bisect_left(most_units, -(-nbytes // of_packet))
         config = made.get(key)
@@ -262,7 +268,7 @@ def sized_configs(
                     return None
                 region = arena.region(request)
                 inboxes = Inboxes(region.pointers, region.slots_nbytes // (PARITIES * stages * size), stages)
-            config = made[key] = PacketConfig(protocol, inboxes, geometries[key[1]], coding, size)
+            config = made[key] = PacketConfig(protocol, inboxes, geometries[key[1]], wire_format, size)
         return config
 
     def memory(nbytes: int) -> Sequence[Request]:
@@ -289,15 +295,15 @@ def row_configs(row_nbytes: int, domain: Domain, *, fan_out: bool) -> Configs:
     return Configs(config_of, lambda nbytes: configs.memory(rows_of(nbytes).nbytes))
 
 
-def any_length_config(domain: Domain, coding: Coding | None = None) -> PacketConfig:
+def any_length_config(domain: Domain, wire_format: WireFormat | None = None) -> PacketConfig:
     """Return the config of messages whose length only two ranks know, or that are longer than their inboxes."""
     # Nothing is sent on, so the memory of both stages may hold the messages. Calls with two stages may come before and
     # after, because both forms have the same half of the memory for a parity (see packets.cu): a rank still stores only
     # into slots that their owner took and reset two launches before.
     both = domain.arena.sentinels
     inboxes = Inboxes(both.pointers, both.stages * both.nbytes, stages=1)
-    geometry = geometry_within(inboxes.nbytes, domain.most_blocks, domain.size, coded=coding is not None)
-    return PacketConfig("sentinel", inboxes, geometry, coding, domain.size, others_are_longer=coding is None)
+    geometry = geometry_within(inboxes.nbytes, domain.most_blocks, domain.size, quantized=wire_format is not None)
+    return PacketConfig("sentinel", inboxes, geometry, wire_format, domain.size, others_are_longer=wire_format is None)
 
 
 def large_inboxes(layout: ArenaLayout, nbytes: int, stages: int) -> Request:

@@ -130,12 +130,12 @@ constexpr bool kReduces = kRelays;
 // The units that a thread sends in a turn, in registers. Their order is the distance from this
 // rank, because a rank begins with the next rank (team.cuh).
 struct Outgoing {
-  Loaded units[kAlike ? 2 : kRanks];
+  Loaded units[kSameToAll ? 2 : kRanks];
   Unit sent{};  // the unit of the turn before, if it is alike for all ranks
 
   MPICOMM_DEVICE void load(const AllMessages& m, u32 rank, u64 at) {
 #pragma unroll
-    for (u32 distance = kReduces || kAlike ? 1 : 0; distance < (kAlike ? 2 : kRanks); ++distance) {
+    for (u32 distance = kReduces || kSameToAll ? 1 : 0; distance < (kSameToAll ? 2 : kRanks); ++distance) {
       const u32 to = (rank + distance) % kRanks;
       if (at < m.send_nbytes[to]) units[distance] = load_message(m, to, at);
     }
@@ -306,12 +306,12 @@ struct Worker {
   // Sends the units that `out` holds for offset `at` to the other ranks.
   MPICOMM_DEVICE void push(Outgoing& out, u64 at, u64 place) const {
     const u32 rank = x.team.rank;
-    if (kAlike && at < m.send_nbytes[(rank + 1) % kRanks]) out.sent = unit_of(out.units[1]);
+    if (kSameToAll && at < m.send_nbytes[(rank + 1) % kRanks]) out.sent = unit_of(out.units[1]);
 #pragma unroll
     for (u32 distance = 1; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
       if (at >= m.send_nbytes[to]) continue;
-      if constexpr (kAlike) send(to, 0, place, out.sent, Protocol::flag(count));
+      if constexpr (kSameToAll) send(to, 0, place, out.sent, Protocol::flag(count));
       else send(to, 0, place, unit_of(out.units[distance]), Protocol::flag(count));
     }
   }
@@ -323,7 +323,7 @@ struct Worker {
 #if defined(MPICOMM_STRIDED)
     store_strided(x.strides, x.receive_gaps[rank], m.receives[rank], at, m.send_nbytes[rank], out.units[0]);
 #else
-    if constexpr (kAlike) store_at(m.receives[rank], at, m.send_nbytes[rank], out.sent);
+    if constexpr (kSameToAll) store_at(m.receives[rank], at, m.send_nbytes[rank], out.sent);
     else store_at(m.receives[rank], at, m.send_nbytes[rank], unit_of(out.units[0]));
 #endif
   }

@@ -91,9 +91,9 @@
 // that packet in an earlier turn. If it waits for a fence, two things come first. Other workers of
 // its block come to the turn in which they ask for the fence, which is an earlier turn. And
 // overseers see the other ranks announce this launch, which these do before they wait in it. If it
-// waits for a length (counted.cuh), the peer stores the length before it waits for a packet. It may
-// wait at the end of a row for another worker of its group, or with codes for another worker of its
-// warp. Then that worker waits for a packet or a fence of the same or an earlier turn. It either
+// waits for a length (counted.cuh), the peer stores the length before it waits for a packet. At the
+// end of a row it may wait for another worker of its group, and for quantization for another worker of
+// its warp. Then that worker waits for a packet or a fence of the same or an earlier turn. It either
 // takes that and comes, or gives up and comes. So the thread goes on. That needs all blocks of a
 // launch to run at once: see team.cuh.
 
@@ -274,7 +274,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
     [[maybe_unused]] const Unit sent = out.sent;
     worker.look(b, 0, b_ranks, b_place);
     b_scales.look(worker, 0, b_ranks, b_place);
-    if (!kAlike && reduces && x.own != nullptr) in = load_at(x.own, b_at, x.output_nbytes);
+    if (!kSameToAll && reduces && x.own != nullptr) in = load_at(x.own, b_at, x.output_nbytes);
 #if defined(MPICOMM_WEIGHT)
     Packet residual{};
     if (reduces) residual = rows.load_residual(b_at);
@@ -308,7 +308,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
     [[maybe_unused]] Unit result{};
     if (reduces) {
       Unit units[kRanks], own;
-      if constexpr (kAlike) own = sent;
+      if constexpr (kSameToAll) own = sent;
       else own = unit_of(in);
 #pragma unroll
       for (u32 source = 0; source < kRanks; ++source) {

@@ -1,6 +1,6 @@
 """Packets: every rank stores packets into inboxes of its peers, and a packet itself shows whether it has arrived.
 
-One launch of packets.cu carries the whole call. It also carries elements as codes of 8 bits.
+One launch of packets.cu carries the whole call. It also carries elements quantized.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mpicomm.collectives.gpu.algorithms.packets.configs import (
     ProtocolLimits,
     Stepped,
     any_length_config,
-    coding_of,
     fewest_rows,
     limits_of,
     row_configs,
     sized_configs,
+    wire_format_of,
 )
 from mpicomm.collectives.packed import Gaps, Strides
 from mpicomm.collectives.patterns import shard_count
@@ -88,8 +88,8 @@ class PacketLauncher(KernelTemplate, FormLauncher):
         mine, sent = exchange.reduction, {span for span in exchange.sends if span is not None}
         own = None if mine is None else mine.own
         self._rank, self._size, self._host_slots = domain.rank, domain.size, domain.host_slots
-        self._reduction, self._coding = form.reduction, coding_of(form)
-        self._alike = fan_out is None and len(sent) == 1 and (mine is None or own in sent)
+        self._reduction, self._wire_format = form.reduction, wire_format_of(form)
+        self._same_to_all = fan_out is None and len(sent) == 1 and (mine is None or own in sent)
         self._fans = fan_out is not None
         self._make_arguments(form, domain, exchange)
 
@@ -149,8 +149,8 @@ class PacketLauncher(KernelTemplate, FormLauncher):
         """Note the values that the messages and the result take, and the ranks at their other end."""
         rank, mine = self._rank, exchange.reduction
         sends, receives = list(exchange.sends), list((fan_out or exchange).receives)
-        if self._fans or receives[rank] is None or (receives[rank] == sends[rank] and self._coding is None):
-            sends[rank] = receives[rank] = None  # nothing to copy; codes are copied also to their place
+        if self._fans or receives[rank] is None or (receives[rank] == sends[rank] and self._wire_format is None):
+            sends[rank] = receives[rank] = None  # nothing to copy; quantized elements change even in place
         measured, own, output = [*sends, *receives], None, None
         self._sources = 0
         self._targets = (
@@ -247,13 +247,16 @@ class PacketLauncher(KernelTemplate, FormLauncher):
 
     def variant(self, kernel: Kernel) -> Variant:
         """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
-        (protocol, steps, *epilogue), coding, reduction = kernel, self._coding, self._reduction
+        (protocol, steps, *epilogue), wire_format, reduction = kernel, self._wire_format, self._reduction
         wire: tuple[str, ...] = ()
-        if coding is not None:
+        if wire_format is not None:
             wire = kernels.wire_options(
-                coding.codes, moves=reduction is None, codes_result=coding.codes_result, alike=self._alike
+                wire_format.dtype,
+                moves=reduction is None,
+                quantizes_result=wire_format.quantizes_result,
+                same_to_all=self._same_to_all,
             )
-            reduction = reduction or (coding.element, "sum")
+            reduction = reduction or (wire_format.element, "sum")
         return kernels.packet_kernel(
             reduction,
             self._size,
@@ -287,7 +290,7 @@ class PacketLauncher(KernelTemplate, FormLauncher):
     def _steps(self, nbytes: int, config: PacketConfig) -> tuple[int, int]:
         """Return the steps of messages of so many bytes, and after how many steps a launch uses slots again."""
         units = -(-nbytes // config.unit_nbytes)
-        if self._coding is not None:
+        if self._wire_format is not None:
             units = -(-units // LANES) * LANES
         steps = -(-units // (config.blocks * config.workers)) or 1
         laps = steps if units <= config.slots else config.laps
@@ -338,8 +341,8 @@ def serve_one_shot(form: Form, domain: Domain) -> list[FormLauncher] | str:
 
 def serve_two_shot(form: Form, domain: Domain) -> list[FormLauncher] | str:
     """Each rank reduces or receives a shard. In the same kernel it sends the shard on to all ranks that need it."""
-    if form.wire is not None and not form.wire[0].again:
-        return "its results travel as codes"
+    if form.wire is not None and not form.wire[0].quantizes_result:
+        return f'it does not support wire_dtype="{form.wire[0]}"'
     if domain.size == 1:
         return []
     return _launchers(form, domain, limits_of(form.reduction, domain, to_all=True), two_shot=True)
@@ -361,7 +364,7 @@ def serve_any_length(form: Form, domain: Domain) -> list[FormLauncher] | str:
 def _launchers(form: Form, domain: Domain, limits: ProtocolLimits, *, two_shot: bool) -> list[FormLauncher]:
     """Return the launcher for calls of a form, and one that also applies its epilogue."""
     most = inf if form.wire else max(limits)
-    configs = sized_configs(limits, domain, fan_out=two_shot, coding=coding_of(form))
+    configs = sized_configs(limits, domain, fan_out=two_shot, wire_format=wire_format_of(form))
     if form.epilogue is None:
         return [PacketLauncher(form, domain, configs, (1, most), two_shot=two_shot)]
     row_nbytes, shards = form.epilogue.row_nbytes, domain.size if two_shot else 1
@@ -378,5 +381,5 @@ def _launchers(form: Form, domain: Domain, limits: ProtocolLimits, *, two_shot: 
 
 def in_arena(form: Form, domain: Domain) -> FormLauncher:
     """Return a launcher for messages of any length that needs no memory but the arena."""
-    config = any_length_config(domain, coding_of(form))
+    config = any_length_config(domain, wire_format_of(form))
     return PacketLauncher(form, domain, Configs(lambda nbytes: config), (0, inf))

@@ -87,8 +87,8 @@ struct ReceivedRows {
     if (!kScaledGroups && !has_unit) return;
     const u32 count = !kScaledGroups || has_unit ? kElements : 0;
     const Weights weights(rows.norm, packet * kElements, count);
-    // One copy of the code that makes codes serves all shards.
-#pragma unroll(kCodes ? 1 : kOthers)
+    // One copy of the code that quantizes serves all shards.
+#pragma unroll(kQuantizes ? 1 : kOthers)
     for (u32 entry = 0; entry < kOthers; ++entry) {
       const u32 shard = worker.rank_of(entry);
       if (!has_row(shard)) continue;

@@ -1,5 +1,5 @@
-// The scales of the units of a turn, if packets carry codes of eight bits: how a worker takes them. units.cuh says where they
-// lie. Without codes there are none.
+// The scales of the units of a turn, if packets carry quantized elements: how a worker takes them.
+// units.cuh says where they lie. Other packets have no scales.
 #pragma once
 
 #include "packet_worker.cuh"
@@ -14,7 +14,7 @@ struct Scales {
     Unit unit;
 #pragma unroll
     for (u32 part = 0; part < kParts; ++part) {
-      unit.codes[part] = Protocol::unit(held.packets[part]);
+      unit.quantized[part] = Protocol::unit(held.packets[part]);
       unit.scales[part] = of[entry] >> part * 8 & 0xFF;
     }
     return unit;
@@ -48,7 +48,7 @@ struct Scales {
     if (took && missing() != 0) took = await_ranks(worker.x.team, worker.launch, look_again);
     // Without this vote the reset below could come before another thread of the warp has loaded the
     // scales. That thread would wait for ever. A thread that leaves takes all of them along, because
-    // the others would wait for it when they code their next part.
+    // the others would wait for it when they quantize their next part.
     if (!__all_sync(kWarp, took)) return false;
     if (is_first_of_block()) {
 #pragma unroll

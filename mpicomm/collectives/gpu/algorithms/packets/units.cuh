@@ -1,11 +1,11 @@
 // Units of packets.cu: what a thread loads, sends at once, and stores. Usually a unit is the bytes of
-// one packet. With eight bits on the wire (MPICOMM_WIRE) a unit is one or two parts of blocks
-// (eight_bits.cuh). A packet has the codes of a part, and a byte beside the slots has the scale of a
+// one packet. If elements travel quantized (MPICOMM_WIRE), a unit is one or two parts of blocks
+// (wire_quantization.cuh). A packet has a quantized part, and a byte beside the slots has the scale of a
 // block.
 //
 // The threads of a warp have neighbouring slots in every step: first one slot each for their first
 // parts, then one slot each for their second parts. The scales lie where these packets would have
-// their escapes. No packet of codes needs an escape. The first thread of a block stores its scales,
+// their escapes. No quantized packet needs an escape. The first thread of a block stores its scales,
 // and all threads of the block that receive them poll them. Like an escape, a scale is zero until it
 // comes, and the first thread of the block resets it together with the slots. So the scale is free
 // when the slots are free, and the proofs at the top of packets.cu hold for it.
@@ -16,7 +16,7 @@
 
 #include "packet_protocols.cuh"
 #if defined(MPICOMM_WIRE)
-#include "eight_bits.cuh"
+#include "wire_quantization.cuh"
 #elif defined(MPICOMM_DTYPE)
 #include "reduce_packets.cuh"
 #endif
@@ -40,7 +40,7 @@ constexpr u32 kPackets = kParts;
 constexpr u32 kCarriedNbytes = kParts * kPartElements * sizeof(Element);  // the bytes of memory for each unit
 
 struct Unit {
-  Packet codes[kParts];
+  Packet quantized[kParts];
   u32 scales[kParts];
 };
 struct Reduced {
@@ -64,9 +64,9 @@ MPICOMM_DEVICE u32 word_of(const u32 (&scales)[kParts]) {
   return kParts == 1 ? scales[0] : scales[0] | scales[kParts - 1] << 8;
 }
 
-// Whether a result is stored as it was reduced. Otherwise the rank codes it, sends the codes on if
-// there is a fan-out, and stores the values of the codes, as all other ranks do.
-#if defined(MPICOMM_CODES_RESULT)
+// Whether a result is stored as it was reduced. Otherwise the rank quantizes it, sends it on if there is
+// a fan-out, and stores the dequantized values, as all other ranks do.
+#if defined(MPICOMM_QUANTIZES_RESULT)
 constexpr bool kKeepsReduced = false;
 #else
 constexpr bool kKeepsReduced = true;
@@ -84,11 +84,11 @@ MPICOMM_DEVICE u32 place_of_thread() {
 constexpr u32 kWarpNbytes = kLanes / kThreadsOfBlock * kBlockNbytes;
 MPICOMM_DEVICE constexpr u32 place_of_line(u32 part, u32 line) { return part * kWarpNbytes + line * kLineNbytes; }
 
-// A rank that sends the same elements to all ranks codes them once, also for itself.
-#if defined(MPICOMM_ALIKE)
-constexpr bool kAlike = true;
+// A rank that sends the same elements to all ranks quantizes them once, also for itself.
+#if defined(MPICOMM_SAME_TO_ALL)
+constexpr bool kSameToAll = true;
 #else
-constexpr bool kAlike = false;
+constexpr bool kSameToAll = false;
 #endif
 
 // The elements of a unit.
@@ -96,7 +96,7 @@ struct Whole {
   Part parts[kParts];
 };
 
-// Codes a unit. All threads of the warp call it together.
+// Quantizes a unit. All threads of the warp call it together.
 template <class Given>
 MPICOMM_DEVICE Unit unit_from(const Given& given) {
   Unit unit;
@@ -104,13 +104,13 @@ MPICOMM_DEVICE Unit unit_from(const Given& given) {
   for (u32 part = 0; part < kParts; ++part) unit.scales[part] = scale_for(given.parts[part]);
   agree(unit.scales);
 #pragma unroll
-  for (u32 part = 0; part < kParts; ++part) unit.codes[part] = codes_of(given.parts[part], unit.scales[part]);
+  for (u32 part = 0; part < kParts; ++part) unit.quantized[part] = quantize(given.parts[part], unit.scales[part]);
   return unit;
 }
 
 // A load leaves elements in registers if a thread has enough registers. Then the thread waits for the
 // load only when it needs the unit. Otherwise a load leaves a unit.
-constexpr bool kHoldsElements = kAlike || (MPICOMM_RANKS - 1) * sizeof(Element) <= 6;
+constexpr bool kHoldsElements = kSameToAll || (MPICOMM_RANKS - 1) * sizeof(Element) <= 6;
 template <bool holds_elements>
 struct Loading {
   using Loaded = Whole;
@@ -195,11 +195,11 @@ MPICOMM_DEVICE void store_at(u8* array, u64 at, u64 nbytes, const Reduced& value
 MPICOMM_DEVICE void store_at(u8* array, u64 at, u64 nbytes, const Unit& unit) {
   Reduced values;
 #pragma unroll
-  for (u32 part = 0; part < kParts; ++part) values.parts[part] = decode(unit.codes[part], unit.scales[part]);
+  for (u32 part = 0; part < kParts; ++part) values.parts[part] = dequantize(unit.quantized[part], unit.scales[part]);
   store_at(array, at, nbytes, values);
 }
 
-MPICOMM_DEVICE const Packet& packet_in(const Unit& unit, u32 number) { return unit.codes[number]; }
+MPICOMM_DEVICE const Packet& packet_in(const Unit& unit, u32 number) { return unit.quantized[number]; }
 
 template <class Op>
 constexpr bool kAverages = false;
@@ -213,9 +213,9 @@ MPICOMM_DEVICE Reduced reduce(const Unit (&units)[ranks], u32) {
 #pragma unroll
   for (u32 part = 0; part < kParts; ++part) {
     Values& values = sum.parts[part];
-    values = decode(units[0].codes[part], units[0].scales[part]);
+    values = dequantize(units[0].quantized[part], units[0].scales[part]);
 #pragma unroll
-    for (u32 rank = 1; rank < ranks; ++rank) add(values, units[rank].codes[part], units[rank].scales[part]);
+    for (u32 rank = 1; rank < ranks; ++rank) add(values, units[rank].quantized[part], units[rank].scales[part]);
     if constexpr (kAverages<Op>) {
 #pragma unroll
       for (u32 e = 0; e < kPartElements; ++e) values.of[e] = divide(values.of[e], ranks);
@@ -231,7 +231,7 @@ constexpr u32 kSharers = 1;
 constexpr u32 kPackets = 1;
 constexpr u32 kCarriedNbytes = kUnitNbytes;
 
-constexpr bool kAlike = false;
+constexpr bool kSameToAll = false;
 
 using Unit = Packet;
 using Loaded = Packet;

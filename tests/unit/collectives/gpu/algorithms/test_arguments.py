@@ -180,13 +180,13 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
     # Without the kernel of packets.cu, because the compiler takes long for it.
     source.write_text(f'#include "packet_worker.cuh"\nstatic_assert(mpicomm::kWorkers == {workers});')
     compile_kernel(source, WITHOUT_ASSEMBLER, (*variant.options, *INCLUDES))
-    wire = packets.wire_options("int8", moves=False, codes_result=True)
+    wire = packets.wire_options("int8", moves=False, quantizes_result=True)
     dtype = "float32" if fan_out else "bfloat16"
     variant = packets.packet_kernel((dtype, "sum"), size, "sentinel", steps, fan_out=fan_out, wire=wire)
     constants = {
-        "kWorkers": packets.most_workers(size, fan_out=fan_out, one_step=steps == "one", coded=True),
+        "kWorkers": packets.most_workers(size, fan_out=fan_out, one_step=steps == "one", quantized=True),
         "kParts": packets.parts_of(size, one_step=steps == "one"),
-        "kPartElements": packets.CODES_OF_PACKET,
+        "kPartElements": packets.QUANTIZED_OF_PACKET,
         "kBlockElements": BLOCK,
     }
     lines = [f"static_assert(mpicomm::{name} == {value});" for name, value in constants.items()]

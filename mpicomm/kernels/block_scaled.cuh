@@ -1,12 +1,12 @@
-// Floats as codes of 8 or 4 bits, with saturation, and scales for groups of them. The compiler gets
-// MPICOMM_CODES, the type of the codes. It gets MPICOMM_SCALES, the type of the scales, and
-// MPICOMM_GROUP, the elements of a group, if each group has a scale. A group of 0 elements is a row.
-// The host's copy of this arithmetic is epilogues/scaled_codes.py, with the same bits.
+// Block-scaled rows: floats become fp8 or fp4, with saturation, and groups of them have scales. The
+// compiler gets MPICOMM_QUANTIZED, the quantized type. It gets MPICOMM_SCALES, the type of the scales,
+// and MPICOMM_GROUP, the elements of a group, if each group has a scale. A group of 0 elements is a row.
+// The host's copy of this arithmetic is epilogues/block_scaled.py, with the same bits.
 //
-//     scale = largest magnitude of the group / largest code     rounded to the type of the scales
-//     code = value * (1 / scale)                                rounded to nearest, ties to even
+//     scale = largest magnitude of the group / largest quantized value    rounded to the type of scales
+//     quantized = value * (1 / scale)                                     rounded to nearest, ties to even
 //
-// A scale float8_e8m0fnu is a power of two, and rounds up. So no code of it saturates. The other
+// A scale float8_e8m0fnu is a power of two, and rounds up. So no value saturates with it. The other
 // scales round to nearest. The scale of a group with a NaN or an infinity is NaN.
 #pragma once
 
@@ -22,30 +22,30 @@ struct float4_e2m1fn {
   // Rounds to nearest, ties to even. NaN becomes 0.
   MPICOMM_DEVICE static float4_e2m1fn encode(float value) {
     const float magnitude = float_of(bits_of(value) & 0x7FFFFFFFu);
-    // The bounds between the codes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A code with an even number takes
-    // both of its bounds.
-    const u32 code = (magnitude > 0.25f) + (magnitude >= 0.75f) + (magnitude > 1.25f) + (magnitude >= 1.75f) +
+    // The bounds between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A magnitude with an even number
+    // takes both of its bounds.
+    const u32 number = (magnitude > 0.25f) + (magnitude >= 0.75f) + (magnitude > 1.25f) + (magnitude >= 1.75f) +
                      (magnitude > 2.5f) + (magnitude >= 3.5f) + (magnitude > 5.0f);
-    return {bits_of(value) >> 31 << 3 | code};
+    return {bits_of(value) >> 31 << 3 | number};
   }
 };
 }  // namespace dtype
 
-template <class Code>
+template <class T>
 constexpr float kLargestOf = 6;
 template <>
 constexpr float kLargestOf<dtype::float8_e4m3fn> = 448;
 template <>
 constexpr float kLargestOf<dtype::float8_e5m2> = 57344;
 
-using Code = dtype::MPICOMM_CODES;
-constexpr float kLargestCode = kLargestOf<Code>;
-constexpr u32 kCodesOfByte = sizeof(Code) == 1 ? 1 : 2;
+using Quantized = dtype::MPICOMM_QUANTIZED;
+constexpr float kLargestQuantized = kLargestOf<Quantized>;
+constexpr u32 kQuantizedOfByte = sizeof(Quantized) == 1 ? 1 : 2;
 
 MPICOMM_DEVICE float saturated(float value, float largest) {
   return value > largest ? largest : value < -largest ? -largest : value;  // NaN stays NaN
 }
-MPICOMM_DEVICE u32 code_of(float value) { return Code::encode(saturated(value, kLargestCode)).bits; }
+MPICOMM_DEVICE u32 quantized_bits(float value) { return Quantized::encode(saturated(value, kLargestQuantized)).bits; }
 
 #if defined(MPICOMM_SCALES)
 constexpr bool kScales = true;
@@ -60,7 +60,7 @@ struct float32 {
   MPICOMM_DEVICE static float32 of(u32 peak) {
     constexpr float kLeast = 1.17549435e-38f;  // 2^-126: so the inverse is finite
     if (peak >= kInfinity) return {float_of(kNaN)};
-    const float quotient = float_of(peak) / kLargestCode;
+    const float quotient = float_of(peak) / kLargestQuantized;
     return {quotient < kLeast ? kLeast : quotient};
   }
   MPICOMM_DEVICE float value() const { return stored; }
@@ -70,8 +70,8 @@ struct float8_e8m0fnu {
   u8 stored;  // an exponent with the bias of a float, at least 1; 255 is NaN
   MPICOMM_DEVICE static float8_e8m0fnu of(u32 peak) {
     if (peak >= kInfinity) return {255};
-    const u32 largest = bits_of(kLargestCode);
-    // A larger mantissa than the mantissa of the largest code carries into the exponent.
+    const u32 largest = bits_of(kLargestQuantized);
+    // A larger mantissa than the mantissa of the largest quantized value carries into the exponent.
     const u32 carried = (peak + (0x7FFFFF - (largest & 0x7FFFFF))) >> 23, exponent = (largest >> 23) - 127;
     return {static_cast<u8>(carried > exponent ? carried - exponent : 1)};
   }
@@ -82,7 +82,7 @@ struct float8_e4m3fn {
   dtype::float8_e4m3fn stored;
   MPICOMM_DEVICE static float8_e4m3fn of(u32 peak) {
     if (peak >= kInfinity) return {dtype::float8_e4m3fn::encode(float_of(kNaN))};
-    return {dtype::float8_e4m3fn::encode(saturated(float_of(peak) / kLargestCode, 448))};
+    return {dtype::float8_e4m3fn::encode(saturated(float_of(peak) / kLargestQuantized, 448))};
   }
   MPICOMM_DEVICE float value() const { return stored.decode(); }
 };
@@ -90,7 +90,7 @@ struct float8_e4m3fn {
 
 using Scale = scale::MPICOMM_SCALES;
 
-// The factor of the values of a group. The codes of a group whose scale has become 0 are 0.
+// The factor of the values of a group. If the scale of a group has become 0, its quantized values are 0.
 MPICOMM_DEVICE float inverse_of(const Scale& scale) {
   const float value = scale.value();
   return value == 0 ? 0 : 1 / value;

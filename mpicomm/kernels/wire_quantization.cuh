@@ -1,24 +1,25 @@
-// Eight bits on the wire: floats as codes of 8 bits with a scale for each block. The compiler gets
-// MPICOMM_WIRE, the type of the codes: float8_e4m3fn or int8. The host's copy of this arithmetic is
+// Quantization for the wire: floats become fp8 or int8 with a scale for each block. The compiler gets
+// MPICOMM_WIRE, the quantized type: float8_e4m3fn or int8. The host's copy of this arithmetic is
 // collectives/wire.py, with the same bits; a test compares them.
 //
 // A block has 128 elements. Its scale is a power of two, the least with which no element of the
-// block exceeds the largest code. So the products with scales are exact. Only the codes round: to
-// nearest, ties to even. A block with a NaN or an infinity has the scale NaN, and decodes to NaNs.
+// block exceeds the largest quantized value. So the products with scales are exact. Only the
+// quantized values round: to nearest, ties to even. A block with a NaN or an infinity has the scale
+// NaN, and dequantizes to NaNs.
 //
-// A thread codes a part of a block: 16 elements, which become the 16 bytes of one packet. The 8
+// A thread quantizes a part of a block: 16 elements, which become the 16 bytes of one packet. The 8
 // threads of a block are neighbours in a warp, and a warp has 4 blocks. In each line of 128 bytes of
 // the block, a thread has 16 bytes. So the threads of a warp access whole lines.
 //
-// On the wire a scale is a byte, its exponent with the bias of a float. It is never 0. No byte of
-// the codes is 0xFF, so no word of a packet looks like an empty slot (packet_protocols.cuh).
+// On the wire a scale is a byte, its exponent with the bias of a float. It is never 0. No quantized
+// byte is 0xFF, so no word of a packet looks like an empty slot (packet_protocols.cuh).
 #pragma once
 
 #include "reduce_packets.cuh"
 
 namespace mpicomm {
 
-// The host's copies of these constants are in eight_bits.py and arguments.py of packets; a test
+// The host's copies of these constants are in collectives/wire.py and arguments.py of packets; a test
 // compares them.
 constexpr u32 kBlockElements = 128;
 constexpr u32 kPartElements = 16;
@@ -48,15 +49,15 @@ MPICOMM_DEVICE u32 bytes(u32 low, u32 high, u32 which) {
 #endif
 }
 
-template <class Code>
-struct Coding;
+template <class T>
+struct Quantizer;
 
 template <>
-struct Coding<dtype::float8_e4m3fn> {
+struct Quantizer<dtype::float8_e4m3fn> {
   static constexpr u32 kLargest = 0x43E00000;  // 448, as a float
 
-  // Returns the codes of four products with `inverse` as a word. The products are at most `kLargest`.
-  MPICOMM_DEVICE static u32 encode(const float* values, float inverse) {
+  // Returns four products with `inverse`, quantized, as a word. The products are at most `kLargest`.
+  MPICOMM_DEVICE static u32 quantize(const float* values, float inverse) {
     const float a = values[0] * inverse, b = values[1] * inverse, c = values[2] * inverse, d = values[3] * inverse;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     u16 low, high;
@@ -64,13 +65,13 @@ struct Coding<dtype::float8_e4m3fn> {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
     return static_cast<u32>(high) << 16 | low;
 #else
-    using Code = dtype::float8_e4m3fn;
-    return Code::encode(a).bits | Code::encode(b).bits << 8 | Code::encode(c).bits << 16 |
-           static_cast<u32>(Code::encode(d).bits) << 24;
+    using T = dtype::float8_e4m3fn;
+    return T::encode(a).bits | T::encode(b).bits << 8 | T::encode(c).bits << 16 |
+           static_cast<u32>(T::encode(d).bits) << 24;
 #endif
   }
 
-  MPICOMM_DEVICE static void decode(u32 word, float (&to)[4]) {
+  MPICOMM_DEVICE static void dequantize(u32 word, float (&to)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     // Exact: each value is a float16.
 #pragma unroll
@@ -91,13 +92,13 @@ struct Coding<dtype::float8_e4m3fn> {
   }
 };
 
-// Codes -127 to 127, in two's complement, with seven bits flipped: so 0xFF would be -128.
+// Integers from -127 to 127, in two's complement, with seven bits flipped: so 0xFF would be -128.
 template <>
-struct Coding<dtype::int8> {
+struct Quantizer<dtype::int8> {
   static constexpr u32 kLargest = 0x42FE0000;  // 127, as a float
   static constexpr float kUnits = 12582912.0f;  // 1.5 * 2^23: the last bit of such a float stands for 1
 
-  MPICOMM_DEVICE static u32 encode(const float* values, float inverse) {
+  MPICOMM_DEVICE static u32 quantize(const float* values, float inverse) {
     // The addition rounds to nearest even, and leaves the integer in the low bits.
     u32 of[4];
 #pragma unroll
@@ -105,14 +106,14 @@ struct Coding<dtype::int8> {
     return bytes(bytes(of[0], of[1], 0x0040), bytes(of[2], of[3], 0x0040), 0x5410) ^ 0x7F7F7F7Fu;
   }
 
-  MPICOMM_DEVICE static void decode(u32 word, float (&to)[4]) {
-    const u32 raised = ~word;  // each code plus 128
+  MPICOMM_DEVICE static void dequantize(u32 word, float (&to)[4]) {
+    const u32 raised = ~word;  // each integer plus 128
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) to[i] = float_of(bytes(raised, 0x4B000000u, 0x7550 + i)) - 8388736.0f;  // 2^23 + 128
   }
 };
 
-using Codes = Coding<dtype::MPICOMM_WIRE>;
+using WireType = Quantizer<dtype::MPICOMM_WIRE>;
 
 // The values of a thread's part of a block.
 struct Values {
@@ -122,9 +123,9 @@ struct Values {
 // Returns the scale for elements of at most the magnitude with these bits. A larger magnitude has no
 // smaller scale.
 MPICOMM_DEVICE u32 scale_for(u32 magnitude) {
-  constexpr u32 kExponent = (Codes::kLargest >> 23) - 127, kMantissa = Codes::kLargest & 0x7FFFFF;
+  constexpr u32 kExponent = (WireType::kLargest >> 23) - 127, kMantissa = WireType::kLargest & 0x7FFFFF;
   if (magnitude >= 0x7F800000u) return kNotFinite;
-  // A larger mantissa than the mantissa of the largest code carries into the exponent.
+  // A larger mantissa than the mantissa of the largest quantized value carries into the exponent.
   const i32 scale = static_cast<i32>((magnitude + (0x7FFFFF - kMantissa)) >> 23) - static_cast<i32>(kExponent);
   return scale < 1 ? 1 : static_cast<u32>(scale);
 }
@@ -179,26 +180,26 @@ MPICOMM_DEVICE void agree(u32 (&scales)[parts]) {
   if constexpr (parts > 1) scales[1] = both >> 16;
 }
 
-// Returns the codes of a part of a block with this scale.
-MPICOMM_DEVICE Packet codes_of(const Values& values, u32 scale) {
-  Packet codes{};
-  if (scale == kNotFinite) return codes;
+// Returns a part of a block, quantized with this scale.
+MPICOMM_DEVICE Packet quantize(const Values& values, u32 scale) {
+  Packet quantized{};
+  if (scale == kNotFinite) return quantized;
   const float inverse = float_of((254 - scale) << 23);
 #pragma unroll
-  for (u32 word = 0; word < 4; ++word) codes.words[word] = Codes::encode(values.of + word * 4, inverse);
-  return codes;
+  for (u32 word = 0; word < 4; ++word) quantized.words[word] = WireType::quantize(values.of + word * 4, inverse);
+  return quantized;
 }
 
-// Returns the factor of codes with this scale.
+// Returns the factor of quantized values with this scale.
 MPICOMM_DEVICE float factor_of(u32 scale) { return float_of(scale == kNotFinite ? 0x7FC00000u : scale << 23); }
 
-MPICOMM_DEVICE Values decode(const Packet& codes, u32 scale) {
+MPICOMM_DEVICE Values dequantize(const Packet& quantized, u32 scale) {
   const float factor = factor_of(scale);
   Values values;
 #pragma unroll
   for (u32 word = 0; word < 4; ++word) {
     float four[4];
-    Codes::decode(codes.words[word], four);
+    WireType::dequantize(quantized.words[word], four);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) values.of[word * 4 + i] = four[i] * factor;
   }
@@ -206,12 +207,12 @@ MPICOMM_DEVICE Values decode(const Packet& codes, u32 scale) {
 }
 
 // Adds a contribution.
-MPICOMM_DEVICE void add(Values& sum, const Packet& codes, u32 scale) {
+MPICOMM_DEVICE void add(Values& sum, const Packet& quantized, u32 scale) {
   const float factor = factor_of(scale);
 #pragma unroll
   for (u32 word = 0; word < 4; ++word) {
     float four[4];
-    Codes::decode(codes.words[word], four);
+    WireType::dequantize(quantized.words[word], four);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) sum.of[word * 4 + i] = fused(four[i], factor, sum.of[word * 4 + i]);
   }
@@ -254,7 +255,7 @@ MPICOMM_DEVICE u32 magnitude_of(const Part& part) {
   }
 }
 
-MPICOMM_DEVICE Packet codes_of(const Part& part, u32 scale) { return codes_of(values_of(part), scale); }
+MPICOMM_DEVICE Packet quantize(const Part& part, u32 scale) { return quantize(values_of(part), scale); }
 MPICOMM_DEVICE u32 scale_for(const Part& part) { return scale_for(magnitude_of<Element>(part)); }
 MPICOMM_DEVICE u32 scale_for(const Values& values) { return scale_for(magnitude_of(values)); }
 
