@@ -18,7 +18,7 @@ from mpicomm.expressions.functions import KINDS, kind_of
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import Operand, overlaps, parse
 from mpicomm.mpi.buffers import NOWHERE
-from mpicomm.mpi.plain_arrays import plain_array
+from mpicomm.mpi.descriptors import descriptor_of
 from mpicomm.mpi.types import is_covered
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Epilogue(ABC):
         """
         kinds, memory = [self.facts], []
         for name, array in self.arrays.items():
-            plain = plain_array(array)
+            plain = descriptor_of(array)
             if plain is None or len(plain) > 3:
                 return None, ()
             kinds.append(plain[2] if name in self.grows else plain[1:])

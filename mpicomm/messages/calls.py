@@ -23,8 +23,8 @@ from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import array_of, is_host_view
+from mpicomm.mpi.descriptors import descriptor_of
 from mpicomm.mpi.doctor_rows import sendrecv
-from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.requests import Completer, DeferredRequest
 
 _byte = MPI.BYTE
@@ -279,7 +279,7 @@ class Messages:
             return False
         if type(send) in SPECIFICATIONS:  # the kind of their elements has another form
             return False
-        given, taken = plain_array(send), plain_array(receive)
+        given, taken = descriptor_of(send), descriptor_of(receive)
         if not (given and taken and given[1] and taken[1] and len(given) == len(taken) == 3 and self.by_rendezvous):
             return False
         device, (dtype, ordinal), (room_dtype, room_ordinal) = rendezvous.device, given[2], taken[2]

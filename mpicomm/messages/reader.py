@@ -14,8 +14,8 @@ from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.mpi import host_calls, types
 from mpicomm.mpi.arguments import Operand, is_on_device, parse, parse_on_device, require_here
 from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.descriptors import descriptor_of
 from mpicomm.mpi.faults import BufferRefusedError
-from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.spec import require_host_addresses
 
 _NOBODY = MPI.PROC_NULL
@@ -62,7 +62,7 @@ class EndpointReader:
         ``beside`` is as in `read`. Raises the error of an earlier call.
         """
         rendezvous = self.rendezvous
-        plain = plain_array(buf) if rendezvous.has_begun else None
+        plain = descriptor_of(buf) if rendezvous.has_begun else None
         if plain is None or not plain[1] or len(plain) != 3:  # another buffer, or an empty array
             return None
         pointer, count, kind = plain

@@ -15,14 +15,14 @@ from mpicomm.api.internals import AnyPlan, PlanCache, mapped_algorithm
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.mpi.plain_arrays import (
+from mpicomm.mpi.descriptors import (
     IN_PLACE,
     NOTHING,
+    BlocksDescriptor,
     ListedBlocks,
-    PlainBlocks,
-    plain_tensor,
-    tensor_in_blocks,
-    tensors_in_blocks,
+    split_tensor_descriptor,
+    tensor_descriptor,
+    tensor_list_descriptor,
 )
 from mpicomm.torch.tensors import Pieces, flat, movable, op_of_one_call, reduction_of
 
@@ -87,7 +87,7 @@ class AllReduce(Collective):
 
     def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         tensor, op, name, wire = given
-        plain = plain_tensor(tensor) if type(tensor) is Tensor else None
+        plain = tensor_descriptor(tensor) if type(tensor) is Tensor else None
         if plain is None:
             return None
         op = op_of_one_call(op, tensor, name)
@@ -108,7 +108,7 @@ class ReduceToRoot(Collective):
 
     def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         tensor, op, root = given
-        plain = plain_tensor(tensor) if type(tensor) is Tensor else None
+        plain = tensor_descriptor(tensor) if type(tensor) is Tensor else None
         if plain is None:
             return None
         op = op_of_one_call(op, tensor, self._output)
@@ -125,7 +125,7 @@ class Broadcast(Collective):
 
     def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         tensor, root = given
-        plain = plain_tensor(tensor) if type(tensor) is Tensor else None
+        plain = tensor_descriptor(tensor) if type(tensor) is Tensor else None
         return None if plain is None else gpu.find_plain(self._operation, "auto", NOTHING, plain, None, root)
 
 
@@ -144,7 +144,7 @@ class AllGather(Collective):
 
     def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         output, own = given
-        block = plain_tensor(own) if type(own) is Tensor else None
+        block = tensor_descriptor(own) if type(own) is Tensor else None
         if block is None:
             return None
         received: Any
@@ -154,7 +154,7 @@ class AllGather(Collective):
                 return None
             place = received[4][self._rank]
         else:
-            received = plain_tensor(output) if type(output) is Tensor else None
+            received = tensor_descriptor(output) if type(output) is Tensor else None
             if received is None or received[2] != block[2] or received[1] != self._size * block[1]:
                 return None
             place = self._rank * block[1]
@@ -215,7 +215,7 @@ class ReduceScatter(Collective):
         output, whole, op = given
         if not type(output) is type(whole) is Tensor:
             return None
-        received, sent = plain_tensor(output), plain_tensor(whole)
+        received, sent = tensor_descriptor(output), tensor_descriptor(whole)
         if received is None or sent is None or received[2] != sent[2]:
             return None
         op = op_of_one_call(op, output, self._output)
@@ -236,11 +236,11 @@ class AllToAll(Collective):
 
     def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
         output, whole, output_splits, input_splits = given
-        received: PlainBlocks | None
-        sent: PlainBlocks | None
+        received: BlocksDescriptor | None
+        sent: BlocksDescriptor | None
         if type(output) is type(whole) is Tensor:
-            received = tensor_in_blocks(output, output_splits, self._size)
-            sent = tensor_in_blocks(whole, input_splits, self._size)
+            received = split_tensor_descriptor(output, output_splits, self._size)
+            sent = split_tensor_descriptor(whole, input_splits, self._size)
         elif type(output) is type(whole) is list:
             received, sent = _listed(output, receive=True), _listed(whole)
         else:
@@ -251,8 +251,8 @@ class AllToAll(Collective):
 
 
 def _listed(tensors: list[Any], *, receive: bool = False) -> ListedBlocks | None:
-    """As `tensors_in_blocks`; None if the list has objects of subclasses, which may have no memory of their own."""
-    return tensors_in_blocks(tensors, receive=receive) if {*map(type, tensors)} == {Tensor} else None
+    """As `tensor_list_descriptor`; None for objects of subclasses, which may have no memory of their own."""
+    return tensor_list_descriptor(tensors, receive=receive) if {*map(type, tensors)} == {Tensor} else None
 
 
 ROWS: dict[str, tuple[type[Collective], str, str, str]] = {

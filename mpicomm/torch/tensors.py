@@ -15,8 +15,8 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.buffers import without_memory
+from mpicomm.mpi.descriptors import tensor_list_descriptor
 from mpicomm.mpi.ops import AVG
-from mpicomm.mpi.plain_arrays import tensors_in_blocks
 
 
 class TensorError(InvalidUsageError, TypeError, RuntimeError):
@@ -117,7 +117,7 @@ class Pieces:
             if tensor.layout is not torch.strided:
                 flat(tensor, f"{name}[{index}]")
         self.counts = [tensor.numel() for tensor in self._tensors]
-        blocks = tensors_in_blocks(self._tensors, receive=receive, on_host=not first.is_cuda)
+        blocks = tensor_list_descriptor(self._tensors, receive=receive, on_host=not first.is_cuda)
         self._is_copy = blocks is None
         if blocks is None:
             self.memory = first.new_empty(sum(self.counts))

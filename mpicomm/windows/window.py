@@ -10,8 +10,8 @@ from mpi4py.MPI import SUM
 
 from mpicomm.kernels.window import SWAPPED_SIZES
 from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.descriptors import descriptor_of
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.windows.buffers import (
     LocalBuffer,
@@ -296,7 +296,7 @@ class WindowCalls(Synchronisation):
             disp, count, datatype = items_of(target)
             if type(disp) is not int or not (count is None or type(count) is int):
                 return None
-        plain = plain_array(origin)
+        plain = descriptor_of(origin)
         if plain is None or len(plain) != 3:
             return None
         pointer, elements, kind = plain
@@ -308,7 +308,7 @@ class WindowCalls(Synchronisation):
         if start < 0 or nbytes == 0 or start + nbytes > nbytes_of_part:
             return None
         if result is not None:
-            plain = plain_array(result)
+            plain = descriptor_of(result)
             if plain is None or plain[1:] != (elements, kind):
                 return None
             previous = plain[0]
@@ -334,7 +334,7 @@ class WindowCalls(Synchronisation):
         # The memory of a dynamic window has no fixed parts.
         if key is None or not local.on_device or isinstance(self._memory, DynamicMemory):
             return
-        plain, datatype = plain_array(origin), items_of(target)[2]
+        plain, datatype = descriptor_of(origin), items_of(target)[2]
         if plain is None or len(plain) != 3 or not plain[1]:
             return
         itemsize = local.nbytes // plain[1]

@@ -17,8 +17,8 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.decision import NO_END, Decision, choice_at, enqueuers_of
 from mpicomm.devices.base import GrowingScratch
 from mpicomm.mpi.buffers import any_overlap
+from mpicomm.mpi.descriptors import descriptor_of, is_counted
 from mpicomm.mpi.layout import run_of
-from mpicomm.mpi.plain_arrays import is_counted, plain_array
 from mpicomm.mpi.spec import Shape
 from mpicomm.sharing.segments import Mappings
 
@@ -46,7 +46,7 @@ class CallTemplate(AnyPlan, ABC):
 
     @abstractmethod
     def fill(self, sent: Any, received: Any) -> bool:
-        """Fill in a call with these buffers, as `plain_array` reads them; return whether it is possible. Local.
+        """Fill in a call with these buffers, as `descriptor_of` reads them; return whether it is possible. Local.
 
         The `Memory` of an epilogue's arrays follows the buffers. If `fill` returns False, the call is read and
         checked, which raises the errors of a wrong call, and the engine sets up the memory that it lacks.
@@ -301,7 +301,7 @@ def _with_gaps(spec: Any) -> list[tuple[int, int, int, int]]:
 
     A block has its bytes, and from its displacement on its first run, its first byte, and the byte after its last.
     """
-    plain = plain_array(spec)
+    plain = descriptor_of(spec)
     if plain is None or plain[2][-1] != "gaps":
         return []
     found = zip(*plain[2][1:3], strict=True)

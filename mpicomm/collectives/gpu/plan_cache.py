@@ -12,14 +12,14 @@ from mpi4py import MPI
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
 from mpicomm.devices.cuda.stream_threads import beside
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.plain_arrays import (
-    PlainArray,
-    PlainBlocks,
-    has_template_kind,
-    key_of_numbers,
-    known_buffer,
+from mpicomm.mpi.descriptors import (
+    ArrayDescriptor,
+    BlocksDescriptor,
+    as_integers,
+    buffer_key,
+    is_descriptor,
+    items_key,
     of_library,
-    plain_integers,
     type_key,
 )
 from mpicomm.mpi.requests import Completer, DeferredRequest
@@ -146,7 +146,7 @@ class PlanCache:
             known = self.find_again(key)
             if known is not None:
                 return known
-        sent, received = known_buffer(send), known_buffer(receive)
+        sent, received = buffer_key(send), buffer_key(receive)
         plan = sent and received and self.find_plain(operation, algorithm, sent, received, op, root)
         if plan is not None and key:
             self.remember(key, plan)
@@ -156,14 +156,14 @@ class PlanCache:
         self,
         operation: Operation | str,
         algorithm: str,
-        sent: PlainArray | PlainBlocks,
-        received: PlainArray | PlainBlocks,
+        sent: ArrayDescriptor | BlocksDescriptor,
+        received: ArrayDescriptor | BlocksDescriptor,
         op: MPI.Op | None,
         root: int,
         finish: Hashable = (),
         arrays: tuple[Any, ...] = (),
     ) -> AnyPlan | None:
-        """As `find`, for buffers as `plain_array` reads them. Raises `TypeError` for a root that is a list.
+        """As `find`, for buffers as `descriptor_of` reads them. Raises `TypeError` for a root that is a list.
 
         ``finish`` and ``arrays`` are the result of `Epilogue.key`. Without an epilogue ``finish`` is the wire, or ().
         """
@@ -210,7 +210,7 @@ class PlanCache:
         ``route`` is its destination, the tag there, its source, and the tag from there.
         """
         try:
-            sent, received = known_buffer(send), known_buffer(receive)
+            sent, received = buffer_key(send), buffer_key(receive)
             if sent is None or received is None:
                 return None
             return self.find_plain(operation, "stream", sent, received, None, 0, route)
@@ -311,7 +311,7 @@ class PlanCache:
         template_of, plan.template_of = plan.template_of, None  # it refers to the arrays of the call
         # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
         # kinds have another form.
-        is_kind = has_template_kind(sent) and has_template_kind(received)
+        is_kind = is_descriptor(sent) and is_descriptor(received)
         if kind.template is None and is_kind and read is not None and (send is MPI.IN_PLACE or not read.in_place):
             template = template_of and template_of()
             if template is not None and template.takes(sent, received, *arrays):
@@ -333,7 +333,7 @@ class PlanCache:
         ``to_peer`` and ``from_peer`` are the messages of the call. From now on `find_message` also finds others of its
         kind.
         """
-        sent, received = known_buffer(send), known_buffer(receive)
+        sent, received = buffer_key(send), buffer_key(receive)
         if sent is None or received is None:
             return
         kind = self._kind_of((operation, sent[2], received[2], id(None), 0, route, "stream"), None)
@@ -379,22 +379,22 @@ def _make_room(calls: dict[Hashable, AnyPlan | int]) -> None:
 
 def _plain(
     operation: Operation, send: Any, receive: Any, counts: Sequence[int] | None
-) -> tuple[Any, PlainArray | PlainBlocks | None]:
-    """Return both buffers as `known_buffer` reads them; None for the second if they cannot be recognised."""
+) -> tuple[Any, ArrayDescriptor | BlocksDescriptor | None]:
+    """Return both buffers as `buffer_key` reads them; None for the second if they cannot be recognised."""
     if operation is ALLTOALLV:
         # Kernels read counts of an Alltoallv that lie on the device, so the plan does not depend on their values.
-        given = known_buffer(send, counts_on_device=True)
-        return given, None if given is None else known_buffer(receive, counts_on_device=True)
+        given = buffer_key(send, counts_on_device=True)
+        return given, None if given is None else buffer_key(receive, counts_on_device=True)
     in_place = operation is REDUCE_SCATTER and send is MPI.IN_PLACE
-    sent: Any = known_buffer(receive if in_place else send)
+    sent: Any = buffer_key(receive if in_place else send)
     if operation is REDUCE_SCATTER:  # recvcounts cut the input
         # Without counts the ranks exchange their counts in every call, and the counts may have changed.
         if counts is None or sent is None or receive is MPI.IN_PLACE:
             return None, None
-        cut = plain_integers(counts)
+        cut = as_integers(counts)
         if cut is not None and len(sent) == 3:
             sent = (*sent, cut, None)
         else:
-            shares = key_of_numbers(counts)
+            shares = items_key(counts)
             sent = None if shares is None else (*sent[:2], (sent[2:], "items"), shares, None)
-    return sent, None if sent is None else known_buffer(send if in_place else receive)
+    return sent, None if sent is None else buffer_key(send if in_place else receive)

@@ -94,10 +94,10 @@ class DeviceArray:
 
 def read_device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the package read a `DeviceArray` as it reads arrays of CuPy."""
-    from mpicomm.mpi import buffers, plain_arrays
+    from mpicomm.mpi import buffers, descriptors
 
     def read(array: Any, writable: bool, name: str) -> buffers.ArrayMemory:
         return buffers.ArrayMemory(array.data.ptr, array.nbytes, array.dtype, True, 0, array)
 
     monkeypatch.setitem(buffers._readers, DeviceArray, read)
-    monkeypatch.setitem(plain_arrays._readers, DeviceArray, lambda array: (array.data.ptr, array.size, array.dtype))
+    monkeypatch.setitem(descriptors._readers, DeviceArray, lambda array: (array.data.ptr, array.size, array.dtype))

@@ -28,7 +28,7 @@ from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
 from mpicomm.errors import CollectiveTimeoutError, HandleError
 from mpicomm.kernels.message import MESSAGE_WORDS, blocks_of_message
 from mpicomm.kernels.packing import PackTable
-from mpicomm.mpi import plain_arrays
+from mpicomm.mpi import descriptors
 from tests.helpers.fakes import fake_driver
 from tests.helpers.references.reference_packing import runs_of
 
@@ -61,11 +61,11 @@ class DeviceArray:
         self._device.enqueue(stream, lambda: np.copyto(self.memory, value))
 
 
-def _read_plain(array: DeviceArray) -> plain_arrays.PlainArray:
+def _read_plain(array: DeviceArray) -> descriptors.ArrayDescriptor:
     return array.memory.ctypes.data, array.memory.size, (array.dtype, 0)
 
 
-plain_arrays._readers[DeviceArray] = _read_plain
+descriptors._readers[DeviceArray] = _read_plain
 
 
 class _Stream:

@@ -36,7 +36,7 @@ from mpicomm.kernels.window import (
     SynchronisationArguments,
     lock_of,
 )
-from mpicomm.mpi import plain_arrays
+from mpicomm.mpi import descriptors
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.windows.buffers import kernel_types
 from tests.helpers.fakes import fake_driver
@@ -75,7 +75,7 @@ class SharedArray(DeviceArray):
         return self
 
 
-plain_arrays._readers[SharedArray] = plain_arrays._readers[DeviceArray]
+descriptors._readers[SharedArray] = descriptors._readers[DeviceArray]
 
 
 def combine_pairs(op: str, now: Any, values: Any) -> None:

@@ -112,7 +112,7 @@ ELEMENTS = 40
 
 
 class Foreign(DeviceArray):
-    """An array in the memory of GPU 1. `plain_array` does not know its class."""
+    """An array in the memory of GPU 1. `describe` does not know its class."""
 
 
 @pytest.fixture

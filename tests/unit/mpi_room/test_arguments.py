@@ -17,10 +17,10 @@ from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.host.selection import goes_to_mpi, plain_calls
 from mpicomm.collectives.operations import OPERATIONS, Operation
-from mpicomm.mpi import plain_arrays
+from mpicomm.mpi import descriptors
 from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate
 from mpicomm.mpi.buffers import any_overlap
-from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, is_counted, plain_array
+from mpicomm.mpi.descriptors import ArrayDescriptor, BlocksDescriptor, descriptor_of, is_counted
 from mpicomm.mpi.spec import Shape, typed_blocks
 from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.fake_driver import OnGpu
@@ -192,8 +192,8 @@ def cut(packed: bytes, n: int) -> list[bytes]:
     return [packed[rank * nbytes :][:nbytes] for rank in range(n)]
 
 
-def of_plain(plain: PlainArray | PlainBlocks, itemsize: int, shape: Shape, n: int) -> list[bytes]:
-    """Return the blocks of a buffer that `plain_array` has read."""
+def of_plain(plain: ArrayDescriptor | BlocksDescriptor, itemsize: int, shape: Shape, n: int) -> list[bytes]:
+    """Return the blocks of a buffer that `descriptor_of` has read."""
     if len(plain) == 3:
         share, more = divmod(plain[1], n)
         counts = [plain[1]] * n if is_counted(plain) else [share + (rank < more) for rank in range(n)]
@@ -255,9 +255,9 @@ def test_forms_equal_mpi4pys(shape: Shape, data: st.DataObject, n: int) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def plain() -> Iterator[None]:
-    plain_arrays._readers[OnGpu] = lambda a: (a.memory.ctypes.data, a.memory.size, (a.memory.dtype, 0))
+    descriptors._readers[OnGpu] = lambda a: (a.memory.ctypes.data, a.memory.size, (a.memory.dtype, 0))
     yield
-    del plain_arrays._readers[OnGpu]
+    del descriptors._readers[OnGpu]
 
 
 @functools.cache
@@ -286,7 +286,7 @@ def test_known_calls_read_what_mpi4py_reads(data: st.DataObject, shape: Shape, n
     array = data.draw(st.sampled_from([OnGpu(content), MPI.memory.fromaddress(content.ctypes.data, content.nbytes)]))
     n = 1 if shape == "one" else n
     spec = data.draw(known_forms(shape, n))(array)
-    read = plain_array(spec)
+    read = descriptor_of(spec)
     # A known call has the kinds of an earlier call of its operation, and these tell the shapes apart.
     named = {"vector": "blocks", "typed": "types"}.get(shape)
     assume(read is not None and (read[2][-1] == named if named else len(read) == 3))

@@ -17,7 +17,7 @@ from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.epilogues import Elementwise
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.plain_arrays import known_buffer, plain_array
+from mpicomm.mpi.descriptors import buffer_key, descriptor_of
 from mpicomm.sharing.segments import Mappings
 
 
@@ -124,16 +124,16 @@ SUM = Arguments(Array(16), Array(64), MPI.SUM)
 def test_arrays_are_known_by_their_memory() -> None:
     kinds: list[tuple[Any, Any]] = [(Array, (5,)), (Tensor, 5), (Parameter, 5)]
     for kind, five in kinds:
-        found = [plain_array(each) for each in (kind(16), kind(32), kind(16, five), kind(16, dtype="int32"))]
+        found = [descriptor_of(each) for each in (kind(16), kind(32), kind(16, five), kind(16, dtype="int32"))]
         assert None not in found and len({*map(str, found)}) == 4
-        assert plain_array(kind(16)) == found[0]
-    assert plain_array(Parameter(16)) == plain_array(Tensor(16))
-    assert plain_array(Array(16, (2, 3), order="F")) == plain_array(Array(16, (2, 3)))
+        assert descriptor_of(kind(16)) == found[0]
+    assert descriptor_of(Parameter(16)) == descriptor_of(Tensor(16))
+    assert descriptor_of(Array(16, (2, 3), order="F")) == descriptor_of(Array(16, (2, 3)))
     for unknown in (
         Array(16, (2, 3), order="pieces"), Tensor(16, step=2), Tensor(16, requires_grad=True), Tensor(16, conj=True),
         Tensor(16, neg=True), Tensor(16, on_host=True), Tensor(None), Parameter(16, requires_grad=True), Other(16),
     ):  # fmt: skip
-        assert plain_array(unknown) is None
+        assert descriptor_of(unknown) is None
 
 
 VECTORS = [MPI.FLOAT.Create_vector(2, 1, length) for length in (3, 3, 4)]
@@ -149,12 +149,12 @@ SAID: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("kind", [Array, Tensor])
 def test_what_comes_with_an_array_is_told_apart(kind: Any) -> None:
     """Two arguments with one key would be one call. Derived datatypes differ, even if their elements do not."""
-    keys = [known_buffer([kind(16), *said], counts_on_device=True) for said in SAID]
+    keys = [buffer_key([kind(16), *said], counts_on_device=True) for said in SAID]
     assert None not in keys
     for number, (said, key) in enumerate(zip(SAID, keys, strict=True)):
         assert keys.index(key) == number
-        assert known_buffer((kind(16), *said), counts_on_device=True) == key
-        assert known_buffer([kind(32), *said], counts_on_device=True) not in keys
+        assert buffer_key((kind(16), *said), counts_on_device=True) == key
+        assert buffer_key([kind(32), *said], counts_on_device=True) not in keys
 
 
 def test_what_a_call_says_is_told_apart_as_it_is_now() -> None:
@@ -237,11 +237,11 @@ def test_a_datatype_with_the_handle_of_a_freed_one_is_not_taken_for_that() -> No
     for blocklength in range(1, 33):
         derived = MPI.FLOAT.Create_contiguous(blocklength)
         for _ in range(2):
-            plain = plain_array([array, ones, nowhere, [derived, derived]])
+            plain = descriptor_of([array, ones, nowhere, [derived, derived]])
             assert plain is not None and plain[3:] == ((4 * blocklength,) * 2, (0, 32))
         found.setdefault(derived.handle, set()).add(blocklength)
         derived.Free()
-        assert plain_array([array, ones, nowhere, [derived, derived]]) is None
+        assert descriptor_of([array, ones, nowhere, [derived, derived]]) is None
         kept.append(derived)
     assert max(map(len, found.values())) > 1
 

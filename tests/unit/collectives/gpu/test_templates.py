@@ -33,8 +33,8 @@ from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import ALLREDUCE, ALLTOALLV, OPERATIONS, Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, layer_norm, rms_norm
-from mpicomm.mpi import plain_arrays
-from mpicomm.mpi.plain_arrays import has_template_kind, known_buffer, plain_array
+from mpicomm.mpi import descriptors
+from mpicomm.mpi.descriptors import buffer_key, descriptor_of, is_descriptor
 from tests.helpers.references.reductions import dtype_named
 from tests.helpers.rigs.template_calls import BF16, FLOAT, SLOT, Array, Calls, Device, let_it_be_cupys
 
@@ -468,15 +468,15 @@ X, COUNTS, DISPLS = Array(1 << SLOT, 20, FLOAT), *(Array(at << SLOT, 2, np.dtype
     ],
 )
 def test_other_lists_have_no_template(spec: Any) -> None:
-    read = known_buffer(spec, counts_on_device=True)
-    assert read is None or not has_template_kind(read)
+    read = buffer_key(spec, counts_on_device=True)
+    assert read is None or not is_descriptor(read)
 
 
 def test_the_host_reads_counts_on_the_gpu_in_all_calls_but_an_alltoallv(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may have changed. With such counts, an address may have more elements than it says."""
-    assert plain_array([X, COUNTS]) is plain_array([X, (COUNTS, DISPLS)]) is None
+    assert descriptor_of([X, COUNTS]) is descriptor_of([X, (COUNTS, DISPLS)]) is None
     place = SimpleNamespace(managed=False, nbytes=1 << 20, device=0)
-    monkeypatch.setattr(plain_arrays, "place_of", lambda address: place)
+    monkeypatch.setattr(descriptors, "place_of", lambda address: place)
     address = MPI.memory.fromaddress(1 << SLOT, 80)
-    assert known_buffer([address, [1, 2], MPI.FLOAT], counts_on_device=True) is not None
-    assert known_buffer([address, COUNTS, MPI.FLOAT], counts_on_device=True) is None
+    assert buffer_key([address, [1, 2], MPI.FLOAT], counts_on_device=True) is not None
+    assert buffer_key([address, COUNTS, MPI.FLOAT], counts_on_device=True) is None

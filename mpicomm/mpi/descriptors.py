@@ -1,4 +1,4 @@
-"""Buffer arguments on a GPU as numbers and a hashable kind, and as keys, by which known calls are looked up."""
+"""Descriptors of buffer arguments on a GPU: address, counts, and a hashable kind, by which known calls are found."""
 
 from __future__ import annotations
 
@@ -16,110 +16,111 @@ from mpicomm.mpi.buffers import any_overlap
 from mpicomm.mpi.layout import DatatypeLayout, known, known_of
 from mpicomm.mpi.spec import parts_of
 
-PlainArray = tuple[int, int, Any]
+ArrayDescriptor = tuple[int, int, Any]
 """The address of a contiguous array on a GPU, the number of its elements, and their type and device.
 
-An argument without an array has no elements, and in place of their type the name of its class. This is a plain tuple,
-because a tuple without names takes a third of the time to make.
+An argument without an array has no elements, and the name of its class in place of their type. It is no NamedTuple,
+because an ordinary tuple takes a third of the time to make.
 """
-PlainBlocks = tuple[int, int, Any, "tuple[int, ...] | int", "tuple[int, ...] | int | None"]
-"""A `PlainArray` with the counts and displacements of blocks, in elements. Its type item also holds the datatype.
+BlocksDescriptor = tuple[int, int, Any, "tuple[int, ...] | int", "tuple[int, ...] | int | None"]
+"""An `ArrayDescriptor` with the counts and displacements of blocks, in elements. Its kind also has the datatype.
 
-The displacements are None if each block follows the block before. If each block has a datatype, all numbers are bytes.
-In place of numbers on a GPU there is their address, and the type item also holds their number and their type. The type
-item ends with "gaps" if it holds the keys of datatypes with gaps, and the counts; displacements are in bytes then.
+The displacements are None if each block follows the block before. If each block has a datatype, counts and
+displacements are in bytes. Counts on a GPU are given by their address, and the kind has their number and type. A kind
+that ends with "gaps" has the keys of datatypes with gaps, and the counts; then only displacements are in bytes.
 """
 
 ListedBlocks = tuple[int, int, Any, tuple[int, ...], tuple[int, ...]]
-"""`PlainBlocks` with counts and displacements."""
+"""`BlocksDescriptor` with counts and displacements."""
 
 
-def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
-    """Read a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None. Return None for all others. Local.
+def descriptor_of(argument: Any) -> ArrayDescriptor | BlocksDescriptor | None:
+    """Describe a contiguous array of CuPy or PyTorch on a GPU, a list with one, ``MPI.IN_PLACE`` or None. Local.
 
-    A list of a plain array, counts, displacements and perhaps a predefined datatype has its blocks. So has a list with
-    a datatype for each block. The function does not check the values of counts and displacements. A list with one
-    count, or with only a datatype, is a plain array of so many elements. In lists with a datatype, an address of a
-    GPU's memory may take the place of the array.
+    The result is None for all other arguments. A list of an array, counts, displacements and perhaps a predefined
+    datatype is described by its blocks, and so is a list with a datatype for each block. The values of counts and
+    displacements are not checked. A list with one count, or with only a datatype, is an array of so many elements. In
+    lists with a datatype, an address of a GPU's memory may take the place of the array.
     """
     read = _readers.get(type(argument)) or _find(type(argument))
     return read(argument) if read else None
 
 
-def known_buffer(argument: Any, *, counts_on_device: bool = False) -> PlainArray | PlainBlocks | None:
-    """As `plain_array`, for the look-up of repeated calls: lists of other forms are recognised by all their items.
+def buffer_key(argument: Any, *, counts_on_device: bool = False) -> ArrayDescriptor | BlocksDescriptor | None:
+    """Return a key of a buffer argument, for the look-up of repeated calls. Local.
 
-    If ``counts_on_device``, counts and displacements may be plain arrays on a GPU. The result is None if an item cannot
-    be recognised. `has_template_kind` is false for lists that only a call with equal items shares.
+    It is the descriptor of the argument. A list without a descriptor has a key of all its items: `is_descriptor` is
+    false for it, and it is found again only by equal items. The result is None if an item has no key. If
+    ``counts_on_device``, counts and displacements may be contiguous arrays on a GPU.
     """
     cls = type(argument)
     if cls is not list and cls is not tuple:
-        read = _readers.get(cls) or _find(cls)  # as `plain_array`, without one more call
+        read = _readers.get(cls) or _find(cls)  # as `descriptor_of`, without one more call
         return read(argument) if read else None
-    plain = _blocks(argument, on_device=counts_on_device)
-    if plain is not None or not argument:
-        return plain
-    array: Any = plain_array(argument[0])
-    said = None if array is None else key_of_numbers(tuple(argument[1:]), counts_on_device=counts_on_device)
-    return None if said is None else (*array[:2], (array[2:], "items"), said, None)
+    blocks = _blocks(argument, on_device=counts_on_device)
+    if blocks is not None or not argument:
+        return blocks
+    array: Any = descriptor_of(argument[0])
+    rest = None if array is None else items_key(tuple(argument[1:]), counts_on_device=counts_on_device)
+    return None if rest is None else (*array[:2], (array[2:], "items"), rest, None)
 
 
-def has_template_kind(plain: PlainArray | PlainBlocks) -> bool:
-    """Return whether the kind of a `known_buffer` tells how its numbers give the blocks."""
-    return type(plain[2]) is not tuple or plain[2][-1] != "items"
+def is_descriptor(key: ArrayDescriptor | BlocksDescriptor) -> bool:
+    """Return whether a `buffer_key` is a descriptor, whose kind tells which blocks its numbers mean."""
+    return type(key[2]) is not tuple or key[2][-1] != "items"
 
 
-def key_of_numbers(said: Any, *, counts_on_device: bool = False) -> Hashable:
-    """Return a key of counts, displacements and types as they are now; None if they cannot be recognised.
+def items_key(items: Any, *, counts_on_device: bool = False) -> Hashable:
+    """Return a key of counts, displacements and types as they are now; None if an item has no key.
 
-    Predefined types of MPI are recognised by name, and others by `type_key`, because MPI may reuse the handle of a
-    derived datatype for another one.
+    The key of a predefined datatype is its handle. That of a derived datatype is `type_key`, because MPI may reuse its
+    handle for another one.
     """
-    kind = type(said)
+    kind = type(items)
     if kind is list or kind is tuple:  # a list and a tuple mean different things
-        if _PLAIN.issuperset(map(type, said)):
-            return kind, *said
-        parts = tuple(key_of_numbers(part, counts_on_device=counts_on_device) for part in said)
+        if _VALUES.issuperset(map(type, items)):
+            return kind, *items
+        parts = tuple(items_key(part, counts_on_device=counts_on_device) for part in items)
         return None if None in parts else (kind, parts)
     if kind is ndarray:
-        return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
+        return (kind, items.dtype.str, items.shape, items.tobytes()) if items.dtype.kind in "iu" else None
     if kind is _Datatype:
-        return (kind, said.handle) if said.is_predefined else type_key(said)
-    if kind in _PLAIN or isinstance(said, integer):
-        return kind, said
-    return plain_array(said) if counts_on_device else None
+        return (kind, items.handle) if items.is_predefined else type_key(items)
+    if kind in _VALUES or isinstance(items, integer):
+        return kind, items
+    return descriptor_of(items) if counts_on_device else None
 
 
-def is_counted(plain: PlainArray | PlainBlocks) -> bool:
-    """Return whether a count gives the elements of a plain array, or of one block if the buffer has blocks."""
+def is_counted(plain: ArrayDescriptor | BlocksDescriptor) -> bool:
+    """Return whether the caller passed one count: of the array, or of each block if the call has blocks."""
     return type(plain[2]) is tuple and plain[2][-1] == "count"
 
 
-def _nothing(argument: Any) -> PlainArray:
+def _nothing(argument: Any) -> ArrayDescriptor:
     return 0, 0, type(argument).__name__
 
 
 IN_PLACE, NOTHING = _nothing(MPI.IN_PLACE), _nothing(None)
-"""The results of `plain_array` for ``MPI.IN_PLACE`` and None."""
+"""The results of `descriptor_of` for ``MPI.IN_PLACE`` and None."""
 
 
-def _cupy(array: Any) -> PlainArray | None:
+def _cupy(array: Any) -> ArrayDescriptor | None:
     data = array.data
     # The public `array.flags` takes eight times as long.
     is_contiguous = array._c_contiguous or array._f_contiguous
     return (data.ptr, array.size, (array.dtype, data.device_id)) if is_contiguous else None
 
 
-def _torch(tensor: Any) -> PlainArray | None:
-    plain = plain_tensor(tensor)
-    if plain is None and tensor.is_cuda and tensor.dim() > 1:  # Fortran's order is contiguous, too
+def _torch(tensor: Any) -> ArrayDescriptor | None:
+    found = tensor_descriptor(tensor)
+    if found is None and tensor.is_cuda and tensor.dim() > 1:  # Fortran's order is contiguous, too
         with suppress(RuntimeError):  # a sparse tensor has no order
-            plain = plain_tensor(tensor.permute(*reversed(range(tensor.dim()))))
-    return plain
+            found = tensor_descriptor(tensor.permute(*reversed(range(tensor.dim()))))
+    return found
 
 
-def plain_tensor(tensor: Any, on_host: bool = False) -> PlainArray | None:
-    """As `plain_array`, for a ``torch.Tensor`` in C's order on a GPU, or anywhere if ``on_host``."""
+def tensor_descriptor(tensor: Any, on_host: bool = False) -> ArrayDescriptor | None:
+    """Describe a ``torch.Tensor`` in C's order on a GPU, or anywhere if ``on_host``; return None for all others."""
     if not (tensor.is_cuda or on_host) or not tensor.is_contiguous():
         return None
     dtype = tensor.dtype
@@ -127,23 +128,23 @@ def plain_tensor(tensor: Any, on_host: bool = False) -> PlainArray | None:
         return None  # `read` refuses them
     try:
         pointer = tensor.data_ptr()
-    except RuntimeError:  # a tensor without plain memory
+    except RuntimeError:  # a sparse tensor, for example
         return None
     count = tensor.numel()
-    if count and not pointer:  # as above: a DTensor has no memory of its own
+    if count and not pointer:  # a DTensor has no memory of its own
         return None
     return pointer, count, (dtype, tensor.get_device())
 
 
-def tensor_in_blocks(tensor: Any, splits: Sequence[int], blocks: int) -> PlainBlocks | None:
-    """Return a tensor with blocks of ``splits`` rows, which follow each other; None unless it is plain, and has these.
+def split_tensor_descriptor(tensor: Any, splits: Sequence[int], blocks: int) -> BlocksDescriptor | None:
+    """Describe a tensor of consecutive blocks of ``splits`` rows; None if it has no descriptor, or other rows.
 
-    Without splits all blocks are equal. The function does not check whether splits are negative.
+    Without splits all blocks are equal. Negative splits are not refused.
     """
-    plain = plain_tensor(tensor)
-    if plain is None:
+    found = tensor_descriptor(tensor)
+    if found is None:
         return None
-    pointer, total, kind = plain
+    pointer, total, kind = found
     dimensions = tensor.dim()
     rows = total if dimensions == 1 else tensor.shape[0] if dimensions else 1
     if not splits:
@@ -158,21 +159,22 @@ def tensor_in_blocks(tensor: Any, splits: Sequence[int], blocks: int) -> PlainBl
     return pointer, total, (kind, None, "blocks"), counts, None
 
 
-def tensors_in_blocks(tensors: Sequence[Any], *, receive: bool, on_host: bool = False) -> ListedBlocks | None:
-    """Return the memory from the lowest of some tensors to the highest one, in which each tensor is a block.
+def tensor_list_descriptor(tensors: Sequence[Any], *, receive: bool, on_host: bool = False) -> ListedBlocks | None:
+    """Describe several tensors as the blocks of one buffer, from the lowest address to the highest one.
 
-    It may span several allocations, and only the blocks are read or written. The result is None unless all tensors are
-    plain and of one kind, lie whole elements apart, and have elements. It is None if they receive and share memory.
+    The buffer may span several allocations, and only the blocks are read or written. The result is None unless all
+    tensors have descriptors of one kind, lie whole elements apart, and any has elements. It is None if they receive
+    and share memory.
     """
     pointers: list[int] = []
     counts: list[int] = []
     spans: list[tuple[int, int, int]] = []
     kind = None
     for tensor in tensors:
-        plain = plain_tensor(tensor, on_host)
-        if plain is None or plain[2] != (kind or plain[2]):
+        found = tensor_descriptor(tensor, on_host)
+        if found is None or found[2] != (kind or found[2]):
             return None
-        pointer, count, kind = plain
+        pointer, count, kind = found
         pointers.append(pointer)
         counts.append(count)
         if count:
@@ -189,8 +191,8 @@ def tensors_in_blocks(tensors: Sequence[Any], *, receive: bool, on_host: bool = 
     return first, (end - first) // nbytes, (kind, None, "blocks"), tuple(counts), displs
 
 
-def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks | None:
-    """Return the blocks of a list as a vector call does, or None if the call may read the form in another way.
+def _blocks(spec: Any, *, on_device: bool = False) -> ArrayDescriptor | BlocksDescriptor | None:
+    """Describe a list as vector calls read it; None if another call may read it in another way.
 
     ``on_device`` is whether counts may lie on a GPU, as `read_counted` reads them.
     """
@@ -199,11 +201,11 @@ def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks |
         return None
     array, counts, displs, datatype = parts
     cls = type(array)
-    read: PlainArray | PlainBlocks | None
+    read: ArrayDescriptor | BlocksDescriptor | None
     if cls is _buffer:
         read = _at_address(array, datatype, all_of_it=counts is None)
     else:
-        read = None if cls is list or cls is tuple else plain_array(array)
+        read = None if cls is list or cls is tuple else descriptor_of(array)
     if read is None or type(read[2]) is str:
         return None  # no array, or None, which is an empty buffer in a list with a datatype
     pointer, size, kind = read[:3]
@@ -216,19 +218,19 @@ def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks |
         return pointer, size, (kind, handle)
     if type(counts) is int and displs is None:
         return (pointer, counts, (kind, handle, "count")) if 0 <= counts <= size else None
-    numbers = plain_integers(counts)
+    numbers = as_integers(counts)
     if numbers is None:
         # A call with counts on a GPU takes another number of elements at an address.
         return _counted((pointer, size, (kind, handle)), counts, displs) if on_device and cls is not _buffer else None
     if displs is not None:
-        displs = plain_integers(displs)
+        displs = as_integers(displs)
         if displs is None or len(numbers) != len(displs):
             return None
-    # "blocks" tells this form from a list without counts, because a plan of the one does not fit the other.
+    # Unlike a list without counts, it has "blocks" in its kind, because a plan of the one does not fit the other.
     return pointer, size, (kind, handle, "blocks"), numbers, displs
 
 
-def _counted(array: PlainArray, counts: Any, displs: Any) -> PlainBlocks | None:
+def _counted(array: ArrayDescriptor, counts: Any, displs: Any) -> BlocksDescriptor | None:
     """Return blocks with counts on a GPU; None unless counts are a plain array, and displacements are plain, too."""
     numbers = _numbers(counts)
     if numbers is None:
@@ -245,20 +247,20 @@ def _counted(array: PlainArray, counts: Any, displs: Any) -> PlainBlocks | None:
 def _numbers(numbers: Any) -> tuple[Any, Any] | None:
     """Return integers and their number, or the address of a plain array and its number, type and device; else None."""
     if type(numbers) in _HOST_NUMBERS:
-        known = plain_integers(numbers)
+        known = as_integers(numbers)
         return (known, len(known)) if known and min(known) >= -_TOO_LARGE and max(known) < _TOO_LARGE else None
-    read = plain_array(numbers)
+    read = descriptor_of(numbers)
     return None if read is None or type(read[2]) is str else (read[0], read[1:])
 
 
-def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: Any) -> PlainBlocks | None:
-    """Return blocks in bytes; None unless each block has a count, a displacement and a datatype.
+def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: Any) -> BlocksDescriptor | None:
+    """Describe blocks with datatypes, in bytes; None unless each has a count, a displacement and a datatype.
 
     If a datatype has gaps, the counts are as in the list, and the kind has the datatypes and the counts.
     """
     if type(datatypes) is not list and type(datatypes) is not tuple:
         return None
-    counts, displs, sizes = plain_integers(counts), plain_integers(displs), [*map(type_key, datatypes)]
+    counts, displs, sizes = as_integers(counts), as_integers(displs), [*map(type_key, datatypes)]
     if counts is None or displs is None or not len(counts) == len(displs) == len(sizes):
         return None
     nbytes = array[1] * itemsize
@@ -268,13 +270,13 @@ def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: An
 
 
 def type_key(datatype: Any) -> DatatypeLayout | int | None:
-    """Return the bytes of a datatype if any number of its elements is one run of bytes; else its layout.
+    """Return the bytes of an element if consecutive elements of a datatype leave no gaps; else its layout.
 
-    The result is None for what is no datatype that MPI takes.
+    The result is None for DATATYPE_NULL, and for what is no datatype.
     """
     if type(datatype) is not _Datatype:
         return None
-    # As `known_of`, without its call.
+    # `known_of`, inlined.
     kept = known.get(id(datatype))
     return kept.key if kept is not None and kept.handle == datatype.handle else known_of(datatype).key
 
@@ -284,8 +286,8 @@ def _predefined_nbytes(datatype: Any) -> int | None:
     return known_of(datatype).predefined_nbytes if type(datatype) is _Datatype else None
 
 
-def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:
-    """Return the elements at an address: as many as the buffer has, or as its allocation has from there."""
+def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> ArrayDescriptor | None:
+    """Describe the elements at an address: as many as the buffer has, or as its allocation has from there."""
     itemsize = _predefined_nbytes(datatype)
     place = place_of(buffer.address) if itemsize else None
     if not itemsize or place is None or place.managed:
@@ -295,7 +297,7 @@ def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainA
     return None if all_of_it and rest else (buffer.address, count, place.device)
 
 
-def plain_integers(numbers: Any) -> tuple[int, ...] | None:
+def as_integers(numbers: Any) -> tuple[int, ...] | None:
     """Return counts or displacements; None if they are no list, tuple or array of integers."""
     kind = type(numbers)
     if kind is list or kind is tuple:
@@ -305,11 +307,11 @@ def plain_integers(numbers: Any) -> tuple[int, ...] | None:
     return None
 
 
-_PLAIN = frozenset((int, str, type(None)))  # types with values as keys; no subclasses, because bool is one of int
+_VALUES = frozenset((int, str, type(None)))  # types with values as keys; no subclasses, because bool is one of int
 _INT, _HOST_NUMBERS = frozenset((int,)), frozenset((list, tuple, ndarray))
 _TOO_LARGE = 1 << 63  # for 64 bits
 _Datatype, _buffer = MPI.Datatype, MPI.buffer
-_Reader = Callable[[Any], "PlainArray | PlainBlocks | None"]
+_Reader = Callable[[Any], "ArrayDescriptor | BlocksDescriptor | None"]
 _readers: dict[type, _Reader] = {
     list: _blocks,
     tuple: _blocks,
@@ -324,7 +326,7 @@ def of_library(library: str, name: str) -> Any:
 
 
 def _find(cls: type) -> _Reader | None:
-    """Return the reader of a class, or None if its objects are no plain arrays. Objects of subclasses may be none."""
+    """Return the reader of a class; None if it has none. A subclass has none: it may change what memory means."""
     readers = ("cupy", "ndarray", _cupy), ("torch", "Tensor", _torch), ("torch.nn", "Parameter", _torch)
     for library, name, read in readers:
         if cls is of_library(library, name):
