@@ -17,8 +17,8 @@ from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.device_counts import has_device_counts
 from mpicomm.mpi.spec import Shape
-from mpicomm.recording.channel import Channel
 from mpicomm.recording.record import Category, Record
+from mpicomm.recording.tracer import Tracer
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.symmetric.create import SharedEvent
 
@@ -66,17 +66,17 @@ Facts = tuple[int | None, str, dict[str, Any]]
 """The bytes, the element type and further facts of a call, which its arguments tell."""
 
 
-def record_calls(called: Any, channel: Channel) -> None:
+def record_calls(called: Any, tracer: Tracer) -> None:
     """Let the methods of a communicator, window, array or event record their calls from now on. Local."""
     cls = type(called)
     table = next(table for base, table in _TABLES if issubclass(cls, base))
     _hook(cls, tuple(table), lambda name: _recorded(cls, name, *table[name]))
-    called._channel = channel
+    called._tracer = tracer
 
 
 def _hook(cls: Any, names: tuple[str, ...], hook: Callable[[str], Callable[..., Any]]) -> None:
-    if "_channel" not in vars(cls):
-        cls._channel = None
+    if "_tracer" not in vars(cls):
+        cls._tracer = None
         for name in names:
             method = getattr(cls, name, None)
             if method is not None and not hasattr(method, "is_hook"):
@@ -92,37 +92,37 @@ def _recorded(cls: Any, name: str, category: Category, numbered: bool) -> Callab
     operation = name if issubclass(cls, MPI.Comm) else f"{owner}.{name}"
 
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        channel: Channel | None = self._channel
-        if channel is None:
+        tracer: Tracer | None = self._tracer
+        if tracer is None:
             return method(self, *arguments, **keywords)
         nbytes, dtype, details = facts_of(self, arguments, keywords)
-        record = channel.begin(operation, category, numbered=numbered, nbytes=nbytes, dtype=dtype, details=details)
+        record = tracer.begin(operation, category, numbered=numbered, nbytes=nbytes, dtype=dtype, details=details)
         try:
             result = method(self, *arguments, **keywords)
         except BaseException as error:
             record.error = type(error).__name__
             raise
         finally:
-            channel.end(record)
+            tracer.end(record)
             if name in _FLUSHED:
-                channel.flush()
+                tracer.flush()
         if isinstance(result, MPI.Request):
-            return _recorded_request(result, channel, record)
+            return _recorded_request(result, tracer, record)
         if isinstance(result, (SymmetricArray, SharedEvent)):
-            record_calls(result, channel)
+            record_calls(result, tracer)
         return result
 
     return call
 
 
-def _recorded_request(request: MPI.Request, channel: Channel, started: Record) -> Any:
+def _recorded_request(request: MPI.Request, tracer: Tracer, started: Record) -> Any:
     original: Any = type(request)
     cls = _request_class(original)
     made: Any = request
     if not isinstance(request, cls):
         made = cls(request)
         made._original = request  # it owns MPI's buffers
-    made._channel, made._started, made._starts = channel, started, 0
+    made._tracer, made._started, made._starts = tracer, started, 0
     return made
 
 
@@ -139,17 +139,17 @@ def _waiting(cls: Any, name: str) -> Callable[..., Any]:
     method = getattr(cls, name)
 
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        channel: Channel | None = self._channel
-        if channel is None:
+        tracer: Tracer | None = self._tracer
+        if tracer is None:
             return method(self, *arguments, **keywords)
         started: Record = self._started
         if name == "Start":
             self._starts += 1
             category: Category = "collective" if started.number else "message"
             operation = f"{started.operation.removesuffix('_init')} Start"
-            record = channel.begin(operation, category, nbytes=started.nbytes, dtype=started.dtype)
+            record = tracer.begin(operation, category, nbytes=started.nbytes, dtype=started.dtype)
         else:
-            record = channel.begin(name, "wait", details={"of": started.operation, "bytes": started.nbytes})
+            record = tracer.begin(name, "wait", details={"of": started.operation, "bytes": started.nbytes})
         # All ranks have started the requests that they prepared together equally often.
         record.number = f"{started.number}.{self._starts}" if started.number and self._starts else started.number
         try:
@@ -158,7 +158,7 @@ def _waiting(cls: Any, name: str) -> Callable[..., Any]:
             record.error = type(error).__name__
             raise
         finally:
-            channel.end(record)
+            tracer.end(record)
 
     return call
 

@@ -185,8 +185,8 @@ def install(
             MPI.Init_thread()
         world, own = MPI.COMM_WORLD, MPI.COMM_SELF
         session = Session.create(world, device, handle, timeout_s, lambda: not environment.stream_order(stream_order))
-        channel = session.channel and session.channel.child([world.rank])
-        alone = Session(own, session.placement.subset([world.rank]), channel=channel)
+        tracer = session.tracer and session.tracer.child([world.rank])
+        alone = Session(own, session.placement.subset([world.rank]), tracer=tracer)
         for owner, name, replacement in (
             (MPI, "COMM_WORLD", Communicator.installed(world, session, "COMM_WORLD")),
             (MPI, "COMM_SELF", Communicator.installed(own, alone, "COMM_SELF")),

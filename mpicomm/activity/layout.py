@@ -41,7 +41,7 @@ KEY = 0  # names the communicator, the same in all its processes; 0 if the row i
 RANK = 1
 SIZE = 2
 CALLS_BY_MPI = 3  # how many collective calls this rank has begun that MPI carries out
-CALL = 4  # the last collective call: 1 + the index of its log, or `page.by_mpi` of its name
+CALL = 4  # the last collective call: 1 + the index of its log, or `page.mpi_call_number` of its name
 RECEIVES = 5  # how many blocking receives and probes this rank has begun
 SOURCE = 6  # the source of the receive that is in progress, or `NOBODY`
 TAG = 7
@@ -65,13 +65,13 @@ COMPLETED = slice(POSTED.stop, POSTED.stop + MOST_RANKS)
 POSTS = 0  # how many calls this rank has begun
 SINCE = 1  # when the last call began, in nanoseconds of the monotonic clock
 READY = 2  # the call of `CallLog.ready`
-AWAITED = 3  # 1 + the rank of another domain for which this rank waits; 0 if it waits for none
-ALIVE = 4  # counts on during that wait
-KEPT = 16  # calls of a rank; ranks that do not wait for each other notice different calls only some calls later
+WAITING_FOR = 3  # 1 + the rank of another domain for which this rank waits; 0 if it waits for none
+HEARTBEAT = 4  # counts on during that wait
+LOG_DEPTH = 16  # calls of a rank; ranks that do not wait for each other notice different calls only some calls later
 CALL_TEXTS = 5  # the numbers of the texts of the kept calls
-COUNTS = CALL_TEXTS + KEPT  # the numbers that replace `COUNT_IN_TEXT` in these texts
-OFFSETS = COUNTS + KEPT  # the numbers that replace `OFFSET_IN_TEXT`
-VOTES = OFFSETS + KEPT  # where the buffers of this rank's calls lie, see `VOTE_WORDS`
+COUNTS = CALL_TEXTS + LOG_DEPTH  # the numbers that replace `COUNT_IN_TEXT` in these texts
+OFFSETS = COUNTS + LOG_DEPTH  # the numbers that replace `OFFSET_IN_TEXT`
+VOTES = OFFSETS + LOG_DEPTH  # where the buffers of this rank's calls lie, see `VOTE_WORDS`
 LOG_WORDS = VOTES
 VOTE_WORDS = 256
 VOTE_BITS = 4
@@ -109,25 +109,25 @@ def text_at(number: int) -> int:
     return number % TEXTS * TEXT_NBYTES
 
 
-def filled(text: str, count: int, offset: int) -> str:
+def format_call(text: str, count: int, offset: int) -> str:
     """Return a text of a call with its numbers."""
     return text.replace(COUNT_IN_TEXT, str(count)).replace(OFFSET_IN_TEXT, str(offset))
 
 
-def kept_call(log: memoryview, call: int, text_of: Callable[[int], str | None]) -> str | None:
+def logged_call(log: memoryview, call: int, read_text: Callable[[int], str | None]) -> str | None:
     """Return the text of a call of a log; None if it is not there yet or was overwritten.
 
-    ``text_of`` returns the text of that number, None if it was overwritten.
+    ``read_text`` returns the text of that number, None if it was overwritten.
     """
-    slot = call % KEPT
+    slot = call % LOG_DEPTH
     word = log[CALL_TEXTS + slot]
     if (word ^ call) & _CALL:
         return None
-    text = text_of(word >> CALL_BITS)
+    text = read_text(word >> CALL_BITS)
     count, offset = log[COUNTS + slot], log[OFFSETS + slot]
     if text is None or (count ^ call) & _CALL or (OFFSET_IN_TEXT in text and (offset ^ call) & _CALL):
         return None
-    return filled(text, count >> CALL_BITS, offset >> CALL_BITS)
+    return format_call(text, count >> CALL_BITS, offset >> CALL_BITS)
 
 
 _MOST = 1 << 20

@@ -22,7 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 from mpicomm.activity import layout
-from mpicomm.activity.layout import CALL, CALL_BITS, CALL_TEXTS, COUNTS, KEPT, OFFSETS, POSTS, READY, SINCE
+from mpicomm.activity.layout import CALL, CALL_BITS, CALL_TEXTS, COUNTS, LOG_DEPTH, OFFSETS, POSTS, READY, SINCE
 from mpicomm.devices.handle import Descriptor
 from mpicomm.devices.host import fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
@@ -32,7 +32,7 @@ _REUSED = layout.TEXTS // 2
 _CALL = (1 << CALL_BITS) - 1
 
 
-def text_of(texts: memoryview, number: int) -> str | None:
+def read_text(texts: memoryview, number: int) -> str | None:
     """Return the text of that number from the texts of a page, which is this page or a peer's; None if it is gone."""
     at = layout.text_at(number)
     # Pairs with the second fence of `Page.write`: this rank reads the text after the word of the call, so the text is
@@ -74,7 +74,7 @@ class Log:
         if number is None or page.newest - number > _REUSED:
             number = page.write(text)
         self.calls = call = self.calls + 1
-        words, slot, tag = self.words, call % KEPT, call & _CALL
+        words, slot, tag = self.words, call % LOG_DEPTH, call & _CALL
         if offset is not None:
             words[OFFSETS + slot] = offset << CALL_BITS | tag
         words[COUNTS + slot] = count << CALL_BITS | tag
@@ -85,7 +85,7 @@ class Log:
         self._row[CALL] = self.number
         words[SINCE] = _monotonic_ns()
 
-    def shared(self) -> HostSegment:
+    def export(self) -> HostSegment:
         """Return the memory that a peer needs to read the log: the page from there on."""
         page = self._page
         fd = Descriptor.of(os.dup, page.descriptor)
@@ -93,7 +93,7 @@ class Log:
 
     def clear(self) -> None:
         """Forget the calls."""
-        if self.calls or self.words[layout.ALIVE] or any(self.words[layout.VOTES :]):
+        if self.calls or self.words[layout.HEARTBEAT] or any(self.words[layout.VOTES :]):
             self.words.cast("B")[:] = bytes(layout.LOG_NBYTES)
 
 
@@ -115,13 +115,13 @@ class Page:
         self.rows = list(reversed(range(layout.ROWS)))
         """The free rows."""
         self._words[layout.PID] = os.getpid()
-        self.introduce(-1, 0)
+        self.set_world(-1, 0)
         self._words[0] = layout.MAGIC
         self.is_own = True
         """Whether this process has made the page; a forked child has not, its parent has."""
         os.register_at_fork(after_in_child=partial(setattr, self, "is_own", False))
 
-    def introduce(self, world_rank: int, world_size: int) -> None:
+    def set_world(self, world_rank: int, world_size: int) -> None:
         """Say which rank of MPI.COMM_WORLD this process is."""
         self._words[layout.WORLD_RANK], self.world_size = world_rank, world_size
 
@@ -138,7 +138,7 @@ class Page:
                 words[layout.STEP_SINCE] = outer_since_ns
                 words[layout.STEP] = outer  # last, as in `_enter`: otherwise the outer step would have the inner time
 
-    def enter_last(self, text: str) -> None:
+    def enter_final_step(self, text: str) -> None:
         """Say that this process is in a step of all ranks of MPI.COMM_WORLD, and stays in it until the process ends."""
         self._enter(text, layout.ranks_as_text(range(self.world_size)))
 
@@ -153,12 +153,12 @@ class Page:
         number = next(self._next)
         at = layout.text_at(number)
         self._numbers[at // 8] = number
-        # Pairs with the second fence of `text_of`: a reader that sees a byte of the new text also sees the new number,
-        # which it reads afterwards. So it notices that the slot holds another text.
+        # Pairs with the second fence of `read_text`: a reader that sees a byte of the new text also sees the new
+        # number, which it reads afterwards. So it notices that the slot holds another text.
         fence()
         nbytes = layout.TEXT_NBYTES - 8
         self._texts[at + 8 : at + layout.TEXT_NBYTES] = text.encode()[: nbytes - 1].ljust(nbytes, b"\0")
-        # Pairs with the first fence of `text_of`: a reader that sees the number in the word of a call also sees the
+        # Pairs with the first fence of `read_text`: a reader that sees the number in the word of a call also sees the
         # whole text.
         fence()
         if len(self.texts) > 2 * layout.TEXTS:
@@ -187,7 +187,7 @@ class Member(NamedTuple):
     number: int
 
 
-class Heading:
+class RowHeader:
     """What the rows of all communicators of the same processes, and of their windows, have in common on this rank.
 
     ``rank`` among ``processes`` is this one.
@@ -206,10 +206,10 @@ class Heading:
         words[layout.SOURCE] = words[layout.DEST] = layout.NOBODY
         self.row = array("q", words).tobytes().ljust(layout.ROW_NBYTES, b"\0")
 
-    def count(self, *, window: bool = False) -> int:
-        """Return the number of another communicator of these processes, or window, as `CommunicatorRow.open` takes it.
+    def next_number(self, *, window: bool = False) -> int:
+        """Return the number of the next communicator, or window, of these processes, for `CommunicatorRow.publish`.
 
-        It is the same in all its processes, because these make their communicators in one order.
+        It is the same in all these processes, because they make their communicators in one order.
         """
         digest = self.digests[window]
         number = _made[digest] = _made.get(digest, 0) + 1
@@ -217,7 +217,7 @@ class Heading:
 
 
 class CommunicatorRow:
-    """The part of the page for one communicator or window. The doctor reads it from `open` until `close`.
+    """The part of the page for one communicator or window. The doctor reads it from `publish` until `hide`.
 
     Calls write into ``words`` directly, because a small call takes less than a microsecond. So another communicator
     gets the row only after nothing refers to it.
@@ -246,11 +246,11 @@ class CommunicatorRow:
                 log.clear()
             self._page.rows.append(self._number)
 
-    def open(self, heading: Heading, number: int, *, window: bool = False) -> None:
-        """Let the doctor read the row, of a communicator or of a window; ``number`` is from `Heading.count`."""
-        key = heading.digests[window] << 15 | 1 << 14 | number & 0x3FFF
-        name, nbytes = f"{'window of ' * window}{heading.name}", layout.NAME.stop - layout.NAME.start
-        self.bytes[:] = heading.row  # it has no key yet, so the doctor skips the row while its texts change
+    def publish(self, row_header: RowHeader, number: int, *, window: bool = False) -> None:
+        """Let the doctor read the row, of a communicator or of a window; ``number`` is from `RowHeader.next_number`."""
+        key = row_header.digests[window] << 15 | 1 << 14 | number & 0x3FFF
+        name, nbytes = f"{'window of ' * window}{row_header.name}", layout.NAME.stop - layout.NAME.start
+        self.bytes[:] = row_header.row  # it has no key yet, so the doctor skips the row while its texts change
         self.bytes[layout.NAME] = name.encode()[: nbytes - 1].ljust(nbytes, b"\0")
         self.words[layout.IS_WINDOW] = window
         self.words[layout.NUMBER] = number
@@ -274,17 +274,17 @@ class CommunicatorRow:
             if ranks >> rank & 1:
                 numbers[rank] = (numbers[rank] + 1) & 0xFF
 
-    def keep(self) -> None:
+    def retain(self) -> None:
         """Let no other communicator have the row, because peers may still read it."""
         self._number = None
 
-    def close(self) -> None:
+    def hide(self) -> None:
         """Hide the row from the doctor."""
         if self._page.is_own:  # a forked child has the objects of its parent, and the page of its parent
             self.words[layout.KEY] = 0
 
 
-def by_mpi(name: str) -> int:
+def mpi_call_number(name: str) -> int:
     """Return the value of `layout.CALL` for a collective call that MPI carries out.
 
     It is a number, because writing a text in each call would take too long. The page has the names of the numbers.
@@ -297,8 +297,8 @@ def by_mpi(name: str) -> int:
     return -number
 
 
-def begin_by_mpi(words: memoryview, call: int) -> None:
-    """Say that this rank begins a collective call that MPI carries out; ``call`` is `by_mpi` of its name."""
+def begin_mpi_call(words: memoryview, call: int) -> None:
+    """Say that this rank begins a collective call that MPI carries out; ``call`` is `mpi_call_number` of its name."""
     words[layout.CALLS_BY_MPI] += 1
     words[layout.CALL] = call
 
@@ -313,4 +313,4 @@ def page() -> Page:
 
 _pages: list[Page] = []
 _numbers = {"": 0}  # of the names of calls by MPI
-_made: dict[int, int] = {}  # how many communicators of the same processes there were, by the digest of `Heading`
+_made: dict[int, int] = {}  # how many communicators of the same processes there were, by the digest of `RowHeader`

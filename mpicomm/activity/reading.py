@@ -114,7 +114,7 @@ def read_activity(pid: int) -> Activity | None:
         return Activity(header[layout.PID], header[layout.WORLD_RANK], step, communicators)
 
 
-def calls_of(pid: int, key: int) -> RankCalls | None:
+def read_calls(pid: int, key: int) -> RankCalls | None:
     """Return the calls of a process in the communicator that ``key`` names; None if they cannot be read. Local."""
     with suppress(OSError, OtherVersionError), _page_of(pid) as memory:  # the process may be in another container
         if memory is not None:
@@ -188,7 +188,7 @@ def _calls(memory: int, row: int, names: Sequence[str]) -> RankCalls | None:
 def _last(memory: int, log: memoryview) -> str:
     """Return the last call of a log; "" if there was none, or if its text is gone."""
     call = log[layout.POSTS]
-    text = layout.kept_call(log, call, partial(_text, memory)) if call > 0 else None
+    text = layout.logged_call(log, call, partial(_text, memory)) if call > 0 else None
     return printable(text or "")
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from mpi4py import MPI
 from mpi4py.MPI import ANY_SOURCE, ANY_TAG
 
-from mpicomm.activity.page import begin_by_mpi, by_mpi
+from mpicomm.activity.page import begin_mpi_call, mpi_call_number
 from mpicomm.collectives.operations import BCAST
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import InvalidUsageError
@@ -240,11 +240,11 @@ replace(MPI, "Attach_buffer", diverted(MPI.Attach_buffer, refuse))
 
 def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a collective call of mpi4py that tells the doctor its name."""
-    number = by_mpi(method.__name__.replace("barrier", "Barrier"))
+    number = mpi_call_number(method.__name__.replace("barrier", "Barrier"))
 
     @functools.wraps(method)
     def call(self: Any, /, *given: Any, **named: Any) -> Any:
-        begin_by_mpi(self._row, number)
+        begin_mpi_call(self._row, number)
         return method(self, *given, **named)
 
     return call

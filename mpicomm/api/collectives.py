@@ -6,13 +6,13 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.activity.page import begin_by_mpi, by_mpi
+from mpicomm.activity.page import begin_mpi_call, mpi_call_number
 from mpicomm.api.methods import UncompiledMethod
 from mpicomm.collectives.operations import OPERATIONS
 
 # MPI's own method, looked up once, because `super()` takes a tenth of the time of a small call.
 _barrier = MPI.Intracomm.Barrier
-_BARRIER = by_mpi("Barrier")
+_BARRIER = mpi_call_number("Barrier")
 
 
 class BlockingCollectives(MPI.Intracomm):
@@ -101,7 +101,7 @@ class BlockingCollectives(MPI.Intracomm):
             comm.Barrier()
         """
         if stream is None:
-            begin_by_mpi(self._row, _BARRIER)
+            begin_mpi_call(self._row, _BARRIER)
             _barrier(self)
         else:
             self._collectives.barrier(stream)

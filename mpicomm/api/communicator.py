@@ -195,10 +195,10 @@ class Communicator(
         self._session = session
         self._gpu = session.gpu
         remember(self)
-        if session.channel is not None:
+        if session.tracer is not None:
             from mpicomm.observation import record_calls  # few programs record
 
-            record_calls(self, session.channel)
+            record_calls(self, session.tracer)
 
     _row = Lazy(lambda comm: comm._session.row.words)
     _collectives = Lazy(lambda comm: Dispatcher(comm, comm._session))
@@ -342,13 +342,13 @@ class Communicator(
         took. ``print(comm.stats())`` shows both as tables. Device times are times of finished calls, and `check` waits
         for calls. Raises `InvalidUsageError` if the program was started without MPICOMM_STATS and MPICOMM_TRACE.
         """
-        channel = self._session.channel
-        if channel is None:
+        tracer = self._session.tracer
+        if tracer is None:
             raise InvalidUsageError(
                 "stats: calls are not counted: set MPICOMM_STATS=1 or MPICOMM_TRACE when the program starts"
             )
-        channel.flush()
-        return channel.counts.statistics()
+        tracer.flush()
+        return tracer.counts.statistics()
 
     def Free(self) -> None:
         """Free the communicator with all its arrays and events. Collective, blocking.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mpi4py import MPI
 
-from mpicomm.activity.page import begin_by_mpi, by_mpi, page
+from mpicomm.activity.page import begin_mpi_call, mpi_call_number, page
 from mpicomm.api.topologies import edges_of, edges_of_grid, linked_well, read_edges, read_graph, read_neighbors
 from mpicomm.cluster.process import ranks_in_world
 from mpicomm.mpi.faults import RefusedByMpiError
@@ -161,7 +161,7 @@ class Constructors(MPI.Intracomm):
 
     def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
         """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
-        begin_by_mpi(self._row, by_mpi(operation))
+        begin_mpi_call(self._row, mpi_call_number(operation))
         self._session.await_all(operation)
         return MPI.Intracomm(self)
 
@@ -205,8 +205,8 @@ class Constructors(MPI.Intracomm):
             ranks = group.Translate_ranks(range(comm.size), parent_group)
             group.Free()
             parent_group.Free()
-        channel = self._session.channel
+        tracer = self._session.tracer
         child: Any = MPI.Intracomm.__new__(cls, comm)
-        child._begin(Session(plain, self._session.placement.subset(ranks), channel=channel and channel.child(ranks)))
+        child._begin(Session(plain, self._session.placement.subset(ranks), tracer=tracer and tracer.child(ranks)))
         child._is_installed = self._is_installed
         return child  # type: ignore[no-any-return]

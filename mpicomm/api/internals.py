@@ -30,7 +30,7 @@ class Internals:
 
         It is also None if the communicator records its calls, because it records only calls of its methods.
         """
-        return None if self._session.channel is not None else self._engines.gpu
+        return None if self._session.tracer is not None else self._engines.gpu
 
     def expect_alike(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call, as PyTorch requires.

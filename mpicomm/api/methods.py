@@ -103,7 +103,7 @@ def _body(row: Operation, form: int) -> list[str]:
         name = row.methods[form]
         lines += [
             f"    if stream is None and algorithm == 'auto'{counted} and self._plain[{name!r}]({checked}):",
-            "        words = self._row",  # as `begin_by_mpi`, without the time of a call
+            "        words = self._row",  # as `begin_mpi_call`, without the time of a call
             f"        words[{CALLS_BY_MPI}] += 1",
             f"        words[{CALL}] = {row.number}",
             "        try:",

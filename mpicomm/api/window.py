@@ -334,8 +334,8 @@ def _ready(win: Win, comm: Any, parts: Sequence[Part] = ()) -> Win:
     """
     if isinstance(win, HostWindowCalls):  # else of a class of the program
         win._parts = dict(enumerate(parts))
-    if isinstance(comm, Communicator) and comm._session.channel is not None:
+    if isinstance(comm, Communicator) and comm._session.tracer is not None:
         from mpicomm.observation import record_calls  # few programs record
 
-        record_calls(win, comm._session.channel)
+        record_calls(win, comm._session.tracer)
     return win

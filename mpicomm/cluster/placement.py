@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.activity.layout import ranks_of_text
-from mpicomm.activity.page import Heading, Member
+from mpicomm.activity.page import Member, RowHeader
 from mpicomm.cluster.agreement import Group, require_same
 from mpicomm.cluster.process import group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo
@@ -110,10 +110,10 @@ class Placement:
         self._subsets: dict[tuple[int, ...], Placement] = {}
 
     @cached_property
-    def heading(self) -> Heading:
+    def row_header(self) -> RowHeader:
         """This rank's part of the page of the doctor that all communicators of this placement have in common."""
         processes = [Member(place.host, place.pid, place.number) for place in self.places]
-        return Heading(self.rank, processes, self.here.device)
+        return RowHeader(self.rank, processes, self.here.device)
 
     @cached_property
     def domains(self) -> tuple[tuple[int, ...], ...]:

@@ -131,7 +131,7 @@ def release_before_finalize(owner: Any) -> None:
 
 
 def _release_all(*_: object) -> None:
-    page().enter_last("MPI_Finalize")
+    page().enter_final_step("MPI_Finalize")
     while _at_finalize:
         _at_finalize.pop().release()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomm.activity import layout
 from mpicomm.activity.layout import VOTE_BITS, VOTE_WORDS, VOTES
-from mpicomm.activity.page import CommunicatorRow, text_of
+from mpicomm.activity.page import CommunicatorRow, read_text
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend
@@ -49,7 +49,7 @@ class CallLog(SharedMemory):
         self._row = row or CommunicatorRow()
         self._log = log = self._row.log(index)
         backend = HostBackend(node.timeout_s)
-        segments = share(node, backend, "call log", log.shared, lambda: layout.MAGIC)
+        segments = share(node, backend, "call log", log.export, lambda: layout.MAGIC)
         super().__init__("call log", "memfd", segments)
         self._node = node
         self._by_mpi = by_mpi
@@ -168,8 +168,8 @@ class CallLog(SharedMemory):
         # Pairs with the reads in `awaited`. The words need no order between them, because a reader only asks whether
         # the count goes on, and names the rank that it finds.
         if self._words:  # else another communicator may have the log
-            self._log.words[layout.AWAITED] = rank + 1
-            self._log.words[layout.ALIVE] += 1
+            self._log.words[layout.WAITING_FOR] = rank + 1
+            self._log.words[layout.HEARTBEAT] += 1
 
     def awaited(self) -> list[int]:
         """Return the ranks of other domains for which living ranks wait; local.
@@ -177,11 +177,11 @@ class CallLog(SharedMemory):
         If a rank waits too long for a rank of its domain, one of these may be the missing rank. It returns after all
         waiting ranks have counted on. If a rank has stopped or no rank waits, it returns after `_ALIVE_S`.
         """
-        counts = [words[layout.ALIVE] for words in self._words]
+        counts = [words[layout.HEARTBEAT] for words in self._words]
 
         def waiting() -> list[tuple[int, bool]]:
             logs = zip(self._words, counts, strict=True)
-            said = ((words[layout.AWAITED] - 1, words[layout.ALIVE] != count) for words, count in logs)
+            said = ((words[layout.WAITING_FOR] - 1, words[layout.HEARTBEAT] != count) for words, count in logs)
             return [(rank, alive) for rank, alive in said if rank >= 0]
 
         wait_until(lambda: bool(found := waiting()) and all(alive for _, alive in found), _ALIVE_S)
@@ -204,12 +204,12 @@ class CallLog(SharedMemory):
 
     def close_own(self) -> None:
         if self._node.broken is not None:
-            self._row.keep()
+            self._row.retain()
         super().close_own()
 
     def _difference(self) -> list[str | None] | None:
         """Return each rank's text of the first call in which ranks differ; None for a rank that has not made it."""
-        for call in range(max(1, self._log.calls - layout.KEPT + 2), self._log.calls + 1):
+        for call in range(max(1, self._log.calls - layout.LOG_DEPTH + 2), self._log.calls + 1):
             texts = [self._text(index, call) for index in range(self._node.size)]
             if len({text for text in texts if text is not None}) > 1:
                 return texts
@@ -229,4 +229,4 @@ class CallLog(SharedMemory):
     def _text(self, index: int, call: int) -> str | None:
         """Return the text of a rank's call of that number; None if the call is not there yet or was overwritten."""
         words, texts = self._words[index], self._texts[index]
-        return layout.kept_call(words, call, partial(text_of, texts)) if words[layout.POSTS] >= call else None
+        return layout.logged_call(words, call, partial(read_text, texts)) if words[layout.POSTS] >= call else None

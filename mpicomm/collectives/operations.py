@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mpi4py import MPI
 
-from mpicomm.activity.page import by_mpi
+from mpicomm.activity.page import mpi_call_number
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.patterns import Buffers, OneShot
@@ -82,7 +82,7 @@ class Operation:
     @cached_property
     def number(self) -> int:
         """The number by which the doctor names MPI's calls."""
-        return by_mpi(self.name)
+        return mpi_call_number(self.name)
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:

@@ -232,11 +232,11 @@ class Dispatcher:
             begun = self._deferred(*start_exchange(call, self._votes.comm(call.operation), self._session))
         else:
             engines = self.engines
-            if engines.channel is not None:
+            if engines.tracer is not None:
                 name, why = call.algorithm, f'algorithm="{call.algorithm}"'
                 if name == "auto":
                     name, why = selection.best_mapped(call.operation, call.nbytes or 0), "by size, on mapped memory"
-                engines.channel.choose(name if self._nodes == 1 else "groups, mpi", why)
+                engines.tracer.set_algorithm(name if self._nodes == 1 else "groups, mpi", why)
             engines.of_hosts(call.operation.name)(call, call.algorithm)
         return begun
 

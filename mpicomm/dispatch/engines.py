@@ -32,7 +32,7 @@ class Engines:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.channel = session.channel
+        self.tracer = session.tracer
         """It takes the records of calls, if the communicator records."""
         self._call_logs: dict[Group, CallLog] = {}
         self._host: HostEngine | None = None
@@ -124,8 +124,8 @@ class Engines:
             return session.keep(engine)
 
         engine = make() if len(session.placement.domains) == 1 else self._of_domains(session, make)
-        if session.work is not None:
-            session.work.watch(engine)
+        if session.device_tracer is not None:
+            session.device_tracer.trace_engine(engine)
         return PlanCache(session, engine)
 
     def _of_domains(self, session: Session, make: Callable[[], DeviceEngine]) -> DomainsEngine:

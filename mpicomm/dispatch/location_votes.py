@@ -46,7 +46,7 @@ from contextlib import nullcontext
 from mpi4py import MPI
 
 from mpicomm.activity.layout import CALLS_BY_MPI
-from mpicomm.activity.page import begin_by_mpi
+from mpicomm.activity.page import begin_mpi_call
 from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.call_log import FOR_GPUS, FOR_HOST, CallLocation, CallLog
 from mpicomm.collectives.operations import Operation
@@ -128,7 +128,7 @@ class LocationVotes:
                 found.append(place)
             return place is not None
 
-        begin_by_mpi(row, operation.number)  # the doctor finds the rank in the call while it waits
+        begin_mpi_call(row, operation.number)  # the doctor finds the rank in the call while it waits
         limit_s = self._session.placement.here.timeout_s if give_up else math.inf
         came = wait_until(look, limit_s, self._session.node.progress)
         row[CALLS_BY_MPI] -= 1

@@ -10,7 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.activity.layout import CALLS_BY_MPI
-from mpicomm.activity.page import begin_by_mpi
+from mpicomm.activity.page import begin_mpi_call
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.checks import is_in_place
@@ -197,7 +197,7 @@ class ByMpi:
             )
         if operation.of_neighbors:
             operation, arguments = self._crossed(operation, arguments, form)
-        begin_by_mpi(self._row.words, operation.number)
+        begin_mpi_call(self._row.words, operation.number)
         try:
             return self._made(operation, arguments, form, info, arguments)
         except REFUSALS as error:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.activity.page import begin_by_mpi
+from mpicomm.activity.page import begin_mpi_call
 from mpicomm.collectives import wire
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Exchange
@@ -233,7 +233,7 @@ def start_exchange(call: Call, comm: MPI.Intracomm, session: Session) -> tuple[C
     ranks. Each rank also tells the others its call, so `PeerError` names different calls. A wait has no limit, as in
     MPI.
     """
-    begin_by_mpi(session.row.words, call.operation.number)
+    begin_mpi_call(session.row.words, call.operation.number)
     rank, size = comm.rank, comm.size
     scratch = np.empty(call.blocks.nbytes, _BYTE)
     exchange = call.operation.one_shot(call.buffers(scratch.ctypes.data))

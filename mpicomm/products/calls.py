@@ -161,8 +161,8 @@ class Products:
 
     def _one_after_the_other(self, operands: Operands, stream: int | None, why: str, sums: Any = None) -> None:
         """Carry a call out. ``sums`` is the product of this rank, if it is done."""
-        if self._session.channel is not None:
-            self._session.channel.choose("one after the other", why)
+        if self._session.tracer is not None:
+            self._session.tracer.set_algorithm("one after the other", why)
         run, library, gathered = self._collectives.run, operands.library, operands.gathered
         if operands.kind == "allgather_matmul":
             if gathered is None:

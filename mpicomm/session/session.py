@@ -83,13 +83,13 @@ class Session(SetUp):
             # Most communicators of a program end so, because they carry only host messages.
             self._freed = self._is_shut = True
             if self._row is not None:
-                self._row.close()
+                self._row.hide()
             return
         if self._groups:
             self.group.patience = self.awaited_elsewhere
         late = self._meet("Free")
-        if self.channel is not None and late is None and self._groups and self.intact:
-            self.channel.part(self.group, self.private)
+        if self.tracer is not None and late is None and self._groups and self.intact:
+            self.tracer.read_clocks_again(self.group, self.private)
         self._freed = self._is_shut = True
         everything = [*reversed(self._shared), *self._beside]
         try:
@@ -100,7 +100,7 @@ class Session(SetUp):
             self._missed = True
             raise
         finally:
-            self.row.close()
+            self.row.hide()
             self._shared = ()
             if self._has_device:
                 self.backend.close()

@@ -29,7 +29,7 @@ from mpicomm.sharing.suspension import Suspension
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from mpicomm.recording.channel import Channel, DeviceWork
+    from mpicomm.recording.tracer import DeviceTracer, Tracer
 
 # They keep messages of a part and words of roll calls apart from the messages of the whole communicator.
 _DOMAIN_TAG, _PART_TAG, _WHOLE_TAG = 2, 4, 6
@@ -53,7 +53,7 @@ class SetUp:
     that needs it, which is collective.
 
     `set_up` copies ``comm``, which the caller still owns. ``backend`` is this rank's device if it is already open.
-    ``channel`` takes the records of the communicator's calls; it is None if the environment asks for no records.
+    ``tracer`` takes the records of the communicator's calls; it is None if the environment asks for no records.
     """
 
     backend: HostBackend | GpuBackend
@@ -69,7 +69,7 @@ class SetUp:
     """The symmetric arrays that are open."""
 
     # Most communicators of a program carry only host messages, so the class has what they do not change.
-    work: DeviceWork | None = None
+    device_tracer: DeviceTracer | None = None
     """Measures the work of recorded calls on the device."""
     awaited_elsewhere: Callable[[], bool] = staticmethod(lambda: False)
     """Says whether peers wait for this rank in another call. They come to `close` after their time is over."""
@@ -97,13 +97,13 @@ class SetUp:
         placement: Placement,
         backend: HostBackend | GpuBackend | None = None,
         *,
-        channel: Channel | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.placement = placement
-        self.channel = channel
+        self.tracer = tracer
         self.mappings = Mappings()
         self._comm = comm
-        self._number_of_row = placement.heading.count()
+        self._number_of_row = placement.row_header.next_number()
         if backend is not None:
             self._use(backend)
 
@@ -112,7 +112,7 @@ class SetUp:
         """The doctor reads this rank's calls here, from the first call on."""
         if self._row is None:
             self._row = CommunicatorRow()
-            self._row.open(self.placement.heading, self._number_of_row)
+            self._row.publish(self.placement.row_header, self._number_of_row)
         return self._row
 
     @classmethod
@@ -131,7 +131,7 @@ class SetUp:
         Collective; a failure raises the same error on all ranks. ``completes`` returns `RankPlace.completes`.
         """
         end_job_if_uncaught()
-        page().introduce(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+        page().set_world(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         limit_s = environment.usable_timeout_s(timeout_s)
         with _private_group(comm, "Communicator", limit_s) as (private, group):
             # A rank with a bad value must still be able to tell the others, so exchanges check the values.
@@ -142,13 +142,13 @@ class SetUp:
                 return environment.recording()
 
             wanted = group.exchange("Communicator: log", configure)
-            channel = None
+            tracer = None
             if any(wanted):
-                from mpicomm.recording.channel import Channel  # few programs record
+                from mpicomm.recording.tracer import Tracer  # few programs record
 
-                channel = Channel.open(group, private, wanted)
+                tracer = Tracer.open(group, private, wanted)
             placement = find_placement(group, device, handle, completes, reductions, leaves)
-            session = cls(comm, placement, channel=channel)
+            session = cls(comm, placement, tracer=tracer)
             session._open(private, group, is_first=True)
         return session
 
@@ -319,10 +319,10 @@ class SetUp:
         """
         if rank not in self.placement.node_ranks or rank == self.placement.rank:
             return ""
-        from mpicomm.activity.reading import calls_of  # only for errors
+        from mpicomm.activity.reading import read_calls  # only for errors
 
         own = self.row.words
-        calls = calls_of(self.placement.places[rank].pid, own[KEY])
+        calls = read_calls(self.placement.places[rank].pid, own[KEY])
         # Ranks make the same calls in the same order, and a rank that is only late has begun no more calls by MPI.
         if calls is None or calls.since_ns is not None or calls.by_mpi <= own[CALLS_BY_MPI] or not calls.last:
             return ""
@@ -360,10 +360,10 @@ class SetUp:
     def _use(self, backend: HostBackend | GpuBackend) -> None:
         self.backend = backend
         self._has_device = True
-        if self.channel is not None and not isinstance(backend, HostBackend):
-            from mpicomm.recording.channel import DeviceWork
+        if self.tracer is not None and not isinstance(backend, HostBackend):
+            from mpicomm.recording.tracer import DeviceTracer
 
-            self.work = DeviceWork(self.channel, backend)
+            self.device_tracer = DeviceTracer(self.tracer, backend)
 
     def _open(self, private: MPI.Intracomm, group: Group, *, is_first: bool = False) -> None:
         """Open the device of every rank, and take over ``private`` and ``group``. Collective.

@@ -53,7 +53,7 @@ class WindowMemory(SharedMemory):
         self.boards = boards.pointers
         """The address of every rank's board on this rank."""
         self.row = CommunicatorRow()
-        self.row.open(owner.placement.heading, owner.placement.heading.count(window=True), window=True)
+        self.row.publish(owner.placement.row_header, owner.placement.row_header.next_number(window=True), window=True)
         self._allocated = allocated
 
     def view(self, rank: int) -> Any:
@@ -83,7 +83,7 @@ class WindowMemory(SharedMemory):
 
     def close_peers(self) -> None:
         self.closed = True
-        self.row.close()
+        self.row.hide()
         super().close_peers()
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from mpi4py import MPI
 
 from mpicomm.activity import layout
-from mpicomm.activity.reading import calls_of
+from mpicomm.activity.reading import read_calls
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError, name_ranks
@@ -144,7 +144,7 @@ class Synchronisation:
         """
         places, key = self._owner.placement.places, self._row.words[layout.KEY]
         for origin in ranks_in(origins):
-            calls = calls_of(places[origin].pid, key)
+            calls = read_calls(places[origin].pid, key)
             if calls is None or calls.completed[self._rank] != self._row.posted(origin):
                 return False
         return True

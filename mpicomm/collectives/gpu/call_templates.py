@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
+from mpicomm.activity.layout import OFFSET_IN_TEXT, format_call
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.checks import counted_hash
 from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, AnyPlan
@@ -58,7 +58,7 @@ class CallTemplate(AnyPlan, ABC):
 
     @property
     def text(self) -> str:
-        return filled(self.words, self.count, self.offset or 0)
+        return format_call(self.words, self.count, self.offset or 0)
 
 
 class CollectiveTemplate(CallTemplate):

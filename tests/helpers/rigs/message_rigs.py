@@ -87,7 +87,7 @@ def take_for_gpu(
         for rank, place in enumerate(was.places)
     ]
     placement = Placement(places, was.rank)
-    comm._begin(Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device), channel=comm._session.channel))
+    comm._begin(Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device), tracer=comm._session.tracer))
     return device
 
 

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
-from mpicomm.activity.layout import COUNT_IN_TEXT, KEPT, OFFSET_IN_TEXT
+from mpicomm.activity.layout import COUNT_IN_TEXT, LOG_DEPTH, OFFSET_IN_TEXT
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import FOR_GPUS, FOR_HOST, CallLog
 from mpicomm.collectives.gpu.call_memory import CallMemory
@@ -224,7 +224,7 @@ def require_read(call_log: CallLog, posted: list[list[str]], rank: int) -> None:
     behind = [peer for peer, calls in enumerate(posted) if len(calls) < made]
     expected = [calls[-1] + LATE * (peer in behind) if calls else "nothing yet" for peer, calls in enumerate(posted)]
     differ = False
-    for number in range(max(0, made - KEPT + 1), made):
+    for number in range(max(0, made - LOG_DEPTH + 1), made):
         texts = [calls[number] if number < len(calls) else None for calls in posted]
         if len({*texts} - {None}) > 1:
             expected, differ = [text or last for text, last in zip(texts, expected, strict=True)], True

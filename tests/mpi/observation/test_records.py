@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.recording import channel, record
+from mpicomm.recording import record, tracer
 from mpicomm.trace import main
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import rig_on
@@ -117,7 +117,7 @@ def test_merged_traces_say_who_waited_for_whom(
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace-%r.json")
     # Each rank's clock is hours ahead of the clock of the rank before.
-    monkeypatch.setattr(channel, "clock_key", lambda: str(rank))
+    monkeypatch.setattr(tracer, "clock_key", lambda: str(rank))
     ahead_ns = rank * 7_200_000_000_000
     monkeypatch.setattr(record, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
     with communicator("cpu") as comm:
@@ -183,7 +183,7 @@ def test_messages_of_device_arrays_have_tracks_of_their_streams(
 ) -> None:
     if traced.size == 1:
         pytest.skip("a rank that sends to itself before it receives waits for ever in some MPIs")
-    monkeypatch.setattr(channel, "timeline_of", lambda backend: Threads())
+    monkeypatch.setattr(tracer, "timeline_of", lambda backend: Threads())
     with rig_on(traced) as rig:
         out = rig.empty(5000)
         rig.comm.Sendrecv(rig.of(rig.rank, 5000), rig.right, 0, out, rig.left)
@@ -199,7 +199,7 @@ def test_messages_of_device_arrays_have_tracks_of_their_streams(
 def test_prepared_receives_of_device_arrays_are_waited_for_in_the_trace(
     traced: mpicomm.Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "timeline_of", lambda backend: Threads())
+    monkeypatch.setattr(tracer, "timeline_of", lambda backend: Threads())
     with rig_on(traced) as rig:
         prepared = rig.comm.Recv_init(rig.empty(5000), rig.left)
         prepared.Wait()  # nothing is started

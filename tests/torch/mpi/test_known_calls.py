@@ -51,7 +51,7 @@ class PlanningComm:
         self.rank = rank
         self.knows_forms = False
         """Whether all calls of a form are known after the first one, whatever their counts."""
-        session: Any = SimpleNamespace(mappings=Mappings(), channel=None)
+        session: Any = SimpleNamespace(mappings=Mappings(), tracer=None)
         self._session = session
         self.form = TemplateOfForm()
         engine: Any = SimpleNamespace()

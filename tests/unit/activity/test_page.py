@@ -13,8 +13,8 @@ import pytest
 from mpicomm.activity import layout
 from mpicomm.activity import page as activity_page
 from mpicomm.activity.layout import ranks_as_text, ranks_of_text
-from mpicomm.activity.page import CommunicatorRow, Heading, Member, begin_by_mpi, by_mpi, page, text_of
-from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, calls_of, read_activity
+from mpicomm.activity.page import CommunicatorRow, Member, RowHeader, begin_mpi_call, mpi_call_number, page, read_text
+from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, read_activity, read_calls
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.kernels.window import WINDOW_RANKS
 
@@ -23,8 +23,8 @@ ALONE = [Member("host", 1, 0)]
 
 def opened(processes: list[Member], rank: int = 0) -> CommunicatorRow:
     row = CommunicatorRow()
-    heading = Heading(rank, processes, "cpu")
-    row.open(heading, heading.count())
+    row_header = RowHeader(rank, processes, "cpu")
+    row.publish(row_header, row_header.next_number())
     return row
 
 
@@ -54,19 +54,19 @@ def test_calls_have_numbers_and_texts() -> None:
     for offset in (9, 0):
         row.log(0).post(text, 5, offset)
         assert of("ranks 41-42,50").last == f"Bcast(count=5), into byte {offset}"
-    begin_by_mpi(row.words, by_mpi("Bcast"))
+    begin_mpi_call(row.words, mpi_call_number("Bcast"))
     last = of("ranks 41-42,50")
     assert (last.made, last.last, last.since_ns) == (6, "Bcast", None)
-    row.close()
+    row.hide()
     assert "ranks 41-42,50" not in {calls.name for calls in read().communicators}
 
 
 def test_windows_have_rows_of_their_own() -> None:
     assert layout.MOST_RANKS == WINDOW_RANKS
-    heading = Heading(0, [Member("host", 1, 61), Member("host", 2, 62)], "cpu")
+    row_header = RowHeader(0, [Member("host", 1, 61), Member("host", 2, 62)], "cpu")
     communicator, row = CommunicatorRow(), CommunicatorRow()
-    communicator.open(heading, 1)
-    row.open(heading, 1, window=True)
+    communicator.publish(row_header, 1)
+    row.publish(row_header, 1, window=True)
     assert of("ranks 61-62").key != of("window of ranks 61-62").key
     row.log(0).post("Win.Fence")
     posted = of("window of ranks 61-62")
@@ -76,22 +76,22 @@ def test_windows_have_rows_of_their_own() -> None:
             row.count(counts, 0b10)
     assert (row.posted(0), row.posted(1)) == (0, 255)
     assert of("window of ranks 61-62").completed == bytes([0, 2]) + bytes(layout.MOST_RANKS - 2)
-    row.close()
-    communicator.close()
+    row.hide()
+    communicator.hide()
 
 
 def test_a_call_by_mpi_leaves_the_last_other_call() -> None:
     row = opened([Member("host", 1, 63)])
-    begin_by_mpi(row.words, by_mpi("Barrier"))
+    begin_mpi_call(row.words, mpi_call_number("Barrier"))
     assert of("rank 63").last_post == ""
     row.log(0).post(f"Bcast(count={layout.COUNT_IN_TEXT})", 3)
-    begin_by_mpi(row.words, by_mpi("Barrier"))
-    found = calls_of(os.getpid(), of("rank 63").key)
+    begin_mpi_call(row.words, mpi_call_number("Barrier"))
+    found = read_calls(os.getpid(), of("rank 63").key)
     assert found == of("rank 63")
     assert (found.made, found.by_mpi, found.last, found.last_post) == (3, 2, "Barrier", "Bcast(count=3)")
-    assert calls_of(os.getpid(), 1) is None and calls_of(1 << 30, found.key) is None
+    assert read_calls(os.getpid(), 1) is None and read_calls(1 << 30, found.key) is None
     for name in (*OPERATIONS, "Unheard_of"):
-        begin_by_mpi(row.words, by_mpi(name))
+        begin_mpi_call(row.words, mpi_call_number(name))
         assert of("rank 63").last == name
 
 
@@ -101,7 +101,7 @@ def test_the_last_call_is_that_of_the_log_that_was_used_last() -> None:
         row.log(index).post(text)
         found = of("rank 65")
         assert (found.last, found.last_post) == (text, text)
-    begin_by_mpi(row.words, by_mpi("Bcast"))
+    begin_mpi_call(row.words, mpi_call_number("Bcast"))
     assert (of("rank 65").made, of("rank 65").last_post) == (5, "again")
 
 
@@ -130,7 +130,7 @@ def test_more_communicators_than_rows_are_not_shown_and_do_no_harm() -> None:
     for row in rows:
         row.log(0).post("Barrier")
     assert len(read().communicators) == layout.ROWS
-    shared, words = rows[-1].log(0).shared(), rows[-1].log(0).words
+    shared, words = rows[-1].log(0).export(), rows[-1].log(0).words
     assert shared.content is not None and shared.content[: layout.LOG_NBYTES].tobytes() == words.tobytes()
     shared.close()
     del rows, words
@@ -173,19 +173,19 @@ def test_a_text_that_is_overwritten_while_a_peer_reads_it_is_not_taken(
     texts = page().bytes[layout.TEXTS_AT :]
     number = page().write("old")
     at_fence(monkeypatch, fence, lambda: overwrite(layout.TEXTS))  # of the reader
-    assert text_of(texts, number) is None
+    assert read_text(texts, number) is None
     monkeypatch.undo()
     number = page().write("old")
     overwrite(layout.TEXTS - 1)
-    assert text_of(texts, number) == "old"
+    assert read_text(texts, number) == "old"
     taken: list[str | None] = []
-    at_fence(monkeypatch, fence, lambda: taken.append(text_of(texts, number)))  # of the writer
+    at_fence(monkeypatch, fence, lambda: taken.append(read_text(texts, number)))  # of the writer
     page().write("the text in its place")
     assert taken == [None]
 
 
 def test_steps_are_nested_and_all_ranks_of_the_world_are_the_world() -> None:
-    page().introduce(3, 9)
+    page().set_world(3, 9)
     with page().step("outer", "0-3,8,?"):
         with page().step("inner", "0-1"):
             inner = read()
@@ -193,10 +193,10 @@ def test_steps_are_nested_and_all_ranks_of_the_world_are_the_world() -> None:
     assert (inner.step and inner.step.text, outer.step and outer.step.text) == ("inner", "outer")
     assert outer.step is not None and outer.step.world_ranks == (0, 1, 2, 3, 8, -1)
     assert (outer.world_rank, read().step) == (3, None)
-    page().introduce(0, 1)
+    page().set_world(0, 1)
     row = opened(ALONE)
     assert any(calls.name.startswith("world") for calls in read().communicators)
-    row.close()
+    row.hide()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_page_that_its_process_truncates_while_it_is_read(monkeypatch: pytest.
         finally:
             other.kill()
     os.close(memory)
-    row.close()
+    row.hide()
     assert found is not None
     assert all(calls.last in ("", "Barrier") for calls in found.communicators)
 

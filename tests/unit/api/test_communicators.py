@@ -206,7 +206,7 @@ def test_a_communicator_has_one_rendezvous(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_communicator_has_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = SimpleNamespace(channel=None, set_up=lambda what: None)
+    session = SimpleNamespace(tracer=None, set_up=lambda what: None)
     engines = Engines(cast(Session, session))
     second = Second(lambda: engines.on_gpu("Allreduce"))
 

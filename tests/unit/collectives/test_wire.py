@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as arrays
 
 pytest.importorskip("ml_dtypes")
 
-from mpicomm.activity.layout import filled
+from mpicomm.activity.layout import format_call
 from mpicomm.collectives import wire
 from mpicomm.collectives.checks import Signature, counted_hash
 from mpicomm.collectives.wire import QUANTIZABLE, WIRE_DTYPES
@@ -113,7 +113,7 @@ def test_each_count_has_another_hash() -> None:
 
 def test_the_text_without_a_count_takes_any_count() -> None:
     for op in ("sum", None):
-        assert filled(Signature("Allreduce", "float32", 0, op).text_without_count(), 7, 0) == str(
+        assert format_call(Signature("Allreduce", "float32", 0, op).text_without_count(), 7, 0) == str(
             Signature("Allreduce", "float32", 7, op)
         )
     of_no_count = Signature("Allgatherv", "bytes", root=1)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mpicomm.activity import layout
-from mpicomm.activity.page import CommunicatorRow, Heading, Member, page
+from mpicomm.activity.page import CommunicatorRow, Member, RowHeader, page
 from mpicomm.doctor.__main__ import show, watch
 from mpicomm.doctor.running import job_of
 from mpicomm.doctor.waits import RankWait
@@ -132,7 +132,7 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
 
 def test_no_rank_waits_in_a_single_process() -> None:
     row = CommunicatorRow()
-    row.open(Heading(0, [Member("host", os.getpid(), 0)], "cpu"), 1)
+    row.publish(RowHeader(0, [Member("host", os.getpid(), 0)], "cpu"), 1)
     row.log(0).post("Allreduce(float64, count=4)")
     said = doctor("--pid", str(os.getpid()))
     assert (said.returncode, said.stderr) == (0, "")
@@ -208,7 +208,7 @@ def test_the_page_of_another_user_may_hold_anything(monkeypatch: pytest.MonkeyPa
     memory = os.memfd_create(layout.MEMORY_NAME)
     empty, rows = bytearray(layout.NBYTES), [CommunicatorRow() for _ in range(4)]
     for number, row in enumerate(rows):
-        row.open(Heading(number, [Member("host", each, each) for each in range(4)], "cpu"), 1)
+        row.publish(RowHeader(number, [Member("host", each, each) for each in range(4)], "cpu"), 1)
         row.log(number % layout.LOGS).post("Allreduce(float64, count=4)")
     with subprocess.Popen(["sleep", str(HANG_S)], stdin=subprocess.DEVNULL, pass_fds=[memory]) as process:
         struct.pack_into("5q", empty, 0, layout.MAGIC, process.pid, 0, 1, 1)
@@ -230,12 +230,12 @@ def test_the_page_of_another_user_may_hold_anything(monkeypatch: pytest.MonkeyPa
 
 FORKS = """
 import os, sys, time
-from mpicomm.activity.page import CommunicatorRow, Heading, Member, page
+from mpicomm.activity.page import CommunicatorRow, RowHeader, Member, page
 row = CommunicatorRow()
-row.open(Heading(0, [Member("host", os.getpid(), 0)], "cpu"), 1)
+row.publish(RowHeader(0, [Member("host", os.getpid(), 0)], "cpu"), 1)
 child = os.fork()
 if child == 0:
-    row.close()  # as the garbage collector of the child may do
+    row.hide()  # as the garbage collector of the child may do
     del row
     time.sleep(60)
 print(os.getpid(), child, flush=True)

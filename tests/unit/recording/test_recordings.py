@@ -22,9 +22,9 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import buffers
 from mpicomm.mpi.host_calls import announce
 from mpicomm.observation import reader_of
-from mpicomm.recording import channel as channels
-from mpicomm.recording.channel import Channel, DeviceWork
+from mpicomm.recording import tracer as tracers
 from mpicomm.recording.recorder import Recorder
+from mpicomm.recording.tracer import DeviceTracer, Tracer
 from mpicomm.trace import main
 from tests.helpers.fakes.fake_driver import DeviceArray, read_device_arrays
 from tests.helpers.jobs.mpiexec import run_command, run_job
@@ -129,13 +129,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_range_has_operation_bytes_and_algorithm(said: list[str]) -> None:
     recorder = Recorder(Recording("nvtx", stats=False), 0, reports=False)
-    channel = Channel(recorder, "0.1")
-    record = channel.begin("Allreduce", "collective", nbytes=80, dtype="float32")
-    channel.choose("ring", "by the table")
-    channel.end(record)
+    tracer = Tracer(recorder, "0.1")
+    record = tracer.begin("Allreduce", "collective", nbytes=80, dtype="float32")
+    tracer.set_algorithm("ring", "by the table")
+    tracer.end(record)
     assert said == ["mpicomm Allreduce 80 B float32", "mpicomm Allreduce by ring", "mpicomm end", "mpicomm end"]
     said.clear()
-    channel.end(channel.begin("Bcast", "collective", nbytes=8))
+    tracer.end(tracer.begin("Bcast", "collective", nbytes=8))
     assert said == ["mpicomm Bcast 8 B", "mpicomm mark: Bcast by mpi", "mpicomm end"]
 
 
@@ -165,9 +165,9 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self.intervals: list[Interval] = []
         self.recorder = Recorder(Recording(f"{folder}/trace.json", stats=False), 3, reports=False)
-        self.channel = Channel(self.recorder, "0.1")
+        self.tracer = Tracer(self.recorder, "0.1")
         backend: Any = SimpleNamespace(device=2, is_capturing=lambda stream: stream == CAPTURING)
-        self.work = DeviceWork(self.channel, backend)
+        self.work = DeviceTracer(self.tracer, backend)
         self.path = folder / "trace-3.json"
 
     def begin(self, stream: int) -> Interval:
@@ -175,13 +175,13 @@ class Rig:
         return self.intervals[-1]
 
     def call(self, *streams: int, nested: bool = False, algorithm: str = "ring") -> None:
-        record = self.channel.begin("Allreduce", "collective", numbered=True, nbytes=80, dtype="float32")
+        record = self.tracer.begin("Allreduce", "collective", numbered=True, nbytes=80, dtype="float32")
         for stream in streams:
             with self.work.enqueued(stream, algorithm, "by the table"):
                 pass
         if nested:
             self.call(*streams)
-        self.channel.end(record)
+        self.tracer.end(record)
 
     def calls(self) -> list[tuple[str, int, float, dict[str, Any]]]:
         self.recorder.flush()
@@ -192,7 +192,7 @@ class Rig:
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     timeline = SimpleNamespace()
-    monkeypatch.setattr(channels, "timeline_of", lambda backend: timeline)
+    monkeypatch.setattr(tracers, "timeline_of", lambda backend: timeline)
     listeners = [*log.slow_way_listeners]
     rig = Rig(tmp_path)
     timeline.begin = rig.begin
@@ -206,7 +206,7 @@ def test_a_call_has_one_interval_in_each_stream(rig: Rig) -> None:
     for interval in rig.intervals:
         interval.over = True
     assert [tid for category, tid, *_ in rig.calls() if category == "device"] == [1000, 1001]
-    (row,) = rig.channel.counts.statistics().rows
+    (row,) = rig.tracer.counts.statistics().rows
     assert round(row.device_s * 1e9) == 1500  # of the first stream, which waits for the others
 
 
@@ -221,7 +221,7 @@ def test_times_are_written_when_the_work_is_over_and_not_before(rig: Rig) -> Non
     rig.intervals[1].over = True
     (device,) = rig.calls()[3:]
     assert device[:3] == ("device", 1000, 0.5) and device[3]["number"] == "2"
-    (row,) = rig.channel.counts.statistics().rows
+    (row,) = rig.tracer.counts.statistics().rows
     assert (row.calls, round(row.device_s * 1e9)) == (2, 1500)
 
 
@@ -230,7 +230,7 @@ def test_a_call_inside_another_counts_once(rig: Rig) -> None:
     for interval in rig.intervals:
         interval.over = True
     assert [facts.get("number") for _, _, _, facts in rig.calls()] == [None, "1", None, "1"]
-    (row,) = rig.channel.counts.statistics().rows
+    (row,) = rig.tracer.counts.statistics().rows
     assert (row.calls, round(row.device_s * 1e9)) == (1, 500)
 
 
@@ -246,12 +246,12 @@ def test_work_of_a_capture_is_marked_and_not_measured_nor_work_outside_of_calls(
 
 def test_slow_ways_are_counted_for_each_call(rig: Rig) -> None:
     for _ in range(2):
-        record = rig.channel.begin("Bcast", "collective")
+        record = rig.tracer.begin("Bcast", "collective")
         announce("Bcast", "only MPI can carry it out")
         announce("Bcast", "only MPI can carry it out")
-        rig.channel.end(record)
+        rig.tracer.end(record)
     reason = "through pinned host memory and MPI: only MPI can carry it out"
-    assert rig.channel.counts.statistics().slow_ways == {("Bcast", reason): 2}
+    assert rig.tracer.counts.statistics().slow_ways == {("Bcast", reason): 2}
     assert [facts["slow"] for *_, facts in rig.calls()] == [reason] * 2
 
 
@@ -261,11 +261,11 @@ def test_an_engine_tells_the_choice_of_its_plan(rig: Rig) -> None:
             return meets
 
     engine: Any = Engine()
-    rig.work.watch(engine)
-    record = rig.channel.begin("Allreduce", "collective")
+    rig.work.trace_engine(engine)
+    record = rig.tracer.begin("Allreduce", "collective")
     plan = SimpleNamespace(choice=("two_shot", "by the table", "for want of memory"))
     assert engine.enqueue(plan, 1, None, meets=True) and not engine.enqueue(plan, 1)
-    rig.channel.end(record)
+    rig.tracer.end(record)
     assert (record.algorithm, record.why, record.slow_ways) == ("two_shot", "by the table", ["for want of memory"])
     assert [interval.ends for interval in rig.intervals] == [2]
     assert isinstance(engine, Engine)

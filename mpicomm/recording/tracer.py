@@ -1,4 +1,4 @@
-"""Channel: the records of one communicator, how ranks begin to record together, and the offsets of their clocks.
+"""Tracer: the records of one communicator, how ranks begin to record together, and the offsets of their clocks.
 
 Also the work that recorded calls enqueue on one device: hooks replace methods of the objects that enqueue work, but
 only of a communicator that records. All other communicators run the same code as if there were no records.
@@ -80,7 +80,7 @@ _recorders: dict[environment.Recording, Recorder] = {}
 _made: Counter[int] = Counter()
 
 
-class Channel:
+class Tracer:
     """The records of one communicator on this rank. ``label`` is its name in traces, the same on all its ranks.
 
     ``reads_clocks`` is for a communicator that is made of no other communicator: its ranks compare their clocks.
@@ -97,7 +97,7 @@ class Channel:
         self._children: Counter[tuple[int, ...]] = Counter()
 
     @classmethod
-    def open(cls, group: Group, comm: MPI.Intracomm, wanted: Sequence[environment.Recording | None]) -> Channel:
+    def open(cls, group: Group, comm: MPI.Intracomm, wanted: Sequence[environment.Recording | None]) -> Tracer:
         """Begin to record a communicator. Collective.
 
         ``wanted`` has the settings of all ranks, of which at least one asks for records. The settings of the first rank
@@ -117,12 +117,12 @@ class Channel:
             return number, _made[number]
 
         first, number = group.exchange("Communicator: trace", start)[0]
-        channel = cls(_recorders[mine], f"{first}.{number}", reads_clocks=True)
-        channel._read_clocks(group, comm)
-        return channel
+        tracer = cls(_recorders[mine], f"{first}.{number}", reads_clocks=True)
+        tracer._read_clocks(group, comm)
+        return tracer
 
-    def child(self, ranks: Sequence[int]) -> Channel:
-        """Return the channel of a communicator made of ``ranks`` of this communicator. Local.
+    def child(self, ranks: Sequence[int]) -> Tracer:
+        """Return the tracer of a communicator made of ``ranks`` of this communicator. Local.
 
         All its ranks find the same label, because they have made the same communicators of these ranks before.
         """
@@ -130,7 +130,7 @@ class Channel:
         said = ",".join(map(str, ranks))
         if len(ranks) > _MOST_NAMED:
             said = f"{len(ranks)} ranks {zlib.crc32(said.encode()):08x}"
-        return Channel(self._recorder, f"{self.label}/{said}#{self._children[tuple(ranks)]}")
+        return Tracer(self._recorder, f"{self.label}/{said}#{self._children[tuple(ranks)]}")
 
     def begin(self, operation: str, category: Category, *, numbered: bool = False, **facts: Any) -> Record:
         """Begin the record of a call of this thread, which has these ``facts`` of `Record`.
@@ -148,7 +148,7 @@ class Channel:
         record.start_ns = now_ns()
         return record
 
-    def choose(self, algorithm: str, why: str) -> None:
+    def set_algorithm(self, algorithm: str, why: str) -> None:
         """Note the algorithm of this thread's call, and the reason for it, as soon as the call knows them."""
         record = current()
         if record is None or record.algorithm:
@@ -173,7 +173,7 @@ class Channel:
         """Write all known events to the trace file."""
         self._recorder.flush()
 
-    def part(self, group: Group, comm: MPI.Intracomm) -> None:
+    def read_clocks_again(self, group: Group, comm: MPI.Intracomm) -> None:
         """Read the ranks' clocks once more before they part, because clocks drift. Collective; it raises nothing."""
         with contextlib.suppress(MpicommError):  # if a rank is missing, the rest of the teardown reports it
             self._read_clocks(group, comm)
@@ -183,14 +183,14 @@ class Channel:
             self._recorder.file.add_clock(read_clocks(group, comm))
 
 
-class DeviceWork:
+class DeviceTracer:
     """Measures the work that calls enqueue on the device ``backend``, and notes the algorithms that engines choose."""
 
-    def __init__(self, channel: Channel, backend: GpuBackend) -> None:
-        self._channel = channel
+    def __init__(self, tracer: Tracer, backend: GpuBackend) -> None:
+        self._tracer = tracer
         self._backend = backend
         self._timeline = timeline_of(backend)
-        channel.ordinal = int(backend.device)
+        tracer.ordinal = int(backend.device)
         for name in ("signal", "wait_signal", "pack", "launch"):
             _replace(backend, name, self._on_stream)
         _replace(backend, "launcher", self._maker)
@@ -209,7 +209,7 @@ class DeviceWork:
             yield
             return
         if algorithm:
-            self._channel.choose(algorithm, why)
+            self._tracer.set_algorithm(algorithm, why)
         interval = next((each for each in record.intervals if each.stream == stream), None)
         if interval is None:
             if self._backend.is_capturing(stream):
@@ -222,7 +222,7 @@ class DeviceWork:
             if interval is not None:
                 interval.extend()
 
-    def watch(self, engine: object) -> None:
+    def trace_engine(self, engine: object) -> None:
         """Measure the plans that an engine enqueues, and note their algorithms. Local."""
 
         def hook(enqueue: Callable[..., bool]) -> Callable[..., bool]:
@@ -264,7 +264,7 @@ class DeviceWork:
 class _RecordedSteps:
     """The `MessageSteps` of a backend, as recorded work."""
 
-    def __init__(self, steps: Any, work: DeviceWork) -> None:
+    def __init__(self, steps: Any, work: DeviceTracer) -> None:
         self._steps = steps
         self._recorded = functools.partial(work.step, algorithm="rendezvous", why="the receiver's GPU copies it")
 
