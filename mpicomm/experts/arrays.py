@@ -98,8 +98,8 @@ class Shape:
         return min(self.most_few, self.max_tokens)
 
     @property
-    def seats(self) -> int:
-        """The receive slots reserved for each source rank: *seats* in experts.cuh."""
+    def recv_slots(self) -> int:
+        """The receive slots reserved for each source rank: *recv_slots* in experts.cuh."""
         return 2 * self.few_tokens + (self.max_tokens if self.max_tokens > self.few_tokens else 0)
 
     @property

@@ -47,21 +47,21 @@ class ExpertsMemory:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        seats = (shape.size - 1) * shape.seats
-        packets = shape.size * (shape.seats * shape.top_k + kernels.HEADS)
+        recv_slots = (shape.size - 1) * shape.recv_slots
+        packets = shape.size * (shape.recv_slots * shape.top_k + kernels.HEADERS)
         row_parts, sum_parts = (_parts_of(nbytes)[0] for nbytes in (shape.row_nbytes, shape.sum_nbytes))
         end = HEAD_NBYTES
         self.places: dict[str, int] = {}
         """The offset of each part, by its name in `ExpertsArguments`."""
         for name, nbytes in (
             ("routes", packets * PACKET_NBYTES),
-            ("row_flags", seats * row_parts * _WORD_NBYTES),
-            ("sum_flags", seats * sum_parts * _WORD_NBYTES),
+            ("row_flags", recv_slots * row_parts * _WORD_NBYTES),
+            ("sum_flags", recv_slots * sum_parts * _WORD_NBYTES),
             ("counted", (MAX_BLOCKS + 3) * _WORD_NBYTES),
             ("histograms", MAX_BLOCKS * (shape.num_experts + shape.size) * 4),
-            ("values", shape.seats * shape.top_k * 4),
-            ("rows", seats * shape.row_nbytes),
-            ("sums", seats * shape.sum_nbytes),
+            ("values", shape.recv_slots * shape.top_k * 4),
+            ("rows", recv_slots * shape.row_nbytes),
+            ("sums", recv_slots * shape.sum_nbytes),
         ):
             self.places[name] = end
             end = _round_up(end + nbytes, LINE_NBYTES)
@@ -83,7 +83,7 @@ class ExpertsMemory:
             parts=parts,
             max_tokens=shape.max_tokens,
             few_tokens=shape.few_tokens,
-            seats=shape.seats,
+            recv_slots=shape.recv_slots,
             top_k=shape.top_k,
         )
         arguments.firsts[: shape.size + 1] = shape.firsts

@@ -6,7 +6,7 @@
 // Memory. The arena of a rank has these parts after its head. A source is a rank with tokens. The
 // part of a source or of a peer in an arena has the number `index_in`.
 //
-//     routes       of each source: heads with the number of its tokens, for even and odd launches in turns, then
+//     routes       of each source: headers with the number of its tokens, for even and odd launches in turns, then
 //                  a packet with the expert and the weight of each slot of each token
 //     row flags    of each peer: a word for each part of each token
 //     rows         of each peer: its tokens; only the tokens of this rank's experts
@@ -19,9 +19,9 @@
 //
 // The last two are private to the rank.
 //
-// A token has the same seat in `routes`, in `rows` and in `sums`, which depends only on its number and on
+// A token has the same receive slot in `routes`, in `rows` and in `sums`, which depends only on its number and on
 // the number of tokens of its source. So a rank pushes rows before it knows the tokens of the others. There
-// are three groups of seats. A rank with few tokens takes the first group in even launches, and the
+// are three groups of receive slots. A rank with few tokens takes the first group in even launches, and the
 // second in odd ones. A rank with more takes the third group.
 //
 // Parts. A row travels in parts, of up to kPartPackets packets for each lane of a warp. A warp stores
@@ -35,9 +35,9 @@
 // Launches. The launches of an Experts object, dispatches and combines, have numbers, alike on all
 // ranks (team.cuh). The flags of a launch are its number.
 //
-// Why a seat is free. A dispatch stores into routes and rows, which only dispatches read. A combine
-// stores into sums and values, which only combines read. Launch n of one kind may store into seats of a peer
-// after the last launch of that kind with these seats has ended there. For few tokens, and if launch
+// Why a receive slot is free. A dispatch stores into routes and rows, which only dispatches read. A combine
+// stores into sums and values, which only combines read. Launch n of one kind may store into receive slots of a peer
+// after the last launch of that kind with these receive slots has ended there. For few tokens, and if launch
 // n - 1 was of the other kind, that is launch n - 2 or an earlier one, which the peer has ended when it
 // announces n - 1. Otherwise the peer has ended launch n - 1 when it announces n. So a rank waits for
 // the announcement of n - 1 in most cases, and only if the peer is late.
@@ -81,7 +81,7 @@ struct Experts {
   u32 parts;        // of a row; the last part may be shorter
   u32 max_tokens;
   u32 few_tokens;
-  u32 seats;
+  u32 recv_slots;
   u32 top_k;
   u32 senders;  // the first blocks of a launch; the others are receivers
   u32 unused;
@@ -111,12 +111,12 @@ MPICOMM_DEVICE u64 quotient(u64 number, u32 divisor) {
   return number >> 32 == 0 ? static_cast<u32>(number) / divisor : long_quotient(number, divisor);
 }
 
-// The seat of a token of a rank with `tokens` tokens.
-MPICOMM_DEVICE u32 seat_of(const Experts& x, const Turn& turn, u32 tokens, u32 token) {
+// The receive slot of a token of a rank with `tokens` tokens.
+MPICOMM_DEVICE u32 recv_slot_of(const Experts& x, const Turn& turn, u32 tokens, u32 token) {
   return token + x.few_tokens * (tokens <= x.few_tokens ? turn.parity() : 2);
 }
 
-// The launch that a peer must have begun before this rank stores into the seats of a rank with `tokens`
+// The launch that a peer must have begun before this rank stores into the receive slots of a rank with `tokens`
 // tokens there.
 MPICOMM_DEVICE u64 awaited(const Experts& x, const Turn& turn, u32 tokens) {
   return turn.again && tokens > x.few_tokens ? turn.number : turn.number - 1;
@@ -128,26 +128,27 @@ MPICOMM_DEVICE u32 index_in(const Team& team, u32 owner, u32 peer) {
   return peer > owner ? peer - owner - 1 : peer + team.size - owner - 1;
 }
 
-// The heads of a source. A launch of experts_dispatch.cu has one. In experts_dispatch_few.cu each head stands for
-// kHeadTokens tokens: see experts_heads.cuh.
-constexpr u32 kHeadTokens = 32;
-constexpr u32 kMostHeads = kFewTokens / kHeadTokens;
-constexpr u32 kHeads = 2 * kMostHeads;
+// The headers of a source. A launch of experts_dispatch.cu has one. In experts_dispatch_few.cu each header stands for
+// kHeaderTokens tokens: see experts_headers.cuh.
+constexpr u32 kHeaderTokens = 32;
+constexpr u32 kMaxHeaders = kFewTokens / kHeaderTokens;
+constexpr u32 kHeaders = 2 * kMaxHeaders;
 MPICOMM_DEVICE Pair* routes_of(const Experts& x, u32 owner, u32 source) {
-  const u64 each = static_cast<u64>(x.seats) * x.top_k + kHeads;
+  const u64 each = static_cast<u64>(x.recv_slots) * x.top_k + kHeaders;
   return reinterpret_cast<Pair*>(x.team.arenas[owner] + x.routes) + index_in(x.team, owner, source) * each;
 }
-MPICOMM_DEVICE u64 seat_in(const Experts& x, u32 owner, u32 peer, u32 seat) {
-  return static_cast<u64>(index_in(x.team, owner, peer)) * x.seats + seat;
+MPICOMM_DEVICE u64 recv_slot_in(const Experts& x, u32 owner, u32 peer, u32 recv_slot) {
+  return static_cast<u64>(index_in(x.team, owner, peer)) * x.recv_slots + recv_slot;
 }
-MPICOMM_DEVICE u64* flag_in(const Experts& x, u64 flags, u32 owner, u32 peer, u32 seat, u32 part) {
-  return reinterpret_cast<u64*>(x.team.arenas[owner] + flags) + seat_in(x, owner, peer, seat) * x.parts + part;
+MPICOMM_DEVICE u64* flag_in(const Experts& x, u64 flags, u32 owner, u32 peer, u32 recv_slot, u32 part) {
+  u64* const all = reinterpret_cast<u64*>(x.team.arenas[owner] + flags);
+  return all + recv_slot_in(x, owner, peer, recv_slot) * x.parts + part;
 }
-MPICOMM_DEVICE float* values_in(const Experts& x, u32 owner, u32 seat) {
-  return reinterpret_cast<float*>(x.team.arenas[owner] + x.values) + static_cast<u64>(seat) * x.top_k;
+MPICOMM_DEVICE float* values_in(const Experts& x, u32 owner, u32 recv_slot) {
+  return reinterpret_cast<float*>(x.team.arenas[owner] + x.values) + static_cast<u64>(recv_slot) * x.top_k;
 }
-MPICOMM_DEVICE u8* row_in(const Experts& x, u64 rows, u32 owner, u32 peer, u32 seat) {
-  return x.team.arenas[owner] + rows + seat_in(x, owner, peer, seat) * x.row_nbytes;
+MPICOMM_DEVICE u8* row_in(const Experts& x, u64 rows, u32 owner, u32 peer, u32 recv_slot) {
+  return x.team.arenas[owner] + rows + recv_slot_in(x, owner, peer, recv_slot) * x.row_nbytes;
 }
 
 // The number of packets that earlier dispatches have renewed.
@@ -282,7 +283,7 @@ MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn, 
   return true;
 }
 
-// Waits until `peer` has begun launch `begun`, which lets this rank store into the seats of its memory. If the
+// Waits until `peer` has begun launch `begun`, which lets this rank store into the receive slots of its memory. If the
 // result is false, the kernel must leave.
 MPICOMM_DEVICE bool await_begun(const Experts& x, u32 operation, const Turn& turn, u32 peer, u64 begun) {
   const auto reached = [&] {
@@ -299,7 +300,7 @@ MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn) 
 }
 
 // Waits on all threads of a sender block until all peers let this launch store into their memory: into
-// seats of a rank with `tokens_at(peer)` tokens. If the result is false, all threads must leave.
+// receive slots of a rank with `tokens_at(peer)` tokens. If the result is false, all threads must leave.
 template <class TokensAt>
 MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Turn& turn, TokensAt tokens_at) {
   const u32 peer = threadIdx.x;
@@ -312,11 +313,11 @@ MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Turn&
 }
 
 // Whether `peer` has published a part. __syncwarp follows.
-MPICOMM_DEVICE bool has_part(const Experts& x, u64 flags, const Turn& turn, u32 peer, u32 seat, u32 part) {
+MPICOMM_DEVICE bool has_part(const Experts& x, u64 flags, const Turn& turn, u32 peer, u32 recv_slot, u32 part) {
   // Pairs with the releases in `Unpublished`. A plain load could see the flag while later loads see
-  // the row of an earlier launch. The flag is equal: the peer stores a later number into this seat only
+  // the row of an earlier launch. The flag is equal: the peer stores a later number into this receive slot only
   // after this launch has ended here.
-  return load_acquire(flag_in(x, flags, x.team.rank, peer, seat, part)) == turn.number;
+  return load_acquire(flag_in(x, flags, x.team.rank, peer, recv_slot, part)) == turn.number;
 }
 
 // Waits until `has_come` returns true on a lane that is pending, and returns the set of these lanes. At least

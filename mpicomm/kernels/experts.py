@@ -19,8 +19,8 @@ DISPATCH, COMBINE, ROUTES, ROOM = 9, 10, 11, 12  # of ``enum Operation``
 BLOCKS_OF_A_MULTIPROCESSOR = 2  # of __launch_bounds__ of both kernels
 FEW_TOKENS = 256
 """Up to so many tokens of a rank a launch is in the mode of low latency."""
-HEADS = 2 * FEW_TOKENS // LANES
-"""The heads of a source, for even and for odd launches."""
+HEADERS = 2 * FEW_TOKENS // LANES
+"""The headers of a source, for even and for odd launches."""
 GROUP = 128
 """The number of elements that share a scale."""
 _LANES_OF_A_GROUP = 16
@@ -36,7 +36,7 @@ class ExpertsArguments(ctypes.Structure):
         ("team", Team),
         *u64("routes", "row_flags", "rows", "sum_flags", "sums"),
         *u64("values", "counted", "histograms", "row_nbytes", "part_nbytes"),
-        *u32("parts", "max_tokens", "few_tokens", "seats", "top_k", "senders", "unused"),
+        *u32("parts", "max_tokens", "few_tokens", "recv_slots", "top_k", "senders", "unused"),
         ("firsts", ctypes.c_uint32 * (MAX_RANKS + 1)),
     ]
 

@@ -203,8 +203,8 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, Shared& shared
   };
   const auto store = [&](const PeerSum& own, u32 number, Unpublished& unpublished) {
     if (!own.is_here) return;
-    const u32 seat = seat_of(experts, turn, x.tokens[own.source], own.token);
-    u8* const target = row_in(experts, experts.sums, own.source, team.rank, seat);
+    const u32 recv_slot = recv_slot_of(experts, turn, x.tokens[own.source], own.token);
+    u8* const target = row_in(experts, experts.sums, own.source, team.rank, recv_slot);
     const Part range(experts, own.part, lane);
     if constexpr (kInPackets) {
       push_part(own.sum.packets(shared), target, range);
@@ -212,9 +212,9 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, Shared& shared
       own.sum.packets(shared).store([&](u64 at) { return target + at; }, range);
     }
     // The flag of the first part publishes the values, too.
-    if (own.part == 0 && own.value >= 0) values_in(experts, own.source, seat)[lane] = x.values[own.value];
+    if (own.part == 0 && own.value >= 0) values_in(experts, own.source, recv_slot)[lane] = x.values[own.value];
     if (!has_flag(x, own.part)) return;
-    unpublished.note(experts, experts.sum_flags, number, 1u << own.source, seat, own.part, lane);
+    unpublished.note(experts, experts.sum_flags, number, 1u << own.source, recv_slot, own.part, lane);
   };
   const auto ready = [&] { return peers_are_ready(experts, kCombine, turn, [&](u32 peer) { return x.tokens[peer]; }); };
   each_run<false>(experts, turn, units, kByToken, prepare, ready, store);
@@ -243,11 +243,11 @@ MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPar
   const Experts& experts = x.experts;
   const Team& team = experts.team;
   const auto [targets, slots] = own.targets;
-  const u32 token = own.token, part = own.part, seat = seat_of(experts, turn, x.num_tokens, token);
+  const u32 token = own.token, part = own.part, recv_slot = recv_slot_of(experts, turn, x.num_tokens, token);
   const Part range(experts, part, lane);
   bool ok = true;
   if (has_flag(x, part) && lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
-    const auto has_come = [&] { return has_part(experts, experts.sum_flags, turn, lane, seat, part); };
+    const auto has_come = [&] { return has_part(experts, experts.sum_flags, turn, lane, recv_slot, part); };
     ok = await_peer(experts, kCombine, turn.number, lane, has_come);
   }
   // Orders the loads of all lanes after the acquires.
@@ -256,7 +256,7 @@ MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPar
   if (part == 0 && x.values != nullptr && lane < experts.top_k) {
     float value = 0;
     if (own.value >= 0) value = x.values[own.value];
-    else if ((slots >> lane & 1) != 0) value = values_in(experts, team.rank, seat)[lane];
+    else if ((slots >> lane & 1) != 0) value = values_in(experts, team.rank, recv_slot)[lane];
     x.slot_values[static_cast<u64>(token) * experts.top_k + lane] = value;
   }
   float sums[kPartPackets][kElements];
@@ -271,7 +271,7 @@ MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPar
     if (from == team.rank) {
       packets = own.sum.packets(shared);
     } else {
-      u8* const row = row_in(experts, experts.sums, team.rank, from, seat);
+      u8* const row = row_in(experts, experts.sums, team.rank, from, recv_slot);
       if constexpr (kInPackets) {
         if (!take_part(experts, kCombine, turn, from, row, range, packets)) return false;
       } else {

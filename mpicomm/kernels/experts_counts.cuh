@@ -69,8 +69,8 @@ struct Counts {
   MPICOMM_DEVICE u64 token_at(const Route& route) const {
     return static_cast<u64>(route.source) * x.experts.max_tokens + route.token;
   }
-  MPICOMM_DEVICE u32 seat(const Route& route) const {
-    return seat_of(x.experts, turn, layout.tokens[route.source], route.token);
+  MPICOMM_DEVICE u32 recv_slot(const Route& route) const {
+    return recv_slot_of(x.experts, turn, layout.tokens[route.source], route.token);
   }
   MPICOMM_DEVICE u64 pair_of(const Route& route) const { return token_at(route) * x.experts.top_k + route.slot; }
 
@@ -80,8 +80,8 @@ struct Counts {
 
   MPICOMM_DEVICE u32 epoch() const { return static_cast<u32>(turn.number); }
   MPICOMM_DEVICE const Pair* packet_of(const Route& route) const {
-    const Pair* const packets = routes_of(x.experts, rank(), route.source) + kHeads;
-    return packets + static_cast<u64>(seat(route)) * x.experts.top_k + route.slot;
+    const Pair* const packets = routes_of(x.experts, rank(), route.source) + kHeaders;
+    return packets + static_cast<u64>(recv_slot(route)) * x.experts.top_k + route.slot;
   }
 
   // Learns the number of tokens of each source, on all threads of the block.

@@ -46,9 +46,10 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn, u64** flags) {
   const auto store = [&](const LoadedPart& loaded, u32 i, Unpublished& unpublished) {
     const Part range(experts, loaded.part, lane);
     const u32 peers = targets_of(x, loaded, lane) & ~(1u << team.rank);
-    const u32 seat = seat_of(experts, turn, x.num_tokens, loaded.token);
-    each_row(experts, peers, seat, [&](u8* row) { loaded.packets.store([&](u64 at) { return row + at; }, range); });
-    unpublished.note(experts, experts.row_flags, i, peers, seat, loaded.part, lane);
+    const u32 recv_slot = recv_slot_of(experts, turn, x.num_tokens, loaded.token);
+    const auto store = [&](u8* row) { loaded.packets.store([&](u64 at) { return row + at; }, range); };
+    each_row(experts, peers, recv_slot, store);
+    unpublished.note(experts, experts.row_flags, i, peers, recv_slot, loaded.part, lane);
   };
   const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;
   if (units <= static_cast<u64>(experts.senders) * kWarps) {

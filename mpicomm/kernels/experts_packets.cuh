@@ -1,7 +1,7 @@
 // Rows of few tokens travel as packets of the sentinel protocol, without flags: a release would take longer than the row.
-// Each packet shows by itself that it has come. The receiver takes the packets of a part, and resets their slots. The
-// slots are the rows of a seat. When the seat is free (experts.cuh), the launch that took its packets has ended. So the
-// slots are empty again.
+// Each packet shows by itself that it has come. The receiver takes the packets of a part, and resets their slots, which
+// lie in the row of a receive slot. When the receive slot is free (experts.cuh), the launch that took its packets has
+// ended. So the slots are empty again.
 #pragma once
 
 #include "experts.cuh"

@@ -109,7 +109,8 @@ struct Receiver : Counts {
         pending = exists(route) && is_here(route);
       }
       const auto has_come = [&] {
-        return route.source == rank() || has_part(experts, experts.row_flags, turn, route.source, seat(route), part);
+        return route.source == rank() ||
+               has_part(experts, experts.row_flags, turn, route.source, recv_slot(route), part);
       };
       while (__any_sync(kWarp, pending)) {
         const u32 come = await_any(experts, kDispatch, turn.number, route.source, pending, has_come);
@@ -148,7 +149,7 @@ struct Receiver : Counts {
     if (route.source == rank()) {
       packets.load([&](u64 at) { return x.x.at(route.token, at); }, range);
     } else {
-      const u8* const from = row_in(experts, experts.rows, rank(), route.source, seat(route));
+      const u8* const from = row_in(experts, experts.rows, rank(), route.source, recv_slot(route));
       packets.load([&](u64 at) { return from + at; }, range);
     }
     const i32 row = row_on_lane(route);

@@ -60,7 +60,7 @@ struct Routes {
   }
   // The number of the first packet.
   MPICOMM_DEVICE u64 start(const Turn& turn) const {
-    return kHeads + static_cast<u64>(seat_of(x.experts, turn, x.num_tokens, 0)) * x.experts.top_k;
+    return kHeaders + static_cast<u64>(recv_slot_of(x.experts, turn, x.num_tokens, 0)) * x.experts.top_k;
   }
   MPICOMM_DEVICE void send(const Turn& turn) {
     for (u32 step = first; step < steps; step += 2 * warps()) {
@@ -73,12 +73,12 @@ struct Routes {
   // that it does not use, in turn. So no packet still holds the epoch of so long ago. One thread calls it.
   MPICOMM_DEVICE void renew(const Turn& turn) const {
     const Experts& experts = x.experts;
-    // The packet may be of the seats of the launch before.
+    // The packet may be of the receive slots of the launch before.
     for (u32 peer = 0; peer < experts.team.size; ++peer) {
       if (peer != experts.team.rank && !await_begun(experts, kDispatch, turn, peer, turn.number)) return;
     }
     u64* const renewals = renewals_of(experts);
-    const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.seats) * experts.top_k) + kHeads;
+    const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.recv_slots) * experts.top_k) + kHeaders;
     if (renewed >= start(turn) && renewed < start(turn) + pairs()) return;
     send_packet(experts, static_cast<u32>(turn.number), renewed, kNoExpert, 0);
   }
@@ -117,10 +117,10 @@ MPICOMM_DEVICE u32 targets_of(const Dispatch& x, const LoadedPart& loaded, u32 l
 
 // Calls `store` with the address of a row of this rank in the memory of each of `peers`.
 template <class Store>
-MPICOMM_DEVICE void each_row(const Experts& x, u32 peers, u32 seat, Store store) {
+MPICOMM_DEVICE void each_row(const Experts& x, u32 peers, u32 recv_slot, Store store) {
   for (u32 distance = 1; distance < x.team.size; ++distance) {
     const u32 next = x.team.rank + distance, to = next < x.team.size ? next : next - x.team.size;
-    if ((peers >> to & 1) != 0) store(row_in(x, x.rows, to, x.team.rank, seat));
+    if ((peers >> to & 1) != 0) store(row_in(x, x.rows, to, x.team.rank, recv_slot));
   }
 }
 

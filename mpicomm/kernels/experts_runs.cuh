@@ -16,10 +16,10 @@ struct Unpublished {
   // The most parts between two publications.
   MPICOMM_DEVICE static u32 most(const Team& team) { return kLanes / team.size < kMost ? kLanes / team.size : kMost; }
   // Notes part number `i` since the last publication, for the ranks in the set `targets`.
-  MPICOMM_DEVICE void note(const Experts& x, u64 flags, u32 i, u32 targets, u32 seat, u32 part, u32 lane) {
+  MPICOMM_DEVICE void note(const Experts& x, u64 flags, u32 i, u32 targets, u32 recv_slot, u32 part, u32 lane) {
     const u32 rank = lane % x.team.size;
     if (lane / x.team.size == i && (targets >> rank & 1) != 0) {
-      flag = flag_in(x, flags, rank, x.team.rank, seat, part);
+      flag = flag_in(x, flags, rank, x.team.rank, recv_slot, part);
     }
   }
   // All lanes of the warp call it.

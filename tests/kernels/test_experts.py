@@ -201,7 +201,7 @@ RACES = {
         "  if (!ok) return false;\n  // A release",
     ),
     "no wait for peers": Change("experts.cuh", "turn.again && tokens > x.few_tokens ?", "false ?"),
-    "one group of seats for few tokens": Change(
+    "one group of receive slots for few tokens": Change(
         "experts.cuh", "(tokens <= x.few_tokens ? turn.parity() : 2)", "(tokens <= x.few_tokens ? 0 : 2)"
     ),
     "counts turned relaxed": Change("experts_counts.cuh", "store_release_on_device(counted", "store_relaxed(counted"),
@@ -223,7 +223,7 @@ FAILURES = {
     ),
     "no wait for a part": Change(
         "experts.cuh",
-        "return load_acquire(flag_in(x, flags, x.team.rank, peer, seat, part)) == turn.number;",
+        "return load_acquire(flag_in(x, flags, x.team.rank, peer, recv_slot, part)) == turn.number;",
         "return true;",
     ),
     "packet of an earlier launch": Change(
@@ -273,7 +273,7 @@ test_failure_by_token_is_seen = controls(partial(run_failure, top_k=12, by_token
 
 
 @pytest.mark.parametrize("tokens", [(70, 70, 70), (70, 0, 33), (1, 64, 65)])
-def test_rows_of_many_heads(builds: Builds, tokens: tuple[int, ...]) -> None:
+def test_rows_of_many_headers(builds: Builds, tokens: tuple[int, ...]) -> None:
     rig = ExpertsRig(builds, [3, 0, 2], 8, 70, 3, capacity=210, blocks=(2, 4), **IN_PACKETS)
     play_rounds(rig, [Round(rig, np.random.default_rng(seed), tokens=tokens) for seed in range(3)], (1, 1, 1))
 
@@ -313,7 +313,7 @@ def test_number_that_looks_like_an_empty_slot_stays_no_number(builds: Builds) ->
         dispatch(np.float32, UNCHANGED)
 
 
-EVERY_ROW = Change("experts_heads.cuh", "row < x.capacity ?", "true ?")
+EVERY_ROW = Change("experts_headers.cuh", "row < x.capacity ?", "true ?")
 
 
 def test_rows_beyond_the_room_are_not_copied(builds: Builds) -> None:
@@ -336,7 +336,7 @@ def test_rows_beyond_the_room_are_not_copied(builds: Builds) -> None:
     assert not any(wrote_beside(seed) for seed in range(10))
 
 
-def test_rank_that_dies_between_its_heads_and_its_rows_is_named(builds: Builds) -> None:
+def test_rank_that_dies_between_its_headers_and_its_rows_is_named(builds: Builds) -> None:
     dies = Change(
         "experts_dispatch_few.cu",
         "  if (unit < units) push();\n  if",
@@ -386,7 +386,7 @@ def test_no_packet_comes_to_a_slot_before_its_reset(watched_builds: Builds) -> N
 
 RACES_IN_PACKETS = {
     **{name: RACES[name] for name in ("announcement turned relaxed", "announcement loaded relaxed")},
-    "one group of slots": RACES["one group of seats for few tokens"],
+    "one group of slots": RACES["one group of receive slots for few tokens"],
     "packets before the announcement of a peer": RACES["routes before the announcement of a peer"],
     "sums before the announcement of a peer": RACES["stores before the announcement of a peer"],
 }
@@ -394,11 +394,11 @@ FAILURES_IN_PACKETS = {
     "slots not reset": Change("sentinels.cuh", "store_volatile(slot, {absent, absent});", "(void)slot;"),
     "packets taken before they have come": Change("experts_packets.cuh", "all &= Pushed::has_come(packet, {});", ""),
     "half of a packet taken": Change("sentinels.cuh", " && upper(packet.second) != kAbsent", ""),
-    "head of an earlier launch": FAILURES["packet of an earlier launch"],
-    "one place for heads": Change("experts_heads.cuh", "2 * head + turn.parity()", "2 * head"),
-    "a token comes before itself": Change("experts_heads.cuh", "(bit - 1 | ", "(bit | bit - 1 | "),
-    "tokens of one number in one row": Change("experts_heads.cuh", "(other < source ? bit : 0)", "0"),
-    "bits of heads not cleared": Change("experts_heads.cuh", "% kMostHeads] = 0;", "% kMostHeads] |= 1;"),
+    "header of an earlier launch": FAILURES["packet of an earlier launch"],
+    "one slot for headers of all launches": Change("experts_headers.cuh", "2 * header + turn.parity()", "2 * header"),
+    "a token comes before itself": Change("experts_headers.cuh", "(bit - 1 | ", "(bit | bit - 1 | "),
+    "tokens of one number in one row": Change("experts_headers.cuh", "(other < source ? bit : 0)", "0"),
+    "bitmaps of headers not cleared": Change("experts_headers.cuh", "% kMaxHeaders] = 0;", "% kMaxHeaders] |= 1;"),
     "places given by all": Change("experts_dispatch_few.cu", "blocks = placers == 0 ? 1 : placers;", ""),
     "rows of this rank left out": Change("experts_dispatch_few.cu", "if (row >= 0) loaded", "if (false) loaded"),
     "only the first part": Change(

@@ -264,7 +264,7 @@ def in_stream_order(comm: mpicomm.Communicator) -> None:
 
 
 def mixture(comm: mpicomm.Communicator) -> None:
-    """Send few tokens to experts and back, and more tokens, which take other seats; counts come in two ways."""
+    """Send few tokens to experts and back, and more tokens, which take other receive slots; counts come in two ways."""
     hidden, top_k, most, rng = 64, 4, 1500, np.random.default_rng(3)
     experts = [3] * comm.size
     for layout in ("experts", "tokens"):
