@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from mpicomm.activity.page import page
 from mpicomm.cluster import process
+from mpicomm.cluster.monitored_barrier import GRACE_S, abandoned, missing_ranks_error
 from mpicomm.cluster.process import ranks_in_world, require_own_process
-from mpicomm.cluster.roll_call import GRACE_S, abandoned, did_not_arrive
 from mpicomm.devices.handle import way_out
 from mpicomm.errors import (
     CollectiveTimeoutError,
@@ -287,7 +287,7 @@ class Group:
             answer = [heard[rank] for rank in self.ranks]
         else:
             missing = [rank for rank in others if rank not in heard]
-            late = did_not_arrive(mine.step, missing, self.timeout_s, self.absence_reason(missing))
+            late = missing_ranks_error(mine.step, missing, self.timeout_s, self.absence_reason(missing))
             different = self._different(heard)
             answer = _Left(CollectiveTimeoutError(f"{late}; {different}", ranks=late.ranks) if different else late)
         # A missing rank gets the answer, too, so that it raises at once if it comes late.
@@ -312,7 +312,7 @@ class Group:
             if self._wait(listen, limit_s + GRACE_S):
                 answer: list[tuple[Any, ...]] | _Left = said[1]
                 return answer if isinstance(answer, _Left) else [_Outcome(*each) for each in answer]
-        left = _Left(did_not_arrive(mine.step, [first], self.timeout_s, self.absence_reason([first])))
+        left = _Left(missing_ranks_error(mine.step, [first], self.timeout_s, self.absence_reason([first])))
         if not called:
             requests.append(self._send(left, first))
         return left

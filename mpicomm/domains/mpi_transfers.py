@@ -13,7 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.cluster.roll_call import GRACE_S, abandoned
+from mpicomm.cluster.monitored_barrier import GRACE_S, abandoned
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.checks import Signature
 from mpicomm.devices.cuda.types import GpuBackend

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpicomm import log
-from mpicomm.cluster.roll_call import roll_call
+from mpicomm.cluster.monitored_barrier import monitored_barrier
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
 from mpicomm.session.set_up import SetUp
@@ -106,7 +106,6 @@ class Session(SetUp):
                 self.backend.close()
             # MPI gives the number of a freed communicator to another, which would get messages that are left.
             if self._private is not None and self.intact and not self._left_messages:
-                self._free_carriers()
                 self._private.Free()
 
     def leave_by(self, error: BaseException) -> None:
@@ -207,7 +206,7 @@ class Session(SetUp):
 
     def _meet_without_groups(self, step: str) -> None:
         try:
-            roll_call(self._comm, step, self.placement.here.timeout_s)
+            monitored_barrier(self._comm, step, self.placement.here.timeout_s)
         except CollectiveTimeoutError:
             self._missed = True
             raise

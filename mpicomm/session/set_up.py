@@ -14,9 +14,9 @@ from mpicomm.activity.layout import CALLS_BY_MPI, KEY
 from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster import process
 from mpicomm.cluster.agreement import Group, left_by
+from mpicomm.cluster.monitored_barrier import monitored_barrier, private_copy
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize
-from mpicomm.cluster.roll_call import ByMessages, private_copy, roll_call
 from mpicomm.devices.base import Link
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.handle import Kind, MemoryUse, summed
@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
     from mpicomm.recording.tracer import DeviceTracer, Tracer
 
-# They keep messages of a part and words of roll calls apart from the messages of the whole communicator.
-_DOMAIN_TAG, _PART_TAG, _WHOLE_TAG = 2, 4, 6
-_MOST_CARRIERS = 64  # that are kept, one for each set of ranks
-
+_DOMAIN_TAG, _PART_TAG = 2, 4  # they keep messages of a part apart from the messages of the whole communicator
 _PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
 
 
@@ -178,17 +175,19 @@ class SetUp:
         return self
 
     def await_all(self, what: str) -> None:
-        """Wait until all ranks have called ``what``. Collective. Raises as `roll_call`, and stays usable."""
-        if self._private is None:
-            roll_call(self._comm, what, self.placement.here.timeout_s)
-        else:
-            self._call_roll(what)
+        """Wait until all ranks have called ``what``. Collective. Raises as `monitored_barrier`, and stays usable."""
+        comm = self._comm if self._private is None else self._private
+        try:
+            monitored_barrier(comm, what, self.placement.here.timeout_s, self.absence_reason)
+        except BaseException:
+            self._left_messages |= comm is self._private
+            raise
 
     def await_some(self, what: str, ranks: Sequence[int]) -> bool:
         """Wait until these ranks have called ``what``, among them this rank. Return False at once before `set_up`.
 
-        Collective over the ranks. Raises as `roll_call`. After an error all later calls of this rank raise, because a
-        call with other ranks could take the word of a late rank for one of its own.
+        Collective over the ranks. Raises as `Group.exchange`. After an error all later calls of this rank raise,
+        because a call with other ranks could take the message of a late rank for one of its own.
         """
         if self._private is None or self.placement.rank not in ranks:
             return False
@@ -197,30 +196,14 @@ class SetUp:
             raise type(earlier)(
                 f"{what}: an earlier call has failed ({earlier}): make this call on a duplicate", ranks=earlier.ranks
             )
+        part = self.group.subgroup(ranks, tag=_PART_TAG)
+        part.absence_reason = self.absence_reason
         try:
-            self._call_roll(what, tuple(ranks))
+            part.barrier(what)
         except BaseException as error:
-            self._part_error = left_by(error, what, self.placement.rank)
+            self._part_error, self._left_messages = left_by(error, what, self.placement.rank), True
             raise
         return True
-
-    def _call_roll(self, what: str, part: tuple[int, ...] = ()) -> None:
-        carrier = self._carriers.pop(part, None)  # a concurrent call of another thread takes another
-        if carrier is None:
-            ranks, tag = (part, _PART_TAG) if part else (range(self.group.size), _WHOLE_TAG)
-            carrier = ByMessages(self.private, ranks, tag)
-        try:
-            roll_call(self.private, what, self.placement.here.timeout_s, self.absence_reason, carrier)
-        except BaseException:
-            self._left_messages = True  # words of a late rank may come yet
-            raise
-        if len(self._carriers) == _MOST_CARRIERS:
-            self._free_carriers()
-        self._carriers[part] = carrier
-
-    def _free_carriers(self) -> None:
-        while self._carriers:
-            self._carriers.popitem()[1].free()
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -390,7 +373,6 @@ class SetUp:
         self.pads = SignalPads(self.node, self.backend, self.kind)
         self.keep_beside(self.pads)
         self._private = private
-        self._carriers: dict[tuple[int, ...], ByMessages] = {}
         members = self.placement.domain_ranks
         self.domain = self.node if len(members) == self.node.size else group.subgroup(members, tag=_DOMAIN_TAG)
         self._groups = tuple({id(each): each for each in (group, self.node, self.domain)}.values())

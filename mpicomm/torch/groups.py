@@ -19,8 +19,8 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.monitored_barrier import private_copy
 from mpicomm.cluster.process import node_key
-from mpicomm.cluster.roll_call import private_copy
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.works import GroupTimeoutError
 

@@ -316,7 +316,7 @@ class Trials:
 
     def _free(self, play: Play, outcome: Outcome) -> None:
         """Free the communicator; `Free` may raise once, because a rank is missing."""
-        from mpicomm.cluster.roll_call import GRACE_S
+        from mpicomm.cluster.monitored_barrier import GRACE_S
 
         if play.comm is None:
             return
