@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mpi4py import MPI
@@ -42,7 +43,7 @@ def _sender(by_mpi: Callable[..., Sent], says: str) -> SendMethod[Sent]:
 
     def send(self: Any, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> Any:
         if type(buf) is not ndarray:
-            request = self._messages.start_send_array(buf, dest, tag, stream) if by_mpi is _isend else None
+            request = self._messages.start_send_device_array(buf, dest, tag, stream) if by_mpi is _isend else None
             if request is not None:
                 return request
         elif stream is None and (buf.base is None or is_host_view(buf)):
@@ -65,7 +66,7 @@ class PointToPoint(MPI.Intracomm):
     The sender's GPU copies the data into its outbox. MPI carries only a header, and the receiver's GPU copies the data
     from there. Kernels pack and unpack derived datatypes. All other messages are *eager*: the data goes through pinned
     host memory and MPI. A message is eager if it goes to another node, if the handle kind is not "ipc", or if the
-    outbox is full. The outbox takes at most 1/64 of the GPU's memory. A message leaves the outbox when it is received.
+    outbox is full. The outbox takes at most 1/32 of the GPU's memory. A message leaves the outbox when it is received.
 
     ``stream`` orders the copies of device arrays, as for collectives. Without ``stream`` each buffer has the current
     stream of the library that it comes from.
@@ -163,12 +164,13 @@ class PointToPoint(MPI.Intracomm):
             and stream is None
             and algorithm == "auto"
         ):
-            if messages.by_rendezvous:
-                messages.receive_array(buf, messages.posted(source, tag).recv_into, status)
-                return
             try:
-                recv(self, buf, source, tag, status)
-                return
+                if not messages.by_rendezvous:
+                    recv(self, buf, source, tag, status)
+                    return
+                if not messages.unexpected.queued:
+                    messages.receive_host_array(buf, lambda spec, seen: recv(self, spec, source, tag, seen), status)
+                    return
             except host_calls.REFUSALS:
                 pass  # as bytes below
         self._carry("Recv", recv, None, (buf, source, tag), stream, algorithm, status)
@@ -200,18 +202,25 @@ class PointToPoint(MPI.Intracomm):
             and (recvbuf.base is None or is_host_view(recvbuf))
             and stream is None
             and algorithm == "auto"
-            and not (messages := self._messages).unexpected.kept
+            and not (messages := self._messages).unexpected.queued
         ):
             try:
-                if messages.by_rendezvous:
-                    messages.exchange_on_host((sendbuf, dest, sendtag), recvbuf, (source, recvtag), status)
-                else:
+                if not messages.by_rendezvous:
                     sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+                    return
+                messages.receive_host_array(
+                    recvbuf,
+                    lambda spec, seen: sendrecv(self, sendbuf, dest, sendtag, spec, source, recvtag, seen),
+                    status,
+                    "recvbuf",
+                )
                 return
             except host_calls.REFUSALS:
                 pass  # as bytes below
         send, receive = (sendbuf, dest, sendtag), (recvbuf, source, recvtag)
-        if algorithm == "auto" and self._messages.exchange_arrays(*send, recvbuf, (source, recvtag), status, stream):
+        if algorithm == "auto" and self._messages.exchange_device_arrays(
+            *send, recvbuf, (source, recvtag), status, stream
+        ):
             return
         self._carry("Sendrecv", sendrecv, send, receive, stream, algorithm, status)
 
@@ -252,11 +261,11 @@ class PointToPoint(MPI.Intracomm):
             type(buf) is ndarray
             and (buf.base is None or is_host_view(buf))
             and stream is None
-            and not (messages := self._messages).unexpected.kept
+            and not (messages := self._messages).unexpected.queued
         ):
             try:
                 if messages.by_rendezvous:
-                    return messages.start_receive_array(buf, source, tag)
+                    return messages.start_receive_host_array(buf, source, tag)
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 pass  # as bytes below
@@ -290,8 +299,8 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py."""
-        sent, posted = (buf, dest, sendtag), (source, recvtag)
-        request: MPI.Request = self._replace(MPI.Intracomm.Isendrecv_replace, sent, posted, stream)
+        sent, envelope = (buf, dest, sendtag), (source, recvtag)
+        request: MPI.Request = self._replace(MPI.Intracomm.Isendrecv_replace, sent, envelope, stream)
         return request
 
     Send_init = _sender(MPI.Intracomm.Send_init, "Create a persistent `Send`; see mpi4py.")
@@ -336,7 +345,7 @@ class PointToPoint(MPI.Intracomm):
         if receive is not None:
             buf, source, recvtag = receive
             argument = "buf" if send is None else "recvbuf"
-            buf, received = messages.read(operation, buf, stream, source, argument, receives=True, beside=sent)
+            buf, received = messages.read(operation, buf, stream, source, argument, receives=True, other_end=sent)
             receive = buf, source, recvtag
         first = sent or received
         if first is None or first.stream is None:
@@ -360,33 +369,33 @@ class PointToPoint(MPI.Intracomm):
             return (messages.start_send if starts else messages.send)(by_mpi, sent, dest, tag)
         if send is None:
             assert received is not None
-            posted = messages.posted(source, recvtag)
-            return messages.start_receive(received, posted) if starts else messages.receive(received, posted, *status)
+            queue = messages.unexpected
+            if starts:
+                return messages.start_receive(received, partial(queue.irecv_into, source, recvtag))
+            return messages.receive(received, partial(queue.recv_into, source, recvtag), *status)
         if sent is None or received is None:
-            from mpicomm.messages.reader import host_end
+            from mpicomm.messages.reader import host_endpoint
 
-            sent = sent or host_end(operation, send[0], False, "sendbuf")
-            received = received or host_end(operation, receive[0], True, "recvbuf")
-        if not starts:
-            return messages.exchange(sent, dest, tag, received, (source, recvtag), *status)
-        return messages.start_exchange(sent, dest, tag, received, messages.posted_beside_send(source, recvtag))
+            sent = sent or host_endpoint(operation, send[0], False, "sendbuf")
+            received = received or host_endpoint(operation, receive[0], True, "recvbuf")
+        exchange = messages.start_exchange if starts else messages.exchange
+        return exchange(sent, dest, tag, received, (source, recvtag), *status)
 
     def _replace(
-        self, by_mpi: Callable[..., Any], send: End, posted: tuple[int, int], stream: Any, *status: MPI.Status | None
+        self, by_mpi: Callable[..., Any], send: End, envelope: tuple[int, int], stream: Any, *status: MPI.Status | None
     ) -> Any:
-        """Send a buffer and receive into it. ``posted`` is the source and the tag of the received message."""
+        """Send a buffer and receive into it. ``envelope`` is the source and the tag of the received message."""
         (buf, dest, tag), messages, end = send, self._messages, None
         is_host = type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf))
         if messages.by_rendezvous or not is_host:
             operation = by_mpi.__name__
-            buf, end = messages.read(operation, buf, stream, dest, other=posted[0], receives=True)
+            buf, end = messages.read(operation, buf, stream, dest, other_peer=envelope[0], receives=True)
             if end is None or not end.on_device:
                 refuse_stream(operation, stream)
         if end is None:
-            return host_calls.call(by_mpi, self, buf, dest, tag, *posted, *status, receives=0)
-        if by_mpi is sendrecv_replace:
-            return messages.exchange(end, dest, tag, end, posted, *status, replace=True)
-        return messages.start_exchange(end, dest, tag, end, messages.posted_beside_send(*posted), replace=True)
+            return host_calls.call(by_mpi, self, buf, dest, tag, *envelope, *status, receives=0)
+        exchange = messages.exchange if by_mpi is sendrecv_replace else messages.start_exchange
+        return exchange(end, dest, tag, end, envelope, *status, replace=True)
 
 
 def _for_device_arrays(operation: str, algorithm: str) -> InvalidUsageError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,14 @@ from mpicomm.devices.cuda.stream_threads import SideStream, beside
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
-from mpicomm.messages.endpoint import Endpoint, refused_capture
-from mpicomm.messages.matched import Correct, Incoming, Posted, UnexpectedQueue
+from mpicomm.messages.endpoint import Endpoint, capture_error
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.outgoing import Outgoing, wait_for_copies
-from mpicomm.messages.reader import SPECIFICATIONS, EndpointReader, element_nbytes, host_end, parse_any
+from mpicomm.messages.reader import LISTS, EndpointReader, element_nbytes, host_endpoint, parse_any
 from mpicomm.messages.receive_buffer import ReceiveBuffer, StagingPool, receive_buffer
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
+from mpicomm.messages.unexpected import FillSource, MatchedMessage, ReceiveInto, StartReceiveInto, UnexpectedQueue
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import array_of, is_host_view
 from mpicomm.mpi.descriptors import descriptor_of
@@ -33,9 +34,6 @@ _iprobe = MPI.Intracomm.Iprobe
 _irecv = MPI.Intracomm.Irecv
 _isend = MPI.Intracomm.Isend
 
-Side = tuple[Any, int, int]
-"""A buffer, the rank to which it goes, and the tag."""
-
 
 class Messages:
     """The messages of communicator ``comm``. ``gpu`` returns its device. All methods are local.
@@ -45,6 +43,8 @@ class Messages:
 
     ``by_rendezvous`` is true if the ranks open memory by IPC handles. Then long messages of device arrays have a
     rendezvous header, and receives into host arrays must also look for headers.
+
+    An *envelope* is the source and the tag of a receive.
     """
 
     def __init__(self, comm: MPI.Intracomm, placement: Placement, gpu: Callable[[str], GpuBackend]) -> None:
@@ -57,32 +57,18 @@ class Messages:
         self._reader = EndpointReader(self.rendezvous)
         self.read = self._reader.read
         self.unexpected = UnexpectedQueue(self, comm, secret)
-        self._near = frozenset(placement.node_ranks)
+        self._node_ranks = frozenset(placement.node_ranks)
         pool = StagingPool()
-        self._staging, self._give_back, self._spare = pool.take, pool.give_back, pool.spare
+        self._acquire_staging, self._release_staging, self._spare = pool.acquire, pool.release, pool.spare
         # Collectives have another completer. A receive into host memory blocks its thread until the sender's device has
         # sent the data. The sender may wait for a collective which this rank begins only after an earlier one is
         # complete.
         self._completer = Completer()
-        self._outgoing = Outgoing(comm, self._near, here.handle, self._reader, self._completer)
+        self._outgoing = Outgoing(comm, self._node_ranks, here.handle, self._reader, self._completer)
         self.send, self.start_send = self._outgoing.send, self._outgoing.start_send
-        self.start_send_array = self._outgoing.start_send_array
+        self.start_send_device_array = self._outgoing.start_send_device_array
 
-    def posted(self, source: int, tag: int) -> Posted:
-        """Return the receive of this source and tag."""
-        return Posted(self.unexpected, self._comm, source, tag)
-
-    def posted_beside_send(self, source: int, tag: int) -> Posted:
-        """As `posted`, for a call that also sends.
-
-        Raises MPI's errors for a bad source or tag before the call sends.
-        """
-        _iprobe(self._comm, source, tag)
-        return self.posted(source, tag)
-
-    def receive_array(
-        self, buf: Any, receive: Callable[[Any, MPI.Status], None], status: MPI.Status | None, name: str = "buf"
-    ) -> None:
+    def receive_host_array(self, buf: Any, receive: ReceiveInto, status: MPI.Status | None, name: str = "buf") -> None:
         """Receive into a NumPy array, the argument ``name``, by ``receive``."""
         status = MPI.Status() if status is None else status
         buffer = self._array_buffer(buf, name) if self.by_rendezvous else None
@@ -91,18 +77,10 @@ class Messages:
         except host_calls.REFUSALS:  # MPI has no type for the elements, and has not received yet
             receive(host_calls.as_bytes(buf, True, name), status)
         if buffer is not None:
-            self._finish(buffer, status)
+            self._complete_receive(buffer, status)
 
-    def exchange_on_host(self, sent: Side, buf: Any, posted: tuple[int, int], status: MPI.Status | None) -> None:
-        """Send a NumPy array and receive into another, if no probe has taken a message."""
-
-        def exchange(spec: Any, seen: MPI.Status) -> None:
-            sendrecv(self._comm, *sent, spec, *posted, seen)
-
-        self.receive_array(buf, exchange, status, "recvbuf")
-
-    def start_receive_array(self, buf: Any, source: int, tag: int) -> DeferredRequest:
-        """Start to receive into a NumPy array, if no probe has taken a message. MPI refuses some arrays: `REFUSALS`."""
+    def start_receive_host_array(self, buf: Any, source: int, tag: int) -> DeferredRequest:
+        """Start to receive into a NumPy array from MPI. MPI refuses some arrays: `REFUSALS`."""
         buffer, device = self._array_buffer(buf, "buf"), self.rendezvous.device_for("Irecv")
         return self._receiving(buffer, device, _irecv(self._comm, buffer.spec, source, tag))
 
@@ -112,51 +90,51 @@ class Messages:
         if not (flags.forc and flags.writeable):
             parse_any(array, True, name)  # raises
         # MPI gets the array itself if a header fits into it.
-        staging = self._staging(nbytes) if nbytes < HEADER_NBYTES else None
+        staging = self._acquire_staging(nbytes) if nbytes < HEADER_NBYTES else None
         return ReceiveBuffer("host", self.rendezvous, nbytes, _address(array), staging, array)
 
-    def receive(self, received: Endpoint, incoming: Incoming, status: MPI.Status | None) -> None:
-        """Receive. A device array has the message in the order of its stream."""
+    def receive(self, received: Endpoint, receive_into: ReceiveInto, status: MPI.Status | None) -> None:
+        """Receive by ``receive_into``. A device array has the message in the order of its stream."""
         if received.captured:
-            raise refused_capture(received)
+            raise capture_error(received)
         status = MPI.Status() if status is None else status
         buffer = self._receive_buffer(received)
-        incoming.recv_into(buffer.spec, status)
-        self._finish(buffer, status)
-        if received.blocks:
+        receive_into(buffer.spec, status)
+        self._complete_receive(buffer, status)
+        if received.completes:
             wait_for_copies(received)
 
     def start_receive(
         self,
         received: Endpoint,
-        incoming: Incoming,
+        start_receive_into: StartReceiveInto,
         *,
         replace: bool = False,
         before: Callable[[], bool] | None = None,
     ) -> DeferredRequest:
-        """Start to receive. The request is complete when the message is in the buffer.
+        """Start to receive by ``start_receive_into``. The request is complete when the message is in the buffer.
 
         The request is complete only after ``before`` has returned true, which means that the rest of the call is done.
         With ``replace`` the rest of the call sends the content of the buffer.
         """
         if received.captured:
-            raise refused_capture(received)
+            raise capture_error(received)
         buffer, mark = self._receive_buffer(received, replace=replace), self._mark(received)
-        request, correct = incoming.irecv_into(buffer.spec)
-        return self._receiving(buffer, buffer.rendezvous.device, request, correct, mark, before)
+        request, fill_source = start_receive_into(buffer.spec)
+        return self._receiving(buffer, buffer.rendezvous.device, request, fill_source, mark, before)
 
     def _receiving(
         self,
         buffer: ReceiveBuffer,
         device: GpuBackend,
         request: MPI.Request,
-        correct: Correct | None = None,
+        fill_source: FillSource | None = None,
         mark: Any = None,
         before: Callable[[], bool] | None = None,
     ) -> DeferredRequest:
         """Return the request of a receive that MPI has begun; see `_receive`."""
         status = MPI.Status()
-        steps = self._receive(buffer, device, request, status, correct, mark, before)
+        steps = self._receive(buffer, device, request, status, fill_source, mark, before)
 
         def cancel() -> None:
             if request:  # MPI frees it when it has received the message
@@ -171,27 +149,27 @@ class Messages:
         device: GpuBackend,
         request: MPI.Request,
         status: MPI.Status,
-        correct: Correct | None,
+        fill_source: FillSource | None,
         mark: Any,
         before: Callable[[], bool] | None,
     ) -> Iterator[bool]:
         """Yield False until the message is in the user's memory, or the receive was cancelled, and then True.
 
-        ``correct`` corrects the status that MPI fills. ``mark`` lies in the user's stream, and the copies into a device
-        array follow it. ``before`` is as in `start_receive`.
+        ``fill_source`` corrects the status that MPI fills. ``mark`` lies in the user's stream, and the copies into a
+        device array follow it. ``before`` is as in `start_receive`.
         """
         while before is not None and not before():
             yield False
         while not request.Test(status):
             yield False
         cancelled = status.Is_cancelled()
-        if correct is not None and not cancelled:
-            correct(status)
-        if not cancelled and buffer.arrived(status):
+        if fill_source is not None and not cancelled:
+            fill_source(status)
+        if not cancelled and buffer.accept(status):
             streams = device.side_streams
             # A delivery that waits for its stream would also wait for the user's work, and this thread would complete
             # no other request.
-            while mark is not None and buffer.blocks and not streams.passed(mark):
+            while mark is not None and buffer.waits_for_stream and not streams.passed(mark):
                 yield False
             # The copies may wait for the sender. On the user's stream they would hold up its later work, and other
             # receives.
@@ -208,7 +186,7 @@ class Messages:
             # copies of the next receive could wait there for this sender.
             streams.give_back(side, is_idle=True)
         if buffer.staging is not None:
-            self._give_back(buffer.staging, buffer)
+            self._release_staging(buffer.staging, buffer)
         yield True
 
     def exchange(
@@ -217,51 +195,53 @@ class Messages:
         dest: int,
         tag: int,
         received: Endpoint,
-        posted: tuple[int, int],
+        envelope: tuple[int, int],
         status: MPI.Status | None,
         *,
         replace: bool = False,
     ) -> None:
         """Send one buffer and receive into another buffer, or with ``replace`` into the same buffer.
 
-        ``posted`` is the source and the tag of the received message. Raises MPI's errors for them before it sends.
+        Raises MPI's errors for a bad envelope before it sends.
         """
         if sent.captured or received.captured:
-            raise refused_capture(sent)
+            raise capture_error(sent)
         status = MPI.Status() if status is None else status
-        incoming = self.posted_beside_send(*posted) if self.unexpected.kept else None
+        searches_queue = bool(self.unexpected.queued)
+        if searches_queue:
+            _require_envelope(self._comm, *envelope)  # otherwise MPI's Sendrecv does
         buffer = self._receive_buffer(received, replace=replace)
         # The copies of a received message do not wait for the copies of the sent message, which lies elsewhere. The
         # copy of a message in one piece takes less time than a side stream costs.
-        aside = buffer.capacity > rendezvous_header.LEAST_PIECE_NBYTES and not replace
-        mark = self._mark(received) if aside else None
+        overlaps = buffer.capacity > rendezvous_header.LEAST_PIECE_NBYTES and not replace
+        mark = self._mark(received) if overlaps else None
         # The copy of the sent message is enqueued before MPI's call, which returns when both messages are matched. The
         # peer's message may depend on the message that this rank sends.
-        outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
-        if incoming is None:
+        outgoing = self._outgoing.stage(_isend, sent, dest, sent.stream)
+        if not searches_queue:
             try:
-                sendrecv(self._comm, outgoing.spec, dest, tag, buffer.spec, *posted, status)
+                sendrecv(self._comm, outgoing.spec, dest, tag, buffer.spec, *envelope, status)
             except Exception as error:
-                if outgoing.withdraw is not None and _is_refused(error):
+                if outgoing.withdraw is not None and _sends_nothing(error):
                     outgoing.withdraw()
                 raise
         else:
-            request = outgoing.hand_over(_isend, self._comm, dest, tag)
+            request = outgoing.post(_isend, self._comm, dest, tag)
             try:
-                incoming.recv_into(buffer.spec, status)
+                self.unexpected.recv_into(*envelope, buffer.spec, status)
             finally:
                 request.Wait()
-        self._finish(buffer, status, mark)
-        if sent.blocks or received.blocks:
+        self._complete_receive(buffer, status, mark)
+        if sent.completes or received.completes:
             wait_for_copies(sent, received)
 
-    def exchange_arrays(
+    def exchange_device_arrays(
         self,
         send: Any,
         dest: int,
         sendtag: int,
         receive: Any,
-        posted: tuple[int, int],
+        envelope: tuple[int, int],
         status: MPI.Status | None,
         stream: Any,
     ) -> bool:
@@ -271,95 +251,112 @@ class Messages:
         """
         rendezvous = self.rendezvous
         if (
-            not rendezvous.has_begun
+            not (rendezvous.has_begun and self.by_rendezvous)
             or type(send) is not type(receive)
-            or dest not in self._near
-            or self.unexpected.kept
+            or dest not in self._node_ranks
+            or self.unexpected.queued
         ):
             return False
-        if type(send) in SPECIFICATIONS:  # the kind of their elements has another form
+        if type(send) in LISTS:  # the kind of their elements has another form
             return False
-        given, taken = descriptor_of(send), descriptor_of(receive)
-        if not (given and taken and given[1] and taken[1] and len(given) == len(taken) == 3 and self.by_rendezvous):
+        sent, received = descriptor_of(send), descriptor_of(receive)
+        if not (sent and received and sent[1] and received[1] and len(sent) == len(received) == 3):
             return False
-        device, (dtype, ordinal), (room_dtype, room_ordinal) = rendezvous.device, given[2], taken[2]
+        device, (dtype, ordinal), (received_dtype, received_ordinal) = rendezvous.device, sent[2], received[2]
         itemsize = element_nbytes(dtype)
-        nbytes, room = given[1] * itemsize, taken[1] * (itemsize if room_dtype is dtype else element_nbytes(room_dtype))
-        most = rendezvous_header.KERNEL_NBYTES
-        if not (0 < nbytes <= most and 0 < room <= most and ordinal == room_ordinal == device.device):
+        nbytes = sent[1] * itemsize
+        capacity = received[1] * (itemsize if received_dtype is dtype else element_nbytes(received_dtype))
+        longest = rendezvous_header.KERNEL_NBYTES
+        if not (0 < nbytes <= longest and 0 < capacity <= longest and ordinal == received_ordinal == device.device):
             return False
         resolved = device.eager_stream(stream, send)  # arrays of one class have one current stream
         if resolved is None:
             return False
         try:
-            place = rendezvous.reserve(nbytes)
+            slot = rendezvous.reserve(nbytes)
         except (OutboxFullError, HandleError):
             return False
-        (place.copy_in or rendezvous.copy_into(place))(resolved, given[0], nbytes)
-        staging = self._staging(room)
+        (slot.copy_in or rendezvous.copy_into(slot))(resolved, sent[0], nbytes)
+        staging = self._acquire_staging(capacity)
         seen = MPI.Status() if status is None else status
         try:
-            sendrecv(self._comm, place.message, dest, sendtag, staging.spec, *posted, seen)
+            sendrecv(self._comm, slot.header, dest, sendtag, staging.spec, *envelope, seen)
         except Exception as error:
-            if _is_refused(error):
-                rendezvous.withdraw(place, resolved)
+            if _sends_nothing(error):
+                rendezvous.withdraw(slot, resolved)
             raise
-        found = rendezvous.arrived(staging.content, seen.source) if seen.Get_count(_byte) == HEADER_NBYTES else None
-        slot, arrived = found or (None, 0)
-        if slot is None or arrived > room or device.waits_beside(resolved, receive):
-            received = Endpoint("Sendrecv", receive, taken[0], room, resolved, device, True)
-            self._finish(ReceiveBuffer("flat", rendezvous, room, taken[0], staging, None, received), seen)
+        is_header = seen.Get_count(_byte) == HEADER_NBYTES
+        found = rendezvous.resolve_header(staging.content, seen.source) if is_header else None
+        peer_slot, arrived = found or (None, 0)
+        if peer_slot is None or arrived > capacity or device.waits_beside(resolved, receive):
+            endpoint = Endpoint("Sendrecv", receive, received[0], capacity, resolved, device, True)
+            self._complete_receive(
+                ReceiveBuffer("flat", rendezvous, capacity, received[0], staging, None, endpoint), seen
+            )
         else:
             if status is not None:
                 status.Set_elements(_byte, arrived)
-            slot.copy_out(resolved, taken[0], arrived)
+            peer_slot.copy_out(resolved, received[0], arrived)
             self._spare.append(staging)
         if device.completes:
             device.complete(resolved)
         return True
 
     def start_exchange(
-        self, sent: Endpoint, dest: int, tag: int, received: Endpoint, incoming: Incoming, *, replace: bool = False
+        self,
+        sent: Endpoint,
+        dest: int,
+        tag: int,
+        received: Endpoint,
+        envelope: tuple[int, int],
+        *,
+        replace: bool = False,
     ) -> DeferredRequest:
-        """Start to send one buffer and to receive into another buffer, or with ``replace`` into the same buffer."""
+        """Start to send one buffer and to receive into another buffer, or with ``replace`` into the same buffer.
+
+        Raises MPI's errors for a bad envelope before it sends.
+        """
+        _require_envelope(self._comm, *envelope)
         if received.captured:
-            raise refused_capture(received)
+            raise capture_error(received)
         if sent.on_device:
             sending: MPI.Request = self.start_send(_isend, sent, dest, tag)
         else:
             sending = host_calls.call(_isend, self._comm, sent.spec, dest, tag)
-        return self.start_receive(received, incoming, replace=replace, before=sending.Test)
+        start_receive_into = partial(self.unexpected.irecv_into, *envelope)
+        return self.start_receive(received, start_receive_into, replace=replace, before=sending.Test)
 
-    def receive_matched(self, message: Incoming, buf: Any, status: MPI.Status | None) -> None:
+    def receive_matched(self, message: MatchedMessage, buf: Any, status: MPI.Status | None) -> None:
         """Receive a message that a probe has matched."""
         if type(buf) is np.ndarray and (buf.base is None or is_host_view(buf)):
-            self.receive_array(buf, message.recv_into, status)
+            self.receive_host_array(buf, message.recv_into, status)
         else:
-            self.receive(self._read_matched("Message.Recv", buf), message, status)
+            self.receive(self._read_matched("Message.Recv", buf), message.recv_into, status)
 
-    def start_receive_matched(self, message: Incoming, buf: Any) -> MPI.Request:
+    def start_receive_matched(self, message: MatchedMessage, buf: Any) -> MPI.Request:
         """Start to receive a message that a probe has matched."""
-        return self.start_receive(self._read_matched("Message.Irecv", buf), message)
+        return self.start_receive(self._read_matched("Message.Irecv", buf), message.irecv_into)
 
     def _read_matched(self, operation: str, buf: Any) -> Endpoint:
         _, received = self.read(operation, buf, None, MPI.ANY_SOURCE, receives=True)
-        return received or host_end(operation, buf, True, "buf")
+        return received or host_endpoint(operation, buf, True, "buf")
 
     def _receive_buffer(self, received: Endpoint, *, replace: bool = False) -> ReceiveBuffer:
         rendezvous = self.rendezvous
         if not rendezvous.has_begun:
             rendezvous.begin(received.operation)
         if not received.is_flat:
-            return receive_buffer(received, rendezvous, self._staging, replace=replace)
+            return receive_buffer(received, rendezvous, self._acquire_staging, replace=replace)
         nbytes = received.nbytes
-        return ReceiveBuffer("flat", rendezvous, nbytes, received.pointer, self._staging(nbytes), None, received)
+        staging = self._acquire_staging(nbytes)
+        return ReceiveBuffer("flat", rendezvous, nbytes, received.pointer, staging, None, received)
 
-    def _finish(self, buffer: ReceiveBuffer, status: MPI.Status, mark: Any = None) -> None:
-        """Finish a blocking receive: in stream order for a device array, before this returns for host memory.
+    def _complete_receive(self, buffer: ReceiveBuffer, status: MPI.Status, mark: Any = None) -> None:
+        """Complete a blocking receive: in stream order for a device array, before this returns for host memory.
 
         The copies on the device follow ``mark``, if it is given.
         """
-        if buffer.arrived(status):
+        if buffer.accept(status):
             endpoint, device = buffer.endpoint, buffer.rendezvous.device
             if endpoint is None or endpoint.stream is None:
                 # No earlier work of the user must precede copies into host memory, so they have their own stream.
@@ -377,7 +374,7 @@ class Messages:
             else:
                 buffer.deliver(endpoint.stream)
         if buffer.staging is not None:
-            self._give_back(buffer.staging, buffer)
+            self._release_staging(buffer.staging, buffer)
 
     def _mark(self, received: Endpoint) -> Any:
         if received.device is None or received.stream is None:
@@ -385,6 +382,11 @@ class Messages:
         return received.device.side_streams.mark(received.stream)
 
 
-def _is_refused(error: Exception) -> bool:
-    """Return whether MPI has refused a `Sendrecv`. If the received message was too long, it has sent the other one."""
+def _require_envelope(comm: MPI.Intracomm, source: int, tag: int) -> None:
+    """Raise MPI's errors for a bad source or tag, before a call sends."""
+    _iprobe(comm, source, tag)
+
+
+def _sends_nothing(error: Exception) -> bool:
+    """Return whether a `Sendrecv` that raises ``error`` has sent nothing: the received message was not too long."""
     return not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE

@@ -14,7 +14,7 @@ from mpicomm.mpi.layout import Elements
 # It is not frozen, and callers pass its arguments by position, because each call on device arrays makes one.
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """The buffer ``spec`` of a call of ``operation``. The kind of buffer decides the way of its message."""
+    """The buffer ``spec`` of a call of ``operation``. The kind of the buffer decides how its message travels."""
 
     operation: str
     spec: Any
@@ -27,12 +27,12 @@ class Endpoint:
     device: GpuBackend | None = None
     """The device of the communicator; None for host memory that only MPI sends or receives."""
     is_flat: bool = False
-    """Whether it is a device array with bytes that follow each other."""
+    """Whether it is a device array whose bytes follow each other."""
     operand: Operand | None = None
     """The elements of the buffer; None for a plain array, and for host memory that only MPI uses."""
     captured: bool = False
     """Whether the stream captures a CUDA graph."""
-    blocks: bool = False
+    completes: bool = False
     """Whether a blocking call is complete on return: an address names no stream, or calls complete on all streams."""
 
     @property
@@ -47,7 +47,7 @@ class Endpoint:
         return self.stream is not None
 
 
-def refused_capture(endpoint: Endpoint) -> InvalidUsageError:
+def capture_error(endpoint: Endpoint) -> InvalidUsageError:
     """Return the error of a call in a capture, because MPI matches the message now, on the host."""
     return InvalidUsageError(
         f"{endpoint.operation} cannot be part of a CUDA graph, because MPI matches messages on the host: use Send, "

@@ -1,4 +1,4 @@
-"""The messages in flight: messages in the outbox that, as far as this rank knows, the receivers have not copied yet."""
+"""The messages in flight: messages in the outbox that the receivers, as far as this rank knows, have not copied yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mpicomm.devices.base import MessageCopy
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.kernels.message import MESSAGE_WORDS
-from mpicomm.messages.rendezvous_header import KNOWN_NBYTES, counts_of, put_nbytes
+from mpicomm.messages.rendezvous_header import SLOT_KEY_NBYTES, piece_count, put_nbytes
 
 LINE_NBYTES = 8 * MESSAGE_WORDS
 
@@ -21,13 +21,13 @@ LINE_NBYTES = 8 * MESSAGE_WORDS
 # Slots compare by identity, and are not frozen, because every message takes an idle one or makes one.
 @dataclass(slots=True, eq=False)
 class OutboxSlot:
-    """A range of the outbox, and its line of words. One message after the other uses it."""
+    """A range of the outbox with its line of words, which messages use one after the other."""
 
     block: Any
     """The block that holds the range."""
     offset: int
     """The bytes from the begin of the block to the range."""
-    room: int
+    capacity: int
     """The bytes of the range."""
     pointer: int
     """The address of the range."""
@@ -37,22 +37,22 @@ class OutboxSlot:
     """The address of the `ready` words of its line."""
     done: int
     """The address of the `done` words of its line."""
-    message: list[Any]
+    header: list[Any]
     """The packed header, as MPI takes it."""
     nbytes: int = 0
     """The bytes of the message."""
-    counts: int = 1
-    """The number that both ranks add to the words."""
+    pieces: int = 1
+    """The number of pieces of the message, which both ranks add to the words."""
     copy_in: MessageCopy | None = None
     """The kernel launch that copies messages into the slot."""
 
-    def set_message(self, nbytes: int) -> None:
+    def assign(self, nbytes: int) -> None:
         """Give the slot to a message of ``nbytes`` bytes."""
         # MPI has sent the header of the last message, because its receiver has released the slot, or MPI has refused
         # it.
-        put_nbytes(self.message[0], KNOWN_NBYTES, nbytes)
+        put_nbytes(self.header[0], SLOT_KEY_NBYTES, nbytes)
         self.nbytes = nbytes
-        self.counts = counts_of(nbytes)
+        self.pieces = piece_count(nbytes)
 
 
 MOST_IN_FLIGHT = 1024
@@ -61,7 +61,7 @@ DONE = MOST_IN_FLIGHT * LINE_NBYTES
 
 All `done` words lie together, because the host reads them with one copy.
 """
-_FEW = 32  # messages: with fewer, a look at the counts would cost each message too much
+_FEW = 32  # messages: with fewer, a poll of the counts would cost each message too much
 _FEW_NBYTES = 16 << 20
 
 
@@ -73,81 +73,81 @@ class InFlight:
     next message of a line counts on from the last count. So no rank has to clear a line, which would need an order with
     the stores of peers.
 
-    A copy of the `done` words tells the host which messages are over. `add` begins a copy if enough messages are in
-    flight, so early that the copy is over when the outbox needs their slots.
+    A *poll* copies the `done` words to the host, which show the messages that are complete. `add` begins a poll if
+    enough messages are in flight, so early that the copy is there when the outbox needs their slots.
     """
 
     def __init__(self, device: GpuBackend) -> None:
         self._device = device
         self.total_nbytes = 0
         """The bytes of all blocks with slots."""
-        self.lines = list(reversed(range(MOST_IN_FLIGHT)))
+        self.free_lines = list(reversed(range(MOST_IN_FLIGHT)))
         """The free lines; the lowest go first."""
         self._used = 0  # no message has used this line or a later one
-        # The counts of the words of a line when its last message is over. The two names are views of one array.
-        self._last = np.zeros((MOST_IN_FLIGHT, 1), np.uint64)
-        self._last_of = self._last.data.cast("B").cast("Q")
-        self._places: dict[int, OutboxSlot] = {}  # by line
+        # The counts of the words of a line when its last message is complete. The two names are views of one array.
+        self._expected = np.zeros((MOST_IN_FLIGHT, 1), np.uint64)
+        self._expected_of = self._expected.data.cast("B").cast("Q")
+        self._slots: dict[int, OutboxSlot] = {}  # by line
         self._nbytes = 0
-        self._look_from = _FEW  # so many messages in flight are worth a look
-        self._look_from_nbytes = _FEW_NBYTES  # and so are messages of so many bytes
+        self._poll_from = _FEW  # so many messages in flight are worth a poll
+        self._poll_from_nbytes = _FEW_NBYTES  # and so are messages of so many bytes
         self._words = 0  # the address of the `done` words
         # The copy of the `done` words, in pinned memory: a row for each line.
         self._done: npt.NDArray[np.uint64] = np.zeros((0, MESSAGE_WORDS), np.uint64)
         self._copy = 0  # its address
-        self._copied: Callable[[], bool] | None = None  # whether the begun copy is over
+        self._copied: Callable[[], bool] | None = None  # whether the copy of the begun poll is there
         self._stream = 0  # the stream of the copies
 
     def set_up(self, lines: int) -> None:
         """Take the address of all lines. Their words are 0."""
         self._words = lines + DONE
         self._done = self._device.pinned(DONE).view(np.uint64).reshape(-1, MESSAGE_WORDS)
-        self._done[:] = 0  # so that a line which no copy has reached counts as not over
+        self._done[:] = 0  # so that a line which no copy has reached counts as in flight
         self._copy = self._done.ctypes.data
         self._stream = self._device.side_streams.take()  # the device destroys it with all side streams
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._slots)
 
-    def take_line(self) -> int:
+    def acquire_line(self) -> int:
         """Return a free line."""
-        line = self.lines.pop()
+        line = self.free_lines.pop()
         self._used = max(self._used, line + 1)
         return line
 
-    def add(self, place: OutboxSlot) -> None:
-        """Add the message of a slot. Begin a look if it is worth it."""
-        places, line = self._places, place.line
-        places[line] = place
-        self._last_of[line] += place.counts
-        self._nbytes += place.room
-        if self._copied is None and (len(places) >= self._look_from or self._nbytes >= self._look_from_nbytes):
+    def add(self, slot: OutboxSlot) -> None:
+        """Add the message of a slot. Begin a poll if it is worth it."""
+        slots, line = self._slots, slot.line
+        slots[line] = slot
+        self._expected_of[line] += slot.pieces
+        self._nbytes += slot.capacity
+        if self._copied is None and (len(slots) >= self._poll_from or self._nbytes >= self._poll_from_nbytes):
             self._begin_copy()
 
-    def over(self) -> list[OutboxSlot]:
-        """Return, once, the slots of messages that are over by the begun look. It does not wait."""
+    def completed(self) -> list[OutboxSlot]:
+        """Return, once, the slots whose messages were complete at the begun poll. It does not wait."""
         return self._use_copy() if self._copied is not None and self._copied() else []
 
-    def look(self) -> list[OutboxSlot]:
-        """As `over`, by a look that begins now. It waits for its copy, but not for work of the user."""
+    def poll(self) -> list[OutboxSlot]:
+        """As `completed`, by a poll that begins now. It waits for its copy, but not for work of the user."""
         found: list[OutboxSlot] = []
         for _ in range(1 if self._copied is None else 2):  # the begun copy may be old
-            if not self._places:  # at the start, or after the old copy
+            if not self._slots:  # at the start, or after the old copy
                 break
             if self._copied is None:
                 self._begin_copy()
-            self._await_copy()
+            self._wait_for_copy()
             found += self._use_copy()
         return found
 
     def close(self) -> None:
         """Wait for the begun copy, because it reads the lines and writes into host memory."""
-        self._await_copy()
+        self._wait_for_copy()
         self._copied = None
         self._done = self._done[:0]
-        self._places.clear()
+        self._slots.clear()
 
-    def _await_copy(self) -> None:
+    def _wait_for_copy(self) -> None:
         while self._copied is not None and not self._copied():
             os.sched_yield()  # other threads of the program can run; time.sleep(0) takes longer than most copies
 
@@ -162,13 +162,13 @@ class InFlight:
     def _use_copy(self) -> list[OutboxSlot]:
         self._copied = None
         # A message that was sent after the copy was begun has a count that the copy lacks. NumPy compares all lines at
-        # once, because a look at each slot would cost a message some tenths of a microsecond.
-        used, places = self._used, self._places
-        differ = (self._done[:used] != self._last[:used]).any(axis=1)
-        left = {line: places.pop(line) for line in differ.nonzero()[0].tolist() if line in places}
-        self._places = left
-        self._nbytes = sum(place.room for place in left.values())
-        # So all looks together cost each message a bounded time, even if many messages stay in flight.
-        self._look_from = max(_FEW, 2 * len(left))
-        self._look_from_nbytes = max(self.total_nbytes // 2, 2 * self._nbytes, _FEW_NBYTES)
-        return list(places.values())
+        # once, because a comparison for each slot would cost a message some tenths of a microsecond.
+        used, slots = self._used, self._slots
+        differ = (self._done[:used] != self._expected[:used]).any(axis=1)
+        left = {line: slots.pop(line) for line in differ.nonzero()[0].tolist() if line in slots}
+        self._slots = left
+        self._nbytes = sum(slot.capacity for slot in left.values())
+        # So all polls together cost each message a bounded time, even if many messages stay in flight.
+        self._poll_from = max(_FEW, 2 * len(left))
+        self._poll_from_nbytes = max(self.total_nbytes // 2, 2 * self._nbytes, _FEW_NBYTES)
+        return list(slots.values())

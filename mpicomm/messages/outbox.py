@@ -23,12 +23,12 @@ LARGEST_BLOCK_NBYTES = 256 << 20
 (H200, driver 580, 2026-11)."""
 BLOCK_NBYTES = 2 << 20
 """Blocks are multiples of this size: whole allocations of the driver, so that a peer maps no other memory with one."""
-PART = 32
-"""The outbox takes at most the device's memory divided by this number."""
-_GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that small holes are few.
+MEMORY_DIVISOR = 32
+"""The outbox takes at most the memory of the device divided by this number."""
+_GRANULARITY = 64 << 10  # a message takes a multiple of this, so that small holes are few.
 # The outbox grows to this number of slots of one length before it waits for receivers. The larger number is for slots
 # that have at most these bytes together.
-_LARGE_PLACES, _SMALL_PLACES = 16, 64
+_LARGE_SLOTS, _SMALL_SLOTS = 16, 64
 _SMALL_NBYTES = 128 << 20
 _PATIENCE_S = 2e-4  # about the time to allocate memory, and to open it on the other rank
 
@@ -43,34 +43,35 @@ class Block:
 
     segment: Segment
     packet: bytes
-    free: list[tuple[int, int]]
+    free_ranges: list[tuple[int, int]]
     """The begin and the end of each free range, in order. No two ranges touch."""
 
-    def take(self, room: int) -> int | None:
-        """Return the begin of a free range of ``room`` bytes, which becomes the caller's; None if there is none."""
-        for index, (begin, end) in enumerate(self.free):
-            if end - begin >= room:
-                self.free[index : index + 1] = [(begin + room, end)] if begin + room < end else []
+    def allocate(self, nbytes: int) -> int | None:
+        """Return the begin of a free range of ``nbytes`` bytes, which becomes the caller's; None if there is none."""
+        for index, (begin, end) in enumerate(self.free_ranges):
+            if end - begin >= nbytes:
+                self.free_ranges[index : index + 1] = [(begin + nbytes, end)] if begin + nbytes < end else []
                 return begin
         return None
 
-    def give_back(self, begin: int, end: int) -> None:
-        """Free a range."""
-        index = bisect.bisect(self.free, (begin, end))
-        if index < len(self.free) and self.free[index][0] == end:
-            end = self.free.pop(index)[1]
-        if index > 0 and self.free[index - 1][1] == begin:
-            begin = self.free.pop(index - 1)[0]
+    def free(self, begin: int, end: int) -> None:
+        """Free a range, and merge it with the free ranges that it touches."""
+        ranges = self.free_ranges
+        index = bisect.bisect(ranges, (begin, end))
+        if index < len(ranges) and ranges[index][0] == end:
+            end = ranges.pop(index)[1]
+        if index > 0 and ranges[index - 1][1] == begin:
             index -= 1
-        self.free.insert(index, (begin, end))
+            begin = ranges.pop(index)[0]
+        ranges.insert(index, (begin, end))
 
 
 class Outbox:
     """Blocks of memory. Each message takes a *slot*, a range of a block.
 
-    When a message is over, its slot stays for the next message of about its length, because programs repeat lengths.
-    The outbox gives up all such *idle* slots if another length has too little room for them. It grows only if the
-    messages in flight leave no room, and waits for receivers only if it is full.
+    When a message is complete, its slot stays for the next message of about its length, because programs repeat
+    lengths. The outbox frees all such *idle* slots if a message of another length has too little room. It grows only if
+    the messages in flight leave no room, and waits for receivers only if it is full.
 
     All blocks together have at most ``most_nbytes``.
     """
@@ -80,29 +81,29 @@ class Outbox:
         self._secret = secret
         self._bound = most_nbytes
         self._lock = threading.Lock()  # several threads of the program may send
-        most = device.total_nbytes // PART
+        limit = device.total_nbytes // MEMORY_DIVISOR
         if most_nbytes is not None:
-            most = min(most, max(0, most_nbytes - BLOCK_NBYTES))  # a block holds the lines
-        self._most_nbytes = most // BLOCK_NBYTES * BLOCK_NBYTES
+            limit = min(limit, max(0, most_nbytes - BLOCK_NBYTES))  # a block holds the lines
+        self._most_nbytes = limit // BLOCK_NBYTES * BLOCK_NBYTES
         self._words: Block | None = None
         self._blocks: list[Block] = []
         self._segments: dict[bytes, Segment] = {}
         self._in_flight = InFlight(device)
-        self._idle: defaultdict[int, list[OutboxSlot]] = defaultdict(list)  # by the bytes of their last message
+        self._idle: defaultdict[int, list[OutboxSlot]] = defaultdict(list)  # by capacity
 
     def reserve(self, nbytes: int) -> OutboxSlot:
         """Return a slot with a header for a message.
 
         Raises `OutboxFullError`, or `HandleError` if memory cannot be allocated.
         """
-        room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
+        capacity = -(-nbytes // _GRANULARITY) * _GRANULARITY
         with self._lock:
-            idle = self._idle.get(room)
-            place = idle.pop() if idle else self._find_place(room)
-            if place.nbytes != nbytes:
-                place.set_message(nbytes)
-            self._in_flight.add(place)
-            return place
+            idle = self._idle.get(capacity)
+            slot = idle.pop() if idle else self._acquire_slot(capacity)
+            if slot.nbytes != nbytes:
+                slot.assign(nbytes)
+            self._in_flight.add(slot)
+            return slot
 
     def find(self, packet: bytes) -> Segment | None:
         """Return the block of this outbox with that packed handle, or None for a block of a peer."""
@@ -111,7 +112,7 @@ class Outbox:
     def is_drained(self) -> bool:
         """Return whether the receivers have copied all messages."""
         with self._lock:
-            self._make_idle(self._in_flight.look())
+            self._mark_idle(self._in_flight.poll())
             return not self._in_flight
 
     def memory_use(self) -> MemoryUse:
@@ -130,85 +131,87 @@ class Outbox:
             self._blocks.clear()
             self._idle.clear()
 
-    def _find_place(self, room: int) -> OutboxSlot:
-        if room > self._most_nbytes:
-            raise self._too_small_for(room)
+    def _acquire_slot(self, capacity: int) -> OutboxSlot:
+        if capacity > self._most_nbytes:
+            raise self._too_small_for(capacity)
         if self._words is None:
-            self._words = self._allocate(2 * DONE)
+            words = self._allocate(2 * DONE)
             # This precedes any header that names the block, because a count other than 0 would let a receiver through.
-            self._device.zero(self._words.segment.pointer, 2 * DONE)
-            self._in_flight.set_up(self._words.segment.pointer)
-        self._make_idle(self._in_flight.over())
-        place = self._take_idle(room) or self._new_place(room) or self._look_for_place(room)
-        if place is None:
-            few_nbytes = max(_LARGE_PLACES * room, min(_SMALL_PLACES * room, _SMALL_NBYTES))
+            self._device.zero(words.segment.pointer, 2 * DONE)
+            self._in_flight.set_up(words.segment.pointer)
+            self._words = words  # last, because the steps above may raise
+        self._mark_idle(self._in_flight.completed())
+        slot = self._pop_idle(capacity) or self._create_slot(capacity) or self._reclaim_slot(capacity)
+        free_lines = self._in_flight.free_lines
+        if slot is None:
+            few_nbytes = max(_LARGE_SLOTS * capacity, min(_SMALL_SLOTS * capacity, _SMALL_NBYTES))
             # A wait for so few slots would be a wait for most messages.
-            grows = self._in_flight.lines and self._in_flight.total_nbytes + room <= min(few_nbytes, self._most_nbytes)
-            place = None if grows else self._await_place(room)
-        if place is None and self._in_flight.lines:
-            self._grow(room)
-            place = self._new_place(room)
-        if place is None:
+            grows = free_lines and self._in_flight.total_nbytes + capacity <= min(few_nbytes, self._most_nbytes)
+            slot = None if grows else self._wait_for_slot(capacity)
+        if slot is None and free_lines:
+            self._grow(capacity)
+            slot = self._create_slot(capacity)
+        if slot is None:
             raise OutboxFullError(f"{MOST_IN_FLIGHT} messages are in flight")
-        return place
+        return slot
 
-    def _take_idle(self, room: int) -> OutboxSlot | None:
-        idle = self._idle.get(room)
+    def _pop_idle(self, capacity: int) -> OutboxSlot | None:
+        idle = self._idle.get(capacity)
         return idle.pop() if idle else None
 
-    def _new_place(self, room: int) -> OutboxSlot | None:
+    def _create_slot(self, capacity: int) -> OutboxSlot | None:
         """Return a new slot, or None if memory or lines are missing."""
-        for block in self._blocks if self._in_flight.lines else ():
-            offset = block.take(room)
+        for block in self._blocks if self._in_flight.free_lines else ():
+            offset = block.allocate(capacity)
             if offset is not None:
                 break
         else:
             return None
         assert self._words is not None
-        line = self._in_flight.take_line()
-        header = RendezvousHeader(0, self._words.packet, line * LINE_NBYTES, block.packet, offset, room)
+        line = self._in_flight.acquire_line()
+        header = RendezvousHeader(0, self._words.packet, line * LINE_NBYTES, block.packet, offset, capacity)
         ready = self._words.segment.pointer + line * LINE_NBYTES
         # MPI.PACKED matches every type that the receiver names.
         message = [header.pack(self._secret), HEADER_NBYTES, MPI.PACKED]
         pointer = block.segment.pointer + offset
-        return OutboxSlot(block, offset, room, pointer, line, ready, ready + DONE, message)
+        return OutboxSlot(block, offset, capacity, pointer, line, ready, ready + DONE, message)
 
-    def _look_for_place(self, room: int) -> OutboxSlot | None:
-        """Look which messages are over. Return a slot that this leaves, or None.
+    def _reclaim_slot(self, capacity: int) -> OutboxSlot | None:
+        """Poll for complete messages. Return a slot that they leave, or None.
 
-        A look takes less time than an allocation that the other rank opens. A message comes here only if all memory
-        that counts as free is used up. So the looks of many messages together take little time.
+        A poll takes less time than an allocation that the other rank opens. A message comes here only if all memory
+        that counts as free is used up. So the polls of many messages together take little time.
         """
-        self._make_idle(self._in_flight.look())
-        place = self._take_idle(room)
-        if not self._idle.get(room):
-            # The next message would have to look, too, because slots of other lengths have the memory.
-            for places in self._idle.values():
-                for each in places:
-                    each.block.give_back(each.offset, each.offset + each.room)
-                    self._in_flight.lines.append(each.line)
+        self._mark_idle(self._in_flight.poll())
+        slot = self._pop_idle(capacity)
+        if not self._idle.get(capacity):
+            # The next message would have to poll, too, because slots of other lengths have the memory.
+            for idle in self._idle.values():
+                for each in idle:
+                    each.block.free(each.offset, each.offset + each.capacity)
+                    self._in_flight.free_lines.append(each.line)
             self._idle.clear()
-            place = place or self._new_place(room)
-        return place
+            slot = slot or self._create_slot(capacity)
+        return slot
 
-    def _make_idle(self, over: list[OutboxSlot]) -> None:
-        for place in over:
-            self._idle[place.room].append(place)
+    def _mark_idle(self, slots: list[OutboxSlot]) -> None:
+        for slot in slots:
+            self._idle[slot.capacity].append(slot)
 
-    def _grow(self, room: int) -> None:
-        """Allocate a block with room for a message. Double the outbox while it is small, so that blocks are few."""
+    def _grow(self, capacity: int) -> None:
+        """Allocate a block with room for a slot. Double the outbox while it is small, so that blocks are few."""
         total = self._in_flight.total_nbytes
-        wanted = max(room, min(total, LARGEST_BLOCK_NBYTES), FIRST_BLOCK_NBYTES)
+        wanted = max(capacity, min(total, LARGEST_BLOCK_NBYTES), FIRST_BLOCK_NBYTES)
         size = min(-(-wanted // BLOCK_NBYTES) * BLOCK_NBYTES, self._most_nbytes - total)
-        if size < room:
-            raise self._too_small_for(room)
+        if size < capacity:
+            raise self._too_small_for(capacity)
         self._blocks.append(self._allocate(size))
         self._in_flight.total_nbytes += size
 
-    def _too_small_for(self, room: int) -> OutboxFullError:
-        bound = "" if self._bound is None else f"; MPICOMM_MEMORY leaves {self._bound} bytes for the outbox: raise it"
+    def _too_small_for(self, capacity: int) -> OutboxFullError:
+        hint = "" if self._bound is None else f"; MPICOMM_MEMORY leaves {self._bound} bytes for the outbox: raise it"
         return OutboxFullError(
-            f"messages that are not received yet leave less than {room} of {self._most_nbytes} bytes{bound}"
+            f"messages that are not received yet leave less than {capacity} of {self._most_nbytes} bytes{hint}"
         )
 
     def _allocate(self, nbytes: int) -> Block:
@@ -222,18 +225,18 @@ class Outbox:
         self._segments[block.packet] = segment
         return block
 
-    def _await_place(self, room: int) -> OutboxSlot | None:
-        """Wait for a slot as long as the receivers take messages. Return None if they take none.
+    def _wait_for_slot(self, capacity: int) -> OutboxSlot | None:
+        """Wait for a slot as long as the receivers copy messages. Return None if they copy none.
 
-        This holds up a program that enqueues messages faster than its GPU copies them, because the program would fill
+        This throttles a program that enqueues messages faster than its GPU copies them, because the program would fill
         all of the memory.
         """
-        until = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < until:
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
             left = len(self._in_flight)
-            place = self._look_for_place(room)
-            if place is not None:
-                return place
+            slot = self._reclaim_slot(capacity)
+            if slot is not None:
+                return slot
             if len(self._in_flight) < left:
-                until = time.monotonic() + _PATIENCE_S
+                deadline = time.monotonic() + _PATIENCE_S
         return None

@@ -16,7 +16,7 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError
 from mpicomm.log import log_once, logger, tell_slow_way
 from mpicomm.messages import rendezvous_header
-from mpicomm.messages.endpoint import Endpoint, refused_capture
+from mpicomm.messages.endpoint import Endpoint, capture_error
 from mpicomm.messages.in_flight import OutboxSlot
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.reader import EndpointReader
@@ -29,20 +29,20 @@ Send = Callable[..., Any]
 
 _BUFFERED = frozenset((MPI.Intracomm.Bsend, MPI.Intracomm.Ibsend))
 _isend = MPI.Intracomm.Isend
-_NOTHING = np.empty(0, np.uint8)
+_EMPTY = np.empty(0, np.uint8)
 
 
 @dataclass(slots=True)
 class SendBuffer:
-    """The buffer that MPI sends. ``owner`` keeps its memory alive until the send is complete."""
+    """The host buffer that MPI sends. ``owner`` keeps its memory alive until the send is complete."""
 
     spec: Any
     owner: Any = None
     withdraw: Callable[[], None] | None = None
-    """Gives back the slot of a message if MPI has not sent its header."""
+    """Releases the slot of a message whose header MPI has not sent."""
 
-    def hand_over(self, send: Callable[..., Any], comm: MPI.Intracomm, dest: int, tag: int) -> Any:
-        """Let MPI send it, and return MPI's result. If MPI refuses it, the message leaves the outbox."""
+    def post(self, send: Callable[..., Any], comm: MPI.Intracomm, dest: int, tag: int) -> Any:
+        """Let MPI send it, and return MPI's result. If MPI refuses it, the slot is released."""
         try:
             return send(comm, self.spec, dest, tag)
         except BaseException:
@@ -52,44 +52,49 @@ class SendBuffer:
 
 
 class Outgoing:
-    """The sends of communicator ``comm``. ``near`` are the ranks that share memory with this rank. Local."""
+    """The sends of communicator ``comm``. ``node_ranks`` can open this rank's memory. Local."""
 
     def __init__(
-        self, comm: MPI.Intracomm, near: Collection[int], handle: str, reader: EndpointReader, completer: Completer
+        self,
+        comm: MPI.Intracomm,
+        node_ranks: Collection[int],
+        handle: str,
+        reader: EndpointReader,
+        completer: Completer,
     ) -> None:
         self._comm = comm
-        self._near = near
+        self._node_ranks = node_ranks
         self._handle = handle
         self._reader = reader
         self._rendezvous = reader.rendezvous
         self._completer = completer
-        # The thread that completes sends must not take them for receives, which it would begin to look for more often.
-        # Each look keeps the interpreter's lock from a thread that waits for a receive.
-        self._sends = Completer(by_itself=True)
+        # Sends whose header has left need no frequent polls. Each poll keeps the interpreter's lock from a thread that
+        # waits for a receive.
+        self._local_completer = Completer(by_itself=True)
 
     def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
         """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
         if sent.captured:
-            raise refused_capture(sent)
-        place, device, stream = self._place(send, sent, dest), sent.device, sent.stream
-        if place is None:
-            self._eager(sent, dest, stream).hand_over(send, self._comm, dest, tag)
+            raise capture_error(sent)
+        slot, device, stream = self._reserve(send, sent, dest), sent.device, sent.stream
+        if slot is None:
+            self._stage_eager(sent, dest, stream).post(send, self._comm, dest, tag)
             return
         assert device is not None and stream is not None
         rendezvous = self._rendezvous
         # The copy is enqueued after MPI's call, so that the receiver works at the same time: its kernel waits for this
         # copy. Until then this thread defers the copy, because no work of another thread may come before it.
         threads = device.threads(stream)
-        threads.defer(rendezvous.fill, place, sent, stream)
+        threads.defer(rendezvous.fill, slot, sent, stream)
         try:
-            send(self._comm, place.message, dest, tag)
+            send(self._comm, slot.header, dest, tag)
         except BaseException as error:
             threads.flush()  # a Ctrl-C may come after MPI has sent the message
             if isinstance(error, Exception):  # MPI has refused it
-                rendezvous.withdraw(place, stream)
+                rendezvous.withdraw(slot, stream)
             raise
         threads.flush()
-        if sent.blocks:
+        if sent.completes:
             wait_for_copies(sent)
 
     def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
@@ -97,40 +102,40 @@ class Outgoing:
         device, stream = sent.device, sent.stream
         assert device is not None and stream is not None
         if sent.captured:
-            raise refused_capture(sent)
+            raise capture_error(sent)
         # Later work of the user's stream does not wait for the copies of a message in several pieces, which takes long
         # enough to be worth a side stream.
-        streams, aside = device.side_streams, sent.is_flat and sent.nbytes > rendezvous_header.LEAST_PIECE_NBYTES
-        with SideStream(streams, streams.mark(stream)) if aside else contextlib.nullcontext(stream) as copies:
-            buffer = self.buffer(send, sent, dest, copies)
-            return self._sending(buffer.hand_over(send, self._comm, dest, tag), device, copies, buffer)
+        streams, overlaps = device.side_streams, sent.is_flat and sent.nbytes > rendezvous_header.LEAST_PIECE_NBYTES
+        with SideStream(streams, streams.mark(stream)) if overlaps else contextlib.nullcontext(stream) as copies:
+            buffer = self.stage(send, sent, dest, copies)
+            return self._sending(buffer.post(send, self._comm, dest, tag), device, copies, buffer)
 
-    def start_send_array(self, buf: Any, dest: int, tag: int, stream: Any) -> DeferredRequest | None:
+    def start_send_device_array(self, buf: Any, dest: int, tag: int, stream: Any) -> DeferredRequest | None:
         """As `read` and `start_send` of a plain device array that kernels copy. Return None for other calls.
 
-        This is straight-line code, as `Messages.exchange_arrays` is.
+        This is straight-line code, as `Messages.exchange_device_arrays` is.
         """
         rendezvous = self._rendezvous
-        if not rendezvous.has_begun or not rendezvous.expects_headers or dest not in self._near:
+        if not rendezvous.has_begun or not rendezvous.expects_headers or dest not in self._node_ranks:
             return None
-        sent = self._reader.plain("Isend", buf, stream)
+        sent = self._reader.read_plain("Isend", buf, stream)
         if sent is None or sent.stream is None or sent.nbytes > rendezvous_header.KERNEL_NBYTES:
             return None
         resolved, nbytes = sent.stream, sent.nbytes
         try:
-            place = rendezvous.reserve(nbytes)
+            slot = rendezvous.reserve(nbytes)
         except (OutboxFullError, HandleError):
             return None
-        (place.copy_in or rendezvous.copy_into(place))(resolved, sent.pointer, nbytes)
+        (slot.copy_in or rendezvous.copy_into(slot))(resolved, sent.pointer, nbytes)
         try:
-            request = _isend(self._comm, place.message, dest, tag)
+            request = _isend(self._comm, slot.header, dest, tag)
         except BaseException:
-            rendezvous.withdraw(place, resolved)
+            rendezvous.withdraw(slot, resolved)
             raise
-        return self._sending(request, rendezvous.device, resolved, (sent, place))
+        return self._sending(request, rendezvous.device, resolved, (sent, slot))
 
     def _sending(self, request: MPI.Request, device: GpuBackend, copies: int, kept: Any) -> DeferredRequest:
-        """Return the request of a send that MPI has, and whose copy is enqueued on the stream ``copies``."""
+        """Return the request of a send that MPI has begun, and whose copy is enqueued on the stream ``copies``."""
         # Most headers leave at once. A later call of MPI may take long, because a thread that waits in MPI keeps other
         # threads out.
         left, copied = request.Test(), device.completion(copies)
@@ -142,22 +147,22 @@ class Outgoing:
 
         work = DeferredRequest.of(copied if left else done, device.check)
         work.kept = kept  # MPI and the device still read its memory
-        return (self._sends if left else self._completer).add(work, device.prepare_thread)
+        return (self._local_completer if left else self._completer).add(work, device.prepare_thread)
 
-    def buffer(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
-        """Copy a device array, on ``stream``, to memory that MPI or the receiver finds. Leave host memory to MPI."""
-        place = self._place(send, sent, dest)
-        if place is None or sent.device is None or stream is None:
-            return self._eager(sent, dest, stream)
-        self._rendezvous.fill(place, sent, stream)
-        return SendBuffer(place.message, sent, partial(self._rendezvous.withdraw, place, stream))
+    def stage(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
+        """Copy a device array, on ``stream``, into the outbox or into host memory. Host memory stays where it is."""
+        slot = self._reserve(send, sent, dest)
+        if slot is None or sent.device is None or stream is None:
+            return self._stage_eager(sent, dest, stream)
+        self._rendezvous.fill(slot, sent, stream)
+        return SendBuffer(slot.header, sent, partial(self._rendezvous.withdraw, slot, stream))
 
-    def _place(self, send: Send, sent: Endpoint, dest: int) -> OutboxSlot | None:
+    def _reserve(self, send: Send, sent: Endpoint, dest: int) -> OutboxSlot | None:
         """Return a slot in the outbox for a message, or None if MPI carries the data or the outbox has no room."""
         nbytes, device = sent.nbytes, sent.device
         if not nbytes or dest < 0 or device is None or sent.stream is None:
             return None
-        if dest not in self._near:
+        if dest not in self._node_ranks:
             announce("Send", "the ranks are on several nodes")
             return None
         if not self._rendezvous.expects_headers:
@@ -170,7 +175,7 @@ class Outgoing:
                 if not rendezvous.has_begun:
                     rendezvous.begin(sent.operation)
                 if not sent.is_flat:
-                    rendezvous.load(sent.elements)
+                    rendezvous.load_packing(sent.elements)
                 return rendezvous.reserve(nbytes)
             except (OutboxFullError, HandleError) as error:
                 reason = str(error)
@@ -179,13 +184,13 @@ class Outgoing:
         log_once(logger.warning, text)
         return None
 
-    def _eager(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
+    def _stage_eager(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
         """Return the host memory from which MPI sends a message. For a device array it is a copy. Blocking."""
         device = sent.device
         if stream is None or device is None:
             return SendBuffer(sent.spec)
         if dest < 0:  # MPI.PROC_NULL, or no rank, for which MPI raises
-            return SendBuffer([_NOTHING, 0, MPI.BYTE])
+            return SendBuffer([_EMPTY, 0, MPI.BYTE])
         if sent.is_flat:
             host = device.pinned(sent.nbytes)
             device.copy(host.ctypes.data, sent.pointer, sent.nbytes, stream)
@@ -200,5 +205,5 @@ class Outgoing:
 def wait_for_copies(*endpoints: Endpoint) -> None:
     """Wait for the copies of a blocking call if later work of its caller may be on any stream."""
     for endpoint in endpoints:
-        if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
+        if endpoint.completes and endpoint.device is not None and endpoint.stream is not None:
             endpoint.device.complete(endpoint.stream)

@@ -1,4 +1,4 @@
-"""Reads each buffer of a call once: a contiguous device array with few calls of Python, other buffers by `parse`."""
+"""Reads each buffer of a call once: a contiguous device array by a short path, all other buffers by `parse`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mpicomm.mpi.descriptors import descriptor_of
 from mpicomm.mpi.faults import BufferRefusedError
 from mpicomm.mpi.spec import require_host_addresses
 
-_NOBODY = MPI.PROC_NULL
-_NOTHING = np.empty(0, np.uint8)
-SPECIFICATIONS = frozenset((list, tuple))
+_EMPTY = np.empty(0, np.uint8)
+LISTS = frozenset((list, tuple))
+"""The classes of buffer specifications."""
 
 
 class EndpointReader:
@@ -38,28 +38,28 @@ class EndpointReader:
         name: str = "buf",
         *,
         receives: bool = False,
-        other: int = _NOBODY,
-        beside: Endpoint | None = None,
+        other_peer: int = MPI.PROC_NULL,
+        other_end: Endpoint | None = None,
     ) -> tuple[Any, Endpoint | None]:
         """Read the buffer ``name``. Return it with its endpoint, or with None for host memory that needs only MPI.
 
-        If all peers are MPI.PROC_NULL, an object that is no buffer becomes None, which stands for no memory. ``beside``
-        is the other buffer of the call. Raises the errors of `parse`, and the error of an earlier call.
+        If all peers are MPI.PROC_NULL, an object that is no buffer becomes None, which stands for no memory.
+        ``other_end`` is the other buffer of the call. Raises the errors of `parse`, and the error of an earlier call.
         """
-        end = self.plain(operation, buf, stream, beside)
+        end = self.read_plain(operation, buf, stream, other_end)
         if end is not None:
             return buf, end
         try:
-            return buf, self._parse_end(operation, buf, stream, name, receives=receives)
+            return buf, self._parse(operation, buf, stream, name, receives=receives)
         except (TypeError, InvalidUsageError):
-            if peer != _NOBODY or other != _NOBODY or _is_device_array(buf):
+            if peer != MPI.PROC_NULL or other_peer != MPI.PROC_NULL or _is_device_array(buf):
                 raise
-        return None, self._parse_end(operation, None, stream, name, receives=receives)
+        return None, self._parse(operation, None, stream, name, receives=receives)
 
-    def plain(self, operation: str, buf: Any, stream: Any, beside: Endpoint | None = None) -> Endpoint | None:
+    def read_plain(self, operation: str, buf: Any, stream: Any, other_end: Endpoint | None = None) -> Endpoint | None:
         """Read a plain device array, also in a list, on a stream that captures no graph. Return None for others.
 
-        ``beside`` is as in `read`. Raises the error of an earlier call.
+        ``other_end`` is as in `read`. Raises the error of an earlier call.
         """
         rendezvous = self.rendezvous
         plain = descriptor_of(buf) if rendezvous.has_begun else None
@@ -67,7 +67,7 @@ class EndpointReader:
             return None
         pointer, count, kind = plain
         array = buf
-        if type(buf) in SPECIFICATIONS:
+        if type(buf) in LISTS:
             array, kind = buf[0], kind[0]  # the kind also has the datatype
             if type(kind) is not tuple:  # of an address
                 return None
@@ -75,15 +75,15 @@ class EndpointReader:
         device, nbytes = rendezvous.device, count * element_nbytes(dtype)
         if not nbytes or ordinal != device.device:
             return None
-        if beside is not None and beside.operand is None and type(beside.spec) is type(array):
-            resolved = beside.stream  # the arrays of one class have one current stream
+        if other_end is not None and other_end.operand is None and type(other_end.spec) is type(array):
+            resolved = other_end.stream  # the arrays of one class have one current stream
         else:
             resolved = device.eager_stream(stream, array)
         if resolved is None:
             return None
-        return Endpoint(operation, array, pointer, nbytes, resolved, device, True, blocks=device.completes)
+        return Endpoint(operation, array, pointer, nbytes, resolved, device, True, completes=device.completes)
 
-    def _parse_end(self, operation: str, buf: Any, stream: Any, name: str, *, receives: bool) -> Endpoint | None:
+    def _parse(self, operation: str, buf: Any, stream: Any, name: str, *, receives: bool) -> Endpoint | None:
         by_rendezvous = self.rendezvous.expects_headers
         if receives and by_rendezvous:
             operand: Operand | None = parse_any(buf, True, name)
@@ -108,16 +108,16 @@ class EndpointReader:
             is_flat=operand.dtype is not None,
             operand=operand,
             captured=device.is_capturing(resolved),
-            blocks=device.completes or (operand.memory.by_address and stream is None),
+            completes=device.completes or (operand.memory.by_address and stream is None),
         )
 
 
 def parse_any(buf: Any, writable: bool, name: str) -> Operand:
     """Parse a buffer, or None, which stands for no memory beside MPI.PROC_NULL."""
-    return parse(_NOTHING if buf is None else buf, writable=writable, name=name)
+    return parse(_EMPTY if buf is None else buf, writable=writable, name=name)
 
 
-def host_end(operation: str, buf: Any, writable: bool, name: str) -> Endpoint:
+def host_endpoint(operation: str, buf: Any, writable: bool, name: str) -> Endpoint:
     """Read the host buffer ``name`` of a call that also has a device array. Raises the errors of `parse`.
 
     MPI would raise such errors only after the other half of the call has started.

@@ -1,4 +1,4 @@
-"""The host memory that MPI gets for a receive, and the way of the message from there into the user's memory.
+"""The host memory that MPI gets for a receive, and the delivery of the message from there into the user's memory.
 
 MPI matches a receive before this rank knows whether data or a header arrives. So MPI gets host memory that can hold
 both: the user's memory if it is long enough, or *staging memory*. Long staging memory costs nothing if a header
@@ -19,10 +19,10 @@ from mpicomm.devices.host import array_at
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.matched import unpack
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import PeerSlot, Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
+from mpicomm.messages.unexpected import unpack
 from mpicomm.mpi.host_calls import HostCopies
 
 _byte = MPI.BYTE
@@ -46,7 +46,7 @@ class StagingMemory:
 
 
 class StagingPool:
-    """The spare staging memory of a communicator: as many arrays as there were receives at once.
+    """The free staging memory of a communicator: as many arrays as there were receives at once.
 
     The system provides no pages for the parts that no message has filled.
     """
@@ -54,7 +54,7 @@ class StagingPool:
     def __init__(self) -> None:
         self.spare: list[StagingMemory] = []
 
-    def take(self, nbytes: int) -> StagingMemory:
+    def acquire(self, nbytes: int) -> StagingMemory:
         """Return staging memory for at most ``nbytes`` bytes of data, or for a header."""
         try:
             staging = self.spare.pop()
@@ -67,8 +67,8 @@ class StagingPool:
         staging.spec[1] = nbytes if nbytes > HEADER_NBYTES else HEADER_NBYTES
         return staging
 
-    def give_back(self, staging: StagingMemory, buffer: ReceiveBuffer) -> None:
-        """Let `take` return the memory of a receive again, unless a long message has filled it."""
+    def release(self, staging: StagingMemory, buffer: ReceiveBuffer) -> None:
+        """Let `acquire` return the memory of a receive again, unless a long message has filled it."""
         is_nearly_empty = buffer.slot is not None or buffer.nbytes <= _LEAST_SPARE_NBYTES
         if is_nearly_empty and staging.capacity <= _MOST_SPARE_NBYTES:
             self.spare.append(staging)
@@ -81,12 +81,14 @@ Kind = Literal["flat", "host", "derived"]
 class ReceiveBuffer:
     """The buffer of one receive, which it keeps alive. ``capacity`` is the longest message, in bytes, that fits.
 
-    MPI receives into ``spec``: ``staging`` memory, or the user's host array. After that `arrived` reads the message,
-    and `deliver` brings it to its array, which begins at ``pointer`` if it has plain elements. A plain NumPy array has
-    no ``endpoint``, because most of its messages are data, which need none.
+    MPI receives into ``spec``: ``staging`` memory, or the user's host array. After that `accept` reads the message,
+    and `deliver` copies it into its array, which begins at ``pointer`` if it has plain elements. A plain NumPy array
+    has no ``endpoint``, because most of its messages are data, which need none.
     """
 
-    __slots__ = ("capacity", "endpoint", "kind", "nbytes", "pointer", "rendezvous", "saved", "slot", "spec", "staging")
+    __slots__ = (
+        "capacity", "endpoint", "kind", "nbytes", "overwritten", "pointer", "rendezvous", "slot", "spec", "staging",
+    )  # fmt: skip
 
     # Callers pass the arguments by position, because each call on device arrays makes a buffer.
     def __init__(
@@ -110,12 +112,12 @@ class ReceiveBuffer:
         """The bytes of the message that has arrived."""
         self.slot: PeerSlot | None = None
         """The slot of the message; None if MPI has received the data itself."""
-        self.saved = b""
-        """What a header in the user's memory has overwritten: the message may be shorter than the header."""
+        self.overwritten = b""
+        """The user's bytes where MPI may receive a header. The message may be shorter than the header."""
         if staging is None and rendezvous.expects_headers:
-            self.saved = _memory_at(pointer, HEADER_NBYTES).tobytes()
+            self.overwritten = _memory_at(pointer, HEADER_NBYTES).tobytes()
 
-    def arrived(self, status: MPI.Status) -> bool:
+    def accept(self, status: MPI.Status) -> bool:
         """Read the message that MPI has received, and correct its status. Return whether it needs `deliver`.
 
         If the call sends the content of the buffer, it has done so before. Raises `MPI.Exception` for data that is
@@ -125,7 +127,7 @@ class ReceiveBuffer:
         staging = self.staging
         if nbytes == HEADER_NBYTES and self.rendezvous.expects_headers:
             content = array_at(self.pointer, nbytes, _BYTES) if staging is None else staging.content
-            found = self.rendezvous.arrived(content, status.source)
+            found = self.rendezvous.resolve_header(content, status.source)
             if found is not None:
                 self.slot, self.nbytes = found
                 status.Set_elements(_byte, self.nbytes)
@@ -146,7 +148,7 @@ class ReceiveBuffer:
         """
         slot, nbytes, rendezvous = self.slot, self.nbytes, self.rendezvous
         if slot is not None and nbytes > self.capacity:
-            rendezvous.drop(slot, nbytes, stream)
+            rendezvous.discard(slot, nbytes, stream)
             raise MPI.Exception(MPI.ERR_TRUNCATE)
         if self.kind == "host":
             self._pull_to_host(self.pointer, stream)
@@ -158,7 +160,7 @@ class ReceiveBuffer:
             self._copy_to(self.pointer, stream)
 
     @property
-    def blocks(self) -> bool:
+    def waits_for_stream(self) -> bool:
         """Whether `deliver` into a device array waits for all earlier work of its stream."""
         # Kernels unpack a message in stream order if it fills all elements.
         in_order = self.slot is not None and (self.kind == "flat" or self.nbytes == self.capacity)
@@ -174,9 +176,9 @@ class ReceiveBuffer:
             device.synchronize(stream)  # because another receive may use the staging memory next
 
     def _pull_to_host(self, pointer: int, stream: int) -> None:
-        nbytes, saved, device = self.nbytes, self.saved, self.rendezvous.device
-        if nbytes < len(saved):
-            ctypes.memmove(pointer + nbytes, saved[nbytes:], len(saved) - nbytes)
+        nbytes, overwritten, device = self.nbytes, self.overwritten, self.rendezvous.device
+        if nbytes < len(overwritten):
+            ctypes.memmove(pointer + nbytes, overwritten[nbytes:], len(overwritten) - nbytes)
         self._copy_to(pointer, stream)
         device.synchronize(stream)
         device.check()  # raises if the sender did not fill its outbox in time
@@ -191,7 +193,7 @@ class ReceiveBuffer:
                 rendezvous.unpack(slot, nbytes, endpoint.elements, stream)
                 return
             with contextlib.suppress(OutboxFullError, HandleError):  # no room for the message
-                rendezvous.unpack_part(nbytes, self._copy_to, endpoint.elements, stream)
+                rendezvous.unpack_partial(nbytes, self._copy_to, endpoint.elements, stream)
                 return
         if slot is not None:
             self._pull_to_host(staging.pointer, stream)
@@ -203,9 +205,9 @@ class ReceiveBuffer:
 
 
 def receive_buffer(
-    endpoint: Endpoint, rendezvous: Rendezvous, stage: Callable[[int], StagingMemory], *, replace: bool
+    endpoint: Endpoint, rendezvous: Rendezvous, acquire: Callable[[int], StagingMemory], *, replace: bool
 ) -> ReceiveBuffer:
-    """Return the receive buffer of an endpoint that is not flat. ``stage`` returns staging memory.
+    """Return the receive buffer of an endpoint that is not flat. ``acquire`` returns staging memory.
 
     With ``replace`` the same call sends the content of the buffer.
     """
@@ -215,16 +217,16 @@ def receive_buffer(
     if operand.derived is not None:
         capacity = operand.packed_nbytes
         if capacity and rendezvous.expects_headers:
-            rendezvous.load(endpoint.elements)
-        return ReceiveBuffer("derived", rendezvous, capacity, 0, stage(capacity), None, endpoint)
+            rendezvous.load_packing(endpoint.elements)
+        return ReceiveBuffer("derived", rendezvous, capacity, 0, acquire(capacity), None, endpoint)
     if operand.dtype is not None:
         capacity = operand.nbytes
     elif operand.mpi_type is not None and operand.mpi_type != MPI.BYTE:
         capacity = operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF)
-        return ReceiveBuffer("derived", rendezvous, capacity, 0, stage(capacity), None, endpoint)
+        return ReceiveBuffer("derived", rendezvous, capacity, 0, acquire(capacity), None, endpoint)
     else:  # NumPy lacks the element type of a host array, and MPI may know it; MPI.BYTE stands for it in the endpoint
         capacity = operand.memory.nbytes
     # A header may come, which does not fit into the user's memory.
-    stages = replace or (rendezvous.expects_headers and capacity < HEADER_NBYTES)
-    staging = stage(capacity) if stages else None
+    is_staged = replace or (rendezvous.expects_headers and capacity < HEADER_NBYTES)
+    staging = acquire(capacity) if is_staged else None
     return ReceiveBuffer("host", rendezvous, capacity, operand.pointer, staging, endpoint.spec, endpoint)

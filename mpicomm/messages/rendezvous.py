@@ -22,25 +22,25 @@ from mpicomm.log import logger
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_flight import DONE, LINE_NBYTES, OutboxSlot
-from mpicomm.messages.matched import Content
 from mpicomm.messages.outbox import Outbox
 from mpicomm.messages.rendezvous_header import (
     HEADER_NBYTES,
-    START,
+    PREFIX,
     RendezvousHeader,
-    counts_of,
+    piece_count,
     pieces,
-    require_room,
+    require_fits,
 )
+from mpicomm.messages.unexpected import Bytes
 from mpicomm.mpi.layout import Elements
 from mpicomm.waiting import wait_until
 
 if TYPE_CHECKING:
     from mpicomm.devices.cuda.launches import MessageSteps
 
-_MOST_KNOWN = 4096
-"""The largest number of slots of peers that a rank keeps, and of messages that repeat."""
-_TIMES = 4
+_CACHE_SIZE = 4096
+"""The largest number of cached slots of peers, and of counted or captured launches."""
+_CAPTURE_AT = 4
 """A message of a datatype that repeats so often gets a graph. To make one takes about as long as ten messages save."""
 
 
@@ -49,7 +49,7 @@ class PeerSlot:
     """A slot in the outbox of rank ``source``, as this rank reaches it: where it lies, and its words."""
 
     pointer: int
-    nbytes: int
+    capacity: int
     ready: int
     done: int
     source: int
@@ -89,8 +89,9 @@ class Rendezvous:
         # messages in flight and is then never closed.
         self._lock = threading.Lock()
         self._opened: dict[bytes, Segment] = {}
-        self._known: dict[bytes, PeerSlot] = {}  # by the known bytes of their headers
-        self._repeats: dict[Hashable, int | Callable[[int], object]] = {}
+        self._peer_slots: dict[bytes, PeerSlot] = {}  # by the keys in their headers
+        # The number of times that launches were enqueued, and then their graph.
+        self._launches: dict[Hashable, int | Callable[[int], object]] = {}
         self._closed = False
 
     def device_for(self, operation: str) -> GpuBackend:
@@ -111,28 +112,28 @@ class Rendezvous:
                 self.has_begun = True
                 release_before_finalize(self)
 
-    def arrived(self, content: Content, source: int) -> tuple[PeerSlot, int] | None:
+    def resolve_header(self, content: Bytes, source: int) -> tuple[PeerSlot, int] | None:
         """Return the slot and the bytes of the message whose header MPI has received into ``content``.
 
         Return None for data of the length of a header. Raises `HandleError` for a damaged header, or if the slot cannot
         be opened.
         """
-        known, nbytes = START.unpack_from(content.data)
-        slot = self._known.get(known)
+        key, nbytes = PREFIX.unpack_from(content.data)
+        slot = self._peer_slots.get(key)
         if slot is None:
             header = RendezvousHeader.unpack(content[:HEADER_NBYTES].tobytes(), self._secret)
             if header is None:
                 return None
             if not self.has_begun:
                 self.begin("Recv")
-            if len(self._known) == _MOST_KNOWN:
-                self._known.clear()
-            slot = self._known[known] = self._reach(header, source)
-        if nbytes > slot.nbytes:
-            require_room(nbytes, slot.nbytes)
+            if len(self._peer_slots) == _CACHE_SIZE:
+                self._peer_slots.clear()
+            slot = self._peer_slots[key] = self._open_slot(header, source)
+        if nbytes > slot.capacity:
+            require_fits(nbytes, slot.capacity)
         return slot, nbytes
 
-    def load(self, elements: Elements) -> None:
+    def load_packing(self, elements: Elements) -> None:
         """Load what packs and unpacks ``elements``, before MPI gets their send or receive; blocking for new ones.
 
         Loading may wait for the device, whose kernels may wait for a peer to fill its slot. If a peer, too, loaded only
@@ -140,33 +141,33 @@ class Rendezvous:
         """
         self.device.load_packing(table_for(elements.layout))
 
-    def fill(self, place: OutboxSlot, sent: Endpoint, stream: int) -> None:
+    def fill(self, slot: OutboxSlot, sent: Endpoint, stream: int) -> None:
         """Enqueue the copy of a message into its slot."""
         if not sent.is_flat:
             elements = sent.elements
-            self._repeat(stream, (place.ready, place.pointer, elements), partial(self._pack, place, elements))
-        elif place.nbytes <= rendezvous_header.KERNEL_NBYTES:
-            self.copy_into(place)(stream, sent.pointer, place.nbytes)
+            self._enqueue_repeatable(stream, (slot.ready, slot.pointer, elements), partial(self._pack, slot, elements))
+        elif slot.nbytes <= rendezvous_header.KERNEL_NBYTES:
+            self.copy_into(slot)(stream, sent.pointer, slot.nbytes)
         else:
             done = 0
-            for target, piece in pieces(place.pointer, place.nbytes):
+            for target, piece in pieces(slot.pointer, slot.nbytes):
                 self.device.copy(target, sent.pointer + done, piece, stream)
                 # The announcement follows each piece, so that the receiver copies the piece while the next one goes
                 # into the outbox. It pairs with the wait in `pull`, which keeps the receiver from reading memory that
                 # is not written yet.
-                self._steps.announce(stream, ready=place.ready, count=1)
+                self._steps.announce(stream, ready=slot.ready, count=1)
                 done += piece
 
-    def copy_into(self, place: OutboxSlot) -> MessageCopy:
+    def copy_into(self, slot: OutboxSlot) -> MessageCopy:
         """Return the kernel launch that copies messages into a slot."""
-        copy = place.copy_in
+        copy = slot.copy_in
         if copy is None:
-            copy = place.copy_in = self._steps.copy_in(place.pointer, ready=place.ready)
+            copy = slot.copy_in = self._steps.copy_in(slot.pointer, ready=slot.ready)
         return copy
 
-    def withdraw(self, place: OutboxSlot, stream: int) -> None:
+    def withdraw(self, slot: OutboxSlot, stream: int) -> None:
         """Release the slot of a message that this rank does not send, but has filled in the same stream."""
-        self._steps.release(stream, done=place.done, count=place.counts)
+        self._steps.release(stream, done=slot.done, count=slot.pieces)
 
     def pull(self, slot: PeerSlot, nbytes: int, pointer: int, stream: int) -> None:
         """Enqueue the copies of a message of ``nbytes`` by copy engines to any memory, and the release of its slot."""
@@ -182,77 +183,78 @@ class Rendezvous:
     def unpack(self, slot: PeerSlot, nbytes: int, elements: Elements, stream: int) -> None:
         """As `pull`, for a message that fills ``elements``. A kernel unpacks it."""
         key = slot.ready, slot.pointer, nbytes, elements
-        self._repeat(stream, key, partial(self._unpack, slot, nbytes, elements))
+        self._enqueue_repeatable(stream, key, partial(self._unpack, slot, nbytes, elements))
 
-    def _pack(self, place: OutboxSlot, elements: Elements, stream: int) -> None:
-        self.device.pack(table_for(elements.layout), elements.address, place.pointer, stream, unpacks=False)
+    def _pack(self, slot: OutboxSlot, elements: Elements, stream: int) -> None:
+        self.device.pack(table_for(elements.layout), elements.address, slot.pointer, stream, unpacks=False)
         # It follows the kernel in the stream and pairs with the wait in `_unpack` and `pull`, as in `fill`.
-        self._steps.announce(stream, ready=place.ready, count=place.counts)
+        self._steps.announce(stream, ready=slot.ready, count=slot.pieces)
 
     def _unpack(self, slot: PeerSlot, nbytes: int, elements: Elements, stream: int) -> None:
-        counts = counts_of(nbytes)
-        self._wait(slot, nbytes, counts, stream)
+        count = piece_count(nbytes)
+        self._wait(slot, nbytes, count, stream)
         self.device.pack(table_for(elements.layout), elements.address, slot.pointer, stream, unpacks=True)
         # As in `pull`, the sender must not see the count before the kernel has read the message.
-        self._steps.release(stream, done=slot.done, count=counts)
+        self._steps.release(stream, done=slot.done, count=count)
 
-    def _repeat(self, stream: int, key: Hashable, enqueue: Callable[[int], object]) -> None:
+    def _enqueue_repeatable(self, stream: int, key: Hashable, enqueue: Callable[[int], object]) -> None:
         """Enqueue the launches of a message, which are the same for each message with this key.
 
         The launches of messages that repeat are one graph, which takes as long to enqueue as one of them.
         """
-        known = self._repeats.get(key, 0)
-        if not isinstance(known, int):
-            known(stream)
+        graph = self._launches.get(key, 0)
+        if not isinstance(graph, int):
+            graph(stream)
             return
         enqueue(stream)
-        if known == 0 and len(self._repeats) >= _MOST_KNOWN:
-            self._repeats.clear()
-        self._repeats[key] = known + 1 if known + 1 < _TIMES else self.device.graph_of(enqueue)
+        times = graph + 1
+        if times == 1 and len(self._launches) >= _CACHE_SIZE:
+            self._launches.clear()
+        self._launches[key] = times if times < _CAPTURE_AT else self.device.graph_of(enqueue)
 
-    def unpack_part(self, nbytes: int, fill: Callable[[int, int], None], elements: Elements, stream: int) -> None:
+    def unpack_partial(self, nbytes: int, fill: Callable[[int, int], None], elements: Elements, stream: int) -> None:
         """Unpack a message of ``nbytes`` bytes, which may be shorter than ``elements``, through this rank's outbox.
 
         ``fill`` enqueues the copy of the message to an address. Raises the errors of `reserve`.
         """
         table, address = table_for(elements.layout), elements.address
-        place = self.reserve(elements.layout.nbytes)
+        slot = self.reserve(elements.layout.nbytes)
         try:
-            if nbytes < place.nbytes:  # the kernel unpacks all elements: elements without data keep their values
-                self.device.pack(table, address, place.pointer, stream, unpacks=False)
-            fill(place.pointer, stream)
-            self.device.pack(table, address, place.pointer, stream, unpacks=True)
+            if nbytes < slot.nbytes:  # the kernel unpacks all elements: elements without data keep their values
+                self.device.pack(table, address, slot.pointer, stream, unpacks=False)
+            fill(slot.pointer, stream)
+            self.device.pack(table, address, slot.pointer, stream, unpacks=True)
         finally:
             # This rank counts for sender and receiver, because the slot is its own. The counts follow all use of the
             # slot in the same stream. They pair with the read of the counts in Outbox; without them the slot would be
             # lost.
-            self._steps.announce(stream, ready=place.ready, count=place.counts)
-            self._steps.release(stream, done=place.done, count=place.counts)
+            self._steps.announce(stream, ready=slot.ready, count=slot.pieces)
+            self._steps.release(stream, done=slot.done, count=slot.pieces)
 
-    def drop(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
+    def discard(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
         """Release the slot of a message that no rank copies, after the whole message is in the outbox.
 
         Before that the sender's stream may still write there. Another stream, which does not wait for it, may write the
         next message to the same slot.
         """
-        counts = counts_of(nbytes)
-        self._wait(slot, nbytes, counts, stream)
-        self._steps.release(stream, done=slot.done, count=counts)
+        count = piece_count(nbytes)
+        self._wait(slot, nbytes, count, stream)
+        self._steps.release(stream, done=slot.done, count=count)
 
     def _wait(self, slot: PeerSlot, nbytes: int, count: int, stream: int) -> None:
         blocks = blocks_of_message(nbytes) if nbytes <= rendezvous_header.KERNEL_NBYTES else 1
         self._steps.wait(stream, ready=slot.ready, done=slot.done, count=count, blocks=blocks, peer=slot.source)
 
-    def _reach(self, header: RendezvousHeader, source: int) -> PeerSlot:
+    def _open_slot(self, header: RendezvousHeader, source: int) -> PeerSlot:
         """Open the blocks of a slot, before the receiver enqueues a wait: opening one may wait for the device."""
-        ready = self._block(header.words, DONE + header.line + LINE_NBYTES, source) + header.line
-        pointer = self._block(header.block, header.offset + header.room, source) + header.offset
+        ready = self._open_block(header.words, DONE + header.line + LINE_NBYTES, source) + header.line
+        pointer = self._open_block(header.block, header.offset + header.capacity, source) + header.offset
         done = ready + DONE
         # The copy releases the slot. It pairs with the sender's read of the counts in Outbox, as in `pull`.
         copy_out = self._steps.copy_out(pointer, ready=ready, done=done, peer=source)
-        return PeerSlot(pointer, header.room, ready, done, source, copy_out)
+        return PeerSlot(pointer, header.capacity, ready, done, source, copy_out)
 
-    def _block(self, packet: bytes, nbytes: int, source: int) -> int:
+    def _open_block(self, packet: bytes, nbytes: int, source: int) -> int:
         """Return the address of a block of at least ``nbytes`` bytes.
 
         Raises `HandleError` if it cannot be opened or is shorter.
@@ -285,8 +287,8 @@ class Rendezvous:
         """Unmap the peers' blocks. Copies out of them must be over. A second call does nothing."""
         with self._lock:
             self._closed = True
-            self._known.clear()
-            self._repeats.clear()
+            self._peer_slots.clear()
+            self._launches.clear()
             while self._opened:
                 self._opened.popitem()[1].close()
 

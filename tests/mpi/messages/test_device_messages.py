@@ -180,7 +180,7 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
 def test_the_memory_of_messages_is_used_again(comm: mpicomm.Communicator, xp: Any) -> None:
     """The messages are longer in all than the outbox. Each array is overwritten as soon as that is allowed."""
     if comm.device == "cpu":
-        pytest.skip("test_outbox_places.py has the memory of doubles")
+        pytest.skip("test_outbox_slots.py has the memory of doubles")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sent, received = xp.empty(1 << 22, np.int32), xp.empty(1 << 22, np.int32)
     for number in range(200):

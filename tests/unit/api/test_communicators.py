@@ -28,9 +28,9 @@ from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.dispatch.engines import Engines
-from mpicomm.messages.matched import Matched, UnexpectedQueue
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
+from mpicomm.messages.unexpected import MatchedMessage, UnexpectedQueue
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import ThreadDevice
 from tests.helpers.faults.raising import raising
@@ -246,7 +246,7 @@ def queue() -> Iterator[UnexpectedQueue]:
     queue.probe(0, 1, None, wait=True)
     comm.Probe(0, 2)
     yield queue
-    for matched in queue.kept:
+    for matched in queue.queued:
         matched.recv_into(data, MPI.Status())
     MPI.Request.Waitall(sends)
     comm.Free()
@@ -264,17 +264,17 @@ def test_two_threads_take_two_messages_of_probes(queue: UnexpectedQueue, monkeyp
     monkeypatch.setattr(queue, "_find", find_slowly)
     taken: list[Any] = [queue.take(0, MPI.ANY_TAG), second.joined()]
     assert [each.tag for each in taken] == [1, 2]
-    queue.kept += taken
+    queue.queued += taken
 
 
 def test_a_receive_beside_a_probe_loses_no_message(queue: UnexpectedQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    of, second = Matched.of, Second(lambda: queue.take(0, 1))
+    of, second = MatchedMessage.of, Second(lambda: queue.take(0, 1))
 
-    def of_slowly(*arguments: Any) -> Matched:
+    def of_slowly(*arguments: Any) -> MatchedMessage:
         second.meanwhile()
         return of(*arguments)
 
-    monkeypatch.setattr(Matched, "of", of_slowly)
+    monkeypatch.setattr(MatchedMessage, "of", of_slowly)
     assert queue.probe(0, 2, None, wait=False)
     assert second.joined().tag == 1
-    queue.kept.append(second.joined())
+    queue.queued.append(second.joined())

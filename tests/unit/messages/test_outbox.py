@@ -1,4 +1,4 @@
-"""The places of messages in the outbox do not overlap, and are all released; headers tell where they lie."""
+"""The slots of messages in the outbox do not overlap, and are all released; headers tell where they lie."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,14 +22,14 @@ from mpicomm.errors import HandleError
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import outbox, rendezvous_header
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, OutboxSlot
-from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
+from mpicomm.messages.outbox import MEMORY_DIVISOR, Outbox, OutboxFullError
 from mpicomm.messages.rendezvous_header import (
     HEADER_NBYTES,
     KERNEL_NBYTES,
-    KNOWN_NBYTES,
-    START,
+    PREFIX,
+    SLOT_KEY_NBYTES,
     RendezvousHeader,
-    counts_of,
+    piece_count,
     pieces,
     put_nbytes,
 )
@@ -43,7 +44,7 @@ SECRET = bytes(32)
 @pytest.fixture
 def device(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDevice]:
     monkeypatch.setattr(outbox, "FIRST_BLOCK_NBYTES", 2 << 20)
-    double = ThreadDevice(0, 5.0, total_nbytes=PART * MOST, slowest_s=0)
+    double = ThreadDevice(0, 5.0, total_nbytes=MEMORY_DIVISOR * MOST, slowest_s=0)
     yield double
     double.close()
 
@@ -55,30 +56,31 @@ def box(device: ThreadDevice) -> Iterator[Outbox]:
     box.close()
 
 
-def header_of(place: OutboxSlot) -> RendezvousHeader:
+def header_of(slot: OutboxSlot) -> RendezvousHeader:
     """Return the header that MPI carries."""
-    header = RendezvousHeader.unpack(bytes(place.message[0]), SECRET)
+    header = RendezvousHeader.unpack(bytes(slot.header[0]), SECRET)
     assert header is not None
     return header
 
 
-def place_of(box: Outbox, slot: OutboxSlot) -> tuple[int, int]:
+def range_of(box: Outbox, slot: OutboxSlot) -> tuple[int, int]:
     """Return the addresses of the first byte of a message, and after the last byte."""
     header = header_of(slot)
     segment = box.find(header.block)
-    assert segment is not None and header.offset + header.room <= segment.nbytes and header.nbytes <= header.room
+    assert segment is not None and header.offset + header.capacity <= segment.nbytes
+    assert header.nbytes <= header.capacity
     start = segment.pointer + header.offset
     assert start == slot.pointer
     return start, start + header.nbytes
 
 
-def finish(box: Outbox, place: OutboxSlot) -> None:
+def finish(box: Outbox, slot: OutboxSlot) -> None:
     """Set the `done` words, as the receiver does when it has copied the message."""
-    header = header_of(place)
+    header = header_of(slot)
     words = box.find(header.words)
     assert words is not None
     done = array_at(words.pointer + header.line + DONE, MESSAGE_WORDS, np.dtype(np.uint64))
-    done += np.uint64(counts_of(header.nbytes))
+    done += np.uint64(piece_count(header.nbytes))
 
 
 class LateDevice(ThreadDevice):
@@ -110,9 +112,9 @@ class LateDevice(ThreadDevice):
 def test_messages_do_not_overlap_and_nothing_is_lost(
     no_leaks: None, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], late: int, reads_first: bool
 ) -> None:
-    """Messages in flight, and looks that were begun before a message was read."""
+    """Messages in flight, and polls that were begun before a message was read."""
     monkeypatch.setattr(outbox, "FIRST_BLOCK_NBYTES", 2 << 20)
-    device, rng = LateDevice(0, 5.0, total_nbytes=PART * MOST, slowest_s=0), random.Random(late)
+    device, rng = LateDevice(0, 5.0, total_nbytes=MEMORY_DIVISOR * MOST, slowest_s=0), random.Random(late)
     device.late, device.reads_first = late, reads_first
     box = Outbox(cast(GpuBackend, device), SECRET)
     in_flight: list[OutboxSlot] = []
@@ -124,9 +126,9 @@ def test_messages_do_not_overlap_and_nothing_is_lost(
             assert sum(each.nbytes for each in in_flight) + nbytes > MOST // 3, "there should have been room"
             finish(box, in_flight.pop(rng.randrange(len(in_flight))))
             continue
-        start, stop = place_of(box, slot)
+        start, stop = range_of(box, slot)
         assert stop - start == nbytes
-        taken = sorted(place_of(box, each) for each in (*in_flight, slot))
+        taken = sorted(range_of(box, each) for each in (*in_flight, slot))
         ends = [0, *(stop for _, stop in taken)]
         assert all(end <= start for end, (start, _) in zip(ends, taken, strict=False)), number
         in_flight.append(slot)
@@ -144,9 +146,9 @@ def test_messages_do_not_overlap_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize("shorter", [40_000, 1 << 20])
-def test_messages_seldom_wait_for_looks_after_many_shorter_messages(no_leaks: None, shorter: int) -> None:
+def test_messages_seldom_wait_for_polls_after_many_shorter_messages(no_leaks: None, shorter: int) -> None:
     """Shorter messages fill all of the outbox but the room for one message of another length."""
-    device = LateDevice(0, 5.0, total_nbytes=PART * 512 << 20, slowest_s=0)
+    device = LateDevice(0, 5.0, total_nbytes=MEMORY_DIVISOR * 512 << 20, slowest_s=0)
     box = Outbox(cast(GpuBackend, device), SECRET)
     count = (outbox.FIRST_BLOCK_NBYTES - (4 << 20)) // max(shorter, 64 << 10)
     for header in [box.reserve(shorter) for _ in range(count)]:
@@ -163,26 +165,26 @@ def test_messages_seldom_wait_for_looks_after_many_shorter_messages(no_leaks: No
 @pytest.mark.parametrize("late", [0, 1, 5])
 def test_a_loop_of_many_lengths_takes_no_more_than_the_messages_in_flight(no_leaks: None, late: int) -> None:
     """The receivers copy each message when ``late`` more are sent. Two rounds of messages are of one length."""
-    double = ThreadDevice(0, 5.0, total_nbytes=PART * 512 << 20, slowest_s=0)
+    double = ThreadDevice(0, 5.0, total_nbytes=MEMORY_DIVISOR * 512 << 20, slowest_s=0)
     box = Outbox(cast(GpuBackend, double), SECRET)
     lengths = [4, 16_384, 12_000_000, 68, 2_800_000, 6_000_004, 256, 12_000_000]
     in_flight: list[OutboxSlot] = []
     most_nbytes = 0
     for number in range(400):
         in_flight.append(box.reserve(lengths[number // 2 % len(lengths)]))
-        most_nbytes = max(most_nbytes, sum(place.room for place in in_flight))
+        most_nbytes = max(most_nbytes, sum(slot.capacity for slot in in_flight))
         while len(in_flight) > late:
             finish(box, in_flight.pop(0))
     assert box.memory_use().device_nbytes - 2 * DONE <= max(outbox.FIRST_BLOCK_NBYTES, 2 * most_nbytes)
-    for place in in_flight:
-        finish(box, place)
+    for slot in in_flight:
+        finish(box, slot)
     assert box.is_drained()
     box.close()
     double.close()
 
 
 def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
-    device = ThreadDevice(0, 5.0, total_nbytes=PART * MOST_IN_FLIGHT * (128 << 10), slowest_s=0)
+    device = ThreadDevice(0, 5.0, total_nbytes=MEMORY_DIVISOR * MOST_IN_FLIGHT * (128 << 10), slowest_s=0)
     box = Outbox(cast(GpuBackend, device), SECRET)
     in_flight = [box.reserve(40_000) for _ in range(MOST_IN_FLIGHT)]
     with pytest.raises(OutboxFullError, match=f"{MOST_IN_FLIGHT} messages are in flight"):
@@ -196,13 +198,13 @@ def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
 def test_an_outbox_stays_below_its_bound(no_leaks: None, device: ThreadDevice) -> None:
     box = Outbox(cast(GpuBackend, device), SECRET, 8 << 20)
     kept = [box.reserve(2 << 20) for _ in range(3)]
-    place = place_of(box, kept[1])
+    taken = range_of(box, kept[1])
     assert box.memory_use() == MemoryUse("outbox", device_nbytes=device.allocated)
     assert device.allocated <= 8 << 20
     with pytest.raises(OutboxFullError, match=f"MPICOMM_MEMORY leaves {8 << 20} bytes for the outbox: raise it"):
         box.reserve(2 << 20)
     finish(box, kept[1])
-    assert place_of(box, box.reserve(2 << 20)) == place and not box.is_drained()
+    assert range_of(box, box.reserve(2 << 20)) == taken and not box.is_drained()
     box.close()
     assert box.memory_use().device_nbytes == 0
 
@@ -210,10 +212,10 @@ def test_an_outbox_stays_below_its_bound(no_leaks: None, device: ThreadDevice) -
 def test_blocks_are_few_and_quick_to_open(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "FIRST_BLOCK_NBYTES", 2 << 20)
     monkeypatch.setattr(outbox, "LARGEST_BLOCK_NBYTES", 8 << 20)
-    double = ThreadDevice(0, 5.0, total_nbytes=PART * 64 << 20, slowest_s=0)
+    double = ThreadDevice(0, 5.0, total_nbytes=MEMORY_DIVISOR * 64 << 20, slowest_s=0)
     box, blocks = Outbox(cast(GpuBackend, double), SECRET), [2 * DONE]
-    for room in (*[1 << 20] * 30, 12 << 20):
-        box.reserve(room)
+    for nbytes in (*[1 << 20] * 30, 12 << 20):
+        box.reserve(nbytes)
         if (grown := box.memory_use().device_nbytes - sum(blocks)) > 0:
             blocks.append(grown)
     assert [block >> 20 for block in blocks[1:]] == [2, 2, 4, 8, 8, 8, 12]
@@ -229,20 +231,29 @@ def test_an_outbox_without_room_for_a_block_takes_no_memory(device: ThreadDevice
     assert device.allocated == 0
 
 
+def test_a_set_up_that_fails_is_made_again(device: ThreadDevice, box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "zero", mock.Mock(side_effect=HandleError("no memory is left")))
+        with pytest.raises(HandleError):
+            box.reserve(40_000)
+    words = box.find(header_of(box.reserve(40_000)).words)
+    assert words is not None and not array_at(words.pointer, 2 * DONE, np.dtype(np.uint8)).any()
+
+
 OWN_SECRET = os.urandom(32)
 PACKET = os.urandom(PACKET_NBYTES)
 LONG = 2 * KERNEL_NBYTES
-DESCRIBED = RendezvousHeader(LONG, PACKET, 32, PACKET[::-1], 2**33, LONG + 20)
+HEADER = RendezvousHeader(LONG, PACKET, 32, PACKET[::-1], 2**33, LONG + 20)
 
 
-def test_a_description_comes_back_and_data_is_none() -> None:
-    message = DESCRIBED.pack(OWN_SECRET)
+def test_a_header_comes_back_and_data_is_none() -> None:
+    message = HEADER.pack(OWN_SECRET)
     assert len(message) == HEADER_NBYTES
-    assert RendezvousHeader.unpack(message, OWN_SECRET) == DESCRIBED
+    assert RendezvousHeader.unpack(message, OWN_SECRET) == HEADER
     others = (b"", message[:-1], message + b"\0", os.urandom(HEADER_NBYTES), bytes([message[0] ^ 1]) + message[1:])
     assert {RendezvousHeader.unpack(data, OWN_SECRET) for data in others} == {None}
     assert RendezvousHeader.unpack(message, os.urandom(32)) is None
-    longer = replace(DESCRIBED, nbytes=LONG + 21)  # than its slot
+    longer = replace(HEADER, nbytes=LONG + 21)  # than its slot
     with pytest.raises(HandleError, match="header of a message"):
         RendezvousHeader.unpack(longer.pack(OWN_SECRET), OWN_SECRET)
 
@@ -250,20 +261,20 @@ def test_a_description_comes_back_and_data_is_none() -> None:
 @pytest.mark.parametrize("nbytes", [1, 1 << 15, (8 << 20) + 1, 100 << 20, 10 << 30])
 def test_pieces_are_few_and_make_up_the_message(nbytes: int) -> None:
     found = list(pieces(1 << 40, nbytes))
-    assert len(found) <= rendezvous_header.MOST_PIECES and counts_of(nbytes) == len(found)
+    assert len(found) <= rendezvous_header.MOST_PIECES and piece_count(nbytes) == len(found)
     ends = [start + piece for start, piece in found]
     assert [start for start, _ in found] == [1 << 40, *ends[:-1]]
     assert sum(piece for _, piece in found) == nbytes
 
 
-def test_a_slot_is_known_by_the_begin_of_its_header() -> None:
-    message = DESCRIBED.pack(OWN_SECRET)
-    known, nbytes = START.unpack_from(message)
-    put_nbytes(message, KNOWN_NBYTES, KERNEL_NBYTES + 1)
-    assert RendezvousHeader.unpack(bytes(message), OWN_SECRET) == replace(DESCRIBED, nbytes=KERNEL_NBYTES + 1)
-    assert (nbytes, START.unpack_from(message)) == (DESCRIBED.nbytes, (known, KERNEL_NBYTES + 1))
-    other = replace(DESCRIBED, name=RendezvousHeader(1, PACKET, 32, PACKET, 0, 1).name)
-    assert START.unpack_from(other.pack(OWN_SECRET))[0] != known != START.unpack_from(DESCRIBED.pack(os.urandom(32)))[0]
+def test_the_begin_of_a_header_tells_its_slot() -> None:
+    message = HEADER.pack(OWN_SECRET)
+    key, nbytes = PREFIX.unpack_from(message)
+    put_nbytes(message, SLOT_KEY_NBYTES, KERNEL_NBYTES + 1)
+    assert RendezvousHeader.unpack(bytes(message), OWN_SECRET) == replace(HEADER, nbytes=KERNEL_NBYTES + 1)
+    assert (nbytes, PREFIX.unpack_from(message)) == (HEADER.nbytes, (key, KERNEL_NBYTES + 1))
+    other = replace(HEADER, slot_id=RendezvousHeader(1, PACKET, 32, PACKET, 0, 1).slot_id)
+    assert PREFIX.unpack_from(other.pack(OWN_SECRET))[0] != key != PREFIX.unpack_from(HEADER.pack(os.urandom(32)))[0]
 
 
 PRELUDE = """

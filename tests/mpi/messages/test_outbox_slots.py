@@ -1,4 +1,4 @@
-"""The places of messages in the outbox, between processes whose devices are threads."""
+"""The slots of messages in the outbox, between processes whose devices are threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.log import logger
 from mpicomm.messages.in_flight import DONE
-from mpicomm.messages.outbox import PART
+from mpicomm.messages.outbox import MEMORY_DIVISOR
 from tests.helpers.rigs.message_rigs import LARGE, Rig, content, on_threads, rig_on, same
 
 SINGLE = 12 * LARGE
@@ -22,14 +22,14 @@ SINGLE = 12 * LARGE
 @pytest.fixture
 def single(parent: mpicomm.Communicator) -> Iterator[Rig]:
     """A rig whose outbox has room for a single message of `SINGLE` elements."""
-    with rig_on(parent, total_nbytes=PART << 21) as rig:
+    with rig_on(parent, total_nbytes=MEMORY_DIVISOR << 21) as rig:
         yield rig
 
 
-def require_place(rig: Rig) -> None:
+def require_slot(rig: Rig) -> None:
     """Let each rank send a message that fits into its outbox only when that is empty. Collective."""
     rig.comm.Barrier()
-    rig.device.synchronize()  # the receivers release places in stream order
+    rig.device.synchronize()  # the receivers release slots in stream order
     rig.comm.Barrier()
     received = rig.empty(SINGLE)
     rig.comm.Sendrecv(rig.of(rig.rank, SINGLE, 1), rig.right, 0, received, rig.left, 0)
@@ -90,7 +90,7 @@ def test_without_memory_messages_go_through_the_host(
 
 @pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.parametrize("way", ["Recv", "Wait", "Waitall"])
-def test_a_truncated_message_is_an_error_and_leaves_its_place(single: Rig, way: str, to_host: bool) -> None:
+def test_a_truncated_message_is_an_error_and_releases_its_slot(single: Rig, way: str, to_host: bool) -> None:
     rig = single
     short: Any = np.zeros(SINGLE - 1, np.int32) if to_host else rig.empty(SINGLE - 1)
     for _ in range(2):
@@ -103,10 +103,10 @@ def test_a_truncated_message_is_an_error_and_leaves_its_place(single: Rig, way: 
                 request.Wait()
             else:
                 MPI.Request.Waitall([request])
-        require_place(rig)
+        require_slot(rig)
 
 
-def test_the_place_of_a_truncated_message_is_kept_until_it_has_come(single: Rig) -> None:
+def test_the_slot_of_a_truncated_message_is_kept_until_it_has_come(single: Rig) -> None:
     rig, comm, device, count = single, single.comm, single.device, SINGLE
     device.enqueue(7, lambda: time.sleep(0.3))
     first = comm.Isend(rig.of(rig.rank, count), rig.right, stream=7)
@@ -122,7 +122,7 @@ def test_the_place_of_a_truncated_message_is_kept_until_it_has_come(single: Rig)
     same(received, content(rig.left, count, 1))
 
 
-def test_what_mpi_refuses_leaves_its_place(single: Rig) -> None:
+def test_what_mpi_refuses_releases_its_slot(single: Rig) -> None:
     with pytest.raises(MPI.Exception):
         single.comm.Send(single.empty(SINGLE), single.right, tag=-7)
-    require_place(single)
+    require_slot(single)
