@@ -52,7 +52,7 @@ class Internals:
     def check_at_once(self) -> None:
         """Raise as `Communicator.check` does, but wait for no stream. Do nothing on a freed communicator."""
         if self._comm != MPI.COMM_NULL:
-            self._session.require_whole("check")
+            self._session.require_intact("check")
 
     def prepare_thread(self) -> None:
         """Prepare the calling thread, which a client has started, for work on this device beside the user's threads."""

@@ -223,7 +223,7 @@ class RedistributionCalls(MPI.Intracomm):
             whole = None if shape is None else _shape(shape)
             return (normal("from_", from_), normal("to", to), whole), part, dtype
 
-        alike, parts, dtypes = zip(*group.exchange("redistribute", say), strict=True)
+        alike, parts, dtypes = zip(*group.allgather("redistribute", say), strict=True)
         require_same("from_, to or shape", [*map(repr, alike)])
         source, target, whole = alike[0]
         names = {dtype for dtype in dtypes if dtype is not None}
@@ -249,7 +249,7 @@ class RedistributionCalls(MPI.Intracomm):
                 rows = cp.ones(to_columns.source_shape, "float32")
                 columns = to_columns(rows)
         """
-        said = self._session.set_up("redistribution").group.exchange(
+        said = self._session.set_up("redistribution").group.allgather(
             "redistribution",
             lambda: (_shape(shape), _dtype("dtype", dtype), normal("from_", from_), normal("to", to)),
         )

@@ -291,7 +291,7 @@ def _of_all_ranks(
             raise InvalidUsageError(f"{what}: comm={comm!r} is no mpicomm.Communicator, which place='device' needs")
         return produce(session)
 
-    found = of_all(MPI.Intracomm(comm), what, checked) if session is None else session.group.exchange(what, checked)
+    found = of_all(MPI.Intracomm(comm), what, checked) if session is None else session.group.allgather(what, checked)
     return comm, session, found
 
 

@@ -2,7 +2,7 @@
 
 In the barrier the first rank calls the other ranks, gathers the status of each, and scatters all statuses. A rank that
 has given up before the call says so in its status. So a first rank that comes late does not take ranks that have left
-for ranks that are here. An exchange of a `Group` does the same by messages, and carries results and errors.
+for ranks that are here. `Group.allgather` does the same by messages, and carries results and errors.
 """
 
 from __future__ import annotations

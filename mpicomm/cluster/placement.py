@@ -239,7 +239,7 @@ def find_placement(
             leaves=leaves,
         )
 
-    places = group.exchange("Communicator: find devices", look_around)
+    places = group.allgather("Communicator: find devices", look_around)
     for argument, name in (*zip(_SAME, _SAME, strict=True), ("MPICOMM_MEMORY", "most_nbytes")):
         require_same(argument, [getattr(place, name) for place in places])
     requests = [place.device for place in places]

@@ -214,7 +214,7 @@ def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list
         own = replace(facts, rank=group.rank, world_size=group.size, threads_multiple=threads)
         return replace(own, gpus=gpus, no_gpu_reason=reason), ctypes.addressof(word)
 
-    found = group.exchange("doctor: look around", look)
+    found = group.allgather("doctor: look around", look)
     unreadable: dict[int, str] = {}
     for peer, address in found:
         # MPI takes ranks with the same host name for ranks of one machine.
@@ -222,7 +222,7 @@ def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list
             unreadable[peer.rank] = error
     memory, reason = _open_memory(device, handle), next(iter(unreadable.values()), "")
     own = replace(found[group.rank][0], unreadable=tuple(unreadable), unreadable_reason=reason, memory=memory)
-    return group.exchange("doctor: own facts", lambda: own)  # until then the others may read the word
+    return group.allgather("doctor: own facts", lambda: own)  # until then the others may read the word
 
 
 def _read(pid: int, address: int) -> str:

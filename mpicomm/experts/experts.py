@@ -103,7 +103,7 @@ class Experts(AbstractContextManager["Experts"]):
             numbers = num_experts, hidden, max_tokens, top_k, dtype, capacity, alignment, blocks
             return checked_shape(comm.size, *numbers, layout, wire_dtype)
 
-        shapes = session.group.exchange("Experts", describe)
+        shapes = session.group.allgather("Experts", describe)
         for each in fields(Shape):
             require_same(f"Experts: {each.name}", [getattr(shape, each.name) for shape in shapes])
         self._shape = shapes[0]

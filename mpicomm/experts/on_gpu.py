@@ -204,7 +204,7 @@ def open_on_gpus(session: Session, shape: Shape, backend: GpuBackend) -> tuple[S
     memory = ExpertsMemory(shape)
     segments = share_filled(domain, backend, session.kind, "Experts", memory.nbytes, memory.absent)
     arena = session.keep(SharedMemory("experts", session.kind, segments))
-    devices = domain.exchange("Experts: devices", lambda: device_facts(backend))
+    devices = domain.allgather("Experts: devices", lambda: device_facts(backend))
     multiprocessors, _ = multiprocessors_of(devices, placement.most_on_a_device)
     most = min(MAX_BLOCKS, kernels.BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, shape.blocks or MAX_BLOCKS)
     team = team_of(backend, domain, arena.pointers)

@@ -70,7 +70,7 @@ class HostWay:
                 )
             return ids, np.ones(ids.shape, np.float32) if given.weights is None else given.weights
 
-        all_ids, all_weights = zip(*self._session.group.exchange("Experts.dispatch", routes), strict=True)
+        all_ids, all_weights = zip(*self._session.group.allgather("Experts.dispatch", routes), strict=True)
         given, received, tokens_of = made[0], made[0].received, list(map(len, all_ids))
         ids, weights = self._together(all_ids, -1), self._together(all_weights, 0)
         owners = np.searchsorted(shape.firsts, ids, side="right") - 1  # the rank of each slot's expert, or -1

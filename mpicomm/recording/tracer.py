@@ -41,10 +41,10 @@ def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
     """Compare this rank's clock with the clock of the first rank of ``group``. Collective, blocking.
 
     ``comm`` carries the group's messages. Ranks of one kernel have the same clock. Each other rank asks the first rank
-    for its time, again and again, and believes the fastest answer. Raises as `Group.exchange`. If a rank dies between
+    for its time, again and again, and believes the fastest answer. Raises as `Group.allgather`. If a rank dies between
     two answers, ranks hang in MPI.
     """
-    told = group.exchange("clocks: ranks", lambda: (clock_key(), process_number()))
+    told = group.allgather("clocks: ranks", lambda: (clock_key(), process_number()))
     others = [index for index, (key, _) in enumerate(told) if key != told[0][0]]
     reference = told[0][1]
 
@@ -58,7 +58,7 @@ def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
                 comm.Send(np.array([now_ns()], np.int64), rank, _TAG)
         return {"reference": reference, "time_ns": now_ns(), "offset_ns": 0, "uncertainty_ns": 0}
 
-    return group.exchange("clocks: times", compare)[group.rank] if others else compare()
+    return group.allgather("clocks: times", compare)[group.rank] if others else compare()
 
 
 def _ask(comm: MPI.Intracomm, first: int, reference: int) -> Reading:
@@ -116,7 +116,7 @@ class Tracer:
             _made[number] += 1
             return number, _made[number]
 
-        first, number = group.exchange("Communicator: trace", start)[0]
+        first, number = group.allgather("Communicator: trace", start)[0]
         tracer = cls(_recorders[mine], f"{first}.{number}", reads_clocks=True)
         tracer._read_clocks(group, comm)
         return tracer

@@ -37,7 +37,7 @@ class Session(SetUp):
     def check(self, stream: Any) -> None:
         """Wait for a stream, then raise the error of its work; see ``Communicator.check``. Local."""
         self._require_unfreed("check")
-        self.require_whole("check")
+        self.require_intact("check")
         if self._has_device:
             self.backend.synchronize(self.backend.stream(stream))
             self.backend.check()
@@ -48,7 +48,7 @@ class Session(SetUp):
         if self.is_suspended:
             return
         self.set_up("suspend")
-        self.require_whole("suspend")
+        self.require_intact("suspend")
 
         def memories() -> list[SharedSegments]:
             members = [member for member in (*self._beside, *self._shared) if isinstance(member, Suspendable)]
@@ -66,7 +66,7 @@ class Session(SetUp):
         suspension = self._suspension
         if suspension is None:
             return
-        self.require_whole("resume")
+        self.require_intact("resume")
 
         suspension.take_back()
         self._suspension, self._is_shut = None, False
@@ -86,7 +86,7 @@ class Session(SetUp):
                 self._row.hide()
             return
         if self._groups:
-            self.group.patience = self.awaited_elsewhere
+            self.group.extend_deadline = self.awaited_elsewhere
         late = self._meet("Free")
         if self.tracer is not None and late is None and self._groups and self.intact:
             self.tracer.read_clocks_again(self.group, self.private)
@@ -144,14 +144,14 @@ class Session(SetUp):
             return None
         timeout = self._timeout(step)
         if timeout is not None:
-            self.group.leave(timeout)
+            self.group.abort(timeout)
             return None
         try:
             self.group.barrier(step)
         except MpicommError as error:
             if self.intact:
                 raise
-            if not self.group.is_left:
+            if not self.group.aborted:
                 return error
             log.logger.info("%s: other ranks have given up an earlier call: %s", step, error)
         return None
@@ -173,7 +173,7 @@ class Session(SetUp):
         """Stop work, unmap the peers' memory, wait until all ranks have done so, free own memory; raise ``late``.
 
         The wait keeps a rank from freeing memory that a slower peer still maps or uses. No second wait is needed,
-        because no rank uses the same memory again before the next exchange.
+        because no rank uses the same memory again before the next allgather.
         """
 
         def stop_and_unmap() -> bool:
@@ -190,7 +190,7 @@ class Session(SetUp):
             for member in reversed(shared):
                 last.callback(member.close_own)  # whatever fails before, because a peer that is gone maps nothing
             if self._groups and self.intact:
-                self._left_messages |= any(self.group.exchange(f"{step}: unmap", stop_and_unmap))
+                self._left_messages |= any(self.group.allgather(f"{step}: unmap", stop_and_unmap))
             else:
                 if self._opened_unasked and not self._groups:
                     last.callback(self._meet_without_groups, step)

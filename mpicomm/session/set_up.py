@@ -13,7 +13,7 @@ from mpicomm import environment, log
 from mpicomm.activity.layout import CALLS_BY_MPI, KEY
 from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster import process
-from mpicomm.cluster.agreement import Group, left_by
+from mpicomm.cluster.agreement import Group, broken_by
 from mpicomm.cluster.monitored_barrier import monitored_barrier, private_copy
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize
@@ -131,14 +131,14 @@ class SetUp:
         page().set_world(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         limit_s = environment.usable_timeout_s(timeout_s)
         with _private_group(comm, "Communicator", limit_s) as (private, group):
-            # A rank with a bad value must still be able to tell the others, so exchanges check the values.
+            # A rank with a bad value must still be able to tell the others, so allgathers check the values.
             group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
 
             def configure() -> environment.Recording | None:
                 log.configure(MPI.COMM_WORLD.rank)
                 return environment.recording()
 
-            wanted = group.exchange("Communicator: log", configure)
+            wanted = group.allgather("Communicator: log", configure)
             tracer = None
             if any(wanted):
                 from mpicomm.recording.tracer import Tracer  # few programs record
@@ -156,7 +156,7 @@ class SetUp:
 
     @property
     def intact(self) -> bool:
-        """Whether all ranks still answered in the last exchange; collective MPI calls would hang otherwise."""
+        """Whether all ranks still answered in the last allgather; collective MPI calls would hang otherwise."""
         return not (self._missed or (self._groups and any(group.broken for group in self._groups)))
 
     def set_up(self, what: str) -> Self:
@@ -164,7 +164,7 @@ class SetUp:
 
         ``what`` names the call in errors. A failure raises the same error on all ranks.
         """
-        # Else another thread may begin them during this call. It would set up memory in exchanges that other ranks make
+        # Else another thread may begin them during this call. It would set up memory in steps that other ranks make
         # before this call, and enqueue kernels after those of this call.
         self.begin_started()
         if not self._groups:
@@ -186,7 +186,7 @@ class SetUp:
     def await_some(self, what: str, ranks: Sequence[int]) -> bool:
         """Wait until these ranks have called ``what``, among them this rank. Return False at once before `set_up`.
 
-        Collective over the ranks. Raises as `Group.exchange`. After an error all later calls of this rank raise,
+        Collective over the ranks. Raises as `Group.allgather`. After an error all later calls of this rank raise,
         because a call with other ranks could take the message of a late rank for one of its own.
         """
         if self._private is None or self.placement.rank not in ranks:
@@ -201,7 +201,7 @@ class SetUp:
         try:
             part.barrier(what)
         except BaseException as error:
-            self._part_error, self._left_messages = left_by(error, what, self.placement.rank), True
+            self._part_error, self._left_messages = broken_by(error, what, self.placement.rank), True
             raise
         return True
 
@@ -282,15 +282,15 @@ class SetUp:
         if self._is_shut:
             self._require_open(what)
         for group in self._groups:
-            # `require_whole` has these two checks, too. They save a call of it, because every known call comes here.
+            # `require_intact` has these two checks, too. They save a call of it, because every known call comes here.
             if process.is_forked or group.broken is not None:
-                group.require_whole(what)
+                group.require_intact(what)
         self.backend.check()
 
-    def require_whole(self, what: str) -> None:
+    def require_intact(self, what: str) -> None:
         """Raise if an earlier error broke the communicator. Unlike `require_usable` it accepts a suspension. Local."""
         for group in self._groups:
-            group.require_whole(what)
+            group.require_intact(what)
         if self._has_device:
             self.backend.check()
 
@@ -322,7 +322,7 @@ class SetUp:
         return self._suspension is not None
 
     def hasten(self, limit_s: float) -> None:
-        """Let later exchanges wait at most ``limit_s`` seconds for a rank. Local."""
+        """Let later steps wait at most ``limit_s`` seconds for a rank. Local."""
         for group in self._groups:
             group.timeout_s = min(group.timeout_s, limit_s)
 

@@ -92,7 +92,7 @@ def probe(node: Group, backend: Backend, kind: Kind) -> None:
                 if int(own[-1]) != expected:
                     raise HandleError(f"rank {node.ranks[index]}'s memory reads {int(own[-1])} instead of {expected}")
 
-        tokens = node.exchange(f"{what}: prepare", prepare)
+        tokens = node.allgather(f"{what}: prepare", prepare)
         node.agree(f"{what}: write", write)
         node.agree(f"{what}: read back", read)
     finally:
@@ -110,7 +110,7 @@ def choose_handles(group: Group, placement: Placement, backend: Backend) -> Plac
     If no kind works on a node, every rank raises the same `HandleError`.
     """
     node, request = node_of(group, placement), placement.here.handle
-    chosen = group.exchange("Communicator: choose handle", partial(_choose_kind, node, backend, request))
+    chosen = group.allgather("Communicator: choose handle", partial(_choose_kind, node, backend, request))
     if node.rank == 0:
         kind, rejected = chosen[group.rank]
         reasons = "".join(f"; not {other}: {why}" for other, why in rejected.items())

@@ -85,7 +85,7 @@ class SharedSegments:
         come, and each further meeting would fail a later call of that rank.
         """
         with contextlib.suppress(MpicommError):
-            if not self.node.are_apart:
+            if not self.node.calls_differed:
                 self.close(step)  # if the group is broken, its barrier fails at once
             self.close_peers()
             self.close_own()
@@ -200,7 +200,7 @@ def _exchange(
                     raise HandleError(f"memory of rank {node.ranks[index]}: {error}") from error
 
     with contextlib.ExitStack() as temporary:
-        offers = node.exchange(f"{what}: allocate and export", offer)
+        offers = node.allgather(f"{what}: allocate and export", offer)
         require_same(what, [offer.signature for offer in offers], node.ranks)
         node.agree(f"{what}: open", open_all)
 

@@ -73,7 +73,7 @@ class Suspension:
                     self._copy(host.ctypes.data, shared.own.pointer, host.nbytes)
                     self._saved[shared] = host
 
-        require_same("suspend: keep", self._group.exchange("suspend: finish all work", finish_work))
+        require_same("suspend: keep", self._group.allgather("suspend: finish all work", finish_work))
         self._group.agree("suspend: save", save)
 
     def give_back(self) -> None:

@@ -131,7 +131,7 @@ def shared_event(owner: Session) -> SharedEvent:
                 events[peer] = owner.backend.open_event(exported[peer])
 
     try:
-        exported = owner.group.exchange("shared_event: create and export", create)
+        exported = owner.group.allgather("shared_event: create and export", create)
         owner.group.agree("shared_event: open", open_peers)
     except Exception:
         for event in events.values():
@@ -189,7 +189,7 @@ def _share_on_all_nodes(
         return describe()
 
     try:
-        require_same(f"{what}: the array", owner.group.exchange(f"{what}: on all nodes", in_node))
+        require_same(f"{what}: the array", owner.group.allgather(f"{what}: on all nodes", in_node))
     except Exception:
         for segments in opened:
             segments.undo(f"{what}: undo on all nodes")

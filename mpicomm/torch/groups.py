@@ -78,7 +78,7 @@ def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Com
         return rank, node_key(), torch.cuda.current_device() if torch.cuda.is_available() else None
 
     try:
-        members = group.exchange(_STEP, describe)
+        members = group.allgather(_STEP, describe)
         ranks = [each[0] for each in members]
         if sorted(ranks) != list(range(size)):
             raise InvalidUsageError(f"the ranks of MPI have the ranks {ranks} in torch.distributed: pass each once")
@@ -130,7 +130,7 @@ def _by_mpi(timeout: timedelta) -> Found:
     group = Group(private, range(private.size), limit_s)
     rank, size = private.rank, private.size
     try:
-        hosts = group.exchange(f"{_STEP}: hosts", node_key)
+        hosts = group.allgather(f"{_STEP}: hosts", node_key)
         address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if len(set(hosts)) == 1 else socket.gethostname())
         served: list[dist.TCPStore] = []
 
@@ -145,7 +145,7 @@ def _by_mpi(timeout: timedelta) -> Found:
             served.append(dist.TCPStore(address, int(port), private.size, True, timeout, **shares))
             return address, served[0].port
 
-        address, port = group.exchange(f"{_STEP}: store", listen)[0]
+        address, port = group.allgather(f"{_STEP}: store", listen)[0]
         store = served[0] if served else dist.TCPStore(address, port, private.size, False, timeout)
     finally:
         if group.broken is None:  # else a rank is missing, and MPI's Free would wait for it

@@ -76,7 +76,7 @@ class DeviceEngine:
     ) -> None:
         self._backend = backend
         self._call_log = call_log
-        devices = node.exchange("collectives: set-up", lambda: device_facts(backend))
+        devices = node.allgather("collectives: set-up", lambda: device_facts(backend))
         multiprocessors, side_by_side = multiprocessors_of(devices, on_a_device)
         most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(each.total_nbytes for each in devices) // _STAGED_PART)
 
@@ -84,7 +84,7 @@ class DeviceEngine:
             links = (backend.link(each.uuid, kind) for each in devices[1:])
             return tuning.find(backend.info.name, lambda: slowest_gb_s(links)) if node.rank == 0 else None
 
-        found = node.exchange("collectives: table", find)[0]
+        found = node.allgather("collectives: table", find)[0]
         assert found is not None
         self.tuning: Tuning = found
         """The table of the first rank, which all ranks use."""

@@ -63,7 +63,7 @@ class NcclTransport(Transport):
         self._backend = backend
         self._timeout_s = group.timeout_s
         self._on_failure = on_failure
-        ids = group.exchange("NCCL: id", lambda: nccl.unique_id() if group.rank == 0 else b"")
+        ids = group.allgather("NCCL: id", lambda: nccl.unique_id() if group.rank == 0 else b"")
 
         def create() -> nccl.NcclCommunicator:
             with backend.current():
@@ -246,7 +246,7 @@ def choose_transport(
     the engine that it names does not work.
     """
     group, uuids = session.group, [place.device_uuid for place in session.placement.places]
-    requests = group.exchange("MPICOMM_INTERNODE", environment.internode)
+    requests = group.allgather("MPICOMM_INTERNODE", environment.internode)
     require_same("MPICOMM_INTERNODE", requests)
 
     def opened(name: str) -> Transport:

@@ -49,7 +49,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 def test_mpicomms_errors_keep_their_class(group: Group, original: MpicommError) -> None:
     step = "" if isinstance(original, InvalidUsageError) else "open failed on "
     with pytest.raises(MpicommError, match=f"^{step}rank 0: it is full$") as failure:
-        group.exchange("open", raising(original))
+        group.allgather("open", raising(original))
     assert type(failure.value) is type(original)
     assert failure.value.ranks == (0,)
     assert failure.value.__cause__ is original
@@ -76,13 +76,13 @@ def test_other_errors_become_handle_errors_that_name_their_class(group: Group, e
 
 def test_an_interrupt_is_passed_on(group: Group) -> None:
     with pytest.raises(KeyboardInterrupt):
-        group.exchange("step", raising(KeyboardInterrupt()))
+        group.allgather("step", raising(KeyboardInterrupt()))
 
 
 def test_a_broken_group_does_nothing_more(group: Group) -> None:
     done: list[int] = []
     group.broken = CollectiveTimeoutError("open: rank 3 did not arrive within 5 s", ranks=[3])
-    for call in (group.exchange, group.agree):
+    for call in (group.allgather, group.agree):
         with pytest.raises(CollectiveTimeoutError, match=r"close: .*unusable.*\(open: rank 3 did not") as failure:
             call("close", lambda: done.append(1))
         assert failure.value.ranks == (3,)
@@ -99,11 +99,11 @@ def test_a_timeout_inside_an_exchange_is_raised_as_it_is(group: Group) -> None:
         raise timeout
 
     with pytest.raises(CollectiveTimeoutError) as failure:
-        group.exchange("outer", produce)
+        group.allgather("outer", produce)
     assert failure.value is timeout
 
 
-# ---- _judge
+# ---- _common_error
 
 
 FULL, GONE = HandleError("full"), HandleError("gone")
@@ -130,7 +130,7 @@ JUDGED: dict[str, tuple[list[_Outcome], type[MpicommError], tuple[int, ...]]] = 
 @pytest.mark.parametrize("said", JUDGED)
 def test_errors_name_the_ranks(said: str) -> None:
     outcomes, kind, ranks = JUDGED[said]
-    error = Group(MPI.COMM_SELF, [0, 2, 5, 7], 5.0)._judge(outcomes)
+    error = Group(MPI.COMM_SELF, [0, 2, 5, 7], 5.0)._common_error(outcomes)
     assert (type(error), str(error)) == (kind, said)
     assert error is not None and tuple(sorted(error.ranks)) == ranks
 
