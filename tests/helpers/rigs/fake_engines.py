@@ -70,7 +70,7 @@ class Rig:
         monkeypatch.setenv("MPICOMM_TUNING", "off")
         self._size = size
         ranks = [*range(size)]
-        node: Any = SimpleNamespace(rank=rank, size=size, ranks=ranks, timeout_s=5.0, exchange=self._exchange)
+        node: Any = SimpleNamespace(rank=rank, size=size, ranks=ranks, timeout_s=5.0, allgather=self._allgather)
         backend: Any = SimpleNamespace(
             info=DeviceInfo(0, "NVIDIA H200", b"0" * 16, "", -1, (9, 0)),
             multiprocessors=132,
@@ -109,7 +109,7 @@ class Rig:
     def enqueue(self, plan: Any) -> None:
         self.engine.enqueue(plan, STREAM)
 
-    def _exchange(self, what: str, work: Any) -> list[Any]:
+    def _allgather(self, what: str, work: Any) -> list[Any]:
         own = work()
         return [BUILT_IN if own is None else own] * self._size  # the first rank has the table
 
