@@ -76,7 +76,7 @@ def _body(row: Operation, form: int) -> list[str]:
     """Return the lines of a method."""
     send, receive = ("None", "buf") if row.rooted == "bcast" else ("sendbuf", "recvbuf")
     op, root = "op" if row.reduces else "None", "root" if row.rooted else "0"
-    fields = ", ".join([send, receive, op, root, "recvcounts" if row.send == "counted" else "None"])
+    fields = ", ".join([send, receive, op, root, "recvcounts" if row.send == "by_recvcounts" else "None"])
     asked, epilogue = ["wire_dtype is not None"] * row.quantizable, "None"
     if row is ALLREDUCE:
         asked += ["epilogue is not None", "operands"]
@@ -95,14 +95,14 @@ def _body(row: Operation, form: int) -> list[str]:
         # Plain NumPy arrays go to MPI at once. Only a rooted call has to say which rank has both buffers.
         has_both = row.rooted in ("send", "receive")
         checked = ", ".join([send, receive, *[op] * (row.reduces or has_both), *[root] * has_both])
-        counted = " and recvcounts is not None" * (row.send == "counted")
+        has_recvcounts = " and recvcounts is not None" * (row.send == "by_recvcounts")
         given = ", ".join(row.arguments)
         call = f"mpi({('self', 'self._starts_on')[form]}, {given})"
         if form == 1 and row.name not in _KEPT_BY_MPI4PY:  # MPI uses the buffers until the request is complete
             call = f"holding({call}, ({given}))"
         name = row.methods[form]
         lines += [
-            f"    if stream is None and algorithm == 'auto'{counted} and self._plain[{name!r}]({checked}):",
+            f"    if stream is None and algorithm == 'auto'{has_recvcounts} and self._plain[{name!r}]({checked}):",
             "        words = self._row",  # as `begin_mpi_call`, without the time of a call
             f"        words[{CALLS_BY_MPI}] += 1",
             f"        words[{CALL}] = {row.number}",

@@ -24,7 +24,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, Span, parse, require_separate
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
-from mpicomm.mpi.device_counts import CountedBuffers, read_counted
+from mpicomm.mpi.device_counts import DeviceCounts, read_device_counts
 from mpicomm.mpi.host_calls import for_mpi
 from mpicomm.mpi.layout import Elements
 from mpicomm.mpi.ops import Op, check_legal, op_name
@@ -89,7 +89,7 @@ class Call:
             checks.require_root(operation, arguments.root, size)
         self._only_sends = operation.rooted == "bcast" and rank == arguments.root
         """Whether this rank only reads its receive buffer."""
-        self.counted: CountedBuffers | None = None
+        self.device_counts: DeviceCounts | None = None
         """The buffers if counts lie on the device; else None. `send` and `receive` are the whole buffers then."""
         self.send, self.receive = self._read_buffers()
         own = checks.is_on_gpus(operation, self.send, self.receive)
@@ -166,8 +166,8 @@ class Call:
             return self.of_call
         operation, count = self.operation, None
         dtype = str(self.dtype) if operation.reduces else "bytes"
-        if self.counted is not None:  # the numbers of elements travel as bytes
-            dtype = f"elements of {self.counted.itemsize} bytes, counts on the GPU"
+        if self.device_counts is not None:  # the numbers of elements travel as bytes
+            dtype = f"elements of {self.device_counts.itemsize} bytes, counts on the GPU"
         if operation.counts == "same":
             count = self._length
         root = self.arguments.root if operation.rooted else None
@@ -213,7 +213,9 @@ class Call:
         if self.epilogue is not None and self.epilogue.converts:  # a byte may hold several elements of the result
             return CallBlocks(sends, [Span(0, count)], (False, True), nbytes)
         # If blocks are equal, kernels send a part of each before they overwrite it.
-        moves = self.in_place and (operation.send == "counted" or (operation.send == "blocks" and not self.on_device))
+        moves = self.in_place and (
+            operation.send == "by_recvcounts" or (operation.send == "blocks" and not self.on_device)
+        )
         return CallBlocks(sends, [Span(receive.pointer, count)], nbytes=nbytes if moves else 0)
 
     def buffers(self, scratch: int = 0, blocks: CallBlocks | None = None) -> Buffers:
@@ -239,9 +241,11 @@ class Call:
     def _read_buffers(self) -> tuple[Operand | None, Operand | None]:
         arguments, operation = self.arguments, self.operation
         if operation is ALLTOALLV:
-            self.counted = read_counted(arguments.send, arguments.receive, size=self._size, algorithm=self.algorithm)
-            if self.counted is not None:
-                return self.counted.send.operand, self.counted.receive.operand
+            self.device_counts = read_device_counts(
+                arguments.send, arguments.receive, size=self._size, algorithm=self.algorithm
+            )
+            if self.device_counts is not None:
+                return self.device_counts.send.operand, self.device_counts.receive.operand
         rooted, at_root = operation.rooted, self._rank == arguments.root
         has_receive = rooted != "receive" or at_root
         may_be_in_place = rooted in ("", "receive") and not operation.of_neighbors
@@ -348,11 +352,13 @@ class Call:
     def _require_agreeing_counts(self) -> None:
         """Raise if this rank's two buffers contradict each other. The engines compare the counts of different ranks."""
         send, receive, operation, said = self.send, self.receive, self.operation, self.arguments.counts
-        if operation.send == "counted" and said is None:
+        if operation.send == "by_recvcounts" and said is None:
             raise InvalidUsageError(f"{operation}: recvcounts is needed with MPI.IN_PLACE: pass a count for each rank")
-        if self.dtype is None or send is None or receive is None or operation.of_neighbors or self.counted is not None:
+        if operation.of_neighbors or self.device_counts is not None:
             return
-        if said is not None and operation.send == "counted":
+        if self.dtype is None or send is None or receive is None:
+            return
+        if said is not None and operation.send == "by_recvcounts":
             checks.require_recvcounts(operation, said, send, receive, self._rank, self._size)
         elif not self.in_place:
             checks.require_room(operation, send, receive, self._rank, self.arguments.epilogue)

@@ -57,11 +57,11 @@ class Signature:
     @property
     def hash32(self) -> int:
         """A 32-bit hash. It travels with the data, so ranks that call different things notice it."""
-        return counted_hash(self.hash_without_count, self.count)
+        return hash_with_count(self.hash_without_count, self.count)
 
     @property
     def hash_without_count(self) -> int:
-        """A 32-bit hash of all other fields: see `counted_hash`."""
+        """A 32-bit hash of all other fields: see `hash_with_count`."""
         words = self._text(None).encode()
         return int.from_bytes(hashlib.blake2b(words, digest_size=4).digest(), "little")
 
@@ -70,7 +70,7 @@ class Signature:
         return self._text(None if self.count is None else COUNT_IN_TEXT)
 
 
-def counted_hash(without_count: int, count: int | None) -> int:
+def hash_with_count(without_count: int, count: int | None) -> int:
     """Return the hash of a call from ``without_count``, the hash of its other facts, and its count."""
     number = -1 if count is None else count
     # The factor is odd, so counts with other lowest 32 bits have other hashes. All bits of the count are in the hash.

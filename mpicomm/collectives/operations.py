@@ -72,7 +72,7 @@ class Operation:
     @property
     def is_even(self) -> bool:
         """Whether all blocks have one length, the same on all ranks."""
-        return self.counts == "same" and self.send != "counted"
+        return self.counts == "same" and self.send != "by_recvcounts"
 
     @property
     def mpi_class(self) -> type[MPI.Intracomm]:
@@ -88,7 +88,7 @@ class Operation:
     def arguments(self) -> tuple[str, ...]:
         """The names of mpi4py's arguments, in order."""
         names = ["buf"] if self.rooted == "bcast" else ["sendbuf", "recvbuf"]
-        names += ["recvcounts"] * (self.send == "counted") + ["op"] * self.reduces + ["root"] * bool(self.rooted)
+        names += ["recvcounts"] * (self.send == "by_recvcounts") + ["op"] * self.reduces + ["root"] * bool(self.rooted)
         return tuple(names)
 
     @cached_property
@@ -309,7 +309,7 @@ Both buffers have n elements of one type, and n is the same on all ranks. Other 
 
 With ``order="tree"`` the bits of a sum do not depend on the number of ranks: see `Allreduce`.
 """
-REDUCE_SCATTER = Operation("Reduce_scatter", "counted", "one", patterns.reduce_scatter, reduces=True, to_all=True)
+REDUCE_SCATTER = Operation("Reduce_scatter", "by_recvcounts", "one", patterns.reduce_scatter, reduces=True, to_all=True)
 DOCS[REDUCE_SCATTER] = """\
 Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``. Blocks differ in length.
 

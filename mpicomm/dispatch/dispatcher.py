@@ -155,7 +155,7 @@ class Dispatcher:
         """Return whether a call is certainly MPI's, and needs no exchange of counts before. Local."""
         if algorithm != "auto" or stream is not None or given.epilogue is not None or given.wire is not None:
             return False
-        told = operation.send != "counted" or given.counts is not None
+        told = operation.send != "by_recvcounts" or given.counts is not None
         return told and self._plain[method](given.send, given.receive, given.op, given.root)
 
     def _is_on_host(self, operation: Operation) -> bool:
@@ -317,7 +317,7 @@ class Dispatcher:
 
             return PersistentRequest.of(begin_on_copies, prepared.Free)
         # For an input in place that recvcounts cut, MPI would get a copy with the content of this moment.
-        if carrier == "mpi" and not (operation.send == "counted" and call.in_place):
+        if carrier == "mpi" and not (operation.send == "by_recvcounts" and call.in_place):
             request: MPI.Prequest = self._mpi.call(operation, call.arguments, 2, info)
             return request
         if call.on_device:

@@ -53,7 +53,7 @@ class Reader:
         given = arguments
         if algorithm != "auto":
             _require_known(operation, algorithm)
-        if operation.send == "counted" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
+        if operation.send == "by_recvcounts" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
         try:
@@ -184,7 +184,12 @@ class ByMpi:
         In a persistent call the input must not be in place if MPI needs a copy of such an input.
         """
         op = arguments.op
-        if operation.send == "counted" and form < 2 and arguments.counts is not None and is_in_place(arguments.send):
+        if (
+            operation.send == "by_recvcounts"
+            and form < 2
+            and arguments.counts is not None
+            and is_in_place(arguments.send)
+        ):
             # MPICH 5 ends the program if a block overlaps its result, so MPI gets a copy of the input. Ranks that
             # receive nothing need not be in place, so all ranks must still go to MPI.
             send, receive = out_of_place(arguments.receive, arguments.counts, self._comm.rank)

@@ -28,7 +28,7 @@ enum Operation : u32 {
   kRoutes = 11,   // a rank passed an id that is no expert
   kRoom = 12,     // a rank gets more rows than its result has
   kCounts = 13,   // a rank passed counts or displacements on the device that do not fit its buffer
-  kCountedRoom = 14,  // a rank gets more elements than its buffer holds, by counts on the device
+  kReceiveOverflow = 14,  // a rank gets more elements than its buffer holds, by counts on the device
 };
 
 // A fault record lies in mapped host memory, so that the host can read it while kernels run. The

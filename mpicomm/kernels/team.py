@@ -15,10 +15,10 @@ PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
 HEAD_NBYTES = 2432
 """The size of the head of an arena, which is all zero at first: see the top of team.cuh."""
 EXCHANGE, MISMATCH, MESSAGE = 2, 3, 4
-COUNTS, COUNTED_ROOM = 13, 14
+COUNTS, RECEIVE_OVERFLOW = 13, 14
 """``enum Operation`` of faults.cuh, without signals."""
 OF_RECEIVE = 1 << 31
-"""In a record of `COUNTS`: the displacement of a received block. ``kOfReceive`` in counted.cuh of packets."""
+"""In a record of `COUNTS`: the displacement of a received block. ``kOfReceive`` in device_counts.cuh of packets."""
 ABORT_OPERATION = 7
 """The offset in an arena of the byte that names the operation in which a rank gave up: the last of the abort word."""
 

@@ -123,7 +123,7 @@ def parse(
 ) -> Operand:
     """Read the argument ``name``. Local.
 
-    ``blocks`` is the number of blocks in all shapes but "one" and "counted", which are one block here. Errors say
+    ``blocks`` is the number of blocks in all shapes but "one" and "by_recvcounts", which are one block here. Errors say
     ``peer`` for the owner of a block. ``writable`` is for receive buffers. ``memory`` is the memory of the array, if
     the caller has read it already. The caller handles ``MPI.IN_PLACE``.
 
@@ -152,7 +152,7 @@ def parse(
     operand = Operand(name, memory.pointer, memory.on_device, memory.device, memory, for_mpi)
     if not memory.on_device and (shape == "typed" or (datatype is None and memory.dtype is None)):
         return operand  # MPI may know the type
-    number = 1 if shape in ("one", "counted") else blocks
+    number = 1 if shape in ("one", "by_recvcounts") else blocks
     room = memory.pointer, memory.nbytes if memory.room is None else memory.room
     gpu = memory.device if buffer is MPI.BOTTOM else None
     if shape == "typed":

@@ -91,7 +91,7 @@ def items_key(items: Any, *, counts_on_device: bool = False) -> Hashable:
     return descriptor_of(items) if counts_on_device else None
 
 
-def is_counted(plain: ArrayDescriptor | BlocksDescriptor) -> bool:
+def has_count(plain: ArrayDescriptor | BlocksDescriptor) -> bool:
     """Return whether the caller passed one count: of the array, or of each block if the call has blocks."""
     return type(plain[2]) is tuple and plain[2][-1] == "count"
 
@@ -194,7 +194,7 @@ def tensor_list_descriptor(tensors: Sequence[Any], *, receive: bool, on_host: bo
 def _blocks(spec: Any, *, on_device: bool = False) -> ArrayDescriptor | BlocksDescriptor | None:
     """Describe a list as vector calls read it; None if another call may read it in another way.
 
-    ``on_device`` is whether counts may lie on a GPU, as `read_counted` reads them.
+    ``on_device`` is whether counts may lie on a GPU, as `read_device_counts` reads them.
     """
     parts = parts_of(spec)
     if parts is None:
@@ -221,7 +221,9 @@ def _blocks(spec: Any, *, on_device: bool = False) -> ArrayDescriptor | BlocksDe
     numbers = as_integers(counts)
     if numbers is None:
         # A call with counts on a GPU takes another number of elements at an address.
-        return _counted((pointer, size, (kind, handle)), counts, displs) if on_device and cls is not _buffer else None
+        if not on_device or cls is _buffer:
+            return None
+        return _with_device_counts((pointer, size, (kind, handle)), counts, displs)
     if displs is not None:
         displs = as_integers(displs)
         if displs is None or len(numbers) != len(displs):
@@ -230,7 +232,7 @@ def _blocks(spec: Any, *, on_device: bool = False) -> ArrayDescriptor | BlocksDe
     return pointer, size, (kind, handle, "blocks"), numbers, displs
 
 
-def _counted(array: ArrayDescriptor, counts: Any, displs: Any) -> BlocksDescriptor | None:
+def _with_device_counts(array: ArrayDescriptor, counts: Any, displs: Any) -> BlocksDescriptor | None:
     """Return blocks with counts on a GPU; None unless counts are a plain array, and displacements are plain, too."""
     numbers = _numbers(counts)
     if numbers is None:

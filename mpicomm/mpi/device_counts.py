@@ -21,7 +21,7 @@ _TYPES = ("int32", "int64")
 
 
 @dataclass(frozen=True)
-class CountedBuffer:
+class DeviceCountsBuffer:
     """A buffer with a block for each rank."""
 
     operand: Operand
@@ -37,11 +37,11 @@ class CountedBuffer:
 
 
 @dataclass(frozen=True)
-class CountedBuffers:
+class DeviceCounts:
     """Both buffers of a call with counts on the device."""
 
-    send: CountedBuffer
-    receive: CountedBuffer
+    send: DeviceCountsBuffer
+    receive: DeviceCountsBuffer
 
     @property
     def itemsize(self) -> int:
@@ -55,7 +55,7 @@ def is_wide(indices: ArrayMemory) -> bool:
     return indices.dtype == np.int64
 
 
-def read_counted(send: Any, receive: Any, *, size: int, algorithm: str) -> CountedBuffers | None:
+def read_device_counts(send: Any, receive: Any, *, size: int, algorithm: str) -> DeviceCounts | None:
     """Return the buffers of an Alltoallv if any of its counts or displacements are on the GPU, else None. Local.
 
     Raises `InvalidUsageError` for counts on the GPU beside counts in host memory, for counts that are no integers or
@@ -84,7 +84,7 @@ def read_counted(send: Any, receive: Any, *, size: int, algorithm: str) -> Count
             "counts of type int64"
         )
     _require_apart(sent, received)
-    return CountedBuffers(sent, received)
+    return DeviceCounts(sent, received)
 
 
 def has_device_counts(spec: Any) -> bool:
@@ -103,7 +103,7 @@ def _is_on_device(said: Any) -> bool:
         return bool(getattr(said, "is_cuda", False)) or hasattr(said, "__cuda_array_interface__")
 
 
-def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> CountedBuffer:
+def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> DeviceCountsBuffer:
     if spec is MPI.IN_PLACE or spec is None:
         raise InvalidUsageError(f"Alltoallv: {name}=MPI.IN_PLACE beside counts on the GPU: pass a separate buffer")
     buffer, counts, displs, datatype = items(spec, name, "vector")
@@ -130,7 +130,9 @@ def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> 
         places = _indices(displs, size, f"the displacements of {name}", operand, writable=False)
     elif displs is not None:
         places = displacements(displs, size, name, "rank")
-    return CountedBuffer(operand, _indices(counts, size, f"the counts of {name}", operand, writable=writable), places)
+    return DeviceCountsBuffer(
+        operand, _indices(counts, size, f"the counts of {name}", operand, writable=writable), places
+    )
 
 
 def _indices(array: Any, size: int, what: str, operand: Operand, *, writable: bool) -> ArrayMemory:
@@ -148,7 +150,7 @@ def _indices(array: Any, size: int, what: str, operand: Operand, *, writable: bo
     return memory
 
 
-def _require_apart(send: CountedBuffer, receive: CountedBuffer) -> None:
+def _require_apart(send: DeviceCountsBuffer, receive: DeviceCountsBuffer) -> None:
     """Raise if the call would write into an array that it reads."""
     data, output = send.operand, receive.operand
     arrays = [(data.pointer, data.nbytes, "sendbuf")]

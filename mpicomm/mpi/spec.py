@@ -23,10 +23,10 @@ from mpicomm.mpi import types
 from mpicomm.mpi.buffers import ArrayMemory, array_of
 from mpicomm.mpi.faults import RefusedByMpiError, UnknownElementsError, UnknownTypeError
 
-Shape = Literal["one", "blocks", "vector", "counted", "typed"]
+Shape = Literal["one", "blocks", "vector", "by_recvcounts", "typed"]
 """How a buffer is read. "one": one block. "blocks": an equal block for each rank. "vector": a block of any count and
-displacement for each rank. "counted": blocks that ``recvcounts`` cuts, one after the other. "typed": a block of any
-datatype, count and displacement for each rank. In a collective of neighbours each neighbour has a block."""
+displacement for each rank. "by_recvcounts": blocks that ``recvcounts`` cuts, one after the other. "typed": a block of
+any datatype, count and displacement for each rank. In a collective of neighbours each neighbour has a block."""
 
 _Datatype = MPI.Datatype
 _LISTS, _TYPES = (list, tuple), (_Datatype, str)

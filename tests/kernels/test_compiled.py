@@ -18,7 +18,12 @@ import mpicomm
 from mpicomm.collectives.gpu.algorithms.chain.plan import chain_kernel
 from mpicomm.collectives.gpu.algorithms.chunks.plan import exchange_kernel
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction_kernel
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, counted_step_kernel, packet_kernel, wire_options
+from mpicomm.collectives.gpu.algorithms.packets.arguments import (
+    Steps,
+    device_counts_step_kernel,
+    packet_kernel,
+    wire_options,
+)
 from mpicomm.kernels.epilogue import epilogue_options, norm_options
 from mpicomm.kernels.experts import DISPATCH_FEW_KERNEL, DISPATCH_KERNEL, combine_experts_kernel
 from mpicomm.kernels.reductions import combine_kernel
@@ -69,8 +74,8 @@ BANDWIDTH = [
     packets(WIDEST, 4, "few", fan_out=True),
     packets(WIDEST, 2, "paced"),
     packets((BF16, "avg"), 4, "laps"),
-    *(packets(None, 4, "paced", **kind) for kind in ({"counted": True}, {"strided": True})),
-    counted_step_kernel(4),
+    *(packets(None, 4, "paced", **kind) for kind in ({"device_counts": True}, {"strided": True})),
+    device_counts_step_kernel(4),
     packets(
         (BF16, "sum"),
         8,
@@ -156,7 +161,7 @@ FINISHES = [
 ]
 
 
-NEAR_THE_LIMIT = [*BANDWIDTH, *FINISHES, counted_step_kernel(8), chain_kernel(WIDEST)]
+NEAR_THE_LIMIT = [*BANDWIDTH, *FINISHES, device_counts_step_kernel(8), chain_kernel(WIDEST)]
 NEAR_THE_LIMIT += [DISPATCH_KERNEL, DISPATCH_FEW_KERNEL]
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, format_call
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.checks import counted_hash
+from mpicomm.collectives.checks import hash_with_count
 from mpicomm.collectives.gpu.algorithms.base import AlgorithmChoice, AnyPlan
 from mpicomm.collectives.gpu.algorithms.memory import with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.decision import NO_END, Decision, choice_at, enqueuers_of
 from mpicomm.devices.base import GrowingScratch
 from mpicomm.mpi.buffers import any_overlap
-from mpicomm.mpi.descriptors import descriptor_of, is_counted
+from mpicomm.mpi.descriptors import descriptor_of, has_count
 from mpicomm.mpi.layout import run_of
 from mpicomm.mpi.spec import Shape
 from mpicomm.sharing.segments import Mappings
@@ -100,7 +100,7 @@ class CollectiveTemplate(CallTemplate):
     def _read_blocks(self, call: Call, shapes: tuple[Shape, Shape], rank: int, size: int) -> None:
         """Prepare `fill` for blocks of any lengths and places."""
         sends, receives, near = self._sends, self._receives, call.neighborhood
-        self._counted, self._call_hash = call.operation.send == "counted", counted_hash(self._hash, None)
+        self._by_recvcounts, self._call_hash = call.operation.send == "by_recvcounts", hash_with_count(self._hash, None)
         # The numbers of the blocks that this rank sends to itself and takes from itself, if it has both.
         own = rank * (sends > 1), sends + rank * (receives > 1)
         self._own = own if sends and receives else None
@@ -117,7 +117,7 @@ class CollectiveTemplate(CallTemplate):
             else:
                 adders.append(partial(_add_whole, nbytes) if shape == "one" else partial(_add_blocks, size, nbytes))
         self._add_sent, self._add_received = adders
-        if self._counted and call.in_place:
+        if self._by_recvcounts and call.in_place:
             self._is_followed = True
             self._add_received = partial(_add_result, self._scratch, rank)
 
@@ -127,7 +127,7 @@ class CollectiveTemplate(CallTemplate):
         A list has five numbers. A count beside an array that is cut into blocks is the count of one block.
         """
         return not arrays and all(
-            len(plain) == (3 if shape in ("one", "blocks") else 5) and not (shape == "blocks" and is_counted(plain))
+            len(plain) == (3 if shape in ("one", "blocks") else 5) and not (shape == "blocks" and has_count(plain))
             for plain, shape in zip((sent, received), self._shapes, strict=True)
             if shape is not None
         )
@@ -159,7 +159,7 @@ class CollectiveTemplate(CallTemplate):
             elif of:
                 begins += range(receive, receive + of * nbytes, nbytes)
             lengths, longest, self.count = [nbytes] * (to + of), nbytes, nbytes // self._unit_nbytes
-            call_hash = counted_hash(self._hash, self.count)
+            call_hash = hash_with_count(self._hash, self.count)
         else:
             lengths, begins = [], []
             if not (self._add_sent(sent, lengths, begins) and self._add_received(received, lengths, begins)):
@@ -173,11 +173,11 @@ class CollectiveTemplate(CallTemplate):
             longest, call_hash = max(lengths), self._call_hash
             if longest == 0 and not self._is_private:
                 return False
-            if self._counted:  # recvcounts cut all of the input, and all ranks know its length
+            if self._by_recvcounts:  # recvcounts cut all of the input, and all ranks know its length
                 if sum(sent[3]) != sent[1]:
                     return False
                 self.count = sent[1]
-                call_hash = counted_hash(self._hash, self.count)
+                call_hash = hash_with_count(self._hash, self.count)
         (bounds, choices), memory = self._into_any, None
         if longest >= self._memory_from:
             memory = self._mappings.find(receive, receive_nbytes)
@@ -332,12 +332,12 @@ def has_template(call: Call) -> bool:
     """Return whether calls on plain arrays like this one differ only in addresses, counts and displacements."""
     shapes, neighborhood = {call.operation.send, call.operation.receive}, call.neighborhood
     typed = shapes == {"typed"} and neighborhood is None
-    readable = typed or shapes <= {"one", "blocks", "vector", "counted"}
+    readable = typed or shapes <= {"one", "blocks", "vector", "by_recvcounts"}
     if neighborhood is not None and readable:
         # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two
         # blocks.
         readable = neighborhood.names_ranks_once and not any(operand.memory.by_address for operand in call.operands)
-    return readable and (typed or not any(operand.derived for operand in call.operands)) and call.counted is None
+    return readable and (typed or not any(operand.derived for operand in call.operands)) and call.device_counts is None
 
 
 def template_of(call: Call, decision: Decision, mappings: Mappings, scratch: GrowingScratch) -> CollectiveTemplate:

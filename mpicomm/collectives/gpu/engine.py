@@ -23,8 +23,8 @@ from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Domain, Reque
 from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
 from mpicomm.collectives.gpu.call_memory import CallMemory, DeviceArena, device_facts, multiprocessors_of, team_of
 from mpicomm.collectives.gpu.call_templates import BY_KERNELS, MessageTemplate, has_template, template_of
-from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision, usual_kernels
+from mpicomm.collectives.gpu.device_counts_template import DeviceCountsTemplate
 from mpicomm.collectives.gpu.plan import Plan, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import Operation
@@ -130,10 +130,10 @@ class DeviceEngine:
         defined, and as ``share`` does. The first use of a reduction compiles its kernel, which takes about a second
         once per machine.
         """
-        if call.counted is not None:
-            made = CountedTemplate(call.signature, call.counted, self.domain, self._loader)
+        if call.device_counts is not None:
+            made = DeviceCountsTemplate(call.signature, call.device_counts, self.domain, self._loader)
             self._call_log.post(made.words)
-            plan = self.plan(made.words, made.read(call.counted), made.choice)
+            plan = self.plan(made.words, made.read(call.device_counts), made.choice)
             plan.template_of = lambda: made
             return plan
         output, memory, signature = call.common_output, None, call.signature

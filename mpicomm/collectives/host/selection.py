@@ -201,7 +201,7 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
     reduces, rooted, gathers = row.reduces, bool(row.rooted), row.rooted == "receive"
     # If recvcounts cut an input in place, MPI must get a copy of it. MPI may accept MPI.IN_PLACE of neighbours, which
     # `Call` refuses.
-    only_arrays = row.send == "counted" or row.of_neighbors
+    only_arrays = row.send == "by_recvcounts" or row.of_neighbors
     no_list_in_place = reduces and row.send != "one"  # because it counts the blocks in another way
     ragged = "vector" in (row.send, row.receive) and not row.of_neighbors
     read_sent, read_received = (_reader(shape, size, rank, reduces) for shape in (row.send, row.receive))

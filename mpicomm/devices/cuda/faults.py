@@ -17,7 +17,7 @@ from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import fence
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
 from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
-from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, EXCHANGE, MESSAGE, MISMATCH, OF_RECEIVE, Faults
+from mpicomm.kernels.team import COUNTS, EXCHANGE, MESSAGE, MISMATCH, OF_RECEIVE, RECEIVE_OVERFLOW, Faults
 from mpicomm.kernels.variant import u32, u64
 from mpicomm.kernels.window import COMES_FIRST, FENCE, LOCK, START, WAIT
 
@@ -41,8 +41,8 @@ _INVALID = {  # the errors of arguments, with places for the rank and the sequen
     "goes beyond the end of the buffer: correct the counts before the call",
     COUNTS | OF_RECEIVE: "Alltoallv: rank {} passed a displacement of recvbuf for rank {}, on the GPU, that is "
     "negative: correct the counts before the call",
-    COUNTED_ROOM: "Alltoallv: recvbuf of rank {} needs room for {} elements, by the counts on the GPU, and has less: "
-    "pass a larger one",
+    RECEIVE_OVERFLOW: "Alltoallv: recvbuf of rank {} needs room for {} elements, by the counts on the GPU, and has "
+    "less: pass a larger one",
 }
 _UNUSABLE = "the communicator is unusable: create another"
 

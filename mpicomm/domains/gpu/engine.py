@@ -79,7 +79,7 @@ class DomainsEngine:
                 f'{call.operation}: wire_dtype="{call.wire}" is for the GPUs of one peer domain, and the ranks are in '
                 f"{len(self._layout.domains)}: leave it out"
             )
-        if call.counted is not None:
+        if call.device_counts is not None:
             raise InvalidUsageError(
                 f"{call.operation}: counts on the GPU are for the GPUs of one peer domain, and the ranks are in "
                 f"{len(self._layout.domains)}: pass counts in host memory, such as counts.get() or counts.cpu()"

@@ -258,7 +258,7 @@ class Blocks:
             if knows_type:
                 forms += [[memory, (self.lengths, self.starts)], *[[memory, self.lengths]] * follow]
             return one_of(rng, forms)
-        count, displ = sum(counts) if self.shape == "counted" else counts[0], itemsize * self._displ
+        count, displ = sum(counts) if self.shape == "by_recvcounts" else counts[0], itemsize * self._displ
         forms = [[memory, (count, displ), datatype], (memory, count, displ, datatype)]
         if not displ:
             forms.append([memory, count, datatype])

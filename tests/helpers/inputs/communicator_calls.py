@@ -112,7 +112,7 @@ class Prepared:
         """Draws of this rank only."""
         self.counts = [self._ragged(peer) for peer in range(size)]
         """The ``recvcounts`` of a Reduce_scatter."""
-        if case.in_place and case.row.send == "counted" and case.algorithm == "mpi":
+        if case.in_place and case.row.send == "by_recvcounts" and case.algorithm == "mpi":
             # MPICH 5 ends the program when it moves a block that overlaps its result at the start; sorted, none does.
             self.counts.sort(reverse=True)
         self._derived = case.derived and not case.row.reduces and case.wire is None and case.form != "arrays"
@@ -268,12 +268,12 @@ class Prepared:
     def _length(self, sender: int, receiver: int) -> int:
         case, shapes = self.case, (self.case.row.send, self.case.row.receive)
         plain = case.form == "plain"
-        if not {"counted", *_MANY} & {*shapes} or (plain and shapes == ("vector", "vector")):
+        if not {"by_recvcounts", *_MANY} & {*shapes} or (plain and shapes == ("vector", "vector")):
             return case.count
         if shapes[0] in _MANY and shapes[1] in _MANY:
             return self._ragged(*(sorted((sender, receiver)) if case.in_place else (sender, receiver)))
         peer = receiver if shapes[1] == "one" else sender
-        if plain and shapes[0] != "counted":
+        if plain and shapes[0] != "by_recvcounts":
             share, more = divmod(case.count, self._size)
             return share + (peer < more)
         return self.counts[peer]
@@ -322,7 +322,7 @@ class Prepared:
         in_place = None if case.seed % 2 else MPI.IN_PLACE  # mpi4py takes both
         if case.seed % 3 == 0 and row.reduces and row.send == "one":
             in_place = receive  # the same memory given twice
-        if self._here and row.send == "counted" and not (self.counts[self._rank] or case.mixed or case.seed % 5):
+        if self._here and row.send == "by_recvcounts" and not (self.counts[self._rank] or case.mixed or case.seed % 5):
             return [receive, Placed(xp, np.zeros(0, case.dtype)).array]  # it receives nothing in either way
         if self._here:
             return [send, in_place] if row.rooted == "send" else [in_place, receive]

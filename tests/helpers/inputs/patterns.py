@@ -52,7 +52,7 @@ class Pattern(Sequence[Exchange]):
     def signature(self) -> Signature:
         """The facts in which ranks must agree."""
         b, operation, count = self.buffers, self.operation, None
-        if operation.send == "counted":
+        if operation.send == "by_recvcounts":
             count = sum(block.count for block in b.sends)
         elif operation.send == operation.receive == "one":
             count = [*b.receives, *b.sends][0].count

@@ -25,7 +25,7 @@ QUICK_RUNS_EVERY = {
     f"{KERNELS}test_negative_controls.py::test_hundreds_of_calls_across_the_end_of_32_bits": 0,
     f"{KERNELS}test_accumulate.py::test_updates_of_several_ranks_are_atomic": 4,
     f"{KERNELS}test_packets.py::test_results_have_the_bits_of_the_host": 4,
-    f"{KERNELS}test_counted.py::test_every_rank_gets_its_blocks_and_their_counts": 3,
+    f"{KERNELS}test_device_counts.py::test_every_rank_gets_its_blocks_and_their_counts": 3,
     f"{KERNELS}test_user_kernels.py::test_messages_arrive": 5,
     f"{KERNELS}test_user_kernels.py::test_no_race_in_functions": 3,
     f"{KERNELS}test_user_kernels.py::test_reduction_equals_numpys_in_rank_order": 7,

@@ -16,8 +16,8 @@ from mpicomm.collectives.gpu.algorithms.base import AnyPlan, Form, Step
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Domain, Inboxes, Request, with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate, sendrecv_memory, sendrecv_request
 from mpicomm.collectives.gpu.call_templates import CallTemplate, MessageTemplate, has_template, template_of
-from mpicomm.collectives.gpu.counted_template import CountedTemplate
 from mpicomm.collectives.gpu.decision import Decision
+from mpicomm.collectives.gpu.device_counts_template import DeviceCountsTemplate
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.neighborhood import Neighborhood
@@ -83,8 +83,8 @@ class Device:
         return Decision(form, asked, BUILT_IN, self.domain, cast(Any, self))
 
     def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
-        if call.counted is not None:
-            return CountedTemplate(call.signature, call.counted, self.domain, cast(Any, self))
+        if call.device_counts is not None:
+            return DeviceCountsTemplate(call.signature, call.device_counts, self.domain, cast(Any, self))
         if not has_template(call):
             return None
         return template_of(call, self.decision(call, asked), mappings, self.scratch)
@@ -94,9 +94,9 @@ class Device:
 
         There are no launches without memory for them.
         """
-        if call.counted is not None:
-            counted = CountedTemplate(call.signature, call.counted, self.domain, cast(Any, self))
-            return [*map(as_enqueued, counted.read(call.counted))], (counted.text, counted.choice)
+        if call.device_counts is not None:
+            template = DeviceCountsTemplate(call.signature, call.device_counts, self.domain, cast(Any, self))
+            return [*map(as_enqueued, template.read(call.device_counts))], (template.text, template.choice)
         decision, output, memory = self.decision(call, asked), call.common_output, None
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)

@@ -39,7 +39,7 @@ def test_read_only_memory_is_the_same_error_in_every_call_at_every_size(host_com
         for algorithm in ("auto", "one_shot") if name in OF_ONE_TYPE else ("auto",):
             root = (rank + (row.rooted != "receive")) % size  # a rank that receives
             case = Case(
-                name, np.dtype(np.float64), count, root=root, algorithm=algorithm, in_place=row.send == "counted"
+                name, np.dtype(np.float64), count, root=root, algorithm=algorithm, in_place=row.send == "by_recvcounts"
             )
             prepared = Prepared(case, rank, size, np)
             array = prepared.arguments()[1]
@@ -110,7 +110,7 @@ def test_a_missing_buffer_is_a_type_error_in_every_call(host_comm: mpicomm.Commu
             continue
         given = [None] if operation.rooted == "bcast" else [None, None]
         keywords: dict[str, Any] = {"root": host_comm.rank} if operation.rooted else {}
-        if operation.send == "counted":
+        if operation.send == "by_recvcounts":
             keywords["recvcounts"] = [1] * host_comm.size
         for form in operation.methods:
             with pytest.raises(TypeError, match=f"{name}: (sendbuf|recvbuf|buf) is None: pass a"):

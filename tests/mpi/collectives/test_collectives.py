@@ -90,7 +90,7 @@ def test_large_reductions(comm: mpicomm.Communicator, xp: Any, operation: str) -
     count = nbytes // dtype.itemsize // (comm.size if row.send == "blocks" else 1) + 7
     for form, in_place in (("plain", False), ("any", True)):
         # Blocks of a Reduce_scatter differ, and may be too few for mapped memory.
-        promised = row.send != "counted" or comm.device != "cpu"
+        promised = row.send != "by_recvcounts" or comm.device != "cpu"
         root = comm.size - 1
         run(comm, xp, [Case(operation, dtype, count, root=root, form=form, in_place=in_place, wild=promised)])
 

@@ -114,7 +114,7 @@ def values_between(source: int, target: int, count: int) -> Array:
     return (np.arange(count) + 1000 * source + 17 * target).astype(np.float32)
 
 
-class CountedCase:
+class DeviceCountsCase:
     """Blocks that follow each other, by ``matrix``, the counts of all ranks."""
 
     def __init__(self, comm: mpicomm.Communicator, matrix: Array, room: int) -> None:
@@ -140,7 +140,7 @@ def test_counts_change_between_replays_of_a_graph(comm: mpicomm.Communicator, xp
             comm.Alltoallv([x, counts], [y, came])
         graph = stream.end_capture()
     for turn in range(30):
-        case = CountedCase(comm, matrix_of(rng, size, most if turn % 2 else 10), y.size)
+        case = DeviceCountsCase(comm, matrix_of(rng, size, most if turn % 2 else 10), y.size)
         x[: len(case.data)].set(case.data, stream=stream)
         counts.set(case.counts.astype(np.int32), stream=stream)
         graph.launch(stream)
@@ -162,7 +162,7 @@ def test_new_arrays_in_each_call(comm: mpicomm.Communicator, xp: Any, library: s
     with comm.empty(size * 3000, np.float32) as symmetric:
         for number in range(60):
             most = int(rng.choice([3, 300, 300, 3000, 90_000]))
-            case = CountedCase(comm, matrix_of(rng, size, most), size * most)
+            case = DeviceCountsCase(comm, matrix_of(rng, size, most), size * most)
             x, y = make(case.data), make(np.full(size * most, UNTOUCHED, np.float32))
             into_symmetric = number % 5 == 4 and most <= 3000
             if into_symmetric:
@@ -180,7 +180,7 @@ def test_new_arrays_in_each_call(comm: mpicomm.Communicator, xp: Any, library: s
             _require(*check)
 
 
-def _require(case: CountedCase, y: Any, came: Any) -> None:
+def _require(case: DeviceCountsCase, y: Any, came: Any) -> None:
     on_host = [array.get() if hasattr(array, "get") else array.cpu().numpy() for array in (y, came)]
     assert on_host[1].tolist() == case.coming.tolist()
     assert (on_host[0] == case.expected).all()
@@ -191,7 +191,7 @@ def test_a_new_call_in_a_capture(comm: mpicomm.Communicator, xp: Any) -> None:
     stream = xp.cuda.Stream(non_blocking=True)
     buffers = []
     for _ in range(3):
-        case = CountedCase(comm, matrix_of(rng, size, most), size * most)
+        case = DeviceCountsCase(comm, matrix_of(rng, size, most), size * most)
         x, y = xp.asarray(case.data), xp.full(size * most, UNTOUCHED, xp.float32)
         buffers.append((case, x, xp.asarray(case.counts), y, xp.zeros(size, xp.int64)))
     xp.cuda.get_current_stream().synchronize()

@@ -296,7 +296,7 @@ def test_work_of_a_gpu_is_in_the_track_of_its_stream(
     assert all(row.device_s > 0 for row in rows if row.operation == "SymmetricArray.put")
 
 
-def test_without_the_variables_no_call_is_counted(host_comm: mpicomm.Communicator) -> None:
+def test_without_the_variables_no_call_has_count(host_comm: mpicomm.Communicator) -> None:
     with pytest.raises(mpicomm.InvalidUsageError, match="set MPICOMM_STATS=1 or MPICOMM_TRACE"):
         host_comm.stats()
 

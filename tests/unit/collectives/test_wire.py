@@ -12,7 +12,7 @@ pytest.importorskip("ml_dtypes")
 
 from mpicomm.activity.layout import format_call
 from mpicomm.collectives import wire
-from mpicomm.collectives.checks import Signature, counted_hash
+from mpicomm.collectives.checks import Signature, hash_with_count
 from mpicomm.collectives.wire import QUANTIZABLE, WIRE_DTYPES
 from tests.helpers.references.reductions import BLOCK, ERROR, Array, bound, dtype_named, quantized_sum, round_trip
 
@@ -106,7 +106,7 @@ def test_any_number_of_elements_and_of_blocks() -> None:
 
 def test_each_count_has_another_hash() -> None:
     counts = [None, *range(2000), *(1 << bit for bit in range(11, 60)), (1 << 32) + 1, 3 << 32]
-    hashes = {counted_hash(0xFFFFFFFF, count) for count in counts}
+    hashes = {hash_with_count(0xFFFFFFFF, count) for count in counts}
     assert len(hashes) == len(counts)
     assert all(0 <= each < 1 << 32 for each in hashes)
 

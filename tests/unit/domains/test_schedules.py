@@ -109,9 +109,9 @@ def test_reductions_keep_the_order_of_ranks_and_domains_and_round_once(
     operation, cluster = table.OPERATIONS[name], Cluster(domains)
     size, root = len(cluster.layouts), len(cluster.layouts) // 2
     counts = [count] * size
-    if operation.send == "counted":
+    if operation.send == "by_recvcounts":
         counts = [(count + 3 * rank) % 17 for rank in range(size)]
-    total = sum(counts) if operation.send in ("counted", "blocks") else count
+    total = sum(counts) if operation.send in ("by_recvcounts", "blocks") else count
     inputs = [values(rank, total, dtype) for rank in range(size)]
     outputs: list[Span | None] = []
 
@@ -135,7 +135,7 @@ def test_reductions_keep_the_order_of_ranks_and_domains_and_round_once(
             want = in_order(parts, op, dtype)
         else:
             want = expected(inputs, domains, op)
-            if operation.send in ("counted", "blocks"):
+            if operation.send in ("by_recvcounts", "blocks"):
                 want = want[starts[rank] : starts[rank + 1]]
         got = cluster.memories[rank].view(output.pointer, output.count, dtype)
         assert got.tobytes() == want.tobytes(), (rank, got, want)

@@ -20,7 +20,7 @@ from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import descriptors
 from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate
 from mpicomm.mpi.buffers import any_overlap
-from mpicomm.mpi.descriptors import ArrayDescriptor, BlocksDescriptor, descriptor_of, is_counted
+from mpicomm.mpi.descriptors import ArrayDescriptor, BlocksDescriptor, descriptor_of, has_count
 from mpicomm.mpi.spec import Shape, typed_blocks
 from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.fake_driver import OnGpu
@@ -196,7 +196,7 @@ def of_plain(plain: ArrayDescriptor | BlocksDescriptor, itemsize: int, shape: Sh
     """Return the blocks of a buffer that `descriptor_of` has read."""
     if len(plain) == 3:
         share, more = divmod(plain[1], n)
-        counts = [plain[1]] * n if is_counted(plain) else [share + (rank < more) for rank in range(n)]
+        counts = [plain[1]] * n if has_count(plain) else [share + (rank < more) for rank in range(n)]
         displs: Any = None
     else:
         counts, displs = list(plain[3]), plain[4]  # type: ignore[arg-type]
@@ -299,7 +299,7 @@ def test_known_calls_read_what_mpi4py_reads(data: st.DataObject, shape: Shape, n
     assert of_plain(read, itemsize, shape, n) == of_mpi4py(spec, shape, n), spec
 
 
-STRAIGHT = [row for row in OPERATIONS.values() if not row.of_neighbors and row.send != "counted"]
+STRAIGHT = [row for row in OPERATIONS.values() if not row.of_neighbors and row.send != "by_recvcounts"]
 OPS = st.sampled_from([MPI.SUM, MPI.SUM, MPI.MAX, MPI.MAXLOC, mpicomm.AVG, mpicomm.Op("a + b"), None])
 
 

@@ -16,7 +16,7 @@ from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.device_counts import CountedBuffers, is_wide, read_counted
+from mpicomm.mpi.device_counts import DeviceCounts, is_wide, read_device_counts
 from tests.helpers.fakes import fake_driver
 from tests.helpers.fakes.fake_driver import DeviceArray, read_device_arrays
 
@@ -261,8 +261,8 @@ def made_array(pointer: int, count: int = SIZE, dtype: str = "int64") -> DeviceA
     return DeviceArray(pointer, count, np.dtype(dtype))
 
 
-def read_both(send: Any, receive: Any, algorithm: str = "auto") -> CountedBuffers | None:
-    return read_counted(send, receive, size=SIZE, algorithm=algorithm)
+def read_both(send: Any, receive: Any, algorithm: str = "auto") -> DeviceCounts | None:
+    return read_device_counts(send, receive, size=SIZE, algorithm=algorithm)
 
 
 X, Y = made_array(0x1000, 20, "float32"), made_array(0x2000, 30, "float32")

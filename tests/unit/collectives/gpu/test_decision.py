@@ -159,7 +159,7 @@ NAMED = [(operation, name) for operation in OPERATIONS.values() for name in ("au
 @pytest.mark.parametrize(("operation", "asked"), NAMED, ids=str)
 @pytest.mark.parametrize("count", [1, 1000, 100_000, 10_000_000, 200_000_000])
 def test_all_ranks_choose_alike(operation: Operation, asked: str, symmetric: bool, count: int) -> None:
-    uneven = operation.counts != "same" or operation.send == "counted"
+    uneven = operation.counts != "same" or operation.send == "by_recvcounts"
     counts = [count, 0, 5, count] if uneven else [count] * 4
     root = 3 if asked == "chain" and operation.reduces else 1
     chosen = [

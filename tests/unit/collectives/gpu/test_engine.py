@@ -201,11 +201,11 @@ def test_counts_on_the_device_go_to_the_kernel(rig: Rig, monkeypatch: pytest.Mon
         for address, count, dtype in ((1, 16 * MIB, "f4"), (2, 8 * MIB, "f4"), (3, 2, "i4"), (4, 2, "i8"))
     )
     call = Call(ALLTOALLV, Arguments([x, one], [y, (other, [0, 5])]), 0, 2)
-    counted = rig.run(call)[1][0].counted
-    assert (counted.itemsize, counted.send.buffer, counted.send.room) == (4, 1 << 44, 16 * MIB)
-    assert (counted.send.counts, counted.send.wide_counts, counted.send.follows) == (3 << 44, 0, 1)
-    assert (counted.receive.counts, counted.receive.wide_counts, counted.receive.follows) == (4 << 44, 1, 0)
-    assert [*counted.receive.known][:2] == [0, 5]
+    counts = rig.run(call)[1][0].device_counts
+    assert (counts.itemsize, counts.send.buffer, counts.send.room) == (4, 1 << 44, 16 * MIB)
+    assert (counts.send.counts, counts.send.wide_counts, counts.send.follows) == (3 << 44, 0, 1)
+    assert (counts.receive.counts, counts.receive.wide_counts, counts.receive.follows) == (4 << 44, 1, 0)
+    assert [*counts.receive.known][:2] == [0, 5]
 
 
 @pytest.mark.parametrize(

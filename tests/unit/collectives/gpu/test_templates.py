@@ -139,7 +139,7 @@ class Kind:
         else:
             given.send = self._argument(0, operation.send, count)
             given.receive = self._argument(1, operation.receive, count)
-        if operation.send == "counted":  # recvcounts cut the input
+        if operation.send == "by_recvcounts":  # recvcounts cut the input
             given.counts = self._numbers[0]
         if self._in_place and operation.rooted in ("", "receive") and self._own == self._rank:
             if operation.reduces and operation.send != "one":  # the receive buffer holds the input
@@ -201,7 +201,7 @@ class Kind:
         if self._counts is not None:
             counts = [1 if peer == self._own else each for peer, each in zip(peers, self._counts[side], strict=True)]
         self._numbers.append(counts)
-        if shape == "counted":
+        if shape == "by_recvcounts":
             return self._array(sum(counts), self._dtype)
         if self._special == ON_GPU:
             return self._with_counts_on_the_gpu(side)

@@ -16,7 +16,7 @@ from mpicomm import environment
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, KernelCompileError, MpicommError, PeerError
 from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
-from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, EXCHANGE, MISMATCH, OF_RECEIVE
+from mpicomm.kernels.team import COUNTS, EXCHANGE, MISMATCH, OF_RECEIVE, RECEIVE_OVERFLOW
 from mpicomm.kernels.window import COMES_FIRST, LOCK
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
@@ -369,12 +369,12 @@ LATE, WRONG = CollectiveTimeoutError, InvalidUsageError
         (ROUTES, 7, WRONG, "topk_ids of rank 1 has an id that is no expert at token 7: pass the number of"),
         (ROOM, 7, WRONG, "rank 1 gets 7 rows, more than the capacity: create the Experts with a larger"),
         (COUNTS, 7, WRONG, "rank 1 passed a count or displacement of sendbuf for rank 7, .* or goes beyond"),
-        (COUNTED_ROOM, 7, WRONG, "recvbuf of rank 1 needs room for 7 elements, by the counts on the GPU"),
+        (RECEIVE_OVERFLOW, 7, WRONG, "recvbuf of rank 1 needs room for 7 elements, by the counts on the GPU"),
         (LOCK, 7, LATE, "Win.Lock: rank 1 holds the lock, and did not give it up within 1 s"),
         (99, 7, LATE, "operation 99: number 7 from rank 1 did not come within 1 s"),
         # The sequence number tells similar faults apart.
         (COUNTS, 7 | OF_RECEIVE, WRONG, "rank 1 passed a displacement of recvbuf for rank 7, on the GPU, that is neg"),
-        (COUNTED_ROOM, 7 | OF_RECEIVE, WRONG, f"recvbuf of rank 1 needs room for {7 | OF_RECEIVE} elements"),
+        (RECEIVE_OVERFLOW, 7 | OF_RECEIVE, WRONG, f"recvbuf of rank 1 needs room for {7 | OF_RECEIVE} elements"),
         (LOCK, COMES_FIRST, LATE, "Win.Lock: rank 1 has its turn to take the lock first, and did not take it within 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The kernels of packets.cu and counted_step.cu: arguments, variants, and the bytes and threads that they take."""
+"""The kernels of packets.cu and device_counts_step.cu: arguments, variants, bytes and threads."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class PacketArguments(ctypes.Structure):
     ]
 
 
-class CountedSideArguments(ctypes.Structure):
-    """The host's copy of ``CountedSide`` in counted.cuh."""
+class DeviceCountsSideArguments(ctypes.Structure):
+    """The host's copy of ``DeviceCountsSide`` in device_counts.cuh."""
 
     _fields_ = [
         *u64("buffer", "room", "counts", "displs"),
@@ -71,16 +71,16 @@ class CountedSideArguments(ctypes.Structure):
     ]
 
 
-class CountedArguments(ctypes.Structure):
-    """The host's copy of ``Counted`` in counted.cuh."""
+class DeviceCountsArguments(ctypes.Structure):
+    """The host's copy of ``DeviceCounts`` in device_counts.cuh."""
 
-    _fields_ = [("send", CountedSideArguments), ("receive", CountedSideArguments), *u64("itemsize")]
+    _fields_ = [("send", DeviceCountsSideArguments), ("receive", DeviceCountsSideArguments), *u64("itemsize")]
 
 
-class CountedPacketArguments(PacketArguments):
+class DeviceCountsPacketArguments(PacketArguments):
     """The host's copy of ``Packets`` in a kernel that reads counts on the device."""
 
-    _fields_ = [("counted", CountedArguments)]
+    _fields_ = [("device_counts", DeviceCountsArguments)]
 
 
 class StrideArguments(ctypes.Structure):
@@ -145,32 +145,32 @@ def packet_kernel(
     host_slots: bool = False,
     epilogue: tuple[str, ...] = (),
     wire: tuple[str, ...] = (),
-    counted: bool = False,
+    device_counts: bool = False,
     strided: bool = False,
 ) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the kernel that does not reduce.
 
     ``epilogue`` are the options of an epilogue. With them the kernel takes `finished_packet_arguments`. ``host_slots``
     is whether inboxes lie in host memory. Then a kernel that reuses slots within a launch is another variant. ``wire``
-    are the options of `wire_options`. A ``counted`` kernel reads counts on the device, and takes
-    `CountedPacketArguments`. A ``strided`` kernel carries messages with gaps, and takes `StridedPacketArguments`.
+    are the options of `wire_options`. With ``device_counts`` it reads counts on the device, and takes
+    `DeviceCountsPacketArguments`. A ``strided`` kernel carries messages with gaps, and takes `StridedPacketArguments`.
     Raises as `options_for`.
     """
     fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
     fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
     ways = (*_PROTOCOLS[protocol], *_STEPS[steps], *fans, *fences)
-    more = (*("-DMPICOMM_COUNTED",) * counted, *("-DMPICOMM_STRIDED",) * strided)
+    more = (*("-DMPICOMM_DEVICE_COUNTS",) * device_counts, *("-DMPICOMM_STRIDED",) * strided)
     options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *epilogue, *wire, *more)
     return Variant(_SOURCE, "mpicomm_packets", options)
 
 
-def counted_step_kernel(size: int) -> Variant:
+def device_counts_step_kernel(size: int) -> Variant:
     """Return the kernel between ``size`` ranks for counts on the device, if the buffers hold no more than a step.
 
-    It takes `CountedPacketArguments`.
+    It takes `DeviceCountsPacketArguments`.
     """
-    options = ("-DMPICOMM_COUNTED", f"-DMPICOMM_RANKS={size}", *_PROTOCOLS["sentinel"], *_STEPS["one"])
-    return Variant(_SOURCE.with_name("counted_step.cu"), "mpicomm_counted_step", options)
+    options = ("-DMPICOMM_DEVICE_COUNTS", f"-DMPICOMM_RANKS={size}", *_PROTOCOLS["sentinel"], *_STEPS["one"])
+    return Variant(_SOURCE.with_name("device_counts_step.cu"), "mpicomm_device_counts_step", options)
 
 
 def wire_options(wire: str, *, moves: bool, quantizes_result: bool, same_to_all: bool = False) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ MPICOMM_DEVICE void oversee(
   // A rank that took no packet in the previous launch could not notice then that a peer was in
   // another call.
   if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
-  const bool takes = kCounted || (x.sources >> peer & 1) != 0 || m.receive_nbytes[peer] > 0;
+  const bool takes = kDeviceCounts || (x.sources >> peer & 1) != 0 || m.receive_nbytes[peer] > 0;
   if (takes || (kPaced && (m.paced >> peer & 1) != 0)) {
     // A packet does not say to which call it belongs. Its sender says that in an earlier
     // announcement. Pairs with the peer's store in `announce`.

@@ -3,7 +3,7 @@
 // The top of packets.cu explains units, stages, steps, laps and why a slot is free.
 #pragma once
 
-#include "counted.cuh"
+#include "device_counts.cuh"
 #include "fences.cuh"
 #include "ll_flags.cuh"
 #include "rows.cuh"
@@ -43,8 +43,8 @@ struct Packets {
 #if defined(MPICOMM_EPILOGUE) || defined(MPICOMM_WEIGHT)
   Finish finish;
 #endif
-#if defined(MPICOMM_COUNTED)
-  Counted counted;
+#if defined(MPICOMM_DEVICE_COUNTS)
+  DeviceCounts device_counts;
 #endif
 #if defined(MPICOMM_STRIDED)
   Gaps send_gaps[kMaxRanks];
@@ -60,20 +60,20 @@ MPICOMM_DEVICE const Finish& finish_of(const Packets& x) { return x.finish; }
 MPICOMM_DEVICE Finish finish_of(const Packets&) { return {}; }
 #endif
 
-// The messages of a launch. If counts lie on the device, the kernel finds them itself (counted.cuh).
-#if defined(MPICOMM_COUNTED)
-constexpr bool kCounted = true;
+// The messages of a launch. If counts lie on the device, the kernel finds them itself (device_counts.cuh).
+#if defined(MPICOMM_DEVICE_COUNTS)
+constexpr bool kDeviceCounts = true;
 using AllMessages = Messages;
 #else
-constexpr bool kCounted = false;
+constexpr bool kDeviceCounts = false;
 using AllMessages = const Packets;
 #endif
-static_assert(!kCounted || !kFanOut, "only messages have counts on the device");
+static_assert(!kDeviceCounts || !kFanOut, "only messages have counts on the device");
 
 // Loads the unit at offset `at` of the message to rank `to`, and stores a unit of the message of rank
 // `of`.
 #if defined(MPICOMM_STRIDED)
-static_assert(!kCounted && !kFanOut && !kWire, "only messages of bytes have gaps");
+static_assert(!kDeviceCounts && !kFanOut && !kWire, "only messages of bytes have gaps");
 MPICOMM_DEVICE Loaded load_message(const AllMessages& m, u32 to, u64 at) {
   return load_strided(m.strides, m.send_gaps[to], m.sends[to], at, m.send_nbytes[to]);
 }

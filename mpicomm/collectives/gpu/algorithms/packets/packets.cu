@@ -91,7 +91,7 @@
 // that packet in an earlier turn. If it waits for a fence, two things come first. Other workers of
 // its block come to the turn in which they ask for the fence, which is an earlier turn. And
 // overseers see the other ranks announce this launch, which these do before they wait in it. If it
-// waits for a length (counted.cuh), the peer stores the length before it waits for a packet. At the
+// waits for a length (device_counts.cuh), the peer stores the length before it waits for a packet. At the
 // end of a row it may wait for another worker of its group, and for quantization for another worker of
 // its warp. Then that worker waits for a packet or a fence of the same or an earlier turn. It either
 // takes that and comes, or gives up and comes. So the thread goes on. That needs all blocks of a
@@ -140,10 +140,10 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   Course course(finish_of(x), thread, workers);
   u64 a_at = course.first();
   Outgoing out;
-  if (!kCounted && thread < workers) out.load(m, rank, a_at);
-#if defined(MPICOMM_COUNTED)
+  if (!kDeviceCounts && thread < workers) out.load(m, rank, a_at);
+#if defined(MPICOMM_DEVICE_COUNTS)
   SentCounts<kRanks> sent_counts;
-  sent_counts.load(x.counted, overseer);
+  sent_counts.load(x.device_counts, overseer);
 #endif
 
   begin_round_of_flags(x.flagged, launch);
@@ -164,9 +164,9 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   // A rank that has failed must store nothing to a peer, because the peer could take that for the
   // awaited packet.
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
-#if defined(MPICOMM_COUNTED)
-  const Lengths<kRanks> lengths{team, x.flagged, x.counted, m, launch, overseer};
-  if (thread >= workers) ok = lengths.tell(sent_counts.place(team, x.counted, m, overseer) && ok);
+#if defined(MPICOMM_DEVICE_COUNTS)
+  const Lengths<kRanks> lengths{team, x.flagged, x.device_counts, m, launch, overseer};
+  if (thread >= workers) ok = lengths.tell(sent_counts.place(team, x.device_counts, m, overseer) && ok);
 #endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
@@ -175,7 +175,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   // advance it.
   if (!__syncthreads_and(ok)) return;
   const Worker worker{x, m, count, launch};
-#if defined(MPICOMM_COUNTED)
+#if defined(MPICOMM_DEVICE_COUNTS)
   // Turn 0. Its packets leave while the overseers exchange lengths. Until then no thread knows the place
   // of a message in the output.
   const u64 first_at = a_at;
@@ -214,7 +214,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
 #endif
   const u32 steps = kOneStep ? 1 : m.steps, turns = steps + 1 + kFanOut;
   // Whether this launch uses slots again. The host has chosen a kernel without laps if it knows the answer.
-  const bool reuses = kLaps && (!kCounted || steps > x.laps);
+  const bool reuses = kLaps && (!kDeviceCounts || steps > x.laps);
   if (thread >= workers) {
     if (blockIdx.x == 0 && has_peer) oversee(x, m, launch, overseer, ours, theirs);
     if (reuses) fences.serve(overseer, workers, period_of(x), turns - 1 - slack_of(x));
@@ -239,7 +239,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   u32 paces_at = reuses ? period_of(x) + slack_of(x) : ~0u;  // the next turn that needs a fence to be over first
   bool paced = false;                                        // whether the previous turn was such a turn
   u32 turn = 0;
-  if constexpr (kCounted) a_lap = turn = 1;
+  if constexpr (kDeviceCounts) a_lap = turn = 1;
 
 #pragma unroll(kOneStep ? 3 : 1)
   for (; turn < turns; ++turn) {
@@ -291,7 +291,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
     if (kPaced && paces) worker.pace(a_at, a_place);
     const u64 next_at = course.after(a_at);
     if (!kOneStep) out.load(m, rank, next_at);
-    if (!kCounted && turn == 0) {
+    if (!kDeviceCounts && turn == 0) {
       // These two calls come after the first packets, so they do not delay those. They delay no
       // packet from a peer, because none can have come yet.
       let_successor_start();
@@ -392,7 +392,7 @@ MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets pac
 #else
   mpicomm::RowMemory* const memory = nullptr;
 #endif
-#if defined(MPICOMM_COUNTED)
+#if defined(MPICOMM_DEVICE_COUNTS)
   __shared__ mpicomm::Messages messages;
 #else
   const mpicomm::Packets& messages = packets;

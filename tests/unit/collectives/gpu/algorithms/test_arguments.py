@@ -72,7 +72,9 @@ def same(module: ModuleType, names: str) -> dict[str, int]:
     return {"k" + "".join(map(str.capitalize, name.split("_"))): getattr(module, name) for name in names.split()}
 
 
-_TEAM = "LANES MAX_RANKS MAX_BLOCKS LINE_NBYTES PACKET_NBYTES HEAD_NBYTES EXCHANGE MISMATCH MESSAGE COUNTS COUNTED_ROOM"
+_TEAM = (
+    "LANES MAX_RANKS MAX_BLOCKS LINE_NBYTES PACKET_NBYTES HEAD_NBYTES EXCHANGE MISMATCH MESSAGE COUNTS RECEIVE_OVERFLOW"
+)
 _WINDOW = "RANKS WINDOW_THREADS ROW_WORDS ROWS_OF_COUNTS LOCK_ROW EXCLUSIVE_SHIFT COMES_FIRST FENCE START WAIT LOCK"
 _DISPATCH = "DISPATCH_THREADS MOST_EXPERTS MOST_TOP_K FEW_TOKENS HEADERS PART_PACKETS DISPATCH COMBINE ROUTES ROOM"
 _SENDRECV = "SENDRECV_THREADS SENDRECV_BLOCKS SENDRECV_SLOTS SENDRECV_PART_NBYTES"
@@ -97,17 +99,17 @@ CONSTANTS = {
     "accumulate.cu": same(window, "ACCUMULATE_THREADS"),
     "epilogue.cu": same(epilogue, "MOST_OPERANDS EPILOGUE_THREADS"),
     "norm.cu": same(epilogue, "NORM_THREADS"),
-    "counted.cuh": same(team, "OF_RECEIVE"),
+    "device_counts.cuh": same(team, "OF_RECEIVE"),
     "strided.cuh": {"kStrideLoops": packing.LOOPS, "kMostStrides": packed.MOST_STRIDES},
 }
 WITH_EPILOGUE, WITH_NORM = epilogue.epilogue_options("v", "float32"), epilogue.norm_options("float32", "float32")
-COUNTED, STRIDED = (("-DMPICOMM_SENTINEL", f"-DMPICOMM_{name}") for name in ("COUNTED", "STRIDED"))
+DEVICE_COUNTS, STRIDED = (("-DMPICOMM_SENTINEL", f"-DMPICOMM_{name}") for name in ("DEVICE_COUNTS", "STRIDED"))
 OPTIONS_OF: dict[str, tuple[str, ...]] = {
     "accumulate.cu": window.accumulate_kernel(("float32", "sum"), 4).options,
     **dict.fromkeys(("epilogue.cu", "epilogue.cuh", "finish.cuh"), WITH_EPILOGUE),
     **dict.fromkeys(("norm.cu", "norm.cuh"), WITH_NORM),
-    "counted_step.cu": packets.counted_step_kernel(4).options,
-    "counted.cuh": COUNTED,
+    "device_counts_step.cu": packets.device_counts_step_kernel(4).options,
+    "device_counts.cuh": DEVICE_COUNTS,
     "strided.cuh": STRIDED,
 }
 PACKETS: dict[str, tuple[type[ctypes.Structure], tuple[str, ...], dict[str, int]]] = {
@@ -117,7 +119,7 @@ PACKETS: dict[str, tuple[type[ctypes.Structure], tuple[str, ...], dict[str, int]
         ("-DMPICOMM_SENTINEL", *WITH_NORM),
         {"kGroups": most_groups(4, fan_out=False)},
     ),
-    "counted": (packets.CountedPacketArguments, COUNTED, {}),
+    "device counts": (packets.DeviceCountsPacketArguments, DEVICE_COUNTS, {}),
     "strided": (packets.StridedPacketArguments, STRIDED, {}),
 }
 """The arguments of packets.cu in kernels with more fields."""

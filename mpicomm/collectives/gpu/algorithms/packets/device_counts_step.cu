@@ -1,7 +1,7 @@
 // Messages with counts on the device in one step, where blocks follow each other in both buffers. A rank takes
 // this kernel if its buffers hold no more than a step, as packets.cu cuts messages. Other ranks of the launch may
-// take packets.cu with MPICOMM_COUNTED: both kernels store the same lengths, facts and packets in the same slots
-// (counted.cuh). So a rank needs to know nothing about the buffers of its peers.
+// take packets.cu with MPICOMM_DEVICE_COUNTS: both kernels store the same lengths, facts and packets in the same slots
+// (device_counts.cuh). So a rank needs to know nothing about the buffers of its peers.
 //
 // Such a launch is short, so the way from the counts to the last packet has few steps:
 // - Each worker loads the counts of this rank itself, and finds its units without a barrier.
@@ -14,7 +14,7 @@
 
 namespace mpicomm {
 
-static_assert(kOneStep && kCounted && Protocol::kGivesBack, "the host compiles one variant for each number of ranks");
+static_assert(kOneStep && kDeviceCounts && Protocol::kGivesBack, "the only variant for a number of ranks");
 
 // Offsets and lengths have 32 bits, because the host ensures that the buffers are small. An array has an entry for
 // the distance of each rank from this rank.
@@ -47,8 +47,8 @@ struct Loads {
   u32 wide;
 
   // No load waits for another load.
-  MPICOMM_DEVICE explicit Loads(const Packets& x) : wide(x.counted.send.wide_counts) {
-    const u32* const words = static_cast<const u32*>(x.counted.send.counts);
+  MPICOMM_DEVICE explicit Loads(const Packets& x) : wide(x.device_counts.send.wide_counts) {
+    const u32* const words = static_cast<const u32*>(x.device_counts.send.counts);
 #pragma unroll
     for (u32 d = 0; d < kRanks; ++d) {
       const u32* const first = words + (rank_at(x.team.rank, d) << (wide != 0 ? 1 : 0));
@@ -63,7 +63,7 @@ struct Loads {
 
   // Finds the lengths of the messages. Returns false if they do not fit the buffer.
   MPICOMM_DEVICE bool lengths(const Packets& x, OfEach& nbytes) const {
-    const u32 room = static_cast<u32>(x.counted.send.room), itemsize = static_cast<u32>(x.counted.itemsize);
+    const u32 room = static_cast<u32>(x.device_counts.send.room), itemsize = static_cast<u32>(x.device_counts.itemsize);
     bool fits = true;
     u32 total = 0;
 #pragma unroll
@@ -114,7 +114,7 @@ MPICOMM_DEVICE void work(const Packets& x) {
   wait_for_predecessor();
 
   const Loads loads(x);
-  const u8* const input = x.counted.send.buffer;
+  const u8* const input = x.device_counts.send.buffer;
   OfEach sent;
   const bool ok = loads.lengths(x, sent);
   Packet units[kRanks];
@@ -143,7 +143,7 @@ MPICOMM_DEVICE void work(const Packets& x) {
   let_successor_start();
   count_launch(team, count, thread, workers);
   // No message reaches beyond the buffer.
-  const u32 room = static_cast<u32>(x.counted.receive.room * x.counted.itemsize);
+  const u32 room = static_cast<u32>(x.device_counts.receive.room * x.device_counts.itemsize);
   if (at >= room) return;
 
   // Pairs with `store_number` and `store_volatile` of the peers. Lengths and packets have no order, and need none.
@@ -181,7 +181,7 @@ MPICOMM_DEVICE void work(const Packets& x) {
   for (u32 each = 1; each <= kRanks; ++each) {
     const u32 d = each % kRanks;
     if (at >= received[d]) continue;
-    u8* const to = x.counted.receive.buffer + offset_of(received, rank, d);
+    u8* const to = x.device_counts.receive.buffer + offset_of(received, rank, d);
     if (d == 0) {
       store_unit(to, width_of(to), at, received[d], units[d]);
       continue;
@@ -200,7 +200,7 @@ MPICOMM_DEVICE void work(const Packets& x) {
 
 // Gives up because of a count of this rank that does not fit its buffer.
 MPICOMM_DEVICE_CALL void refuse_own(const Packets& x) {
-  const CountedSide& send = x.counted.send;
+  const DeviceCountsSide& send = x.device_counts.send;
   u64 total = 0;
   for (u32 to = 0; to < kRanks; ++to) {
     const u64 count = load_index(send.counts, send.wide_counts, to);  // huge if it is negative
@@ -213,8 +213,8 @@ MPICOMM_DEVICE_CALL void refuse_own(const Packets& x) {
 
 // Gives up because `peer` gets `nbytes`, more than its buffer holds.
 MPICOMM_DEVICE_CALL void refuse_room(const Packets& x, u64 nbytes, u32 peer) {
-  const u64 elements = nbytes / x.counted.itemsize;
-  refuse_counts(x.team, kCountedRoom, elements < kMostReported ? elements : kMostReported, peer);
+  const u64 elements = nbytes / x.device_counts.itemsize;
+  refuse_counts(x.team, kReceiveOverflow, elements < kMostReported ? elements : kMostReported, peer);
 }
 
 // Whether all blocks lie in the buffer of `peer`, which has told that its blocks do not follow each other. If they do
@@ -245,7 +245,7 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
   const u32 rank = team.rank, overseer = threadIdx.x - (blockDim.x - kOverseers);
   const bool has_peer = overseer < kRanks && overseer != rank;
   const u64 flagged = x.flagged.sets - team.arenas[rank];  // the offset of the slots in each arena
-  const u64 room = x.counted.receive.room * x.counted.itemsize;
+  const u64 room = x.device_counts.receive.room * x.device_counts.itemsize;
   load_arguments(x);
   wait_for_predecessor();
 
@@ -340,20 +340,20 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
     return;
   }
   const u32 nbytes = has_peer ? static_cast<u32>(from_there.first) : mine;
-  const u32 itemsize = static_cast<u32>(x.counted.itemsize);
+  const u32 itemsize = static_cast<u32>(x.device_counts.itemsize);
   const bool is_power = (itemsize & (itemsize - 1)) == 0;  // as nearly always, and a division takes long
   const u32 count = is_power ? nbytes >> (31 - __clz(static_cast<int>(itemsize))) : quotient(nbytes, itemsize);
-  if (x.counted.receive.wide_counts != 0) static_cast<u64*>(x.counted.receive.counts)[overseer] = count;
-  else static_cast<u32*>(x.counted.receive.counts)[overseer] = count;
+  if (x.device_counts.receive.wide_counts != 0) static_cast<u64*>(x.device_counts.receive.counts)[overseer] = count;
+  else static_cast<u32*>(x.device_counts.receive.counts)[overseer] = count;
 }
 
 }  // namespace mpicomm
 
 // Bounds the registers: see team.cuh.
 extern "C" __global__ void __launch_bounds__(mpicomm::kThreads, 1)
-    mpicomm_counted_step(const __grid_constant__ mpicomm::Packets);
+    mpicomm_device_counts_step(const __grid_constant__ mpicomm::Packets);
 
-MPICOMM_KERNEL void mpicomm_counted_step(const __grid_constant__ mpicomm::Packets packets) {
+MPICOMM_KERNEL void mpicomm_device_counts_step(const __grid_constant__ mpicomm::Packets packets) {
   if (threadIdx.x < blockDim.x - mpicomm::kOverseers) mpicomm::work(packets);
   else mpicomm::oversee(packets);
 }

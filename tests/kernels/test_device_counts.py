@@ -14,11 +14,11 @@ import pytest
 
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
-from mpicomm.collectives.gpu.counted_template import CountedTemplate
-from mpicomm.kernels.team import ABSENT, COUNTED_ROOM, COUNTS, MISMATCH, OF_RECEIVE
+from mpicomm.collectives.gpu.device_counts_template import DeviceCountsTemplate
+from mpicomm.kernels.team import ABSENT, COUNTS, MISMATCH, OF_RECEIVE, RECEIVE_OVERFLOW
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.buffers import ArrayMemory
-from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers
+from mpicomm.mpi.device_counts import DeviceCounts, DeviceCountsBuffer
 from tests.helpers.references.reductions import require_same
 from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import Calls
@@ -31,7 +31,7 @@ UNTOUCHED = 0xAB
 
 
 @dataclass(frozen=True)
-class CountedCall:
+class DeviceCountsCall:
     """The call of all ranks: rank a sends ``counts[a][b]`` elements to rank b."""
 
     counts: Array
@@ -49,17 +49,17 @@ class CountedCall:
     tag: int = 5
 
 
-class CountedRig(Rig):
+class DeviceCountsRig(Rig):
     """A rig of packets, on which each rank fills its calls into the templates of their kinds."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.results: Sequence[Place] = ()
         """The outputs of the last call."""
-        self._templates: dict[Hashable, CountedTemplate] = {}
+        self._templates: dict[Hashable, DeviceCountsTemplate] = {}
 
     def call(
-        self, call: CountedCall, rng: np.random.Generator, *, nap_us: int = 0, without: Sequence[int] = ()
+        self, call: DeviceCountsCall, rng: np.random.Generator, *, nap_us: int = 0, without: Sequence[int] = ()
     ) -> Callable[[], None]:
         """Enqueue a call on all ranks, except the ranks ``without``; return a check of its results."""
         ranks, counts = range(self.size), call.counts
@@ -85,7 +85,7 @@ class CountedRig(Rig):
             room = end if call.room is None else call.room
             output = self.machine.place(rank, np.full(room * dtype.itemsize, UNTOUCHED, np.uint8), offset=4)
             said = self.machine.allocate(rank, self.size * (8 if call.wide[1] else 4))
-            buffers = CountedBuffers(
+            buffers = DeviceCounts(
                 self._buffer(rank, self.machine.place(rank, data, offset=8).address, size, dtype,
                              self._indices(rank, counts[rank], wide=call.wide[0]), call, call.send_displs),
                 self._buffer(rank, output.address, room, dtype,
@@ -111,7 +111,7 @@ class CountedRig(Rig):
         self.results = [output for output, *_ in checks]
         return check
 
-    def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
+    def _launch(self, rank: int, buffers: DeviceCounts, call: DeviceCountsCall) -> Launch:
         plain: list[tuple[Any, ...]] = []
         for side in (buffers.send, buffers.receive):
             displs = side.displs.pointer if isinstance(side.displs, ArrayMemory) else side.displs
@@ -122,7 +122,7 @@ class CountedRig(Rig):
             signature = Signature("Alltoallv", f"elements of {buffers.itemsize} bytes", call.tag)
             domain = self.domains[rank]
             config = PacketConfig("sentinel", domain.arena.sentinels, SMALL)
-            self._templates[key] = CountedTemplate(signature, buffers, domain, loader, config)
+            self._templates[key] = DeviceCountsTemplate(signature, buffers, domain, loader, config)
         template = self._templates[key]
         assert template.takes(*plain) and template.fill(*plain)
         launch: Any = template.launch
@@ -138,14 +138,14 @@ class CountedRig(Rig):
         room: int,
         dtype: np.dtype[Any],
         counts: ArrayMemory,
-        call: CountedCall,
+        call: DeviceCountsCall,
         displs: Array | None,
-    ) -> CountedBuffer:
+    ) -> DeviceCountsBuffer:
         operand = SimpleNamespace(pointer=pointer, total=room, dtype=dtype)
         known: Any = None
         if displs is not None:
             known = tuple(map(int, displs[rank])) if call.host_displs else self._indices(rank, displs[rank], wide=True)
-        return CountedBuffer(cast(Any, operand), counts, known)
+        return DeviceCountsBuffer(cast(Any, operand), counts, known)
 
 
 def _indices_at(place: Any, *, wide: bool) -> ArrayMemory:
@@ -163,13 +163,13 @@ LENGTHS = (0, 0, 1, 3, _STEP - 1, _STEP + 1, _INBOX, _INBOX + 1, 3 * _INBOX + 5)
 
 def rig_of(
     builds: Builds, size: int, changes: Changes = (), timeout_s: float | None = None, laps: int = 6
-) -> CountedRig:
+) -> DeviceCountsRig:
     options: dict[str, Any] = {"inbox_nbytes": laps * _STEP * 4, "changes": changes, "timeout_s": timeout_s}
-    rig: CountedRig = packet_rig(Machine(builds, size), rig=CountedRig, **options)
+    rig: DeviceCountsRig = packet_rig(Machine(builds, size), rig=DeviceCountsRig, **options)
     return rig
 
 
-def random_call(rng: np.random.Generator, size: int, lengths: Sequence[int] = LENGTHS) -> CountedCall:
+def random_call(rng: np.random.Generator, size: int, lengths: Sequence[int] = LENGTHS) -> DeviceCountsCall:
     """A call with random counts, and with displacements on either side, in one of three ways."""
     counts = rng.choice(lengths, (size, size))
 
@@ -185,7 +185,7 @@ def random_call(rng: np.random.Generator, size: int, lengths: Sequence[int] = LE
             of_all.append(starts)
         return np.array(of_all)
 
-    return CountedCall(
+    return DeviceCountsCall(
         counts,
         displs(counts) if rng.integers(2) else None,
         displs(counts.T) if rng.integers(2) else None,
@@ -195,13 +195,13 @@ def random_call(rng: np.random.Generator, size: int, lengths: Sequence[int] = LE
     )
 
 
-def step_call(rng: np.random.Generator, size: int, *, most: int = 0) -> CountedCall:
+def step_call(rng: np.random.Generator, size: int, *, most: int = 0) -> DeviceCountsCall:
     """A call whose messages take one step on all ranks, with ``most`` elements from a rank to another at most."""
     dtype = np.dtype(rng.choice(["float32", "int16", "complex128", "int8", "V12"]))
     room = SMALL.threads * 16 // dtype.itemsize
     counts = rng.integers(0, (most or room // size) + 1, (size, size)) * rng.integers(0, 2, (size, size))
     wide = bool(rng.integers(2)), bool(rng.integers(2))
-    return CountedCall(counts, room=room, dtype=dtype, wide=wide, escaped=bool(rng.integers(2)))
+    return DeviceCountsCall(counts, room=room, dtype=dtype, wide=wide, escaped=bool(rng.integers(2)))
 
 
 def run(
@@ -251,7 +251,7 @@ def test_ranks_with_room_for_one_step_beside_ranks_with_more_room(builds: Builds
     for _ in range(8):
         counts = rng.integers(0, _STEP // 4, (3, 3))
         counts[rng.integers(3)] += _STEP // 8  # this rank sends more than a step to all ranks together
-        checks.append(rig.call(CountedCall(counts), rng, nap_us=1000))
+        checks.append(rig.call(DeviceCountsCall(counts), rng, nap_us=1000))
     rig.machine.run(checks, jitter_us=300)
 
 
@@ -265,7 +265,7 @@ def test_no_race(watched_builds: Builds, one_step: bool) -> None:
     run(watched_builds, 3, calls=10, one_step=one_step)
 
 
-def _failed(builds: Builds, call: CountedCall, operation: int, sequence: int, changes: Changes = ()) -> None:
+def _failed(builds: Builds, call: DeviceCountsCall, operation: int, sequence: int, changes: Changes = ()) -> None:
     """Run a call in which rank 1 is at fault, and expect its record on all ranks and no byte in its output."""
     rig, rng = rig_of(builds, len(call.counts), changes), np.random.default_rng(1)
     rig.call(call, rng)
@@ -293,24 +293,28 @@ def displs(last: int) -> Array:
 
 
 FAULTS = {
-    "a negative count": (CountedCall(counts_of_three(2, -1)), COUNTS, 12),
-    "too little room": (CountedCall(COUNTS_OF_THREE, room=509), COUNTED_ROOM, 510),
-    "too little room for messages of one step": (CountedCall(counts_of_three(1, 50), room=59), COUNTED_ROOM, 60),
+    "a negative count": (DeviceCountsCall(counts_of_three(2, -1)), COUNTS, 12),
+    "too little room": (DeviceCountsCall(COUNTS_OF_THREE, room=509), RECEIVE_OVERFLOW, 510),
+    "too little room for messages of one step": (
+        DeviceCountsCall(counts_of_three(1, 50), room=59),
+        RECEIVE_OVERFLOW,
+        60,
+    ),
     **{
         f"a negative count of messages of one step, {wide=}": (
-            CountedCall(np.array([[1, 2], [-1, 3]]), room=9, wide=(wide, True)),
+            DeviceCountsCall(np.array([[1, 2], [-1, 3]]), room=9, wide=(wide, True)),
             COUNTS,
             10,
         )
         for wide in (False, True)
     },
     "a block outside of the output": (
-        CountedCall(COUNTS_OF_THREE, receive_displs=displs(600), room=607),
-        COUNTED_ROOM,
+        DeviceCountsCall(COUNTS_OF_THREE, receive_displs=displs(600), room=607),
+        RECEIVE_OVERFLOW,
         608,
     ),
     "a block before the output": (
-        CountedCall(COUNTS_OF_THREE, receive_displs=displs(-1), room=607),
+        DeviceCountsCall(COUNTS_OF_THREE, receive_displs=displs(-1), room=607),
         COUNTS,
         OF_RECEIVE | 12,
     ),
@@ -324,16 +328,16 @@ def test_a_fault_of_one_rank_is_an_error_on_all_ranks_and_nothing_is_written(bui
 
 def test_a_rank_with_counts_on_the_host_is_in_another_call(builds: Builds) -> None:
     rig, rng = rig_of(builds, 2), np.random.default_rng(1)
-    call = CountedCall(np.array([[1, 2], [3, 4]]))
+    call = DeviceCountsCall(np.array([[1, 2], [3, 4]]))
     rig.call(call, rng, without=[1])
-    rig.call(CountedCall(call.counts, tag=6), rng, without=[0])
+    rig.call(DeviceCountsCall(call.counts, tag=6), rng, without=[0])
     with pytest.raises(RunFailedError, match=f"operation={MISMATCH},"):
         rig.machine.run()
 
 
 def test_a_missing_rank_is_named(builds: Builds) -> None:
     rig, rng = rig_of(builds, 3, timeout_s=0.5), np.random.default_rng(1)
-    rig.call(CountedCall(COUNTS_OF_THREE), rng, without=[2])
+    rig.call(DeviceCountsCall(COUNTS_OF_THREE), rng, without=[2])
     with pytest.raises(RunFailedError, match=r"operation=2, .*peer=12"):
         rig.machine.run()
 
@@ -341,20 +345,22 @@ def test_a_missing_rank_is_named(builds: Builds) -> None:
 MISTAKES = {
     "places read before they are written": Change("packets.cu", "  ok = __syncthreads_and(ok);\n", ""),
     "lengths taken before they have come": Change(
-        "counted.cuh",
+        "device_counts.cuh",
         "return FlagProtocol::has_come(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;",
         "return 0u;",
     ),
-    "one set of lengths instead of two": Change("counted.cuh", "launch % 2 * inboxes.nbytes", "0 * inboxes.nbytes"),
+    "one set of lengths instead of two": Change(
+        "device_counts.cuh", "launch % 2 * inboxes.nbytes", "0 * inboxes.nbytes"
+    ),
     "lengths of other lanes read before they are written": Change(
-        "counted.cuh",
+        "device_counts.cuh",
         """    ok = __all_sync(kWarp, ok);
     // Orders the numbers of all lanes before the loads below.
     __syncwarp(kWarp);
 """,
         "",
     ),
-    "no peer is paced": [*LATE, Change("counted.cuh", "messages.paced = paced;", "messages.paced = 0;")],
+    "no peer is paced": [*LATE, Change("device_counts.cuh", "messages.paced = paced;", "messages.paced = 0;")],
 }
 test_a_mistake_is_caught = controls(partial(run, size=3, laps=7), MISTAKES)
 
@@ -366,14 +372,18 @@ def test_resets_of_slots_as_late_as_fences_allow(builds: Builds) -> None:
 
 MISTAKES_OF_ONE_STEP = {
     "lengths taken before they have come": Change(
-        "counted_step.cu", "if (!knows || (at < static_cast<u32>", "if ((at < static_cast<u32>"
+        "device_counts_step.cu", "if (!knows || (at < static_cast<u32>", "if ((at < static_cast<u32>"
     ),
-    "packets taken before they have come": Change("counted_step.cu", "!Protocol::has_come(packets[d], {})", "false"),
-    "one set of lengths instead of two": Change("counted_step.cu", "flagged_set = launch % 2 *", "flagged_set = 0 *"),
-    "one set of slots instead of two": Change("counted_step.cu", "u64 set = launch % 2 ?", "u64 set = 0 ?"),
-    "slots not put back": Change("counted_step.cu", "    Protocol::give_back(slot);\n", ""),
+    "packets taken before they have come": Change(
+        "device_counts_step.cu", "!Protocol::has_come(packets[d], {})", "false"
+    ),
+    "one set of lengths instead of two": Change(
+        "device_counts_step.cu", "flagged_set = launch % 2 *", "flagged_set = 0 *"
+    ),
+    "one set of slots instead of two": Change("device_counts_step.cu", "u64 set = launch % 2 ?", "u64 set = 0 ?"),
+    "slots not put back": Change("device_counts_step.cu", "    Protocol::give_back(slot);\n", ""),
     "escapes not taken": Change(
-        "counted_step.cu",
+        "device_counts_step.cu",
         "    if (Protocol::has_escape(packet)) {\n      const u32 code",
         "    if (false) {\n      const u32 code",
     ),
@@ -388,7 +398,7 @@ SLOW_SCANS = Change(
 )
 """All ranks but the first begin a scan, and take its packets only much later. So the first rank, which waits for no
 packet in a scan, could be two launches ahead."""
-NO_WAIT = {"wait": [Change("counted_step.cu", "if (has_peer && is_behind()) {", "if (false) {"), SLOW_SCANS]}
+NO_WAIT = {"wait": [Change("device_counts_step.cu", "if (has_peer && is_behind()) {", "if (false) {"), SLOW_SCANS]}
 
 
 def test_messages_of_one_step_after_slow_scans(builds: Builds) -> None:
@@ -400,7 +410,7 @@ test_a_mistake_in_one_step_is_caught = controls(partial(run_steps, size=3), MIST
 
 
 NOT_LOOKED_AT = {
-    "the room": Change("counted.cuh", "? total > room_nbytes() :", "? false :"),
+    "the room": Change("device_counts.cuh", "? total > room_nbytes() :", "? false :"),
     "the facts of other ranks": Change("packets.cu", "if (blockIdx.x == 0 && heard) lengths.compare_rooms();", ""),
 }
 

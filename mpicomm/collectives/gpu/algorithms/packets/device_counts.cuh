@@ -1,4 +1,4 @@
-// Messages with counts on the device (MPICOMM_COUNTED): the host knows neither their lengths nor their
+// Messages with counts on the device (MPICOMM_DEVICE_COUNTS): the host knows neither their lengths nor their
 // places. Each block reads the counts of this rank's messages, and tells each block of the same
 // number the length of the message to its rank. So each rank knows what comes, and where it belongs.
 //
@@ -16,9 +16,9 @@
 
 namespace mpicomm {
 
-// A buffer with a block for each rank. The host's copies of this structure and of Counted are in
+// A buffer with a block for each rank. The host's copies of this structure and of DeviceCounts are in
 // arguments.py; a test compares them.
-struct CountedSide {
+struct DeviceCountsSide {
   u8* buffer;
   u64 room;            // in elements
   void* counts;        // of the blocks; of received blocks this kernel stores them
@@ -30,9 +30,9 @@ struct CountedSide {
   u32 unused;
 };
 
-struct Counted {
-  CountedSide send;
-  CountedSide receive;
+struct DeviceCounts {
+  DeviceCountsSide send;
+  DeviceCountsSide receive;
   u64 itemsize;
 };
 
@@ -58,7 +58,7 @@ MPICOMM_DEVICE i64 load_index(const void* indices, u32 wide, u32 rank) {
   return wide != 0 ? static_cast<const i64*>(indices)[rank] : static_cast<const i32*>(indices)[rank];
 }
 
-MPICOMM_DEVICE i64 given_displ(const CountedSide& side, u32 rank) {
+MPICOMM_DEVICE i64 given_displ(const DeviceCountsSide& side, u32 rank) {
   return side.displs != nullptr ? load_index(side.displs, side.wide_displs, rank) : side.known[rank];
 }
 
@@ -96,7 +96,7 @@ struct SentCounts {
   i64 receive_displ;
 
   // Loads counts and displacements. No load waits for another load.
-  MPICOMM_DEVICE void load(const Counted& x, u32 rank) {
+  MPICOMM_DEVICE void load(const DeviceCounts& x, u32 rank) {
     if (rank >= ranks) return;
 #pragma unroll
     for (u32 each = 0; each < ranks; ++each) counts[each] = load_index(x.send.counts, x.send.wide_counts, each);
@@ -106,7 +106,7 @@ struct SentCounts {
 
   // Stores the message of this lane for the block, which a barrier publishes. Returns false for a count
   // or a displacement that does not fit the buffer.
-  MPICOMM_DEVICE bool place(const Team& team, const Counted& x, Messages& messages, u32 rank) const {
+  MPICOMM_DEVICE bool place(const Team& team, const DeviceCounts& x, Messages& messages, u32 rank) const {
     if (rank >= ranks) return true;
     i64 displ = send_displ, count = 0;
 #pragma unroll
@@ -131,7 +131,7 @@ template <u32 ranks>
 struct Lengths {
   const Team& team;
   const FlaggedInboxes& inboxes;
-  const Counted& x;
+  const DeviceCounts& x;
   Messages& messages;
   u32 launch;
   u32 rank;
@@ -251,7 +251,7 @@ struct Lengths {
     if ((theirs[kRoomFact] & 1) != 0) needed = total > room ? total : 0;
     if (needed == 0) return store_count();
     const u64 elements = needed / x.itemsize;
-    refuse_counts(team, kCountedRoom, elements < kMostReported ? elements : kMostReported, rank);
+    refuse_counts(team, kReceiveOverflow, elements < kMostReported ? elements : kMostReported, rank);
   }
 
   // Computes the steps, and the peers to pace, as the host does for lengths that it knows. `step_nbytes` are

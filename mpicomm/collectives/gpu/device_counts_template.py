@@ -1,4 +1,4 @@
-"""CountedTemplate: the calls of one kind with counts on the device."""
+"""DeviceCountsTemplate: the calls of one kind with counts on the device."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from mpicomm.collectives.gpu.decision import NO_END, enqueuers_of
 from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.buffers import ArrayMemory
-from mpicomm.mpi.device_counts import CountedBuffers, is_wide
+from mpicomm.mpi.device_counts import DeviceCounts, is_wide
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.plan import StepLoader
 
 _AT = [
-    kernels.CountedPacketArguments.counted.offset + side.offset
-    for side in (kernels.CountedArguments.send, kernels.CountedArguments.receive)
+    kernels.DeviceCountsPacketArguments.device_counts.offset + side.offset
+    for side in (kernels.DeviceCountsArguments.send, kernels.DeviceCountsArguments.receive)
 ]
 _write_side = struct.Struct("=4Q").pack_into
 
 
-class CountedTemplate(CallTemplate, KernelTemplate):
+class DeviceCountsTemplate(CallTemplate, KernelTemplate):
     """The calls whose buffers, counts and displacements are of the same kinds as ``buffers``. One launch carries each.
 
     The host knows no lengths, but it knows how much the buffers of this rank hold. So the kernel of this rank may
-    differ from the kernels of its peers: see counted_step.cu. ``signature`` and ``config``, by default
+    differ from the kernels of its peers: see device_counts_step.cu. ``signature`` and ``config``, by default
     `any_length_config`, are the same on all ranks.
     """
 
@@ -40,7 +40,7 @@ class CountedTemplate(CallTemplate, KernelTemplate):
     def __init__(
         self,
         signature: Signature,
-        buffers: CountedBuffers,
+        buffers: DeviceCounts,
         domain: Domain,
         loader: StepLoader,
         config: PacketConfig | None = None,
@@ -48,12 +48,14 @@ class CountedTemplate(CallTemplate, KernelTemplate):
         self.words = str(signature)
         layout, own = domain.arena.layout, domain.team.arenas[domain.rank]
         flagged, fences = layout.flagged_inboxes(own), own + layout.fences
-        self.arguments = arguments = kernels.CountedPacketArguments(team=domain.team, flagged=flagged, fences=fences)
+        self.arguments = arguments = kernels.DeviceCountsPacketArguments(
+            team=domain.team, flagged=flagged, fences=fences
+        )
         self.early = domain.early
         arguments.team.tags[:] = [signature.hash32] * MAX_RANKS
-        counted = arguments.counted
-        counted.itemsize = self._itemsize = buffers.itemsize
-        self._sides = counted.send, counted.receive
+        counts = arguments.device_counts
+        counts.itemsize = self._itemsize = buffers.itemsize
+        self._sides = counts.send, counts.receive
         for side, buffer in zip(self._sides, (buffers.send, buffers.receive), strict=True):
             side.wide_counts, side.follows = is_wide(buffer.counts), buffer.displs is None
             side.wide_displs = isinstance(buffer.displs, ArrayMemory) and is_wide(buffer.displs)
@@ -95,7 +97,7 @@ class CountedTemplate(CallTemplate, KernelTemplate):
         self.launch = self.enqueue = self._enqueue_of(self._write(sent, received))
         return True
 
-    def read(self, buffers: CountedBuffers) -> list[Step]:
+    def read(self, buffers: DeviceCounts) -> list[Step]:
         """Return the steps of a read call, which later calls do not overwrite."""
         sides = []
         for side in (buffers.send, buffers.receive):
@@ -114,7 +116,7 @@ class CountedTemplate(CallTemplate, KernelTemplate):
     def variant(self, kernel: bool) -> Variant:
         """Return the source and options of a kernel: the kernel of one step, or the kernel of any steps."""
         if kernel:
-            return kernels.counted_step_kernel(self._size)
+            return kernels.device_counts_step_kernel(self._size)
         return kernels.packet_kernel(
-            None, self._size, "sentinel", "paced", fan_out=False, host_slots=self._host_slots, counted=True
+            None, self._size, "sentinel", "paced", fan_out=False, host_slots=self._host_slots, device_counts=True
         )
