@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 from weakref import WeakSet
 
-import cupy
 from cupy.cuda import runtime
 
 from mpicomm.cluster.agreement import Group
@@ -113,7 +111,6 @@ class DeviceEngine:
         self._ordinal = backend.info.ordinal
         with backend.current():
             self._order = StreamOrder(backend.current, backend.lasting_streams)
-            self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._kernels = kernels_of(backend.info)
             self._loader = StepLoader(backend, self._kernels)
         self.completions = self._order.completions
@@ -305,7 +302,7 @@ class DeviceEngine:
         if not plan.steps:
             return False
         # A rank that meets its peers makes no graph, because making a graph may wait for other threads.
-        eager = plan.launch or (plan.enqueue if is_new or meets else partial(self._launch_graph, plan))
+        eager = plan.launch or (plan.enqueue if is_new or meets else partial(plan.launch_graph, self._backend))
         # This check is cheaper than a change of context. It nearly always succeeds, because creating a Communicator
         # makes its GPU the current device.
         if runtime.getDevice() == self._ordinal:
@@ -314,13 +311,6 @@ class DeviceEngine:
             with self._backend.current():
                 pending = self._order.enqueue(stream, eager, plan.enqueue, event)
         return pending
-
-    def _launch_graph(self, plan: Plan, stream: int) -> None:
-        """Make a plan a graph and enqueue it."""
-        with self._backend.loading():
-            plan.make_graph(self._capturing)
-        assert plan.launch is not None
-        plan.launch(stream)
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's arena and scratch memory; local."""
@@ -342,7 +332,6 @@ class DeviceEngine:
         with suppress(DriverShutDownError), self._backend.current():
             for plan in self._plans:
                 plan.drop_graph()
-            self._capturing = None
             self._loader.close()
             self._order.close()
         self._arena.close_own()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cupy.cuda import runtime
 
@@ -17,7 +16,7 @@ from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.kernels.variant import Launch
 
 if TYPE_CHECKING:
-    import cupy
+    from mpicomm.devices.cuda.launches import LaunchGraph
 
 
 class Plan(AnyPlan):
@@ -37,29 +36,18 @@ class Plan(AnyPlan):
         self.steps = tuple(steps)
         self.launch: Enqueue | None = None
         """Enqueues the steps as a graph; None until there is a graph."""
-        self._graph: Any = None
+        self._graph: LaunchGraph | None = None
 
     def enqueue(self, stream: int) -> None:
         """Enqueue the steps one by one; the device's context must be current."""
         for step in self.steps:
             step(stream)
 
-    def make_graph(self, stream: cupy.cuda.Stream) -> None:
-        """Make `launch` by a capture on ``stream``, which is idle. A graph is faster to enqueue than its steps.
-
-        After an exception, also a Ctrl-C, neither a capture nor a graph is left.
-        """
-        try:
-            stream.begin_capture(runtime.streamCaptureModeRelaxed)
-            self.enqueue(stream.ptr)
-        except BaseException:
-            # CUDA refuses to end a capture that has not begun, or that has a fork without its join. This error must not
-            # replace the exception in flight, which may be a Ctrl-C.
-            with suppress(runtime.CUDARuntimeError):
-                stream.end_capture()
-            raise
-        self._graph = stream.end_capture()
-        self.launch = partial(runtime.graphLaunch, self._graph.graphExec)
+    def launch_graph(self, backend: GpuBackend, stream: int) -> None:
+        """Make `launch`, and enqueue the graph on ``stream``. A graph is faster to enqueue than its steps."""
+        self._graph = backend.capture(self.enqueue)
+        self.launch = partial(runtime.graphLaunch, self._graph.executable)
+        self.launch(stream)
 
     def drop_graph(self) -> None:
         """Destroy the graph, if there is one."""

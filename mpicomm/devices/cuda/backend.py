@@ -182,7 +182,8 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
     def message_steps(self) -> MessageSteps:
         """Return the steps of messages. The first call loads their kernel, which blocks."""
         if self._steps is None:
-            self._steps = MessageSteps(self._context, self.load(MESSAGE_KERNEL), self.faults, self.timeout_ns)
+            kernel = self.load(MESSAGE_KERNEL)
+            self._steps = MessageSteps(self._context, kernel, self.faults, self.timeout_ns, self.capture)
         return self._steps
 
     def pack_table(self, table: PackTable) -> int:
@@ -254,7 +255,16 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
         A single launch takes half the time of a launch by `launcher`. One thread calls it at a time.
         """
-        return LaunchGraph(self._context, enqueue).launch
+        return self.capture(enqueue).launch
+
+    def capture(self, enqueue: Callable[[int], object]) -> LaunchGraph:
+        """Return the graph of the work that ``enqueue`` enqueues on a stream. Local; blocking for some microseconds."""
+        with self._context.current(), relaxed():  # another stream of this thread may capture a graph
+            stream = self.side_streams.take()
+            try:
+                return LaunchGraph(self._context, stream, enqueue)
+            finally:
+                self.side_streams.give_back(stream, is_idle=True)
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time. It does not wait for the device."""

@@ -5,45 +5,45 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-import cupy
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.load import Kernel
 from mpicomm.devices.cuda.memory import PrimaryContext
-from mpicomm.devices.cuda.stream_order import relaxed
 from mpicomm.errors import HandleError
 from mpicomm.kernels.message import MESSAGE_STEP, MESSAGE_THREADS, blocks_of_message
 from mpicomm.kernels.team import LANES, Faults
 
 
 class LaunchGraph:
-    """Makes the launches that ``enqueue`` enqueues on a stream, again and again.
+    """The graph of the work that ``enqueue`` enqueues on ``stream``, which is idle. The device must be current.
 
     The driver launches a graph in about half the time of a kernel launch. It runs a graph once at a time. The last
     reference destroys the graph, after its launches are over. All kernels are loaded before the construction.
     """
 
-    def __init__(self, context: PrimaryContext, enqueue: Callable[[int], object]) -> None:
+    executable = 0
+    """The address of the executable graph."""
+
+    def __init__(self, context: PrimaryContext, stream: int, enqueue: Callable[[int], object]) -> None:
         self._context = context
-        self._executable = 0
-        with context.current(), relaxed():  # another stream of this thread may capture a graph
-            stream = cupy.cuda.Stream(non_blocking=True)
-            call(driver.cuStreamBeginCapture, stream.ptr, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-            try:
-                enqueue(stream.ptr)
-            finally:
-                # Also after a Ctrl-C: a stream that captures cannot be destroyed, and would invalidate later work.
-                graph = call(driver.cuStreamEndCapture, stream.ptr)
-            try:
-                self._executable = int(call(driver.cuGraphInstantiate, graph, 0))
-            finally:
-                driver.cuGraphDestroy(graph)
-                # In this context: on a thread without a device, CUDA would make a context on the first GPU. Relaxed,
-                # because another thread may capture a graph.
-                del stream
+        try:
+            call(driver.cuStreamBeginCapture, stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            enqueue(stream)
+        except BaseException:
+            # Also after a Ctrl-C, so that the stream can run other work. CUDA refuses to end a capture that has not
+            # begun, or that has a fork without its join. This error must not replace the exception in flight.
+            with suppress(HandleError):
+                driver.cuGraphDestroy(call(driver.cuStreamEndCapture, stream))
+            raise
+        graph = call(driver.cuStreamEndCapture, stream)
+        try:
+            self.executable = int(call(driver.cuGraphInstantiate, graph, 0))
+        finally:
+            driver.cuGraphDestroy(graph)
 
     def launch(self, stream: int) -> None:
         """Enqueue the launches, in any context. Local; raises `HandleError`."""
@@ -56,13 +56,13 @@ class LaunchGraph:
     def launch_here(self, stream: int) -> None:
         """Enqueue the launches in the context of the graph. Local; raises `HandleError`."""
         try:
-            runtime.graphLaunch(self._executable, stream)
+            runtime.graphLaunch(self.executable, stream)
         except runtime.CUDARuntimeError as error:
             raise HandleError(f"cudaGraphLaunch failed: {error}") from None
 
     def __del__(self) -> None:
-        if self._executable:
-            driver.cuGraphExecDestroy(self._executable)  # its status may say that the driver shut down with the process
+        if self.executable:
+            driver.cuGraphExecDestroy(self.executable)  # its status may say that the driver shut down with the process
 
 
 _MOST_WAITING_BLOCKS = 4
@@ -74,14 +74,23 @@ _TIMES = 4
 
 class MessageSteps:
     """Enqueues steps of messages; local, stream-ordered, not capturable. ``kernel`` is the loaded `MESSAGE_KERNEL`.
+    ``capture`` is that of the backend.
 
     A message has `MESSAGE_WORDS` words from ``ready`` on, and as many from ``done`` on. Its sender adds to the first
     ones when the data is there. Its receiver adds to the others after it has read the data. After a timeout no step
     copies or adds anything, and `check` of the backend names rank ``peer``.
     """
 
-    def __init__(self, context: PrimaryContext, kernel: Kernel, faults: Faults, timeout_ns: int) -> None:
+    def __init__(
+        self,
+        context: PrimaryContext,
+        kernel: Kernel,
+        faults: Faults,
+        timeout_ns: int,
+        capture: Callable[[Callable[[int], object]], LaunchGraph],
+    ) -> None:
         self._context = context
+        self._capture = capture
         self.ordinal = context.device.ordinal
         self._launch_at = kernel.launch_at
         self._limits = timeout_ns, faults.record, faults.failed
@@ -127,7 +136,7 @@ class MessageSteps:
 
     def graph(self, launches: Sequence[MessageLaunch]) -> LaunchGraph:
         """Return a graph of launches."""
-        return LaunchGraph(self._context, lambda stream: self.enqueue(stream, launches))
+        return self._capture(lambda stream: self.enqueue(stream, launches))
 
 
 class Argument:

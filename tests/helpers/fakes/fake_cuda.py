@@ -65,7 +65,7 @@ class FakeCuda:
     """
 
     CUDARuntimeError, CUDADriverError = CUDARuntimeError, CUDADriverError
-    eventDisableTiming = streamCaptureModeRelaxed = 2  # noqa: N815
+    eventDisableTiming = 2  # noqa: N815
     eventDefault = 0  # noqa: N815
     memcpyDeviceToDevice = 3  # noqa: N815
 
@@ -98,6 +98,8 @@ class FakeCuda:
         """The contexts in which events were destroyed."""
         self.captures: dict[int, int] = {}
         """The captures of the streams that take part in one."""
+        self.graphs: set[int] = set()
+        """The graphs that exist, by their captures."""
         self.invalid: set[int] = set()
         """The captures that an error has invalidated."""
         self.copied: list[Any] = []
@@ -237,28 +239,43 @@ class FakeCuda:
             raise CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
         return stream in self.captures
 
-    @_may_fail
-    def streamBeginCapture(self, stream: int, mode: int) -> None:
-        assert stream not in self.captures and mode == self.streamCaptureModeRelaxed
-        self.captures[stream] = self._new()
+    def graphLaunch(self, graph: int, stream: int) -> None:
+        self.launched.append((graph, stream))
 
-    def streamEndCapture(self, stream: int) -> SimpleNamespace:
-        capture = self.captures.get(stream)
+    # ---- cuda.bindings.driver
+
+    def cuGetErrorString(self, status: Any) -> tuple[int, bytes]:
+        return 0, b"the fake refuses it"
+
+    @_may_fail
+    def cuStreamBeginCapture(self, stream: int, mode: Any) -> tuple[int]:
+        assert stream not in self.captures and mode == self.relaxed
+        self.captures[stream] = self._new()
+        return (0,)
+
+    def cuStreamEndCapture(self, stream: int) -> tuple[Any, int]:
+        capture, results = self.captures.get(stream), self._bindings.CUresult
         if capture is None:
-            raise CUDARuntimeError("cudaErrorIllegalState")
+            return results.CUDA_ERROR_ILLEGAL_STATE, 0
         members = {each for each, its in self.captures.items() if its == capture}
         unjoined = members & self._unjoined - {stream}
         self._unjoined -= members
         for each in members:
             del self.captures[each]
         if unjoined and capture not in self.invalid:
-            raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
-        return SimpleNamespace(graphExec=capture)
+            return results.CUDA_ERROR_STREAM_CAPTURE_UNJOINED, 0
+        self.graphs.add(capture)
+        return 0, capture
 
-    def graphLaunch(self, graph: int, stream: int) -> None:
-        self.launched.append((graph, stream))
+    def cuGraphDestroy(self, graph: int) -> tuple[int]:
+        self.graphs.remove(graph)
+        return (0,)
 
-    # ---- cuda.bindings.driver
+    @_may_fail
+    def cuGraphInstantiate(self, graph: int, flags: int) -> tuple[int, int]:
+        assert graph in self.graphs
+        self.calls.append("cuGraphInstantiate")
+        return 0, graph
 
     def cuEventQuery(self, event: int) -> tuple[int]:
         return (0 if self.is_over(self.events[event]) else _NOT_READY,)
@@ -316,11 +333,7 @@ class FakeCuda:
         assert not self.captures or self.mode == self.relaxed
         stream = self._new()
         self.streams.append(stream)
-        return SimpleNamespace(
-            ptr=stream,
-            begin_capture=functools.partial(self.streamBeginCapture, stream),
-            end_capture=functools.partial(self.streamEndCapture, stream),
-        )
+        return SimpleNamespace(ptr=stream)
 
 
 class _Library:

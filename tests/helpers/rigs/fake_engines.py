@@ -40,9 +40,8 @@ class Rig:
         rank: int = 0,
         size: int = 2,
     ) -> None:
-        engine, arena = map(
-            importlib.import_module, ("mpicomm.collectives.gpu.engine", "mpicomm.collectives.gpu.call_memory")
-        )
+        modules = "collectives.gpu.engine", "collectives.gpu.call_memory", "devices.cuda.launches"
+        engine, arena, launches = (importlib.import_module(f"mpicomm.{module}") for module in modules)
         self.launched: list[Any] = []
         """The arguments of each launch."""
         self.shapes: list[dict[str, Any]] = []
@@ -79,6 +78,7 @@ class Rig:
             timeout_ns=10**9,
             link=lambda uuid, kind: Link("NVLink", gb_s=478.0),
             loading=contextlib.nullcontext,
+            capture=partial(launches.LaunchGraph, None, STREAM + 1),
             current=contextlib.nullcontext,
             lasting_streams={0},
             scratch=lambda nbytes: (3 << 50) + nbytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
 from typing import Any
@@ -14,17 +14,19 @@ from tests.helpers.fakes.fake_cuda import FakeCuda
 
 
 class Capturing:
-    """A plan that forks a stream and joins it again, and a stream that captures it."""
+    """A plan that forks a stream and joins it again, and the part of a backend that captures it."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
         self._event, self._beside = cuda.Event(disable_timing=True).ptr, cuda.Stream(non_blocking=True).ptr
-        self.stream = cuda.Stream(non_blocking=True)
         self.captured: list[int] = []
         self.steps: list[Any] = [self._fork, self._join]
 
     def plan(self) -> Any:
         return importlib.import_module("mpicomm.collectives.gpu.plan").Plan("a call", self.steps)
+
+    def capture(self, enqueue: Callable[[int], object]) -> Any:
+        return importlib.import_module("mpicomm.devices.cuda.launches").LaunchGraph(None, 8, enqueue)
 
     def _fork(self, stream: int) -> None:
         self.captured.append(self._cuda.captures[stream])
@@ -45,14 +47,16 @@ def capturing(cuda: FakeCuda) -> Capturing:
 
 def test_a_graph_is_launched_in_place_of_the_steps(cuda: FakeCuda, capturing: Capturing) -> None:
     plan = capturing.plan()
-    plan.make_graph(capturing.stream)
-    plan.launch(9)
+    plan.launch_graph(capturing, 9)
+    plan.launch(10)
     (capture,) = capturing.captured
-    assert cuda.launched == [(capture, 9)] and not cuda.captures
+    assert cuda.launched == [(capture, 9), (capture, 10)] and not cuda.captures and not cuda.graphs
+    plan.drop_graph()
+    assert plan.launch is None and "cuGraphExecDestroy" in cuda.calls
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("where", [0, 1, 2, "begin", "begun"])
+@pytest.mark.parametrize("where", [0, 1, 2, "begin", "begun", "instantiate"])
 def test_what_interrupts_a_capture_goes_on(
     cuda: FakeCuda, capturing: Capturing, interruption: type[BaseException], where: int | str
 ) -> None:
@@ -65,16 +69,18 @@ def test_what_interrupts_a_capture_goes_on(
     if isinstance(where, int):
         capturing.steps.insert(where, interrupt)
     elif where == "begin":
-        cuda.refuses["streamBeginCapture"] = interruption
+        cuda.refuses["cuStreamBeginCapture"] = interruption
+    elif where == "begun":
+        cuda.interrupts["cuStreamBeginCapture"] = interruption()
     else:
-        cuda.interrupts["streamBeginCapture"] = interruption()
+        cuda.refuses["cuGraphInstantiate"] = interruption
     plan = capturing.plan()
     with pytest.raises(interruption):
-        plan.make_graph(capturing.stream)
-    assert plan.launch is None and not cuda.captures
+        plan.launch_graph(capturing, 9)
+    assert plan.launch is None and not cuda.captures and not cuda.graphs
     interrupts = False
     cuda.refuses.clear()
-    plan.make_graph(capturing.stream)
+    plan.launch_graph(capturing, 9)
     assert plan.launch is not None
 
 
@@ -117,9 +123,9 @@ def test_copies_go_on_while_captures_are_open(cuda: FakeCuda, copies: Any) -> No
         if action == "copy" and capture not in cuda.invalid:
             enqueue(cuda, copies, stream, number)
         elif capture is None and action == "begin":
-            cuda.streamBeginCapture(stream, cuda.streamCaptureModeRelaxed)
+            cuda.cuStreamBeginCapture(stream, cuda.relaxed)
         elif capture is not None and action == "fail":
             cuda.invalid.add(capture)
         elif capture is not None and action == "end":
-            cuda.streamEndCapture(stream)
+            cuda.cuStreamEndCapture(stream)
     assert len(cuda.streams) <= 4  # one for each open capture, and one beside them

@@ -11,6 +11,7 @@ import importlib
 import struct
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,23 @@ def test_a_user_s_thread_is_relaxed_only_while_it_loads(cuda: FakeCuda, backend:
     assert cuda.mode == cuda.default
 
 
+def test_a_stream_captures_again_after_an_interrupt(cuda: VirtualCuda, backend: Any) -> None:
+    streams: list[int] = []
+
+    def interrupted(stream: int) -> None:
+        assert cuda.mode == cuda.relaxed and stream in cuda.captures
+        streams.append(stream)
+        if len(streams) == 1:
+            raise KeyboardInterrupt
+
+    backend.make_current()
+    with pytest.raises(KeyboardInterrupt):
+        backend.capture(interrupted)
+    backend.capture(interrupted).launch(9)
+    assert streams == streams[:1] * 2 and cuda.launched[0][1] == 9
+    assert not cuda.captures and not cuda.graphs and cuda.mode == cuda.default
+
+
 def test_equal_tables_are_copied_once_and_again_into_new_memory(
     cuda: FakeCuda, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +127,7 @@ def test_other_memory_stays(cuda: VirtualCuda, backend: Any, nbytes: int, kind: 
     assert cuda.calls.count("cuMemFree") == 1
 
 
-PLACE, READY, DONE, PEER = 1 << 20, 2 << 20, 3 << 20, 5
+PLACE, READY, DONE, PEER, CAPTURING = 1 << 20, 2 << 20, 3 << 20, 5, 99
 
 
 class Launches:
@@ -137,14 +155,14 @@ def steps(cuda: FakeCuda, kernel: Launches) -> Any:
     module = importlib.import_module("mpicomm.devices.cuda.launches")
     context = SimpleNamespace(device=SimpleNamespace(ordinal=0), current=contextlib.nullcontext)
     faults = SimpleNamespace(record=11, failed=12)
-    return module.MessageSteps(context, kernel, faults, 10**9)
+    return module.MessageSteps(context, kernel, faults, 10**9, partial(module.LaunchGraph, context, CAPTURING))
 
 
 def test_the_same_copy_becomes_a_graph(cuda: FakeCuda, kernel: Launches, steps: Any) -> None:
     copy = steps.copy_in(PLACE, ready=READY)
     for stream in range(10):
         copy(stream, 4096, 100)
-    made = [stream for stream, *_ in kernel.made if stream not in cuda.streams]  # and not into the graph
+    made = [stream for stream, *_ in kernel.made if stream != CAPTURING]
     assert made + [stream for _, stream in cuda.launched] == list(range(10))
     assert len(cuda.launched) > 0 and cuda.calls.count("cuGraphInstantiate") == 1
     plain = len(kernel.made)
