@@ -17,7 +17,7 @@ __all__ = ["AnyPlan", "Internals", "PlanCache", "mapped_algorithm"]
 
 
 class Internals:
-    """The known calls, the device and the end of the communicator ``comm``. All methods but `free_within` are local."""
+    """The plan cache, the device and the end of the communicator ``comm``. All methods but `free` are local."""
 
     def __init__(self, comm: MPI.Intracomm, session: Session, engines: Engines) -> None:
         self._comm: Any = comm
@@ -25,22 +25,22 @@ class Internals:
         self._engines = engines
 
     @property
-    def known(self) -> PlanCache | None:
-        """The calls on device arrays that were made before; None before the first of them. The cache never changes.
+    def plan_cache(self) -> PlanCache | None:
+        """The cache of calls on device arrays; None before the first of them. It is always the same object.
 
         It is also None if the communicator records its calls, because it records only calls of its methods.
         """
         return None if self._session.tracer is not None else self._engines.gpu
 
-    def expect_alike(self) -> None:
+    def disable_votes(self) -> None:
         """Make no votes, because all ranks pass the same kind of memory in each call, as PyTorch requires.
 
-        A client that enqueues known calls itself calls this before its first collective, because it makes no votes.
+        A client that enqueues plans of the cache calls this before its first collective, because it makes no votes.
         """
         self._comm._collectives.expect_alike()
 
-    def use_stream(self, what: str, stream: int) -> SideStreams:
-        """Return the marks of this rank's GPU, for a stream that lasts as long as the process.
+    def register_stream(self, what: str, stream: int) -> SideStreams:
+        """Declare a stream that lasts as long as the process. Return the marks that order it beside other streams.
 
         Raises as `SetUp.gpu`; ``what`` names the call in errors.
         """
@@ -49,7 +49,7 @@ class Internals:
         marks: SideStreams = backend.side_streams
         return marks
 
-    def check_at_once(self) -> None:
+    def raise_async_error(self) -> None:
         """Raise as `Communicator.check` does, but wait for no stream. Do nothing on a freed communicator."""
         if self._comm != MPI.COMM_NULL:
             self._session.require_intact("check")
@@ -58,10 +58,10 @@ class Internals:
         """Prepare the calling thread, which a client has started, for work on this device beside the user's threads."""
         self._session.backend.prepare_thread()
 
-    def free_within(self, limit_s: float) -> None:
-        """Free the communicator, but wait at most ``limit_s`` seconds for a rank. Collective, blocking."""
+    def free(self, timeout_s: float) -> None:
+        """Free the communicator, but wait at most ``timeout_s`` for a rank. Collective, blocking."""
         if self._comm != MPI.COMM_NULL:
-            self._session.hasten(limit_s)
+            self._session.hasten(timeout_s)
             self._comm.Free()
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""CollectiveCalls: the methods by which PyTorch calls the collectives of a group, and the ways of their calls."""
+"""CollectiveCalls: the methods by which PyTorch calls the collectives of a group, on the host and on streams."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch._C import _distributed_c10d as c10d
 from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.call_queue import CallQueue, HostWork
-from mpicomm.torch.collectives import Given, TensorCall, collectives_of
+from mpicomm.torch.collectives import Args, TensorCall, collectives_of
 from mpicomm.torch.streams import Streams, StreamWork
 from mpicomm.torch.tensors import TensorError
-from mpicomm.torch.works import FOREVER, WAITS, Tensors, Work, ended, translated
+from mpicomm.torch.works import NO_TIMEOUT, WAIT_ERRORS, Tensors, Work, as_group_error, completed_work
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class CollectiveCalls(c10d.ProcessGroup):
     The methods are *collective*. A blocking call on host tensors returns when it is done, and a thread carries out an
     asynchronous call. A call on tensors of a GPU is enqueued on the current stream. An asynchronous call is enqueued on
     a stream of the group, after the work of the current stream. A call ends with the timeout of the group. Only a
-    barrier has a timeout of its own. A call that is not asynchronous returns None, because functions of PyTorch would
+    barrier has its own timeout. A call that is not asynchronous returns None, because functions of PyTorch would
     only wait for its work.
     """
 
@@ -55,7 +55,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         (tensor,) = tensors
         # Code in C++ without Python below it calls, such as DDP.
         if self._streams is not None and self._open and sys._getframe().f_back is None:
-            future = self._queue.call("all_reduce", self._streams.bucket, self._all_reduce, tensor, opts.reduceOp)
+            future = self._queue.run("all_reduce", self._streams.bucket, self._all_reduce, tensor, opts.reduceOp)
             if future is not None:
                 self._sequence += 1
                 return c10d._create_work_from_future(future)  # type: ignore[no-any-return]
@@ -79,19 +79,19 @@ class CollectiveCalls(c10d.ProcessGroup):
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_gather`."""
-        (given,), (received,) = inputs, outputs
-        return self._run("all_gather", opts, (received, given), received, inputs)
+        (input_,), (output_list,) = inputs, outputs
+        return self._run("all_gather", opts, (output_list, input_), output_list, inputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_gather_coalesced`: ``outputs[r][i]`` receives ``inputs[i]`` of rank r."""
-        each = ((received, given) for given, *received in zip(inputs, *outputs, strict=True))
+        each = ((received, input_) for input_, *received in zip(inputs, *outputs, strict=True))
         work = self._run_each("all_gather", opts, each, [tensor for received in outputs for tensor in received], inputs)
         if work is not None:
-            work.other_value = [list(received) for received in outputs]
+            work.future_value = [list(received) for received in outputs]
         return work
 
-    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Work | None:
-        return self._run("all_gather_into_tensor", opts, (output, given), [output], [given])
+    def _allgather_base(self, output: Tensor, input_: Tensor, opts: Any = None) -> Work | None:
+        return self._run("all_gather_into_tensor", opts, (output, input_), [output], [input_])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """Do the same as `torch.distributed.all_gather_into_tensor`, for several tensors."""
@@ -99,43 +99,43 @@ class CollectiveCalls(c10d.ProcessGroup):
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work | None:
         """See `torch.distributed.gather`."""
-        (given,), received = inputs, outputs[0] if outputs else None
-        return self._run("gather", opts, (received, given, opts.rootRank), received or (), inputs)
+        (input_,), output_list = inputs, outputs[0] if outputs else None
+        return self._run("gather", opts, (output_list, input_, opts.rootRank), output_list or (), inputs)
 
-    def gather_single(self, output: Tensor, given: Tensor, opts: Any) -> Work | None:
+    def gather_single(self, output: Tensor, input_: Tensor, opts: Any) -> Work | None:
         """See `torch.distributed.gather_single`."""
         root = opts.rootRank
         if self.rank() == root:
-            return self._run("gather_single", opts, (output, given, root), [output], [given])
-        return self._run("gather_single", opts, (None, given, root), (), [given])
+            return self._run("gather_single", opts, (output, input_, root), [output], [input_])
+        return self._run("gather_single", opts, (None, input_, root), (), [input_])
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work | None:
         """See `torch.distributed.scatter`."""
-        (output,), given = outputs, inputs[0] if inputs else None
-        return self._run("scatter", opts, (output, given, opts.rootRank), outputs, given or ())
+        (output,), input_list = outputs, inputs[0] if inputs else None
+        return self._run("scatter", opts, (output, input_list, opts.rootRank), outputs, input_list or ())
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work | None:
         """See `torch.distributed.reduce_scatter`."""
         opts = opts or c10d.ReduceScatterOptions()
-        (output,), (given,) = outputs, inputs
-        return self._run("reduce_scatter", opts, (output, given, opts.reduceOp), outputs, given)
+        (output,), (input_list,) = outputs, inputs
+        return self._run("reduce_scatter", opts, (output, input_list, opts.reduceOp), outputs, input_list)
 
-    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Work | None:
+    def _reduce_scatter_base(self, output: Tensor, input_: Tensor, opts: Any = None) -> Work | None:
         opts = opts or c10d.ReduceScatterOptions()
-        return self._run("reduce_scatter_tensor", opts, (output, given, opts.reduceOp), [output], [given])
+        return self._run("reduce_scatter_tensor", opts, (output, input_, opts.reduceOp), [output], [input_])
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """Do the same as `torch.distributed.reduce_scatter_tensor`, for several tensors."""
         opts = opts or c10d.ReduceScatterOptions()
-        each = ((output, given, opts.reduceOp) for output, given in zip(outputs, inputs, strict=True))
+        each = ((output, input_, opts.reduceOp) for output, input_ in zip(outputs, inputs, strict=True))
         return self._run_each("reduce_scatter_tensor", opts, each, outputs, inputs)
 
     def alltoall_base(
-        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+        self, output: Tensor, input_: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], opts: Any = None
     ) -> Work | None:
         """See `torch.distributed.all_to_all_single`."""
-        arguments = output, given, output_splits, input_splits
-        return self._run("all_to_all_single", opts, arguments, [output], [given])
+        args = output, input_, out_splits, in_splits
+        return self._run("all_to_all_single", opts, args, [output], [input_])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_to_all`."""
@@ -151,60 +151,59 @@ class CollectiveCalls(c10d.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         """See `torch.distributed.barrier`. On a GPU a rank also waits until its current stream has done its work."""
         self._require_open("barrier")
-        begin, limit = getattr(opts, "asyncOp", False), max(getattr(opts, "timeout", FOREVER), FOREVER)
+        is_async, limit = getattr(opts, "asyncOp", False), max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)
         if self._streams is None:
-            given = torch.zeros(1, dtype=torch.uint8, device="cpu"), dist.ReduceOp.SUM, "tensor", None
-            meet = partial(self.collectives["all_reduce"].carry_out, *given)
-            if not (begin or limit):
-                self._queue.call("barrier", meet)
-                return ended(())
-            work: StreamWork | HostWork = self._queue.begin(meet, (), "barrier")
+            args = torch.zeros(1, dtype=torch.uint8, device="cpu"), dist.ReduceOp.SUM, "tensor", None
+            meet = partial(self.collectives["all_reduce"].run, *args)
+            if not (is_async or limit):
+                self._queue.run("barrier", meet)
+                return completed_work(())
+            work: StreamWork | HostWork = self._queue.submit(meet, (), "barrier")
         else:
             call = TensorCall(partial(self.communicator.Barrier, stream=self._streams.stream))
-            work = self._queue.call("barrier", self._streams.begin, call, (), (), (), "barrier")
+            work = self._queue.run("barrier", self._streams.start, call, (), (), (), "barrier")
         work.limit = limit
-        if not begin:
+        if not is_async:
             work.wait()
         return work
 
-    def in_turn(self, name: str, call: Callable[[], T]) -> T:
-        """Carry out a call of the group's Communicator in its turn among the calls of the group."""
+    def run_in_order(self, name: str, call: Callable[[], T]) -> T:
+        """Return ``call()``, a call of the group's Communicator, after the earlier calls of the group."""
         self._require_open(name)
-        return self._queue.call(name, call)
+        return self._queue.run(name, call)
 
-    def enqueue(self, call: TensorCall, given: Given) -> None:
-        """Carry out a call, or enqueue it on the current stream. The caller has the turn of the call."""
+    def enqueue(self, call: TensorCall, args: Args) -> None:
+        """Run a call, or enqueue it on the current stream, within another call of the group."""
         if self._streams is None:
-            call.carry_out(*given)
+            call.run(*args)
         else:
-            self._streams.enqueue(call, given)
+            self._streams.enqueue(call, args)
 
     def future(
-        self, name: str, call: TensorCall, given: Given, output: Tensor, inputs: Tensors = (), *, beside: bool
+        self, name: str, call: TensorCall, args: Args, output: Tensor, inputs: Tensors = (), *, overlap: bool
     ) -> torch.futures.Future[Any]:
-        """Begin ``call`` with the arguments ``given``. Return a future of ``output``. Collective.
+        """Start ``call`` with ``args``. Return a future of ``output``. Collective.
 
-        On a GPU the future is complete, and a stream that takes its value waits for the call. With ``beside`` the call
-        is enqueued on the stream of the group, after the work of the current stream. Without it the call is enqueued on
-        the current stream.
+        On a GPU the future is complete, and a stream that takes its value waits for the call. The call is enqueued on
+        the current stream, or with ``overlap`` on the stream of the group, after the work of the current stream.
         """
         self._require_open(name)
         self._sequence += 1
         if not output.is_cuda:
-            work = self._queue.begin(partial(call.carry_out, *given), [output], name)
-            work.other_value = output
+            work = self._queue.submit(partial(call.run, *args), [output], name)
+            work.future_value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
-        return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)
+        return self._queue.run(name, streams.future, call, args, output, (output, *inputs), overlap)
 
     def _run(
-        self, name: str, opts: Any, given: Given, outputs: Tensors, inputs: Tensors = (), call: TensorCall | None = None
+        self, name: str, opts: Any, args: Args, outputs: Tensors, inputs: Tensors = (), call: TensorCall | None = None
     ) -> Work | None:
-        """Carry out or begin the collective ``name``, or ``call``. It writes ``outputs`` and reads ``inputs``."""
+        """Run or start the collective ``name``, or ``call``. It writes ``outputs`` and reads ``inputs``."""
         if not self._open:
             self._require_open(name)
         self._sequence += 1
-        begin = getattr(opts, "asyncOp", True)
+        is_async = getattr(opts, "asyncOp", True)
         if not (outputs or inputs):
             raise InvalidUsageError(f"{name}: the list of tensors is empty: pass one or more")
         if call is None:
@@ -214,39 +213,39 @@ class CollectiveCalls(c10d.ProcessGroup):
         queue = self._queue
         if first.is_cuda:
             streams = self._streams or self._gpu_streams(name, first)
-            queue.take_turn()
+            queue.acquire()
             try:
-                if begin and sys._getframe(1).f_back is None:
+                if is_async and sys._getframe(1).f_back is None:
                     # Code in C++ without Python below it calls, such as DDP in the thread of autograd. It takes only
                     # the future of a work, or waits for it. PyTorch's own work does both without Python. Code in C++
                     # reads a tensor and a list of tensors alike.
                     value = outputs[0] if len(outputs) == 1 else list(outputs)
-                    future = streams.future(call, given, value, (*outputs, *inputs), beside=True)
+                    future = streams.future(call, args, value, (*outputs, *inputs), overlap=True)
                     return c10d._create_work_from_future(future)  # type: ignore[no-any-return]
-                if begin:
-                    work = streams.begin(call, given, outputs, inputs, name)
+                if is_async:
+                    work = streams.start(call, args, outputs, inputs, name)
                 else:
-                    streams.enqueue(call, given)
-            except WAITS as error:
-                raise translated(error, name) from error
+                    streams.enqueue(call, args)
+            except WAIT_ERRORS as error:
+                raise as_group_error(error, name) from error
             finally:
-                queue.end_turn()
-        elif begin:
-            work = queue.begin(partial(call.carry_out, *given), outputs, name)
+                queue.release()
+        elif is_async:
+            work = queue.submit(partial(call.run, *args), outputs, name)
         else:
-            queue.call(name, call.carry_out, *given)
+            queue.run(name, call.run, *args)
         if self._coalesced and get_ident() in self._coalesced:
-            return self._joined(work or ended(outputs))
+            return self._joined(work or completed_work(outputs))
         return work
 
     def _run_each(
-        self, name: str, opts: Any, each: Iterable[Given], outputs: Tensors, inputs: Tensors = ()
+        self, name: str, opts: Any, each: Iterable[Args], outputs: Tensors, inputs: Tensors = ()
     ) -> Work | None:
         """As `_run`, for several calls of the collective ``name`` as one."""
 
         def calls() -> None:
-            for given in each:
-                self.enqueue(self.collectives[name], given)
+            for args in each:
+                self.enqueue(self.collectives[name], args)
 
         return self._run(f"{name}_coalesced", opts, (), outputs, inputs, TensorCall(calls))
 

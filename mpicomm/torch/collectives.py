@@ -24,12 +24,12 @@ from mpicomm.mpi.descriptors import (
     tensor_descriptor,
     tensor_list_descriptor,
 )
-from mpicomm.torch.tensors import Pieces, flat, movable, op_of_one_call, reduction_of
+from mpicomm.torch.tensors import TensorBlocks, direct_op_of, flat, movable, reduction_of
 
-Given = tuple[Any, ...]
-"""The arguments of `TensorCall.carry_out`."""
-PiecesOf: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
-"""A tensor with a block for each rank, or a tensor for each rank."""
+Args = tuple[Any, ...]
+"""The arguments of `TensorCall.run`."""
+BlockTensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
+"""A tensor with a block for each rank, or a list with a tensor for each rank."""
 
 
 class TensorCall:
@@ -38,11 +38,11 @@ class TensorCall:
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
-    def carry_out(self, *given: Any, **_: Any) -> None:
+    def run(self, *args: Any, **_: Any) -> None:
         """Carry out the call. On tensors of a GPU, enqueue it on PyTorch's current stream."""
-        self._function(*given)
+        self._function(*args)
 
-    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
+    def find_plan(self, plans: PlanCache, args: Args) -> AnyPlan | None:
         """Return the call with these arguments if the cache knows it; else None, also for wrong arguments. Local.
 
         It reads each tensor once, because a read takes as long as the rest of a known call. A call that it has found is
@@ -53,97 +53,97 @@ class TensorCall:
 
 
 class Collective(TensorCall):
-    """A collective of one group, as a `TensorCall`. ``carry_out`` is *collective*, and blocks for tensors of the host.
+    """A collective of one group, as a `TensorCall`. ``run`` is *collective*, and blocks for tensors of the host.
 
-    ``operation`` is the name of MPI's collective; ``output`` and ``given`` are PyTorch's names of the arguments.
+    ``operation`` is the name of MPI's collective; ``output`` and ``input_`` are PyTorch's names of the arguments.
     """
 
-    def __init__(self, comm: Communicator, operation: str, output: str, given: str) -> None:
+    def __init__(self, comm: Communicator, operation: str, output: str, input_: str) -> None:
         self._comm, self._rank, self._size = comm, comm.rank, comm.size
         self._operation = OPERATIONS[operation]
-        self._output, self._given = output, given
+        self._output_name, self._input_name = output, input_
 
-    def _call(self, memory: torch.Tensor, *arguments: Any, **more: Any) -> None:
+    def _call(self, memory: torch.Tensor, *args: Any, **more: Any) -> None:
         """Call the Communicator. Host tensors go through mapped memory at every size: MPI's waits have no limit."""
-        way = "auto" if memory.is_cuda else mapped_algorithm(self._operation, memory.nbytes)
-        getattr(self._comm, self._operation.name)(*arguments, algorithm=way, **more)
+        algorithm = "auto" if memory.is_cuda else mapped_algorithm(self._operation, memory.nbytes)
+        getattr(self._comm, self._operation.name)(*args, algorithm=algorithm, **more)
 
-    def _received(self, output: PiecesOf, splits: Sequence[int] | None = None) -> Pieces:
-        return Pieces(output, self._output, self._size, splits, receive=True)
+    def _received(self, output: BlockTensors, splits: Sequence[int] | None = None) -> TensorBlocks:
+        return TensorBlocks(output, self._output_name, self._size, splits, receive=True)
 
-    def _sent(self, given: PiecesOf, splits: Sequence[int] | None = None) -> Pieces:
-        return Pieces(given, self._given, self._size, splits)
+    def _sent(self, input_: BlockTensors, splits: Sequence[int] | None = None) -> TensorBlocks:
+        return TensorBlocks(input_, self._input_name, self._size, splits)
 
 
 class AllReduce(Collective):
     """Reduces ``tensor`` over all ranks, in place. Elements travel quantized by ``wire``, if it is not None."""
 
-    def carry_out(self, tensor: torch.Tensor, op: Any, name: str, wire: Wire | None) -> None:
+    def run(self, tensor: torch.Tensor, op: Any, name: str, wire: Wire | None) -> None:
         memory = flat(tensor, name)
         reduction = reduction_of(op, memory, name)
-        send = MPI.IN_PLACE if reduction.factor is None else reduction.given(memory)
+        send = MPI.IN_PLACE if reduction.factor is None else reduction.scaled(memory)
         self._call(memory, send, memory, reduction.op, wire_dtype=None if wire is None else wire.dtype)
         reduction.finish(memory, self._size)
 
-    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
-        tensor, op, name, wire = given
+    def find_plan(self, plans: PlanCache, args: Args) -> AnyPlan | None:
+        tensor, op, name, wire = args
         plain = tensor_descriptor(tensor) if type(tensor) is Tensor else None
         if plain is None:
             return None
-        op = op_of_one_call(op, tensor, name)
-        return None if op is None else gpu.find_plain(self._operation, "auto", IN_PLACE, plain, op, 0, wire or ())
+        op = direct_op_of(op, tensor, name)
+        return None if op is None else plans.find_plain(self._operation, "auto", IN_PLACE, plain, op, 0, wire or ())
 
 
 class ReduceToRoot(Collective):
     """Reduces ``tensor`` over all ranks into the root's ``tensor``."""
 
-    def carry_out(self, tensor: torch.Tensor, op: Any, root: int) -> None:
-        memory = flat(tensor, self._output)
-        reduction = reduction_of(op, memory, self._output)
-        given = reduction.given(memory)
+    def run(self, tensor: torch.Tensor, op: Any, root: int) -> None:
+        memory = flat(tensor, self._output_name)
+        reduction = reduction_of(op, memory, self._output_name)
+        send = reduction.scaled(memory)
         receive = memory if self._rank == root else None
-        self._call(memory, MPI.IN_PLACE if given is receive else given, receive, reduction.op, root)
+        self._call(memory, MPI.IN_PLACE if send is receive else send, receive, reduction.op, root)
         if receive is not None:
             reduction.finish(receive, self._size)
 
-    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
-        tensor, op, root = given
+    def find_plan(self, plans: PlanCache, args: Args) -> AnyPlan | None:
+        tensor, op, root = args
         plain = tensor_descriptor(tensor) if type(tensor) is Tensor else None
         if plain is None:
             return None
-        op = op_of_one_call(op, tensor, self._output)
+        op = direct_op_of(op, tensor, self._output_name)
         sent, received = (IN_PLACE, plain) if self._rank == root else (plain, NOTHING)
-        return None if op is None else gpu.find_plain(self._operation, "auto", sent, received, op, root)
+        return None if op is None else plans.find_plain(self._operation, "auto", sent, received, op, root)
 
 
 class Broadcast(Collective):
     """Gives the root's ``tensor`` to all ranks."""
 
-    def carry_out(self, tensor: torch.Tensor, root: int) -> None:
-        memory = movable(flat(tensor, self._output))
+    def run(self, tensor: torch.Tensor, root: int) -> None:
+        memory = movable(flat(tensor, self._output_name))
         self._call(memory, memory, root)
 
-    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
-        tensor, root = given
+    def find_plan(self, plans: PlanCache, args: Args) -> AnyPlan | None:
+        tensor, root = args
         plain = tensor_descriptor(tensor) if type(tensor) is Tensor else None
-        return None if plain is None else gpu.find_plain(self._operation, "auto", NOTHING, plain, None, root)
+        return None if plain is None else plans.find_plain(self._operation, "auto", NOTHING, plain, None, root)
 
 
 class AllGather(Collective):
-    """Puts the ``given`` tensor of each rank into this rank's piece of ``output``. Sizes may differ in a list."""
+    """Puts the ``input_`` tensor of each rank into this rank's block of ``output``. Sizes may differ in a list."""
 
-    def carry_out(self, output: PiecesOf, given: torch.Tensor) -> None:
-        whole, own = self._received(output), self._sent(given)
-        whole.require_piece(own, self._rank)
+    def run(self, output: BlockTensors, input_: torch.Tensor) -> None:
+        whole, own = self._received(output), self._sent(input_)
+        whole.require_block(own, self._rank)
         sent: Any = MPI.IN_PLACE
         if own.address() != whole.address(self._rank):
-            own.filled(whole)
+            own.packed(whole)
             sent = own.buffer()
         self._call(whole.memory, sent, whole.buffer())
-        whole.put_back()
+        whole.unpack()
 
-    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
-        output, own = given
+    def find_plan(self, plans: PlanCache, args: Args) -> AnyPlan | None:
+        output, own = args
         block = tensor_descriptor(own) if type(own) is Tensor else None
         if block is None:
             return None
@@ -159,34 +159,34 @@ class AllGather(Collective):
                 return None
             place = self._rank * block[1]
         sent = IN_PLACE if block[0] == received[0] + place * block[2][0].itemsize else block
-        return gpu.find_plain(self._operation, "auto", sent, received, None, 0)
+        return plans.find_plain(self._operation, "auto", sent, received, None, 0)
 
 
 class Gather(Collective):
     """As `AllGather`, into the root's ``output``. On other ranks it is None."""
 
-    def carry_out(self, output: PiecesOf | None, given: torch.Tensor, root: int) -> None:
-        own, whole = self._sent(given), None if output is None else self._received(output)
+    def run(self, output: BlockTensors | None, input_: torch.Tensor, root: int) -> None:
+        own, whole = self._sent(input_), None if output is None else self._received(output)
         if whole is not None:
             whole.require_type_of(own)
-        memory = own.filled(whole)
+        memory = own.packed(whole)
         self._call(memory, own.buffer(), whole and whole.buffer(), root)
         if whole is not None:
-            whole.put_back()
+            whole.unpack()
 
 
 class Scatter(Collective):
-    """Puts the root's ``given`` tensor for this rank into ``output``. On other ranks it is None. Sizes may differ."""
+    """Puts the root's ``input_`` tensor for this rank into ``output``. On other ranks it is None. Sizes may differ."""
 
-    def carry_out(self, output: torch.Tensor, given: PiecesOf | None, root: int) -> None:
+    def run(self, output: torch.Tensor, input_: BlockTensors | None, root: int) -> None:
         own = self._received(output)
-        if given is None:
+        if input_ is None:
             self._call(own.memory, None, own.buffer(), root)
         else:
             try:
-                whole = self._sent(given)
+                whole = self._sent(input_)
                 whole.require_type_of(own)
-                self._call(whole.filled(own), whole.buffer(), own.buffer(), root)
+                self._call(whole.packed(own), whole.buffer(), own.buffer(), root)
             except InvalidUsageError:
                 # The other ranks would wait for the root until their limit. A call that PyTorch does not have tells
                 # them that it makes another one than they.
@@ -194,48 +194,48 @@ class Scatter(Collective):
                     flag = torch.zeros(1, dtype=torch.uint8, device=own.memory.device)
                     self._comm.Exscan(MPI.IN_PLACE, flag, algorithm="auto" if flag.is_cuda else "one_shot")
                 raise
-        own.put_back()
+        own.unpack()
 
 
 class ReduceScatter(Collective):
-    """Reduces ``given`` over all ranks, and puts this rank's piece of the result into ``output``."""
+    """Reduces ``input_`` over all ranks, and puts this rank's block of the result into ``output``."""
 
-    def carry_out(self, output: torch.Tensor, given: PiecesOf, op: Any) -> None:
-        own, whole = self._received(output), self._sent(given)
-        whole.require_piece(own, self._rank)
+    def run(self, output: torch.Tensor, input_: BlockTensors, op: Any) -> None:
+        own, whole = self._received(output), self._sent(input_)
+        whole.require_block(own, self._rank)
         receive = own.memory
-        reduction = reduction_of(op, receive, self._output)
-        send = reduction.given(whole.filled(own, in_order=True))
+        reduction = reduction_of(op, receive, self._output_name)
+        send = reduction.scaled(whole.packed(own, in_order=True))
         counts = () if whole.counts is None else (whole.counts,)
         self._call(send, send, receive, *counts, reduction.op)
         reduction.finish(receive, self._size)
-        own.put_back()
+        own.unpack()
 
-    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
-        output, whole, op = given
+    def find_plan(self, plans: PlanCache, args: Args) -> AnyPlan | None:
+        output, whole, op = args
         if not type(output) is type(whole) is Tensor:
             return None
         received, sent = tensor_descriptor(output), tensor_descriptor(whole)
         if received is None or sent is None or received[2] != sent[2]:
             return None
-        op = op_of_one_call(op, output, self._output)
-        return None if op is None else gpu.find_plain(self._operation, "auto", sent, received, op, 0)
+        op = direct_op_of(op, output, self._output_name)
+        return None if op is None else plans.find_plain(self._operation, "auto", sent, received, op, 0)
 
 
 class AllToAll(Collective):
-    """Sends the pieces of ``given`` to the ranks, and puts their pieces into ``output``. Sizes may differ."""
+    """Sends the blocks of ``input_`` to the ranks, and puts their blocks into ``output``. Sizes may differ."""
 
-    def carry_out(
-        self, output: PiecesOf, given: PiecesOf, output_splits: Sequence[int], input_splits: Sequence[int]
+    def run(
+        self, output: BlockTensors, input_: BlockTensors, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> None:
-        received, sent = self._received(output, output_splits), self._sent(given, input_splits)
+        received, sent = self._received(output, output_splits), self._sent(input_, input_splits)
         received.require_type_of(sent)
-        memory = sent.filled(received)
+        memory = sent.packed(received)
         self._call(memory, sent.buffer(), received.buffer())
-        received.put_back()
+        received.unpack()
 
-    def find(self, gpu: PlanCache, given: Given) -> AnyPlan | None:
-        output, whole, output_splits, input_splits = given
+    def find_plan(self, plans: PlanCache, args: Args) -> AnyPlan | None:
+        output, whole, output_splits, input_splits = args
         received: BlocksDescriptor | None
         sent: BlocksDescriptor | None
         if type(output) is type(whole) is Tensor:
@@ -247,7 +247,7 @@ class AllToAll(Collective):
             return None
         if received is None or sent is None or received[2] != sent[2]:
             return None
-        return gpu.find_plain(self._operation, "auto", sent, received, None, 0)
+        return plans.find_plain(self._operation, "auto", sent, received, None, 0)
 
 
 def _listed(tensors: list[Any], *, receive: bool = False) -> ListedBlocks | None:

@@ -24,29 +24,30 @@ from mpicomm.cluster.process import node_key
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.works import GroupTimeoutError
 
-Found = Iterator[tuple[dist.Store, int, int]]
+Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 _STEP = "init_process_group"
 _TAGS = 32768  # MPI promises tags below this number
-_NOTHING = timedelta(milliseconds=1)  # a store does not wait for less
+_SHORTEST = timedelta(milliseconds=1)  # a store does not wait for less
 
 
-def communicator_of(given: Any, whole: Communicator | None) -> Communicator:
-    """Return a Communicator of the ranks of the new group that PyTorch describes in ``given``. Collective over them.
+def create_communicator(description: Any, world: Communicator | None) -> Communicator:
+    """Return a Communicator of the ranks of the new group that PyTorch's ``description`` names. Collective over them.
 
-    ``whole`` is the Communicator of the group of all ranks, None before it exists or if it has another backend. Raises
+    ``world`` is the Communicator of the group of all ranks, None before it exists or if it has another backend. Raises
     the same error on all ranks; see `create`.
     """
-    timeout_s = given.timeout.total_seconds()
-    ranks, name = list(given.global_ranks_in_group), str(given.group_id)
-    if whole is not None and ranks:
-        return made(members_of(whole, ranks, name, given.store, timeout_s), whole.device, timeout_s)
+    timeout_s = description.timeout.total_seconds()
+    ranks, name = list(description.global_ranks_in_group), str(description.group_id)
+    if world is not None and ranks:
+        plain = create_subgroup(world, ranks, name, description.store, timeout_s)
+        return communicator_on(plain, world.device, timeout_s)
     if not ranks:
         plain = private_copy(MPI.COMM_WORLD, _STEP, timeout_s)
     else:  # the group of all ranks has another backend
         _require_ranks(dist.get_rank(), dist.get_world_size())
-        plain = members_of(MPI.COMM_WORLD, ranks, name, given.store, timeout_s)
-    return _agreed(plain, given.group_rank, given.group_size, timeout_s)
+        plain = create_subgroup(MPI.COMM_WORLD, ranks, name, description.store, timeout_s)
+    return _in_order_of_pytorch(plain, description.group_rank, description.group_size, timeout_s)
 
 
 def _require_ranks(rank: int, size: int) -> None:
@@ -63,11 +64,11 @@ def _require_ranks(rank: int, size: int) -> None:
         )
 
 
-def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Communicator:
+def _in_order_of_pytorch(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Communicator:
     """Return a Communicator of the ranks of ``plain`` in PyTorch's order, and free ``plain``. Collective."""
     group = Group(plain, range(plain.size), timeout_s)
 
-    def describe() -> tuple[int, str, int | None]:
+    def describe() -> tuple[int, str, int]:
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             raise InvalidUsageError(
                 "the backend mpicomm calls MPI from several threads: start MPI with MPI.THREAD_MULTIPLE, which is "
@@ -75,34 +76,34 @@ def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Com
             )
         if size != plain.size:
             _require_ranks(rank, size)
-        return rank, node_key(), torch.cuda.current_device() if torch.cuda.is_available() else None
+        return rank, node_key(), torch.cuda.current_device() if torch.cuda.is_available() else -1
 
     try:
         members = group.allgather(_STEP, describe)
         ranks = [each[0] for each in members]
         if sorted(ranks) != list(range(size)):
             raise InvalidUsageError(f"the ranks of MPI have the ranks {ranks} in torch.distributed: pass each once")
-        # The current device of the rank, if all ranks of each node have chosen different devices.
-        chosen = {(node, device) for _, node, device in members}
-        current = members[plain.rank][2] if len(chosen) == len(members) else "auto"
-        device = "cpu" if any(each is None for _, each in chosen) or current is None else current
+        chosen = {(node, gpu) for _, node, gpu in members}
+        device: int | str = "cpu" if any(gpu < 0 for _, gpu in chosen) else "auto"
+        if device == "auto" and len(chosen) == len(members):  # the ranks of each node have chosen different GPUs
+            device = members[plain.rank][2]
         # A launcher of PyTorch inside an MPI job may number the ranks in another order.
         ordered = plain.Split(0, rank)
         assert isinstance(ordered, MPI.Intracomm)
-        return made(ordered, device, timeout_s)
+        return communicator_on(ordered, device, timeout_s)
     finally:
         if group.broken is None:
             plain.Free()
 
 
-def made(plain: MPI.Intracomm, device: int | str, timeout_s: float) -> Communicator:
+def communicator_on(plain: MPI.Intracomm, device: int | str, timeout_s: float) -> Communicator:
     """Return a Communicator of the ranks of ``plain``, and free ``plain``. Collective."""
     comm = Communicator(plain, device=device, timeout_s=timeout_s)
     plain.Free()  # not after an error, because MPI's Free may wait without a limit for a rank that is missing
     return comm
 
 
-def install_handler() -> None:
+def install_rendezvous_handler() -> None:
     """Let ``env://``, PyTorch's default, ask MPI if the environment names no rank. Local.
 
     PyTorch has no public way to change its behaviour without ``init_method``. So this replaces the handler of
@@ -110,16 +111,16 @@ def install_handler() -> None:
     """
     by_environment = _rendezvous_handlers["env"]
 
-    def handler(url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Found:
+    def handler(url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Rendezvous:
         if url == "env://" and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-            return _by_mpi(timeout)
-        found: Found = by_environment(url, timeout=timeout, **options)
-        return found
+            return _rendezvous_by_mpi(timeout)
+        rendezvous: Rendezvous = by_environment(url, timeout=timeout, **options)
+        return rendezvous
 
     _rendezvous_handlers["env"] = handler
 
 
-def _by_mpi(timeout: timedelta) -> Found:
+def _rendezvous_by_mpi(timeout: timedelta) -> Rendezvous:
     """Yield a store on the first rank, and rank and size of ``MPI.COMM_WORLD``. Collective.
 
     If the first rank cannot listen, all ranks raise the same error. Raises `CollectiveTimeoutError` if a rank does not
@@ -154,7 +155,7 @@ def _by_mpi(timeout: timedelta) -> Found:
     raise RuntimeError("PyTorch asks for other ranks, but MPI does not change the ranks of a running program")
 
 
-def members_of(
+def create_subgroup(
     parent: MPI.Intracomm, ranks: Sequence[int], name: str, store: c10d.Store, timeout_s: float
 ) -> MPI.Intracomm:
     """Return MPI's communicator of some ranks of ``parent``, in this order. The caller frees it.
@@ -164,38 +165,38 @@ def members_of(
     """
     # The barrier comes first, because MPI waits without a limit for ranks that do not come.
     came = dist.PrefixStore("came", store)
-    wait_for_all(came, list(ranks).index(parent.rank), len(ranks), timeout_s, name_all=True, step="new_group")
-    whole = parent.Get_group()
-    members = whole.Incl(ranks)
+    store_barrier(came, list(ranks).index(parent.rank), len(ranks), timeout_s, wait_all_ranks=True, step="new_group")
+    parent_group = parent.Get_group()
+    members = parent_group.Incl(ranks)
     tag = zlib.crc32(name.encode()) % _TAGS
     plain = MPI.Intracomm(parent).Create_group(members, tag)
     members.Free()
-    whole.Free()
+    parent_group.Free()
     assert isinstance(plain, MPI.Intracomm)
     return plain
 
 
-def wait_for_all(
-    store: c10d.Store, rank: int, size: int, timeout_s: float, *, name_all: bool, step: str = "monitoredBarrier"
+def store_barrier(
+    store: c10d.Store, rank: int, size: int, timeout_s: float, *, wait_all_ranks: bool, step: str = "monitoredBarrier"
 ) -> None:
     """Wait until all ranks have come to ``step``. Raise `GroupTimeoutError`. Collective, with its own store.
 
-    Rank 0 names the first missing rank, or all with ``name_all``. The other ranks get its error, and a late rank gets
-    it, too. If rank 0 is late, it gets the error of the others. The errors begin like gloo's, because programs look for
+    Rank 0 names the first missing rank, or all with ``wait_all_ranks``. The other ranks get its error, also a late
+    rank. If rank 0 is late, it gets the error of the others. The errors begin like gloo's, because programs look for
     these words.
     """
     text, missing = "", list[int]()
     if rank:
         store.set(str(rank), "")
         # Rank 0 may come up to `timeout_s` after this rank. It writes the result at most `timeout_s` later.
-        if not _comes(store, "result", 2 * timeout_s):
+        if not _arrives(store, "result", 2 * timeout_s):
             text, missing = f"rank 0 did not come within {2 * timeout_s:g} s", [0]
     elif timeout_s <= 0:
         text = f"Rank 0 timed out in {step} after {timeout_s:g} s"
     else:
         end = time.monotonic() + timeout_s
         for other in range(1, size):
-            if (name_all or not missing) and not _comes(store, str(other), end - time.monotonic()):
+            if (wait_all_ranks or not missing) and not _arrives(store, str(other), end - time.monotonic()):
                 missing.append(other)
         if missing:
             names = ", ".join(map(str, missing))
@@ -209,9 +210,9 @@ def wait_for_all(
         raise GroupTimeoutError(text, ranks=missing)
 
 
-def _comes(store: c10d.Store, key: str, timeout_s: float) -> bool:
+def _arrives(store: c10d.Store, key: str, timeout_s: float) -> bool:
     try:
-        store.wait([key], max(timedelta(seconds=timeout_s), _NOTHING))
+        store.wait([key], max(timedelta(seconds=timeout_s), _SHORTEST))
     except RuntimeError:  # of PyTorch, among them DistStoreError
         return bool(store.check([key]))
     return True

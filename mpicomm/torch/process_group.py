@@ -19,9 +19,9 @@ from mpicomm.log import logger
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.torch.call_queue import JoinedWork
 from mpicomm.torch.collective_calls import CollectiveCalls
-from mpicomm.torch.groups import communicator_of, made, members_of, wait_for_all
+from mpicomm.torch.groups import communicator_on, create_communicator, create_subgroup, store_barrier
 from mpicomm.torch.tensors import flat, movable
-from mpicomm.torch.works import WAITS, MessageWork, Tensors, Work, ended, translated
+from mpicomm.torch.works import WAIT_ERRORS, MessageWork, Tensors, Work, as_group_error, completed_work
 
 _FREE_S = 30.0
 """A destroyed group waits this long for its other ranks, because they may have ended without destroying it."""
@@ -58,7 +58,7 @@ class ProcessGroup(CollectiveCalls):
             dist.PrefixStore(f"monitored_barrier/{number}/", self._store)
             for number in (self._monitored, self._monitored - 1)
         )
-        wait_for_all(store, comm.rank, comm.size, timeout_s, name_all=wait_all_ranks)
+        store_barrier(store, comm.rank, comm.size, timeout_s, wait_all_ranks=wait_all_ranks)
         if comm.rank == 0:  # all ranks have left the barrier before this one
             for key in ("result", *map(str, range(1, comm.size))):
                 before.delete_key(key)
@@ -131,7 +131,7 @@ class ProcessGroup(CollectiveCalls):
         """Return a tensor of ``size`` elements. On a GPU it lies in symmetric memory: see `SymmetricPool.allocate`."""
         if self._streams is None or torch.device(device).type != "cuda":
             return torch.empty(size, dtype=dtype, device=device)
-        return self._queue.call("allocate_tensor", self._streams.allocate, size, dtype)
+        return self._queue.run("allocate_tensor", self._streams.allocate, size, dtype)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Take the ``device_id`` of `torch.distributed.init_process_group`. Local."""
@@ -146,17 +146,19 @@ class ProcessGroup(CollectiveCalls):
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Do nothing, because ranks outside all parts of a group take no part in making the parts."""
 
-    def split_group(self, ranks: Sequence[int], timeout: timedelta | None = None, **given: Any) -> ProcessGroup | None:
+    def split_group(
+        self, ranks: Sequence[int], timeout: timedelta | None = None, **options: Any
+    ) -> ProcessGroup | None:
         """See `torch.distributed.split_group`. Collective over ``ranks`` of this group. Other ranks get None."""
         if self.communicator.rank not in ranks:
             return None
-        name = given["group_name"]
+        name = options["group_name"]
         timeout_s = timeout.total_seconds() if timeout else self._timeout_s
         store = dist.PrefixStore(f"{name}/", self._store)
-        members = members_of(self.communicator, ranks, name, store, timeout_s)
-        part = ProcessGroup(store, made(members, self.communicator.device, timeout_s), timeout_s)
+        members = create_subgroup(self.communicator, ranks, name, store, timeout_s)
+        part = ProcessGroup(store, communicator_on(members, self.communicator.device, timeout_s), timeout_s)
         part._set_group_name(name)
-        part._set_group_desc(given.get("group_desc") or "")
+        part._set_group_desc(options.get("group_desc") or "")
         return part
 
     def get_group_store(self) -> c10d.Store:
@@ -185,14 +187,14 @@ class ProcessGroup(CollectiveCalls):
             return
         self._open = False
         limit_s = min(self._timeout_s, _FREE_S)
-        until_s, turn = time.monotonic() + limit_s, self._queue.turn
+        until_s, turn = time.monotonic() + limit_s, self._queue.call_lock
         # A free during a call, also in another thread, would take away the memory that the call uses, and both would
         # wait for the same messages.
         if not (self._queue.close(limit_s) and turn.acquire(timeout=max(0.0, until_s - time.monotonic()))):
             logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
             return
         try:
-            self.communicator._internals.free_within(limit_s)
+            self.communicator._internals.free(limit_s)
         except MpicommError as error:
             logger.warning("a process group is not freed on all ranks: %s", error)
         finally:
@@ -219,12 +221,12 @@ class ProcessGroup(CollectiveCalls):
         (tensor,) = tensors
         memory = movable(flat(tensor, "tensor"))
         if memory.is_cuda and self._streams is not None and self._streams.capture():
-            self._queue.call(name, comm.Recv if receives else comm.Send, memory, rank, tag)
-            return self._joined(ended([tensor]))
+            self._queue.run(name, comm.Recv if receives else comm.Send, memory, rank, tag)
+            return self._joined(completed_work([tensor]))
         try:
             request: MPI.Request = (comm.Irecv if receives else comm.Isend)(memory, rank, tag)
-        except WAITS as error:
-            raise translated(error, name) from error
+        except WAIT_ERRORS as error:
+            raise as_group_error(error, name) from error
         other = "any rank" if rank == MPI.ANY_SOURCE else f"rank {rank}"
         prepare_thread, name = comm._internals.prepare_thread, f"{name} {'from' if receives else 'to'} {other}"
         work = MessageWork(request, tensor, name, self._timeout_s, prepare_thread, receives=receives)
@@ -253,8 +255,8 @@ def group_of(group: dist.ProcessGroup | None) -> ProcessGroup:
     return group
 
 
-def create(given: Any, options: Any) -> ProcessGroup:
-    """Return a group for ``torch.distributed``, which describes the group in ``given``. Collective over its ranks.
+def create(description: Any, options: Any) -> ProcessGroup:
+    """Return a group for ``torch.distributed``, from PyTorch's ``description`` of it. Collective over its ranks.
 
     Raises the same error on all ranks: `InvalidUsageError` if PyTorch has other ranks than ``MPI.COMM_WORLD``,
     `GroupTimeoutError` if a rank does not come, and the errors of `Communicator`.
@@ -262,5 +264,5 @@ def create(given: Any, options: Any) -> ProcessGroup:
     if options is not None:
         raise InvalidUsageError(f"pg_options={options!r}: the backend mpicomm has no options")
     whole = dist.group.WORLD
-    comm = communicator_of(given, whole.communicator if isinstance(whole, ProcessGroup) else None)
-    return ProcessGroup(given.store, comm, given.timeout.total_seconds())
+    comm = create_communicator(description, whole.communicator if isinstance(whole, ProcessGroup) else None)
+    return ProcessGroup(description.store, comm, description.timeout.total_seconds())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from mpicomm.torch.groups import install_handler
+from mpicomm.torch.groups import install_rendezvous_handler
 from mpicomm.torch.process_group import ProcessGroup, create
 from mpicomm.torch.training import AllreduceState, allreduce_hook
 from mpicomm.torch.works import Work
@@ -33,7 +33,7 @@ def register() -> None:
     # group in Python has no such calls, and PyTorch raises an error when it looks for them.
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(NAME)
-    install_handler()
+    install_rendezvous_handler()
     for owner, name, replaced in (
         (c10d.Reducer, "_set_forward_pass_work_handle", _with_kept_works),  # of `DistributedDataParallel.join`
         (c10d, "_register_work", _with_kept_works),  # of `wait_tensor`
@@ -53,7 +53,7 @@ def _with_kept_works(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def kept(given: Any) -> Any:
-        return given.kept_by_cpp() if isinstance(given, Work) else given
+        return given.for_cpp() if isinstance(given, Work) else given
 
     @wraps(call)
     def convert(*given: Any, **named: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpicomm.api.communicator import Communicator
 from mpicomm.api.internals import AnyPlan, PlanCache
 from mpicomm.symmetric.array import SymmetricArray
-from mpicomm.torch.collectives import Given, TensorCall
-from mpicomm.torch.works import FOREVER, Tensors, Work, too_late, translated
+from mpicomm.torch.collectives import Args, TensorCall
+from mpicomm.torch.works import NO_TIMEOUT, Tensors, Work, as_group_error, timeout_error
 from mpicomm.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 """Returns the address of the current stream of a GPU. Local. PyTorch without CUDA has no such function."""
 
 
-def call_on(stream: torch.cuda.Stream, call: Callable[..., T], *arguments: Any) -> T:
-    """Return ``call(*arguments)``, with ``stream`` as the current stream of its GPU, and its GPU as current device."""
+def call_on(stream: torch.cuda.Stream, call: Callable[..., T], *args: Any) -> T:
+    """Return ``call(*args)``, with ``stream`` as the current stream of its GPU, and its GPU as current device."""
     gpu = stream.device_index
     device, before = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(gpu)
     torch._C._cuda_setStream(stream.stream_id, gpu, stream.device_type)
     try:
-        return call(*arguments)
+        return call(*args)
     finally:
         torch._C._cuda_setStream(*before)
         if device != gpu:  # the line above has made the GPU of the streams the current device
@@ -58,9 +58,9 @@ class StreamWork(Work):
     name: str
     mark: Any = None
     limit: timedelta | None = None
-    """The time that the host waits in `wait`. `FOREVER` is no limit. If it is None, the host does not wait."""
+    """The time that the host waits in `wait`. `NO_TIMEOUT` is no limit. If it is None, the host does not wait."""
 
-    def wait(self, timeout: timedelta = FOREVER) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
         side = self.side
         current = current_stream(side.gpu)
@@ -74,7 +74,7 @@ class StreamWork(Work):
             and not torch.cuda.is_current_stream_capturing()  # a capture executes nothing
             and not wait_until(self.is_completed, limit.total_seconds() or math.inf)
         ):
-            raise too_late(self.name, limit)
+            raise timeout_error(self.name, limit)
         if self._error is not None:
             raise self._error
         return True
@@ -94,12 +94,12 @@ class StreamWork(Work):
         self.kept = None
         if self._error is None:
             try:
-                self.side.internals.check_at_once()
+                self.side.internals.raise_async_error()
             except Exception as error:
-                self._error = translated(error, self.name)
+                self._error = as_group_error(error, self.name)
         return True
 
-    def _complete(self) -> torch.futures.Future[Any]:
+    def _make_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self.side.devices if self._outputs else None)
         call_on(self.side.stream, future.set_result, self.value)
         return future
@@ -109,52 +109,52 @@ class Streams:
     """Enqueues calls: on PyTorch's current stream, or asynchronous calls on a stream of the group, after its work.
 
     A group has one such stream, because its calls follow each other on every stream. No method waits for the GPU.
-    `enqueue`, `begin`, `future` and `allocate` are collective. They wait on the host only if ranks set up memory.
+    `enqueue`, `start`, `future` and `allocate` are collective. They wait on the host only if ranks set up memory.
     """
 
     def __init__(self, comm: Communicator) -> None:
         assert isinstance(comm.device, int)
         self.gpu = comm.device
         self.internals = comm._internals
-        self.internals.expect_alike()
-        self._known: PlanCache | None = None  # `Internals.known`, after the first call
+        self.internals.disable_votes()
+        self._plans: PlanCache | None = None  # there is none before the first call
         self._pool = SymmetricPool(comm)
         # The constructor makes the stream, because the first call may be in a capture.
         self.stream = torch.cuda.Stream(comm.device)
         self._address = int(self.stream.cuda_stream)
         # PyTorch never destroys the streams of its pool. Marks order streams by their addresses, because PyTorch's own
         # methods take several times as long.
-        self.marks = self.internals.use_stream("init_process_group", self._address)
+        self.marks = self.internals.register_stream("init_process_group", self._address)
         self._begin = self.marks.mark(self._address)
         """The mark by which an asynchronous call follows earlier work of the caller's stream.
 
         It pairs with the mark or event at the end of the call, which orders later work of that stream after the call.
-        One thread at a time uses it, because it has the turn."""
+        One thread at a time uses it, because it holds the lock of the `CallQueue`."""
         self._events: dict[int, LocalEvent] = {}
         """The events after asynchronous calls, by their addresses."""
         self.idle: list[int] = []
         """The events that no work has."""
         self.devices = [torch.device("cuda", comm.device)]
 
-    def enqueue(self, call: TensorCall, given: Given, event: LocalEvent | None = None, beside: bool = False) -> bool:
-        """Enqueue a call on the group's stream (``beside``) or the current one.
+    def enqueue(self, call: TensorCall, args: Args, event: LocalEvent | None = None, overlap: bool = False) -> bool:
+        """Enqueue a call on the group's stream (``overlap``) or the current one.
 
         Return whether ``event`` is recorded after it.
         """
-        gpu = self._known
-        if gpu is None:
-            gpu = self._known = self.internals.known
-        known = None if gpu is None else call.find(gpu, given)
-        if known:
-            assert gpu is not None
-            return gpu.enqueue_on(known, self._address if beside else current_stream(self.gpu), event)
-        if beside:
-            call_on(self.stream, call.carry_out, *given)
+        plans = self._plans
+        if plans is None:
+            plans = self._plans = self.internals.plan_cache
+        plan = None if plans is None else call.find_plan(plans, args)
+        if plan:
+            assert plans is not None
+            return plans.enqueue_on(plan, self._address if overlap else current_stream(self.gpu), event)
+        if overlap:
+            call_on(self.stream, call.run, *args)
         else:
-            call.carry_out(*given)
+            call.run(*args)
         return False
 
-    def begin(self, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors, name: str) -> StreamWork:
+    def start(self, call: TensorCall, args: Args, outputs: Tensors, inputs: Tensors, name: str) -> StreamWork:
         """Enqueue a call on the group's stream. The current stream does not wait for it."""
         current, address = current_stream(self.gpu), self._address
         try:
@@ -167,9 +167,9 @@ class Streams:
         work.side, work.name, work.ptr, work.kept, work._outputs = self, name, event.ptr, None, list(outputs)
         try:
             self.marks.wait_stream(address, current, self._begin)
-            is_recorded = self.enqueue(call, given, event, beside=True)
-            if self._pool.is_in_use:
-                self._note_use((*outputs, *inputs))
+            is_recorded = self.enqueue(call, args, event, overlap=True)
+            if self._pool.by_address:
+                self._record_use((*outputs, *inputs))
             if not is_recorded:
                 work.mark = mark = self.marks.mark(address)
                 work.ptr = mark.ptr
@@ -181,33 +181,33 @@ class Streams:
         return work
 
     def future(
-        self, call: TensorCall, given: Given, value: Any, tensors: Tensors, beside: bool, known: AnyPlan | None = None
+        self, call: TensorCall, args: Args, value: Any, tensors: Tensors, overlap: bool, plan: AnyPlan | None = None
     ) -> torch.futures.Future[Any]:
-        """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future.
+        """Enqueue a call on the group's stream (``overlap``) or the current one. Return its complete future.
 
-        ``tensors`` are the tensors of the call. ``known`` is its plan if the caller has found it.
+        ``tensors`` are the tensors of the call. ``plan`` is its plan if the caller has found it.
         """
         # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
         # return futures of this class, too.
         future: torch.futures.Future[Any] = torch._C.Future(self.devices)
         # With its result PyTorch records an event on the current stream. A stream that takes the value waits for it.
-        if not beside:
-            self.enqueue(call, given)
+        if not overlap:
+            self.enqueue(call, args)
             future.set_result(value)
             return future
         # There is no work, because its creation and its mark would take the host half as long as the call.
         current, side = current_stream(self.gpu), self.stream
         try:
             self.marks.wait_stream(self._address, current, self._begin)
-            if known is None:
-                self.enqueue(call, given, beside=True)
+            if plan is None:
+                self.enqueue(call, args, overlap=True)
             else:
-                assert self._known is not None
-                self._known.enqueue_on(known, self._address, noted=True)
+                assert self._plans is not None
+                self._plans.enqueue_on(plan, self._address, noted=True)
             for tensor in tensors:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
-            if self._pool.is_in_use:
-                self._note_use(tensors)
+            if self._pool.by_address:
+                self._record_use(tensors)
             call_on(side, future.set_result, value)
         except BaseException:
             self.marks.wait_stream(current, self._address)  # as above
@@ -215,27 +215,27 @@ class Streams:
         return future
 
     def bucket(self, call: TensorCall, tensor: torch.Tensor, op: Any) -> torch.futures.Future[Any] | None:
-        """Enqueue an all-reduce beside the current stream, as `future` does. Return None if its form is not known.
+        """Enqueue an all-reduce on the group's stream, as `future` does. Return None if its form is not known.
 
         ``call`` is the group's all-reduce. DDP makes such a call for each bucket of a step, and other work fills the
         caches of the processor between two of them. Each call then waits for memory, some ten times as long as in a
         loop. So this function reads little: the memory of a bucket is the key of its plan. It does not count the thread
         among the users of the stream, because the first call of a form has done that.
         """
-        gpu = self._known
-        if gpu is None or not tensor.is_cuda or not tensor.is_contiguous() or tensor.requires_grad or tensor.is_neg():
+        plans = self._plans
+        if plans is None or not tensor.is_cuda or not tensor.is_contiguous() or tensor.requires_grad or tensor.is_neg():
             return None
         dtype = tensor.dtype
         if dtype.is_complex:  # views of complex memory may be conjugated
             return None
         key = tensor.data_ptr(), tensor.numel(), dtype, hash(op)
-        plan = gpu.find_again(key)
+        plan = plans.find_again(key)
         if plan is None:
-            plan = call.find(gpu, (tensor, op, "tensor", None))
+            plan = call.find_plan(plans, (tensor, op, "tensor", None))
             if plan is None:
                 return None
-            gpu.remember(key, plan)
-        return self.future(call, (), tensor, (tensor,), beside=True, known=plan)
+            plans.remember(key, plan)
+        return self.future(call, (), tensor, (tensor,), overlap=True, plan=plan)
 
     def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor in symmetric memory for the current stream: see `SymmetricPool.allocate`.
@@ -244,18 +244,18 @@ class Streams:
         """
         if self.capture():
             return torch.empty(size, dtype=dtype, device=self.devices[0])
-        return self._pool.allocate((size,), dtype, current_stream(self.gpu))
+        return self._pool.allocate(size, dtype, current_stream(self.gpu))
 
     def capture(self) -> bool:
         """Return whether the current stream captures a graph."""
         with torch.cuda.device(self.gpu):
             return bool(torch.cuda.is_current_stream_capturing())
 
-    def _note_use(self, tensors: Tensors) -> None:
+    def _record_use(self, tensors: Tensors) -> None:
         """Let the pool reuse the memory of ``tensors`` only after the work that the group's stream has now."""
         if not torch.cuda.is_current_stream_capturing():  # both streams capture, or none
             # This is no method of a work, because a work keeps the tensors.
-            self._pool.used(tensors, partial(self.marks.follow, mark=self.marks.mark(self._address)))
+            self._pool.record_use(tensors, partial(self.marks.follow, mark=self.marks.mark(self._address)))
 
 
 @dataclass
@@ -277,18 +277,16 @@ class SymmetricPool:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._blocks: dict[tuple[int, int], list[_Block]] = {}
-        self._by_address: dict[int, _Block] = {}
-        self.is_in_use = False
-        """Whether there may be tensors in memory of the pool."""
+        self.by_address: dict[int, _Block] = {}
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, stream: int | None = None) -> torch.Tensor:
-        """Return a tensor of undefined contents for work on ``stream``, an address. On the host ``stream`` is None.
+    def allocate(self, size: int, dtype: torch.dtype, stream: int | None = None) -> torch.Tensor:
+        """Return ``size`` undefined elements for work on ``stream``, an address. On the host ``stream`` is None.
 
         Collective if no memory of the size is free, else local. All ranks ask for the same sizes and drop their tensors
         at the same places in the program. Otherwise one rank needs new memory, waits for the other ranks in vain, and
         raises `CollectiveTimeoutError`.
         """
-        nbytes = max(math.prod(shape), 1) * dtype.itemsize
+        nbytes = max(size, 1) * dtype.itemsize
         blocks = self._blocks.setdefault((nbytes, stream or 0), [])
         block = next((each for each in blocks if each.user.expired()), None)
         array = self._comm.empty(nbytes, "uint8") if block is None else block.array
@@ -296,22 +294,21 @@ class SymmetricPool:
         memory = torch.from_dlpack(array if stream is None else array.__dlpack__(stream=-1))
         user = StorageWeakRef(memory.untyped_storage())
         if block is None:
-            block = self._by_address[memory.data_ptr()] = _Block(array, user)
-            self.is_in_use = True
+            block = self.by_address[memory.data_ptr()] = _Block(array, user)
             blocks.append(block)
         block.user = user
         if stream is not None and block.follow is not None:
             block.follow(stream)
             block.follow = None
-        return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+        return memory[: size * dtype.itemsize].view(dtype)
 
-    def used(self, tensors: Sequence[torch.Tensor], follow: Callable[[int], object]) -> None:
-        """Remember that a call uses ``tensors`` on another stream than the stream of their memory. Local.
+    def record_use(self, tensors: Tensors, follow: Callable[[int], object]) -> None:
+        """Record that a call uses ``tensors`` on another stream than the stream of their memory. Local.
 
         ``follow`` lets a stream wait for the call, because the program may drop the tensors before its end. PyTorch's
         `record_stream` keeps only PyTorch's own memory.
         """
         for tensor in tensors:
-            block = self._by_address.get(tensor.untyped_storage().data_ptr())
+            block = self.by_address.get(tensor.untyped_storage().data_ptr())
             if block is not None:
                 block.follow = follow

@@ -29,7 +29,7 @@ class TensorError(InvalidUsageError, TypeError, RuntimeError):
 def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return a view of ``tensor`` without gradient, with elements that follow each other in memory. Local.
 
-    Raises `InvalidUsageError` for a tensor that has gaps, no memory or more than one piece of it, or another device.
+    Raises `InvalidUsageError` for a tensor that has gaps, no memory, several parts of memory, or another device.
     """
     if tensor.layout is not torch.strided:
         raise InvalidUsageError(
@@ -68,24 +68,24 @@ def movable(memory: torch.Tensor) -> torch.Tensor:
     return memory if types.torch_dtype(memory.dtype) is not None else memory.view(-1).view(torch.uint8)
 
 
-class Pieces:
-    """An argument of a collective with pieces for the ranks, as the flat tensor ``memory``. The constructor is local.
+class TensorBlocks:
+    """An argument of a collective with a block for each rank, as the flat tensor ``memory``. The constructor is local.
 
     The argument is a tensor, or a list of tensors. The memory has the elements in the order of their indices, because
     the ranks' tensors may have different orders in memory. It is a view if the elements have this order, else new
-    memory: `filled` copies the tensors into it, and `put_back` copies it back. The tensors of a list may lie anywhere.
-    The memory then spans them, perhaps over several allocations, and only the pieces may be read or written.
+    memory: `packed` copies the tensors into it, and `unpack` copies it back. The tensors of a list may lie anywhere.
+    The memory then spans them, perhaps over several allocations, and only the blocks may be read or written.
 
-    ``counts`` are the elements of each rank's piece in a list, or in a tensor with ``splits``. Splits are numbers of
-    rows, which are the elements along the first dimension; if they are empty, all pieces are equal. A tensor without
-    splits has no counts: MPI cuts it into equal blocks. ``receive`` is whether the ranks' pieces are written.
+    ``counts`` are the elements of each block of a list, or of a tensor with ``splits``. Splits are numbers of rows,
+    which are the elements along the first dimension; if they are empty, all blocks are equal. A tensor without splits
+    has no counts: MPI cuts it into equal blocks. ``receive`` is whether the blocks are written.
 
     Raises `InvalidUsageError` as `flat` does, and for splits and lists that do not fit ``size`` ranks.
     """
 
     def __init__(
         self,
-        given: torch.Tensor | Sequence[torch.Tensor],
+        tensors: torch.Tensor | Sequence[torch.Tensor],
         name: str,
         size: int,
         splits: Sequence[int] | None = None,
@@ -95,18 +95,18 @@ class Pieces:
         self._name, self._size = name, size
         self.counts: list[int] | None = None
         self._displs: list[int] | None = None
-        """The first elements of the pieces in the memory; None if each piece follows the piece before."""
-        if isinstance(given, torch.Tensor):
-            memory = flat(given, name)
-            self._tensors = [given.detach()]
-            self._is_copy = not given.is_contiguous()
+        """The first elements of the blocks in the memory; None if each block follows the block before."""
+        if isinstance(tensors, torch.Tensor):
+            memory = flat(tensors, name)
+            self._tensors = [tensors.detach()]
+            self._is_copy = not tensors.is_contiguous()
             self.memory = memory.new_empty(memory.numel()) if self._is_copy else memory
             if splits is not None:
-                self.counts = _split_counts(given, splits, size, name)
+                self.counts = _split_counts(tensors, splits, size, name)
             return
-        if len(given) != size:
-            raise InvalidUsageError(f"{name} has {len(given)} tensors for {size} ranks: pass one for each")
-        self._tensors = [tensor.detach() for tensor in given]
+        if len(tensors) != size:
+            raise InvalidUsageError(f"{name} has {len(tensors)} tensors for {size} ranks: pass one for each")
+        self._tensors = [tensor.detach() for tensor in tensors]
         first = self._tensors[0]
         for index, tensor in enumerate(self._tensors):
             if tensor.dtype != first.dtype or tensor.device != first.device:
@@ -124,11 +124,11 @@ class Pieces:
         else:
             self.memory, self._displs = memory_at(*blocks[:2], first), list(blocks[4])
 
-    def filled(self, receive: Pieces | None, *, in_order: bool = False) -> torch.Tensor:
+    def packed(self, receive: TensorBlocks | None, *, in_order: bool = False) -> torch.Tensor:
         """Return the memory with the elements of the tensors. Local; on a GPU stream-ordered.
 
         If the tensors share memory with ``receive``, the memory is new: MPI forbids such calls, and PyTorch's own
-        backends allow them. With ``in_order`` each piece follows the piece before.
+        backends allow them. With ``in_order`` each block follows the block before.
         """
         if not self._is_copy and (
             (in_order and self._displs not in (None, [*accumulate(self.counts or (), initial=0)][:-1]))
@@ -137,15 +137,15 @@ class Pieces:
             self._is_copy, self._displs = True, None
             self.memory = self.memory.new_empty(sum(tensor.numel() for tensor in self._tensors))
         if self._is_copy:
-            for tensor, piece in self._copies():
-                piece.copy_(tensor)
+            for tensor, block in self._copies():
+                block.copy_(tensor)
         return self.memory
 
-    def put_back(self) -> None:
+    def unpack(self) -> None:
         """Copy the memory to the tensors. Local; on a GPU stream-ordered."""
         if self._is_copy:
-            for tensor, piece in self._copies():
-                tensor.copy_(piece)
+            for tensor, block in self._copies():
+                tensor.copy_(block)
 
     def buffer(self) -> Any:
         """Return the memory as mpi4py takes it: with the counts and displacements, if there are any. Local."""
@@ -157,7 +157,7 @@ class Pieces:
         return [memory, counts if displs is None else (counts, [displ * width for displ in displs])]
 
     def address(self, rank: int = 0) -> int:
-        """Return the address of the piece of ``rank``. Local."""
+        """Return the address of the block of ``rank``. Local."""
         if self.counts is None:
             place = rank * (self.memory.numel() // self._size)
         else:
@@ -165,8 +165,8 @@ class Pieces:
         address: int = self.memory.data_ptr() + place * self.memory.element_size()
         return address
 
-    def require_piece(self, own: Pieces, rank: int) -> None:
-        """Raise unless the tensor ``own`` can be the piece of ``rank``. Local."""
+    def require_block(self, own: TensorBlocks, rank: int) -> None:
+        """Raise unless the tensor ``own`` can be the block of ``rank``. Local."""
         self.require_type_of(own)
         count = own.memory.numel()
         if self.counts is None:
@@ -180,7 +180,7 @@ class Pieces:
                 f"{own._name} has {count} elements, but {self._name}[{rank}] has {self.counts[rank]}: they must agree"
             )
 
-    def require_type_of(self, other: Pieces) -> None:
+    def require_type_of(self, other: TensorBlocks) -> None:
         """Raise unless both have one type and one device. Local."""
         mine, theirs = self.memory, other.memory
         if mine.dtype is not theirs.dtype or mine.device != theirs.device:
@@ -191,17 +191,17 @@ class Pieces:
 
     @property
     def _extents(self) -> list[tuple[int, int]]:
-        """The addresses of the first byte and after the last byte of each piece of the memory that has elements."""
+        """The addresses of the first byte and after the last byte of each block of the memory that has elements."""
         whole, counts = [self.memory.numel()], self.counts
         ranks = enumerate(whole if counts is None or self._displs is None else counts)
         nbytes = self.memory.element_size()
         return [(self.address(rank), self.address(rank) + count * nbytes) for rank, count in ranks if count]
 
     def _copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each tensor and its piece of the memory, which is new."""
-        pieces = self.memory.split([tensor.numel() for tensor in self._tensors])
-        for tensor, piece in zip(self._tensors, pieces, strict=True):
-            yield tensor, piece.view(tensor.shape)
+        """Yield each tensor and its block of the memory, which is new."""
+        blocks = self.memory.split([tensor.numel() for tensor in self._tensors])
+        for tensor, block in zip(self._tensors, blocks, strict=True):
+            yield tensor, block.view(tensor.shape)
 
 
 def _split_counts(tensor: torch.Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
@@ -240,29 +240,29 @@ _LOGICAL_OPS = {
     **dict.fromkeys((_Kind.PRODUCT, _Kind.MIN, _Kind.BAND), MPI.LAND),
     _Kind.BXOR: MPI.LXOR,
 }
-_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # in PyTorch
 
 
 @dataclass(frozen=True, slots=True)
 class TorchReduction:
-    """The way in which a Communicator carries out a ``ReduceOp`` on elements of one type."""
+    """How a Communicator carries out a ``ReduceOp`` on elements of one type."""
 
     op: MPI.Op
-    alone: MPI.Op | None
+    direct_op: MPI.Op | None
     """The operation, if this rank does not work on its elements before or after it, else None."""
-    averages_whole: bool
-    """Whether each rank divides the sum of whole numbers, toward zero, as PyTorch's backend for NCCL does."""
+    averages_integers: bool
+    """Whether each rank divides the sum of integers, toward zero, as PyTorch's backend for NCCL does."""
     factor: Any = None
     """The factor of each rank's elements before the sum; None for 1."""
 
-    def given(self, memory: torch.Tensor) -> torch.Tensor:
+    def scaled(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the contribution of this rank: ``memory``, or new memory. Local; on a GPU stream-ordered."""
         return memory if self.factor is None else (memory * self.factor).to(memory.dtype)
 
     def finish(self, memory: torch.Tensor, size: int) -> None:
-        """Divide a sum of whole numbers by ``size``, if the reduction is their average. As local as `given`."""
-        if self.averages_whole:
+        """Divide a sum of integers by ``size``, if the reduction is their average. As local as `scaled`."""
+        if self.averages_integers:
             memory.div_(size, rounding_mode="trunc")
 
 
@@ -284,10 +284,10 @@ def reduction_of(op: Any, memory: torch.Tensor, name: str) -> TorchReduction:
     return reduction
 
 
-def op_of_one_call(op: Any, memory: torch.Tensor, name: str) -> MPI.Op | None:
-    """Return `TorchReduction.alone` of `reduction_of`."""
+def direct_op_of(op: Any, memory: torch.Tensor, name: str) -> MPI.Op | None:
+    """Return `TorchReduction.direct_op` of `reduction_of`."""
     found = _reductions.get((hash(op), memory.dtype)) or reduction_of(op, memory, name)
-    return found.alone
+    return found.direct_op
 
 
 def _checked_reduction(kind: Any, dtype: torch.dtype, name: str) -> TorchReduction:
@@ -295,8 +295,8 @@ def _checked_reduction(kind: Any, dtype: torch.dtype, name: str) -> TorchReducti
         raise TensorError(
             f"{name} has elements of {dtype}, which mpicomm cannot reduce: convert it, for example to torch.bfloat16"
         )
-    whole, scaled = kind == _Kind.AVG and dtype in _WHOLE, kind == _Kind.PREMUL_SUM
-    if whole and dtype in _WITHOUT_DIVISION:
+    integers, scaled = kind == _Kind.AVG and dtype in _INTEGERS, kind == _Kind.PREMUL_SUM
+    if integers and dtype in _WITHOUT_DIVISION:
         raise TensorError(
             f"op=AVG is not defined for {dtype} of {name}: use SUM and divide, or convert it to torch.int64"
         )
@@ -305,9 +305,9 @@ def _checked_reduction(kind: Any, dtype: torch.dtype, name: str) -> TorchReducti
             f"op=PREMUL_SUM multiplies with a factor, and {name} has elements of {dtype}: convert it to a type of "
             "floats"
         )
-    op = MPI.SUM if whole else (_LOGICAL_OPS if dtype is torch.bool else _OPS).get(kind)
+    op = MPI.SUM if integers else (_LOGICAL_OPS if dtype is torch.bool else _OPS).get(kind)
     if op is None:
         if dtype is torch.bool:
             raise TensorError(f"op={kind.name} is not defined for torch.bool: convert the tensor, or use SUM")
         raise InvalidUsageError(f"op={kind.name} is unknown: use one of {', '.join(each.name for each in _OPS)}")
-    return TorchReduction(op, None if whole or scaled else op, whole)
+    return TorchReduction(op, None if integers or scaled else op, integers)

@@ -52,10 +52,10 @@ class AllreduceState:
         """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
         group, gradients, all_reduce = self.group, bucket.buffer(), self.group.collectives["all_reduce"]
         # The call of the last bucket would overlap with no other work, so it needs no side stream.
-        beside = not bucket.is_last()
+        overlap = not bucket.is_last()
         if self.wire_dtype in (None, gradients.dtype) or self._wire is not None:
-            given = gradients, _AVG, "bucket", self._wire
-            return group.future("average", all_reduce, given, gradients, beside=beside)
+            args = gradients, _AVG, "bucket", self._wire
+            return group.future("average", all_reduce, args, gradients, overlap=overlap)
         converted = self._copy_of(bucket.index(), gradients)
 
         def average_wire() -> None:
@@ -63,7 +63,7 @@ class AllreduceState:
             group.enqueue(all_reduce, (converted, _AVG, "bucket", None))
             gradients.copy_(converted)
 
-        return group.future("average", TensorCall(average_wire), (), gradients, [converted], beside=beside)
+        return group.future("average", TensorCall(average_wire), (), gradients, [converted], overlap=overlap)
 
     def _copy_of(self, index: int, gradients: Tensor) -> Tensor:
         """Return the memory in which the gradients of a bucket travel. On GPUs it is collective for a new size."""
@@ -236,7 +236,7 @@ def _rows_of_all(own: Tensor, group: ProcessGroup) -> Tensor:
 
 def _call(group: ProcessGroup, kind: str, a: Tensor, b: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
     call, added = getattr(group.communicator, kind), None if bias is None else bias.detach()
-    return cast(Tensor, group.in_turn(kind, lambda: call(a.detach(), b.detach(), bias=added, **more)))
+    return cast(Tensor, group.run_in_order(kind, lambda: call(a.detach(), b.detach(), bias=added, **more)))
 
 
 def split_of(shape: int | Sequence[int], mesh: Any, placements: Any) -> list[Any]:

@@ -15,9 +15,9 @@ from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.waiting import ENDING, start_thread, wait_until
 
 Tensors = Sequence[torch.Tensor]
-FOREVER = timedelta(0)
+NO_TIMEOUT = timedelta(0)
 """PyTorch's value for a wait without a limit."""
-WAITS = CollectiveTimeoutError, PeerError
+WAIT_ERRORS = CollectiveTimeoutError, PeerError
 """The errors of waits for other ranks."""
 
 
@@ -29,7 +29,7 @@ class GroupPeerError(PeerError, RuntimeError):
     """The error if a rank of the group failed or called something else."""
 
 
-def translated(error: BaseException, name: str) -> BaseException:
+def as_group_error(error: BaseException, name: str) -> BaseException:
     """Return an error of the call ``name``. The error of a wait for other ranks becomes a class above. Local."""
     expected: BaseException
     if isinstance(error, CollectiveTimeoutError):
@@ -43,7 +43,7 @@ def translated(error: BaseException, name: str) -> BaseException:
 
 
 class Work(c10d.Work):
-    """A call that has ended, or that is enqueued on the current stream: see `ended`.
+    """A call that has ended, or that is enqueued on the current stream: see `completed_work`.
 
     Calls of the classes below may still be in progress.
     """
@@ -55,15 +55,15 @@ class Work(c10d.Work):
     _future: torch.futures.Future[Any] | None = None
     _source = -1
     _outputs: list[torch.Tensor]
-    other_value: Any = None
+    future_value: Any = None
     """The value of the future, in place of the outputs."""
 
     @property
     def value(self) -> Any:
         """The value of the future."""
-        return self._outputs if self.other_value is None else self.other_value
+        return self._outputs if self.future_value is None else self.future_value
 
-    def wait(self, timeout: timedelta = FOREVER) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait until the outputs may be used. Raise the error of the call.
 
         For tensors of a GPU the current stream waits. The host waits only if ``timeout`` is given.
@@ -111,17 +111,17 @@ class Work(c10d.Work):
         has an error, the future raises RuntimeError with its text.
         """
         # Another thread may have been faster.
-        return self._future or self.__dict__.setdefault("_future", self._complete())
+        return self._future or self.__dict__.setdefault("_future", self._make_future())
 
-    def kept_by_cpp(self) -> c10d.Work:
+    def for_cpp(self) -> c10d.Work:
         """Return a work of PyTorch's own for this one, which lives as long as code in C++ keeps it."""
         return c10d._create_work_from_future(self.get_future())
 
     def boxed(self) -> torch.ScriptObject:
         """Return the work as an argument for operators with code in C++ that may keep it."""
-        return self.kept_by_cpp().boxed()
+        return self.for_cpp().boxed()
 
-    def _complete(self) -> torch.futures.Future[Any]:
+    def _make_future(self) -> torch.futures.Future[Any]:
         future = self._new_future()
         # For tensors of a GPU PyTorch records events on the current streams. A stream that takes the value waits for
         # them.
@@ -132,7 +132,7 @@ class Work(c10d.Work):
         return torch.futures.Future(devices=list({output.device for output in self._outputs if output.is_cuda}))
 
 
-def ended(outputs: Tensors) -> Work:
+def completed_work(outputs: Tensors) -> Work:
     """Return the work of a call that has ended, or that is enqueued on the current stream. Local.
 
     This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
@@ -143,37 +143,24 @@ def ended(outputs: Tensors) -> Work:
 
 
 class PendingWork(Work):
-    """A call that may be in progress when its future is made."""
+    """A call that may be in progress when its future is made.
+
+    The future is `_outcome` as a callback of another future, which completes when the call is over. PyTorch's code in
+    C++ would take an exception of `set_exception` for a value, and DDP takes that for tensors. An exception of a
+    callback is an error there, too.
+    """
 
     _failure: BaseException | None = None
-    """The reason for which the complete future has no value."""
+    """The error of the future if the call has not ended in time."""
 
     def __init__(self, outputs: Tensors) -> None:
         super().__init__()
         self._outputs = list(outputs)
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        if self._future is not None:
-            return self._future
-        ended = self._new_future()
-        # PyTorch's code in C++ would take an exception of `set_exception` for a value, and DDP takes that for tensors.
-        # An exception of a callback is an error there, too.
-        future = ended.then(self._outcome)
-        kept: torch.futures.Future[Any] = self.__dict__.setdefault("_future", future)
-        if kept is future:
-            self._settle(ended)
-        return kept
-
-    def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        self._settle_with(ended, self._error)
-
-    def _settle_with(self, ended: torch.futures.Future[Any], failure: BaseException | None) -> None:
-        self._failure = failure
-        ended.set_result(None if failure is not None else self.value)
-
     def _outcome(self, _: Any) -> Any:
-        if self._failure is not None:
-            raise self._failure
+        error = self._failure or self._error
+        if error is not None:
+            raise error
         return self.value
 
 
@@ -200,11 +187,11 @@ class MessageWork(PendingWork):
         self._receives = receives
         self._lock = threading.Lock()
 
-    def wait(self, timeout: timedelta = FOREVER) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, or after the group's timeout."""
         limit_s = timeout.total_seconds() or self._timeout_s
         if not wait_until(self.is_completed, limit_s):
-            raise too_late(self._name, timedelta(seconds=limit_s))
+            raise timeout_error(self._name, timedelta(seconds=limit_s))
         return super().wait()
 
     def is_completed(self) -> bool:
@@ -214,33 +201,31 @@ class MessageWork(PendingWork):
                 try:
                     self.over = self._request.Test(status)
                 except Exception as error:
-                    self.over, self._error = True, translated(error, self._name)
+                    self.over, self._error = True, as_group_error(error, self._name)
                 if self.over and self._receives:
                     self._source = status.source
         return self.over
 
     advance = is_completed
 
-    def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        """Settle the future in a thread of its own, because its callbacks may wait for other works.
+    def _make_future(self) -> torch.futures.Future[Any]:
+        """Complete the future in a new thread, because its callbacks may wait for other works.
 
-        At the end of the program nobody waits for the future.
+        At the end of the program nobody waits for it.
         """
+        over = self._new_future()
 
         def run() -> None:
             self._prepare_thread()
-            failure: BaseException | None = None
-            try:
-                if not wait_until(lambda: ENDING.is_set() or self.is_completed(), self._timeout_s):
-                    failure = too_late(self._name, timedelta(seconds=self._timeout_s))
-            except Exception as error:
-                failure = error
+            if not wait_until(lambda: ENDING.is_set() or self.is_completed(), self._timeout_s):
+                self._failure = timeout_error(self._name, timedelta(seconds=self._timeout_s))
             if not ENDING.is_set():
-                self._settle_with(ended, failure or self._error)
+                over.set_result(self._outputs)  # streams that take the value wait for the work of this thread's streams
 
         start_thread(run, f"mpicomm {self._name}")
+        return over.then(self._outcome)
 
 
-def too_late(name: str, timeout: timedelta) -> GroupTimeoutError:
+def timeout_error(name: str, timeout: timedelta) -> GroupTimeoutError:
     """Return the error of a call that has not ended within ``timeout``. Local."""
     return GroupTimeoutError(f"{name} has not ended within {timeout.total_seconds():g} s")

@@ -105,9 +105,9 @@ def call_of(comm: Any, name: str) -> tuple[Collective, tuple[Any, ...]]:
 @pytest.mark.parametrize("name", calls(0))
 def test_a_call_is_known_after_it_was_made(comm: PlanningComm, name: str) -> None:
     call, given = call_of(comm, name)
-    assert call.find(comm.cache, given) is None
-    call.carry_out(*given)
-    known = call.find(comm.cache, given)
+    assert call.find_plan(comm.cache, given) is None
+    call.run(*given)
+    known = call.find_plan(comm.cache, given)
     assert known is not None and known.text == name.split()[0]
 
 
@@ -123,8 +123,8 @@ def test_a_call_is_known_after_it_was_made(comm: PlanningComm, name: str) -> Non
 )
 def test_another_view_of_the_same_memory_is_not_known(comm: PlanningComm, changed: Callable[[Any], Any]) -> None:
     call, (tensor, *others) = call_of(comm, "Bcast")
-    call.carry_out(tensor, *others)
-    assert not call.find(comm.cache, (changed(tensor), *others))
+    call.run(tensor, *others)
+    assert not call.find_plan(comm.cache, (changed(tensor), *others))
 
 
 @pytest.mark.parametrize("rows", [(4,), (4, 3)], ids=["of numbers", "of rows"])
@@ -132,14 +132,14 @@ def test_only_splits_that_share_all_rows_are_known(comm: Any, rows: tuple[int, .
     comm.knows_forms = True
     call = collectives_of(comm)["all_to_all_single"]
     received, sent = torch.zeros(rows), torch.zeros(rows)
-    call.carry_out(received, sent, [], [])
-    assert call.find(comm.cache, (received, sent, [1, 3], [3, 1]))
+    call.run(received, sent, [], [])
+    assert call.find_plan(comm.cache, (received, sent, [1, 3], [3, 1]))
     for wrong in ([1, 2], [2, 3], [4], [1, 1, 2]):
-        assert not call.find(comm.cache, (received, sent, wrong, [3, 1]))
-        assert not call.find(comm.cache, (received, sent, [1, 3], wrong))
+        assert not call.find_plan(comm.cache, (received, sent, wrong, [3, 1]))
+        assert not call.find_plan(comm.cache, (received, sent, [1, 3], wrong))
     odd = torch.zeros(3, *rows[1:])
-    assert call.find(comm.cache, (odd, sent, [1, 2], []))
-    assert not call.find(comm.cache, (odd, sent, [], []))
+    assert call.find_plan(comm.cache, (odd, sent, [1, 2], []))
+    assert not call.find_plan(comm.cache, (odd, sent, [], []))
 
 
 def test_lists_whose_tensors_cannot_stay_in_place_are_not_known(comm: PlanningComm) -> None:
@@ -160,16 +160,16 @@ def test_lists_whose_tensors_cannot_stay_in_place_are_not_known(comm: PlanningCo
     ):
         call = collectives_of(comm)["all_to_all"]  # type: ignore[arg-type]
         with suppress(MpicommError):
-            call.carry_out(outputs, inputs, (), ())
-        assert call.find(comm.cache, (outputs, inputs, (), ())) is None
+            call.run(outputs, inputs, (), ())
+        assert call.find_plan(comm.cache, (outputs, inputs, (), ())) is None
 
 
 def test_a_sum_with_factors_is_not_known(comm: Any) -> None:
     all_reduce, tensor = collectives_of(comm)["all_reduce"], torch.zeros(4)
     for op in (SUM, dist._make_nccl_premul_sum(2.0)):
-        all_reduce.carry_out(tensor, op, "tensor", None)
-    assert all_reduce.find(comm.cache, (tensor, SUM, "tensor", None))
-    assert not all_reduce.find(comm.cache, (tensor, dist._make_nccl_premul_sum(2.0), "tensor", None))
+        all_reduce.run(tensor, op, "tensor", None)
+    assert all_reduce.find_plan(comm.cache, (tensor, SUM, "tensor", None))
+    assert not all_reduce.find_plan(comm.cache, (tensor, dist._make_nccl_premul_sum(2.0), "tensor", None))
 
 
 @pytest.fixture
@@ -185,9 +185,11 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
     comm.cache.engine.enqueue = lambda plan, *_: enqueued.append(plan)
     comm._session.require_usable = lambda plan: None
     marks = SimpleNamespace(mark=lambda stream: None, wait_stream=lambda *_: None)
-    comm._internals = SimpleNamespace(expect_alike=lambda: None, use_stream=lambda *_: marks, known=comm.cache)
+    comm._internals = SimpleNamespace(
+        disable_votes=lambda: None, register_stream=lambda *_: marks, plan_cache=comm.cache
+    )
     calls, ours = collectives_of(comm)["all_reduce"], streams.Streams(comm)
-    ours.devices, ours._known = [], comm.cache  # futures of this PyTorch may have no GPU
+    ours.devices, ours._plans = [], comm.cache  # futures of this PyTorch may have no GPU
 
     def enqueue(tensor: torch.Tensor, op: Any = SUM) -> str | None:
         before, future = len(enqueued), ours.bucket(calls, tensor, op)
@@ -196,7 +198,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
         return None if future is None else str(enqueued[-1].text)
 
     monkeypatch.setattr(enqueue, "comm", comm, raising=False)
-    monkeypatch.setattr(enqueue, "make", lambda tensor: calls.carry_out(tensor, SUM, "tensor", None), raising=False)
+    monkeypatch.setattr(enqueue, "make", lambda tensor: calls.run(tensor, SUM, "tensor", None), raising=False)
     return enqueue
 
 

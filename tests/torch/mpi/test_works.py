@@ -139,7 +139,7 @@ def test_threads_get_the_same_future(world: dist.ProcessGroup) -> None:
                 thread.start()
             for thread in threads:
                 thread.join()
-            work.carry_out()
+            work.run()
             assert all(future.done() for future in futures)
     finally:
         sys.setswitchinterval(interval)
