@@ -1,8 +1,8 @@
-"""The layout of the board: the memory in which a process describes its calls, as signed words of 64 bits and UTF-8.
+"""The layout of an activity page: shared memory in which a process publishes its calls, as int64 words and UTF-8.
 
-The board holds a header, a row for each communicator and each window, logs of calls, and the texts of calls. Each row
-has `LOGS` logs, because a communicator logs the calls of its node apart from the calls of its peer domain if these
-differ. The texts have numbers, and text n lies in slot n modulo `TEXTS`.
+A page has a header, a row for each communicator and each window, logs of calls, and the texts of calls. Each row has
+`LOGS` logs, because a communicator logs the calls of its node apart from the calls of its peer domain if these differ.
+The texts have numbers, and text n lies in slot n modulo `TEXTS`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ WORDS = 14
 # The name of a communicator, in bytes of its row.
 NAME = slice(8 * WORDS, 272)
 # The row of a window has counts: bytes, one for each rank of the window, that wrap around.
-MOST_RANKS = 56
-POSTED = slice(NAME.stop, NAME.stop + MOST_RANKS)
+MAX_WINDOW_RANKS = 56
+POSTED = slice(NAME.stop, NAME.stop + MAX_WINDOW_RANKS)
 """How often this rank has named a rank in Post."""
-COMPLETED = slice(POSTED.stop, POSTED.stop + MOST_RANKS)
+COMPLETED = slice(POSTED.stop, POSTED.stop + MAX_WINDOW_RANKS)
 """How often this rank has named a rank in Complete."""
 
 # Words of a log: kernels or mapped memory carry out its calls.
@@ -66,9 +66,10 @@ POSTS = 0  # how many calls this rank has begun
 SINCE = 1  # when the last call began, in nanoseconds of the monotonic clock
 READY = 2  # the call of `CallLog.ready`
 WAITING_FOR = 3  # 1 + the rank of another domain for which this rank waits; 0 if it waits for none
-HEARTBEAT = 4  # counts on during that wait
-LOG_DEPTH = 16  # calls of a rank; ranks that do not wait for each other notice different calls only some calls later
-CALL_TEXTS = 5  # the numbers of the texts of the kept calls
+HEARTBEAT = 4  # grows during that wait
+# The calls of a log. Ranks that do not wait for each other notice a mismatch only some calls later.
+LOG_DEPTH = 16
+CALL_TEXTS = 5  # the numbers of the texts of these calls
 COUNTS = CALL_TEXTS + LOG_DEPTH  # the numbers that replace `COUNT_IN_TEXT` in these texts
 OFFSETS = COUNTS + LOG_DEPTH  # the numbers that replace `OFFSET_IN_TEXT`
 VOTES = OFFSETS + LOG_DEPTH  # where the buffers of this rank's calls lie, see `VOTE_WORDS`
@@ -80,9 +81,9 @@ half of the word is the number of its first vote, divided by 16. So one store pu
 a later vote has overwritten it. The words are of up to 4096 votes, because no rank gets so many calls ahead of a rank
 that takes part in them."""
 CALL_BITS = 8
-"""The lowest bits of a word of a kept call are those of its number, so that readers notice that the word is not there
+"""The lowest bits of a word of a logged call are those of its number, so that readers notice that the word is not there
 yet, or that a later call has overwritten it."""
-_CALL = (1 << CALL_BITS) - 1
+CALL_MASK = (1 << CALL_BITS) - 1
 
 COUNT_IN_TEXT = "\x1a"
 """Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user
@@ -91,26 +92,26 @@ OFFSET_IN_TEXT = "\x1c"
 """Stands for the place of the output in a symmetric array, as `COUNT_IN_TEXT` stands for a count."""
 
 NOBODY = -(1 << 40)
-"""It is no rank, and no constant of any MPI that stands for a rank."""
+"""In place of a rank: it is no constant of any MPI, such as MPI.ANY_SOURCE."""
 
 
 def row_at(row: int) -> int:
-    """Return the place of a row."""
+    """Return the offset of a row in the page."""
     return ROWS_AT + row * ROW_NBYTES
 
 
 def log_at(row: int, index: int) -> int:
-    """Return the place of a log of a row."""
+    """Return the offset of a log in the page."""
     return LOGS_AT + (LOGS * row + index) * LOG_NBYTES
 
 
 def text_at(number: int) -> int:
-    """Return the place of a text among the texts: a word with its number, then its bytes."""
+    """Return the offset of a text from `TEXTS_AT` on: a word with its number, then its bytes."""
     return number % TEXTS * TEXT_NBYTES
 
 
 def format_call(text: str, count: int, offset: int) -> str:
-    """Return a text of a call with its numbers."""
+    """Return the text of a call, with its numbers filled in."""
     return text.replace(COUNT_IN_TEXT, str(count)).replace(OFFSET_IN_TEXT, str(offset))
 
 
@@ -121,16 +122,16 @@ def logged_call(log: memoryview, call: int, read_text: Callable[[int], str | Non
     """
     slot = call % LOG_DEPTH
     word = log[CALL_TEXTS + slot]
-    if (word ^ call) & _CALL:
+    if (word ^ call) & CALL_MASK:
         return None
     text = read_text(word >> CALL_BITS)
     count, offset = log[COUNTS + slot], log[OFFSETS + slot]
-    if text is None or (count ^ call) & _CALL or (OFFSET_IN_TEXT in text and (offset ^ call) & _CALL):
+    if text is None or (count ^ call) & CALL_MASK or (OFFSET_IN_TEXT in text and (offset ^ call) & CALL_MASK):
         return None
     return format_call(text, count >> CALL_BITS, offset >> CALL_BITS)
 
 
-_MOST = 1 << 20
+_MAX_RANKS = 1 << 20
 
 
 def ranks_as_text(ranks: Sequence[int]) -> str:
@@ -145,11 +146,11 @@ def ranks_as_text(ranks: Sequence[int]) -> str:
 
 
 def ranks_of_text(text: str) -> tuple[int, ...]:
-    """Return the ranks of a text of `ranks_as_text`, 2^20 at most; -1 for each "?". A part that is cut off is left out.
+    """Return the ranks of a text of `ranks_as_text`, 2^20 at most; -1 for each "?".
 
-    The text may be of another process, and of any content.
+    The text may come from another process: parts that are malformed or cut off are left out.
     """
-    return tuple(islice(chain.from_iterable(map(_part, text.split(","))), _MOST))
+    return tuple(islice(chain.from_iterable(map(_part, text.split(","))), _MAX_RANKS))
 
 
 def _part(part: str) -> Iterable[int]:

@@ -1,9 +1,9 @@
-"""Page: the board of this process, on which it describes its calls for its peers and for the doctor.
+"""The activity page of this process, on which it publishes its calls for its peers and for the doctor.
 
 Peers map the end of the page, from a log of their communicator on. The doctor opens the memory by its descriptor in
-/proc/PID/fd. The kernel allows this to every process of the same user. Yama's ptrace_scope often blocks
-process_vm_readv, but not /proc/PID/fd. So this process keeps the descriptor open: the mapping is not enough, because
-only root may open links in /proc/PID/map_files.
+/proc/PID/fd, as every process of the same user may. Yama's ptrace_scope often blocks process_vm_readv, but not
+/proc/PID/fd. So this process keeps the descriptor open: the mapping is not enough, because only root may open links in
+/proc/PID/map_files.
 
 Nothing here waits or takes a lock, because small calls write into the page, too.
 """
@@ -22,34 +22,45 @@ from functools import partial
 from typing import NamedTuple
 
 from mpicomm.activity import layout
-from mpicomm.activity.layout import CALL, CALL_BITS, CALL_TEXTS, COUNTS, LOG_DEPTH, OFFSETS, POSTS, READY, SINCE
+from mpicomm.activity.layout import (
+    CALL,
+    CALL_BITS,
+    CALL_MASK,
+    CALL_TEXTS,
+    COUNTS,
+    LOG_DEPTH,
+    OFFSETS,
+    POSTS,
+    READY,
+    SINCE,
+)
 from mpicomm.devices.handle import Descriptor
 from mpicomm.devices.host import fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
 
 _monotonic_ns = time.monotonic_ns
-_REUSED = layout.TEXTS // 2
-_CALL = (1 << CALL_BITS) - 1
+_MAX_TEXT_AGE = layout.TEXTS // 2
+"""An older text is written anew, because later texts could overwrite it while the call is among the logged calls."""
 
 
 def read_text(texts: memoryview, number: int) -> str | None:
-    """Return the text of that number from the texts of a page, which is this page or a peer's; None if it is gone."""
+    """Return the text of that number from the texts of a page of any process; None if it was overwritten."""
     at = layout.text_at(number)
-    # Pairs with the second fence of `Page.write`: this rank reads the text after the word of the call, so the text is
-    # complete.
+    # Pairs with the second fence of `Page.write_text`: this rank reads the text after the word of the call, so the text
+    # is complete.
     fence()
     text = bytes(texts[at + 8 : at + layout.TEXT_NBYTES]).partition(b"\0")[0].decode(errors="replace")
-    # Pairs with the first fence of `Page.write`: this rank reads the number after the text. So the number differs if
-    # this rank has read any byte of another text.
+    # Pairs with the first fence of `Page.write_text`: this rank reads the number after the text. So the number differs
+    # if this rank has read any byte of another text.
     fence()
     return text if int.from_bytes(texts[at : at + 8], sys.byteorder) == number else None
 
 
 class Log:
-    """The calls of one communicator in its node, or in its peer domain, that MPI does not carry out.
+    """A ring buffer of the calls of one communicator in its node, or in its peer domain, that MPI does not carry out.
 
-    A call is one word or two with the number of its text and its numbers. They are there before this rank does anything
-    else for the call.
+    A call has a word with the number of its text, one with its count, and one with its offset. A rank writes them
+    before it does anything else for the call.
     """
 
     __slots__ = ("_at", "_page", "_row", "calls", "number", "words")
@@ -63,18 +74,18 @@ class Log:
         self.calls = 0
 
     def post(self, text: str, count: int = 0, offset: int | None = None, *, ready: bool = False) -> None:
-        """Say that this rank begins its next call; local. Text beyond a kibibyte of UTF-8 is cut off.
+        """Publish the next call of this rank; local. Text beyond a kibibyte of UTF-8 is cut off.
 
-        ``ready`` tells the other ranks as `CallLog.ready` does. Calls that differ only in numbers share a text. Readers
-        fill ``count`` into it, and ``offset`` if the text has `layout.OFFSET_IN_TEXT`. A doctor that reads between the
-        last of these lines may see the time of the previous call.
+        ``ready`` publishes that as `CallLog.ready` does. Calls that differ only in numbers share a text. Readers fill
+        ``count`` into it, and ``offset`` if the text has `layout.OFFSET_IN_TEXT`. A doctor that reads between the last
+        of these lines may see the time of the previous call.
         """
         page = self._page
         number = page.texts.get(text)
-        if number is None or page.newest - number > _REUSED:
-            number = page.write(text)
+        if number is None or page.newest - number > _MAX_TEXT_AGE:
+            number = page.write_text(text)
         self.calls = call = self.calls + 1
-        words, slot, tag = self.words, call % LOG_DEPTH, call & _CALL
+        words, slot, tag = self.words, call % LOG_DEPTH, call & CALL_MASK
         if offset is not None:
             words[OFFSETS + slot] = offset << CALL_BITS | tag
         words[COUNTS + slot] = count << CALL_BITS | tag
@@ -86,22 +97,21 @@ class Log:
         words[SINCE] = _monotonic_ns()
 
     def export(self) -> HostSegment:
-        """Return the memory that a peer needs to read the log: the page from there on."""
+        """Return the memory that a peer maps to read the log: the page from there on."""
         page = self._page
         fd = Descriptor.of(os.dup, page.descriptor)
         return HostSegment(page.memory[self._at :], fd=fd, size=layout.NBYTES, offset=self._at)
 
     def clear(self) -> None:
-        """Forget the calls."""
-        if self.calls or self.words[layout.HEARTBEAT] or any(self.words[layout.VOTES :]):
-            self.words.cast("B")[:] = bytes(layout.LOG_NBYTES)
+        """Erase the calls for the next communicator with this row."""
+        self.words.cast("B")[:] = bytes(layout.LOG_NBYTES)
 
 
 class Page:
-    """The memory of this process. Raises `HandleError` if the system provides no shared memory."""
+    """An activity page of this process. Raises `HandleError` if the system provides no shared memory."""
 
     def __init__(self, name: str = layout.MEMORY_NAME) -> None:
-        self.descriptor = memfd_create(layout.NBYTES, name)  # the system provides only the parts that are filled
+        self.descriptor = memfd_create(layout.NBYTES, name)  # only the parts that are written take memory
         self.memory = map_shared(self.descriptor, 0, layout.NBYTES)
         self.bytes = self.memory.data
         self._words = self.bytes[: layout.HEADER_NBYTES].cast("q")
@@ -122,12 +132,12 @@ class Page:
         os.register_at_fork(after_in_child=partial(setattr, self, "is_own", False))
 
     def set_world(self, world_rank: int, world_size: int) -> None:
-        """Say which rank of MPI.COMM_WORLD this process is."""
+        """Publish the rank of this process in MPI.COMM_WORLD."""
         self._words[layout.WORLD_RANK], self.world_size = world_rank, world_size
 
     @contextmanager
     def step(self, text: str, ranks: str) -> Iterator[None]:
-        """Say, as long as the block lasts, that this process is in a step of ``ranks`` of MPI.COMM_WORLD."""
+        """Publish, as long as the block lasts, that this process is in a step of ``ranks`` of MPI.COMM_WORLD."""
         words = self._words
         outer, outer_since_ns = words[layout.STEP], words[layout.STEP_SINCE]
         try:
@@ -139,16 +149,16 @@ class Page:
                 words[layout.STEP] = outer  # last, as in `_enter`: otherwise the outer step would have the inner time
 
     def enter_final_step(self, text: str) -> None:
-        """Say that this process is in a step of all ranks of MPI.COMM_WORLD, and stays in it until the process ends."""
+        """Publish that this process is in a step of all ranks of MPI.COMM_WORLD until the process ends."""
         self._enter(text, layout.ranks_as_text(range(self.world_size)))
 
     def write_names(self) -> None:
-        """Write the names of the calls by MPI."""
+        """Publish the names of the calls by MPI."""
         names = b"".join(name.encode() + b"\0" for name in _numbers)
         nbytes = layout.NAMES.stop - layout.NAMES.start
         self.bytes[layout.NAMES] = names[:nbytes].ljust(nbytes, b"\0")
 
-    def write(self, text: str) -> int:
+    def write_text(self, text: str) -> int:
         """Write a text, which stays until `layout.TEXTS` later texts are written; return its number."""
         number = next(self._next)
         at = layout.text_at(number)
@@ -171,8 +181,8 @@ class Page:
             return
         text = f"{ranks} {text}"  # one text, so that one word publishes both
         number = self.texts.get(text)
-        if number is None or self.newest - number > _REUSED:
-            number = self.write(text)
+        if number is None or self.newest - number > _MAX_TEXT_AGE:
+            number = self.write_text(text)
         words = self._words
         words[layout.STEP_SINCE] = _monotonic_ns()
         # Last, because a doctor that reads this word reads the time of the step and its text next.
@@ -188,15 +198,12 @@ class Member(NamedTuple):
 
 
 class RowHeader:
-    """What the rows of all communicators of the same processes, and of their windows, have in common on this rank.
-
-    ``rank`` among ``processes`` is this one.
-    """
+    """What the rows of communicators and windows of the same processes share; ``rank`` is this process among them."""
 
     def __init__(self, rank: int, processes: Sequence[Member], device: int | str) -> None:
         digest = hashlib.blake2b(repr(list(map(tuple, processes))).encode(), digest_size=6).digest()
         self.digests = int.from_bytes(digest, "big"), ~int.from_bytes(digest, "big") & (1 << 48) - 1
-        """The numbers of 48 bits that stand for the communicators of the processes, and for their windows."""
+        """Hashes of 48 bits: of the communicators of these processes, and of their windows."""
         numbers = [process.number for process in processes]
         is_world = numbers == list(range(page().world_size))
         self.name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {layout.ranks_as_text(numbers)}"
@@ -217,10 +224,10 @@ class RowHeader:
 
 
 class CommunicatorRow:
-    """The part of the page for one communicator or window. The doctor reads it from `publish` until `hide`.
+    """The row of one communicator or window on the page. The doctor reads it from `publish` until `hide`.
 
-    Calls write into ``words`` directly, because a small call takes less than a microsecond. So another communicator
-    gets the row only after nothing refers to it.
+    Calls write into ``words`` directly, because a small call takes less than a microsecond. So the row is reused only
+    after nothing refers to it.
     """
 
     __slots__ = ("_logs", "_number", "_page", "bytes", "words")
@@ -239,7 +246,7 @@ class CommunicatorRow:
         self._logs: dict[int, Log] = {}  # most communicators log no call
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Let another communicator have the row. At exit the modules are gone, and the memory ends with the process."""
+        """Release the row. At exit the modules are gone, and the memory ends with the process."""
         if not is_finalizing() and self._page.is_own and self._number is not None:
             self.words[layout.KEY] = 0
             for log in self._logs.values():
@@ -247,7 +254,7 @@ class CommunicatorRow:
             self._page.rows.append(self._number)
 
     def publish(self, row_header: RowHeader, number: int, *, window: bool = False) -> None:
-        """Let the doctor read the row, of a communicator or of a window; ``number`` is from `RowHeader.next_number`."""
+        """Show the row to the doctor. ``number`` is from `RowHeader.next_number`, which got the same ``window``."""
         key = row_header.digests[window] << 15 | 1 << 14 | number & 0x3FFF
         name, nbytes = f"{'window of ' * window}{row_header.name}", layout.NAME.stop - layout.NAME.start
         self.bytes[:] = row_header.row  # it has no key yet, so the doctor skips the row while its texts change
@@ -264,7 +271,7 @@ class CommunicatorRow:
         return self._logs[index]
 
     def posted(self, rank: int) -> int:
-        """Return how often this rank of a window has named ``rank`` in Post, modulo 256."""
+        """Return how often this rank has named ``rank`` in Post of the window, modulo 256."""
         return self.bytes[layout.POSTED][rank]
 
     def count(self, counts: slice, ranks: int) -> None:
@@ -275,7 +282,7 @@ class CommunicatorRow:
                 numbers[rank] = (numbers[rank] + 1) & 0xFF
 
     def retain(self) -> None:
-        """Let no other communicator have the row, because peers may still read it."""
+        """Never reuse the row, because peers may still read it."""
         self._number = None
 
     def hide(self) -> None:
@@ -287,7 +294,7 @@ class CommunicatorRow:
 def mpi_call_number(name: str) -> int:
     """Return the value of `layout.CALL` for a collective call that MPI carries out.
 
-    It is a number, because writing a text in each call would take too long. The page has the names of the numbers.
+    Writing a text in each call would take too long. The page has the names of the numbers.
     """
     number = _numbers.get(name)
     if number is None:
@@ -298,7 +305,7 @@ def mpi_call_number(name: str) -> int:
 
 
 def begin_mpi_call(words: memoryview, call: int) -> None:
-    """Say that this rank begins a collective call that MPI carries out; ``call`` is `mpi_call_number` of its name."""
+    """Publish that this rank begins a collective call that MPI carries out; ``call`` is its `mpi_call_number`."""
     words[layout.CALLS_BY_MPI] += 1
     words[layout.CALL] = call
 

@@ -1,7 +1,8 @@
-"""Reads the calls of another process in its communicators from the page of that process. Imports no MPI.
+"""Reads the activity page of another process. Imports no MPI.
 
 Root may look at processes of anybody, who may have written anything into the page. So what is read is bounded, texts
-are printable, and the page is read by pread: a mapping would end this process if the other one truncated the memory.
+are made printable, and the page is read by pread: a mapping would kill this process by SIGBUS if the other process
+truncated the memory.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from mpicomm.activity.layout import ranks_of_text
 
 _LINK = f"/memfd:{layout.MEMORY_NAME}"
 _ROWS = range(layout.ROWS)
-_LONGEST = 2000  # characters of a text for people
-_MOST_RANKS = 1 << 24
+_MAX_CHARS = 2000  # of a text for people
+_MAX_SIZE = 1 << 24
 
 
 class OtherVersionError(Exception):
@@ -30,7 +31,7 @@ class OtherVersionError(Exception):
 
 def printable(text: str) -> str:
     """Return a text of another process, shortened, as ASCII without the control characters that steer a terminal."""
-    return "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in text[:_LONGEST])
+    return "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in text[:_MAX_CHARS])
 
 
 class BlockedMessage(NamedTuple):
@@ -50,7 +51,7 @@ class RankCalls:
     """The calls of one rank of a communicator. Times are in nanoseconds of the monotonic clock."""
 
     key: int
-    """It names the communicator, the same in all its processes."""
+    """Identifies the communicator, the same in all its processes."""
     name: str
     rank: int
     size: int
@@ -157,7 +158,7 @@ def _calls(memory: int, row: int, names: Sequence[str]) -> RankCalls | None:
     at = layout.row_at(row)
     words = _words(memory, at, layout.WORDS)
     key, number = words[layout.KEY], words[layout.CALL]
-    if key == 0 or not 0 <= words[layout.RANK] < words[layout.SIZE] <= _MOST_RANKS:
+    if key == 0 or not 0 <= words[layout.RANK] < words[layout.SIZE] <= _MAX_SIZE:
         return None
     name = printable(_string(memory, at, layout.NAME))
     if words[layout.NUMBER] > 1:

@@ -62,7 +62,7 @@ def test_calls_have_numbers_and_texts() -> None:
 
 
 def test_windows_have_rows_of_their_own() -> None:
-    assert layout.MOST_RANKS == WINDOW_RANKS
+    assert layout.MAX_WINDOW_RANKS == WINDOW_RANKS
     row_header = RowHeader(0, [Member("host", 1, 61), Member("host", 2, 62)], "cpu")
     communicator, row = CommunicatorRow(), CommunicatorRow()
     communicator.publish(row_header, 1)
@@ -75,7 +75,7 @@ def test_windows_have_rows_of_their_own() -> None:
         for _ in range(times):
             row.count(counts, 0b10)
     assert (row.posted(0), row.posted(1)) == (0, 255)
-    assert of("window of ranks 61-62").completed == bytes([0, 2]) + bytes(layout.MOST_RANKS - 2)
+    assert of("window of ranks 61-62").completed == bytes([0, 2]) + bytes(layout.MAX_WINDOW_RANKS - 2)
     row.hide()
     communicator.hide()
 
@@ -163,7 +163,7 @@ def at_fence(monkeypatch: pytest.MonkeyPatch, which: int, meet: Callable[[], obj
 
 def overwrite(times: int) -> None:
     for number in range(times):
-        page().write(f"new {number}")
+        page().write_text(f"new {number}")
 
 
 @pytest.mark.parametrize("fence", [0, 1])
@@ -171,16 +171,16 @@ def test_a_text_that_is_overwritten_while_a_peer_reads_it_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, fence: int
 ) -> None:
     texts = page().bytes[layout.TEXTS_AT :]
-    number = page().write("old")
+    number = page().write_text("old")
     at_fence(monkeypatch, fence, lambda: overwrite(layout.TEXTS))  # of the reader
     assert read_text(texts, number) is None
     monkeypatch.undo()
-    number = page().write("old")
+    number = page().write_text("old")
     overwrite(layout.TEXTS - 1)
     assert read_text(texts, number) == "old"
     taken: list[str | None] = []
     at_fence(monkeypatch, fence, lambda: taken.append(read_text(texts, number)))  # of the writer
-    page().write("the text in its place")
+    page().write_text("the text in its place")
     assert taken == [None]
 
 
