@@ -64,7 +64,7 @@ COMPLETED = slice(POSTED.stop, POSTED.stop + MAX_WINDOW_RANKS)
 # Words of a log: kernels or mapped memory carry out its calls.
 POSTS = 0  # how many calls this rank has begun
 SINCE = 1  # when the last call began, in nanoseconds of the monotonic clock
-READY = 2  # the call of `CallLog.ready`
+READY = 2  # the call of `CallLog.publish_ready`
 WAITING_FOR = 3  # 1 + the rank of another domain for which this rank waits; 0 if it waits for none
 HEARTBEAT = 4  # grows during that wait
 # The calls of a log. Ranks that do not wait for each other notice a mismatch only some calls later.

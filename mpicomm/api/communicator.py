@@ -26,7 +26,7 @@ from mpicomm.api.products import ProductCalls
 from mpicomm.api.redistribution import RedistributionCalls
 from mpicomm.cluster import process
 from mpicomm.cluster.process import close_after
-from mpicomm.collectives.host.selection import PlainCheck
+from mpicomm.collectives.host.selection import FastPathCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.dispatch import in_stream_order
@@ -207,7 +207,7 @@ class Communicator(
     _products = Lazy(lambda comm: Products(comm._collectives, comm._session))
 
     @Lazy
-    def _plain(self) -> dict[str, PlainCheck]:
+    def _plain(self) -> dict[str, FastPathCheck]:
         # Many duplicates carry a few small calls of the host, which need no dispatcher.
         placement = self._session.placement
         return self._collectives.at_once if needs_votes(placement) else checks_of(placement)

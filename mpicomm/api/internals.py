@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.gpu.algorithms.base import AnyPlan
 from mpicomm.collectives.gpu.plan_cache import PlanCache
-from mpicomm.collectives.host.selection import best_mapped as mapped_algorithm
+from mpicomm.collectives.host.selection import mapped_algorithm
 from mpicomm.devices.cuda.types import SideStreams
 from mpicomm.dispatch.engines import Engines
 from mpicomm.session import Session

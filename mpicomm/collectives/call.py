@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -33,8 +33,7 @@ from mpicomm.mpi.spec import Shape
 _BYTE = np.dtype(np.uint8)
 
 
-@dataclass(slots=True)  # a frozen class or a NamedTuple takes longer, which counts in every small call
-class Arguments:
+class Arguments(NamedTuple):
     """The arguments of a collective call, as the user passed them."""
 
     send: Any = None
@@ -47,9 +46,8 @@ class Arguments:
     wire: Wire | None = None
 
 
-Given = tuple[Any, Any, "MPI.Op | None", int, "Sequence[int] | None", "Epilogue | None", "Wire | None"]
-"""The fields of `Arguments` in their order. A method passes them so: an `Arguments` takes a tenth of a known call."""
-in_order: Callable[[Arguments], Given] = attrgetter(*Arguments.__slots__)
+ArgumentTuple = tuple[Any, Any, "MPI.Op | None", int, "Sequence[int] | None", "Epilogue | None", "Wire | None"]
+"""An `Arguments` as a plain tuple, which methods pass: making an `Arguments` takes a tenth of a known call."""
 
 
 class Call:
@@ -101,9 +99,9 @@ class Call:
         given = [operand for operand in (self.send, self.receive) if operand is not None and operand.on_device]
         self.device_array = array_of(given[0].spec) if given else None
         """The first array on the GPU. A call without a stream uses the current stream of this array's library."""
-        self.completes = False
+        self.synchronizes = False
         """Whether a blocking call returns only when the stream has come to its end."""
-        self.beside: list[tuple[Operand, bool]] = []
+        self.host_operands: list[tuple[Operand, bool]] = []
         """The host arrays with elements in a call on GPUs, as kernels would see them, and whether each receives."""
         self._of_ranks: tuple[Sequence[Elements], Sequence[Elements]] | None = None
         """The blocks of all ranks if the call is one of neighbours and kernels carry it out."""
@@ -114,8 +112,8 @@ class Call:
         self.op = op_name(arguments.op) if arguments.op is not None else None
         self.dtype = self._common_dtype()
         self._require_agreeing_counts()
-        finish = None if self.beside else arguments.epilogue  # kernels apply it to other memory
-        self.epilogue = checks.bound_epilogue(operation, finish, self.dtype, self.send, self.receive)
+        finish = None if self.host_operands else arguments.epilogue  # kernels apply it to other memory
+        self.epilogue = checks.bind_epilogue(operation, finish, self.dtype, self.send, self.receive)
         self.wire = arguments.wire
         """How elements travel quantized; None if they travel as they are."""
         if self.wire is not None:
@@ -123,11 +121,11 @@ class Call:
             self.wire.require(operation.name, self.dtype, self.op, self.operands, plain=plain)
             if size == 1:
                 self.wire = None  # one rank sends nothing
-        self.of_call: checks.Signature | None = None
+        self.whole_call: checks.Signature | None = None
         """The facts of the whole call if this call is a part of it. All ranks must agree in them."""
 
     @property
-    def is_mpis(self) -> bool:
+    def needs_mpi(self) -> bool:
         """Whether MPI carries the call out wherever the arrays of the ranks lie, as all ranks know."""
         return self.algorithm == "mpi" or (self.operation.reduces and self.dtype is None)
 
@@ -162,8 +160,8 @@ class Call:
     @property
     def signature(self) -> checks.Signature:
         """The facts in which all ranks must agree."""
-        if self.of_call is not None:
-            return self.of_call
+        if self.whole_call is not None:
+            return self.whole_call
         operation, count = self.operation, None
         dtype = str(self.dtype) if operation.reduces else "bytes"
         if self.device_counts is not None:  # the numbers of elements travel as bytes
@@ -184,7 +182,7 @@ class Call:
         return self._blocks(strided=True)
 
     @property
-    def without_gaps(self) -> CallBlocks:
+    def packed_blocks(self) -> CallBlocks:
         """Like `blocks`, for kernels that move only blocks without gaps."""
         return self._blocks(strided=False)
 
@@ -266,13 +264,13 @@ class Call:
         sent = arguments.send if send is None else of(send)
         received = arguments.receive if receive is None else of(receive)
         if sent is not arguments.send or received is not arguments.receive:
-            self.arguments = replace(arguments, send=sent, receive=received)
+            self.arguments = arguments._replace(send=sent, receive=received)
         if send is not None and receive is not None:
             require_separate(send, receive, reduction=operation.reduces)
             same = operation.reduces and send.pointer == receive.pointer
             # The caller passed the same memory twice, or two empty buffers. Open MPI refuses these in Reduce_init.
             if same and bool(send.total) == bool(receive.total):
-                send_in_place, self.arguments = True, replace(self.arguments, send=MPI.IN_PLACE)
+                send_in_place, self.arguments = True, self.arguments._replace(send=MPI.IN_PLACE)
         if send_in_place and operation.reduces:
             send = receive
         return send, receive
@@ -292,7 +290,7 @@ class Call:
                 memory = _as_on_device(operand, writable=receives)
                 made = self._read(operand.spec, shape, writable=receives, name=operand.name, memory=memory)
             if made.extents:
-                self.beside.append((made, receives))
+                self.host_operands.append((made, receives))
             return made
 
         self.receive = placed(given)

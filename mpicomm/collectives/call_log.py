@@ -63,7 +63,7 @@ class CallLog(SharedMemory):
     def memory_use(self) -> Iterable[MemoryUse]:
         return (MemoryUse("call log", host_nbytes=layout.LOG_NBYTES),)
 
-    def ready(self) -> None:
+    def publish_ready(self) -> None:
         """Tell the other ranks that this rank launches its latest call next and waits for nothing before; local."""
         # Pairs with `not_ready` of the peers. It needs no fence, because a peer that sees the word reads nothing else.
         self._log.words[layout.READY] = self._log.calls
@@ -107,7 +107,7 @@ class CallLog(SharedMemory):
                 everybody = everybody and bits != 0
         return "host" if everybody else None
 
-    def without_vote(self, number: int) -> list[int]:
+    def missing_votes(self, number: int) -> list[int]:
         """Return the indices of the ranks whose vote of that number is missing; local."""
         group, shift = number >> VOTE_BITS, 2 * (number & _VOTES_OF_WORD)
         # Pairs with the store in `vote`, as the load in `location` does. A word of a later group says that its rank has
@@ -159,19 +159,19 @@ class CallLog(SharedMemory):
         """Return the indices of the ranks that have posted more calls than this rank; local."""
         return [index for index, words in enumerate(self._words) if words[layout.POSTS] > self._log.calls]
 
-    def waits_for(self, rank: int) -> None:
+    def publish_wait(self, rank: int) -> None:
         """Tell the other ranks that this rank waits for ``rank`` of another domain, or for none with -1. Local.
 
         Call it repeatedly while waiting: a rank that has stopped in such a wait does not count on, so it is missing
         itself.
         """
-        # Pairs with the reads in `awaited`. The words need no order between them, because a reader only asks whether
-        # the count goes on, and names the rank that it finds.
+        # Pairs with the reads in `awaited_ranks`. The words need no order between them, because a reader only asks
+        # whether the count goes on, and names the rank that it finds.
         if self._words:  # else another communicator may have the log
             self._log.words[layout.WAITING_FOR] = rank + 1
             self._log.words[layout.HEARTBEAT] += 1
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks of other domains for which living ranks wait; local.
 
         If a rank waits too long for a rank of its domain, one of these may be the missing rank. It returns after all

@@ -154,7 +154,7 @@ def require_room(operation: Operation, send: Operand, receive: Operand, rank: in
         )
 
 
-def bound_epilogue(
+def bind_epilogue(
     operation: Operation, given: Epilogue | None, dtype: np.dtype[Any] | None, send: Operand | None, receive: Any
 ) -> BoundEpilogue | None:
     """Return the epilogue of a call with elements of ``dtype``, bound to its output; None if no epilogue is given."""

@@ -59,7 +59,7 @@ class Exchange:
     sends: tuple[Span | None, ...]
     receives: tuple[Span | None, ...]
     reduction: Reduction | None = None
-    lands: tuple[Span | None, ...] | None = None
+    targets: tuple[Span | None, ...] | None = None
     """The place where ``sends[r]`` belongs on rank r, as an address of this rank; None unless all ranks have output of
     one form. Engines that store into symmetric memory use it."""
     move: tuple[Span, Span] | None = None

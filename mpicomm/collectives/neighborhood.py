@@ -105,7 +105,7 @@ def mpi_crosses(form: int) -> bool:
     return int(received[0]) == 1
 
 
-def crossed_by_places(
+def crossed_by_displacements(
     operation: Operation, send: Operand, receive: Operand, sources: Sequence[int]
 ) -> tuple[Operation, Any, Any]:
     """Return an all-to-all on host arrays that crosses the blocks of a grid with an MPI that does not. Local.
@@ -116,10 +116,10 @@ def crossed_by_places(
     if operation.send == "typed":
         blocks = typed_blocks(receive.spec, size=len(order), name=receive.name, peer="neighbour")
         return operation, send.spec, [receive.spec[0], *([each[number] for number in order] for each in blocks)]
-    return NEIGHBOR_ALLTOALLV, _with_places(send, range(len(order))), _with_places(receive, order)
+    return NEIGHBOR_ALLTOALLV, _with_displacements(send, range(len(order))), _with_displacements(receive, order)
 
 
-def _with_places(operand: Operand, order: Sequence[int]) -> Any:
+def _with_displacements(operand: Operand, order: Sequence[int]) -> Any:
     """Return an argument of Neighbor_alltoallv with the blocks of ``operand`` in ``order``."""
     datatype, unit = operand.mpi_type, 1
     if operand.dtype is not None:

@@ -142,7 +142,7 @@ def exscan(b: Buffers) -> Exchange:
 def allgather(b: Buffers) -> Exchange:
     """Every rank's block r is rank r's input; blocks may have any counts and displacements, as in Allgatherv."""
     mine = b.receives[b.rank]
-    return Exchange(b.dtype, (b.sends[0] if b.sends else mine,) * b.size, tuple(b.receives), lands=(mine,) * b.size)
+    return Exchange(b.dtype, (b.sends[0] if b.sends else mine,) * b.size, tuple(b.receives), targets=(mine,) * b.size)
 
 
 def gather(b: Buffers) -> Exchange:
@@ -159,8 +159,8 @@ def scatter(b: Buffers) -> Exchange:
 
 def alltoall(b: Buffers) -> Exchange:
     """Block r of rank s's output is block s of rank r's input; any counts and displacements, as in Alltoallv."""
-    lands = (b.receives[b.rank],) * b.size
-    return Exchange(b.dtype, tuple(b.sends or b.receives), tuple(b.receives), lands=lands, cuts=tuple(b.cuts))
+    targets = (b.receives[b.rank],) * b.size
+    return Exchange(b.dtype, tuple(b.sends or b.receives), tuple(b.receives), targets=targets, cuts=tuple(b.cuts))
 
 
 def bcast(b: Buffers) -> Exchange:
@@ -168,7 +168,7 @@ def bcast(b: Buffers) -> Exchange:
     buffer = b.receives[0]
     sends = tuple(buffer if b.rank == b.root != peer else None for peer in range(b.size))
     received = None if b.rank == b.root else buffer
-    return Exchange(b.dtype, sends, _only(b.root, received, b), lands=(buffer,) * b.size)
+    return Exchange(b.dtype, sends, _only(b.root, received, b), targets=(buffer,) * b.size)
 
 
 # Two shots: each rank reduces or receives a shard, and sends the shard on.
@@ -187,10 +187,10 @@ def two_shot_bcast(b: Buffers) -> TwoShot:
     shards = _split_without(b, b.receives[0])
     sends = tuple(shards) if rank == root else _nowhere(b)
     own = None if rank == root else shards[rank]
-    first = Exchange(b.dtype, sends, _only(root, own, b), lands=tuple(shards))
+    first = Exchange(b.dtype, sends, _only(root, own, b), targets=tuple(shards))
     others = tuple(own if peer not in (rank, root) else None for peer in everybody)
     received = tuple(shards[peer] if rank not in (peer, root) and peer != root else None for peer in everybody)
-    return first, Exchange(b.dtype, others, received, lands=(shards[rank],) * b.size)
+    return first, Exchange(b.dtype, others, received, targets=(shards[rank],) * b.size)
 
 
 def two_shot_reduce(b: Buffers) -> TwoShot:

@@ -17,10 +17,10 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.collectives.call import Arguments, Call, Given, in_order
+from mpicomm.collectives.call import Arguments, ArgumentTuple, Call
 from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.host import selection
-from mpicomm.collectives.host.selection import PlainCheck, after_votes, plain_calls
+from mpicomm.collectives.host.selection import FastPathCheck, mpi_fast_path, with_votes
 from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.dispatch.engines import Engines
 from mpicomm.dispatch.location_votes import LocationVotes
@@ -42,10 +42,10 @@ from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 
 
-def checks_of(placement: Placement) -> dict[str, PlainCheck]:
+def checks_of(placement: Placement) -> dict[str, FastPathCheck]:
     """Return the checks of the calls that methods hand to MPI if the ranks need no votes. Local."""
     ordered = placement.here.reductions == "ordered"
-    return plain_calls(len(placement.places), placement.rank, len(placement.nodes), ordered=ordered)
+    return mpi_fast_path(len(placement.places), placement.rank, len(placement.nodes), ordered=ordered)
 
 
 class Dispatcher:
@@ -69,7 +69,7 @@ class Dispatcher:
         """Carries out a call whose arguments mpi4py has refused, or raises: see `ByMpi.again`."""
         self._ordered = placement.here.reductions == "ordered"
         self._plain = checks = checks_of(placement)
-        self.at_once = after_votes(checks, self._is_on_host, self._starts_on_host) if votes.are_needed else checks
+        self.at_once = with_votes(checks, self._is_on_host, self._starts_on_host) if votes.are_needed else checks
         """The checks of the calls that methods hand to MPI. If one fails, the method calls `run` or `start`."""
         self.starts_on = partial(votes.comm, ALLREDUCE)
         """Returns the communicator on which MPI starts the calls of `at_once`."""
@@ -77,7 +77,7 @@ class Dispatcher:
         self._joins = False
         self._voted = 0
 
-    def run(self, operation: Operation, stream: Any, algorithm: str, given: Given) -> None:
+    def run(self, operation: Operation, stream: Any, algorithm: str, given: ArgumentTuple) -> None:
         """Carry out a blocking collective; on device arrays, enqueue it."""
         votes, joins = self._votes, self._joins
         if votes.queue:
@@ -88,7 +88,7 @@ class Dispatcher:
             if known:
                 gpu.enqueue(known, stream, given[0], given[1], blocking=True, vote=self._vote)
                 return
-        arguments = Arguments(*given)
+        arguments = Arguments._make(given)
         plain = not joins and self._is_plain(operation, operation.name, arguments, stream, algorithm)
         if plain and votes.agree(operation) == "host":
             self._mpi.call(operation, arguments, 0)
@@ -98,7 +98,7 @@ class Dispatcher:
         call = self._reader.placed(call, "gpu") if joins or plain else self._located(call, blocking=True)
         self._post(call, blocking=True)
 
-    def start(self, operation: Operation, stream: Any, algorithm: str, given: Given) -> MPI.Request:
+    def start(self, operation: Operation, stream: Any, algorithm: str, given: ArgumentTuple) -> MPI.Request:
         """Start a nonblocking collective."""
         votes, gpu, request = self._votes, self.engines.gpu, None
         if gpu and not votes.queue and type(given[1]) is not ndarray:
@@ -106,7 +106,7 @@ class Dispatcher:
             if known:
                 request = gpu.start(known, stream, given[0], given[1], self._vote)
         if request is None:
-            arguments, number, self._voted = Arguments(*given), self._voted, 0
+            arguments, number, self._voted = Arguments._make(given), self._voted, 0
             if not number and not self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
                 begun = self._start(self._reader.look(operation, arguments, algorithm, stream))
             elif votes.are_needed:
@@ -129,7 +129,7 @@ class Dispatcher:
             # Started calls of neighbours go over the same communicator of MPI, which matches its calls by their order.
             self._votes.settle()
         call = self._reader.look(operation, arguments, algorithm, stream)
-        if call.on_device and not call.is_mpis:
+        if call.on_device and not call.needs_mpi:
             self._votes.vote(operation, on_host=False)
         return self._prepare(self._located(call, blocking=False), info)
 
@@ -171,7 +171,7 @@ class Dispatcher:
     def _located(self, call: Call, *, blocking: bool) -> Call:
         """Vote in a call that waits for the votes of all ranks; return it at its location. Collective, blocking."""
         place: CallLocation = "gpu" if call.on_device else "host"
-        if call.is_mpis:
+        if call.needs_mpi:
             self._votes.vote(call.operation, on_host=True)
         elif not call.on_device:
             name, give_up = call.operation.name, None
@@ -179,7 +179,7 @@ class Dispatcher:
             if blocking and self._carrier(call, blocking=True) not in ("mpi", on_copies):
 
                 def give_up(number: int) -> None:
-                    self.engines.on_host(name).give_up(call.signature, number)
+                    self.engines.on_host(name).raise_missing_votes(call.signature, number)
 
             place = self._votes.agree(call.operation, give_up)
         return self._reader.placed(call, place)
@@ -190,7 +190,7 @@ class Dispatcher:
         The answer depends only on facts that all ranks share, so that no rank waits elsewhere for the others.
         """
         if call.on_device and call.dtype is not None and call.algorithm != "mpi":
-            return on_pinned if call.beside else "gpu"
+            return on_pinned if call.host_operands else "gpu"
         if call.device_array is not None:
             return on_copies
         if call.epilogue is not None:
@@ -235,7 +235,8 @@ class Dispatcher:
             if engines.tracer is not None:
                 name, why = call.algorithm, f'algorithm="{call.algorithm}"'
                 if name == "auto":
-                    name, why = selection.best_mapped(call.operation, call.nbytes or 0), "by size, on mapped memory"
+                    name = selection.mapped_algorithm(call.operation, call.nbytes or 0)
+                    why = "by size, on mapped memory"
                 engines.tracer.set_algorithm(name if self._nodes == 1 else "groups, mpi", why)
             engines.of_hosts(call.operation.name)(call, call.algorithm)
         return begun
@@ -253,13 +254,13 @@ class Dispatcher:
         gpu, backend = self.engines.on_gpu(operation.name), session.gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
         if not call.joins:  # other ranks may pass other memory the next time
-            key = (operation, call.algorithm, *in_order(given))
+            key = (operation, call.algorithm, *given)
             gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
         array = call.device_array
         if not blocking:
             return gpu.start(plan, call.stream, array, array)
         gpu.enqueue(plan, call.stream, array, array, blocking=True)
-        if call.completes:
+        if call.synchronizes:
             backend.complete(backend.stream(call.stream, array))
         return None
 
@@ -273,9 +274,9 @@ class Dispatcher:
     def _start(self, call: Call) -> MPI.Request:
         votes, number = self._votes, 0
         here: CallLocation = "gpu" if call.on_device else "host"
-        if not call.on_device or call.is_mpis:
+        if not call.on_device or call.needs_mpi:
             number = votes.vote(call.operation, on_host=True)
-            if call.is_mpis:
+            if call.needs_mpi:
                 call, number = self._reader.placed(call, here), 0
         elif votes.queue:
             device = self._session.gpu(call.operation.name)
@@ -323,14 +324,13 @@ class Dispatcher:
         if call.on_device:
             self._session.require_gpu(operation.name)
         place: CallLocation = "gpu" if call.on_device else "host"
-        given = in_order(arguments)
 
         def begin() -> DeferredRequest:
             votes, gpu = self._votes, self.engines.gpu
             if gpu and not votes.queue:
-                known = gpu.find(operation, algorithm, *given)
+                known = gpu.find(operation, algorithm, *arguments)
                 if known:
-                    return gpu.start(known, stream, given[0], given[1])
+                    return gpu.start(known, stream, arguments.send, arguments.receive)
             # This reads the arguments again, because symmetric memory among them may have been closed.
             again = self._reader.look(operation, arguments, algorithm, stream, place=place)
             again.has_voted = True

@@ -84,7 +84,7 @@ class Engines:
     def of_hosts(self, operation: str) -> Callable[[Call, str], None]:
         """Return what carries out a call on the host arrays of all ranks. Collective the first time, else local."""
         if len(self.session.placement.nodes) == 1:
-            return partial(selection.carry_out, self.on_host(operation))
+            return partial(selection.run_mapped, self.on_host(operation))
         if self._host_domains is None:
             from mpicomm.domains.host import HostDomains
             from mpicomm.domains.steps import DomainLayout
@@ -94,7 +94,7 @@ class Engines:
             # On all nodes together: if one node fails, the others would wait for its messages.
             engine = session.group.agree(f"{operation}: set-up", lambda: self.on_host(operation))
             call_log = self._call_logs[session.node]
-            engine.awaited_beyond = call_log.awaited
+            engine.awaited_in_other_domains = call_log.awaited_ranks
             self._host_domains = HostDomains(layout, engine, self._transfers_of(session, layout, call_log))
         return self._host_domains.run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +14,7 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_log import CallLocation
 from mpicomm.collectives.checks import is_in_place
 from mpicomm.collectives.host import selection
-from mpicomm.collectives.neighborhood import Neighborhood, crossed_by_places, mpi_crosses, neighborhood_of
+from mpicomm.collectives.neighborhood import Neighborhood, crossed_by_displacements, mpi_crosses, neighborhood_of
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.devices.host import array_at
@@ -55,7 +54,7 @@ class Reader:
             _require_known(operation, algorithm)
         if operation.send == "by_recvcounts" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
-            arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
+            arguments = arguments._replace(counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
         try:
             call = self.call(operation, arguments, algorithm, place)
         except RefusedByMpiError as error:
@@ -74,7 +73,7 @@ class Reader:
         """Return a call at its location, on which all ranks agree, after the checks that depend on the location."""
         if place == "gpu" and not call.on_device:
             given, stream = call.given, call.stream
-            arguments = replace(given, counts=call.arguments.counts)
+            arguments = given._replace(counts=call.arguments.counts)
             call = self.call(call.operation, arguments, call.algorithm, place)
             call.given, call.stream = given, stream
         if call.algorithm != "auto" and (refusal := _refusal(call)):
@@ -193,7 +192,7 @@ class ByMpi:
             # MPICH 5 ends the program if a block overlaps its result, so MPI gets a copy of the input. Ranks that
             # receive nothing need not be in place, so all ranks must still go to MPI.
             send, receive = out_of_place(arguments.receive, arguments.counts, self._comm.rank)
-            arguments = replace(arguments, send=send, receive=receive)
+            arguments = arguments._replace(send=send, receive=receive)
         if op is AVG or op is TREE:  # `in` would find each operation that was freed
             lacking, way_out = ("AVG", "use MPI.SUM and divide") if op is AVG else ('order="tree"', "convert it")
             raise RefusedByMpiError(
@@ -270,7 +269,7 @@ class ByMpi:
             return [array_at(operand.pointer, operand.total, dtype, operand.memory.owner), datatype]
 
         send = given.send if call.in_place else named(call.send, given.send)
-        return replace(given, send=send, receive=named(call.receive, given.receive))
+        return given._replace(send=send, receive=named(call.receive, given.receive))
 
     def _require_blocks(self, call: Call) -> None:
         """Raise the error of counts, displacements and datatypes in host memory, which otherwise only MPI reads."""
@@ -289,5 +288,5 @@ class ByMpi:
             return operation, arguments
         call = self._reader.call(operation, arguments)
         assert call.send is not None and call.receive is not None
-        operation, send, receive = crossed_by_places(operation, call.send, call.receive, neighborhood.sources)
-        return operation, replace(arguments, send=send, receive=receive)
+        operation, send, receive = crossed_by_displacements(operation, call.send, call.receive, neighborhood.sources)
+        return operation, arguments._replace(send=send, receive=receive)

@@ -50,7 +50,7 @@ def with_epilogue(reader: Reader, call: Call) -> Steps:
     if epilogue.converts:
         reduced = target = np.empty(call.send.total, epilogue.dtype)
     part = reader.call(call.operation, Arguments(given.send, target, given.op), call.algorithm)
-    part.of_call = call.signature  # with the epilogue, so that ranks compare it
+    part.whole_call = call.signature  # with the epilogue, so that ranks compare it
     return part, partial(epilogue.on_host, reduced, made)
 
 
@@ -79,7 +79,7 @@ def as_packed(reader: Reader, call: Call) -> Steps:
     send = packed(call.send, given.send, receives=False)
     # The root of a broadcast only reads its buffer, which may be read-only.
     receives = operation.rooted != "bcast" or given.root != reader.session.placement.rank
-    given = replace(given, send=send, receive=packed(call.receive, given.receive, receives=receives))
+    given = given._replace(send=send, receive=packed(call.receive, given.receive, receives=receives))
 
     def unpack() -> None:
         for as_bytes, elements in pieces:
@@ -120,7 +120,7 @@ def quantized(reader: Reader, call: Call) -> Steps:
     received = np.empty((size, sent.shape[1]), np.uint8)
     # MPI would neither notice that ranks call different things, nor limit the wait.
     part = reader.call(operation, Arguments(sent.reshape(-1), received.reshape(-1)), "one_shot")
-    part.of_call = call.signature
+    part.whole_call = call.signature
 
     def finish() -> None:
         values = np.empty(given[0].size, np.float32)
@@ -169,9 +169,9 @@ def on_pinned(reader: Reader, call: Call) -> Steps:
     require_no_graph(operation, backend, stream, BESIDE)  # before CUDA allocates, which a capture forbids
     warn_of_host_array(operation)
     send = MPI.IN_PLACE if call.arguments.send is MPI.IN_PLACE else call.given.send
-    given = replace(call.given, send=send, counts=call.arguments.counts)
+    given = call.given._replace(send=send, counts=call.arguments.counts)
     results = list[tuple[int, npt.NDArray[Any]]]()
-    for operand, receives in call.beside:
+    for operand, receives in call.host_operands:
         begin, end = min(begin for begin, _ in operand.extents), max(end for _, end in operand.extents)
         shift = begin % _ALIGNED_NBYTES  # the elements keep their alignment, because kernels rely on it
         copy = backend.pinned(end - begin + shift)[shift:]
@@ -183,11 +183,11 @@ def on_pinned(reader: Reader, call: Call) -> Steps:
         pointer = memory.pointer + copy.ctypes.data - begin
         seen: Any = replace(memory, pointer=pointer, on_device=True, device=device, owner=copy, exported=None)
         spec = [seen, *spec[1:]] if isinstance(spec, (list, tuple)) else seen
-        given = replace(given, receive=spec) if is_output else replace(given, send=spec)
+        given = given._replace(receive=spec) if is_output else given._replace(send=spec)
         results += [(begin, copy)] * receives
     part = reader.call(call.operation, given, call.algorithm, "gpu")
     part.stream, part.device_array, part.has_voted = call.stream, call.device_array, call.has_voted or call.joins
-    part.completes = True
+    part.synchronizes = True
 
     def back() -> None:
         for pointer, copy in results:
@@ -222,7 +222,7 @@ def copied(reader: Reader, call: Call) -> tuple[HostCopies, Arguments]:
     if call.receive is not None:
         receive = copies.spec(receive, writable=True, name="recvbuf", operand=call.receive)
     copies.ready()
-    return copies, replace(given, send=send, receive=receive)
+    return copies, given._replace(send=send, receive=receive)
 
 
 def start_exchange(call: Call, comm: MPI.Intracomm, session: Session) -> tuple[Callable[[], bool], Callable[[], None]]:

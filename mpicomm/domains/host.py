@@ -24,7 +24,7 @@ class HostDomains:
         self._layout = layout
         self._engine = engine
         self._transfers = transfers
-        transfers.meanwhile = engine.require_not_given_up
+        transfers.meanwhile = engine.raise_if_aborted
         self._scratch = [np.empty(0, np.uint8)] * DEPTH
 
     def run(self, call: Call, algorithm: str) -> None:
@@ -59,7 +59,7 @@ class HostDomains:
 
     def _work(self, step: Local | Combine | Pack) -> None:
         if isinstance(step, Local):
-            self._engine.carry_out(step.operation.one_shot(step.buffers))
+            self._engine.execute(step.operation.one_shot(step.buffers))
         elif isinstance(step, Pack):
             for copy in step.copies():
                 ctypes.memmove(*copy)

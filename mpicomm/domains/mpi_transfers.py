@@ -107,7 +107,7 @@ class Transfers:
 
         def look_around() -> None:
             self.meanwhile()
-            self._call_log.waits_for(min(transfer.receiving() or transfer.sending(), default=-1))
+            self._call_log.publish_wait(min(transfer.receiving() or transfer.sending(), default=-1))
             for rank in transfer.receiving() | transfer.sending():
                 if self.comm.Iprobe(rank, _ERROR_TAG):
                     raise self._given_up(self.comm.recv(None, rank, _ERROR_TAG))
@@ -130,7 +130,7 @@ class Transfers:
         except MPI.Exception as error:  # Open MPI with ULFM refuses to look for messages of a rank that is gone
             raise self._given_up(_refused(call, error)) from None
         finally:
-            self._call_log.waits_for(-1)
+            self._call_log.publish_wait(-1)
         raise self._given_up(
             CollectiveTimeoutError(
                 f"{call}: {name_ranks(missing)} did not arrive within {self._timeout_s:g} s; the communicator is "

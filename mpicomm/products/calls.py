@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpicomm.collectives import operations as rows
-from mpicomm.collectives.call import Arguments, in_order
+from mpicomm.collectives.call import Arguments
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.dispatch.dispatcher import Dispatcher
 from mpicomm.errors import InvalidUsageError
@@ -155,7 +155,7 @@ class Products:
             return
         library = operands.library
         whole = operands.new_matrix((self._size * operands.a.shape[0], 1), scales[0])
-        given = in_order(Arguments(library.contiguous(scales[0]), whole))
+        given = Arguments(library.contiguous(scales[0]), whole)
         self._collectives.run(rows.ALLGATHER, stream, "auto", given)
         operands.scales = whole, scales[1]
 
@@ -169,15 +169,15 @@ class Products:
                 shape = (self._size * operands.a.shape[0], operands.a.shape[1])
                 gathered = operands.a if self._size == 1 else operands.new_matrix(shape, operands.a)
             if gathered is not operands.a:
-                run(rows.ALLGATHER, stream, "auto", in_order(Arguments(library.contiguous(operands.a), gathered)))
+                run(rows.ALLGATHER, stream, "auto", Arguments(library.contiguous(operands.a), gathered))
             operands.multiply(gathered, operands.out)
             return
         if sums is None:
             sums = self._partial_sums(operands)
         if sums is not operands.out:
-            run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", in_order(Arguments(sums, operands.out, MPI.SUM)))
+            run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", Arguments(sums, operands.out, MPI.SUM))
         elif self._size > 1:
-            run(rows.ALLREDUCE, stream, "auto", in_order(Arguments(MPI.IN_PLACE, operands.out, MPI.SUM)))
+            run(rows.ALLREDUCE, stream, "auto", Arguments(MPI.IN_PLACE, operands.out, MPI.SUM))
         if operands.bias is not None:
             operands.out += operands.bias
 

@@ -165,7 +165,7 @@ class DeviceEngine:
             # The choice of a launcher does not depend on gaps, so all ranks make the same one.
             if not form.gaps or decision.at(longest, symmetric=symmetric).launcher.moves_gaps:
                 return decision, buffers, blocks, scratch
-            blocks = call.without_gaps
+            blocks = call.packed_blocks
 
     def _decision(self, form: Form, asked: str) -> Decision:
         key = form.key, asked
@@ -293,7 +293,7 @@ class DeviceEngine:
         if plan.collective:
             # `ready` pairs with the wait of ranks that meet: nothing holds this thread up before its launch.
             if is_new:
-                self._call_log.ready()
+                self._call_log.publish_ready()
             else:
                 self._call_log.post(plan.words, plan.count, plan.offset, ready=True)
             if meets:

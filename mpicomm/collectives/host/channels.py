@@ -57,13 +57,13 @@ def _round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-class Stopped(Exception):
-    """A call that cannot go on: the ``reason``, and the index in the node of the rank that is the cause."""
+class Aborted(Exception):
+    """A call that this rank cannot finish: the ``reason``, and the index in the node of the rank at fault."""
 
-    LATE = "the rank did not come, or did not read, in time"
-    OTHER_CALL = "a message belongs to another call than this rank's call"
-    OTHER_SIZE = "the rank sent another number of bytes than this rank expects"
-    GIVEN_UP = "some rank has published an error, so no more data will come"
+    TIMED_OUT = "the rank did not send, or did not read, in time"
+    CALL_MISMATCH = "a message belongs to another call than this rank's call"
+    SIZE_MISMATCH = "the rank sent another number of bytes than this rank expects"
+    PEER_FAILED = "some rank has published an error, so no more data will come"
 
     def __init__(self, reason: str, index: int = -1, sent: int = 0, expected: int = 0) -> None:
         super().__init__(reason)
@@ -73,7 +73,7 @@ class Stopped(Exception):
 class Channels(SharedMemory):
     """This rank's ends of the channels of a node. Construction is collective and raises as `share` does.
 
-    Each reader reads the messages of a sender in the order of sending. Methods that block raise `Stopped`: as
+    Each reader reads the messages of a sender in the order of sending. Methods that block raise `Aborted`: as
     late after the node's ``timeout_s`` seconds without progress, or soon if ``in_vain`` says that no more data will
     come, and as given up when some rank has published an error. Messages up to number ``first`` count as sent and read
     on every channel; all ranks pass the same number.
@@ -123,7 +123,7 @@ class Channels(SharedMemory):
     def receive(self, source: int, nbytes: int) -> int:
         """Return the address of the next message from a rank; blocks. The message stays there until `release`.
 
-        Raises `Stopped` also if the message belongs to another call, or does not have ``nbytes``.
+        Raises `Aborted` also if the message belongs to another call, or does not have ``nbytes``.
         """
         self._read[source] = number = self._read[source] + 1
         words = self._words[self._rank]
@@ -133,12 +133,12 @@ class Channels(SharedMemory):
             epoch = flag & _EPOCHS
             self._await(lambda: words[entry] & _EPOCHS == epoch, source)
             if words[entry] != flag:
-                raise Stopped(Stopped.OTHER_CALL, source)
+                raise Aborted(Aborted.CALL_MISMATCH, source)
         # (A), (B) Pairs with the fence in `_announce`: this rank reads content and chunk after the flag.
         fence()
         content = words[entry + 1]
         if content >> _PLACE_BITS != nbytes:
-            raise Stopped(Stopped.OTHER_SIZE, source, content >> _PLACE_BITS, nbytes)
+            raise Aborted(Aborted.SIZE_MISMATCH, source, content >> _PLACE_BITS, nbytes)
         return self._addresses[source] + (content & _PLACE_MASK)
 
     def release(self, sources: Iterable[int]) -> None:
@@ -199,11 +199,11 @@ class Channels(SharedMemory):
         if not wait_until(over, patience_s, progress) and (
             self._in_vain() or not wait_until(over, timeout_s - patience_s, progress)
         ):
-            raise Stopped(Stopped.LATE, late)
+            raise Aborted(Aborted.TIMED_OUT, late)
         # A message that has come also counts after an error, so that the slowest rank still gets all data that has
         # come.
         if not ready():
-            raise Stopped(Stopped.GIVEN_UP)
+            raise Aborted(Aborted.PEER_FAILED)
 
 
 class AgreedError:

@@ -14,7 +14,7 @@ from mpicomm.cluster.process import require_own_process
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.checks import Signature
 from mpicomm.collectives.exchange import Exchange, Reduction
-from mpicomm.collectives.host.channels import Channels, Stopped
+from mpicomm.collectives.host.channels import Aborted, Channels
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import array_at
@@ -74,7 +74,7 @@ class HostEngine:
         self._slot = cache(lambda pointer, dtype: array_at(pointer, slot_nbytes // dtype.itemsize, dtype))
         self._open = True
         self._broken: MpicommError | None = None
-        self.awaited_beyond: Callable[[], list[int]] = list
+        self.awaited_in_other_domains: Callable[[], list[int]] = list
         """Returns ranks beyond the node for which ranks of the node wait."""
 
     @property
@@ -95,7 +95,7 @@ class HostEngine:
 
         def work() -> None:
             for exchange in exchanges:
-                self.carry_out(exchange)
+                self.execute(exchange)
 
         self.call(work, signature)
 
@@ -114,7 +114,7 @@ class HostEngine:
         self._channels.close_own()
 
     def call(self, work: Callable[[], None], signature: Signature) -> None:
-        """Run ``work``, this rank's part of a call, which makes exchanges by `carry_out`. Collective, blocking.
+        """Run ``work``, this rank's part of a call, which makes exchanges by `execute`. Collective, blocking.
 
         If ``work`` raises `CollectiveTimeoutError` or `PeerError` on one rank, all ranks raise it: see `run`.
         """
@@ -130,12 +130,12 @@ class HostEngine:
         text, self._channels.hash32 = _described(signature)
         self._call_log.post(text)
         try:
-            self.require_not_given_up()
+            self.raise_if_aborted()
             with np.errstate(all="ignore"):
                 work()
-        except Stopped as stopped:
+        except Aborted as aborted:
             agreed_error = self._channels.agreed_error
-            self._broken = agreed_error.read() or agreed_error.give(self._error_of(stopped, text))
+            self._broken = agreed_error.read() or agreed_error.give(self._error_of(aborted, text))
             raise equal_error(self._broken) from None
         except (CollectiveTimeoutError, PeerError) as error:
             self._broken = self._channels.agreed_error.give(error)
@@ -148,21 +148,21 @@ class HostEngine:
             self._broken = self._channels.agreed_error.give(left)
             raise
 
-    def give_up(self, signature: Signature, number: int) -> None:
+    def raise_missing_votes(self, signature: Signature, number: int) -> None:
         """Raise `CollectiveTimeoutError`, because votes of that number are missing. All ranks raise it: see `run`."""
 
         def fail() -> None:
-            late = [self._node.ranks[index] for index in self._call_log.without_vote(number)]
+            late = [self._node.ranks[index] for index in self._call_log.missing_votes(number)]
             raise self._late_error(str(signature), late, "did not arrive")
 
         self.call(fail, signature)
 
-    def require_not_given_up(self) -> None:
-        """Raise `Stopped`, which `call` handles, if another rank of the node has given up the call. Local."""
+    def raise_if_aborted(self) -> None:
+        """Raise `Aborted`, which `call` handles, if another rank of the node has given up the call. Local."""
         if self._channels.agreed_error.there():
-            raise Stopped(Stopped.GIVEN_UP)
+            raise Aborted(Aborted.PEER_FAILED)
 
-    def carry_out(self, exchange: Exchange) -> None:
+    def execute(self, exchange: Exchange) -> None:
         """Carry out this rank's part of an exchange, in a `call`. Collective, blocking."""
         itemsize = exchange.dtype.itemsize
         # Chunks hold whole elements, so that this rank can reduce every chunk. An element larger than a slot is cut
@@ -231,20 +231,20 @@ class HostEngine:
 
         return reduce
 
-    def _error_of(self, stopped: Stopped, text: str) -> MpicommError:
+    def _error_of(self, aborted: Aborted, text: str) -> MpicommError:
         ranks = self._node.ranks
         behind = self._call_log.behind()
         # Ranks that call different things, for instance with different roots, may wait for each other.
-        if stopped.reason == Stopped.LATE and not self._call_log.differ() and not self._call_log.by_mpi():
+        if aborted.reason == Aborted.TIMED_OUT and not self._call_log.differ() and not self._call_log.by_mpi():
             # The awaited rank may itself wait for a rank that has not come, so the call log names the late ranks. If no
             # rank is late, all ranks have come, and the awaited rank makes no progress.
-            beyond = self.awaited_beyond()
-            late = beyond or [ranks[index] for index in behind or [stopped.index]]
+            beyond = self.awaited_in_other_domains()
+            late = beyond or [ranks[index] for index in behind or [aborted.index]]
             return self._late_error(text, late, "did not arrive" if behind or beyond else "made no progress")
-        if stopped.reason == Stopped.OTHER_SIZE:
-            source, here = ranks[stopped.index], ranks[self._node.rank]
+        if aborted.reason == Aborted.SIZE_MISMATCH:
+            source, here = ranks[aborted.index], ranks[self._node.rank]
             return PeerError(
-                f"{text}: rank {source} sends {stopped.sent} bytes, but rank {here} expects {stopped.expected} (of one "
+                f"{text}: rank {source} sends {aborted.sent} bytes, but rank {here} expects {aborted.expected} (of one "
                 "chunk): pass counts that agree",
                 ranks=[source, here],
             )

@@ -6,7 +6,7 @@ time between its copies. Collectives that only move data gain little, because me
 lose much, because slots pass from cache to cache, which takes four times as long between cores that share no cache.
 
 *Plain calls* are collectives on NumPy arrays that certainly go to MPI, in every form of a buffer argument: small
-reductions, collectives that only move data, and all collectives between nodes. `plain_calls` recognises them in a
+reductions, collectives that only move data, and all collectives between nodes. `mpi_fast_path` recognises them in a
 fraction of a microsecond, because MPI takes about a microsecond for 8 bytes. `Call` would take longer to read the
 arguments than MPI takes for the call.
 """
@@ -38,7 +38,7 @@ _MIB = 1024 * _KIB
 NEVER = 1 << 63
 """More bytes than a call has."""
 
-_MAPPED_FROM = {
+_MAPPED_THRESHOLDS = {
     "Allreduce": (_MIB, _MIB),
     "Reduce": (128 * _KIB, 128 * _KIB),
     "Reduce_scatter": (4 * _MIB, 16 * _MIB),
@@ -56,7 +56,7 @@ _SHARD_NBYTES = _MIB
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
 """Element types for which MPI keeps all promises of mpicomm."""
 
-PlainCheck = Callable[..., bool]
+FastPathCheck = Callable[..., bool]
 """Returns whether a call with these buffers, this operation if it reduces, and this root if it has one, certainly goes
 to MPI. Local."""
 
@@ -70,14 +70,14 @@ _own_types: dict[int, np.dtype[Any]] = {}  # by the handle
 _own_objects: dict[int, np.dtype[Any]] = {}
 
 
-def mapped_from(operation: Operation, size: int, nodes: int) -> int:
+def mapped_threshold(operation: Operation, size: int, nodes: int) -> int:
     """Return the fewest bytes with which a collective goes through mapped memory; `NEVER` if it does not. Local.
 
     Ranks of several nodes cannot map each other's memory.
     """
     if nodes > 1 or size == 1:
         return NEVER
-    few, many = _MAPPED_FROM.get(operation.name, (NEVER, NEVER))
+    few, many = _MAPPED_THRESHOLDS.get(operation.name, (NEVER, NEVER))
     return many if size > 2 else few
 
 
@@ -97,7 +97,7 @@ def goes_to_mpi(call: Call, size: int, nodes: int, *, blocking: bool, ordered: b
     lacks = op in ("avg", "tree") or (op and is_own(op)) or dtype == np.float16 or types.mpi_datatype(dtype) is None
     if op is not None and (ordered or lacks):
         return False
-    least = mapped_from(operation, size, nodes)
+    least = mapped_threshold(operation, size, nodes)
     return not blocking or least == NEVER or (call.nbytes or 0) < least
 
 
@@ -110,7 +110,7 @@ def algorithms_for(operation: Operation) -> tuple[str, ...]:
     return tuple(names + ["ring"] * (operation.ring is not None))
 
 
-def best_mapped(operation: Operation, nbytes: int) -> str:
+def mapped_algorithm(operation: Operation, nbytes: int) -> str:
     """Return the algorithm for a collective of ``nbytes`` on mapped memory; local."""
     return "two_shot" if nbytes >= _TWO_SHOT_FROM.get(operation.name, NEVER) else "one_shot"
 
@@ -123,7 +123,7 @@ def schedule(call: Call, algorithm: str, scratch: int) -> list[Exchange]:
         return operation.ring(buffers)
     two_shot = operation.two_shot
     if algorithm == "auto":
-        algorithm = best_mapped(operation, call.nbytes or 0)
+        algorithm = mapped_algorithm(operation, call.nbytes or 0)
     if two_shot is None or buffers.size == 1 or algorithm == "one_shot":
         return [operation.one_shot(buffers)]
     # A piece has a shard for each rank. A shard is small enough to stay in the cache until the second exchange reads
@@ -131,14 +131,14 @@ def schedule(call: Call, algorithm: str, scratch: int) -> list[Exchange]:
     return [exchange for piece in buffers.pieces(_SHARD_NBYTES * buffers.size) for exchange in two_shot(piece)]
 
 
-def carry_out(engine: HostEngine, call: Call, algorithm: str) -> None:
+def run_mapped(engine: HostEngine, call: Call, algorithm: str) -> None:
     """Carry out a call that was read, among the ranks of a node. Collective, blocking; raises as `run`."""
     scratch = np.empty(call.blocks.nbytes, np.uint8)
     engine.run(schedule(call, algorithm, scratch.ctypes.data), call.signature)
 
 
 @lru_cache(maxsize=64)
-def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, PlainCheck]:
+def mpi_fast_path(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, FastPathCheck]:
     """Return the checks of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
 
     The answers agree with `goes_to_mpi`, which decides on ranks that pass their buffers in other forms.
@@ -147,23 +147,25 @@ def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> d
         for datatype in vars(MPI).values():
             if type(datatype) is _Datatype and (dtype := numpy_dtype(datatype)) is not None and dtype in MPI_TYPES:
                 _own_types[datatype.handle] = _own_objects[id(datatype)] = dtype
-    checks: dict[str, PlainCheck] = {}
+    checks: dict[str, FastPathCheck] = {}
     for name, row in OPERATIONS.items():
         never = ordered and row.reduces
-        checks[name] = _never if never else _check(row, size, rank, mapped_from(row, size, nodes))
+        checks[name] = _never if never else _check(row, size, rank, mapped_threshold(row, size, nodes))
         checks[row.nonblocking] = _never if never else _check(row, size, rank, NEVER)
     return checks
 
 
-def after_votes(
-    checks: dict[str, PlainCheck], is_on_host: Callable[[Operation], bool], starts_on_host: Callable[[Operation], bool]
-) -> dict[str, PlainCheck]:
-    """Return the checks of `plain_calls` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
+def with_votes(
+    checks: dict[str, FastPathCheck],
+    is_on_host: Callable[[Operation], bool],
+    starts_on_host: Callable[[Operation], bool],
+) -> dict[str, FastPathCheck]:
+    """Return the checks of `mpi_fast_path` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
 
     ``is_on_host`` finds that out for a blocking call, and ``starts_on_host`` for a nonblocking one.
     """
 
-    def of(check: PlainCheck, row: Operation, agreed: Callable[[Operation], bool]) -> PlainCheck:
+    def of(check: FastPathCheck, row: Operation, agreed: Callable[[Operation], bool]) -> FastPathCheck:
         return lambda send, receive, op=None, root=0: check(send, receive, op, root) and agreed(row)
 
     blocking = {name: of(checks[name], row, is_on_host) for name, row in OPERATIONS.items()}
@@ -171,7 +173,7 @@ def after_votes(
     return blocking | starts
 
 
-def are_apart(a: Any, b: Any) -> bool:
+def are_disjoint(a: Any, b: Any) -> bool:
     """Return whether two NumPy arrays certainly lie in host memory and do not overlap.
 
     MPICH 5 ends the program if they overlap.
@@ -194,7 +196,7 @@ def _never(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
     return False
 
 
-def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
+def _check(row: Operation, size: int, rank: int, least: int) -> FastPathCheck:
     """Return the check of a collective that goes through mapped memory from ``least`` bytes on."""
     if row.send == "typed":
         return _never
@@ -207,11 +209,11 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
     read_sent, read_received = (_reader(shape, size, rank, reduces) for shape in (row.send, row.receive))
     sent_blocks, received_blocks = (size if shape == "blocks" else 1 for shape in (row.send, row.receive))
 
-    # Straight-line code for two arrays. The begin of `are_apart` stands before it, because it answers nearly always.
+    # Straight-line code for two arrays. The begin of `are_disjoint` stands before it, because it answers nearly always.
 
     def reduces_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
         if type(send) is type(receive) is ndarray:
-            if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
+            if not ((send.base is receive.base is None and send is not receive) or are_disjoint(send, receive)):
                 return False
             # The input decides, because only the root has a meaningful output.
             return send.nbytes < least and type(op) is _Op and send.dtype in MPI_TYPES
@@ -219,7 +221,7 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
 
     def moves_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
         if type(send) is type(receive) is ndarray and not ragged:
-            if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
+            if not ((send.base is receive.base is None and send is not receive) or are_disjoint(send, receive)):
                 return False
             # MPI may miss that a rank sends more to itself than it receives. Neighbours are other ranks.
             fits = send.nbytes * received_blocks == receive.nbytes * sent_blocks
@@ -256,7 +258,7 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
         (a, nbytes, block), (b, _, room) = sent, received
         if block != room or (reduces and nbytes >= least):
             return False
-        return (a.base is b.base is None and a is not b) or are_apart(a, b)
+        return (a.base is b.base is None and a is not b) or are_disjoint(a, b)
 
     check = reduces_arrays if reduces else is_plain if row.rooted == "bcast" else moves_arrays
     return check

@@ -84,7 +84,7 @@ class DomainsEngine:
                 f"{call.operation}: counts on the GPU are for the GPUs of one peer domain, and the ranks are in "
                 f"{len(self._layout.domains)}: pass counts in host memory, such as counts.get() or counts.cpu()"
             )
-        blocks = call.without_gaps
+        blocks = call.packed_blocks
         scratch = self._packed.of(blocks.nbytes)
         buffers = call.buffers(scratch, blocks)
         if call.operation.reduces:

@@ -39,7 +39,7 @@ class Part:
     """
 
     def __init__(self, call: Call, *, strided: bool = False) -> None:
-        self.call, self.blocks = call, call.blocks if strided else call.without_gaps
+        self.call, self.blocks = call, call.blocks if strided else call.packed_blocks
         nbytes = self.blocks.nbytes
         self._scratch = np.full(max(1, nbytes), 0xDB, np.uint8)
         buffers = call.buffers(self._scratch.ctypes.data if nbytes else 0, self.blocks)

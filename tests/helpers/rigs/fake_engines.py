@@ -88,7 +88,7 @@ class Rig:
             post=lambda text, count=0, offset=None, *, ready=False: self.posted.append(text),
             differ=lambda: False,
             behind=list,
-            ready=lambda: None,
+            publish_ready=lambda: None,
             not_ready=list,
         )
         self.engine = engine.DeviceEngine(node, backend, "ipc", call_log, on_a_device, most_nbytes)

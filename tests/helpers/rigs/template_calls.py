@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.collectives.call import Arguments, Call, in_order
+from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.base import AnyPlan, Form, Step
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Domain, Inboxes, Request, with_place
@@ -131,7 +131,7 @@ class Calls:
 
     def make(self, operation: Operation, asked: str, given: Arguments) -> str:
         """Make a call. Return whether it was found, also as one with a plan of its own, or what became of it."""
-        key, team = (operation, asked, *in_order(given)), self.device.domain.team
+        key, team = (operation, asked, *given), self.device.domain.team
         found, scratch_nbytes = self.cache.find(*key), self.device.scratch.nbytes
         launched, facts = None, None
         if isinstance(found, ReadCall):

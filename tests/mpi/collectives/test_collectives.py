@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import PeerError
-from mpicomm.collectives.host.selection import mapped_from
+from mpicomm.collectives.host.selection import mapped_threshold
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.types import COVERED
 from tests.helpers.faults.raising import raises_everywhere
@@ -86,7 +86,7 @@ def test_reductions_have_the_same_bits_by_every_algorithm_on_every_rank(
 def test_large_reductions(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
     """On the host they go through mapped memory, in the order of the ranks."""
     row, dtype = OPERATIONS[operation], np.dtype(np.float64)
-    nbytes = mapped_from(row, comm.size, 1) if comm.device == "cpu" and comm.size > 1 else 5 * MIB // 4
+    nbytes = mapped_threshold(row, comm.size, 1) if comm.device == "cpu" and comm.size > 1 else 5 * MIB // 4
     count = nbytes // dtype.itemsize // (comm.size if row.send == "blocks" else 1) + 7
     for form, in_place in (("plain", False), ("any", True)):
         # Blocks of a Reduce_scatter differ, and may be too few for mapped memory.

@@ -349,7 +349,7 @@ def test_ranks_meet_when_all_of_them_launch_next(comm_world: MPI.Intracomm, call
         if is_known:
             call_log.post(f"call {number}", ready=True)
         else:
-            call_log.ready()
+            call_log.publish_ready()
         calls.wait_for(call_log.not_ready)
         met = time.monotonic()
         assert met >= comm_world.bcast(late)  # the ranks of a node have one clock

@@ -317,13 +317,13 @@ def test_blocks_stay_in_place_if_the_blocks_for_each_rank_are_one_run() -> None:
         ("Neighbor_alltoallv", of_places, often, False),
         ("Neighbor_alltoallw", of_types, apart, True),
     ):
-        assert (call(operation, buffers, neighbors).without_gaps.nbytes == 0) == stays
+        assert (call(operation, buffers, neighbors).packed_blocks.nbytes == 0) == stays
 
 
 def test_an_all_gather_packs_its_block_once() -> None:
     column, receive = MPI.DOUBLE.Create_vector(32, 1, 2).Commit(), OnDevice(np.zeros(96))
     send, three = [OnDevice(np.zeros(64)), 1, column], Neighborhood((1, 2, 3), (1, 2, 3))
-    packed = call("Neighbor_allgather", (send, receive), three).without_gaps
+    packed = call("Neighbor_allgather", (send, receive), three).packed_blocks
     assert len(packed.before) == 1 and not packed.after and packed.nbytes == 256
     column.Free()
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.host.selection import goes_to_mpi, plain_calls
+from mpicomm.collectives.host.selection import goes_to_mpi, mpi_fast_path
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import descriptors
 from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate
@@ -347,7 +347,7 @@ def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Opera
     rank, root = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))
     op: Any = data.draw(OPS) if row.reduces else None
     nodes, blocking = data.draw(st.integers(1, 2)), data.draw(st.booleans())
-    if not plain_calls(n, rank, nodes)[row.methods[not blocking]](send, receive, op, root):
+    if not mpi_fast_path(n, rank, nodes)[row.methods[not blocking]](send, receive, op, root):
         return
     try:
         call = Call(row, Arguments(send, receive, op, root), rank, n)

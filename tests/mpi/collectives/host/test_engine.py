@@ -139,7 +139,7 @@ def random_call(
     send, receive = prepared.arguments()
     op = MPI.SUM if row.reduces else None
     call = Call(row, Arguments(send, receive, op, root, prepared.counts), comm.rank, comm.size, algorithm)
-    return lambda engine: selection.carry_out(engine, call, algorithm), prepared.check
+    return lambda engine: selection.run_mapped(engine, call, algorithm), prepared.check
 
 
 MOMENTS: dict[str, tuple[Any, str]] = {

@@ -187,7 +187,7 @@ def test_the_call_log_gets_each_enqueue_of_a_plan_once(rig: Rig) -> None:
     said: list[str] = []
     log: Any = rig.engine._call_log
     log.post = lambda text, count=0, offset=None, *, ready=False: said.append("launches" if ready else "plans")
-    log.ready = lambda: said.append("goes on")
+    log.publish_ready = lambda: said.append("goes on")
     plan, other = rig.alltoallv(4096), rig.alltoallv(8192)
     for each in (plan, plan, other, plan, other):
         rig.enqueue(each)

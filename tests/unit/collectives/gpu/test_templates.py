@@ -26,7 +26,7 @@ from mpi4py import MPI
 pytest.importorskip("ml_dtypes")
 
 import mpicomm
-from mpicomm.collectives.call import Arguments, in_order
+from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.gpu import plan_cache
 from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.neighborhood import Neighborhood
@@ -127,8 +127,8 @@ class Kind:
         """Return the fault of a call, ``algorithm=``, and the arguments."""
         self._arrays: list[Array] = []
         self._numbers: list[list[int]] = []
-        count, operation, given = self._count(), self.operation, Arguments(op=self._op, root=self._root)
-        given.wire = self._wire
+        count, operation = self._count(), self.operation
+        given: Any = SimpleNamespace(op=self._op, root=self._root, wire=self._wire)
         if self._special == "epilogue":
             most = self._draw.choice([40, 3000, 0])
             rows = self._draw.randint(1, most) if most else self._draw.choice([15, 16, 17, 131, 132, 133])
@@ -152,9 +152,9 @@ class Kind:
         faults = ("", "size", "number") if any(MPI.PROC_NULL in side for side in self._peers) else FAULTS
         fault = self._draw.choice(faults) if faulty else ""
         self._break(fault, given)
-        return fault, self.asked, given
+        return fault, self.asked, Arguments(**vars(given))
 
-    def _break(self, fault: str, given: Arguments) -> None:
+    def _break(self, fault: str, given: Any) -> None:
         draw, one, other = self._draw, *(self._draw.choice(self._arrays) for _ in range(2))
         if self._special == ON_GPU and draw.choice(EITHER):  # the arrays that the call writes
             one, other = self._written
@@ -333,7 +333,8 @@ def given_of(name: str, count: int) -> Arguments:
     def array(slot: int, count: int, dtype: Any = FLOAT) -> Array:
         return Array((slot << SLOT) + 256 * count, count, dtype)
 
-    blocks, made = [[array(slot, 2 * count), [count, count - 3]] for slot in (1, 2)], Arguments(op=MPI.SUM)
+    blocks = [[array(slot, 2 * count), [count, count - 3]] for slot in (1, 2)]
+    made: Any = SimpleNamespace(op=MPI.SUM)
     made.send, made.receive = array(1, count), array(2, count * (2 if name == "Allgather" else 1))
     if name == "epilogue":
         made.send, made.receive, residual = (array(slot, 1024 * count, BF16) for slot in (1, 2, 3))
@@ -347,7 +348,7 @@ def given_of(name: str, count: int) -> Arguments:
         made.send, made.receive = ([*each, [0, 4 * count], [MPI.FLOAT, MPI.BYTE]] for each in blocks)
     elif name == "Reduce_scatter":
         made.counts, made.receive = [3, count - 3], array(2, 3)
-    return made
+    return Arguments(**vars(made))
 
 
 def maker_of(name: str) -> Callable[[int], None]:
@@ -357,7 +358,7 @@ def maker_of(name: str) -> Callable[[int], None]:
     assert made == ["read", "found", "found"]
 
     def make(count: int) -> None:
-        found: Any = calls.cache.find(row, "auto", *in_order(given_of(name, count)))
+        found: Any = calls.cache.find(row, "auto", *given_of(name, count))
         calls.device.launch(found)
 
     return make

@@ -19,7 +19,14 @@ from mpicomm.collectives.host import reduction as host_reduction
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES
 from mpicomm.collectives.host.reduction import Reducer
-from mpicomm.collectives.host.selection import NEVER, after_votes, algorithms_for, mapped_from, plain_calls, schedule
+from mpicomm.collectives.host.selection import (
+    NEVER,
+    algorithms_for,
+    mapped_threshold,
+    mpi_fast_path,
+    schedule,
+    with_votes,
+)
 from mpicomm.collectives.operations import ALLREDUCE, BCAST, OPERATIONS, REDUCE, Operation
 from tests.helpers.references.reductions import NARROW, dtype_or_skip, reduced, require_same, samples
 
@@ -27,15 +34,15 @@ MIB = 1 << 20
 
 
 def test_switch_points_are_of_operations_that_there_are() -> None:
-    assert set(selection._MAPPED_FROM) | set(selection._TWO_SHOT_FROM) <= set(OPERATIONS)
+    assert set(selection._MAPPED_THRESHOLDS) | set(selection._TWO_SHOT_FROM) <= set(OPERATIONS)
 
 
 def test_large_reductions_go_through_mapped_memory() -> None:
     for size in (2, 8):
-        assert 1024 < mapped_from(ALLREDUCE, size, 1) <= 64 * MIB
-        assert mapped_from(ALLREDUCE, size, 2) == mapped_from(ALLREDUCE, 1, 1) == NEVER
+        assert 1024 < mapped_threshold(ALLREDUCE, size, 1) <= 64 * MIB
+        assert mapped_threshold(ALLREDUCE, size, 2) == mapped_threshold(ALLREDUCE, 1, 1) == NEVER
         for name in ("Allgather", "Alltoall", "Alltoallv", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv"):
-            assert mapped_from(OPERATIONS[name], size, 1) == NEVER
+            assert mapped_threshold(OPERATIONS[name], size, 1) == NEVER
 
 
 def exchanges(operation: Operation, nbytes: int, size: int, algorithm: str = "auto") -> int:
@@ -69,7 +76,7 @@ EVERY = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 
 
 def plain(method: str, send: Any, receive: Any, op: Any = MPI.SUM, size: int = 2, nodes: int = 1) -> bool:
-    return plain_calls(size, RANK, nodes)[method](send, receive, op)
+    return mpi_fast_path(size, RANK, nodes)[method](send, receive, op)
 
 
 def buffers(operation: Operation, nbytes: int, size: int = 2) -> tuple[Any, Any]:
@@ -92,7 +99,7 @@ def test_no_call_is_for_mapped_memory(operation: Operation, op: MPI.Op, size: in
         assert not plain(operation.name, np.zeros(1), np.zeros(1))
         return
     for nbytes in (8, 1 << 10, 1 << 17, MIB - 8, MIB, 1 << 22, 1 << 25):
-        mapped = nbytes >= mapped_from(operation, size, 1)
+        mapped = nbytes >= mapped_threshold(operation, size, 1)
         send, receive = buffers(operation, nbytes, size)
         assert plain(operation.name, send, receive, op, size) == (not mapped)
         assert plain(operation.nonblocking, send, receive, op, size)
@@ -122,7 +129,7 @@ def test_lists_are_plain_if_the_array_holds_their_elements() -> None:
 
 @pytest.mark.parametrize("method", ["Gather", "Gatherv", "Reduce", "Igather", "Igatherv", "Ireduce"])
 def test_only_ranks_beside_the_root_need_no_output(method: str) -> None:
-    check = plain_calls(2, RANK, 1)[method]
+    check = mpi_fast_path(2, RANK, 1)[method]
     four = np.zeros(4)
     for send in (four, [four, MPI.DOUBLE]):
         assert check(send, None, MPI.SUM, RANK - 1)
@@ -164,8 +171,8 @@ def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation:
 
         return vote
 
-    on_host, given = plain_calls(2, RANK, 1), buffers(operation, 16)
-    checks = after_votes(on_host, voting("name"), voting("nonblocking"))
+    on_host, given = mpi_fast_path(2, RANK, 1), buffers(operation, 16)
+    checks = with_votes(on_host, voting("name"), voting("nonblocking"))
     for method in operation.methods[:2]:
         plain = on_host[method](*given, MPI.SUM)
         assert plain or operation.of_neighbors or operation.send == "typed"

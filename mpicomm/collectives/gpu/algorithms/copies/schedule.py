@@ -172,8 +172,8 @@ class InOutput:
 
     def target(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
         """Return the address, as mapped here, at which a part for ``peer`` lands; ``begin`` is as in `Parts.cut`."""
-        assert exchange.lands is not None
-        span, pointers = exchange.lands[peer], self.memory.pointers
+        assert exchange.targets is not None
+        span, pointers = exchange.targets[peer], self.memory.pointers
         assert span is not None
         return pointers[peer] + span.pointer - pointers[self.rank] + begin
 

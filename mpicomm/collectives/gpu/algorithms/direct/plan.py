@@ -58,11 +58,11 @@ class DirectLauncher(KernelTemplate, FormLauncher):
         words, cuts = f"{domain.size}Q{8 * absent}x", f"{2 * domain.size}Q{16 * absent}x"
         self._fields = struct.Struct(f"={MAX_RANKS}I{words}{words}{cuts}{cuts}")
         exchange, rank = form.one_shot, domain.rank
-        assert exchange.lands is not None
+        assert exchange.targets is not None
         self._sources, self._targets = [-1] * domain.size, [-1] * domain.size
         self._coming = [False] * domain.size
         for peer, (send, receive) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
-            target = receive if peer == rank else exchange.lands[peer]
+            target = receive if peer == rank else exchange.targets[peer]
             if send is not None and target is not None and (peer != rank or target != send):
                 self._sources[peer], self._targets[peer] = form.piece(send)[0], form.piece(target)[0]
             self._coming[peer] = receive is not None and peer != rank
