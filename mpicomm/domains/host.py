@@ -45,7 +45,7 @@ class HostDomains:
             return self._transfers.begin(lambda tag: Direct(comm, network_step, tag), signature)
 
         try:
-            self._engine.call(lambda: carry_out(pieces, self._work, start), signature)
+            self._engine.run_call(lambda: carry_out(pieces, self._work, start), signature)
         except BaseException:
             broken = self._engine.broken  # not after errors of the arguments
             if broken is not None:

@@ -28,9 +28,7 @@ from mpicomm.waiting import wait_until
 SLOT_NBYTES = 1024 * 1024
 SLOTS = 4
 
-_LATE_S = 0.5
-
-_BYTE = np.dtype(np.uint8)
+_LATE_S = 0.5  # how long an error waits for the calls of ranks that are a little late
 
 
 class HostEngine:
@@ -71,11 +69,10 @@ class HostEngine:
         self._channels = Channels(node, slot_nbytes, max(slots, 2 * (node.size - 1)), first, call_log.differ)
         self._peers = [(node.rank + step) % node.size for step in range(1, node.size)]
         self._reducer = cache(Reducer)
-        self._slot = cache(lambda pointer, dtype: array_at(pointer, slot_nbytes // dtype.itemsize, dtype))
-        self._open = True
+        self._slot_array = cache(lambda pointer, dtype: array_at(pointer, slot_nbytes // dtype.itemsize, dtype))
         self._broken: MpicommError | None = None
         self.awaited_in_other_domains: Callable[[], list[int]] = list
-        """Returns ranks beyond the node for which ranks of the node wait."""
+        """Returns the ranks of other domains for which ranks of the node wait."""
 
     @property
     def broken(self) -> MpicommError | None:
@@ -97,7 +94,7 @@ class HostEngine:
             for exchange in exchanges:
                 self.execute(exchange)
 
-        self.call(work, signature)
+        self.run_call(work, signature)
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's arena; local."""
@@ -105,29 +102,25 @@ class HostEngine:
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. `run` raises `InvalidUsageError` afterwards."""
-        self._open = False
-        self._slot.cache_clear()
+        self._slot_array.cache_clear()
         self._channels.close_peers()
 
     def close_own(self) -> None:
         """Free this rank's arena; local, after every peer's `close_peers`."""
         self._channels.close_own()
 
-    def call(self, work: Callable[[], None], signature: Signature) -> None:
-        """Run ``work``, this rank's part of a call, which makes exchanges by `execute`. Collective, blocking.
+    def run_call(self, work: Callable[[], None], signature: Signature) -> None:
+        """Run ``work``, this rank's part of a call, which executes exchanges. Collective, blocking.
 
         If ``work`` raises `CollectiveTimeoutError` or `PeerError` on one rank, all ranks raise it: see `run`.
         """
         require_own_process(signature.operation)
-        if not self._open:
+        if self._channels.closed:
             raise InvalidUsageError(f"{signature.operation}: the communicator was freed; create another")
         if self._broken is not None:
-            raise type(self._broken)(
-                f"{signature.operation}: this communicator is unusable since an earlier error ({self._broken}); create "
-                "another",
-                ranks=self._broken.ranks,
-            )
-        text, self._channels.hash32 = _described(signature)
+            earlier = f"this communicator is unusable since an earlier error ({self._broken}); create another"
+            raise self._broken.like(f"{signature.operation}: {earlier}", self._broken.ranks)
+        text, self._channels.hash32 = _text_and_hash(signature)
         self._call_log.post(text)
         try:
             self.raise_if_aborted()
@@ -135,35 +128,35 @@ class HostEngine:
                 work()
         except Aborted as aborted:
             agreed_error = self._channels.agreed_error
-            self._broken = agreed_error.read() or agreed_error.give(self._error_of(aborted, text))
+            self._broken = agreed_error.read() or agreed_error.publish(self._error_of(aborted, text))
             raise equal_error(self._broken) from None
         except (CollectiveTimeoutError, PeerError) as error:
-            self._broken = self._channels.agreed_error.give(error)
+            self._broken = self._channels.agreed_error.publish(error)
             raise equal_error(self._broken) from None
         except BaseException as error:
             # Mostly a KeyboardInterrupt. Without an error the peers would wait for chunks that this rank does not send
             # or read.
             rank = self._node.ranks[self._node.rank]
             left = PeerError(f"{text}: rank {rank} left in the middle: {type(error).__name__}: {error}", ranks=[rank])
-            self._broken = self._channels.agreed_error.give(left)
+            self._broken = self._channels.agreed_error.publish(left)
             raise
 
     def raise_missing_votes(self, signature: Signature, number: int) -> None:
-        """Raise `CollectiveTimeoutError`, because votes of that number are missing. All ranks raise it: see `run`."""
+        """Raise `CollectiveTimeoutError` for the ranks without a vote of that number. All ranks raise it: see `run`."""
 
         def fail() -> None:
             late = [self._node.ranks[index] for index in self._call_log.missing_votes(number)]
-            raise self._late_error(str(signature), late, "did not arrive")
+            raise self._timeout_error(str(signature), late, "did not arrive")
 
-        self.call(fail, signature)
+        self.run_call(fail, signature)
 
     def raise_if_aborted(self) -> None:
-        """Raise `Aborted`, which `call` handles, if another rank of the node has given up the call. Local."""
-        if self._channels.agreed_error.there():
+        """Raise `Aborted`, which `run_call` handles, if a rank of the node has published an error. Local."""
+        if self._channels.agreed_error.is_set():
             raise Aborted(Aborted.PEER_FAILED)
 
     def execute(self, exchange: Exchange) -> None:
-        """Carry out this rank's part of an exchange, in a `call`. Collective, blocking."""
+        """Carry out this rank's part of an exchange, in a `run_call`. Collective, blocking."""
         itemsize = exchange.dtype.itemsize
         # Chunks hold whole elements, so that this rank can reduce every chunk. An element larger than a slot is cut
         # anywhere.
@@ -181,24 +174,24 @@ class HostEngine:
             if (span := exchange.receives[peer]) is not None and span.count
         ]
         source, target = exchange.sends[self._node.rank], exchange.receives[self._node.rank]
-        kept = 0  # the bytes of this rank's copy to itself
+        to_self = 0  # the bytes that this rank copies to itself
         if source is not None and target is not None and source.pointer != target.pointer:
-            kept = source.count * itemsize
+            to_self = source.count * itemsize
         reduced, reduce = 0, None
         if exchange.reduction and exchange.reduction.output.count:
             reduced = exchange.reduction.output.count * itemsize
             reduce = self._reduction(exchange.reduction, exchange.dtype)
         longest = max(span.count for span in (Span(0, 0), *readers, *(span for _, span in incoming))) * itemsize
         channels = self._channels
-        for start in range(0, max(longest, kept, reduced), step):
+        for start in range(0, max(longest, to_self, reduced), step):
             for span, peers in readers.items():
                 if start < span.count * itemsize:
                     channels.send(span.pointer + start, min(step, span.count * itemsize - start), peers)
             # The copy comes after the sends, because they have brought the data into the cache, and before the waits
             # for peers.
-            if start < kept:
+            if start < to_self:
                 assert source is not None and target is not None
-                ctypes.memmove(target.pointer + start, source.pointer + start, min(step, kept - start))
+                ctypes.memmove(target.pointer + start, source.pointer + start, min(step, to_self - start))
             for peer, span in incoming:
                 if start < span.count * itemsize:
                     size = min(step, span.count * itemsize - start)
@@ -223,7 +216,7 @@ class HostEngine:
             parts = [
                 own[start : start + count]
                 if source == rank
-                else self._slot(channels.receive(source, nbytes), dtype)[:count]
+                else self._slot_array(channels.receive(source, nbytes), dtype)[:count]
                 for source in reduction.sources
             ]
             reducer.reduce(parts, output[start : start + count])
@@ -238,9 +231,9 @@ class HostEngine:
         if aborted.reason == Aborted.TIMED_OUT and not self._call_log.differ() and not self._call_log.by_mpi():
             # The awaited rank may itself wait for a rank that has not come, so the call log names the late ranks. If no
             # rank is late, all ranks have come, and the awaited rank makes no progress.
-            beyond = self.awaited_in_other_domains()
-            late = beyond or [ranks[index] for index in behind or [aborted.index]]
-            return self._late_error(text, late, "did not arrive" if behind or beyond else "made no progress")
+            elsewhere = self.awaited_in_other_domains()
+            late = elsewhere or [ranks[index] for index in behind or [aborted.index]]
+            return self._timeout_error(text, late, "did not arrive" if behind or elsewhere else "made no progress")
         if aborted.reason == Aborted.SIZE_MISMATCH:
             source, here = ranks[aborted.index], ranks[self._node.rank]
             return PeerError(
@@ -250,15 +243,14 @@ class HostEngine:
             )
         # This rank may be the first that notices, so it gives ranks that are a little late time to post their call.
         wait_until(lambda: not self._call_log.behind(), _LATE_S)
-        calls = self._call_log.read()
-        said = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, calls, strict=True))
-        return PeerError(f"ranks called different things: {said}", ranks=ranks)
+        calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, self._call_log.read(), strict=True))
+        return PeerError(f"ranks called different things: {calls}", ranks=ranks)
 
-    def _late_error(self, text: str, late: list[int], did: str) -> CollectiveTimeoutError:
+    def _timeout_error(self, text: str, late: list[int], did: str) -> CollectiveTimeoutError:
         limit = f"within {self._node.timeout_s:g} s (collective number {self._call_log.calls} of the communicator)"
         return CollectiveTimeoutError(f"{text}: {name_ranks(late)} {did} {limit}", ranks=late)
 
 
 @lru_cache(maxsize=1024)
-def _described(signature: Signature) -> tuple[str, int]:
+def _text_and_hash(signature: Signature) -> tuple[str, int]:
     return str(signature), signature.hash32

@@ -5,9 +5,9 @@ copies from process to process, for 2 and 4 ranks on 2 cores. Reductions gain mo
 time between its copies. Collectives that only move data gain little, because memory also bounds them in MPI. They may
 lose much, because slots pass from cache to cache, which takes four times as long between cores that share no cache.
 
-*Plain calls* are collectives on NumPy arrays that certainly go to MPI, in every form of a buffer argument: small
-reductions, collectives that only move data, and all collectives between nodes. `mpi_fast_path` recognises them in a
-fraction of a microsecond, because MPI takes about a microsecond for 8 bytes. `Call` would take longer to read the
+The *fast path of MPI* is for collectives on NumPy arrays that certainly go to MPI, in every form of a buffer argument:
+small reductions, collectives that only move data, and all collectives between nodes. `mpi_fast_path` recognises them in
+a fraction of a microsecond, because MPI takes about a microsecond for 8 bytes. `Call` would take longer to read the
 arguments than MPI takes for the call.
 """
 
@@ -50,7 +50,7 @@ _MAPPED_THRESHOLDS = {
 at any size. One rank may pass a derived datatype, which only MPI knows, while another rank passes plain elements. Also,
 MPI copies once in Allgather, Alltoall and Bcast, but mapped memory copies twice."""
 
-_TWO_SHOT_FROM = {"Allreduce": _MIB}
+_TWO_SHOT_THRESHOLDS = {"Allreduce": _MIB}
 _SHARD_NBYTES = _MIB
 
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
@@ -97,8 +97,8 @@ def goes_to_mpi(call: Call, size: int, nodes: int, *, blocking: bool, ordered: b
     lacks = op in ("avg", "tree") or (op and is_own(op)) or dtype == np.float16 or types.mpi_datatype(dtype) is None
     if op is not None and (ordered or lacks):
         return False
-    least = mapped_threshold(operation, size, nodes)
-    return not blocking or least == NEVER or (call.nbytes or 0) < least
+    threshold = mapped_threshold(operation, size, nodes)
+    return not blocking or threshold == NEVER or (call.nbytes or 0) < threshold
 
 
 def algorithms_for(operation: Operation) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def algorithms_for(operation: Operation) -> tuple[str, ...]:
 
 def mapped_algorithm(operation: Operation, nbytes: int) -> str:
     """Return the algorithm for a collective of ``nbytes`` on mapped memory; local."""
-    return "two_shot" if nbytes >= _TWO_SHOT_FROM.get(operation.name, NEVER) else "one_shot"
+    return "two_shot" if nbytes >= _TWO_SHOT_THRESHOLDS.get(operation.name, NEVER) else "one_shot"
 
 
 def schedule(call: Call, algorithm: str, scratch: int) -> list[Exchange]:
@@ -132,16 +132,16 @@ def schedule(call: Call, algorithm: str, scratch: int) -> list[Exchange]:
 
 
 def run_mapped(engine: HostEngine, call: Call, algorithm: str) -> None:
-    """Carry out a call that was read, among the ranks of a node. Collective, blocking; raises as `run`."""
+    """Carry out a call on mapped memory of a node. Collective, blocking; raises as `HostEngine.run`."""
     scratch = np.empty(call.blocks.nbytes, np.uint8)
     engine.run(schedule(call, algorithm, scratch.ctypes.data), call.signature)
 
 
 @lru_cache(maxsize=64)
 def mpi_fast_path(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, FastPathCheck]:
-    """Return the checks of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
+    """Return the check of each blocking and nonblocking collective, by mpi4py's name of the method. Local.
 
-    The answers agree with `goes_to_mpi`, which decides on ranks that pass their buffers in other forms.
+    The checks agree with `goes_to_mpi`, which decides on ranks that pass their buffers in other forms.
     """
     if not _own_types:  # an import may not fill the tables, because it would ask MPI, which may not run yet
         for datatype in vars(MPI).values():
@@ -160,25 +160,25 @@ def with_votes(
     is_on_host: Callable[[Operation], bool],
     starts_on_host: Callable[[Operation], bool],
 ) -> dict[str, FastPathCheck]:
-    """Return the checks of `mpi_fast_path` as they are on GPUs, where a call goes to MPI if all ranks pass host arrays.
+    """Return the checks of a communicator on GPUs, where a call goes to MPI only if all ranks pass host arrays.
 
     ``is_on_host`` finds that out for a blocking call, and ``starts_on_host`` for a nonblocking one.
     """
 
-    def of(check: FastPathCheck, row: Operation, agreed: Callable[[Operation], bool]) -> FastPathCheck:
-        return lambda send, receive, op=None, root=0: check(send, receive, op, root) and agreed(row)
+    def with_vote(check: FastPathCheck, row: Operation, vote: Callable[[Operation], bool]) -> FastPathCheck:
+        return lambda send, receive, op=None, root=0: check(send, receive, op, root) and vote(row)
 
-    blocking = {name: of(checks[name], row, is_on_host) for name, row in OPERATIONS.items()}
-    starts = {row.nonblocking: of(checks[row.nonblocking], row, starts_on_host) for row in OPERATIONS.values()}
-    return blocking | starts
+    voting: dict[str, FastPathCheck] = {}
+    for name, row in OPERATIONS.items():
+        voting[name] = with_vote(checks[name], row, is_on_host)
+        voting[row.nonblocking] = with_vote(checks[row.nonblocking], row, starts_on_host)
+    return voting
 
 
 def are_disjoint(a: Any, b: Any) -> bool:
     """Return whether two NumPy arrays certainly lie in host memory and do not overlap.
 
-    MPICH 5 ends the program if they overlap.
-
-    A NumPy array may be a view of device memory.
+    MPICH 5 ends the program if they overlap. A NumPy array may be a view of device memory.
     """
     x, y = a.base, b.base
     if x is None:
@@ -196,8 +196,8 @@ def _never(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
     return False
 
 
-def _check(row: Operation, size: int, rank: int, least: int) -> FastPathCheck:
-    """Return the check of a collective that goes through mapped memory from ``least`` bytes on."""
+def _check(row: Operation, size: int, rank: int, threshold: int) -> FastPathCheck:
+    """Return the check of a collective that goes through mapped memory from ``threshold`` bytes on."""
     if row.send == "typed":
         return _never
     reduces, rooted, gathers = row.reduces, bool(row.rooted), row.rooted == "receive"
@@ -209,38 +209,38 @@ def _check(row: Operation, size: int, rank: int, least: int) -> FastPathCheck:
     read_sent, read_received = (_reader(shape, size, rank, reduces) for shape in (row.send, row.receive))
     sent_blocks, received_blocks = (size if shape == "blocks" else 1 for shape in (row.send, row.receive))
 
-    # Straight-line code for two arrays. The begin of `are_disjoint` stands before it, because it answers nearly always.
+    # Straight-line code for two arrays. The first test of `are_disjoint` is inlined, because it nearly always decides.
 
-    def reduces_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+    def check_reduction(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
         if type(send) is type(receive) is ndarray:
             if not ((send.base is receive.base is None and send is not receive) or are_disjoint(send, receive)):
                 return False
             # The input decides, because only the root has a meaningful output.
-            return send.nbytes < least and type(op) is _Op and send.dtype in MPI_TYPES
-        return is_plain(send, receive, op, root)
+            return send.nbytes < threshold and type(op) is _Op and send.dtype in MPI_TYPES
+        return check_others(send, receive, op, root)
 
-    def moves_arrays(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+    def check_movement(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
         if type(send) is type(receive) is ndarray and not ragged:
             if not ((send.base is receive.base is None and send is not receive) or are_disjoint(send, receive)):
                 return False
             # MPI may miss that a rank sends more to itself than it receives. Neighbours are other ranks.
             fits = send.nbytes * received_blocks == receive.nbytes * sent_blocks
             return (fits or only_arrays or (rooted and rank != root)) and send.dtype in MPI_TYPES
-        return is_plain(send, receive, op, root)
+        return check_others(send, receive, op, root)
 
-    def is_plain(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
-        """Return the answer for a call with other buffers than two arrays."""
+    def check_others(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
+        """Check a call with other buffers than two arrays."""
         if type(receive) is ndarray and (send is None or send is _in_place):
             if only_arrays or not (receive.base is None or is_host_view(receive)):
                 return False
-            return receive.dtype in MPI_TYPES and (not reduces or (type(op) is _Op and receive.nbytes < least))
+            return receive.dtype in MPI_TYPES and (not reduces or (type(op) is _Op and receive.nbytes < threshold))
         if only_arrays or (reduces and type(op) is not _Op):
             return False
         if no_list_in_place and (send is None or send is _in_place):
             return False
         if type(send) in _LISTS or type(receive) in _LISTS:
-            send = _bare(send, sent_blocks) if type(send) in _LISTS else send
-            receive = _bare(receive, received_blocks) if type(receive) in _LISTS else receive
+            send = _array_of(send, sent_blocks) if type(send) in _LISTS else send
+            receive = _array_of(receive, received_blocks) if type(receive) in _LISTS else receive
             if type(send) not in _LISTS and type(receive) not in _LISTS:
                 return check(send, receive, op, root)
         in_place = send is None or send is _in_place
@@ -251,20 +251,20 @@ def _check(row: Operation, size: int, rank: int, least: int) -> FastPathCheck:
             if found is None:
                 return False
             array, nbytes, _ = found
-            return (array.base is None or is_host_view(array)) and (not reduces or nbytes < least)
+            return (array.base is None or is_host_view(array)) and (not reduces or nbytes < threshold)
         sent, received = read_sent(send), read_received(receive)
         if sent is None or received is None:
             return False
         (a, nbytes, block), (b, _, room) = sent, received
-        if block != room or (reduces and nbytes >= least):
+        if block != room or (reduces and nbytes >= threshold):
             return False
         return (a.base is b.base is None and a is not b) or are_disjoint(a, b)
 
-    check = reduces_arrays if reduces else is_plain if row.rooted == "bcast" else moves_arrays
+    check = check_reduction if reduces else check_others if row.rooted == "bcast" else check_movement
     return check
 
 
-def _bare(buffer: Any, blocks: int) -> Any:
+def _array_of(buffer: Any, blocks: int) -> Any:
     """Return the array of a list that only repeats the type of the array, and perhaps its size; else the list."""
     if len(buffer) == 2:
         array, datatype = buffer
@@ -330,7 +330,7 @@ def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
 
 
 def _reach(counts: Any, displs: Any, size: int, rank: int) -> tuple[int, int]:
-    """Return the elements up to the end of the last block, and the elements of this rank's block; -1 if unsure."""
+    """Return the elements up to the end of the last block, or -1 if unsure, and the elements of this rank's block."""
     if type(counts) is ndarray:
         counts = counts.tolist()
     if type(displs) is ndarray:

@@ -143,7 +143,7 @@ def random_call(
 
 
 MOMENTS: dict[str, tuple[Any, str]] = {
-    "before the flag": (Channels, "_announce"),
+    "before the flag": (Channels, "_publish"),
     "while reading": (ctypes, "memmove"),
     "after reading": (Channels, "release"),
 }
@@ -251,18 +251,18 @@ def test_ranks_that_give_up_at_once_give_the_same_agreed_error(
     monkeypatch.setattr("mpicomm.collectives.host.channels.fence", interrupted_fence)
     for number in range(rounds):
         agreed_error = AgreedError(node, memory[number * nbytes : (number + 1) * nbytes])
-        assert not agreed_error.there() and agreed_error.read() is None
+        assert not agreed_error.is_set() and agreed_error.read() is None
         comm_world.Barrier()
         if rng.random() < 0.5:
             time.sleep(1e-5 * rng.random())
         mine = (PeerError if rank % 2 else CollectiveTimeoutError)(f"{number} by {rank} " + "x" * 200, ranks=[rank])
-        given = agreed_error.give(mine)
+        given = agreed_error.publish(mine)
         told = agreed_error.read()
-        assert told is not None and agreed_error.there()
+        assert told is not None and agreed_error.is_set()
         texts = comm_world.allgather([(type(error).__name__, str(error), error.ranks) for error in (given, told)])
         assert len(set(itertools.chain(*texts))) == 1, texts
         agreed_error.close()
-        assert not agreed_error.there()
+        assert not agreed_error.is_set()
     del memory
     segments.close("agreed_errors")
 
@@ -270,7 +270,7 @@ def test_ranks_that_give_up_at_once_give_the_same_agreed_error(
 def test_a_agreed_error_that_is_too_long_is_cut(comm_world: MPI.Intracomm) -> None:
     node = Group(MPI.COMM_SELF, [0], 20.0, tag=80)
     agreed_error = AgreedError(node, memoryview(bytearray(AgreedError.nbytes(1))))
-    given = agreed_error.give(PeerError("ä" * 10_000, ranks=[3]))
+    given = agreed_error.publish(PeerError("ä" * 10_000, ranks=[3]))
     told = agreed_error.read()
     assert told is not None and str(told) == str(given) and str(told).startswith("ä" * 100)
     assert told.ranks == (3,)

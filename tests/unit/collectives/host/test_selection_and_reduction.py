@@ -1,4 +1,4 @@
-"""Who carries out calls on host arrays, by size; plain calls; reductions by NumPy."""
+"""Who carries out calls on host arrays, by size; the fast path of MPI; reductions by NumPy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 def test_switch_points_are_of_operations_that_there_are() -> None:
-    assert set(selection._MAPPED_THRESHOLDS) | set(selection._TWO_SHOT_FROM) <= set(OPERATIONS)
+    assert set(selection._MAPPED_THRESHOLDS) | set(selection._TWO_SHOT_THRESHOLDS) <= set(OPERATIONS)
 
 
 def test_large_reductions_go_through_mapped_memory() -> None:
@@ -68,14 +68,14 @@ def test_two_shots_of_a_reduce_are_for_gpus() -> None:
     assert algorithms_for(ALLREDUCE) == ("one_shot", "two_shot", "ring")
 
 
-# Plain calls: these go to MPI without a closer look. `mpi_room/test_arguments.py` shows that no other call does.
+# The fast path: these calls go to MPI unread. `mpi_room/test_arguments.py` shows that no other call does.
 
 SIZES = (2, 3, 8)
 RANK = 1
 EVERY = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 
 
-def plain(method: str, send: Any, receive: Any, op: Any = MPI.SUM, size: int = 2, nodes: int = 1) -> bool:
+def is_fast(method: str, send: Any, receive: Any, op: Any = MPI.SUM, size: int = 2, nodes: int = 1) -> bool:
     return mpi_fast_path(size, RANK, nodes)[method](send, receive, op)
 
 
@@ -96,34 +96,34 @@ def buffers(operation: Operation, nbytes: int, size: int = 2) -> tuple[Any, Any]
 @pytest.mark.parametrize("size", SIZES)
 def test_no_call_is_for_mapped_memory(operation: Operation, op: MPI.Op, size: int) -> None:
     if operation.send == "typed":
-        assert not plain(operation.name, np.zeros(1), np.zeros(1))
+        assert not is_fast(operation.name, np.zeros(1), np.zeros(1))
         return
     for nbytes in (8, 1 << 10, 1 << 17, MIB - 8, MIB, 1 << 22, 1 << 25):
         mapped = nbytes >= mapped_threshold(operation, size, 1)
         send, receive = buffers(operation, nbytes, size)
-        assert plain(operation.name, send, receive, op, size) == (not mapped)
-        assert plain(operation.nonblocking, send, receive, op, size)
-        assert plain(operation.name, send, receive, op, size, 2)
+        assert is_fast(operation.name, send, receive, op, size) == (not mapped)
+        assert is_fast(operation.nonblocking, send, receive, op, size)
+        assert is_fast(operation.name, send, receive, op, size, 2)
 
 
-def test_lists_are_plain_if_the_array_holds_their_elements() -> None:
+def test_lists_take_the_fast_path_if_the_array_holds_their_elements() -> None:
     four, eight, nine = np.zeros(4), np.zeros(8), np.zeros(9)
-    assert plain("Allreduce", eight[:2], eight[2:4]) and plain("Allreduce", MPI.IN_PLACE, eight)
+    assert is_fast("Allreduce", eight[:2], eight[2:4]) and is_fast("Allreduce", MPI.IN_PLACE, eight)
     column = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
     for spec in ([four, MPI.DOUBLE], (four, MPI.DOUBLE), [four, 4, MPI.DOUBLE], [eight, 4], [nine, column]):
-        assert plain("Bcast", None, spec)
+        assert is_fast("Bcast", None, spec)
     for spec in ([four, column], [four, 3, column], [four, 5, MPI.DOUBLE], [four, 9, MPI.FLOAT]):
-        assert not plain("Bcast", None, spec)
-    assert plain("Allgather", [four, 4], [eight, 4]) and not plain("Allgather", [four, 4], [eight, 3])
+        assert not is_fast("Bcast", None, spec)
+    assert is_fast("Allgather", [four, 4], [eight, 4]) and not is_fast("Allgather", [four, 4], [eight, 3])
     for spec in ([nine, [5, 4]], [nine, (np.array([5, 4]), [0, 5])], [nine, [5, 4], [4, 0], MPI.DOUBLE]):
-        assert plain("Allgatherv", four, spec) and plain("Scatterv", spec, four) and plain("Gatherv", four, spec)
+        assert is_fast("Allgatherv", four, spec) and is_fast("Scatterv", spec, four) and is_fast("Gatherv", four, spec)
     for counts in ([6, 4], [4, 5], [5], [5.0, 4], [-1, 4], ([5, 4], [0, 6]), ([5, 4], [-1, 4]), 4):
-        assert not plain("Allgatherv", four, [nine, counts])
+        assert not is_fast("Allgatherv", four, [nine, counts])
     none = np.zeros(0)
-    assert not plain("Allgatherv", none, [none, 3, MPI.DOUBLE]) and not plain("Bcast", None, [none, 3, MPI.DOUBLE])
-    assert plain("Allgather", [four, 4, MPI.DOUBLE], [eight, 4, MPI.DOUBLE])
-    assert not plain("Allgather", [four, 4, MPI.DOUBLE], [eight, 8, MPI.DOUBLE])
-    assert not plain("Allgather", [four, 4, MPI.DOUBLE], [four, 4, MPI.DOUBLE])
+    assert not is_fast("Allgatherv", none, [none, 3, MPI.DOUBLE]) and not is_fast("Bcast", None, [none, 3, MPI.DOUBLE])
+    assert is_fast("Allgather", [four, 4, MPI.DOUBLE], [eight, 4, MPI.DOUBLE])
+    assert not is_fast("Allgather", [four, 4, MPI.DOUBLE], [eight, 8, MPI.DOUBLE])
+    assert not is_fast("Allgather", [four, 4, MPI.DOUBLE], [four, 4, MPI.DOUBLE])
     column.Free()
 
 
@@ -135,28 +135,28 @@ def test_only_ranks_beside_the_root_need_no_output(method: str) -> None:
         assert check(send, None, MPI.SUM, RANK - 1)
         assert not check(send, None, MPI.SUM, RANK)
     assert not check(np.zeros(4, np.float16), None, MPI.SUM, RANK - 1)
-    assert not plain("Allgather", four, None)
+    assert not is_fast("Allgather", four, None)
 
 
 def test_the_count_of_a_list_decides_on_the_way() -> None:
     large, small = np.zeros(1 << 22), np.zeros(4)
-    assert plain("Allreduce", [large, 4, MPI.DOUBLE], small) and plain("Allreduce", MPI.IN_PLACE, [large, 4])
-    assert not plain("Allreduce", [large, MPI.DOUBLE], [large.copy(), MPI.DOUBLE])
-    assert not plain("Allreduce", MPI.IN_PLACE, [large, large.size, MPI.DOUBLE])
+    assert is_fast("Allreduce", [large, 4, MPI.DOUBLE], small) and is_fast("Allreduce", MPI.IN_PLACE, [large, 4])
+    assert not is_fast("Allreduce", [large, MPI.DOUBLE], [large.copy(), MPI.DOUBLE])
+    assert not is_fast("Allreduce", MPI.IN_PLACE, [large, large.size, MPI.DOUBLE])
 
 
 def test_blocks_that_are_reduced_in_place_need_a_closer_look_in_a_list() -> None:
-    assert plain("Reduce_scatter_block", MPI.IN_PLACE, np.zeros(4))
+    assert is_fast("Reduce_scatter_block", MPI.IN_PLACE, np.zeros(4))
     for count in (2, 4):
-        assert not plain("Reduce_scatter_block", MPI.IN_PLACE, [np.zeros(4), count])
-        assert not plain("Reduce_scatter_block", MPI.IN_PLACE, [np.zeros(4), count, MPI.DOUBLE])
-    assert not plain("Reduce_scatter", MPI.IN_PLACE, np.zeros(4))
-    assert not plain("Neighbor_alltoall", MPI.IN_PLACE, np.zeros(4))
+        assert not is_fast("Reduce_scatter_block", MPI.IN_PLACE, [np.zeros(4), count])
+        assert not is_fast("Reduce_scatter_block", MPI.IN_PLACE, [np.zeros(4), count, MPI.DOUBLE])
+    assert not is_fast("Reduce_scatter", MPI.IN_PLACE, np.zeros(4))
+    assert not is_fast("Neighbor_alltoall", MPI.IN_PLACE, np.zeros(4))
 
 
 def test_lists_of_neighbours_have_blocks_for_neighbours() -> None:
-    assert plain("Neighbor_allgather", np.zeros(4), np.zeros(8))
-    assert not plain("Neighbor_allgather", [np.zeros(4), 4, MPI.DOUBLE], [np.zeros(8), 4, MPI.DOUBLE])
+    assert is_fast("Neighbor_allgather", np.zeros(4), np.zeros(8))
+    assert not is_fast("Neighbor_allgather", [np.zeros(4), 4, MPI.DOUBLE], [np.zeros(8), 4, MPI.DOUBLE])
 
 
 @EVERY
@@ -174,12 +174,12 @@ def test_on_gpus_a_call_on_host_arrays_goes_to_mpi_if_the_ranks_agree(operation:
     on_host, given = mpi_fast_path(2, RANK, 1), buffers(operation, 16)
     checks = with_votes(on_host, voting("name"), voting("nonblocking"))
     for method in operation.methods[:2]:
-        plain = on_host[method](*given, MPI.SUM)
-        assert plain or operation.of_neighbors or operation.send == "typed"
+        fast = on_host[method](*given, MPI.SUM)
+        assert fast or operation.of_neighbors or operation.send == "typed"
         votes.clear()
-        assert checks[method](*given, MPI.SUM) == (plain and agreed)
+        assert checks[method](*given, MPI.SUM) == (fast and agreed)
         assert not checks[method](object(), object(), MPI.SUM)  # it is read before this rank votes
-        assert votes == [method] * plain
+        assert votes == [method] * fast
 
 
 # Reductions by NumPy.
