@@ -53,7 +53,7 @@ ArgumentTuple = tuple[Any, Any, "MPI.Op | None", int, "Sequence[int] | None", "E
 class Call:
     """One collective call of one rank: read and checked. Local.
 
-    ``place`` is the location of the call; by default `is_on_gpus` decides.
+    ``location`` is the location on which the ranks have agreed; by default `is_on_gpus` decides.
 
     ``dtype`` is None if only MPI can carry out the call: with a derived datatype, with ``MPI.BOTTOM``, or with an
     operation or element type that the engines do not know. It is also None in a collective of neighbours on host
@@ -74,7 +74,7 @@ class Call:
         algorithm: str = "auto",
         neighborhood: Neighborhood | None = None,
         *,
-        place: CallLocation | None = None,
+        location: CallLocation | None = None,
     ) -> None:
         self.operation = operation
         self.arguments = self.given = arguments
@@ -90,27 +90,28 @@ class Call:
         self.device_counts: DeviceCounts | None = None
         """The buffers if counts lie on the device; else None. `send` and `receive` are the whole buffers then."""
         self.send, self.receive = self._read_buffers()
-        own = checks.is_on_gpus(operation, self.send, self.receive)
-        self.on_device = own if place is None else place == "gpu"
-        self.joins = self.on_device and not own
+        has_device_arrays = checks.is_on_gpus(operation, self.send, self.receive)
+        self.on_device = has_device_arrays if location is None else location == "gpu"
+        self.joins = self.on_device and not has_device_arrays
         """Whether this rank takes part with host memory in a call on GPUs of other ranks."""
         self.has_voted = False
         """Whether this rank has told the others where the call is: see `mpicomm.dispatch.location_votes`."""
-        given = [operand for operand in (self.send, self.receive) if operand is not None and operand.on_device]
-        self.device_array = array_of(given[0].spec) if given else None
+        on_device = [operand for operand in (self.send, self.receive) if operand is not None and operand.on_device]
+        self.device_array = array_of(on_device[0].spec) if on_device else None
         """The first array on the GPU. A call without a stream uses the current stream of this array's library."""
         self.synchronizes = False
-        """Whether a blocking call returns only when the stream has come to its end."""
+        """Whether a blocking call synchronizes the stream before it returns."""
         self.host_operands: list[tuple[Operand, bool]] = []
-        """The host arrays with elements in a call on GPUs, as kernels would see them, and whether each receives."""
-        self._of_ranks: tuple[Sequence[Elements], Sequence[Elements]] | None = None
-        """The blocks of all ranks if the call is one of neighbours and kernels carry it out."""
+        """The host arrays with elements in a call on GPUs, as if in device memory, and whether each receives."""
+        self._neighbor_blocks: tuple[Sequence[Elements], Sequence[Elements]] | None = None
+        """The blocks to all ranks and from all ranks, if the call is one of neighbours on GPUs."""
         self._cuts: list[tuple[int, int]] = []
         if self.on_device:
-            self._place_for_kernels()
+            self._read_for_kernels()
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
         self.op = op_name(arguments.op) if arguments.op is not None else None
         self.dtype = self._common_dtype()
+        self._recvcounts: list[int] = []
         self._require_agreeing_counts()
         finish = None if self.host_operands else arguments.epilogue  # kernels apply it to other memory
         self.epilogue = checks.bind_epilogue(operation, finish, self.dtype, self.send, self.receive)
@@ -189,7 +190,7 @@ class Call:
     def _blocks(self, *, strided: bool) -> CallBlocks:
         operation, send, receive, size = self.operation, self.send, self.receive, self._size
         if not operation.reduces:
-            sides = self._of_ranks or [
+            sides = self._neighbor_blocks or [
                 () if operand is None else blocks_of(operand, 1 if shape == "one" else size)
                 for operand, shape in ((send, operation.send), (receive, operation.receive))
             ]
@@ -201,9 +202,8 @@ class Call:
         elif operation.send == "blocks":
             sends = [send.block(peer) for peer in range(size)]
         else:
-            counts = checks.read_counts(operation, self.arguments.counts)
-            displs = accumulate(counts[:-1], initial=0)
-            sends = patterns.blocks(send.pointer, counts, [*displs], self.dtype.itemsize)
+            displs = [*accumulate(self._recvcounts[:-1], initial=0)]
+            sends = patterns.blocks(send.pointer, self._recvcounts, displs, self.dtype.itemsize)
         if receive is None:
             return CallBlocks(sends, ())
         count = sends[self._rank if len(sends) > 1 else 0].count  # in place the buffer has the whole input
@@ -275,32 +275,32 @@ class Call:
             send = receive
         return send, receive
 
-    def _place_for_kernels(self) -> None:
-        """Take host arrays beside device arrays, blocks of neighbours and derived datatypes as kernels see them."""
-        operation, in_place, given = self.operation, self.in_place, self.receive
+    def _read_for_kernels(self) -> None:
+        """Read host arrays beside device arrays as if they were in device memory; find the blocks of neighbours."""
+        operation, in_place, receive = self.operation, self.in_place, self.receive
 
-        def placed(operand: Operand | None) -> Operand | None:
+        def on_device(operand: Operand | None) -> Operand | None:
             if operand is None or operand.on_device:
                 return operand
-            receives = operand is given and not self._only_sends
+            receives = operand is receive and not self._only_sends
             if operand.dtype is not None:
                 made = replace(operand, on_device=True)
             else:
                 shape = operation.receive if receives else operation.send
-                memory = _as_on_device(operand, writable=receives)
+                memory = _as_device_memory(operand, writable=receives)
                 made = self._read(operand.spec, shape, writable=receives, name=operand.name, memory=memory)
             if made.extents:
                 self.host_operands.append((made, receives))
             return made
 
-        self.receive = placed(given)
-        self.send = self.receive if in_place else placed(self.send)
+        self.receive = on_device(receive)
+        self.send = self.receive if in_place else on_device(self.send)
         if self.neighborhood is not None:
             assert self.send is not None and self.receive is not None
-            *of_ranks, self._cuts = blocks_for_ranks(
+            to_ranks, from_ranks, self._cuts = blocks_for_ranks(
                 operation, self.send, self.receive, self.neighborhood, self._rank, self._size
             )
-            self._of_ranks = of_ranks[0], of_ranks[1]
+            self._neighbor_blocks = to_ranks, from_ranks
 
     def _read(
         self, spec: Any, shape: Shape, *, writable: bool, name: str, memory: ArrayMemory | None = None
@@ -349,24 +349,22 @@ class Call:
 
     def _require_agreeing_counts(self) -> None:
         """Raise if this rank's two buffers contradict each other. The engines compare the counts of different ranks."""
-        send, receive, operation, said = self.send, self.receive, self.operation, self.arguments.counts
-        if operation.send == "by_recvcounts" and said is None:
+        send, receive, operation = self.send, self.receive, self.operation
+        if operation.send == "by_recvcounts" and self.arguments.counts is None:
             raise InvalidUsageError(f"{operation}: recvcounts is needed with MPI.IN_PLACE: pass a count for each rank")
         if operation.of_neighbors or self.device_counts is not None:
             return
         if self.dtype is None or send is None or receive is None:
             return
-        if said is not None and operation.send == "by_recvcounts":
-            checks.require_recvcounts(operation, said, send, receive, self._rank, self._size)
+        if operation.send == "by_recvcounts":
+            counts = self.arguments.counts
+            self._recvcounts = checks.read_recvcounts(operation, counts, send, receive, self._rank, self._size)
         elif not self.in_place:
             checks.require_room(operation, send, receive, self._rank, self.arguments.epilogue)
 
 
-def _as_on_device(operand: Operand, *, writable: bool) -> ArrayMemory:
-    """Return the memory of a host operand as if it were device memory.
-
-    Raises `InvalidUsageError` for ``MPI.BOTTOM`` with addresses of the host.
-    """
+def _as_device_memory(operand: Operand, *, writable: bool) -> ArrayMemory:
+    """Return the memory of a host operand as if it were device memory. Refuses ``MPI.BOTTOM``."""
     array = array_of(operand.spec)
     if array is MPI.BOTTOM:
         raise InvalidUsageError(

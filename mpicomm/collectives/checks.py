@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,19 +104,17 @@ def is_in_place(buffer: Any) -> bool:
     return buffer is MPI.IN_PLACE or buffer is None  # mpi4py treats None as MPI.IN_PLACE
 
 
-def read_counts(operation: Operation, counts: Any) -> list[int]:
-    """Return ``recvcounts`` as Python's integers, because addresses may exceed the 64 bits of NumPy's integers."""
+def read_recvcounts(
+    operation: Operation, recvcounts: Any, send: Operand, receive: Operand, rank: int, size: int
+) -> list[int]:
+    """Return ``recvcounts`` as Python's integers, because addresses may exceed the 64 bits of NumPy's integers.
+
+    Raise unless they cut the input into a block for each rank, and this rank has room for its own.
+    """
     try:
-        return [operator.index(count) for count in counts]
+        counts = [operator.index(count) for count in recvcounts]
     except TypeError:
-        raise TypeError(f"{operation}: recvcounts={counts!r}: pass a sequence of integers, one per rank") from None
-
-
-def require_recvcounts(
-    operation: Operation, said: Sequence[int], send: Operand, receive: Operand, rank: int, size: int
-) -> None:
-    """Raise unless ``recvcounts`` cuts the input into a block for each rank, and this rank has room for its own."""
-    counts = read_counts(operation, said)
+        raise TypeError(f"{operation}: recvcounts={recvcounts!r}: pass a sequence of integers, one per rank") from None
     if len(counts) != size or sum(counts) != send.total or min(counts) < 0:
         raise InvalidUsageError(
             f"{operation}: recvcounts={counts} must be {size} counts that add up to the {send.total} elements of the "
@@ -127,6 +124,7 @@ def require_recvcounts(
         raise InvalidUsageError(
             f"{operation}: recvbuf has room for {receive.total} elements, but this rank receives {counts[rank]}"
         )
+    return counts
 
 
 def require_room(operation: Operation, send: Operand, receive: Operand, rank: int, epilogue: Epilogue | None) -> None:

@@ -1,9 +1,9 @@
-"""The blocks of a call, of which derived datatypes on GPUs are packed, and the tables of the kernel that packs them.
+"""CallBlocks: the blocks of a call, some of which a kernel packs. The tables of that kernel.
 
 MPI lets the ranks of a call use datatypes of different layout if they name the same basic elements. Packed memory holds
-these elements one after the other. So all algorithms serve all datatypes, and ranks with plain arrays can meet ranks
-with derived datatypes. If each block of a buffer is one run of bytes, nothing is packed, and the buffer stays in place.
-It also stays in place if `Gaps` describe its blocks and the kernel of the call moves such blocks. A rank sends the same
+these elements one after the other. So all algorithms serve all datatypes, and ranks may pass plain arrays or derived
+datatypes in one call. If each block of a buffer is contiguous, nothing is packed, and the buffer stays in place. It
+also stays in place if `Gaps` describe its blocks and the kernel of the call moves such blocks. A rank sends the same
 packets with gaps and without, so this need not be the same on all ranks.
 """
 
@@ -58,7 +58,7 @@ class Gaps(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=1024)  # because a program repeats its calls
     def of(layout: DatatypeLayout) -> Gaps | None:
-        """Return the gaps of a layout that is not one run; None if kernels need it packed."""
+        """Return the gaps of a layout that is not contiguous; None if kernels need it packed."""
         parts = [*islice((part for each in layout.regions for part in _without_lists(each)), _MOST_OF_BUFFER + 1)]
         if layout.nbytes >= _MOST_STRIDED_NBYTES or len(parts) > _MOST_OF_BUFFER:
             return None
@@ -67,7 +67,7 @@ class Gaps(NamedTuple):
             loops, rest = part.loops[::-1], packing.LOOPS - len(part.loops)
             steps = accumulate((loop.rounds for loop in loops), mul, initial=part.run_nbytes)
             if rest < 0 or part.packed != packed or any(loop.packed != next(steps) for loop in loops):
-                return None  # runs of other regions lie between these runs in packed memory
+                return None  # in packed memory runs of other regions lie between these runs
             counts, strides = zip(*((loop.rounds, loop.stride) for loop in loops), *[(1, 0)] * rest, strict=True)
             regions.append(Strides(part.nbytes, part.run_nbytes, counts, part.offset - first, strides))
             packed += part.nbytes
@@ -107,8 +107,8 @@ def blocks_of(operand: Operand, number: int) -> Sequence[Block]:
 class CallBlocks:
     """The blocks of the two buffers of a call, as engines move them: in bytes, or in elements if they are reduced.
 
-    The blocks of a buffer that is packed, and results of which an epilogue converts the type, lie in scratch memory.
-    Their pointers are offsets.
+    The blocks of a packed buffer, and results that an epilogue converts to another type, lie in scratch memory. Their
+    pointers are offsets.
     """
 
     sends: Sequence[Span]
@@ -139,24 +139,24 @@ class CallBlocks:
         ``unpacks`` is whether this rank receives into its receive buffer. ``packs_receives`` is whether its input lies
         there.
         """
-        sent, jobs, of_sent, nbytes = _placed(sends, 0, strided=strided)
-        received, more_jobs, of_received, nbytes = _placed(receives, nbytes, strided=strided)
-        gaps = (*of_sent, *of_received)
+        sent, send_jobs, send_gaps, nbytes = _packed(sends, 0, strided=strided)
+        received, receive_jobs, receive_gaps, nbytes = _packed(receives, nbytes, strided=strided)
+        gaps = (*send_gaps, *receive_gaps)
         return cls(
             sent,
             received,
-            (bool(jobs), bool(more_jobs)),
-            nbytes,
-            (*jobs, *(more_jobs if packs_receives else ())),
-            more_jobs if unpacks else (),
-            gaps if any(gaps) else (),
+            in_scratch=(bool(send_jobs), bool(receive_jobs)),
+            nbytes=nbytes,
+            before=(*send_jobs, *receive_jobs) if packs_receives else send_jobs,
+            after=receive_jobs if unpacks else (),
+            gaps=gaps if any(gaps) else (),
         )
 
     def at(self, scratch: int) -> list[list[Span]]:
         """Return the blocks of each buffer, with addresses in the scratch memory at ``scratch``."""
         return [
-            [Span(span.pointer + scratch, span.count) for span in spans] if there else [*spans]
-            for spans, there in zip((self.sends, self.receives), self.in_scratch, strict=True)
+            [Span(span.pointer + scratch, span.count) for span in spans] if in_scratch else [*spans]
+            for spans, in_scratch in zip((self.sends, self.receives), self.in_scratch, strict=True)
         ]
 
     def launches(self, backend: GpuBackend, scratch: int) -> tuple[list[Launch], list[Launch]]:
@@ -165,31 +165,32 @@ class CallBlocks:
         return before, pack_launches(backend, self.after, scratch, unpacks=True)
 
 
-def _placed(
-    blocks: Sequence[Block], at: int, *, strided: bool
+def _packed(
+    blocks: Sequence[Block], begin: int, *, strided: bool
 ) -> tuple[Sequence[Span], tuple[PackJob, ...], Sequence[Gaps | None], int]:
-    """Return the blocks of a buffer in bytes, the jobs that pack it, its gaps, and the offset behind packed memory.
+    """Return the blocks of a buffer in bytes, the jobs that pack it, its gaps, and the end of its packed memory.
 
-    The jobs pack it from offset ``at`` on. It has gaps only if it stays in place with ``strided``.
+    The jobs pack it into scratch memory from offset ``begin`` on. Without jobs it stays in place, and may have gaps if
+    ``strided``.
     """
     elements = [block for block in blocks if isinstance(block, Elements)]
     if not elements:
-        plain = [block for block in blocks if isinstance(block, Span)]
-        return plain, (), [None] * len(plain), at
+        contiguous = [block for block in blocks if isinstance(block, Span)]
+        return contiguous, (), [None] * len(contiguous), begin
     layouts = [each.layout for each in elements]
     gaps = [None if layout.is_run or not strided else Gaps.of(layout) for layout in layouts]
     described = all(each or layout.is_run for each, layout in zip(gaps, layouts, strict=True))
     if described and sum(len(each.regions) for each in {*gaps} if each) <= _MOST_OF_BUFFER:
         firsts = [layout.regions[0].offset if layout.regions else 0 for layout in layouts]
         starts = (each.address + first for each, first in zip(elements, firsts, strict=True))
-        return [Span(start, layout.nbytes) for start, layout in zip(starts, layouts, strict=True)], (), gaps, at
-    places, end = dict[Elements, int](), at
+        return [Span(start, layout.nbytes) for start, layout in zip(starts, layouts, strict=True)], (), gaps, begin
+    offsets, end = dict[Elements, int](), begin
     for each in elements:
-        if each not in places:  # the same elements for several ranks are packed once
-            places[each] = end
+        if each not in offsets:  # the same elements for several ranks are packed once
+            offsets[each] = end
             end += each.layout.nbytes
-    jobs = tuple(PackJob(each.address, each.layout, start) for each, start in places.items() if each.layout.regions)
-    spans = [Span(places[each], each.layout.nbytes) for each in elements]
+    jobs = tuple(PackJob(each.address, each.layout, offset) for each, offset in offsets.items() if each.layout.regions)
+    spans = [Span(offsets[each], each.layout.nbytes) for each in elements]
     return spans, jobs, [None] * len(spans), -(-end // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
 
 
@@ -204,7 +205,7 @@ def _without_lists(region: Region) -> Iterator[Region]:
 
 def pack_launches(backend: GpuBackend, jobs: Sequence[PackJob], packed: int, *, unpacks: bool) -> list[Launch]:
     """Return the launch for all ``jobs``; their packed memory begins at ``packed``. No launch for no bytes. Local."""
-    table = table_of(jobs)
+    table = table_of_jobs(jobs)
     return [pack_launch(backend, table, 0, packed, unpacks=unpacks)] if table.units else []
 
 
@@ -216,17 +217,17 @@ def pack_launch(backend: GpuBackend, table: packing.PackTable, memory: int, pack
 
 
 @lru_cache(maxsize=256)
-def table_for(layout: DatatypeLayout) -> packing.PackTable:
-    """Return the table of one element. The launch gets the addresses of memory and packed memory as arguments."""
-    return table_of([PackJob(0, layout, 0)])
+def table_of_element(layout: DatatypeLayout) -> packing.PackTable:
+    """Return the table of one element. The launch gets the addresses of its memory and packed memory. Local."""
+    return table_of_jobs([PackJob(0, layout, 0)])
 
 
 def table_of_blocks(displs: Sequence[int], nbytes: Sequence[int]) -> packing.PackTable:
     """Return the table of blocks with these displacements and bytes, which are packed one after the other. Local."""
-    return table_of([PackJob(0, DatatypeLayout(at_blocks(run_of(1).regions, 1, displs, nbytes, 1), 0, None), 0)])
+    return table_of_jobs([PackJob(0, DatatypeLayout(at_blocks(run_of(1).regions, 1, displs, nbytes, 1), 0, None), 0)])
 
 
-def table_of(jobs: Iterable[PackJob]) -> packing.PackTable:
+def table_of_jobs(jobs: Iterable[PackJob]) -> packing.PackTable:
     """Return the table that packs or unpacks all of ``jobs`` in one launch. Local."""
     structures = [
         (job, fields)
@@ -235,7 +236,7 @@ def table_of(jobs: Iterable[PackJob]) -> packing.PackTable:
     ]
     num_regions = sum(len(fields) for _, fields in structures)
     lists: dict[bytes, int] = {}
-    """The lists behind the entries, by their offset in the table. Equal lists are stored once."""
+    """The offset of each list in the table, after the entries. Equal lists are stored once."""
     end_of_lists, entries, units = packing.ENTRY_NBYTES * num_regions, list[bytes](), 0
     for job, fields in structures:
         element_units = sum(map(_run_units, fields))
@@ -293,14 +294,14 @@ def _parts(region: Region) -> Iterator[Region]:
 
 
 def _entry(region: Region, first_unit: int, job: PackJob, element_units: int, lists: dict[bytes, int]) -> bytes:
-    listed, found = packing.LOOPS, 0
+    listed, list_offset = packing.LOOPS, 0
     counts, strides, packed_strides = [1] * packing.LOOPS, [0] * packing.LOOPS, [0] * packing.LOOPS
     for place, loop in enumerate(reversed(region.loops)):
         counts[place], strides[place], packed_strides[place] = loop.rounds, loop.stride, loop.packed
         if loop.places:
-            listed, found = place, lists[loop.places]
+            listed, list_offset = place, lists[loop.places]
     return packing.ENTRY.pack(
-        *((job.memory + region.offset) % (1 << 64), job.packed + region.packed, first_unit, found),
+        *((job.memory + region.offset) % (1 << 64), job.packed + region.packed, first_unit, list_offset),
         *(region.run_nbytes, _run_units(region), listed, element_units),
         *(*counts, *strides, *packed_strides),
     )

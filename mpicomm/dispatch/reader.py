@@ -119,7 +119,7 @@ class Reader:
         """Return a call as `Call` reads it. Local."""
         neighborhood, places = self.neighbors if operation.of_neighbors else None, self.session.placement
         rank, size = places.rank, len(places.places)
-        return Call(operation, arguments, rank, size, algorithm, neighborhood, place=place)
+        return Call(operation, arguments, rank, size, algorithm, neighborhood, location=place)
 
 
 def _require_known(operation: Operation, algorithm: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mpi4py import MPI
 
 from mpicomm.cluster.process import release_before_finalize
-from mpicomm.collectives.packed import table_for
+from mpicomm.collectives.packed import table_of_element
 from mpicomm.devices.base import MessageCopy
 from mpicomm.devices.cuda.types import GpuBackend, Segment
 from mpicomm.devices.handle import MemoryHandle, MemoryUse
@@ -139,7 +139,7 @@ class Rendezvous:
         Loading may wait for the device, whose kernels may wait for a peer to fill its slot. If a peer, too, loaded only
         after MPI had matched the messages, both would wait for each other.
         """
-        self.device.load_packing(table_for(elements.layout))
+        self.device.load_packing(table_of_element(elements.layout))
 
     def fill(self, slot: OutboxSlot, sent: Endpoint, stream: int) -> None:
         """Enqueue the copy of a message into its slot."""
@@ -186,14 +186,14 @@ class Rendezvous:
         self._enqueue_repeatable(stream, key, partial(self._unpack, slot, nbytes, elements))
 
     def _pack(self, slot: OutboxSlot, elements: Elements, stream: int) -> None:
-        self.device.pack(table_for(elements.layout), elements.address, slot.pointer, stream, unpacks=False)
+        self.device.pack(table_of_element(elements.layout), elements.address, slot.pointer, stream, unpacks=False)
         # It follows the kernel in the stream and pairs with the wait in `_unpack` and `pull`, as in `fill`.
         self._steps.announce(stream, ready=slot.ready, count=slot.pieces)
 
     def _unpack(self, slot: PeerSlot, nbytes: int, elements: Elements, stream: int) -> None:
         count = piece_count(nbytes)
         self._wait(slot, nbytes, count, stream)
-        self.device.pack(table_for(elements.layout), elements.address, slot.pointer, stream, unpacks=True)
+        self.device.pack(table_of_element(elements.layout), elements.address, slot.pointer, stream, unpacks=True)
         # As in `pull`, the sender must not see the count before the kernel has read the message.
         self._steps.release(stream, done=slot.done, count=count)
 
@@ -217,7 +217,7 @@ class Rendezvous:
 
         ``fill`` enqueues the copy of the message to an address. Raises the errors of `reserve`.
         """
-        table, address = table_for(elements.layout), elements.address
+        table, address = table_of_element(elements.layout), elements.address
         slot = self.reserve(elements.layout.nbytes)
         try:
             if nbytes < slot.nbytes:  # the kernel unpacks all elements: elements without data keep their values

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.collectives.packed import table_for
+from mpicomm.collectives.packed import table_of_element
 from mpicomm.devices.base import GrowingScratch
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.devices.host import array_at
@@ -36,7 +36,7 @@ class RunUpdate:
         self._itemsize = itemsize = update.dtype.itemsize
         self._kernel = kernels.accumulate_kernel((update.kernel_type, update.op), itemsize)
         # The kernel reads a single run from its argument.
-        walk = table_for(run_of(itemsize)).arguments(0, 0, 0, backend.faults.failed, unpacks=True)
+        walk = table_of_element(run_of(itemsize)).arguments(0, 0, 0, backend.faults.failed, unpacks=True)
         self._arguments = kernels.AccumulateArguments(walk, 0)
         self._walk, self._run = self._arguments.walk, self._arguments.walk.first
         self._enqueue = backend.launcher(self._kernel, self._arguments)
@@ -107,7 +107,7 @@ class Steps:
 
     def move(self, layout: DatatypeLayout, memory: int, packed: int, stream: int, *, unpacks: bool = False) -> None:
         """Pack elements, which lie from ``memory`` on, to ``packed``; with ``unpacks`` move them back."""
-        self._backend.pack(table_for(layout), memory, packed, stream, unpacks=unpacks)
+        self._backend.pack(table_of_element(layout), memory, packed, stream, unpacks=unpacks)
 
     def place(self, local: LocalBuffer, stream: int, itemsize: int = 1, number: int = 0) -> int:
         """Return where kernels access the elements of a buffer, one after the other, in memory of the device.
@@ -184,7 +184,7 @@ class Steps:
             captures = backend.is_capturing(stream)
             self.run_update(update)(target.address, values, result, elements.nbytes, stream, captures)
             return
-        table = table_for(run_of(elements.nbytes) if elements.layout is None else elements.layout)
+        table = table_of_element(run_of(elements.nbytes) if elements.layout is None else elements.layout)
         regions = backend.pack_table(table)
         walk = table.arguments(regions, target.address, values, backend.faults.failed, unpacks=True)
         kernel = kernels.accumulate_kernel((update.kernel_type, update.op), itemsize)

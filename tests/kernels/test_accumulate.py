@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mpicomm.collectives.packed import PackJob, table_of
+from mpicomm.collectives.packed import PackJob, table_of_jobs
 from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.kernels.window import (
     LOCATING,
@@ -59,7 +59,7 @@ class Updates:
         machine = self.machine
         form = form or run_of(values.nbytes)
         given, result = machine.place(rank, values), machine.place(rank, np.zeros_like(values))
-        table = table_of([PackJob(0, form, 0)])
+        table = table_of_jobs([PackJob(0, form, 0)])
         regions = machine.place(rank, np.frombuffer(table.content, np.uint8))
         address = machine.address(0, target, rank)
         failed = machine.faults[rank].failed

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives import packed
-from mpicomm.collectives.packed import PackJob, table_of
+from mpicomm.collectives.packed import PackJob, table_of_jobs
 from mpicomm.kernels import packing, reductions
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, combine_kernel
@@ -134,10 +134,10 @@ def test_a_mistake_is_seen(builds: Builds, mistake: Change | Mistake) -> None:
 def test_regions_beyond_the_limits_of_the_kernel_are_cut(
     builds: Builds, monkeypatch: pytest.MonkeyPatch, name: str, most_units: int
 ) -> None:
-    whole = table_of([PackJob(0, LAYOUTS[name], 0)])
+    whole = table_of_jobs([PackJob(0, LAYOUTS[name], 0)])
     monkeypatch.setattr(packed, "_MOST_UNITS", most_units + 1)
     monkeypatch.setattr(packed, "_MOST_RUN_NBYTES", 16 * most_units)
-    cut = table_of([PackJob(0, LAYOUTS[name], 0)])
+    cut = table_of_jobs([PackJob(0, LAYOUTS[name], 0)])
     assert cut.units == whole.units and cut.num_regions >= -(-whole.units // most_units)
     check(builds, LAYOUTS[name], 0)
 
@@ -187,7 +187,7 @@ def _launch(
     changes: Changes = (),
     blocks: int = 2,
 ) -> None:
-    table = table_of(jobs)
+    table = table_of_jobs(jobs)
     entries = machine.place(0, np.frombuffer(table.content, np.uint8))
     arguments = table.arguments(entries.address, 0, packed, machine.failed[0].address, unpacks=unpacks)
     machine.launch(0, kernel_of(builds, PACK_KERNEL, changes), [arguments], blocks=blocks, threads=32)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from mpicomm.collectives.packed import PackJob, table_for, table_of, table_of_blocks
+from mpicomm.collectives.packed import PackJob, table_of_blocks, table_of_element, table_of_jobs
 from mpicomm.kernels.packing import ENTRY_NBYTES
 from mpicomm.mpi.layout import DatatypeLayout, layout_of, together
 from mpicomm.mpi.regions import Region, joined
@@ -127,7 +127,7 @@ def test_runs_that_touch_only_in_memory_stay_two_runs() -> None:
 
 
 def places(regions: Sequence[Region]) -> list[tuple[int, int, int]]:
-    return list(runs_of(table_of([PackJob(0, DatatypeLayout(tuple(regions), 0, None), 0)])))
+    return list(runs_of(table_of_jobs([PackJob(0, DatatypeLayout(tuple(regions), 0, None), 0)])))
 
 
 def check(datatype: MPI.Datatype, count: int) -> None:
@@ -151,7 +151,7 @@ def check(datatype: MPI.Datatype, count: int) -> None:
         _move([address, count, datatype], [packed, packed.size, MPI.PACKED])
         np.testing.assert_array_equal(pack(layout, memory, at), packed)
         by_table = np.zeros(layout.nbytes, np.uint8)
-        for start, place, nbytes in runs_of(table_of([PackJob(at, layout, 0)])):
+        for start, place, nbytes in runs_of(table_of_jobs([PackJob(at, layout, 0)])):
             by_table[place : place + nbytes] = memory[start : start + nbytes]
         np.testing.assert_array_equal(by_table, packed)
         by_steps = np.zeros(layout.nbytes, np.uint8)
@@ -292,7 +292,7 @@ def test_long_lists_in_a_list_are_regions_with_one_list_in_the_table() -> None:
     inner = MPI.FLOAT.Create_indexed_block(1, _irregular(1000))
     layout = _layout(_of(inner, "hindexed_block", 1, [0, 60000, 30000]))
     assert len(layout.regions) == 3
-    assert len(table_for(layout).content) == 3 * ENTRY_NBYTES + 8 * 1000
+    assert len(table_of_element(layout).content) == 3 * ENTRY_NBYTES + 8 * 1000
 
 
 def test_parts_in_turn() -> None:
@@ -303,16 +303,16 @@ def test_parts_in_turn() -> None:
 
 @pytest.mark.timeout(20)
 def test_a_million_blocks_are_few_regions() -> None:
-    table = table_for(_layout(MPI.INT.Create_indexed_block(1, _irregular(1_000_000))))
+    table = table_of_element(_layout(MPI.INT.Create_indexed_block(1, _irregular(1_000_000))))
     assert (table.num_regions, len(table.content)) == (1, ENTRY_NBYTES + 8_000_000)
     lengths = np.random.default_rng(2).integers(0, 5, 1_000_000)
     places = np.cumsum(lengths) - lengths + 2 * np.arange(len(lengths))
     layout = _layout(MPI.INT.Create_indexed(lengths.tolist(), places.tolist()))
     assert layout.nbytes == 4 * int(lengths.sum())
-    assert len(table_for(layout).content) == ENTRY_NBYTES + 2 * layout.nbytes
+    assert len(table_of_element(layout).content) == ENTRY_NBYTES + 2 * layout.nbytes
     layout = _layout(_structure(), 1_000_000)
     assert layout.nbytes == 12_000_000
-    assert len(table_for(layout).content) == 2 * ENTRY_NBYTES
+    assert len(table_of_element(layout).content) == 2 * ENTRY_NBYTES
 
 
 def test_blocks_of_one_length_are_one_region() -> None:
