@@ -1,4 +1,4 @@
-"""CallLog: each rank of a node writes which collective it is in. Its peers read that when something is wrong."""
+"""CallLog: each rank of a node publishes which collective it is in. Its peers read that when something is wrong."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from mpicomm.waiting import wait_until
 CallLocation = Literal["gpu", "host"]
 """Where a call is, as `mpicomm.dispatch.location_votes` explains."""
 FOR_GPUS, FOR_HOST = 1, 3
-_VOTES_OF_WORD = (1 << VOTE_BITS) - 1
+"""The bits of a vote."""
+_VOTE_MASK = (1 << VOTE_BITS) - 1
 _NEVER_CALLED = "nothing yet"
-_LOST = "a call whose text is gone"
+_OVERWRITTEN = "a call whose text is gone"
 _ALIVE_S = 0.25  # in this time a waiting rank shows that it is alive, even if ranks take turns on cores and on a GPU
 
 
@@ -31,9 +32,9 @@ class CallLog(SharedMemory):
 
     Each rank writes its own page, before it does anything else for the call. Every rank reads the pages of all ranks.
 
-    Construction is collective and raises as `share` does. ``row`` is of this rank's communicator, and ``index`` tells
-    its log. ``by_mpi`` returns the call by MPI of a rank that has not posted this rank's call; "" if that rank is only
-    late.
+    Construction is collective and raises as `share` does. ``row`` is of this rank's communicator, and ``index`` is of
+    the log in the row. ``by_mpi`` returns the call by MPI of a rank that has not posted this rank's call; "" if that
+    rank is only late.
     """
 
     post: Callable[..., None]
@@ -64,17 +65,17 @@ class CallLog(SharedMemory):
         return (MemoryUse("call log", host_nbytes=layout.LOG_NBYTES),)
 
     def publish_ready(self) -> None:
-        """Tell the other ranks that this rank launches its latest call next and waits for nothing before; local."""
+        """Publish that this rank launches its latest call next, and waits for nothing before; local."""
         # Pairs with `not_ready` of the peers. It needs no fence, because a peer that sees the word reads nothing else.
         self._log.words[layout.READY] = self._log.calls
 
     def vote(self, bits: int) -> int:
-        """Tell the other ranks where this rank's buffers of its next collective lie; return the number of the vote.
+        """Publish whether this rank's buffers of its next collective are on the GPU; return the number of the vote.
 
         ``bits`` are `FOR_GPUS` or `FOR_HOST`.
         """
         self._votes = number = self._votes + 1
-        group, vote = number >> VOTE_BITS, number & _VOTES_OF_WORD
+        group, vote = number >> VOTE_BITS, number & _VOTE_MASK
         self._vote_word = word = (self._vote_word if vote else group << 32) | bits << 2 * vote
         # Pairs with the load in `location` of the peers. One aligned store, so no peer sees half a vote. It needs no
         # fence, because a peer that sees the vote reads nothing else that this rank has written before.
@@ -82,21 +83,21 @@ class CallLog(SharedMemory):
         return number
 
     def withdraw_vote(self) -> None:
-        """Take back the last vote, because the call has failed before it communicated; local.
+        """Withdraw the last vote, because the call has failed before it communicated; local.
 
-        Other ranks may have read it. So it only helps a program that makes the call again, with better arguments.
+        Other ranks may have read it. So it only helps a program that repeats the call with better arguments.
         """
-        group, vote = self._votes >> VOTE_BITS, self._votes & _VOTES_OF_WORD
+        group, vote = self._votes >> VOTE_BITS, self._votes & _VOTE_MASK
         self._votes -= 1
         self._vote_word &= ~(FOR_HOST << 2 * vote)
         self._log.words[VOTES + group % VOTE_WORDS] = self._vote_word
 
     def location(self, number: int) -> CallLocation | None:
-        """Return where the collective of that vote is: on GPUs if any rank says so; None if votes are missing. Local.
+        """Return where the collective of that vote is: on GPUs if any rank votes so; None if votes are missing. Local.
 
-        A rank that is further ahead than there are votes in the log says nothing.
+        The vote of a rank that is further ahead than the log has votes does not count.
         """
-        group, shift = number >> VOTE_BITS, 2 * (number & _VOTES_OF_WORD)
+        group, shift = number >> VOTE_BITS, 2 * (number & _VOTE_MASK)
         at, of_host, everybody = VOTES + group % VOTE_WORDS, group << 32 - shift | FOR_HOST, True
         for words in self._words:
             word = words[at]
@@ -109,7 +110,7 @@ class CallLog(SharedMemory):
 
     def missing_votes(self, number: int) -> list[int]:
         """Return the indices of the ranks whose vote of that number is missing; local."""
-        group, shift = number >> VOTE_BITS, 2 * (number & _VOTES_OF_WORD)
+        group, shift = number >> VOTE_BITS, 2 * (number & _VOTE_MASK)
         # Pairs with the store in `vote`, as the load in `location` does. A word of a later group says that its rank has
         # voted in this one.
         latest = (words[VOTES + group % VOTE_WORDS] for words in self._words)
@@ -125,10 +126,10 @@ class CallLog(SharedMemory):
         return self._log.calls
 
     def read(self) -> list[str]:
-        """Return the call of each rank of the node, in the node's order; local.
+        """Return the text of each rank's call, in the node's order; local.
 
-        It is the first of the latest calls in which the ranks differ. If they do not differ, it is each rank's last
-        call. A rank that is in a call by MPI in place of this rank's call has that call.
+        The calls are the first of the latest calls in which the ranks differ, or else each rank's last call. For a rank
+        that is in a call by MPI instead of this rank's call, it is that call.
         """
         texts = self._difference() or [None] * self._node.size
         by_mpi = self.by_mpi()
@@ -160,13 +161,12 @@ class CallLog(SharedMemory):
         return [index for index, words in enumerate(self._words) if words[layout.POSTS] > self._log.calls]
 
     def publish_wait(self, rank: int) -> None:
-        """Tell the other ranks that this rank waits for ``rank`` of another domain, or for none with -1. Local.
+        """Publish that this rank waits for ``rank`` of another domain, or for none with -1. Local.
 
-        Call it repeatedly while waiting: a rank that has stopped in such a wait does not count on, so it is missing
-        itself.
+        Call it repeatedly while waiting, as a heartbeat: a rank that has stopped in such a wait is missing itself.
         """
-        # Pairs with the reads in `awaited_ranks`. The words need no order between them, because a reader only asks
-        # whether the count goes on, and names the rank that it finds.
+        # Pairs with the reads in `awaited_ranks`. The words need no order between them, because a reader only looks
+        # whether the heartbeat goes on, and names the rank that it finds.
         if self._words:  # else another communicator may have the log
             self._log.words[layout.WAITING_FOR] = rank + 1
             self._log.words[layout.HEARTBEAT] += 1
@@ -174,21 +174,21 @@ class CallLog(SharedMemory):
     def awaited_ranks(self) -> list[int]:
         """Return the ranks of other domains for which living ranks wait; local.
 
-        If a rank waits too long for a rank of its domain, one of these may be the missing rank. It returns after all
-        waiting ranks have counted on. If a rank has stopped or no rank waits, it returns after `_ALIVE_S`.
+        If a rank waits too long for a rank of its domain, one of these may be the missing rank. This returns after a
+        heartbeat of all waiting ranks. If a rank has stopped or no rank waits, it returns after `_ALIVE_S`.
         """
-        counts = [words[layout.HEARTBEAT] for words in self._words]
+        heartbeats = [words[layout.HEARTBEAT] for words in self._words]
 
         def waiting() -> list[tuple[int, bool]]:
-            logs = zip(self._words, counts, strict=True)
-            said = ((words[layout.WAITING_FOR] - 1, words[layout.HEARTBEAT] != count) for words, count in logs)
-            return [(rank, alive) for rank, alive in said if rank >= 0]
+            logs = zip(self._words, heartbeats, strict=True)
+            found = ((words[layout.WAITING_FOR] - 1, words[layout.HEARTBEAT] != before) for words, before in logs)
+            return [(rank, alive) for rank, alive in found if rank >= 0]
 
         wait_until(lambda: bool(found := waiting()) and all(alive for _, alive in found), _ALIVE_S)
         return sorted({rank for rank, alive in waiting() if alive})
 
     def absence_reason(self) -> str:
-        """Return a text that names the ranks in calls that this rank has not made, and the way out; else "". Local."""
+        """Return a text that names ranks in calls that this rank has not made, and the way out; else "". Local."""
         ranks = self._node.ranks
         calls = [f"rank {ranks[index]} is in {self._last(index)}, or has left it" for index in self.ahead()]
         if not calls:
@@ -224,7 +224,7 @@ class CallLog(SharedMemory):
                 return _NEVER_CALLED
             text = self._text(index, call)
         late = " (its previous call: it has not made this one yet)" if index in self.behind() else ""
-        return (text or _LOST) + late
+        return (text or _OVERWRITTEN) + late
 
     def _text(self, index: int, call: int) -> str | None:
         """Return the text of a rank's call of that number; None if the call is not there yet or was overwritten."""

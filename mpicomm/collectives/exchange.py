@@ -46,13 +46,13 @@ class Reduction:
 class Exchange:
     """One step of a collective as one rank sees it; ranks are indices in the node.
 
-    ``sends[r]`` goes to rank r, and the data of rank r lands in ``receives[r]``. If rank r is one of
+    ``sends[r]`` goes to rank r, and ``receives[r]`` gets the data of rank r. If rank r is one of
     ``reduction.sources``, ``receives[r]`` is None, because its data is reduced. An engine copies ``sends[self]`` to
-    ``receives[self]``, unless both are the same memory. In a reduction ``own`` is this rank's data.
+    ``receives[self]``, unless both are the same memory.
 
     Sends may overlap each other. In a reduction, sends may also be the same memory as the output. An engine reads all
     contributions to an element before it writes the element, and sends a piece before it overwrites the piece. (On the
-    host such memory must also be ``own``.)
+    host such memory must also be ``reduction.own``.)
     """
 
     dtype: np.dtype[Any]
@@ -60,18 +60,18 @@ class Exchange:
     receives: tuple[Span | None, ...]
     reduction: Reduction | None = None
     targets: tuple[Span | None, ...] | None = None
-    """The place where ``sends[r]`` belongs on rank r, as an address of this rank; None unless all ranks have output of
-    one form. Engines that store into symmetric memory use it."""
+    """``targets[r]`` is where ``sends[r]`` goes on rank r, as an address in this rank's output. None unless all ranks
+    have output of one form. Engines that store into symmetric memory use it."""
     move: tuple[Span, Span] | None = None
     """After the exchange this rank copies the first span to the second. Other ranks take no part in the copy."""
 
     cuts: tuple[tuple[int, int], ...] = ()
-    """For each rank, two numbers: how the data to that rank is cut, and how the data from that rank is cut. Both ranks
-    must agree on them. Empty if each rank sends one block to each rank."""
+    """For each rank a hash of the lengths of the blocks to it, and of those from it. Two neighbours may agree in the
+    bytes of a message and still differ in its blocks. Empty if each rank sends one block to each rank."""
 
     @cached_property
     def longest_nbytes(self) -> int:
-        """The most bytes that one rank sends to another, as far as this rank can know."""
+        """The most bytes that one rank sends to another, as far as this rank knows."""
         spans = [*self.sends, *self.receives, self.reduction.output if self.reduction else None]
         return max((span.count for span in spans if span is not None), default=0) * self.dtype.itemsize
 

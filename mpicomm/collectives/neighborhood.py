@@ -1,6 +1,6 @@
 """Neighborhood: the neighbours of one rank in a topology, and which blocks of two neighbours match.
 
-`blocks_for_ranks` turns a collective of neighbours into an all-to-all among all ranks. Most pairs have no data.
+`blocks_for_ranks` makes a collective of neighbours an all-to-all among all ranks, in which most pairs have no data.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Neighborhood:
     destinations: tuple[int, ...]
     crossed: bool = False
     """Whether a rank occurs several times in a grid, which has two blocks for each dimension. MPI defines that data
-    that leaves in one direction of a dimension arrives from the other one. If false, the blocks between two ranks
-    match in the order of the buffers."""
+    sent in one direction of a dimension arrives from the other one. If false, the blocks between two ranks match in
+    the order of the buffers."""
 
     @property
     def names_ranks_once(self) -> bool:
         """Whether no rank occurs several times among the sources, and none among the destinations."""
-        named = [[rank for rank in ranks if rank != MPI.PROC_NULL] for ranks in (self.sources, self.destinations)]
-        return all(len(set(ranks)) == len(ranks) for ranks in named)
+        sides = [[rank for rank in ranks if rank != MPI.PROC_NULL] for ranks in (self.sources, self.destinations)]
+        return all(len(set(ranks)) == len(ranks) for ranks in sides)
 
     def outgoing(self, size: int) -> list[tuple[int, ...]]:
         """Return the numbers of the blocks for each of ``size`` ranks, in the order of sending. Local."""
@@ -53,10 +53,9 @@ class Neighborhood:
         return [tuple(n for n in range(len(destinations)) if destinations[n] == rank) for rank in range(size)]
 
     def incoming(self, size: int) -> list[tuple[int, ...]]:
-        """Return the numbers of the blocks from each of ``size`` ranks, in the order of sending. Local.
+        """Return the numbers of the blocks of the receive buffer from each of ``size`` ranks, in the order of sending.
 
-        A number counts the blocks of the receive buffer. In a crossed grid, the sender has this rank in the other
-        direction of the same dimension.
+        Local. In a crossed grid, the sender has this rank in the other direction of the same dimension.
         """
         numbers = sorted(range(len(self.sources)), key=lambda number: number ^ self.crossed)
         return [tuple(n for n in numbers if self.sources[n] == rank) for rank in range(size)]
@@ -90,7 +89,7 @@ def require_symmetric(index: Sequence[int], edges: Sequence[int]) -> None:
 
 @cache
 def mpi_crosses(form: int) -> bool:
-    """Return whether MPI's calls of a form, by its index in `Operation.methods`, cross the blocks of a grid. Local.
+    """Return whether MPI crosses the blocks of a grid in a form of its calls, an index of `Operation.methods`. Local.
 
     The nonblocking and persistent calls of Open MPI 5 match the blocks between two ranks in the order of the buffers.
     """
@@ -110,7 +109,7 @@ def crossed_by_displacements(
 ) -> tuple[Operation, Any, Any]:
     """Return an all-to-all on host arrays that crosses the blocks of a grid with an MPI that does not. Local.
 
-    MPI gets the two receive blocks of a dimension the other way round, in a call that names the place of each block.
+    MPI gets the two receive blocks of a dimension swapped, in a call that has a displacement for each block.
     """
     order = [number ^ (sources[number] == sources[number ^ 1]) for number in range(len(sources))]
     if operation.send == "typed":
@@ -138,24 +137,24 @@ def _with_displacements(operand: Operand, order: Sequence[int]) -> Any:
 def blocks_for_ranks(
     operation: Operation, send: Operand, receive: Operand, neighborhood: Neighborhood, rank: int, size: int
 ) -> tuple[list[Elements], list[Elements], list[tuple[int, int]]]:
-    """Return the blocks for each rank and from each, and how the data to it and from it is cut; see `_cut_of`.
+    """Return the block to each rank, the block from each rank, and the `Exchange.cuts` of both.
 
-    The block of a rank consists of all blocks of that neighbour, one after the other. Raises `InvalidUsageError` if
-    this rank is its own neighbour and its blocks to itself differ from its blocks from itself.
+    The block of a rank joins all blocks of that neighbour, one after the other. Raises `InvalidUsageError` if this rank
+    is its own neighbour, and its blocks to itself differ from its blocks from itself.
     """
     outgoing, incoming = neighborhood.outgoing(size), neighborhood.incoming(size)
     if operation.send == "one":  # all neighbours get the first block
         outgoing = [(0,) * len(numbers) for numbers in outgoing]
     to_ranks = _blocks_of_ranks(send, outgoing, len(neighborhood.destinations))
-    of_ranks = _blocks_of_ranks(receive, incoming, len(neighborhood.sources))
-    sent, room = ([block.layout.nbytes for block in blocks[rank]] for blocks in (to_ranks, of_ranks))
-    if sent != room:
+    from_ranks = _blocks_of_ranks(receive, incoming, len(neighborhood.sources))
+    sent, received = ([block.layout.nbytes for block in blocks[rank]] for blocks in (to_ranks, from_ranks))
+    if sent != received:
         raise InvalidUsageError(
             f"{operation}: this rank is its own neighbour, and its blocks of {sent} bytes do not fit its blocks of "
-            f"{room} bytes: they must be equal"
+            f"{received} bytes: they must be equal"
         )
-    cuts = [(_cut_of(to), _cut_of(of)) for to, of in zip(to_ranks, of_ranks, strict=True)]
-    return _joined(send.pointer, to_ranks), _joined(receive.pointer, of_ranks), cuts
+    cuts = [(_hash_of_lengths(to), _hash_of_lengths(of)) for to, of in zip(to_ranks, from_ranks, strict=True)]
+    return _joined(send.pointer, to_ranks), _joined(receive.pointer, from_ranks), cuts
 
 
 def _blocks_of_ranks(operand: Operand, numbers: Sequence[Sequence[int]], blocks: int) -> list[list[Elements]]:
@@ -174,10 +173,7 @@ def _joined(base: int, blocks: Sequence[Sequence[Elements]]) -> list[Elements]:
     return [Elements(base, made[tuple(of_rank)]) for of_rank in blocks]
 
 
-def _cut_of(blocks: Sequence[Elements]) -> int:
-    """Return a number that says how the data of these blocks is cut; 0 for one block.
-
-    Two neighbours may agree in the bytes of a message and still differ in its blocks.
-    """
+def _hash_of_lengths(blocks: Sequence[Elements]) -> int:
+    """Return a hash of the lengths of blocks; 0 for one block, because ranks compare its bytes anyway."""
     lengths = [block.layout.nbytes for block in blocks]
     return zlib.crc32(struct.pack(f"<{len(lengths)}Q", *lengths)) if len(lengths) > 1 else 0
