@@ -174,14 +174,14 @@ class Dispatcher:
         if call.needs_mpi:
             self._votes.vote(call.operation, on_host=True)
         elif not call.on_device:
-            name, give_up = call.operation.name, None
+            name, time_out = call.operation.name, None
             # Mapped memory alone limits the time of calls on host arrays, and has no nonblocking calls.
             if blocking and self._carrier(call, blocking=True) not in ("mpi", on_copies):
 
-                def give_up(number: int) -> None:
-                    self.engines.on_host(name).raise_missing_votes(call.signature, number)
+                def time_out(late: list[int]) -> None:
+                    self.engines.on_host(name).time_out(call.signature, late)
 
-            place = self._votes.agree(call.operation, give_up)
+            place = self._votes.agree(call.operation, time_out)
         return self._reader.placed(call, place)
 
     def _carrier(self, call: Call, *, blocking: bool) -> Literal["gpu", "mpi", "mapped", "exchange"] | Rewrite:

@@ -106,10 +106,11 @@ class LocationVotes:
         if self._log is not None and not self.queue:  # later calls may have voted after a call of the queue
             self._log.withdraw_vote()
 
-    def agree(self, operation: Operation, give_up: Callable[[int], None] | None = None) -> CallLocation:
+    def agree(self, operation: Operation, time_out: Callable[[list[int]], None] | None = None) -> CallLocation:
         """Vote for the host, and return where the call is. Collective over the node, blocking.
 
-        ``give_up`` raises the error of a call that has a time limit, whose votes with this number do not come in time.
+        ``time_out`` is for a call that has a time limit. It raises the error of the ranks that have not voted in time,
+        which it gets as indices in the node.
         """
         if not self.are_needed:
             return "host"
@@ -129,11 +130,15 @@ class LocationVotes:
             return place is not None
 
         begin_mpi_call(row, operation.number)  # the doctor finds the rank in the call while it waits
-        limit_s = self._session.placement.here.timeout_s if give_up else math.inf
+        limit_s = self._session.placement.here.timeout_s if time_out else math.inf
         came = wait_until(look, limit_s, self._session.node.progress)
+        # Before `time_out`, which may set up the engine, because a late rank that votes meanwhile is still late.
+        late = [] if came else log.missing_votes(number)
         row[CALLS_BY_MPI] -= 1
-        if give_up and not came:
-            give_up(number)
+        if late and time_out:
+            time_out(late)
+        if not found:
+            look()  # the last vote has come after the wait
         return found[0]
 
     def _opened(self, operation: Operation, *, patient: bool) -> CallLog:

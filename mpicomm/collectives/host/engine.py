@@ -141,12 +141,12 @@ class HostEngine:
             self._broken = self._channels.agreed_error.publish(left)
             raise
 
-    def raise_missing_votes(self, signature: Signature, number: int) -> None:
-        """Raise `CollectiveTimeoutError` for the ranks without a vote of that number. All ranks raise it: see `run`."""
+    def time_out(self, signature: Signature, late: Sequence[int]) -> None:
+        """Raise `CollectiveTimeoutError` for late ranks, as indices in the node. All ranks raise it: see `run`."""
 
         def fail() -> None:
-            late = [self._node.ranks[index] for index in self._call_log.missing_votes(number)]
-            raise self._timeout_error(str(signature), late, "did not arrive")
+            ranks = [self._node.ranks[index] for index in late]
+            raise self._timeout_error(str(signature), ranks, "did not arrive")
 
         self.run_call(fail, signature)
 

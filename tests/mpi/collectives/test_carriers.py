@@ -16,12 +16,14 @@ from mpi4py import MPI
 
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.cluster.placement import Placement
+from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.devices.cuda.types import GpuBackend
+from mpicomm.dispatch.engines import Engines
 from mpicomm.log import log_once, logger
 from mpicomm.session import Session
 from mpicomm.waiting import wait_until
 from tests.helpers.fakes.message_devices import DeviceArray
-from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.jobs.pace import HANG_S, stretched
 from tests.helpers.rigs.communicators import (
     CALLS,
     FORMS,
@@ -307,6 +309,30 @@ def test_a_rank_that_comes_late_to_a_call_in_mapped_memory_raises_as_the_others(
             comm.Allreduce(np.ones(3), np.zeros(3), algorithm="one_shot")
         if comm.rank != late:
             WORLD.Barrier()
+        WORLD.Barrier()
+
+
+@pytest.mark.parametrize("late", [0, LAST])
+def test_a_rank_that_comes_while_the_others_set_up_their_engine_for_the_error_is_named(
+    device: str, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_gpus(device, timeout_s=stretched(2.0)) as (comm, _make):
+        comm.Allreduce(np.ones(3), np.zeros(3))
+        on_host = Engines.on_host
+        if comm.rank == late:
+            for _ in range(comm.size - 1):
+                WORLD.recv()
+        else:
+
+            def call_late_rank(engines: Engines, operation: str) -> HostEngine:
+                monkeypatch.undo()
+                WORLD.send(None, late)
+                return on_host(engines, operation)
+
+            monkeypatch.setattr(Engines, "on_host", call_late_rank)
+        with pytest.raises(CollectiveTimeoutError, match=rf"^Allreduce.*: rank {late} did not arrive") as info:
+            comm.Allreduce(np.ones(3), np.zeros(3), algorithm="one_shot")
+        assert info.value.ranks == (late,)
         WORLD.Barrier()
 
 
