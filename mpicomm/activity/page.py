@@ -76,9 +76,9 @@ class Log:
     def post(self, text: str, count: int = 0, offset: int | None = None, *, ready: bool = False) -> None:
         """Publish the next call of this rank; local. Text beyond a kibibyte of UTF-8 is cut off.
 
-        ``ready`` publishes that as `CallLog.publish_ready` does. Calls that differ only in numbers share a text. Readers fill
-        ``count`` into it, and ``offset`` if the text has `layout.OFFSET_IN_TEXT`. A doctor that reads between the last
-        of these lines may see the time of the previous call.
+        ``ready`` publishes that as `CallLog.publish_ready` does. Calls that differ only in numbers share a text.
+        Readers fill ``count`` into it, and ``offset`` if the text has `layout.OFFSET_IN_TEXT`. A doctor that reads
+        between the last of these lines may see the time of the previous call.
         """
         page = self._page
         number = page.texts.get(text)
