@@ -1,7 +1,6 @@
-"""Observation: hooks that record the calls of communicators, requests, windows, symmetric arrays and shared events.
+"""Hooks that record the calls of communicators, requests, windows, symmetric arrays and shared events.
 
-The first object that records puts hooks into its class. So a program that asks for no records runs the same code as if
-this module did not exist.
+The first object that records puts hooks into its class. A program that asks for no records runs without any hook.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.symmetric.create import SharedEvent
 
 _FLUSHED = ("Free", "Disconnect", "check")
-"""Each of these calls writes all earlier calls to the trace file, so that they outlive the process."""
+"""Each of these calls flushes the trace file, so that earlier calls are in it even if the process is killed."""
 _BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out", "origin", "result")
 _PRODUCTS = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
 _DETAILS = ("dest", "source", "root", "peer", "target_rank", "rank", "wire_dtype")
 _ROWS: dict[str, Operation] = {name: row for row in OPERATIONS.values() for name in row.methods}
 _COLLECTIVES = ("Barrier", *OPERATIONS)
 
-Kind = tuple[Category, bool]
+CallKind = tuple[Category, bool]
 """The category of a call, and whether it is *numbered*: all ranks make such calls in one order."""
 
 
-def _kinds(*rows: tuple[Category, bool, str]) -> dict[str, Kind]:
+def _kinds(*rows: tuple[Category, bool, str]) -> dict[str, CallKind]:
     return {name: (category, numbered) for category, numbered, names in rows for name in names.split()}
 
 
@@ -63,7 +62,7 @@ OF_WINDOWS = _kinds(
 _TABLES = ((MPI.Comm, OF_COMMUNICATORS), (MPI.Win, OF_WINDOWS), (SymmetricArray, OF_ARRAYS), (SharedEvent, OF_EVENTS))
 
 Facts = tuple[int | None, str, dict[str, Any]]
-"""The bytes, the element type and further facts of a call, which its arguments tell."""
+"""The bytes, the element type and further facts of a call, read from its arguments."""
 
 
 def record_calls(called: Any, tracer: Tracer) -> None:
@@ -96,16 +95,13 @@ def _recorded(cls: Any, name: str, category: Category, numbered: bool) -> Callab
         if tracer is None:
             return method(self, *arguments, **keywords)
         nbytes, dtype, details = facts_of(self, arguments, keywords)
-        record = tracer.begin(operation, category, numbered=numbered, nbytes=nbytes, dtype=dtype, details=details)
+        facts: dict[str, Any] = {"nbytes": nbytes, "dtype": dtype, "details": details}
         try:
-            result = method(self, *arguments, **keywords)
-        except BaseException as error:
-            record.error = type(error).__name__
-            raise
+            with tracer.record(operation, category, numbered=numbered, **facts) as record:
+                result = method(self, *arguments, **keywords)
         finally:
-            tracer.end(record)
             if name in _FLUSHED:
-                tracer.flush()
+                tracer.recorder.flush()
         if isinstance(result, MPI.Request):
             return _recorded_request(result, tracer, record)
         if isinstance(result, (SymmetricArray, SharedEvent)):
@@ -143,22 +139,18 @@ def _waiting(cls: Any, name: str) -> Callable[..., Any]:
         if tracer is None:
             return method(self, *arguments, **keywords)
         started: Record = self._started
+        category: Category = "wait"
+        operation = name
+        facts: dict[str, Any] = {"details": {"of": started.operation, "bytes": started.nbytes}}
         if name == "Start":
             self._starts += 1
-            category: Category = "collective" if started.number else "message"
+            category = "collective" if started.number else "message"
             operation = f"{started.operation.removesuffix('_init')} Start"
-            record = tracer.begin(operation, category, nbytes=started.nbytes, dtype=started.dtype)
-        else:
-            record = tracer.begin(name, "wait", details={"of": started.operation, "bytes": started.nbytes})
+            facts = {"nbytes": started.nbytes, "dtype": started.dtype}
         # All ranks have started the requests that they prepared together equally often.
-        record.number = f"{started.number}.{self._starts}" if started.number and self._starts else started.number
-        try:
+        number = f"{started.number}.{self._starts}" if started.number and self._starts else started.number
+        with tracer.record(operation, category, number=number, **facts):
             return method(self, *arguments, **keywords)
-        except BaseException as error:
-            record.error = type(error).__name__
-            raise
-        finally:
-            tracer.end(record)
 
     return call
 

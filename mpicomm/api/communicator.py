@@ -347,7 +347,7 @@ class Communicator(
             raise InvalidUsageError(
                 "stats: calls are not counted: set MPICOMM_STATS=1 or MPICOMM_TRACE when the program starts"
             )
-        tracer.flush()
+        tracer.recorder.flush()
         return tracer.counts.statistics()
 
     def Free(self) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mpicomm.devices.cuda.timeline import StreamInterval
+    from mpicomm.recording.tracer import Tracer
 
 CLOCK = "mpicomm_clock"
 """The event with a `Reading` of the rank's clock."""
@@ -33,8 +34,8 @@ Category = Literal["collective", "message", "memory", "set-up", "wait"]
 class Record:
     """A call of this rank. Times are times of `now_ns`."""
 
-    comm: str
-    """The label of the communicator."""
+    tracer: Tracer
+    """The tracer of the communicator."""
     operation: str
     category: Category
     start_ns: int = 0
@@ -89,8 +90,8 @@ def current() -> Record | None:
     return _calls.open[-1] if _calls.open else None
 
 
-def note_slow_way(reason: str) -> None:
-    """Note why the current call takes a slow way."""
+def record_slow_way(reason: str) -> None:
+    """Record why the current call takes a slow way."""
     record = current()
     if record is not None and reason not in record.slow_ways:
         record.slow_ways.append(reason)

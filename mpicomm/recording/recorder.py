@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 from mpicomm import environment, log
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger, open_file
-from mpicomm.recording.record import CLOCK, DEVICE, Counts, Reading, Record, note_slow_way, now_ns
+from mpicomm.recording.record import CLOCK, DEVICE, Counts, Reading, Record, now_ns, record_slow_way
 from mpicomm.sizes import rich_console
 
 if TYPE_CHECKING:
     from mpicomm.devices.cuda.timeline import StreamInterval
 
 _FIRST_DEVICE_TRACK = 1000
-_MOST_KEPT = 2048
-_LONGEST_KEPT_NS = 1_000_000_000
+_MAX_BUFFERED = 2048
+_MAX_BUFFERED_NS = 1_000_000_000
 
 
 class TraceFile:
@@ -65,8 +65,9 @@ class TraceFile:
         track = self._track(self._threads, thread.ident, 0, f"host calls, thread {thread.name}")
         self._add(self._slice(record, track, record.start_ns, record.stop_ns, record.category))
 
-    def add_device_time(self, record: Record, ordinal: int, stream: int, start_ns: int, stop_ns: int) -> None:
+    def add_device_time(self, record: Record, stream: int, start_ns: int, stop_ns: int) -> None:
         """Write the time of a call on a device, in the track of its stream."""
+        ordinal = record.tracer.ordinal
         name = f"GPU {ordinal}, stream {stream:#x}"
         track = self._track(self._streams, (ordinal, stream), _FIRST_DEVICE_TRACK, name)
         self._add(self._slice(record, track, start_ns, stop_ns, DEVICE))
@@ -105,7 +106,7 @@ class TraceFile:
             "algorithm": record.algorithm or None,
             "why": record.why or None,
             "slow": "; ".join(record.slow_ways) or None,
-            "comm": record.comm,
+            "comm": record.tracer.label,
             "number": record.number or None,
             "captured": record.captured or None,
             "error": record.error or None,
@@ -134,7 +135,7 @@ class TraceFile:
         line = json.dumps(event)
         with self._lock:
             self._lines.append(line)
-            late = len(self._lines) >= _MOST_KEPT or now_ns() - self._written_ns > _LONGEST_KEPT_NS
+            late = len(self._lines) >= _MAX_BUFFERED or now_ns() - self._written_ns > _MAX_BUFFERED_NS
         if late:
             self.flush()
 
@@ -155,13 +156,13 @@ class Recorder:
         self._total = Counts()  # of all communicators
         self._reports = reports and settings.stats
         self._process = os.getpid()
-        self._pending: deque[tuple[Record, StreamInterval, int, Counts]] = deque()
+        self._pending: deque[tuple[Record, StreamInterval]] = deque()
         self._nvtx: Any = None if settings.trace is None else _nvtx(required=settings.trace == NVTX)
         self.file: TraceFile | None = None
         if settings.trace is not None and settings.trace != NVTX:
             self.file = TraceFile(log.file_name(_of_one_rank(settings.trace), number), number)
-        if note_slow_way not in log.slow_way_listeners:
-            log.slow_way_listeners.append(note_slow_way)
+        if record_slow_way not in log.slow_way_listeners:
+            log.slow_way_listeners.append(record_slow_way)
         atexit.register(self._finish)
 
     def open_range(self, record: Record, text: str) -> None:
@@ -178,21 +179,21 @@ class Recorder:
             self._nvtx.pop_range(domain=_DOMAIN)
             record.ranges -= 1
 
-    def add(self, record: Record, ordinal: int, counts: Counts) -> None:
-        """Take the record of a call that is over on the host; ``ordinal`` is the device of its streams."""
+    def add(self, record: Record) -> None:
+        """Add the record of a call that is over on the host."""
         if not record.nested:
-            counts.add(record)
+            record.tracer.counts.add(record)
             self._total.add(record)
         if self.file is not None:
             self.file.add_call(record)
-        self._pending.extend((record, interval, ordinal, counts) for interval in record.intervals)
+        self._pending.extend((record, interval) for interval in record.intervals)
         self.drain()
 
     def drain(self) -> None:
-        """Take the device times of all calls that are over on the device, in order. Local, does not block."""
+        """Add the device times of all calls that are over on the device, in order. Local, does not block."""
         while self._pending:
             try:
-                pending = record, interval, ordinal, counts = self._pending.popleft()
+                pending = record, interval = self._pending.popleft()
             except IndexError:  # another thread has taken the last record
                 return
             try:
@@ -204,13 +205,13 @@ class Recorder:
                 return
             # The first interval is on the call's stream, which waits for the work on other streams.
             if not record.nested and interval is record.intervals[0]:
-                for each in (counts, self._total):
+                for each in (record.tracer.counts, self._total):
                     each.add_device_time(record, times[1] - times[0])
             if self.file is not None:
-                self.file.add_device_time(record, ordinal, interval.stream, *times)
+                self.file.add_device_time(record, interval.stream, *times)
 
     def flush(self) -> None:
-        """Take all known device times, and write all events to the file."""
+        """Add all known device times, and write all events to the file."""
         self.drain()
         if self.file is not None:
             self.file.flush()

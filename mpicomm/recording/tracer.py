@@ -1,7 +1,7 @@
-"""Tracer: the records of one communicator, how ranks begin to record together, and the offsets of their clocks.
+"""Tracer: it records the calls of one communicator, and compares the clocks of its ranks.
 
-Also the work that recorded calls enqueue on one device: hooks replace methods of the objects that enqueue work, but
-only of a communicator that records. All other communicators run the same code as if there were no records.
+`DeviceTracer` measures the work that recorded calls enqueue on a device. Its hooks replace methods of the objects that
+enqueue work, but only of a communicator that records. All other communicators run without any hook.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from mpi4py import MPI
 
 from mpicomm import environment
@@ -22,7 +21,7 @@ from mpicomm.cluster.process import boot_id, namespace, process_number
 from mpicomm.devices.cuda.types import GpuBackend
 from mpicomm.errors import HandleError, MpicommError
 from mpicomm.log import logger
-from mpicomm.recording.record import Category, Counts, Reading, Record, current, note_slow_way, now_ns, open_records
+from mpicomm.recording.record import Category, Counts, Reading, Record, current, now_ns, open_records, record_slow_way
 from mpicomm.recording.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -33,66 +32,60 @@ _ROUNDS = 32
 
 
 def clock_key() -> str:
-    """Return a text that is the same on ranks that read one clock: ranks of one kernel and one time namespace."""
+    """Return a text that is equal on ranks that read one clock: ranks of one kernel and one time namespace."""
     return f"{boot_id()}/{namespace('time')}"
 
 
 def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
     """Compare this rank's clock with the clock of the first rank of ``group``. Collective, blocking.
 
-    ``comm`` carries the group's messages. Ranks of one kernel have the same clock. Each other rank asks the first rank
-    for its time, again and again, and believes the fastest answer. Raises as `Group.allgather`. If a rank dies between
-    two answers, ranks hang in MPI.
+    ``comm`` carries the group's messages. Ranks of one kernel have the same clock. Any other rank pings the first rank,
+    which answers with its time, and takes the answer of the shortest round trip. Raises as `Group.allgather`. If a rank
+    dies between two pings, ranks hang in MPI.
     """
-    told = group.allgather("clocks: ranks", lambda: (clock_key(), process_number()))
-    others = [index for index, (key, _) in enumerate(told) if key != told[0][0]]
-    reference = told[0][1]
+    clocks = group.allgather("clocks: ranks", lambda: (clock_key(), process_number()))
+    first, (first_key, reference) = group.ranks[0], clocks[0]
+    others = [rank for rank, (key, _) in zip(group.ranks, clocks, strict=True) if key != first_key]
 
     def compare() -> Reading:
-        if group.rank in others:
-            return _ask(comm, group.ranks[0], reference)
-        if group.rank == 0:
-            question = np.zeros(1, np.int64)
-            for rank in [group.ranks[index] for index in others for _ in range(_ROUNDS)]:
-                comm.Recv(question, rank, _TAG)
-                comm.Send(np.array([now_ns()], np.int64), rank, _TAG)
-        return {"reference": reference, "time_ns": now_ns(), "offset_ns": 0, "uncertainty_ns": 0}
+        if comm.rank == first:
+            for rank in [rank for rank in others for _ in range(_ROUNDS)]:
+                comm.recv(None, rank, _TAG)
+                comm.send(now_ns(), rank, _TAG)
+        if comm.rank not in others:
+            return {"reference": reference, "time_ns": now_ns(), "offset_ns": 0, "uncertainty_ns": 0}
+        trips = []
+        for _ in range(_ROUNDS):
+            begin_ns = now_ns()
+            answer_ns: int = comm.sendrecv(None, first, _TAG, None, first, _TAG)
+            trips.append((now_ns() - begin_ns, begin_ns, answer_ns))
+        trip_ns, begin_ns, answer_ns = min(trips)
+        # The first rank read its clock at some time within the round trip.
+        time_ns, uncertainty_ns = begin_ns + trip_ns // 2, -(-trip_ns // 2)
+        offset_ns = answer_ns - time_ns
+        return {"reference": reference, "time_ns": time_ns, "offset_ns": offset_ns, "uncertainty_ns": uncertainty_ns}
 
     return group.allgather("clocks: times", compare)[group.rank] if others else compare()
 
 
-def _ask(comm: MPI.Intracomm, first: int, reference: int) -> Reading:
-    answer, question = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    rounds = []
-    for _ in range(_ROUNDS):
-        begin = now_ns()
-        comm.Sendrecv(question, first, _TAG, answer, first, _TAG)
-        rounds.append((now_ns() - begin, begin, int(answer[0])))
-    taken, begin, first_ns = min(rounds)
-    # The first rank read its clock at some time between the two, and at no other time.
-    middle = begin + taken // 2
-    offset_ns, uncertainty_ns = first_ns - middle, -(-taken // 2)
-    return {"reference": reference, "time_ns": middle, "offset_ns": offset_ns, "uncertainty_ns": uncertainty_ns}
-
-
-_MOST_NAMED = 8  # ranks in the label of a communicator
+_MAX_NAMED = 8  # ranks in the label of a communicator
 _recorders: dict[environment.Recording, Recorder] = {}
-_made: Counter[int] = Counter()
+_opened: Counter[int] = Counter()
 
 
 class Tracer:
-    """The records of one communicator on this rank. ``label`` is its name in traces, the same on all its ranks.
+    """Records the calls of one communicator on this rank. ``label`` names it in traces, the same on all its ranks.
 
     ``reads_clocks`` is for a communicator that is made of no other communicator: its ranks compare their clocks.
     """
 
     def __init__(self, recorder: Recorder, label: str, *, reads_clocks: bool = False) -> None:
         self.label = label
-        self._reads_clocks = reads_clocks
+        self.recorder = recorder
         self.counts = Counts()
         self.ordinal = -1
         """The device of the communicator's streams; -1 while there is none."""
-        self._recorder = recorder
+        self._reads_clocks = reads_clocks
         self._calls = 0
         self._children: Counter[tuple[int, ...]] = Counter()
 
@@ -105,19 +98,19 @@ class Tracer:
         ``comm`` carries the messages of ``group``, which holds all ranks. Raises `InvalidUsageError`, on every rank
         alike, if a file cannot be written.
         """
-        settings = [each for each in wanted if each is not None]
-        trace = next((each.trace for each in settings if each.trace is not None), None)
-        mine = environment.Recording(trace, any(each.stats for each in settings))
+        given = [each for each in wanted if each is not None]
+        trace = next((each.trace for each in given if each.trace is not None), None)
+        settings = environment.Recording(trace, any(each.stats for each in given))
 
         def start() -> tuple[int, int]:
             number = process_number()
-            if mine not in _recorders:
-                _recorders[mine] = Recorder(mine, number, reports=MPI.COMM_WORLD.rank == 0)
-            _made[number] += 1
-            return number, _made[number]
+            if settings not in _recorders:
+                _recorders[settings] = Recorder(settings, number, reports=MPI.COMM_WORLD.rank == 0)
+            _opened[number] += 1
+            return number, _opened[number]
 
         first, number = group.allgather("Communicator: trace", start)[0]
-        tracer = cls(_recorders[mine], f"{first}.{number}", reads_clocks=True)
+        tracer = cls(_recorders[settings], f"{first}.{number}", reads_clocks=True)
         tracer._read_clocks(group, comm)
         return tracer
 
@@ -127,64 +120,61 @@ class Tracer:
         All its ranks find the same label, because they have made the same communicators of these ranks before.
         """
         self._children[tuple(ranks)] += 1
-        said = ",".join(map(str, ranks))
-        if len(ranks) > _MOST_NAMED:
-            said = f"{len(ranks)} ranks {zlib.crc32(said.encode()):08x}"
-        return Tracer(self._recorder, f"{self.label}/{said}#{self._children[tuple(ranks)]}")
+        names = ",".join(map(str, ranks))
+        if len(ranks) > _MAX_NAMED:
+            names = f"{len(ranks)} ranks {zlib.crc32(names.encode()):08x}"
+        return Tracer(self.recorder, f"{self.label}/{names}#{self._children[tuple(ranks)]}")
 
-    def begin(self, operation: str, category: Category, *, numbered: bool = False, **facts: Any) -> Record:
-        """Begin the record of a call of this thread, which has these ``facts`` of `Record`.
+    @contextlib.contextmanager
+    def record(self, operation: str, category: Category, *, numbered: bool = False, **facts: Any) -> Iterator[Record]:
+        """Record the block as a call of this thread; ``facts`` are fields of `Record`.
 
         ``numbered`` is for calls that all ranks make in one order.
         """
         records = open_records()
-        record = Record(self.label, operation, category, nested=bool(records), **facts)
+        record = Record(self, operation, category, nested=bool(records), **facts)
         if numbered and not records:
             self._calls += 1
             record.number = str(self._calls)
         records.append(record)
         size = "" if record.nbytes is None else f" {record.nbytes} B {record.dtype}".rstrip()
-        self._recorder.open_range(record, f"{operation}{size}")
+        self.recorder.open_range(record, f"{operation}{size}")
         record.start_ns = now_ns()
-        return record
+        try:
+            yield record
+        except BaseException as error:
+            record.error = type(error).__name__
+            raise
+        finally:
+            record.stop_ns = now_ns()
+            del records[records.index(record) :]
+            if not (record.algorithm or record.error) and category in ("collective", "message"):
+                record.algorithm = "mpi"  # all other calls name their algorithm
+                if record.nbytes is not None and not record.slow_ways:
+                    record.why = "MPI takes host arrays of this size and type"
+            self.recorder.close_ranges(record)
+            self.recorder.add(record)
 
     def set_algorithm(self, algorithm: str, why: str) -> None:
-        """Note the algorithm of this thread's call, and the reason for it, as soon as the call knows them."""
+        """Record the algorithm of this thread's call, and the reason for it."""
         record = current()
         if record is None or record.algorithm:
             return
         record.algorithm, record.why = algorithm, why
-        self._recorder.open_range(record, f"{record.operation} by {algorithm}")
-
-    def end(self, record: Record) -> None:
-        """End the record of a call of this thread."""
-        record.stop_ns = now_ns()
-        records = open_records()
-        while records and records.pop() is not record:
-            pass
-        if not (record.algorithm or record.error) and record.category in ("collective", "message"):
-            record.algorithm = "mpi"  # all other calls name their algorithm
-            if record.nbytes is not None and not record.slow_ways:
-                record.why = "MPI takes host arrays of this size and type"
-        self._recorder.close_ranges(record)
-        self._recorder.add(record, self.ordinal, self.counts)
-
-    def flush(self) -> None:
-        """Write all known events to the trace file."""
-        self._recorder.flush()
+        self.recorder.open_range(record, f"{record.operation} by {algorithm}")
 
     def read_clocks_again(self, group: Group, comm: MPI.Intracomm) -> None:
-        """Read the ranks' clocks once more before they part, because clocks drift. Collective; it raises nothing."""
+        """Compare the clocks once more at the end, because clocks drift. Collective; raises nothing."""
         with contextlib.suppress(MpicommError):  # if a rank is missing, the rest of the teardown reports it
             self._read_clocks(group, comm)
 
     def _read_clocks(self, group: Group, comm: MPI.Intracomm) -> None:
-        if self._reads_clocks and self._recorder.file is not None:
-            self._recorder.file.add_clock(read_clocks(group, comm))
+        if self._reads_clocks and self.recorder.file is not None:
+            self.recorder.file.add_clock(read_clocks(group, comm))
 
 
 class DeviceTracer:
-    """Measures the work that calls enqueue on the device ``backend``, and notes the algorithms that engines choose."""
+    """Measures the work that calls enqueue on the device ``backend``, and records the algorithms of engines."""
 
     def __init__(self, tracer: Tracer, backend: GpuBackend) -> None:
         self._tracer = tracer
@@ -192,15 +182,15 @@ class DeviceTracer:
         self._timeline = timeline_of(backend)
         tracer.ordinal = int(backend.device)
         for name in ("signal", "wait_signal", "pack", "launch"):
-            _replace(backend, name, self._on_stream)
-        _replace(backend, "launcher", self._maker)
+            _replace(backend, name, functools.partial(self._traced, stream_at=-1))
+        _replace(backend, "copy", functools.partial(self._traced, stream_at=-1, algorithm_on_memory="copy_engine"))
+        _replace(backend, "launcher", self._traced_result)
         _replace(backend, "graph_of", lambda make: lambda enqueue: enqueue)  # its launches are measured one by one
-        _replace(backend, "copy", functools.partial(self._on_stream, of_memory="copy_engine"))
-        _replace(backend, "message_steps", lambda steps: lambda: _RecordedSteps(steps(), self))
+        _replace(backend, "message_steps", lambda steps: lambda: _TracedSteps(steps(), self._traced))
 
     @contextlib.contextmanager
     def enqueued(self, stream: int, algorithm: str = "", why: str = "") -> Iterator[None]:
-        """Count the work that the block enqueues on ``stream`` as work of the current call, with this algorithm.
+        """Measure the work that the block enqueues on ``stream`` as work of the current call, with this algorithm.
 
         A call has one interval in each stream, from the begin of its first piece to the end of its last piece.
         """
@@ -223,56 +213,58 @@ class DeviceTracer:
                 interval.extend()
 
     def trace_engine(self, engine: object) -> None:
-        """Measure the plans that an engine enqueues, and note their algorithms. Local."""
+        """Measure the plans that an engine enqueues, and record their algorithms. Local."""
 
         def hook(enqueue: Callable[..., bool]) -> Callable[..., bool]:
-            def recorded(plan: Any, stream: int, *arguments: Any, **keywords: Any) -> bool:
+            def traced(plan: Any, stream: int, *arguments: Any, **keywords: Any) -> bool:
                 algorithm, why, slow = plan.choice
                 if slow:
-                    note_slow_way(slow)
+                    record_slow_way(slow)
                 with self.enqueued(stream, algorithm, why):
                     return enqueue(plan, stream, *arguments, **keywords)
 
-            return recorded
+            return traced
 
         _replace(engine, "enqueue", hook)
 
-    def step(self, step: Callable[..., None], algorithm: str = "", why: str = "") -> Callable[..., None]:
-        """Return ``step``, whose first argument is a stream, as recorded work."""
+    def _traced(
+        self,
+        enqueue: Callable[..., None],
+        *,
+        stream_at: int = 0,
+        algorithm: str = "",
+        why: str = "",
+        algorithm_on_memory: str = "",
+    ) -> Callable[..., None]:
+        """Return a function that measures the work of ``enqueue``, whose argument ``stream_at`` is a stream.
 
-        def recorded(stream: int, *arguments: int, **words: int) -> None:
-            with self.enqueued(stream, algorithm, why):
-                step(stream, *arguments, **words)
+        ``algorithm_on_memory`` is the algorithm of calls on memory, such as `SymmetricArray.put`.
+        """
 
-        return recorded
-
-    def _on_stream(self, method: Callable[..., None], of_memory: str = "") -> Callable[..., None]:
-        """Return a method whose last argument is a stream; ``of_memory`` is its algorithm in a call on memory."""
-
-        def recorded(*arguments: Any, **keywords: Any) -> None:
+        def traced(*arguments: Any, **keywords: Any) -> None:
             record = current()
-            algorithm = of_memory if record is not None and record.category == "memory" else ""
-            with self.enqueued(arguments[-1], algorithm):
-                method(*arguments, **keywords)
+            on_memory = record is not None and record.category == "memory"
+            with self.enqueued(arguments[stream_at], algorithm_on_memory if on_memory else algorithm, why):
+                enqueue(*arguments, **keywords)
 
-        return recorded
+        return traced
 
-    def _maker(self, method: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..., None]]:
-        return lambda *arguments, **numbers: self.step(method(*arguments, **numbers))
+    def _traced_result(self, make: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..., None]]:
+        return lambda *arguments, **keywords: self._traced(make(*arguments, **keywords))
 
 
-class _RecordedSteps:
+class _TracedSteps:
     """The `MessageSteps` of a backend, as recorded work."""
 
-    def __init__(self, steps: Any, work: DeviceTracer) -> None:
+    def __init__(self, steps: Any, traced: Callable[..., Callable[..., None]]) -> None:
         self._steps = steps
-        self._recorded = functools.partial(work.step, algorithm="rendezvous", why="the receiver's GPU copies it")
+        self._traced = functools.partial(traced, algorithm="rendezvous", why="the receiver's GPU copies it")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         step = getattr(self._steps, name)
         if name in ("copy_in", "copy_out"):  # they make a step
-            return lambda place, **words: self._recorded(step(place, **words))
-        return self._recorded(step)
+            return lambda *arguments, **keywords: self._traced(step(*arguments, **keywords))
+        return self._traced(step)
 
 
 def timeline_of(backend: GpuBackend) -> Timeline | None:
@@ -286,6 +278,6 @@ def timeline_of(backend: GpuBackend) -> Timeline | None:
         return None
 
 
-def _replace(part: object, name: str, hook: Callable[[Any], Any]) -> None:
-    if hasattr(part, name):
-        setattr(part, name, hook(getattr(part, name)))
+def _replace(target: object, name: str, hook: Callable[[Any], Any]) -> None:
+    if hasattr(target, name):
+        setattr(target, name, hook(getattr(target, name)))

@@ -130,12 +130,12 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_range_has_operation_bytes_and_algorithm(said: list[str]) -> None:
     recorder = Recorder(Recording("nvtx", stats=False), 0, reports=False)
     tracer = Tracer(recorder, "0.1")
-    record = tracer.begin("Allreduce", "collective", nbytes=80, dtype="float32")
-    tracer.set_algorithm("ring", "by the table")
-    tracer.end(record)
+    with tracer.record("Allreduce", "collective", nbytes=80, dtype="float32"):
+        tracer.set_algorithm("ring", "by the table")
     assert said == ["mpicomm Allreduce 80 B float32", "mpicomm Allreduce by ring", "mpicomm end", "mpicomm end"]
     said.clear()
-    tracer.end(tracer.begin("Bcast", "collective", nbytes=8))
+    with tracer.record("Bcast", "collective", nbytes=8):
+        pass
     assert said == ["mpicomm Bcast 8 B", "mpicomm mark: Bcast by mpi", "mpicomm end"]
 
 
@@ -175,13 +175,12 @@ class Rig:
         return self.intervals[-1]
 
     def call(self, *streams: int, nested: bool = False, algorithm: str = "ring") -> None:
-        record = self.tracer.begin("Allreduce", "collective", numbered=True, nbytes=80, dtype="float32")
-        for stream in streams:
-            with self.work.enqueued(stream, algorithm, "by the table"):
-                pass
-        if nested:
-            self.call(*streams)
-        self.tracer.end(record)
+        with self.tracer.record("Allreduce", "collective", numbered=True, nbytes=80, dtype="float32"):
+            for stream in streams:
+                with self.work.enqueued(stream, algorithm, "by the table"):
+                    pass
+            if nested:
+                self.call(*streams)
 
     def calls(self) -> list[tuple[str, int, float, dict[str, Any]]]:
         self.recorder.flush()
@@ -246,10 +245,9 @@ def test_work_of_a_capture_is_marked_and_not_measured_nor_work_outside_of_calls(
 
 def test_slow_ways_are_counted_for_each_call(rig: Rig) -> None:
     for _ in range(2):
-        record = rig.tracer.begin("Bcast", "collective")
-        announce("Bcast", "only MPI can carry it out")
-        announce("Bcast", "only MPI can carry it out")
-        rig.tracer.end(record)
+        with rig.tracer.record("Bcast", "collective"):
+            announce("Bcast", "only MPI can carry it out")
+            announce("Bcast", "only MPI can carry it out")
     reason = "through pinned host memory and MPI: only MPI can carry it out"
     assert rig.tracer.counts.statistics().slow_ways == {("Bcast", reason): 2}
     assert [facts["slow"] for *_, facts in rig.calls()] == [reason] * 2
@@ -262,10 +260,9 @@ def test_an_engine_tells_the_choice_of_its_plan(rig: Rig) -> None:
 
     engine: Any = Engine()
     rig.work.trace_engine(engine)
-    record = rig.tracer.begin("Allreduce", "collective")
     plan = SimpleNamespace(choice=("two_shot", "by the table", "for want of memory"))
-    assert engine.enqueue(plan, 1, None, meets=True) and not engine.enqueue(plan, 1)
-    rig.tracer.end(record)
+    with rig.tracer.record("Allreduce", "collective") as record:
+        assert engine.enqueue(plan, 1, None, meets=True) and not engine.enqueue(plan, 1)
     assert (record.algorithm, record.why, record.slow_ways) == ("two_shot", "by the table", ["for want of memory"])
     assert [interval.ends for interval in rig.intervals] == [2]
     assert isinstance(engine, Engine)
