@@ -16,8 +16,8 @@ from mpicomm import environment
 from mpicomm.cli import arguments
 from mpicomm.doctor.checks import CHECKS, examine, lines, record
 from mpicomm.doctor.facts import RankFacts, facts_before_mpi, gather
-from mpicomm.doctor.running import Job, job_of, jobs_of_user
-from mpicomm.doctor.waits import Look
+from mpicomm.doctor.running import RunningJob, job_of, jobs_of_user
+from mpicomm.doctor.waits import WaitReport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.sizes import rich_console, rich_table
 
@@ -25,22 +25,22 @@ from mpicomm.sizes import rich_console, rich_table
 
 _START_S = 60.0  # MPI may wait for ever for a rank that does not start
 _RUNNING = frozenset(("--pid", "--job"))
-_GLANCE_S = 0.3  # long enough to see whether a process is busy
-_LONG_S = 2.0  # shorter waits are not worth an exit code
+_SHORT_SAMPLE_S = 0.3  # long enough to see whether a process is busy
+_LONG_WAIT_S = 2.0  # a shorter wait does not set the exit code
 _FORWARD_S = 1.0  # if a job ends badly, an MPI launcher drops output that it has not forwarded yet
 
 
 def main() -> NoReturn:
-    """Run the command line on this rank, and exit. Collective, except with options that look at a running job."""
+    """Run the command line on this rank, and exit. Collective, except with options for a running job."""
     if _RUNNING.intersection(argument.partition("=")[0] for argument in sys.argv[1:]):
-        _look_at_running(_parser())
+        _examine_running(_parser())
     facts = facts_before_mpi()
     checks = [check for check in CHECKS if check.before_mpi]
     early = [result for result in examine([facts], checks) if result[1]]
     if early:
         if environment.local_id() == 0:
-            said = [f"Before MPI starts on {facts.host}:", *lines(early)]
-            sys.stderr.write("".join(f"{line}\n" for line in said))
+            report = [f"Before MPI starts on {facts.host}:", *lines(early)]
+            sys.stderr.write("".join(f"{line}\n" for line in report))
             sys.stderr.flush()
         # MPI may end the process. Then the launcher drops output that it has not forwarded, also output of slower
         # ranks.
@@ -50,9 +50,9 @@ def main() -> NoReturn:
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        # This is the level of threads that `import mpi4py.MPI` gives a program.
+        # The thread level that `import mpi4py.MPI` gives a program.
         level = os.environ.get("MPI4PY_RC_THREAD_LEVEL", mpi4py.rc.thread_level)
-        # It shows the place of MPI's wait and ends the process, from a thread that does not need the interpreter.
+        # Shows where MPI waits and ends the process, from a thread that does not need the GIL.
         faulthandler.dump_traceback_later(_START_S, exit=True)
         MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}", MPI.THREAD_MULTIPLE))
         faulthandler.cancel_dump_traceback_later()
@@ -61,47 +61,48 @@ def main() -> NoReturn:
     command_line.run(lambda: _examine_ranks(facts))
 
 
-def _look_at_running(parser: argparse.ArgumentParser) -> NoReturn:
-    """Look at jobs that run on this machine, without MPI. Exit code 2 if there is no such job."""
+def _examine_running(parser: argparse.ArgumentParser) -> NoReturn:
+    """Examine jobs that run on this machine, without MPI. Exit code 2 if there is no such job."""
     options = parser.parse_args()
     if options.json is not None:
         parser.error("--json: not allowed with --pid and --job")
     try:
-        looks = watch(jobs_of_user if options.pid is None else lambda: [job_of(options.pid)], _LONG_S)
+        reports = sample(jobs_of_user if options.pid is None else lambda: [job_of(options.pid)], _LONG_WAIT_S)
     except InvalidUsageError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    for look in looks:
-        show(look)
-    sys.exit(int(any(wait.seconds >= _LONG_S for look in looks for wait in look.waits())))
+    for report in reports:
+        show(report)
+    sys.exit(int(any(wait.seconds >= _LONG_WAIT_S for report in reports for wait in report.waits())))
 
 
-def watch(find: Callable[[], Sequence[Job]], longest_s: float) -> list[Look]:
-    """Look at jobs twice, ``longest_s`` seconds apart if the age of a wait is not known otherwise."""
+def sample(find: Callable[[], Sequence[RunningJob]], longest_s: float) -> list[WaitReport]:
+    """Sample jobs twice, ``longest_s`` seconds apart if the age of a wait is not known otherwise."""
     before = {rank.process.pid: rank for job in find() for rank in job.ranks}
-    looks: list[Look] = []
-    for pause_s in (min(_GLANCE_S, longest_s), longest_s):
+    reports: list[WaitReport] = []
+    for pause_s in (min(_SHORT_SAMPLE_S, longest_s), longest_s):
         time.sleep(pause_s)
-        looks = [Look(job, before) for job in find()]
-        if all(wait.known or wait.seconds >= longest_s for look in looks for wait in look.waits()):
+        reports = [WaitReport(job, before) for job in find()]
+        if all(wait.exact or wait.seconds >= longest_s for report in reports for wait in report.waits()):
             break
-    return looks
+    return reports
 
 
-def show(look: Look) -> None:
-    """Write a job that runs to standard output."""
-    for wait in look.waits():
-        sys.stdout.write(f"WAIT for {wait.seconds:.1f} s{'' if wait.known else ' or longer'}: {wait.text}\n")
-    if not look.waits():
+def show(report: WaitReport) -> None:
+    """Write the waits in a running job to standard output."""
+    waits = report.waits()
+    for wait in waits:
+        sys.stdout.write(f"WAIT for {wait.seconds:.1f} s{'' if wait.exact else ' or longer'}: {wait.text}\n")
+    if not waits:
         sys.stdout.write("no rank waits for another one, as far as calls of mpicomm show\n")
-    for pid in dict.fromkeys(pid for wait in look.waits() for pid in wait.pids):
+    for pid in dict.fromkeys(pid for wait in waits for pid in wait.pids):
         sys.stdout.write(f"      fix: `py-spy dump --pid {pid}` shows where that rank is\n")
     numbers = "rank", "pid", "number", "begun s ago"
     titles = "communicator", "rank", "pid", "last call", "number", "begun s ago", "waits for", "the process"
     table = rich_table(None, titles, right=numbers)
-    for line in look.lines():
-        since = "" if line.seconds is None else f"{line.seconds:.1f}"
-        cells = str(line.rank), str(line.pid), line.call, str(line.number or ""), since, line.waits_for, line.does
-        table.add_row(line.communicator, *cells, style="bold" if line.waits_for else None)
+    for row in report.rows():
+        since = "" if row.seconds is None else f"{row.seconds:.1f}"
+        cells = str(row.rank), str(row.pid), row.call, str(row.number or ""), since, row.waits_for, row.process_state
+        table.add_row(row.communicator, *cells, style="bold" if row.waits_for else None)
     sys.stdout.flush()
     rich_console(sys.stdout, 160).print(table)
 

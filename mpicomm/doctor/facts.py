@@ -1,6 +1,6 @@
-"""Facts: the doctor's knowledge of one rank. Checks read nothing else, so tests can make facts by hand.
+"""The facts of one rank, which the checks of the doctor read.
 
-Some facts ranks find out together: who can read whose memory, and how a Communicator opens it.
+Ranks collect some facts together: who can read whose memory, and how a Communicator opens it.
 """
 
 from __future__ import annotations
@@ -185,14 +185,14 @@ def _find_mpiexec() -> tuple[str, str]:
     if path is None:
         return "", ""
     with suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(
+        done = subprocess.run(
             [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MPIEXEC_S
         )
-        return path, family_of(said.stdout)
+        return path, family_of(done.stdout)
     return path, ""
 
 
-_WORD = 0x6D706963  # the other ranks read this word
+_PROBED = 0x6D706963  # the word that the other ranks read
 
 
 def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list[RankFacts]:
@@ -203,36 +203,36 @@ def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list
     from mpi4py import MPI
 
     from mpicomm.cluster.agreement import Group
-    from mpicomm.cluster.monitored_barrier import private_copy
+    from mpicomm.cluster.roll_call import private_copy
 
     group = Group(private_copy(MPI.COMM_WORLD, "doctor: begin", timeout_s), range(MPI.COMM_WORLD.size), timeout_s)
-    word = ctypes.c_uint32(_WORD)
+    word = ctypes.c_uint32(_PROBED)
 
-    def look() -> tuple[RankFacts, int]:
+    def own_facts() -> tuple[RankFacts, int]:
         gpus, reason = _find_gpus()
         threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         own = replace(facts, rank=group.rank, world_size=group.size, threads_multiple=threads)
         return replace(own, gpus=gpus, no_gpu_reason=reason), ctypes.addressof(word)
 
-    found = group.allgather("doctor: look around", look)
+    found = group.allgather("doctor: own facts", own_facts)
     unreadable: dict[int, str] = {}
     for peer, address in found:
         # MPI takes ranks with the same host name for ranks of one machine.
-        if (peer.boot_id, peer.host) == (facts.boot_id, facts.host) and (error := _read(peer.pid, address)):
+        if (peer.boot_id, peer.host) == (facts.boot_id, facts.host) and (error := _probe(peer.pid, address)):
             unreadable[peer.rank] = error
     memory, reason = _open_memory(device, handle), next(iter(unreadable.values()), "")
     own = replace(found[group.rank][0], unreadable=tuple(unreadable), unreadable_reason=reason, memory=memory)
-    return group.allgather("doctor: own facts", lambda: own)  # until then the others may read the word
+    return group.allgather("doctor: memory", lambda: own)  # until then the others may read the word
 
 
-def _read(pid: int, address: int) -> str:
-    """Read a word of another process as MPI does for large messages. Return the error, or ""."""
+def _probe(pid: int, address: int) -> str:
+    """Read the word of another process as MPI does for long messages. Return the error, or ""."""
     word, one = ctypes.c_uint32(), ctypes.c_ulong(1)
     iovec, nbytes = ctypes.c_size_t * 2, ctypes.sizeof(word)
     parts = iovec(ctypes.addressof(word), nbytes), one, iovec(address, nbytes), one
     if ctypes.CDLL(None, use_errno=True).process_vm_readv(pid, *parts, ctypes.c_ulong(0)) < 0:
         return os.strerror(ctypes.get_errno())
-    return "" if word.value == _WORD else "it reads another process"
+    return "" if word.value == _PROBED else "it reads another process"
 
 
 def _open_memory(device: str, handle: str) -> MemoryFacts:

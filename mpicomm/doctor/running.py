@@ -1,4 +1,4 @@
-"""The jobs that run on this machine: processes as /proc shows them, and the ranks that the doctor may read, by job."""
+"""Samples of the jobs that run on this machine: their processes from /proc, and their activity pages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpicomm.cli.arguments import JobLaunch, launch_of
 from mpicomm.errors import InvalidUsageError
 
 _PROC = Path("/proc")
-_MOST = 100  # characters of a command
+_MAX_CHARS = 100  # characters of a command
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process at one moment."""
+    """A sample of a process."""
 
     pid: int
     parent: int
@@ -50,11 +50,11 @@ def process_of(pid: int) -> Process | None:
     cpu_s, sleeps_in = (int(facts[11]) + int(facts[12])) / _TICKS, ""
     with suppress(OSError):
         sleeps_in = (folder / "wchan").read_text().strip().removeprefix("0")
-    return Process(pid, int(facts[1]), printable(command[:_MOST]), facts[0], cpu_s, sleeps_in)
+    return Process(pid, int(facts[1]), printable(command[:_MAX_CHARS]), facts[0], cpu_s, sleeps_in)
 
 
 def launched(pid: int) -> tuple[int, JobLaunch]:
-    """Return the process that has launched the rank of a process, 0 for none, and the rank's place.
+    """Return the launcher of a rank's process, 0 for none, and the rank's numbers in the launch.
 
     The launcher is the first parent without a rank in its environment. It is the same for all ranks that one mpiexec
     has started on this machine, even if other processes run between them.
@@ -78,7 +78,7 @@ def _launch(pid: int) -> JobLaunch:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RunningRank:
     """A rank at one moment."""
 
     process: Process
@@ -89,15 +89,15 @@ class Rank:
     """The moment, by the monotonic clock."""
 
 
-class Job(NamedTuple):
+class RunningJob(NamedTuple):
     """The ranks on this machine that communicate, and other processes of their launchers."""
 
-    ranks: tuple[Rank, ...]
-    unseen: dict[tuple[int, int], Process]
+    ranks: tuple[RunningRank, ...]
+    uninitialized: dict[tuple[int, int], Process]
     """Processes of the same launchers that have made no Communicator, by world and rank in MPI.COMM_WORLD."""
 
 
-def jobs_of_user() -> list[Job]:
+def jobs_of_user() -> list[RunningJob]:
     """Return the jobs of this user. Raises `InvalidUsageError` if there is none."""
     jobs = _jobs(os.geteuid())
     if not jobs:
@@ -107,7 +107,7 @@ def jobs_of_user() -> list[Job]:
     return jobs
 
 
-def job_of(pid: int) -> Job:
+def job_of(pid: int) -> RunningJob:
     """Return the job of a process: of a rank, or of the mpiexec, or any other process, that has started ranks.
 
     Raises `InvalidUsageError` if there is no such process, if it belongs to another user, or if it neither is nor has
@@ -137,7 +137,7 @@ def job_of(pid: int) -> Job:
     )
 
 
-def _rank(pid: int) -> Rank | None:
+def _rank(pid: int) -> RunningRank | None:
     """Return a process that is a rank, or None. Raises as `read_activity`."""
     activity, process = read_activity(pid), process_of(pid)
     if activity is None or process is None:
@@ -146,7 +146,7 @@ def _rank(pid: int) -> Rank | None:
     numbers = status.partition("NSpid:")[2].partition("\n")[0].split() or [str(pid)]
     if activity.pid != int(numbers[-1]):  # its own number, in its namespace: a forked child has its parent's memory
         return None
-    return Rank(process, activity, launched(pid)[0] or -pid, time.monotonic_ns())
+    return RunningRank(process, activity, launched(pid)[0] or -pid, time.monotonic_ns())
 
 
 def _parents(process: Process | None) -> Iterator[int]:
@@ -155,38 +155,38 @@ def _parents(process: Process | None) -> Iterator[int]:
         process = process_of(process.parent)
 
 
-def _jobs(user: int) -> list[Job]:
+def _jobs(user: int) -> list[RunningJob]:
     """Return the jobs of a user that the doctor may read: ranks of one launcher, or that share a communicator."""
-    numbers: list[int] = []
-    groups: list[tuple[set[int], list[Rank]]] = []
+    pids: list[int] = []
+    groups: list[tuple[set[int], list[RunningRank]]] = []
     for name in os.listdir(_PROC):  # noqa: PTH208
         with suppress(OSError, OtherVersionError):  # above all it ends meanwhile
             if not name.isdecimal() or (_PROC / name).stat().st_uid != user:
                 continue
-            numbers.append(int(name))
+            pids.append(int(name))
             rank = _rank(int(name))
             if rank is None:
                 continue
             marks = {rank.world, *(calls.key << 32 for calls in rank.activity.communicators)}
-            together = [group for group in groups if group[0] & marks]
+            joined = [group for group in groups if group[0] & marks]
             groups = [group for group in groups if not group[0] & marks]
-            marks = marks.union(*(shared for shared, _ in together))
-            groups.append((marks, [*(member for _, members in together for member in members), rank]))
-    unseen = _unseen([rank for _, members in groups for rank in members], numbers)
+            marks = marks.union(*(shared for shared, _ in joined))
+            groups.append((marks, [*(member for _, members in joined for member in members), rank]))
+    uninitialized = _uninitialized([rank for _, members in groups for rank in members], pids)
     return [
-        Job(
+        RunningJob(
             tuple(sorted(members, key=lambda rank: (rank.world, rank.activity.world_rank))),
-            {place: process for place, process in unseen.items() if place[0] in marks},
+            {place: process for place, process in uninitialized.items() if place[0] in marks},
         )
         for marks, members in groups
     ]
 
 
-def _unseen(ranks: Sequence[Rank], numbers: Sequence[int]) -> dict[tuple[int, int], Process]:
+def _uninitialized(ranks: Sequence[RunningRank], pids: Sequence[int]) -> dict[tuple[int, int], Process]:
     worlds = {rank.world for rank in ranks}
     seen = {(rank.world, rank.activity.world_rank) for rank in ranks}
     found: dict[tuple[int, int], Process] = {}
-    for pid in sorted(numbers):  # a rank's first process comes first, unless numbers have started again
+    for pid in sorted(pids):  # a rank's first process comes first, unless process numbers have wrapped around
         world, launch = launched(pid)
         place = world, launch.rank
         if launch.size and world in worlds and place not in {*seen, *found} and (process := process_of(pid)):

@@ -12,9 +12,9 @@ import pytest
 
 from mpicomm.collectives.gpu.decision import names_for
 from mpicomm.collectives.operations import ALLREDUCE
-from mpicomm.doctor.__main__ import watch
+from mpicomm.doctor.__main__ import sample
 from mpicomm.doctor.running import job_of
-from mpicomm.doctor.waits import Line, RankWait
+from mpicomm.doctor.waits import RankWait, TableRow
 from mpicomm.waiting import wait_until
 from tests.gpu import DEVICES
 from tests.helpers.jobs.mpiexec import environment, mpiexec_command, run_job, sharing_of_cores
@@ -144,7 +144,7 @@ def test_the_doctor_names_the_late_rank_of_a_job_on_gpus(tmp_path: Path) -> None
     program = tmp_path / "program.py"
     program.write_text(LATE_PROGRAM)
     waits: list[RankWait] = []
-    lines: list[Line] = []
+    rows: list[TableRow] = []
     with (tmp_path / "output").open("w") as output:
         job = subprocess.Popen(
             mpiexec_command(WATCHED, str(program), str(tmp_path)),
@@ -155,8 +155,8 @@ def test_the_doctor_names_the_late_rank_of_a_job_on_gpus(tmp_path: Path) -> None
         )
 
     def somebody_waits() -> bool:
-        (seen,) = watch(lambda: [job_of(job.pid)], LOOK_S)
-        waits[:], lines[:] = seen.waits(), seen.lines()
+        (report,) = sample(lambda: [job_of(job.pid)], LOOK_S)
+        waits[:], rows[:] = report.waits(), report.rows()
         return bool(waits) and waits[0].seconds >= LOOK_S
 
     try:
@@ -165,14 +165,14 @@ def test_the_doctor_names_the_late_rank_of_a_job_on_gpus(tmp_path: Path) -> None
                 there = wait_until((tmp_path / f"{call}-{rank}").exists, HANG_S)
                 assert there, (tmp_path / "output").read_text()
             assert wait_until(somebody_waits, HANG_S), call
-            late = next(line.pid for line in lines if line.rank == WATCHED - 1)
+            late = next(row.pid for row in rows if row.rank == WATCHED - 1)
             assert waits[0].pids == (late,)
             said = waits[0].text
             if call == "Allreduce":
                 assert said.startswith(
                     "rank 1 is behind: it has made 3 calls of world, the others 4 (Allreduce(float32"
                 )
-                assert [line.waits_for for line in lines if line.rank == 0] == ["rank 1"]
+                assert [row.waits_for for row in rows if row.rank == 0] == ["rank 1"]
             else:
                 assert said.startswith("rank 0 waits in a receive from rank 1 (tag 5) of world. Rank 1")
             (tmp_path / f"go-{call}").touch()

@@ -12,8 +12,8 @@ from mpicomm.activity.reading import Activity, BlockedMessage, RankCalls, Step
 from mpicomm.cli.arguments import JobLaunch, launch_of
 from mpicomm.doctor.checks import CHECKS, examine, lines
 from mpicomm.doctor.facts import MemoryFacts, RankFacts, VisibleGpu, family_of
-from mpicomm.doctor.running import Job, Process, Rank
-from mpicomm.doctor.waits import Look
+from mpicomm.doctor.running import Process, RunningJob, RunningRank
+from mpicomm.doctor.waits import WaitReport
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ofi --with-pm=hydra"
@@ -225,23 +225,25 @@ def calls(rank: int, made: int, last: str = SUM, *, ago_s: float | None = 10.0, 
     return RankCalls(7, "world", rank, size, 0, made, last, since_ns, False)
 
 
-def rank(number: int, *communicators: RankCalls, step: Step | None = None, **process: object) -> Rank:
+def rank(number: int, *communicators: RankCalls, step: Step | None = None, **process: object) -> RunningRank:
     facts = replace(Process(1000 + number, 1, "python"), **process)  # type: ignore[arg-type]
-    return Rank(facts, Activity(1000 + number, number, step, communicators), 1, NOW_NS)
+    return RunningRank(facts, Activity(1000 + number, number, step, communicators), 1, NOW_NS)
 
 
-def earlier(one: Rank, seconds: float = 3.0) -> Rank:
+def earlier(one: RunningRank, seconds: float = 3.0) -> RunningRank:
     return replace(one, time_ns=one.time_ns - int(seconds * 1e9))
 
 
 def look(
-    ranks: Sequence[Rank], before: Sequence[Rank] = (), unseen: dict[tuple[int, int], Process] | None = None
-) -> Look:
+    ranks: Sequence[RunningRank],
+    before: Sequence[RunningRank] = (),
+    uninitialized: dict[tuple[int, int], Process] | None = None,
+) -> WaitReport:
     was = before or [earlier(each) for each in ranks]
-    return Look(Job(tuple(ranks), unseen or {}), {each.process.pid: each for each in was})
+    return WaitReport(RunningJob(tuple(ranks), uninitialized or {}), {each.process.pid: each for each in was})
 
 
-def texts(*ranks: Rank) -> list[str]:
+def texts(*ranks: RunningRank) -> list[str]:
     return [wait.text for wait in look(ranks).waits()]
 
 
@@ -252,7 +254,7 @@ def test_the_rank_with_the_fewest_calls_is_late() -> None:
         f"rank 2 is behind: it has made 4 calls of world, the others 5 ({SUM}). Rank 2 (process 1002) sleeps, and has "
         "begun no collective call since Bcast(int8) 15.0 s ago"
     )
-    assert (wait.seconds, wait.known, wait.pids) == (12.0, True, (1002,))
+    assert (wait.seconds, wait.exact, wait.pids) == (12.0, True, (1002,))
 
 
 def test_ranks_that_go_on_are_not_late_and_several_may_be() -> None:
@@ -267,7 +269,7 @@ def test_ranks_that_go_on_are_not_late_and_several_may_be() -> None:
 def test_a_wait_in_mpi_is_as_old_as_the_look() -> None:
     ranks = [rank(0, calls(0, 5, "Allreduce", ago_s=None)), rank(1, calls(1, 4))]
     (wait,) = look(ranks).waits()
-    assert (wait.seconds, wait.known) == (3.0, False)
+    assert (wait.seconds, wait.exact) == (3.0, False)
 
 
 def test_ranks_that_have_called_different_things() -> None:
@@ -301,7 +303,7 @@ def test_ranks_that_wait_in_mpi_after_calls_in_different_orders(
         assert f"rank 1: {second[2]} by MPI, its call {second[0]} by MPI, after {second[1]} other call" in wait.text
         assert "(the last is Bcast(float32, count=3, root=0))" in wait.text and "end the job, and make" in wait.text
         assert wait.pids == (1000, 1001)
-        assert [line.waits_for for line in look(ranks).lines()] == ["rank 1", "rank 0"]
+        assert [line.waits_for for line in look(ranks).rows()] == ["rank 1", "rank 0"]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +335,7 @@ def test_ranks_that_send_to_each_other() -> None:
 
 
 def test_a_receive_from_any_rank_and_messages_one_after_the_other() -> None:
-    def receiving(number: int, source: int = 1) -> list[Rank]:
+    def receiving(number: int, source: int = 1) -> list[RunningRank]:
         message = BlockedMessage("receive", source, -1 if source < 0 else 0, number)
         return [rank(0, replace(calls(0, 5), messages=(message,))), rank(1, calls(1, 5))]
 
@@ -356,7 +358,7 @@ def test_a_chain_of_waits_begins_with_the_rank_that_does_not_wait() -> None:
 
 def test_a_rank_that_has_not_come_to_a_step_has_no_communicator_or_no_process() -> None:
     step = Step("Communicator", NOW_NS - int(5e9), (0, 1, 2))
-    (wait,) = look([rank(0, step=step)], unseen={(1, 2): Process(77, 1, "python")}).waits()
+    (wait,) = look([rank(0, step=step)], uninitialized={(1, 2): Process(77, 1, "python")}).waits()
     assert wait.text == (
         "ranks 1, 2 of MPI.COMM_WORLD have not come: rank 0 waits in 'Communicator'. Rank 1 has no process on this "
         "machine: it has ended, or runs on another node. Rank 2, process 77, has not begun to make a Communicator"
@@ -367,7 +369,7 @@ def test_a_rank_that_has_not_come_to_a_step_has_no_communicator_or_no_process() 
 def test_what_a_process_does() -> None:
     ahead = rank(0, calls(0, 5))
 
-    def said_of(late: Rank, cpu_s: float = 0.0) -> str:
+    def said_of(late: RunningRank, cpu_s: float = 0.0) -> str:
         was = replace(earlier(late), process=replace(late.process, cpu_s=late.process.cpu_s - cpu_s))
         (wait,) = look([ahead, late], [earlier(ahead), was]).waits()
         return wait.text.partition("(process 1001) ")[2].partition(", and has")[0]
@@ -382,7 +384,7 @@ def test_lines_begin_with_the_communicator_in_which_ranks_wait() -> None:
     idle = [replace(calls(each, 3), key=1, name="a part") for each in range(2)]
     unused = [replace(calls(each, 0, ""), key=2, name="unused", since_ns=None) for each in range(2)]
     ranks = [rank(each, idle[each], unused[each], calls(each, 5 - each)) for each in range(2)]
-    assert [(line.communicator, line.rank, line.number, line.waits_for) for line in look(ranks).lines()] == [
+    assert [(line.communicator, line.rank, line.number, line.waits_for) for line in look(ranks).rows()] == [
         ("world", 0, 5, "rank 1"),
         ("world", 1, 4, ""),
         ("a part", 0, 3, ""),
@@ -392,4 +394,4 @@ def test_lines_begin_with_the_communicator_in_which_ranks_wait() -> None:
 
 def test_a_call_on_a_gpu_may_be_only_enqueued() -> None:
     ranks = [rank(0, replace(calls(0, 5), on_gpu=True))]
-    assert [line.does for line in look(ranks).lines()] == ["has enqueued it, and sleeps"]
+    assert [line.process_state for line in look(ranks).rows()] == ["has enqueued it, and sleeps"]

@@ -19,7 +19,7 @@ import pytest
 
 from mpicomm.activity import layout
 from mpicomm.activity.page import CommunicatorRow, Member, RowHeader, page
-from mpicomm.doctor.__main__ import show, watch
+from mpicomm.doctor.__main__ import sample, show
 from mpicomm.doctor.running import job_of
 from mpicomm.doctor.waits import RankWait
 from mpicomm.errors import InvalidUsageError
@@ -99,8 +99,8 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
     found: list[RankWait] = []
 
     def is_seen(call: str) -> bool:
-        (seen,) = watch(lambda: [job_of(job.mpiexec.pid)], LOOK_S)
-        found[:] = seen.waits()
+        (report,) = sample(lambda: [job_of(job.mpiexec.pid)], LOOK_S)
+        found[:] = report.waits()
         if call not in SAID:
             return not found
         return bool(found) and found[0].text.startswith(SAID[call].format(late=job.late))
@@ -199,8 +199,8 @@ def shown(pid: int, memory: int, content: bytes) -> str:
     """What the doctor says of a process with that page."""
     os.pwrite(memory, content, 0)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        for look in watch(lambda: [job_of(pid)], 0.001):
-            show(look)
+        for report in sample(lambda: [job_of(pid)], 0.001):
+            show(report)
     return output.getvalue()
 
 
