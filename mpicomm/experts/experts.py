@@ -29,7 +29,7 @@ from mpicomm.experts.arrays import (
     pointer_of,
 )
 from mpicomm.experts.on_gpu import ExpertsLaunches, open_on_gpus
-from mpicomm.experts.on_host import Combined, Dispatched, HostWay
+from mpicomm.experts.on_host import CombineArrays, DispatchArrays, HostExperts
 from mpicomm.kernels.team import PACKET_NBYTES
 from mpicomm.kernels.variant import Launch
 from mpicomm.mpi.arguments import refuse_stream, require_here
@@ -115,7 +115,7 @@ class Experts(AbstractContextManager["Experts"]):
             self._gpu = session.backend
             self._arena, self._launches = open_on_gpus(session, self._shape, self._gpu)
         self._streams = None if self._gpu is None else StreamUse(self._gpu)
-        self._host = HostWay(session, self._shape)
+        self._host = HostExperts(session, self._shape)
         self.closed = False
 
     def __repr__(self) -> str:
@@ -192,7 +192,7 @@ class Experts(AbstractContextManager["Experts"]):
         self._require_usable(what)
         on_device = self._is_on_gpu(x, "x")
 
-        def given() -> Dispatched:
+        def read_arguments() -> DispatchArrays:
             kinds = (name_of(shape.dtype),) if scales is None else (WIRE, "uint8")
             if scales is not None and not shape.scales:
                 raise InvalidUsageError("scales is for an Experts object with wire_dtype: leave scales out")
@@ -207,13 +207,13 @@ class Experts(AbstractContextManager["Experts"]):
                 self._require_ours(out, "out", on_device=on_device)
             received = Received.empty(shape, self._rank, x, on_device=on_device) if out is None else out
             received.num_tokens = count
-            return Dispatched(received, tokens, ids, weights, numbers)
+            return DispatchArrays(received, tokens, ids, weights, numbers)
 
         if not on_device:
             refuse_stream(what, stream)
-            return self._host.dispatch(given)
+            return self._host.dispatch(read_arguments)
         assert self._launches is not None
-        received, tokens, ids, weights, numbers = given()
+        received, tokens, ids, weights, numbers = read_arguments()
         x_and_scales = tokens.pointer, 0 if numbers is None else numbers.pointer
         steps: list[Launch] = []
         if shape.scales and numbers is None:
@@ -259,7 +259,7 @@ class Experts(AbstractContextManager["Experts"]):
         self._require_usable(what)
         on_device = self._is_on_gpu(z, "z")
 
-        def given() -> Combined:
+        def read_arguments() -> CombineArrays:
             self._require_ours(received, "received", on_device=on_device)
             rows = self._read(z, "z", (name_of(shape.dtype),), (shape.capacity, shape.hidden), on_device)
             of_result = received.num_tokens, shape.hidden
@@ -269,24 +269,24 @@ class Experts(AbstractContextManager["Experts"]):
             result = new_array(z, of_result, kind, on_device=on_device) if out is None else out
             output = self._read(result, "out", DTYPES, of_result, on_device)
             if values is None:
-                return Combined(received, rows, result, output)
+                return CombineArrays(received, rows, result, output)
             of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
             numbers = self._read(values, "values", ("float32",), of_rows, on_device)
-            of_slots = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
-            return Combined(received, rows, result, output, numbers, of_slots)
+            slot_values = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
+            return CombineArrays(received, rows, result, output, numbers, slot_values)
 
         if not on_device:
             refuse_stream(what, stream)
-            combined = self._host.combine(given, weighted=weighted)
+            combined = self._host.combine(read_arguments, weighted=weighted)
         else:
             assert self._launches is not None
-            combined = given()
-            numbers = (0, 0) if combined.values is None else (combined.values.pointer, pointer_of(combined.of_slots))
+            combined = read_arguments()
+            numbers = (0, 0) if combined.values is None else (combined.values.pointer, pointer_of(combined.slot_values))
             arrays = received.pointers, received.num_tokens
             output = combined.output.pointer, name_of(combined.output.dtype)
             made = self._launches.combine(combined.rows.pointer, *arrays, *output, numbers, weighted=weighted)
             self._enqueue([made], z, stream)
-        return combined.result if values is None else (combined.result, combined.of_slots)
+        return combined.result if values is None else (combined.result, combined.slot_values)
 
     def close(self) -> None:
         """Free the memory, after a wait for this rank's device. Collective, blocking. A second call does nothing."""

@@ -1,4 +1,4 @@
-"""GpuWay: dispatches and combines on GPUs, by kernels on memory that all ranks map."""
+"""Dispatch and combine on GPUs, by kernels on memory that all ranks map."""
 
 from __future__ import annotations
 
